@@ -1,0 +1,38 @@
+/* Devices: whose memory the blocks of a plan lie in, and how they are copied there.
+ *
+ * To add one: a file in devices/ that ends in one const struct, and its name below. */
+#ifndef SPAR_DEVICE_H
+#define SPAR_DEVICE_H
+
+#include "plan.h"
+
+/* The item types that a factor can be applied to while copying. */
+typedef enum {
+    SPAR_UNSCALED = 0,
+    SPAR_F16,
+    SPAR_BF16,
+    SPAR_F32,
+    SPAR_F64,
+    SPAR_C64,
+    SPAR_C128,
+} spar_dtype;
+
+/* What happens to each item on its way: x * factor, or x / factor; as torch computes it for this dtype. */
+typedef struct {
+    spar_dtype dtype; /* SPAR_UNSCALED: the bytes are copied as they are */
+    int divide;
+    double factor;
+} spar_scale;
+
+typedef struct {
+    const char *name; /* torch's device type */
+    /* Copies `count` blocks: block i from from[blocks[i].tensor] to to[blocks[i].tensor]. `stream` is the
+     * device's queue, NULL on a CPU, where the copy is done on return. */
+    spar_status (*copy_blocks)(const spar_block *blocks, int64_t count, const spar_dim *dims,
+                               const void *const *from, void *const *to, const spar_scale *scale,
+                               void *stream);
+} spar_device;
+
+extern const spar_device spar_device_cpu;
+
+#endif

@@ -1,0 +1,38 @@
+/* Status codes and the last error's text. Every function that can fail returns a status; the text of the
+ * newest failure of this thread is kept here, written by spar_fail alone. */
+#ifndef SPAR_ERROR_H
+#define SPAR_ERROR_H
+
+typedef enum {
+    SPAR_OK = 0,
+    SPAR_INVALID,   /* an argument's value; Python: ValueError */
+    SPAR_TYPE,      /* an argument's type; Python: TypeError */
+    SPAR_NO_MEMORY, /* Python: spar.OutOfMemoryError */
+    SPAR_MISMATCH,  /* the ranks disagree; Python: spar.MismatchError */
+    SPAR_TIMEOUT,   /* a time limit; Python: spar.ExchangeTimeoutError */
+    SPAR_TRANSPORT, /* a transport that was asked for cannot serve; Python: spar.TransportError */
+    SPAR_INTERNAL,  /* a bug in spar; Python: spar.SparError */
+} spar_status;
+
+/* Keeps the text and returns `status`, so that a failure is one line: return spar_fail(...). */
+spar_status spar_fail(spar_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* The text of this thread's newest failure; valid until its next one. */
+const char *spar_last_error(void);
+
+#define SPAR_TRY(expression)                                                                       \
+    do {                                                                                           \
+        spar_status status_ = (expression);                                                        \
+        if (status_ != SPAR_OK)                                                                    \
+            return status_;                                                                        \
+    } while (0)
+
+#define SPAR_TRY_GOTO(status, expression, label)                                                   \
+    do {                                                                                           \
+        (status) = (expression);                                                                   \
+        if ((status) != SPAR_OK)                                                                   \
+            goto label;                                                                            \
+    } while (0)
+
+#endif

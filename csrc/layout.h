@@ -1,0 +1,41 @@
+/* A layout says which part of a global tensor each rank holds: all of it, or the pieces of one dim.
+ *
+ * This is the one idea under every operation: an operation is a pair of layouts of the same global
+ * tensor, the one its input has and the one its output shall have. Everything else (shapes, blocks,
+ * the inverse) is arithmetic on the two. Extents are counted in elements. */
+#ifndef SPAR_LAYOUT_H
+#define SPAR_LAYOUT_H
+
+#include "error.h"
+
+#include <stdint.h>
+
+/* `extent` elements that lie at `local` in the rank's tensor and at `global` in the whole one. */
+typedef struct {
+    int64_t local, global, extent;
+} spar_piece;
+
+typedef struct {
+    int dim;            /* the dim that is cut; -1: every rank holds the whole tensor */
+    int world;          /* ranks */
+    int64_t total;      /* the cut dim's global extent */
+    int64_t *first;     /* [world + 1]: rank r holds pieces first[r] to first[r + 1] */
+    spar_piece *pieces; /* in the order in which a rank holds them */
+} spar_layout;
+
+/* The size rule: rank's share of `total`; the remainder goes one each to the first ranks. */
+int64_t spar_share(int64_t total, int world, int rank);
+
+/* One piece a rank, in rank order; `sizes` [world] must sum to `total`, NULL means the size rule. */
+spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,
+                            const int64_t *sizes);
+
+/* Every rank holds all of it. */
+void spar_layout_whole(spar_layout *layout, int world);
+
+/* How many elements of the cut dim `rank` holds. */
+int64_t spar_layout_extent(const spar_layout *layout, int rank);
+
+void spar_layout_free(spar_layout *layout);
+
+#endif

@@ -1,0 +1,44 @@
+/* The op table. An operation turns its arguments into two layouts of one global tensor: see layout.h.
+ *
+ * To add one: a file in ops/ (or a function beside its family) and a row in ops.c. Shapes, plans,
+ * signatures, transports and tests follow from the two layouts. */
+#ifndef SPAR_OPS_H
+#define SPAR_OPS_H
+
+#include "layout.h"
+
+#define SPAR_MAX_DIMS 64 /* as many as torch allows */
+
+/* What an operation is asked to do with one tensor, seen from one rank. */
+typedef struct {
+    int64_t item_size;      /* bytes of an element */
+    int ndim;               /* 1 to SPAR_MAX_DIMS */
+    const int64_t *extents; /* [ndim] of this rank's input, in elements */
+    const int64_t *strides; /* [ndim] of this rank's input, in elements, at least 0 */
+    int nargs;              /* the op's own arguments: see its row */
+    const int64_t *args;
+} spar_tensor;
+
+typedef struct spar_op {
+    const char *name;
+    const char *inverse; /* the op that undoes this one, and carries its gradient back */
+    const char *args;    /* what spar_tensor.args holds, for messages and documents */
+    /* Checks args against the extents that `rank` holds, and fills in the global extents [ndim] and both
+     * layouts. On failure it leaves no layout to free. */
+    spar_status (*layouts)(const struct spar_op *op, const spar_tensor *tensor, int world, int rank,
+                           int64_t *global, spar_layout *in, spar_layout *out);
+} spar_op;
+
+/* The table ends in a row whose name is NULL. */
+extern const spar_op *const spar_ops[];
+
+/* NULL and an error that lists the known names, where there is no such op. */
+const spar_op *spar_op_find(const char *name);
+
+/* The rows' functions, a file in ops/ per family. */
+extern const spar_op spar_op_all_to_all, spar_op_split, spar_op_gather;
+
+/* For the rows: dim `args[which]`, checked against ndim. */
+spar_status spar_op_dim(const spar_op *op, const spar_tensor *tensor, int which, int *dim);
+
+#endif

@@ -1,0 +1,344 @@
+#include "plan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* A plan that is being built, with room to grow. */
+typedef struct {
+    spar_plan *plan;
+    int64_t blocks, block_room, dims, dim_room;
+} builder;
+
+/* One rank's tensor: where its elements lie. */
+typedef struct {
+    int64_t strides[SPAR_MAX_DIMS]; /* bytes */
+    int64_t bytes;                  /* from the first element's first byte to the last one's last */
+} placement;
+
+static spar_status room_for(void **array, int64_t *room, int64_t needed, size_t item)
+{
+    if (needed <= *room)
+        return SPAR_OK;
+    int64_t larger = *room ? *room * 2 : 16;
+    while (larger < needed)
+        larger *= 2;
+    void *moved = realloc(*array, (size_t)larger * item);
+    if (!moved)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %lld blocks", (long long)needed);
+    *array = moved;
+    *room = larger;
+    return SPAR_OK;
+}
+
+/* Row-major strides of `extents`, in bytes. */
+static spar_status place_contiguous(int ndim, const int64_t *extents, int64_t item_size,
+                                    placement *place)
+{
+    int64_t stride = item_size;
+    place->bytes = 0;
+    for (int i = ndim - 1; i >= 0; i--) {
+        place->strides[i] = stride;
+        if (__builtin_mul_overflow(stride, extents[i], &stride))
+            return spar_fail(SPAR_INVALID, "a tensor with a dim of %lld has more than 2^63 bytes",
+                             (long long)extents[i]);
+    }
+    place->bytes = stride;
+    return SPAR_OK;
+}
+
+static spar_status place_strided(const spar_tensor *tensor, placement *place)
+{
+    int64_t last = tensor->item_size;
+    int empty = 0;
+    for (int i = 0; i < tensor->ndim; i++) {
+        int64_t stride, reach;
+        if (tensor->extents[i] < 0 || tensor->strides[i] < 0)
+            return spar_fail(SPAR_INVALID,
+                             "dim %d has extent %lld and stride %lld; expected at least 0", i,
+                             (long long)tensor->extents[i], (long long)tensor->strides[i]);
+        empty |= tensor->extents[i] == 0;
+        if (__builtin_mul_overflow(tensor->strides[i], tensor->item_size, &stride) ||
+            __builtin_mul_overflow(stride, tensor->extents[i] - 1, &reach) ||
+            __builtin_add_overflow(last, reach, &last))
+            return spar_fail(SPAR_INVALID,
+                             "dim %d (extent %lld, stride %lld) reaches past 2^63 bytes", i,
+                             (long long)tensor->extents[i], (long long)tensor->strides[i]);
+        place->strides[i] = stride;
+    }
+    place->bytes = empty ? 0 : last;
+    return SPAR_OK;
+}
+
+/* The extents that `rank` holds under `layout`. */
+static void local_extents(const spar_plan_tensor *shape, const spar_layout *layout, int rank,
+                          int64_t *extents)
+{
+    memcpy(extents, shape->global, (size_t)shape->ndim * sizeof *extents);
+    if (layout->dim >= 0)
+        extents[layout->dim] = spar_layout_extent(layout, rank);
+}
+
+/* Appends one block; loops that adjoin on both sides become one, and a contiguous innermost the run. */
+static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim,
+                             const int64_t *extents, const placement *from, const placement *to,
+                             int64_t src, int64_t dst)
+{
+    spar_dim loops[SPAR_MAX_DIMS];
+    int64_t run = b->plan->tensors[tensor].item_size;
+    int64_t src_end, dst_end, bytes = run;
+    int n = 0; /* loops, innermost first */
+    for (int i = ndim - 1; i >= 0; i--) {
+        if (extents[i] == 0)
+            return SPAR_OK;
+        bytes *= extents[i];
+        if (extents[i] == 1)
+            continue;
+        spar_dim loop = {extents[i], from->strides[i], to->strides[i]};
+        if (n == 0 && loop.src == run && loop.dst == run)
+            run *= loop.extent;
+        else if (n > 0 && loop.src == loops[n - 1].src * loops[n - 1].extent &&
+                 loop.dst == loops[n - 1].dst * loops[n - 1].extent)
+            loops[n - 1].extent *= loop.extent;
+        else
+            loops[n++] = loop;
+    }
+    src_end = src + run;
+    dst_end = dst + run;
+    for (int i = 0; i < n; i++) {
+        src_end += (loops[i].extent - 1) * loops[i].src;
+        dst_end += (loops[i].extent - 1) * loops[i].dst;
+    }
+    if (src < 0 || src_end > from->bytes || dst < 0 || dst_end > to->bytes)
+        return spar_fail(
+            SPAR_INTERNAL,
+            "%s: a block reaches from byte %lld to %lld of %lld, and to byte %lld of %lld",
+            b->plan->op->name, (long long)src, (long long)src_end, (long long)from->bytes,
+            (long long)dst_end, (long long)to->bytes);
+    SPAR_TRY(
+        room_for((void **)&b->plan->blocks, &b->block_room, b->blocks + 1, sizeof(spar_block)));
+    SPAR_TRY(room_for((void **)&b->plan->dims, &b->dim_room, b->dims + n, sizeof(spar_dim)));
+    b->plan->blocks[b->blocks++] = (spar_block){
+        .src = src, .dst = dst, .run = run, .dims = b->dims, .tensor = tensor, .ndim = n};
+    for (int i = n - 1; i >= 0; i--)
+        b->plan->dims[b->dims++] = loops[i];
+    range->count++;
+    range->bytes += bytes;
+    return SPAR_OK;
+}
+
+/* The blocks of one tensor that go from rank `sender` to rank `receiver`: each piece that the sender holds,
+ * crossed with each piece that the receiver shall hold. `from` NULL: the sender packed them. */
+static spar_status add_pair(builder *b, spar_range *range, int tensor, const spar_layout *in,
+                            const spar_layout *out, int sender, int receiver, const placement *from)
+{
+    const spar_plan_tensor *shape = &b->plan->tensors[tensor];
+    int64_t extents[SPAR_MAX_DIMS];
+    placement to, packed;
+    if (in->dim < 0 && sender != receiver)
+        return SPAR_OK; /* what every rank holds is taken from one's own */
+    local_extents(shape, out, receiver, extents);
+    SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &to));
+    memcpy(extents, shape->global, sizeof extents);
+    const spar_piece whole = {0, 0, 0};
+    const spar_piece *a = &whole, *z = &whole;
+    int64_t na = 1, nz = 1;
+    if (in->dim >= 0) {
+        a = in->pieces + in->first[sender];
+        na = in->first[sender + 1] - in->first[sender];
+    }
+    if (out->dim >= 0) {
+        z = out->pieces + out->first[receiver];
+        nz = out->first[receiver + 1] - out->first[receiver];
+    }
+    for (int64_t i = 0; i < na; i++) {
+        for (int64_t j = 0; j < nz; j++) {
+            const placement *source = from;
+            int64_t src = 0, dst = 0;
+            if (in->dim >= 0) {
+                extents[in->dim] = a[i].extent;
+                dst += a[i].global * to.strides[in->dim];
+            }
+            if (out->dim >= 0) {
+                extents[out->dim] = z[j].extent;
+                dst += z[j].local * to.strides[out->dim];
+            }
+            if (from) {
+                src += in->dim >= 0 ? a[i].local * from->strides[in->dim] : 0;
+                src += out->dim >= 0 ? z[j].global * from->strides[out->dim] : 0;
+            } else {
+                SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &packed));
+                src = range->bytes;
+                packed.bytes += src;
+                source = &packed;
+            }
+            SPAR_TRY(add_block(b, range, tensor, shape->ndim, extents, source, &to, src, dst));
+        }
+    }
+    return SPAR_OK;
+}
+
+static uint64_t mix(uint64_t hash, int64_t word)
+{
+    hash = (hash ^ (uint64_t)word) * 0x9e3779b97f4a7c15u;
+    return hash ^ hash >> 32;
+}
+
+uint64_t spar_plan_signature(const spar_plan *plan, const char *text)
+{
+    uint64_t hash = plan->signature;
+    for (; *text; text++)
+        hash = mix(hash, *text);
+    return hash;
+}
+
+static uint64_t mix_layout(uint64_t hash, const spar_layout *layout)
+{
+    hash = mix(hash, layout->dim);
+    if (layout->dim < 0)
+        return hash;
+    for (int rank = 0; rank <= layout->world; rank++)
+        hash = mix(hash, layout->first[rank]);
+    for (int64_t i = 0; i < layout->first[layout->world]; i++)
+        hash = mix(mix(hash, layout->pieces[i].global), layout->pieces[i].extent);
+    return hash;
+}
+
+/* Shapes of one tensor, and its part of the signature. */
+static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tensor,
+                             const spar_layout *in, const spar_layout *out)
+{
+    spar_plan_tensor *shape = &plan->tensors[which];
+    int64_t extents[SPAR_MAX_DIMS];
+    placement place;
+    if (in->dim >= 0 && in->dim == out->dim)
+        return spar_fail(SPAR_INTERNAL, "%s: both layouts cut dim %d", plan->op->name, in->dim);
+    local_extents(shape, in, plan->rank, extents);
+    if (memcmp(extents, tensor->extents, (size_t)shape->ndim * sizeof *extents) != 0)
+        return spar_fail(SPAR_INTERNAL, "%s: the layout is not that of rank %d's input",
+                         plan->op->name, plan->rank);
+    SPAR_TRY(place_contiguous(shape->ndim, shape->global, shape->item_size, &place));
+    local_extents(shape, out, plan->rank, shape->out);
+    SPAR_TRY(place_contiguous(shape->ndim, shape->out, shape->item_size, &place));
+    shape->out_bytes = place.bytes;
+    shape->in_dim = in->dim;
+    shape->out_dim = out->dim;
+    shape->in_sizes = malloc((size_t)plan->world * 2 * sizeof(int64_t));
+    if (!shape->in_sizes)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", plan->world);
+    shape->out_sizes = shape->in_sizes + plan->world;
+    for (int rank = 0; rank < plan->world; rank++) {
+        shape->in_sizes[rank] = in->dim >= 0 ? spar_layout_extent(in, rank) : 0;
+        shape->out_sizes[rank] = out->dim >= 0 ? spar_layout_extent(out, rank) : 0;
+    }
+    plan->signature = mix(plan->signature, shape->ndim);
+    for (int i = 0; i < shape->ndim; i++)
+        plan->signature = mix(plan->signature, shape->global[i]);
+    plan->signature = mix_layout(mix_layout(plan->signature, in), out);
+    return SPAR_OK;
+}
+
+spar_status spar_request_check(const spar_request *request)
+{
+    if (request->world < 1 || request->rank < 0 || request->rank >= request->world)
+        return spar_fail(SPAR_INVALID, "%s: rank %d of %d ranks", request->op->name, request->rank,
+                         request->world);
+    if (request->ntensors < 1)
+        return spar_fail(SPAR_INVALID, "%s: no tensor", request->op->name);
+    for (int t = 0; t < request->ntensors; t++) {
+        const spar_tensor *tensor = &request->tensors[t];
+        if (tensor->ndim < 1 || tensor->ndim > SPAR_MAX_DIMS)
+            return spar_fail(SPAR_INVALID, "%s: rank %d's input has %d dims; expected 1 to %d",
+                             request->op->name, request->rank, tensor->ndim, SPAR_MAX_DIMS);
+        if (tensor->item_size < 1 || tensor->item_size > 4096)
+            return spar_fail(SPAR_INVALID, "%s: an item of %lld bytes; expected 1 to 4096",
+                             request->op->name, (long long)tensor->item_size);
+    }
+    return SPAR_OK;
+}
+
+/* Both lists of blocks, when the layouts of all tensors are known. */
+static spar_status add_blocks(builder *b, const spar_request *request, const spar_layout *layouts,
+                              const placement *inputs)
+{
+    spar_plan *plan = b->plan;
+    for (int side = 0; side < 2; side++) {
+        spar_range *ranges = side ? plan->pull : plan->push;
+        for (int peer = 0; ranges && peer < plan->world; peer++) {
+            if (!side && peer > 0 && layouts[0].dim >= 0 && layouts[1].dim < 0) {
+                ranges[peer] = ranges[0]; /* every rank is sent the same */
+                continue;
+            }
+            ranges[peer].first = b->blocks;
+            for (int t = 0; t < request->ntensors; t++) {
+                const spar_layout *in = &layouts[2 * t], *out = in + 1;
+                if (side)
+                    SPAR_TRY(add_pair(b, &ranges[peer], t, in, out, peer, plan->rank, NULL));
+                else
+                    SPAR_TRY(add_pair(b, &ranges[peer], t, in, out, plan->rank, peer, &inputs[t]));
+            }
+        }
+    }
+    return SPAR_OK;
+}
+
+spar_status spar_plan_build(const spar_request *request, spar_plan **result)
+{
+    spar_status status;
+    SPAR_TRY(spar_request_check(request));
+    int n = request->ntensors, world = request->world, made = 0;
+    builder b = {.plan = calloc(1, sizeof *b.plan)};
+    spar_layout *layouts = calloc((size_t)n * 2, sizeof *layouts);
+    placement *inputs = calloc((size_t)n, sizeof *inputs);
+    if (b.plan) {
+        b.plan->tensors = calloc((size_t)n, sizeof *b.plan->tensors);
+        b.plan->push = calloc((size_t)world * 2, sizeof *b.plan->push);
+    }
+    if (!b.plan || !layouts || !inputs || !b.plan->tensors || !b.plan->push) {
+        status = spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", world);
+        goto done;
+    }
+    spar_plan *plan = b.plan;
+    plan->op = request->op;
+    plan->world = world;
+    plan->rank = request->rank;
+    plan->ntensors = n;
+    plan->pull = request->sides & SPAR_SIDE_PULL ? plan->push + world : NULL;
+    plan->signature = spar_plan_signature(plan, plan->op->name);
+    plan->refs = 1;
+    for (; made < n; made++) {
+        const spar_tensor *tensor = &request->tensors[made];
+        spar_layout *in = &layouts[2 * made], *out = in + 1;
+        plan->tensors[made].item_size = tensor->item_size;
+        plan->tensors[made].ndim = tensor->ndim;
+        SPAR_TRY_GOTO(status, place_strided(tensor, &inputs[made]), done);
+        SPAR_TRY_GOTO(status,
+                      plan->op->layouts(plan->op, tensor, world, plan->rank,
+                                        plan->tensors[made].global, in, out),
+                      done);
+        SPAR_TRY_GOTO(status, set_shape(plan, made, tensor, in, out), done);
+    }
+    status = add_blocks(&b, request, layouts, inputs);
+done:
+    for (int i = 0; layouts && i < 2 * n; i++)
+        spar_layout_free(&layouts[i]);
+    free(layouts);
+    free(inputs);
+    if (status == SPAR_OK)
+        *result = b.plan;
+    else if (b.plan)
+        spar_plan_release(b.plan);
+    return status;
+}
+
+void spar_plan_release(spar_plan *plan)
+{
+    if (__atomic_sub_fetch(&plan->refs, 1, __ATOMIC_ACQ_REL) > 0)
+        return;
+    for (int t = 0; plan->tensors && t < plan->ntensors; t++)
+        free(plan->tensors[t].in_sizes);
+    free(plan->tensors);
+    free(plan->push);
+    free(plan->blocks);
+    free(plan->dims);
+    free(plan);
+}

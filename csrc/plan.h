@@ -1,0 +1,96 @@
+/* The exchange plan: which strided region of whose input becomes which strided region of whose output.
+ *
+ * A plan is arithmetic on shapes, strides, layouts, world and rank: every rank computes every other
+ * rank's side of it, so nothing is communicated to build one. It counts bytes; it knows no dtype, no
+ * device, no operating system and no Python. */
+#ifndef SPAR_PLAN_H
+#define SPAR_PLAN_H
+
+#include "ops.h"
+
+#include <stddef.h>
+
+/* One loop of a block; strides in bytes. */
+typedef struct {
+    int64_t extent, src, dst;
+} spar_dim;
+
+/* `run` contiguous bytes, repeated over `ndim` loops (outer first), from byte `src` of the sender's
+ * tensor to byte `dst` of the receiver's. */
+typedef struct {
+    int64_t src, dst, run;
+    int64_t dims; /* index of its first loop in the plan's dims */
+    int32_t tensor, ndim;
+} spar_block;
+
+/* Blocks first to first + count, which move `bytes` bytes. */
+typedef struct {
+    int64_t first, count, bytes;
+} spar_range;
+
+/* What a plan says of one tensor. */
+typedef struct {
+    int64_t item_size;
+    int ndim;
+    int64_t global[SPAR_MAX_DIMS],
+        out[SPAR_MAX_DIMS]; /* extents of the whole, of this rank's output */
+    int64_t out_bytes;
+    int in_dim, out_dim;           /* the dims that the layouts cut, or -1 */
+    int64_t *in_sizes, *out_sizes; /* [world] what each rank holds of them */
+} spar_plan_tensor;
+
+typedef struct spar_plan {
+    const spar_op *op;
+    int world, rank, ntensors;
+    spar_plan_tensor *tensors;
+    /* push[p]: my inputs -> rank p's outputs. A transport that can write there needs no other list.
+     * Where every rank is sent the same, the ranges are one. */
+    spar_range *push;
+    /* pull[p]: the packed bytes that rank p sent -> my outputs (SPAR_SIDE_PULL). Packed means: the blocks
+     * of push[me] on rank p in their order, each row-major, nothing between them. */
+    spar_range *pull;
+    spar_block *blocks;
+    spar_dim *dims;
+    uint64_t signature; /* equal on all ranks that make the same global call */
+    int refs;           /* atomic; the cache's own one counted in */
+} spar_plan;
+
+enum { SPAR_SIDE_PULL = 1 };
+
+typedef struct {
+    const spar_op *op;
+    int world, rank;
+    int sides; /* SPAR_SIDE_PULL where the transport packs */
+    int ntensors;
+    const spar_tensor *tensors;
+} spar_request;
+
+/* Whether ranks, dims and item sizes are in range; build and get call it. */
+spar_status spar_request_check(const spar_request *request);
+
+/* A new plan. SPAR_INVALID names the value, the rank and what was expected. */
+spar_status spar_plan_build(const spar_request *request, spar_plan **plan);
+
+/* The same out of a bounded least-recently-used cache (SPAR_PLAN_CACHE plans). */
+spar_status spar_plan_get(const spar_request *request, spar_plan **plan);
+
+/* Each build and get is paid back by one release. */
+void spar_plan_release(spar_plan *plan);
+
+/* The signature of the plan and of whatever else must be equal on all ranks, as text. */
+uint64_t spar_plan_signature(const spar_plan *plan, const char *text);
+
+/* The global call in words, the same on all ranks, cut off at `size`:
+ * "all_to_all [1, 8, 4]: dim 1 in [4, 4] -> dim 2 in [2, 2]". */
+void spar_plan_describe(const spar_plan *plan, char *text, size_t size);
+
+typedef struct {
+    int64_t cached, hits, misses;
+} spar_plan_stats;
+
+void spar_plan_cache_stats(spar_plan_stats *stats);
+
+/* How many plans the cache keeps from now on; 0 keeps none. */
+void spar_plan_cache_limit(int64_t capacity);
+
+#endif

@@ -1,0 +1,181 @@
+/* The bounded least-recently-used cache of plans. Its key is the request itself, as a row of words. */
+#include "plan.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BUCKETS = 1024, WORDS_ON_STACK = 256 };
+
+typedef struct entry {
+    struct entry *next_in_bucket, *newer, *older;
+    spar_plan *plan;
+    uint64_t hash;
+    size_t size; /* of words, in bytes */
+    int64_t words[];
+} entry;
+
+static struct {
+    pthread_mutex_t lock;
+    entry *buckets[BUCKETS];
+    entry *newest, *oldest;
+    int64_t capacity;
+    spar_plan_stats stats;
+} cache = {.lock = PTHREAD_MUTEX_INITIALIZER, .capacity = 1024};
+
+static size_t key_words(const spar_request *request)
+{
+    size_t words = 5;
+    for (int t = 0; t < request->ntensors; t++)
+        words += 3 + 2 * (size_t)request->tensors[t].ndim + (size_t)request->tensors[t].nargs;
+    return words;
+}
+
+static uint64_t write_key(const spar_request *request, int64_t *words)
+{
+    int64_t *next = words;
+    *next++ = (int64_t)(intptr_t)request->op;
+    *next++ = request->world;
+    *next++ = request->rank;
+    *next++ = request->sides;
+    *next++ = request->ntensors;
+    for (int t = 0; t < request->ntensors; t++) {
+        const spar_tensor *tensor = &request->tensors[t];
+        *next++ = tensor->item_size;
+        *next++ = tensor->ndim;
+        *next++ = tensor->nargs;
+        for (int i = 0; i < tensor->ndim; i++) {
+            *next++ = tensor->extents[i];
+            *next++ = tensor->strides[i];
+        }
+        for (int i = 0; i < tensor->nargs; i++)
+            *next++ = tensor->args[i];
+    }
+    uint64_t hash = 0;
+    for (const int64_t *word = words; word < next; word++)
+        hash = ((hash ^ (uint64_t)*word) * 0x9e3779b97f4a7c15u) ^ hash >> 29;
+    return hash;
+}
+
+static void unlink_entry(entry *e)
+{
+    *(e->newer ? &e->newer->older : &cache.newest) = e->older;
+    *(e->older ? &e->older->newer : &cache.oldest) = e->newer;
+}
+
+static void make_newest(entry *e)
+{
+    e->newer = NULL;
+    e->older = cache.newest;
+    *(cache.newest ? &cache.newest->newer : &cache.oldest) = e;
+    cache.newest = e;
+}
+
+/* The entry of this key, made the newest; NULL where there is none. The lock is held. */
+static entry *find(uint64_t hash, const int64_t *words, size_t size)
+{
+    for (entry *e = cache.buckets[hash % BUCKETS]; e; e = e->next_in_bucket) {
+        if (e->hash != hash || e->size != size || memcmp(e->words, words, size) != 0)
+            continue;
+        if (e != cache.newest) {
+            unlink_entry(e);
+            make_newest(e);
+        }
+        return e;
+    }
+    return NULL;
+}
+
+/* Takes the oldest entries out until `keep` are left; returns them, chained. The lock is held. */
+static entry *evict(int64_t keep)
+{
+    entry *chain = NULL;
+    while (cache.stats.cached > keep) {
+        entry *e = cache.oldest, **link = &cache.buckets[e->hash % BUCKETS];
+        unlink_entry(e);
+        while (*link != e)
+            link = &(*link)->next_in_bucket;
+        *link = e->next_in_bucket;
+        e->next_in_bucket = chain;
+        chain = e;
+        cache.stats.cached--;
+    }
+    return chain;
+}
+
+static void free_chain(entry *chain)
+{
+    while (chain) {
+        entry *next = chain->next_in_bucket;
+        spar_plan_release(chain->plan);
+        free(chain);
+        chain = next;
+    }
+}
+
+/* Puts a plan that was just built under its key, unless another thread did so in the meantime. */
+static void keep(spar_plan *plan, uint64_t hash, const int64_t *words, size_t size)
+{
+    entry *e = malloc(sizeof *e + size), *evicted = NULL;
+    if (!e)
+        return; /* a cache may forget */
+    e->plan = plan;
+    e->hash = hash;
+    e->size = size;
+    memcpy(e->words, words, size);
+    pthread_mutex_lock(&cache.lock);
+    if (cache.capacity == 0 || find(hash, words, size)) {
+        free(e);
+    } else {
+        evicted = evict(cache.capacity - 1);
+        __atomic_add_fetch(&plan->refs, 1, __ATOMIC_RELAXED);
+        e->next_in_bucket = cache.buckets[hash % BUCKETS];
+        cache.buckets[hash % BUCKETS] = e;
+        make_newest(e);
+        cache.stats.cached++;
+    }
+    pthread_mutex_unlock(&cache.lock);
+    free_chain(evicted);
+}
+
+spar_status spar_plan_get(const spar_request *request, spar_plan **plan)
+{
+    int64_t on_stack[WORDS_ON_STACK], *words = on_stack;
+    SPAR_TRY(spar_request_check(request));
+    size_t count = key_words(request);
+    if (count > WORDS_ON_STACK && !(words = malloc(count * sizeof *words)))
+        return spar_fail(SPAR_NO_MEMORY, "no memory for the key of a plan");
+    uint64_t hash = write_key(request, words);
+    pthread_mutex_lock(&cache.lock);
+    entry *e = find(hash, words, count * sizeof *words);
+    if (e) {
+        *plan = e->plan;
+        __atomic_add_fetch(&e->plan->refs, 1, __ATOMIC_RELAXED);
+        cache.stats.hits++;
+    } else {
+        cache.stats.misses++;
+    }
+    pthread_mutex_unlock(&cache.lock);
+    spar_status status = SPAR_OK;
+    if (!e && (status = spar_plan_build(request, plan)) == SPAR_OK)
+        keep(*plan, hash, words, count * sizeof *words);
+    if (words != on_stack)
+        free(words);
+    return status;
+}
+
+void spar_plan_cache_stats(spar_plan_stats *stats)
+{
+    pthread_mutex_lock(&cache.lock);
+    *stats = cache.stats;
+    pthread_mutex_unlock(&cache.lock);
+}
+
+void spar_plan_cache_limit(int64_t capacity)
+{
+    pthread_mutex_lock(&cache.lock);
+    cache.capacity = capacity;
+    entry *evicted = evict(capacity);
+    pthread_mutex_unlock(&cache.lock);
+    free_chain(evicted);
+}

@@ -1,0 +1,419 @@
+/* spar._C.Plan: a plan in Python's hands. */
+#include "binding.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* The whole numbers of a tuple; -1 and an exception where it holds something else. */
+static Py_ssize_t read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what)
+{
+    if (!PyTuple_Check(tuple)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple", what);
+        return -1;
+    }
+    Py_ssize_t count = PyTuple_Size(tuple);
+    if (count > room) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd entries; expected at most %zd", what, count,
+                     room);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        if (values[i] == -1 && PyErr_Occurred())
+            return -1;
+    }
+    return count;
+}
+
+/* `count` addresses, as integers in a tuple. */
+static int read_addresses(PyObject *tuple, void **addresses, int count, const char *what)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple of %d addresses", what, count);
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        addresses[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
+        if (!addresses[i] && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *ints_to_tuple(const int64_t *values, Py_ssize_t count)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple && i < count; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (!value || PyTuple_SetItem(tuple, i, value) < 0) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+    }
+    return tuple;
+}
+
+typedef struct {
+    PyObject_HEAD
+    spar_plan *plan;
+} plan_object;
+
+enum { MAX_TENSORS = 16 };
+
+static PyTypeObject *plan_type;
+
+/* One tensor: (item size, extents, strides, args); its numbers go into `room`. */
+static int read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 4) {
+        PyErr_SetString(PyExc_TypeError, "a tensor is (item size, extents, strides, args)");
+        return -1;
+    }
+    tensor->item_size = PyLong_AsLongLong(PyTuple_GetItem(tuple, 0));
+    if (tensor->item_size == -1 && PyErr_Occurred())
+        return -1;
+    Py_ssize_t n = read_ints(PyTuple_GetItem(tuple, 1), room, size, "extents");
+    if (n < 0)
+        return -1;
+    Py_ssize_t strides = read_ints(PyTuple_GetItem(tuple, 2), room + n, size - n, "strides");
+    if (strides < 0)
+        return -1;
+    if (strides != n) {
+        PyErr_Format(PyExc_ValueError, "%zd extents and %zd strides", n, strides);
+        return -1;
+    }
+    Py_ssize_t args = read_ints(PyTuple_GetItem(tuple, 3), room + 2 * n, size - 2 * n, "args");
+    if (args < 0)
+        return -1;
+    tensor->ndim = (int)n;
+    tensor->extents = room;
+    tensor->strides = room + n;
+    tensor->nargs = (int)args;
+    tensor->args = room + 2 * n;
+    return 0;
+}
+
+/* How many numbers the tuples of one tensor hold. */
+static Py_ssize_t count_numbers(PyObject *tensor)
+{
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 1; PyTuple_Check(tensor) && i < PyTuple_Size(tensor); i++) {
+        PyObject *part = PyTuple_GetItem(tensor, i);
+        count += PyTuple_Check(part) ? PyTuple_Size(part) : 0;
+    }
+    return count;
+}
+
+const char spar_py_plan_doc[] =
+    PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
+              "tensors: a tuple of (item size, extents, strides, args), in elements.");
+
+PyObject *spar_py_plan(PyObject *module, PyObject *args)
+{
+    const char *name;
+    PyObject *tuple;
+    spar_tensor tensors[MAX_TENSORS];
+    int64_t on_stack[128], *numbers = on_stack;
+    spar_request request = {.tensors = tensors};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "siiiO!", &name, &request.world, &request.rank, &request.sides,
+                          &PyTuple_Type, &tuple))
+        return NULL;
+    if (!(request.op = spar_op_find(name)))
+        return spar_raise(SPAR_INVALID);
+    Py_ssize_t count = PyTuple_Size(tuple), size = 0, used = 0;
+    if (count > MAX_TENSORS)
+        return PyErr_Format(PyExc_ValueError, "%zd tensors; expected at most %d", count,
+                            MAX_TENSORS);
+    for (Py_ssize_t t = 0; t < count; t++)
+        size += count_numbers(PyTuple_GetItem(tuple, t));
+    if (size > 128 && !(numbers = malloc((size_t)size * sizeof *numbers)))
+        return PyErr_NoMemory();
+    plan_object *object = NULL;
+    for (Py_ssize_t t = 0; t < count; t++) {
+        if (read_tensor(PyTuple_GetItem(tuple, t), &tensors[t], numbers + used, size - used) < 0)
+            goto done;
+        used += 2 * tensors[t].ndim + tensors[t].nargs;
+    }
+    request.ntensors = (int)count;
+    spar_plan *plan;
+    spar_status status = spar_plan_get(&request, &plan);
+    if (status != SPAR_OK) {
+        spar_raise(status);
+        goto done;
+    }
+    object = PyObject_New(plan_object, plan_type);
+    if (object)
+        object->plan = plan;
+    else
+        spar_plan_release(plan);
+done:
+    if (numbers != on_stack)
+        free(numbers);
+    return (PyObject *)object;
+}
+
+static void plan_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    spar_plan_release(((plan_object *)self)->plan);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *plan_out_shapes(PyObject *self, void *closure)
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    PyObject *shapes = PyTuple_New(plan->ntensors);
+    (void)closure;
+    for (int t = 0; shapes && t < plan->ntensors; t++) {
+        PyObject *shape = ints_to_tuple(plan->tensors[t].out, plan->tensors[t].ndim);
+        if (!shape || PyTuple_SetItem(shapes, t, shape) < 0) {
+            Py_DECREF(shapes);
+            return NULL;
+        }
+    }
+    return shapes;
+}
+
+/* What goes over the wire to or from each rank: nothing for oneself. */
+static PyObject *wire_bytes(const spar_plan *plan, const spar_range *ranges)
+{
+    PyObject *tuple = PyTuple_New(plan->world);
+    for (int peer = 0; tuple && peer < plan->world; peer++) {
+        PyObject *bytes = PyLong_FromLongLong(peer == plan->rank ? 0 : ranges[peer].bytes);
+        if (!bytes || PyTuple_SetItem(tuple, peer, bytes) < 0) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+    }
+    return tuple;
+}
+
+static int has_pull(const spar_plan *plan)
+{
+    if (!plan->pull)
+        PyErr_SetString(PyExc_ValueError, "the plan was built without SIDE_PULL");
+    return plan->pull != NULL;
+}
+
+static PyObject *plan_push_bytes(PyObject *self, void *closure)
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    (void)closure;
+    return wire_bytes(plan, plan->push);
+}
+
+static PyObject *plan_pull_bytes(PyObject *self, void *closure)
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    (void)closure;
+    return has_pull(plan) ? wire_bytes(plan, plan->pull) : NULL;
+}
+
+static PyObject *plan_signature(PyObject *self, PyObject *args)
+{
+    const char *text;
+    if (!PyArg_ParseTuple(args, "s", &text))
+        return NULL;
+    return PyLong_FromLongLong((long long)spar_plan_signature(((plan_object *)self)->plan, text));
+}
+
+static PyObject *plan_describe(PyObject *self, PyObject *unused)
+{
+    char text[1024];
+    (void)unused;
+    spar_plan_describe(((plan_object *)self)->plan, text, sizeof text);
+    return PyUnicode_FromString(text);
+}
+
+/* The addresses of a plan's tensors, or NULL and an exception. */
+static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **room,
+                               const char *what)
+{
+    return read_addresses(tuple, room, plan->ntensors, what) < 0 ? NULL : room;
+}
+
+static int read_scale(int dtype, int divide, double factor, spar_scale *scale)
+{
+    if (dtype < SPAR_UNSCALED || dtype > SPAR_C128) {
+        PyErr_Format(PyExc_ValueError, "scale type %d", dtype);
+        return -1;
+    }
+    *scale = (spar_scale){(spar_dtype)dtype, divide, factor};
+    return 0;
+}
+
+static PyObject *finish(spar_status status)
+{
+    if (status != SPAR_OK)
+        return spar_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *plan_pack(PyObject *self, PyObject *args)
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    void *inputs[MAX_TENSORS];
+    PyObject *tuple;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OK", &tuple, &address) ||
+        !tensor_addresses(plan, tuple, inputs, "inputs"))
+        return NULL;
+    spar_status status = SPAR_OK;
+    char *wire = (char *)(uintptr_t)address;
+    Py_BEGIN_ALLOW_THREADS;
+    for (int peer = 0; status == SPAR_OK && peer < plan->world; peer++) {
+        if (peer == plan->rank)
+            continue;
+        status = spar_pack(plan, &spar_device_cpu, peer, (const void *const *)inputs, wire, NULL);
+        wire += plan->push[peer].bytes;
+    }
+    Py_END_ALLOW_THREADS;
+    return finish(status);
+}
+
+static PyObject *plan_unpack(PyObject *self, PyObject *args)
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    void *outputs[MAX_TENSORS];
+    PyObject *tuple;
+    spar_scale scale;
+    unsigned long long address;
+    int dtype, divide;
+    double factor;
+    if (!PyArg_ParseTuple(args, "KOipd", &address, &tuple, &dtype, &divide, &factor) ||
+        !tensor_addresses(plan, tuple, outputs, "outputs") || !has_pull(plan) ||
+        read_scale(dtype, divide, factor, &scale) < 0)
+        return NULL;
+    spar_status status = SPAR_OK;
+    const char *wire = (const char *)(uintptr_t)address;
+    Py_BEGIN_ALLOW_THREADS;
+    for (int peer = 0; status == SPAR_OK && peer < plan->world; peer++) {
+        if (peer == plan->rank)
+            continue;
+        status = spar_unpack(plan, &spar_device_cpu, peer, wire, outputs, &scale, NULL);
+        wire += plan->pull[peer].bytes;
+    }
+    Py_END_ALLOW_THREADS;
+    return finish(status);
+}
+
+static PyObject *plan_copy_own(PyObject *self, PyObject *args)
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    void *inputs[MAX_TENSORS], *outputs[MAX_TENSORS];
+    PyObject *in, *out;
+    spar_scale scale;
+    int dtype, divide;
+    double factor;
+    if (!PyArg_ParseTuple(args, "OOipd", &in, &out, &dtype, &divide, &factor) ||
+        !tensor_addresses(plan, in, inputs, "inputs") ||
+        !tensor_addresses(plan, out, outputs, "outputs") ||
+        read_scale(dtype, divide, factor, &scale) < 0)
+        return NULL;
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status =
+        spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale, NULL);
+    Py_END_ALLOW_THREADS;
+    return finish(status);
+}
+
+typedef struct {
+    PyObject *list;
+    int peer;
+} block_list;
+
+static spar_status append_block(void *context, const spar_block *block, const spar_dim *dims)
+{
+    block_list *blocks = context;
+    PyObject *loops = PyTuple_New(block->ndim);
+    for (int i = 0; loops && i < block->ndim; i++) {
+        PyObject *loop = Py_BuildValue("LLL", (long long)dims[i].extent, (long long)dims[i].src,
+                                       (long long)dims[i].dst);
+        if (!loop || PyTuple_SetItem(loops, i, loop) < 0)
+            Py_CLEAR(loops);
+    }
+    PyObject *row =
+        loops ? Py_BuildValue("iiLLLN", blocks->peer, (int)block->tensor, (long long)block->src,
+                              (long long)block->dst, (long long)block->run, loops)
+              : NULL;
+    int failed = !row || PyList_Append(blocks->list, row) < 0;
+    Py_XDECREF(row);
+    return failed ? SPAR_NO_MEMORY : SPAR_OK;
+}
+
+PyDoc_STRVAR(
+    plan_blocks_doc,
+    "blocks(side) -> [(peer, tensor, src, dst, run, ((extent, src, dst), ...)), ...]\n\n"
+    "In bytes. side: 'push' (inputs to the peers' outputs), 'pack' (inputs to the packed bytes for\n"
+    "each peer), 'pull' (each peer's packed bytes to the outputs).");
+
+static PyObject *plan_blocks(PyObject *self, PyObject *args)
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    const char *side;
+    if (!PyArg_ParseTuple(args, "s", &side))
+        return NULL;
+    int pull = strcmp(side, "pull") == 0, pack = strcmp(side, "pack") == 0;
+    if (!pull && !pack && strcmp(side, "push") != 0)
+        return PyErr_Format(PyExc_ValueError, "side is '%s'; known: push, pack, pull", side);
+    if (pull && !has_pull(plan))
+        return NULL;
+    block_list blocks = {PyList_New(0), 0};
+    spar_status status = blocks.list ? SPAR_OK : SPAR_NO_MEMORY;
+    for (; status == SPAR_OK && blocks.peer < plan->world; blocks.peer++) {
+        const spar_range *range = pull ? &plan->pull[blocks.peer] : &plan->push[blocks.peer];
+        if (pack)
+            status = spar_packed_blocks(plan, blocks.peer, append_block, &blocks);
+        for (int64_t i = 0; !pack && status == SPAR_OK && i < range->count; i++) {
+            const spar_block *block = &plan->blocks[range->first + i];
+            status = append_block(&blocks, block, plan->dims + block->dims);
+        }
+    }
+    if (status != SPAR_OK)
+        Py_CLEAR(blocks.list);
+    return blocks.list;
+}
+
+static PyGetSetDef plan_getset[] = {
+    {"out_shapes", plan_out_shapes, NULL, "extents of each tensor's output on this rank", NULL},
+    {"push_bytes", plan_push_bytes, NULL, "packed bytes that go to each rank; 0 for oneself", NULL},
+    {"pull_bytes", plan_pull_bytes, NULL, "packed bytes that come from each rank; 0 for oneself",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef plan_methods[] = {
+    {"signature", plan_signature, METH_VARARGS,
+     "signature(text): 64 bits, signed; equal on all ranks that make the same call with the same text."},
+    {"describe", plan_describe, METH_NOARGS, "The global call in words."},
+    {"pack", plan_pack, METH_VARARGS, "pack(inputs, wire): host memory, all peers in rank order."},
+    {"unpack", plan_unpack, METH_VARARGS, "unpack(wire, outputs, scale_type, divide, factor)"},
+    {"copy_own", plan_copy_own, METH_VARARGS,
+     "copy_own(inputs, outputs, scale_type, divide, factor)"},
+    {"blocks", plan_blocks, METH_VARARGS, plan_blocks_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_doc, "An exchange plan of one rank."},
+    {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_getset, plan_getset},
+    {Py_tp_methods, plan_methods},
+    {0, NULL},
+};
+
+static PyType_Spec plan_spec = {
+    .name = "spar._C.Plan",
+    .basicsize = sizeof(plan_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = plan_slots,
+};
+
+PyObject *spar_plan_type(void)
+{
+    plan_type = (PyTypeObject *)PyType_FromSpec(&plan_spec);
+    return (PyObject *)plan_type;
+}

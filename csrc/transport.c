@@ -1,0 +1,123 @@
+#include "transport.h"
+
+#include "env.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#ifndef SPAR_VERSION
+#error "define SPAR_VERSION, as setup.py does"
+#endif
+
+_Static_assert(sizeof(spar_facts) == 256, "facts travel as 256 bytes");
+
+static int torch_serves(const spar_facts *facts, int world, const char *device, char *reason,
+                        size_t size)
+{
+    (void)facts;
+    (void)world;
+    snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
+    return 1;
+}
+
+/* Python moves the bytes: spar/fallback.py. */
+static const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves};
+
+#ifdef SPAR_LOCAL
+extern const spar_transport spar_transport_local;
+#endif
+
+const spar_transport *const spar_transports[] = {
+#ifdef SPAR_LOCAL
+    &spar_transport_local,
+#endif
+    &spar_transport_torch,
+    NULL,
+};
+
+void spar_facts_read(spar_facts *facts)
+{
+    const char *transport = "", *check = "", *ignored;
+    memset(facts, 0, sizeof *facts);
+    snprintf(facts->version, sizeof facts->version, "%s", SPAR_VERSION);
+    for (const spar_env_row *row = spar_env_rows; row->field; row++)
+        if (spar_env_get(row, &ignored) != SPAR_OK && !facts->error[0])
+            snprintf(facts->error, sizeof facts->error, "%s", spar_last_error());
+    if (facts->error[0])
+        return;
+    spar_env_field("transport", &transport);
+    spar_env_field("check", &check);
+    if (strlen(transport) >= sizeof facts->transport)
+        snprintf(facts->error, sizeof facts->error, "SPAR_TRANSPORT has %zu characters",
+                 strlen(transport));
+    snprintf(facts->transport, sizeof facts->transport, "%s", transport);
+    snprintf(facts->check, sizeof facts->check, "%s", check);
+}
+
+static spar_status agree(const char *what, int rank, const char *first, const char *other)
+{
+    if (strcmp(first, other) == 0)
+        return SPAR_OK;
+    return spar_fail(SPAR_INVALID,
+                     "%s is '%s' on rank 0 and '%s' on rank %d; expected the same on all", what,
+                     first, other, rank);
+}
+
+/* The row that SPAR_TRANSPORT names, with or without its ^. */
+static spar_status find(const char *name, const spar_transport **found)
+{
+    char known[128] = "";
+    for (const spar_transport *const *row = spar_transports; *row; row++) {
+        if (strcmp((*row)->name, name) == 0) {
+            *found = *row;
+            return SPAR_OK;
+        }
+        size_t used = strlen(known);
+        snprintf(known + used, sizeof known - used, "%s%s", used ? ", " : "", (*row)->name);
+    }
+    return spar_fail(SPAR_INVALID,
+                     "SPAR_TRANSPORT names '%s'; known: %s, and each with a ^ before it", name,
+                     known);
+}
+
+spar_status spar_choose(const spar_facts *facts, int world, const char *device, spar_choice *choice)
+{
+    const spar_transport *named = NULL;
+    const char *request = facts[0].transport;
+    memset(choice, 0, sizeof *choice);
+    for (int rank = 0; rank < world; rank++)
+        if (memchr(facts[rank].error, 0, sizeof facts[rank].error) == NULL ||
+            memchr(facts[rank].version, 0, sizeof facts[rank].version) == NULL ||
+            memchr(facts[rank].transport, 0, sizeof facts[rank].transport) == NULL ||
+            memchr(facts[rank].check, 0, sizeof facts[rank].check) == NULL)
+            return spar_fail(SPAR_TRANSPORT, "the facts of rank %d are not readable", rank);
+    for (int rank = 0; rank < world; rank++)
+        SPAR_TRY(agree("spar's version", rank, facts[0].version, facts[rank].version));
+    for (int rank = 0; rank < world; rank++)
+        if (facts[rank].error[0])
+            return spar_fail(SPAR_INVALID, "rank %d: %s", rank, facts[rank].error);
+    for (int rank = 0; rank < world; rank++) {
+        SPAR_TRY(agree("SPAR_TRANSPORT", rank, request, facts[rank].transport));
+        SPAR_TRY(agree("SPAR_CHECK", rank, facts[0].check, facts[rank].check));
+    }
+    if (request[0])
+        SPAR_TRY(find(request + (request[0] == '^'), &named));
+    for (const spar_transport *const *row = spar_transports; *row; row++) {
+        char reason[sizeof choice->reason] = "";
+        if (named && request[0] != '^' && *row != named)
+            snprintf(reason, sizeof reason, "SPAR_TRANSPORT=%s", request);
+        else if (named && request[0] == '^' && *row == named)
+            snprintf(reason, sizeof reason, "excluded by SPAR_TRANSPORT=%s", request);
+        else if ((*row)->serves(facts, world, device, reason, sizeof reason)) {
+            choice->transport = *row;
+            memcpy(choice->reason, reason, sizeof reason);
+            return SPAR_OK;
+        } else if (*row == named) {
+            return spar_fail(SPAR_TRANSPORT, "SPAR_TRANSPORT=%s cannot serve: %s", request, reason);
+        }
+        choice->rejected_names[choice->rejected] = (*row)->name;
+        memcpy(choice->rejected_reasons[choice->rejected++], reason, sizeof reason);
+    }
+    return spar_fail(SPAR_TRANSPORT, "SPAR_TRANSPORT=%s leaves no transport for %s tensors",
+                     request, device);
+}

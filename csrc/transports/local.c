@@ -1,0 +1,167 @@
+/* All ranks are threads of one process: the whole world under one roof, for tests (-DSPAR_LOCAL).
+ *
+ * The protocol is that of every pushing transport: publish the call; read everybody's; compare; push
+ * straight into the others' outputs; say done; wait for everybody's done. */
+#include "local.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+typedef struct {
+    const spar_call *call; /* of its newest start */
+    int64_t started, done; /* calls */
+} member;
+
+struct spar_local_world {
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    int world, broken;
+    member members[];
+};
+
+spar_local_world *spar_local_world_new(int world)
+{
+    spar_local_world *w = calloc(1, sizeof *w + (size_t)world * sizeof w->members[0]);
+    pthread_condattr_t attributes;
+    if (!w)
+        return NULL;
+    w->world = world;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&w->moved, &attributes);
+    pthread_condattr_destroy(&attributes);
+    return w;
+}
+
+void spar_local_world_free(spar_local_world *w)
+{
+    pthread_cond_destroy(&w->moved);
+    pthread_mutex_destroy(&w->lock);
+    free(w);
+}
+
+static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
+{
+    (void)device;
+    for (int rank = 0; rank < world; rank++)
+        if (!facts[rank].local_world || facts[rank].local_world != facts[0].local_world) {
+            snprintf(reason, size, "rank %d is not in rank 0's process", rank);
+            return 0;
+        }
+    snprintf(reason, size, "all %d ranks are in one process", world);
+    return 1;
+}
+
+static spar_status setup(spar_comm *comm, const spar_facts *own, void *blob)
+{
+    comm->state = (void *)(uintptr_t)own->local_world;
+    *(int *)blob = comm->rank;
+    return SPAR_OK;
+}
+
+static spar_status connect(spar_comm *comm, const void *blobs)
+{
+    for (int rank = 0; rank < comm->world; rank++)
+        if (*(const int *)((const char *)blobs + (size_t)rank * SPAR_BLOB_SIZE) != rank)
+            return spar_fail(SPAR_TRANSPORT, "the blob of rank %d is not its own", rank);
+    return SPAR_OK;
+}
+
+static spar_status start(spar_comm *comm, const spar_call *call)
+{
+    spar_local_world *w = comm->state;
+    pthread_mutex_lock(&w->lock);
+    w->members[comm->rank].call = call;
+    w->members[comm->rank].started++;
+    pthread_cond_broadcast(&w->moved);
+    pthread_mutex_unlock(&w->lock);
+    return SPAR_OK;
+}
+
+/* Waits, with the lock held, until everybody has started (or done) call n. */
+static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t n, int for_done)
+{
+    struct timespec until = {call->deadline_ns / 1000000000, call->deadline_ns % 1000000000};
+    for (int rank = 0; rank < w->world; rank++) {
+        const member *m = &w->members[rank];
+        while ((for_done ? m->done : m->started) < n) {
+            int late = 0;
+            if (w->broken)
+                return spar_fail(SPAR_TIMEOUT, "another rank gave up");
+            if (call->deadline_ns)
+                late = pthread_cond_timedwait(&w->moved, &w->lock, &until);
+            else
+                pthread_cond_wait(&w->moved, &w->lock);
+            if (late) {
+                w->broken = 1;
+                pthread_cond_broadcast(&w->moved);
+                return spar_fail(SPAR_TIMEOUT, "rank %d did not come to call %lld", rank,
+                                 (long long)n);
+            }
+        }
+    }
+    return SPAR_OK;
+}
+
+static spar_status push(spar_comm *comm, const spar_call *call)
+{
+    spar_local_world *w = comm->state;
+    for (int i = 0; i < comm->world; i++) {
+        int peer = (comm->rank + i) % comm->world; /* not everybody to the same peer at once */
+        const spar_range *range = &call->plan->push[peer];
+        SPAR_TRY(call->device->copy_blocks(
+            call->plan->blocks + range->first, range->count, call->plan->dims, call->inputs,
+            w->members[peer].call->outputs, &call->scale, call->stream));
+    }
+    return SPAR_OK;
+}
+
+static spar_status wait_for(spar_comm *comm, const spar_call *call)
+{
+    spar_local_world *w = comm->state;
+    member *own = &w->members[comm->rank];
+    int differs = -1;
+    pthread_mutex_lock(&w->lock);
+    int64_t n = own->started;
+    spar_status status = await_all(w, call, n, 0);
+    for (int rank = 1; status == SPAR_OK && rank < comm->world && differs < 0; rank++)
+        if (w->members[rank].call->plan->signature != w->members[0].call->plan->signature)
+            differs = rank;
+    pthread_mutex_unlock(&w->lock);
+    if (status == SPAR_OK && differs < 0)
+        status = push(comm, call);
+    pthread_mutex_lock(&w->lock);
+    own->done = n;
+    pthread_cond_broadcast(&w->moved);
+    if (status == SPAR_OK)
+        status = await_all(w, call, n, 1);
+    pthread_mutex_unlock(&w->lock);
+    if (status == SPAR_OK && differs >= 0)
+        return spar_fail(SPAR_MISMATCH, "ranks 0 and %d make different calls", differs);
+    return status;
+}
+
+static spar_status run(spar_comm *comm, const spar_call *call)
+{
+    SPAR_TRY(start(comm, call));
+    return wait_for(comm, call);
+}
+
+static void close_comm(spar_comm *comm)
+{
+    comm->state = NULL; /* the world is the test's */
+}
+
+const spar_transport spar_transport_local = {
+    .name = "local",
+    .serves = serves,
+    .setup = setup,
+    .connect = connect,
+    .run = run,
+    .start = start,
+    .wait = wait_for,
+    .close = close_comm,
+};

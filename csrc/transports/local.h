@@ -1,0 +1,12 @@
+/* The world that the ranks of the local transport share; it outlives their comms. */
+#ifndef SPAR_LOCAL_H
+#define SPAR_LOCAL_H
+
+#include "../transport.h"
+
+typedef struct spar_local_world spar_local_world;
+
+spar_local_world *spar_local_world_new(int world);
+void spar_local_world_free(spar_local_world *world);
+
+#endif

@@ -1,0 +1,75 @@
+"""What spar raises when an exchange fails. Bad arguments are plain ValueError and TypeError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class SparError(dist.DistError):
+    """Base of spar's errors.
+
+    Attributes:
+        op: the operation's name.
+        group: the process group's name.
+        call: the number of the call on its group, from 1.
+        rank: this rank in the group.
+        ranks: the ranks of the group that caused it, as far as they are known.
+    """
+
+    op: str | None
+    group: str | None
+    call: int | None
+    rank: int | None
+    ranks: tuple[int, ...]
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        op: str | None = None,
+        group: str | None = None,
+        call: int | None = None,
+        rank: int | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.group = group
+        self.call = call
+        self.rank = rank
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        details = {name: getattr(self, name) for name in ("op", "group", "call", "rank", "ranks")}
+        return _rebuild, (type(self), str(self), details)
+
+
+def _rebuild(cls: type[SparError], message: str, details: dict[str, Any]) -> SparError:
+    return cls(message, **details)
+
+
+class MismatchError(SparError):
+    """The ranks of a group made different calls. Nothing was moved; the group stays usable."""
+
+
+class PeerLostError(SparError):
+    """A rank of the group is gone. The group is broken."""
+
+
+class ExchangeTimeoutError(SparError, TimeoutError):
+    """An exchange did not end within its time limit (SPAR_TIMEOUT). The group is broken."""
+
+
+class GroupBrokenError(SparError):
+    """An earlier call on this group timed out, lost a peer or was interrupted."""
+
+
+class TransportError(SparError):
+    """No transport can serve, or the one in use failed."""
+
+
+class OutOfMemoryError(SparError, MemoryError, torch.OutOfMemoryError):
+    """No memory for an exchange, on this rank or another."""

@@ -1,0 +1,166 @@
+"""The torch transport: packs by the plan, and lets any ProcessGroup move the packed bytes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from . import wire
+from .errors import MismatchError
+
+if TYPE_CHECKING:
+    from . import _C
+    from .communicator import Communicator, Scale
+
+_TEXT = 1024  # bytes of a call's description that ranks show each other
+# by the codes of csrc/device.h: what a factor is fused for
+_SCALE_TYPES = {
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float32: 3,
+    torch.float64: 4,
+    torch.complex64: 5,
+    torch.complex128: 6,
+}
+# strided copies move items, whatever they mean
+ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One exchange on its way. `input` is read through its strides; `output` is contiguous."""
+
+    op: str
+    plan: _C.Plan
+    input: torch.Tensor
+    output: torch.Tensor
+    scale: Scale
+    records: bool
+    deadline: float
+
+
+class Packer(Protocol):
+    """Fills `sent` from a call's input, and a call's output from `received`: flat uint8 tensors."""
+
+    def pack(self, call: Call, sent: torch.Tensor) -> None: ...
+    def unpack(self, call: Call, received: torch.Tensor) -> None: ...
+
+
+class HostPacker:
+    """The C core's copies, with the factor fused where C knows the dtype."""
+
+    def pack(self, call: Call, sent: torch.Tensor) -> None:
+        call.plan.pack((call.input.data_ptr(),), sent.data_ptr())
+
+    def unpack(self, call: Call, received: torch.Tensor) -> None:
+        scale = call.scale
+        kind = _SCALE_TYPES.get(call.output.dtype, 0) if scale.factor != 1.0 else 0
+        outputs = (call.output.data_ptr(),)
+        call.plan.copy_own((call.input.data_ptr(),), outputs, kind, scale.divide, scale.factor)
+        call.plan.unpack(received.data_ptr(), outputs, kind, scale.divide, scale.factor)
+        if kind == 0:
+            _scale(call.output, scale)
+
+
+class TorchPacker:
+    """torch's own strided copies, for any device that torch knows."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def pack(self, call: Call, sent: torch.Tensor) -> None:
+        starts = _starts(call.plan.push_bytes)
+        for peer, _, src, dst, run, loops in call.plan.blocks("pack"):
+            if peer != self.rank:
+                _move(call.input, src, sent, starts[peer] + dst, run, loops, call.input.element_size())
+
+    def unpack(self, call: Call, received: torch.Tensor) -> None:
+        starts = _starts(call.plan.pull_bytes)
+        size = call.output.element_size()
+        for peer, _, src, dst, run, loops in call.plan.blocks("push"):
+            if peer == self.rank:
+                _move(call.input, src, call.output, dst, run, loops, size)
+        for peer, _, src, dst, run, loops in call.plan.blocks("pull"):
+            if peer != self.rank:
+                _move(received, starts[peer] + src, call.output, dst, run, loops, size)
+        _scale(call.output, call.scale)
+
+
+def packer(device: torch.device, rank: int) -> Packer:
+    return HostPacker() if device.type == "cpu" else TorchPacker(rank)
+
+
+def _move(
+    source: torch.Tensor,
+    src: int,
+    target: torch.Tensor,
+    dst: int,
+    run: int,
+    loops: tuple[tuple[int, int, int], ...],
+    size: int,
+) -> None:
+    """Copies one block of a plan; offsets, strides and the run are in bytes, items have `size` of them."""
+    extents = [extent for extent, _, _ in loops] + [run // size]
+    views = []
+    for tensor, start, which in ((source, src, 1), (target, dst, 2)):
+        items = tensor.view(ITEMS[size])
+        strides = [loop[which] // size for loop in loops] + [1]
+        views.append(items.as_strided(extents, strides, items.storage_offset() + start // size))
+    views[1].copy_(views[0])
+
+
+def _starts(sizes: tuple[int, ...]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)]
+
+
+def _scale(output: torch.Tensor, scale: Scale) -> None:
+    if scale.factor != 1.0:
+        output.div_(scale.factor) if scale.divide else output.mul_(scale.factor)
+
+
+def _compare(comm: Communicator, call: Call) -> None:
+    """Raises MismatchError on all ranks where they do not make the same call."""
+    scale = f" {'/' if call.scale.divide else '*'} {call.scale.factor:g}" if call.scale.factor != 1 else ""
+    grad = ", gradient recorded" if call.records else ""
+    more = f" of {call.input.dtype} on {call.input.device.type}{scale}{grad}"
+    own = torch.tensor([comm.calls, call.plan.signature(more)])
+    rows = [row.tolist() for row in wire.all_gather(comm, own, call.op, call.deadline)]
+    if all(row == rows[0] for row in rows):
+        return
+    text = f"call {comm.calls}: {call.plan.describe()[: _TEXT - 200]}{more}".encode()[:_TEXT]
+    own = torch.frombuffer(bytearray(text.ljust(_TEXT, b"\0")), dtype=torch.uint8)
+    texts = [
+        bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+        for row in wire.all_gather(comm, own, call.op, call.deadline)
+    ]
+    calls: dict[str, list[int]] = {}
+    for rank, words in enumerate(texts):
+        calls.setdefault(words, []).append(rank)
+    lines = [f"  rank {', '.join(map(str, ranks))}: {words}" for words, ranks in calls.items()]
+    fewest = min(calls.values(), key=len)
+    raise MismatchError(
+        f"{call.op} on rank {comm.rank}: the ranks of group {comm.name!r} make different calls; "
+        "nothing was exchanged:\n" + "\n".join(lines),
+        **comm.where(call.op),
+        ranks=tuple(fewest),
+    )
+
+
+def run(comm: Communicator, call: Call) -> None:
+    """One exchange. Whatever can fail on one rank alone comes first; then ranks compare; then bytes move."""
+    device = call.input.device
+    via = wire.wire_device(comm.group, device)
+    sent_sizes, received_sizes = call.plan.push_bytes, call.plan.pull_bytes
+    sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=device)
+    received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=via)
+    copies = packer(device, comm.rank)
+    copies.pack(call, sent)
+    if comm.check:
+        _compare(comm, call)
+    wire.all_to_all(
+        comm, call.op, received, sent.to(via), list(received_sizes), list(sent_sizes), call.deadline
+    )
+    copies.unpack(call, received.to(device))

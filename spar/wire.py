@@ -1,0 +1,153 @@
+"""Waiting on a ProcessGroup so that Ctrl-C and time limits hold, and its errors in spar's words.
+
+A blocking gloo call ignores Ctrl-C, and one that is abandoned holds the process's exit until its own time
+limit: so each is issued with the remaining limit, and waited for in slices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from .errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+_SLICE = datetime.timedelta(milliseconds=50)
+_DEFAULT_TIMEOUT = 1800.0
+_abandoned: list[tuple[dist.Work | None, tuple[torch.Tensor, ...]]] = []  # their threads may still touch them
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The group's name; groups that torch did not register have none."""
+    try:
+        return group.group_name or "unnamed"
+    except RuntimeError:
+        return "unnamed"
+
+
+def group_timeout(group: dist.ProcessGroup) -> float:
+    """The ProcessGroup's own limit in seconds; 1800 where it cannot be read."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        timeout: datetime.timedelta = group._get_backend(wire_device(group)).options._timeout
+        return timeout.total_seconds()
+    return _DEFAULT_TIMEOUT
+
+
+def wire_device(group: dist.ProcessGroup, wanted: torch.device | None = None) -> torch.device:
+    """A device whose tensors the group can move: the wanted one, else the CPU, else the group's own."""
+    for device in (wanted, torch.device("cpu")):
+        if device is not None:
+            with contextlib.suppress(RuntimeError):
+                group._get_backend(device)
+                return device
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(device)
+            return torch.device(device.type, torch.accelerator.current_device_index())
+    raise TransportError(f"process group {group_name(group)!r} has no backend")
+
+
+def _options(kind: Any, comm: Communicator, op: str, deadline: float) -> Any:
+    """A collective's options, with the time that is left as its own limit."""
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise _give_up(comm, op, ExchangeTimeoutError, "the time limit had passed before it was sent")
+    options = kind()
+    options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
+    return options
+
+
+def _give_up(comm: Communicator, op: str, error: type[SparError], why: str) -> SparError:
+    """Breaks the group for good; returns what to raise."""
+    comm.broken = f"call {comm.calls} ({op}): {why}"
+    limit = f" (limit {comm.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
+    return error(
+        f"{op}, call {comm.calls} on group {comm.name!r}, rank {comm.rank} of {comm.world}: {why}{limit}",
+        **comm.where(op),
+    )
+
+
+def _translate(comm: Communicator, op: str, error: Exception) -> SparError:
+    text = str(error)
+    lowered = text.lower()
+    if "timed out" in lowered or "timeout" in lowered:
+        return _give_up(comm, op, ExchangeTimeoutError, f"a rank did not come: {text}")
+    if any(word in lowered for word in ("closed by peer", "connection reset", "broken pipe", "closed")):
+        return _give_up(comm, op, PeerLostError, f"a rank is gone: {text}")
+    return _give_up(comm, op, TransportError, text)
+
+
+def _ended(work: dist.Work) -> bool:
+    """Waits one slice. Raises what the work failed with."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it ended while the slice did: now it tells how
+    return True
+
+
+def _run(
+    comm: Communicator,
+    op: str,
+    buffers: tuple[torch.Tensor, ...],
+    deadline: float,
+    issue: Callable[[], dist.Work],
+) -> None:
+    """Issues one collective and waits for it; whatever ends the wait early keeps its buffers alive."""
+    work = None
+    try:
+        work = issue()
+        if buffers[0].device.type != "cpu":
+            work.wait()  # puts the wait into the device's own queue
+            return
+        while not _ended(work):
+            if time.monotonic() > deadline + 1.0:  # its own limit is the deadline: let it speak first
+                raise _give_up(comm, op, ExchangeTimeoutError, "a rank did not come")
+    except BaseException as error:
+        if work is None or not work.is_completed():
+            _abandoned.append((work, buffers))
+        if isinstance(error, RuntimeError) and not isinstance(error, SparError):
+            raise _translate(comm, op, error) from error
+        raise
+
+
+def all_gather(comm: Communicator, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
+    """Everybody's `own` (same shape and dtype), on the CPU, in rank order."""
+    group = comm.group
+    own = own.to(wire_device(group))
+    rows = [torch.empty_like(own) for _ in range(comm.world)]
+    options = _options(AllgatherOptions, comm, op, deadline)
+    _run(comm, op, (own, *rows), deadline, lambda: group.allgather([rows], [own], options))
+    return [row.cpu() for row in rows]
+
+
+def all_to_all(
+    comm: Communicator,
+    op: str,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_sizes: list[int],
+    sent_sizes: list[int],
+    deadline: float,
+) -> None:
+    """One uneven all_to_all of bytes: flat uint8 tensors, sizes for each rank."""
+    group = comm.group
+    options = _options(AllToAllOptions, comm, op, deadline)
+    _run(
+        comm,
+        op,
+        (received, sent),
+        deadline,
+        lambda: group.alltoall_base(received, sent, received_sizes, sent_sizes, options),
+    )

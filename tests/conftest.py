@@ -1,0 +1,103 @@
+"""Real ranks for tests: one pool of processes for the whole session, spawned at its first use."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+
+WORLDS = (1, 2, 3, 4, 7)
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
+    while (task := pipe.recv()) is not None:
+        world, function, args = task
+        try:
+            pipe.send((True, function(rank, world, groups[world], *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    os._exit(0)  # gloo's threads may outlive a test that failed
+
+
+class Ranks:
+    """ranks(world, function, *args) runs function(rank, world, group, *args) on `world` ranks.
+
+    Returns their results in rank order; fails with the first rank's traceback. The function is importable.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(), "store")
+        for rank in range(max(WORLDS)):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, max(WORLDS), store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def stop(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            try:
+                pipe.send(None)
+            except OSError:
+                process.kill()
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+        self.processes, self.pipes = [], []
+
+    def __call__(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 150
+    ) -> list[Any]:
+        if not self.processes:
+            self._start()
+        pipes = self.pipes[:world]
+        for pipe in pipes:
+            pipe.send((world, function, args))
+        results: dict[int, tuple[bool, Any]] = {}
+        while len(results) < world:
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout)
+            failed = {rank: text for rank, (ok, text) in results.items() if not ok}
+            if not ready:
+                self.stop()
+                missing = sorted(set(range(world)) - set(results))
+                pytest.fail(f"ranks {missing} did not answer in {timeout} s; others: {failed or 'fine'}")
+            for rank, pipe in enumerate(pipes):
+                if pipe in ready:
+                    try:
+                        results[rank] = pipe.recv()
+                    except EOFError:
+                        results[rank] = (False, "the process is gone")
+            if failed or any(not ok for ok, _ in results.values()):
+                timeout = 10  # the others may wait for the one that failed
+        for rank in range(world):
+            ok, value = results[rank]
+            if not ok:
+                self.stop()  # a rank that failed in the middle leaves its group's calls out of step
+                pytest.fail(f"rank {rank} of {world}:\n{value}", pytrace=False)
+        return [results[rank][1] for rank in range(world)]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.stop()

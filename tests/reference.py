@@ -1,0 +1,59 @@
+"""Each operation's equation in plain torch, on the global tensor: what a rank holds, and must receive.
+
+A cell carries its global index, so what is expected needs no communication.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rule(total: int, world: int) -> list[int]:
+    return [len(range(rank, total, world)) for rank in range(world)]  # counted, not computed
+
+
+def part(x: torch.Tensor, sizes: list[int], dim: int, rank: int) -> torch.Tensor:
+    return x.split(sizes, dim)[rank]
+
+
+def cells(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """A tensor of any dtype whose bytes tell their place; numbers stay finite and small for floats."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    index = torch.arange(count, dtype=torch.int64) + salt * 1009
+    if dtype == torch.bool:
+        return (index * 7 % 5 < 2).reshape(shape)
+    if dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return ((index * 37 % 1021 - 500).double() / 64).to(dtype).reshape(shape)
+    if dtype in (torch.complex64, torch.complex128):
+        real = (index * 37 % 1021 - 500).double() / 64
+        return torch.complex(real, -real.flip(0) * 3).to(dtype).reshape(shape)
+    item = dtype.itemsize
+    byte = torch.arange(count * item, dtype=torch.int64)
+    raw = (byte * 131 + byte // 251 + salt * 17) % 256
+    return raw.to(torch.uint8).view(dtype).reshape(shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    item = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
+    if item is None:  # complex128: finite in these tests
+        return torch.equal(a, b)
+    return torch.equal(a.view(item), b.view(item))
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    assert actual.dtype == expected.dtype, (what, actual.dtype, expected.dtype)
+    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
+    assert same_bits(actual, expected), (what, actual, expected)
+
+
+def scaled(x: torch.Tensor, grad_scale: str | float | None, world: int) -> torch.Tensor:
+    if grad_scale == "up":
+        return x * world
+    if grad_scale == "down":
+        return x / world
+    return x if grad_scale is None else x * grad_scale

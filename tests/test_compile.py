@@ -1,0 +1,131 @@
+"""torch.compile(fullgraph=True): the gradients equal eager ones to the bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from reference import assert_same, rule
+
+import spar
+
+Group = dist.ProcessGroup
+CXX = shutil.which("g++") or shutil.which("clang++")
+INDUCTOR = pytest.mark.skipif(not CXX and "CI" not in os.environ, reason="inductor needs a C++ compiler")
+
+
+def model(x: torch.Tensor, weight: torch.Tensor, group: Group, seq: int, heads: int) -> torch.Tensor:
+    """Splits, exchanges there and back, gathers. Small whole numbers, so that sums are exact in any order."""
+    half = spar.split_forward_gather_backward(x, group, 1) * weight
+    there = spar.all_to_all(half, group, 2, 1, seq)
+    back = spar.all_to_all(there * there, group, 1, 2, heads)
+    return spar.gather_forward_split_backward(back, group, 1, spar.cal_split_sizes(seq, group.size()))
+
+
+def compare(function: Callable[..., torch.Tensor], compiled: Callable[..., torch.Tensor], *args: Any) -> None:
+    """args: tensors that take gradients first, then the rest."""
+    results = []
+    for run in (function, compiled):
+        leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+        y = run(*leaves)
+        y.backward((torch.arange(y.numel(), dtype=y.dtype) % 5).reshape(y.shape))
+        results.append([y.detach(), *(a.grad for a in leaves if isinstance(a, torch.Tensor))])
+    for eager, other in zip(*results, strict=True):
+        assert_same(other, eager)
+
+
+def check_model(rank: int, world: int, group: Group, backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for seq in (8, 9, 11):  # the second makes the extent symbolic, the third must not compile again
+        x = (torch.arange(2 * seq * 5 * 3, dtype=torch.float32) % 13).reshape(2, seq, 5, 3)
+        frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        compare(model, compiled, x, torch.full((3,), 1.5), group, seq, 5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == frames
+
+
+@pytest.mark.parametrize(
+    ("backend", "world"),
+    [("aot_eager", 1), ("aot_eager", 2), ("aot_eager", 3)]
+    + [pytest.param("inductor", world, marks=INDUCTOR) for world in (1, 3)],
+)
+def test_compiled_equals_eager(ranks: Ranks, world: int, backend: str) -> None:
+    ranks(world, check_model, backend, timeout=280)
+
+
+def gather_twice(x: torch.Tensor, group: Any) -> torch.Tensor:
+    return spar.gather_forward_split_backward(x * 2, group, 0)
+
+
+def check_two_groups(rank: int, world: int, group: Group) -> None:
+    """One compiled function, called with two groups, and with None before and after the default changes."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    torch._dynamo.reset()
+    compiled = torch.compile(gather_twice, fullgraph=True, backend="aot_eager")
+    pair = dist.new_group([0, 1])
+    line = DeviceMesh("cpu", list(range(7)), mesh_dim_names=("sp",))
+    groups: list[tuple[Any, int]] = [(group, 7), (pair, 2), (None, 7), (group, 7), (pair, 2), (line, 7)]
+    for argument, size in groups:
+        if argument is pair and rank > 1:
+            continue
+        x = torch.full((2,), float(rank))
+        expected = torch.arange(float(size)).repeat_interleave(2) * 2
+        assert_same(gather_twice(x, argument), expected)
+        assert_same(compiled(x, argument), expected)
+
+
+def test_one_function_with_two_groups(ranks: Ranks) -> None:
+    ranks(7, check_two_groups)
+
+
+def alone_again(port: int) -> None:
+    """destroy and init: compiled code must not go on with the group that is gone."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: spar.gather_forward_split_backward(x, None, 0, None, 0.5),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        x = torch.ones(3, requires_grad=True)
+        compiled(x * 1).sum().backward()
+        assert x.grad is not None
+        assert_same(x.grad, torch.full((3,), 0.5))
+        dist.destroy_process_group()
+
+
+def test_after_destroy_and_init() -> None:
+    alone_again(0)
+
+
+def check_opcheck(rank: int, world: int, group: Group) -> None:
+    """The dispatcher op keeps torch.library's rules; its fake gives the shapes of the real one."""
+    from spar.communicator import handle_of
+
+    handle = handle_of(group)
+    whole = torch.arange(9 * 5, dtype=torch.float32).reshape(9, 5)
+    mine = whole.split(rule(9, world), 0)[rank].contiguous()
+    calls: list[tuple[torch.Tensor, str, list[int]]] = [
+        (mine, "all_to_all", [1, 0, 9]),
+        (mine, "gather", [0, *rule(9, world)]),
+        (mine, "gather", [0, 9]),
+        (whole, "gather", [0]),
+    ]
+    for x, op, args in calls:
+        torch.library.opcheck(
+            torch.ops.spar.exchange.default,
+            (x, handle, op, args, 1.0, False, False),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def test_opcheck(ranks: Ranks) -> None:
+    ranks(3, check_opcheck)

@@ -1,0 +1,154 @@
+"""Ranks that do not come, die or are interrupted: the others raise in time, and their processes end."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import spar
+
+
+def start(function: Callable[..., Any], world: int, folder: Path, **environment: str) -> list[Any]:
+    """Runs function(rank, folder) on fresh ranks, in a group of their own."""
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_enter, args=(function, r, world, folder, environment)) for r in range(world)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _enter(
+    function: Callable[..., Any], rank: int, world: int, folder: Path, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    spar.gather_forward_split_backward(torch.zeros(1), None, 0)
+    function(rank, folder)
+
+
+def tell(folder: Path, rank: int, what: str) -> None:
+    (folder / f"{rank}.part").write_text(what)
+    (folder / f"{rank}.part").rename(folder / f"{rank}")
+
+
+def told(folder: Path, rank: int, limit: float = 60) -> str:
+    end = time.monotonic() + limit
+    while not (folder / f"{rank}").exists():
+        assert time.monotonic() < end, f"rank {rank} said nothing"
+        time.sleep(0.01)
+    return (folder / f"{rank}").read_text()
+
+
+def finish(processes: list[Any], limit: float) -> list[int | None]:
+    end = time.monotonic() + limit
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def never_comes(rank: int, folder: Path) -> None:
+    if rank == 2:
+        time.sleep(60)
+    begin = time.monotonic()
+    with pytest.raises(spar.ExchangeTimeoutError) as caught:
+        spar.gather_forward_split_backward(torch.zeros(4), None, 0)
+    waited = time.monotonic() - begin
+    error = caught.value
+    assert isinstance(error, TimeoutError)
+    assert "SPAR_TIMEOUT" in str(error)
+    assert (error.op, error.rank, error.call) == ("gather", rank, 2)
+    with pytest.raises(spar.GroupBrokenError, match="call 2"):
+        spar.gather_forward_split_backward(torch.zeros(4), None, 0)
+    tell(folder, rank, f"{waited}")
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    processes = start(never_comes, 3, tmp_path, SPAR_TIMEOUT="2")
+    for rank in (0, 1):
+        assert 1.5 < float(told(tmp_path, rank)) < 4
+    assert finish(processes[:2], 5) == [0, 0], "the processes must have ended, too"
+    processes[2].kill()
+
+
+def peer_dies(rank: int, folder: Path) -> None:
+    if rank == 1:
+        time.sleep(0.5)  # the other one waits by now
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(spar.PeerLostError, match="a rank is gone"):
+        spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
+    with pytest.raises(spar.GroupBrokenError):
+        spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
+    tell(folder, rank, f"{time.monotonic() - begin}")
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    processes = start(peer_dies, 2, tmp_path)
+    assert float(told(tmp_path, 0)) < 2.5
+    assert finish(processes, 5) == [0, -signal.SIGKILL]
+
+
+def interrupted(rank: int, folder: Path) -> None:
+    if rank == 1:
+        time.sleep(3)
+        return
+    with pytest.raises(KeyboardInterrupt):
+        tell(folder, 7, f"{os.getpid()}")
+        spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
+    tell(folder, 0, f"{time.time()}")
+    with pytest.raises(spar.GroupBrokenError, match="interrupted on rank 0"):
+        spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    processes = start(interrupted, 2, tmp_path)
+    pid = int(told(tmp_path, 7))
+    time.sleep(0.5)  # it waits by now
+    sent = time.time()
+    os.kill(pid, signal.SIGINT)
+    assert float(told(tmp_path, 0)) - sent < 1
+    # gloo's own thread ends when the other rank does, or at the time limit
+    assert finish(processes, 15) == [0, 0]
+
+
+def threads(rank: int, folder: Path) -> None:
+    """Calls of several threads on one group come in the group's order, one at a time."""
+    import threading
+
+    group = dist.new_group([0, 1])
+    errors: list[BaseException] = []
+
+    def work(which: Any) -> None:
+        try:
+            for _ in range(20):
+                y = spar.gather_forward_split_backward(torch.full((3,), float(rank)), which, 0)
+                assert y.tolist() == [0.0] * 3 + [1.0] * 3
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(which,)) for which in (None, group)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors, errors
+    dist.barrier()
+
+
+def test_threads_with_a_group_each(tmp_path: Path) -> None:
+    assert finish(start(threads, 2, tmp_path), 60) == [0, 0]

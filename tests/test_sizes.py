@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import rule
+
+import spar
+
+
+@given(st.integers(0, 5000), st.integers(1, 300))
+def test_size_rule(total: int, world: int) -> None:
+    sizes = spar.cal_split_sizes(total, world)
+    assert sizes == rule(total, world)
+    assert spar.cal_split_sizes(torch.tensor(total), world) == sizes
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=9), st.integers(1, 9))
+def test_multi(sizes: list[int], world: int) -> None:
+    table = spar.cal_split_sizes_multi(sizes, world)
+    assert table.dtype == torch.int64
+    assert table.shape == (world, len(sizes))
+    for column, size in enumerate(sizes):
+        assert table[:, column].tolist() == spar.cal_split_sizes(size, world)
+
+
+def test_large_totals() -> None:
+    assert sum(spar.cal_split_sizes(2**62 + 5, 7)) == 2**62 + 5
+    assert spar.cal_split_sizes_multi([2**62 + 5], 7).sum().item() == 2**62 + 5
+
+
+@pytest.mark.parametrize("function", [spar.cal_split_sizes, lambda n, w: spar.cal_split_sizes_multi([n], w)])
+def test_errors(function: object) -> None:
+    with pytest.raises(ValueError, match="world_size is 0"):
+        function(4, 0)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="-3"):
+        function(-3, 2)  # type: ignore[operator]

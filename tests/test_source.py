@@ -1,0 +1,119 @@
+"""What the sources promise: layers, public signatures, documents."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spar
+from spar import _C
+
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
+
+# Each header, and those that it may include: the list in spar.h, top to bottom.
+LAYERS = ["error", "env", "layout", "ops", "plan", "device", "pack", "transport", "local", "spar", "binding"]
+
+
+def includes(path: Path) -> list[str]:
+    return [Path(name).stem for name in re.findall(r'#include "(.+?\.h)"', path.read_text())]
+
+
+def test_includes_point_one_way() -> None:
+    for path in CSRC.rglob("*.h"):
+        for name in includes(path):
+            assert LAYERS.index(name) < LAYERS.index(path.stem), f"{path} includes {name}.h"
+    allowed = {"ops": "ops", "devices": "device", "transports": "local"}
+    for folder, highest in allowed.items():
+        for path in (CSRC / folder).glob("*.c"):
+            for name in includes(path):
+                assert LAYERS.index(name) <= LAYERS.index(highest), f"{path} includes {name}.h"
+
+
+def test_the_plan_knows_no_system_and_python_is_bound_in_two_files() -> None:
+    pure = [
+        CSRC / name for name in ("layout.c", "plan.c", "describe.c", "ops.c", *(CSRC / "ops").glob("*.c"))
+    ]
+    for path in pure:
+        system = set(re.findall(r"#include <(.+?)>", path.read_text()))
+        assert system <= {"stdint.h", "stdio.h", "stdlib.h", "string.h", "stdarg.h", "stddef.h"}, path
+    bound = {path.name for path in CSRC.rglob("*.[ch]") if "<Python.h>" in path.read_text()}
+    assert bound == {"binding.h"}
+    users = {path.name for path in CSRC.rglob("*.c") if "binding.h" in path.read_text()}
+    assert users == {"module.c", "plan_object.c"}
+
+
+SIGNATURES = {
+    "all_to_all": "input_, process_group, scatter_dim=2, gather_dim=1, gather_size=None",
+    "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",
+    "gather_forward_split_backward": "input_, process_group, dim, gather_sizes=None, grad_scale='up'",
+    "cal_split_sizes": "dim_size, world_size",
+    "cal_split_sizes_multi": "sizes, world_size",
+    "transport": "group=None, device=None",
+}
+
+
+def test_signatures() -> None:
+    for name, expected in SIGNATURES.items():
+        parameters = inspect.signature(getattr(spar, name)).parameters.values()
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+        assert ", ".join(map(str, plain)) == expected, name
+    functions = {name for name in spar.__all__ if inspect.isfunction(getattr(spar, name))}
+    assert functions == set(SIGNATURES)
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in spar.__all__:
+        if name != "__version__":
+            assert inspect.getdoc(getattr(spar, name)), name
+
+
+def test_environment_is_documented() -> None:
+    text = (ROOT / "docs" / "env.md").read_text()
+    for _, variable, kind, default, help_text in _C.env_rows():
+        row = f"| `{variable}` | {kind.replace('|', ', ')} | {default or 'unset'} | {help_text} |"
+        assert row in text, row
+
+
+def test_readme_has_a_row_for_each_op_and_transport() -> None:
+    text = (ROOT / "README.md").read_text()
+    for op, _, _ in _C.ops():
+        assert op in text
+    for transport in _C.transports():
+        assert f"| {transport} |" in text
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_readme_example_runs(world: int, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "example.py").write_text(text.split("```python\n")[1].split("```")[0] + "\nprint(y.shape)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    done = subprocess.run([*torchrun, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([1, 1000, 6, 64])") == world
+
+
+def test_version() -> None:
+    assert spar.__version__ == _C.version
+    assert f"## [{spar.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_op_table_is_closed_under_inverse() -> None:
+    inverse = {name: undo for name, undo, _ in _C.ops()}
+    assert all(inverse[undo] == name for name, undo in inverse.items())
+
+
+def test_import_does_not_bring_in_dynamo() -> None:
+    code = "import torch, sys; before = set(sys.modules); import spar; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "README.md", "spar/py.typed"])
+def test_files_of_a_distribution(name: str) -> None:
+    assert (ROOT / name).exists()
