@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -79,6 +79,7 @@ class Communicator:
         self._facts: bytes | None = None
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread whose call it is
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -132,25 +133,39 @@ class Communicator:
     ) -> torch.Tensor:
         """One exchange of one tensor: the output is new, contiguous, and this rank's own."""
         deadline = self.deadline()
+        with self._turn(op):
+            tensor = (input_.element_size(), tuple(input_.shape), input_.stride(), args)
+            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
+            self.set_up(op, input_.device, deadline)
+            self.calls += 1
+            output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
+            fallback.run(self, fallback.Call(op, plan, input_, output, scale, records, deadline))
+            return output
+
+    @contextlib.contextmanager
+    def _turn(self, op: str) -> Iterator[None]:
+        """The group's calls run one at a time; an interrupted one breaks the group."""
+        me = threading.get_ident()
+        if self._owner == me:  # a signal's handler, say: the call around it could never end
+            raise SparError(
+                f"{op} on rank {self.rank}: called from inside a call on the same group {self.name!r}"
+            )
         with self._lock:
             if self.broken is not None:
                 raise GroupBrokenError(
                     f"{op} on rank {self.rank}: group {self.name!r} is broken: {self.broken}",
                     **self.where(op),
                 )
-            tensor = (input_.element_size(), tuple(input_.shape), input_.stride(), args)
-            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
-            self.set_up(op, input_.device, deadline)
-            self.calls += 1
-            output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
+            self._owner = me
             try:
-                fallback.run(self, fallback.Call(op, plan, input_, output, scale, records, deadline))
+                yield
             except Exception:
                 raise
             except BaseException:
                 self.broken = f"call {self.calls} ({op}) was interrupted on rank {self.rank}"
                 raise
-            return output
+            finally:
+                self._owner = None
 
 
 def _read_log_setting(rank: int) -> None:

@@ -126,6 +126,45 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert finish(processes, 15) == [0, 0]
 
 
+def never_sets_up(rank: int, folder: Path) -> None:
+    """The first exchange of a group meets the others: that wait ends as any other."""
+    group = dist.new_group([0, 1])
+    if rank == 1:
+        time.sleep(60)
+    with pytest.raises(spar.ExchangeTimeoutError):
+        spar.gather_forward_split_backward(torch.zeros(4), group, 0)
+    with pytest.raises(spar.GroupBrokenError):
+        spar.gather_forward_split_backward(torch.zeros(4), group, 0)
+    tell(folder, rank, "")
+
+
+def test_a_rank_that_never_comes_to_the_set_up(tmp_path: Path) -> None:
+    processes = start(never_sets_up, 2, tmp_path, SPAR_TIMEOUT="1.5")
+    told(tmp_path, 0)
+    assert finish(processes[:1], 5) == [0]
+    processes[1].kill()
+
+
+def calls_itself(rank: int, folder: Path) -> None:
+    def handler(*_: object) -> None:
+        with pytest.raises(spar.SparError, match="inside a call on the same group"):
+            spar.gather_forward_split_backward(torch.zeros(4), None, 0)
+        tell(folder, rank, "")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    else:
+        time.sleep(1.5)
+    assert spar.gather_forward_split_backward(torch.zeros(4), None, 0).shape == (8,)
+
+
+def test_a_call_from_inside_a_call(tmp_path: Path) -> None:
+    processes = start(calls_itself, 2, tmp_path)
+    told(tmp_path, 0)
+    assert finish(processes, 15) == [0, 0]
+
+
 def threads(rank: int, folder: Path) -> None:
     """Calls of several threads on one group come in the group's order, one at a time."""
     import threading

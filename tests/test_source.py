@@ -93,7 +93,9 @@ def test_readme_example_runs(world: int, tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     (tmp_path / "example.py").write_text(text.split("```python\n")[1].split("```")[0] + "\nprint(y.shape)\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run([*torchrun, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*torchrun, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("torch.Size([1, 1000, 6, 64])") == world
 
