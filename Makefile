@@ -1,0 +1,81 @@
+# `make demo` and `make test` need Python >= 3.10 with venv, git and a C compiler; they install the rest into .venv.
+
+PYTHON ?= python3
+# The build of torch to install where there is none. A plain `torch` would change under the tests' feet.
+TORCH ?= torch==2.13.0
+# What is passed on to pytest: make test ARGS='-k gather -x'
+ARGS ?=
+
+# Warnings of the C compiler are errors here; `make SPAR_WERROR= ...` lets them pass.
+export SPAR_WERROR ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip -qq
+# The folders are in the list too: their time changes when a file is removed.
+BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
+C_FILES = $(shell find csrc tests -name '*.[ch]')
+
+.PHONY: help demo test lint format build wheel clean gone
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo    train a small model on 4 ranks and draw demo.png'
+	@echo 'make test    run all tests (ARGS= goes to pytest)'
+	@echo 'make lint    clang-format, ruff, mypy'
+	@echo 'make format  let clang-format and ruff rewrite the files'
+	@echo 'make build   only install spar and what the demo and the tests need, into .venv'
+	@echo 'make wheel   source distribution, and a wheel built from it, into dist'
+	@echo 'make clean   remove .venv and everything built'
+
+# One thread a rank: ranks that share a few cores only disturb one another with more.
+demo: build
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py
+
+test: build
+	@$(BIN)/pytest $(ARGS)
+
+lint: .venv/.lint
+	@echo 'clang-format'; $(BIN)/clang-format --dry-run -Werror $(C_FILES)
+	@echo 'ruff'; $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
+	@echo 'mypy --strict'; $(BIN)/mypy --strict
+
+format: .venv/.lint
+	@$(BIN)/clang-format -i $(C_FILES)
+	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
+
+wheel: $(BIN)/pip
+	@echo 'building dist/'
+	@rm -rf build dist *.egg-info
+	@$(PIP) install build
+	@log=$$($(BIN)/python -m build 2>&1) || { echo "$$log"; exit 1; }
+
+clean:
+	rm -rf .venv build dist *.egg-info spar/*.so demo.png .hypothesis .*_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+build: .venv/.spar
+
+# Editable: spar/ and the installed package are one, so it makes no difference whether the working folder is on
+# Python's path (python -c, python -m, subprocesses of tests) or not (pytest, torchrun). Python files are live; C is
+# rebuilt when it changes or its library is gone. .ci/run tests the wheel, installed elsewhere.
+.venv/.spar: $(BUILT_FROM) $(if $(wildcard spar/_C.*so),,gone) | .venv/.torch
+	@echo 'building spar'
+	@$(PIP) install -e '.[test,demo]'
+	@touch $@
+
+.venv/.torch: | $(BIN)/pip
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' || \
+	{ echo 'installing $(TORCH) (this may take minutes)'; $(PIP) install '$(TORCH)'; }
+	@touch $@
+
+.venv/.lint: pyproject.toml | .venv/.spar
+	@echo 'installing the linters'
+	@$(PIP) install -e '.[lint]'
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	{ echo 'spar needs Python 3.10 or newer: make PYTHON=python3.12 ...'; exit 1; }
+	@echo 'creating .venv'
+	@$(PYTHON) -m venv .venv
