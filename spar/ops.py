@@ -190,6 +190,8 @@ class _Call:
         self.rank = rank_of(self.group)
         if input_.layout != torch.strided:
             raise self.type_error("input_", f"a tensor of layout {input_.layout}", "a strided tensor")
+        if input_.is_quantized:  # its scale and zero point are no part of its bytes
+            raise self.type_error("input_", f"a quantized tensor of {input_.dtype}", "its int_repr()")
         if input_.dim() == 0:
             raise self.error("input_", "a tensor without dims", "at least one dim")
 

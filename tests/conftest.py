@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import tempfile
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from spar import _C
+
 WORLDS = (1, 2, 3, 4, 7)
+TRANSPORTS = _C.transports()
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
@@ -22,11 +26,12 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
+    groups = {key: dist.new_group(list(range(key[1]))) for key in itertools.product(TRANSPORTS, WORLDS)}
     while (task := pipe.recv()) is not None:
-        world, function, args = task
+        world, transport, function, args = task
+        os.environ["SPAR_TRANSPORT"] = transport  # forced: a test must not pass over another one
         try:
-            pipe.send((True, function(rank, world, groups[world], *args)))
+            pipe.send((True, function(rank, world, groups[transport, world], *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     os._exit(0)  # gloo's threads may outlive a test that failed
@@ -35,12 +40,14 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 class Ranks:
     """ranks(world, function, *args) runs function(rank, world, group, *args) on `world` ranks.
 
+    The group's transport is the fixture's: a test that asks for `ranks` runs over each of the table.
     Returns their results in rank order; fails with the first rank's traceback. The function is importable.
     """
 
     def __init__(self) -> None:
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
+        self.transport = TRANSPORTS[-1]
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
@@ -71,7 +78,7 @@ class Ranks:
             self._start()
         pipes = self.pipes[:world]
         for pipe in pipes:
-            pipe.send((world, function, args))
+            pipe.send((world, self.transport, function, args))
         results: dict[int, tuple[bool, Any]] = {}
         while len(results) < world:
             ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout)
@@ -97,7 +104,13 @@ class Ranks:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def pool() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def ranks(pool: Ranks, request: pytest.FixtureRequest) -> Ranks:
+    pool.transport = request.param
+    return pool

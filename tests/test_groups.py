@@ -14,6 +14,7 @@ from conftest import Ranks
 from reference import assert_same, rule
 
 import spar
+from spar import _C
 from spar.communicator import by_handle, handle_of
 
 Group = dist.ProcessGroup
@@ -41,8 +42,8 @@ def check_group_arguments(rank: int, world: int, group: Group) -> None:
         with pytest.raises(ValueError, match=f"global rank {rank} is not among its ranks"):
             spar.all_to_all(torch.zeros(2, 2), inner, 0, 1)
     assert spar.transport(group).world_size == ALL
-    assert spar.transport(group).name == "torch"
-    assert "ProcessGroup" in spar.transport(group).reason
+    assert spar.transport(group).name == os.environ["SPAR_TRANSPORT"]
+    assert spar.transport(group).reason
 
 
 def test_group_arguments(ranks: Ranks) -> None:
@@ -88,6 +89,7 @@ BAD: list[tuple[type[Exception], str, str]] = [
     (TypeError, "input_ is a list", "spar.all_to_all([1], group)"),
     (ValueError, "at least one dim", "spar.split_forward_gather_backward(torch.tensor(1.0), group, 0)"),
     (TypeError, "torch.sparse_coo", "spar.all_to_all(torch.eye(2).to_sparse(), group, 0, 1)"),
+    (TypeError, "quantized tensor of torch.qint8", "gather(quantized, group, 0)"),
     (ValueError, "dim is 9", "spar.split_forward_gather_backward(x, group, 9)"),
     (ValueError, "split_sizes is (1, 2)", "spar.split_forward_gather_backward(x, group, 1, (1, 2))"),
     (ValueError, "split_sizes is [8]", "spar.split_forward_gather_backward(x, group, 1, [8])"),
@@ -109,6 +111,7 @@ def check_bad_arguments(rank: int, world: int, group: Group, who: int) -> None:
         "x": torch.zeros(2, 8, 4, 2),
         "split": spar.split_forward_gather_backward,
         "gather": spar.gather_forward_split_backward,
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
     }
     if rank == who:
         for kind, text, call in BAD:
@@ -184,6 +187,7 @@ def test_mismatch_on_all_ranks(ranks: Ranks, what: str, odd: int) -> None:
 
 def check_settings(rank: int, world: int, group: Group, variable: str, values: list[str], text: str) -> None:
     fresh = dist.new_group(list(range(ALL)))
+    before = os.environ.pop("SPAR_TRANSPORT")
     os.environ[variable] = values[min(rank, 1)]
     try:
         with pytest.raises(ValueError) as caught:
@@ -191,6 +195,7 @@ def check_settings(rank: int, world: int, group: Group, variable: str, values: l
         assert text in str(caught.value), str(caught.value)
     finally:
         del os.environ[variable]
+        os.environ["SPAR_TRANSPORT"] = before
 
 
 @pytest.mark.parametrize(
@@ -210,20 +215,26 @@ def test_settings_fail_on_all_ranks(ranks: Ranks, variable: str, values: list[st
 
 
 def check_forced(rank: int, world: int, group: Group) -> None:
-    for value in ("torch", "^torch"):
-        fresh = dist.new_group(list(range(ALL)))
-        os.environ["SPAR_TRANSPORT"] = value
-        os.environ["SPAR_CHECK"] = "0"
-        try:
-            if value == "torch":
-                y = spar.gather_forward_split_backward(torch.zeros(1), fresh, 0)
-                assert y.shape == (ALL,)
-                assert spar.transport(fresh).name == "torch"
-            else:
+    """Each transport can be forced; each can be excluded, and another serves, or none is left."""
+    before = os.environ["SPAR_TRANSPORT"]
+    os.environ["SPAR_CHECK"] = "0"
+    try:
+        for name in _C.transports():
+            fresh = dist.new_group(list(range(ALL)))
+            os.environ["SPAR_TRANSPORT"] = name
+            assert spar.gather_forward_split_backward(torch.zeros(1), fresh, 0).shape == (ALL,)
+            assert spar.transport(fresh).name == name
+            fresh = dist.new_group(list(range(ALL)))
+            os.environ["SPAR_TRANSPORT"] = f"^{name}"
+            if len(_C.transports()) == 1:
                 with pytest.raises(spar.TransportError, match="leaves no transport"):
                     spar.gather_forward_split_backward(torch.zeros(1), fresh, 0)
-        finally:
-            del os.environ["SPAR_TRANSPORT"], os.environ["SPAR_CHECK"]
+            else:
+                spar.gather_forward_split_backward(torch.zeros(1), fresh, 0)
+                assert spar.transport(fresh).name not in (None, name)
+    finally:
+        del os.environ["SPAR_CHECK"]
+        os.environ["SPAR_TRANSPORT"] = before
 
 
 def test_forced_and_excluded_transports(ranks: Ranks) -> None:

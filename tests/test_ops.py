@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 def all_dtypes() -> list[torch.dtype]:
     """Every dtype that torch can hold in a strided tensor."""
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    found = {dtype for dtype in found if not str(dtype).startswith(("torch.q", "torch.Q"))}  # see BAD
     held = []
     for dtype in sorted(found, key=str):
         try:
@@ -102,7 +104,7 @@ def check_all_to_all(rank: int, world: int, group: Group, how: str, dtypes: list
             assert world == 1 or y.data_ptr() != x.data_ptr() or not y.numel()
             back = spar.all_to_all(y, group, gather, scatter, shape[scatter])
             assert_same(back, before, "and back")
-    assert world == 1 or spar.transport(group).name == "torch"
+    assert world == 1 or spar.transport(group).name == os.environ["SPAR_TRANSPORT"]
 
 
 def check_split_gather(rank: int, world: int, group: Group, how: str, dtypes: list[torch.dtype]) -> None:

@@ -102,7 +102,7 @@ def test_readme_example_runs(world: int, tmp_path: Path) -> None:
 
 def test_version() -> None:
     assert spar.__version__ == _C.version
-    assert f"## [{spar.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert spar.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_op_table_is_closed_under_inverse() -> None:
