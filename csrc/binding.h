@@ -13,6 +13,20 @@
 /* Sets the exception that belongs to a status; returns NULL. */
 PyObject *spar_raise(spar_status status);
 
+/* The whole numbers of a tuple; -1 and an exception where it holds something else. */
+Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what);
+
+/* One tensor, as (item size, extents, strides, args); its numbers go into `room`. */
+int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size);
+
+/* A factor, and the type it is fused for. */
+int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
+
+/* The type spar._C.Comm, and its maker. */
+PyObject *spar_comm_type(void);
+PyObject *spar_py_comm(PyObject *module, PyObject *args);
+extern const char spar_py_comm_doc[];
+
 /* The type spar._C.Plan, new; and the function that makes its instances. */
 PyObject *spar_plan_type(void);
 PyObject *spar_py_plan(PyObject *module, PyObject *args);

@@ -5,13 +5,16 @@
 
 typedef enum {
     SPAR_OK = 0,
-    SPAR_INVALID,   /* an argument's value; Python: ValueError */
-    SPAR_TYPE,      /* an argument's type; Python: TypeError */
-    SPAR_NO_MEMORY, /* Python: spar.OutOfMemoryError */
-    SPAR_MISMATCH,  /* the ranks disagree; Python: spar.MismatchError */
-    SPAR_TIMEOUT,   /* a time limit; Python: spar.ExchangeTimeoutError */
-    SPAR_TRANSPORT, /* a transport that was asked for cannot serve; Python: spar.TransportError */
-    SPAR_INTERNAL,  /* a bug in spar; Python: spar.SparError */
+    SPAR_INVALID,     /* an argument's value; Python: ValueError */
+    SPAR_TYPE,        /* an argument's type; Python: TypeError */
+    SPAR_NO_MEMORY,   /* Python: spar.OutOfMemoryError */
+    SPAR_MISMATCH,    /* the ranks disagree; Python: spar.MismatchError */
+    SPAR_TIMEOUT,     /* a time limit; Python: spar.ExchangeTimeoutError */
+    SPAR_PEER_LOST,   /* a rank is gone; Python: spar.PeerLostError */
+    SPAR_BROKEN,      /* an earlier call broke the group; Python: spar.GroupBrokenError */
+    SPAR_INTERRUPTED, /* the caller was asked to stop, as by Ctrl-C; Python's own exception is set */
+    SPAR_TRANSPORT,   /* a transport that was asked for cannot serve; Python: spar.TransportError */
+    SPAR_INTERNAL,    /* a bug in spar; Python: spar.SparError */
 } spar_status;
 
 /* Keeps the text and returns `status`, so that a failure is one line: return spar_fail(...). */

@@ -9,7 +9,8 @@ PyObject *spar_raise(spar_status status)
 {
     static const char *const classes[] = {
         [SPAR_NO_MEMORY] = "OutOfMemoryError",   [SPAR_MISMATCH] = "MismatchError",
-        [SPAR_TIMEOUT] = "ExchangeTimeoutError", [SPAR_TRANSPORT] = "TransportError",
+        [SPAR_TIMEOUT] = "ExchangeTimeoutError", [SPAR_PEER_LOST] = "PeerLostError",
+        [SPAR_BROKEN] = "GroupBrokenError",      [SPAR_TRANSPORT] = "TransportError",
         [SPAR_INTERNAL] = "SparError",
     };
     if (status == SPAR_INVALID || status == SPAR_TYPE) {
@@ -50,11 +51,17 @@ static PyObject *choice_to_tuple(const spar_choice *choice)
 static PyObject *module_choose(PyObject *module, PyObject *args)
 {
     const char *bytes, *device;
+    PyObject *refusals;
     Py_ssize_t size;
     spar_choice choice;
+    spar_refusal refused = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &device))
+    if (!PyArg_ParseTuple(args, "y#sO!", &bytes, &size, &device, &PyTuple_Type, &refusals))
         return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(refusals) && i < 16; i++, refused.count++)
+        if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i],
+                              &refused.reasons[i]))
+            return NULL;
     if (size == 0 || size % (Py_ssize_t)sizeof(spar_facts) != 0)
         return PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu",
                             size, sizeof(spar_facts));
@@ -63,7 +70,7 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
         return PyErr_NoMemory();
     memcpy(facts, bytes, (size_t)size);
     spar_status status =
-        spar_choose(facts, (int)(size / (Py_ssize_t)sizeof *facts), device, &choice);
+        spar_choose(facts, (int)(size / (Py_ssize_t)sizeof *facts), device, &refused, &choice);
     free(facts);
     return status == SPAR_OK ? choice_to_tuple(&choice) : spar_raise(status);
 }
@@ -143,11 +150,33 @@ static PyObject *module_plan_limit(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *module_arena_stats(PyObject *module, PyObject *unused)
+{
+    spar_arena_stats s;
+    (void)module;
+    (void)unused;
+    spar_arena_read_stats(&s);
+    return Py_BuildValue("LLLLLL", (long long)s.cap, (long long)s.reserved, (long long)s.allocated,
+                         (long long)s.peak, (long long)s.quarantined, (long long)s.returned);
+}
+
+static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromLongLong((long long)spar_arena_trim());
+}
+
 static PyMethodDef methods[] = {
     {"plan", spar_py_plan, METH_VARARGS, spar_py_plan_doc},
+    {"comm", spar_py_comm, METH_VARARGS, spar_py_comm_doc},
+    {"arena_stats", module_arena_stats, METH_NOARGS,
+     "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
+    {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
     {"facts", module_facts, METH_NOARGS, "What this rank tells all others about itself, as bytes."},
     {"choose", module_choose, METH_VARARGS,
-     "choose(all ranks' facts, device) -> (name, reason, ((rejected name, reason), ...))"},
+     "choose(all ranks' facts, device, ((refused name, reason), ...))\n"
+     "    -> (name, reason, ((rejected name, reason), ...))"},
     {"env", module_env, METH_VARARGS, "env(field) -> the variable's value as text, or its default"},
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
     {"ops", module_ops, METH_NOARGS, "[(name, inverse, args), ...]"},
@@ -167,8 +196,9 @@ PyMODINIT_FUNC PyInit__C(void)
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
-    PyObject *type = spar_plan_type();
-    if (!type || PyModule_AddObjectRef(module, "Plan", type) < 0 ||
+    PyObject *plan = spar_plan_type(), *comm = spar_comm_type();
+    if (!plan || !comm || PyModule_AddObjectRef(module, "Plan", plan) < 0 ||
+        PyModule_AddObjectRef(module, "Comm", comm) < 0 ||
         PyModule_AddStringConstant(module, "version", SPAR_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SIDE_PULL", SPAR_SIDE_PULL) < 0) {
         Py_DECREF(module);

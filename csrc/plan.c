@@ -222,13 +222,18 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tens
     shape->out_bytes = place.bytes;
     shape->in_dim = in->dim;
     shape->out_dim = out->dim;
-    shape->in_sizes = malloc((size_t)plan->world * 2 * sizeof(int64_t));
+    shape->in_sizes = malloc((size_t)plan->world * 3 * sizeof(int64_t));
     if (!shape->in_sizes)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", plan->world);
     shape->out_sizes = shape->in_sizes + plan->world;
+    shape->rank_bytes = shape->out_sizes + plan->world;
+    int64_t slice = shape->item_size; /* bytes of one step along the dim that the outputs cut */
+    for (int i = 0; i < shape->ndim; i++)
+        slice *= i == out->dim ? 1 : shape->global[i];
     for (int rank = 0; rank < plan->world; rank++) {
         shape->in_sizes[rank] = in->dim >= 0 ? spar_layout_extent(in, rank) : 0;
         shape->out_sizes[rank] = out->dim >= 0 ? spar_layout_extent(out, rank) : 0;
+        shape->rank_bytes[rank] = slice * (out->dim >= 0 ? shape->out_sizes[rank] : 1);
     }
     plan->signature = mix(plan->signature, shape->ndim);
     for (int i = 0; i < shape->ndim; i++)

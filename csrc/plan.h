@@ -37,6 +37,7 @@ typedef struct {
     int64_t out_bytes;
     int in_dim, out_dim;           /* the dims that the layouts cut, or -1 */
     int64_t *in_sizes, *out_sizes; /* [world] what each rank holds of them */
+    int64_t *rank_bytes;           /* [world] of each rank's output */
 } spar_plan_tensor;
 
 typedef struct spar_plan {

@@ -5,7 +5,7 @@
 #include <string.h>
 
 /* The whole numbers of a tuple; -1 and an exception where it holds something else. */
-static Py_ssize_t read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what)
+Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what)
 {
     if (!PyTuple_Check(tuple)) {
         PyErr_Format(PyExc_TypeError, "%s must be a tuple", what);
@@ -63,7 +63,7 @@ enum { MAX_TENSORS = 16 };
 static PyTypeObject *plan_type;
 
 /* One tensor: (item size, extents, strides, args); its numbers go into `room`. */
-static int read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size)
+int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size)
 {
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 4) {
         PyErr_SetString(PyExc_TypeError, "a tensor is (item size, extents, strides, args)");
@@ -72,17 +72,17 @@ static int read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_s
     tensor->item_size = PyLong_AsLongLong(PyTuple_GetItem(tuple, 0));
     if (tensor->item_size == -1 && PyErr_Occurred())
         return -1;
-    Py_ssize_t n = read_ints(PyTuple_GetItem(tuple, 1), room, size, "extents");
+    Py_ssize_t n = spar_read_ints(PyTuple_GetItem(tuple, 1), room, size, "extents");
     if (n < 0)
         return -1;
-    Py_ssize_t strides = read_ints(PyTuple_GetItem(tuple, 2), room + n, size - n, "strides");
+    Py_ssize_t strides = spar_read_ints(PyTuple_GetItem(tuple, 2), room + n, size - n, "strides");
     if (strides < 0)
         return -1;
     if (strides != n) {
         PyErr_Format(PyExc_ValueError, "%zd extents and %zd strides", n, strides);
         return -1;
     }
-    Py_ssize_t args = read_ints(PyTuple_GetItem(tuple, 3), room + 2 * n, size - 2 * n, "args");
+    Py_ssize_t args = spar_read_ints(PyTuple_GetItem(tuple, 3), room + 2 * n, size - 2 * n, "args");
     if (args < 0)
         return -1;
     tensor->ndim = (int)n;
@@ -131,7 +131,8 @@ PyObject *spar_py_plan(PyObject *module, PyObject *args)
         return PyErr_NoMemory();
     plan_object *object = NULL;
     for (Py_ssize_t t = 0; t < count; t++) {
-        if (read_tensor(PyTuple_GetItem(tuple, t), &tensors[t], numbers + used, size - used) < 0)
+        if (spar_read_tensor(PyTuple_GetItem(tuple, t), &tensors[t], numbers + used, size - used) <
+            0)
             goto done;
         used += 2 * tensors[t].ndim + tensors[t].nargs;
     }
@@ -234,7 +235,7 @@ static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **ro
     return read_addresses(tuple, room, plan->ntensors, what) < 0 ? NULL : room;
 }
 
-static int read_scale(int dtype, int divide, double factor, spar_scale *scale)
+int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
 {
     if (dtype < SPAR_UNSCALED || dtype > SPAR_C128) {
         PyErr_Format(PyExc_ValueError, "scale type %d", dtype);
@@ -284,7 +285,7 @@ static PyObject *plan_unpack(PyObject *self, PyObject *args)
     double factor;
     if (!PyArg_ParseTuple(args, "KOipd", &address, &tuple, &dtype, &divide, &factor) ||
         !tensor_addresses(plan, tuple, outputs, "outputs") || !has_pull(plan) ||
-        read_scale(dtype, divide, factor, &scale) < 0)
+        spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     spar_status status = SPAR_OK;
     const char *wire = (const char *)(uintptr_t)address;
@@ -310,7 +311,7 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "OOipd", &in, &out, &dtype, &divide, &factor) ||
         !tensor_addresses(plan, in, inputs, "inputs") ||
         !tensor_addresses(plan, out, outputs, "outputs") ||
-        read_scale(dtype, divide, factor, &scale) < 0)
+        spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;

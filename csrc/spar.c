@@ -1,40 +1,58 @@
 #include "spar.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-spar_status spar_comm_open(const spar_facts *facts, int world, int rank, const char *device,
-                           spar_comm **comm, void *blob)
+/* A stage's status as all ranks are told it; what ends the wait itself is this rank's own matter. */
+static spar_status tell(spar_status status, spar_verdict *verdict)
 {
-    spar_choice choice;
-    SPAR_TRY(spar_choose(facts, world, device, &choice));
+    verdict->failed = status != SPAR_OK;
+    snprintf(verdict->reason, sizeof verdict->reason, "%s",
+             status == SPAR_OK ? "" : spar_last_error());
+    return status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED ? status : SPAR_OK;
+}
+
+spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,
+                           int rank, int local_ranks, spar_comm **comm, spar_verdict *verdict)
+{
     spar_comm *made = calloc(1, sizeof *made);
-    if (!made)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
-    made->transport = choice.transport;
-    made->world = world;
-    made->rank = rank;
-    memset(blob, 0, SPAR_BLOB_SIZE);
-    spar_status status =
-        made->transport->setup ? made->transport->setup(made, &facts[rank], blob) : SPAR_OK;
-    if (status != SPAR_OK)
+    spar_facts *copy = malloc((size_t)world * sizeof *copy);
+    if (!made || !copy) {
         free(made);
-    else
-        *comm = made;
-    return status;
+        free(copy);
+        return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
+    }
+    memcpy(copy, facts, (size_t)world * sizeof *copy);
+    *made = (spar_comm){.transport = transport,
+                        .world = world,
+                        .rank = rank,
+                        .local_ranks = local_ranks,
+                        .facts = copy};
+    memset(verdict, 0, sizeof *verdict);
+    *comm = made;
+    return tell(transport->setup ? transport->setup(made, copy, verdict) : SPAR_OK, verdict);
 }
 
-spar_status spar_comm_connect(spar_comm *comm, const void *blobs)
+spar_status spar_comm_connect(spar_comm *comm, const spar_verdict *verdicts,
+                              const spar_patience *patience, spar_verdict *verdict)
 {
-    return comm->transport->connect ? comm->transport->connect(comm, blobs) : SPAR_OK;
+    spar_status status = SPAR_OK;
+    memset(verdict, 0, sizeof *verdict);
+    for (int rank = 0; status == SPAR_OK && rank < comm->world; rank++)
+        if (verdicts[rank].failed)
+            status = spar_fail(SPAR_TRANSPORT, "rank %d: %.90s", rank, verdicts[rank].reason);
+    if (status == SPAR_OK && comm->transport->connect)
+        status = comm->transport->connect(comm, verdicts, patience);
+    return tell(status, verdict);
 }
 
-spar_status spar_comm_run(spar_comm *comm, const spar_call *call)
+spar_status spar_comm_run(spar_comm *comm, spar_call *call)
 {
     if (!comm->transport->run)
         return spar_fail(SPAR_TRANSPORT, "the %s transport moves no bytes in C",
                          comm->transport->name);
-    if (call->plan->world != comm->world || call->plan->rank != comm->rank)
+    if (call->plan && (call->plan->world != comm->world || call->plan->rank != comm->rank))
         return spar_fail(SPAR_INVALID, "a plan for rank %d of %d was given to rank %d of %d",
                          call->plan->rank, call->plan->world, comm->rank, comm->world);
     return comm->transport->run(comm, call);
@@ -44,5 +62,6 @@ void spar_comm_close(spar_comm *comm)
 {
     if (comm->transport->close)
         comm->transport->close(comm);
+    free(comm->facts);
     free(comm);
 }

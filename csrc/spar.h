@@ -7,9 +7,13 @@
  *   plan.h       blocks of bytes that follow from them; cache
  *   device.h, devices/          how blocks are copied
  *   pack.h       packing, for transports that move runs of bytes
+ *   patience.h   how long to wait
+ *   arena.h      the memory that ranks of one host share
+ *   peers.h      the other processes of this host, and who of them lives
+ *   group.h      mailboxes: the order of a group's calls, verdicts, waiting
  *   transport.h, transports/    who moves the bytes, and the choice
  *   spar.h       a rank's part in a group: open, connect, run
- *   binding.h    module.c, plan_object.c: the only files that know Python
+ *   binding.h    module.c, plan_object.c, comm_object.c: what knows Python
  *
  * Includes point upwards in this list only. */
 #ifndef SPAR_H
@@ -18,16 +22,18 @@
 #include "pack.h"
 #include "transport.h"
 
-/* A rank's part in a group. Chooses the transport from everybody's facts [world] and sets it up; `blob`
- * [SPAR_BLOB_SIZE] is what the others must see of it in spar_comm_connect. */
-spar_status spar_comm_open(const spar_facts *facts, int world, int rank, const char *device,
-                           spar_comm **comm, void *blob);
+/* A rank's part in a group, over a transport that spar_choose named. The verdict is for all other ranks: it
+ * says whether this rank failed, and why; the status is about memory alone. */
+spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,
+                           int rank, int local_ranks, spar_comm **comm, spar_verdict *verdict);
 
-/* Everybody's blobs [world][SPAR_BLOB_SIZE]; after it the comm can run. */
-spar_status spar_comm_connect(spar_comm *comm, const void *blobs);
+/* Second stage, from everybody's verdicts [world]; gives another verdict. Where no rank's says that it failed,
+ * the comm can run. */
+spar_status spar_comm_connect(spar_comm *comm, const spar_verdict *verdicts,
+                              const spar_patience *patience, spar_verdict *verdict);
 
 /* One exchange; all ranks of the group call it in the same order. */
-spar_status spar_comm_run(spar_comm *comm, const spar_call *call);
+spar_status spar_comm_run(spar_comm *comm, spar_call *call);
 
 void spar_comm_close(spar_comm *comm);
 

@@ -9,7 +9,7 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_facts) == 256, "facts travel as 256 bytes");
+_Static_assert(sizeof(spar_facts) == 320 && sizeof(spar_verdict) == 128, "they travel as bytes");
 
 static int torch_serves(const spar_facts *facts, int world, const char *device, char *reason,
                         size_t size)
@@ -23,6 +23,9 @@ static int torch_serves(const spar_facts *facts, int world, const char *device, 
 /* Python moves the bytes: spar/fallback.py. */
 static const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves};
 
+#ifdef __linux__
+extern const spar_transport spar_transport_shm;
+#endif
 #ifdef SPAR_LOCAL
 extern const spar_transport spar_transport_local;
 #endif
@@ -30,6 +33,9 @@ extern const spar_transport spar_transport_local;
 const spar_transport *const spar_transports[] = {
 #ifdef SPAR_LOCAL
     &spar_transport_local,
+#endif
+#ifdef __linux__
+    &spar_transport_shm,
 #endif
     &spar_transport_torch,
     NULL,
@@ -52,6 +58,10 @@ void spar_facts_read(spar_facts *facts)
                  strlen(transport));
     snprintf(facts->transport, sizeof facts->transport, "%s", transport);
     snprintf(facts->check, sizeof facts->check, "%s", check);
+#ifdef __linux__
+    if (spar_peers_listen(&facts->endpoint) != SPAR_OK)
+        snprintf(facts->no_shm, sizeof facts->no_shm, "%s", spar_last_error());
+#endif
 }
 
 static spar_status agree(const char *what, int rank, const char *first, const char *other)
@@ -80,7 +90,19 @@ static spar_status find(const char *name, const spar_transport **found)
                      known);
 }
 
-spar_status spar_choose(const spar_facts *facts, int world, const char *device, spar_choice *choice)
+/* Whether a row cannot serve, after all: its set-up failed on some rank. */
+static int is_refused(const spar_refusal *refused, const char *name, char *reason, size_t size)
+{
+    for (int i = 0; refused && i < refused->count; i++)
+        if (strcmp(refused->names[i], name) == 0) {
+            snprintf(reason, size, "%s", refused->reasons[i]);
+            return 1;
+        }
+    return 0;
+}
+
+spar_status spar_choose(const spar_facts *facts, int world, const char *device,
+                        const spar_refusal *refused, spar_choice *choice)
 {
     const spar_transport *named = NULL;
     const char *request = facts[0].transport;
@@ -108,7 +130,8 @@ spar_status spar_choose(const spar_facts *facts, int world, const char *device, 
             snprintf(reason, sizeof reason, "SPAR_TRANSPORT=%s", request);
         else if (named && request[0] == '^' && *row == named)
             snprintf(reason, sizeof reason, "excluded by SPAR_TRANSPORT=%s", request);
-        else if ((*row)->serves(facts, world, device, reason, sizeof reason)) {
+        else if (!is_refused(refused, (*row)->name, reason, sizeof reason) &&
+                 (*row)->serves(facts, world, device, reason, sizeof reason)) {
             choice->transport = *row;
             memcpy(choice->reason, reason, sizeof reason);
             return SPAR_OK;

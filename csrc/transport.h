@@ -6,28 +6,44 @@
 #ifndef SPAR_TRANSPORT_H
 #define SPAR_TRANSPORT_H
 
+#include "arena.h"
 #include "device.h"
-
-#define SPAR_BLOB_SIZE 128
+#include "patience.h"
+#include "peers.h"
 
 /* What a rank tells all others about itself, once per group. */
 typedef struct {
-    char version[24];     /* of spar */
-    char error[160];      /* why this rank cannot take part; empty: it can */
-    char transport[40];   /* SPAR_TRANSPORT */
-    char check[8];        /* SPAR_CHECK */
-    uint64_t local_world; /* where all ranks are threads of one process: the world's address */
-    char reserved[16];    /* zero */
+    char version[24];       /* of spar */
+    char error[160];        /* why this rank cannot take part; empty: it can */
+    char transport[40];     /* SPAR_TRANSPORT */
+    char check[8];          /* SPAR_CHECK */
+    uint64_t local_world;   /* where all ranks are threads of one process: the world's address */
+    spar_endpoint endpoint; /* where its process can be met; none: see no_shm */
+    char no_shm[64];        /* why it has none */
 } spar_facts;
 
+/* What a rank tells after a stage of a transport's set-up: all go on, or all leave it. */
 typedef struct {
-    const spar_plan *plan;
+    int32_t failed;
+    char reason[92];
+    int64_t offset; /* shm: of its mailbox */
+    char reserved[24];
+} spar_verdict;
+
+typedef struct {
+    const spar_plan *plan;     /* NULL: this rank failed before it had one; see failed */
     const void *const *inputs; /* [plan->ntensors] */
-    void *const *outputs;      /* [plan->ntensors] contiguous, plan->tensors[t].out_bytes long */
+    /* [plan->ntensors] contiguous, plan->tensors[t].out_bytes long. A transport that has memory of its own for
+     * them takes it in run, and gives it in `blocks` [plan->ntensors]; the caller frees them. */
+    void **outputs;
+    spar_memory **blocks;
     const spar_device *device; /* whose memory they lie in */
     spar_scale scale;
-    void *stream;        /* the device's queue; NULL on a CPU */
-    int64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
+    const char *text; /* what else must be equal on all ranks: the dtype, the factor, ... */
+    void *stream;     /* the device's queue; NULL on a CPU */
+    spar_patience patience;
+    spar_status failed; /* other than SPAR_OK: only to be told to the others, with `why` */
+    const char *why;
 } spar_call;
 
 typedef struct spar_comm spar_comm;
@@ -37,16 +53,20 @@ typedef struct {
     /* Whether it can serve a group of these ranks, and the reason. Pure; any rank may ask. */
     int (*serves)(const spar_facts *facts, int world, const char *device, char *reason,
                   size_t size);
-    /* Fills in the blob [SPAR_BLOB_SIZE] that all ranks will see. */
-    spar_status (*setup)(spar_comm *comm, const spar_facts *own, void *blob);
-    /* Reads everybody's blobs [world][SPAR_BLOB_SIZE], one behind the other. */
-    spar_status (*connect)(spar_comm *comm, const void *blobs);
+    /* First stage of the set-up, from everybody's facts; does not wait. What all must know goes into the
+     * verdict, whose `failed` and `reason` the caller fills in from the status. */
+    spar_status (*setup)(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict);
+    /* Second stage, from everybody's verdicts [world], none of which failed. */
+    spar_status (*connect)(spar_comm *comm, const spar_verdict *verdicts,
+                           const spar_patience *patience);
     /* One exchange: NULL where Python moves the bytes (the torch transport). */
-    spar_status (*run)(spar_comm *comm, const spar_call *call);
+    spar_status (*run)(spar_comm *comm, spar_call *call);
     /* The same in two: start publishes and returns; wait returns when the outputs are whole and the inputs
-     * are no longer read. The call must live as long. */
-    spar_status (*start)(spar_comm *comm, const spar_call *call);
-    spar_status (*wait)(spar_comm *comm, const spar_call *call);
+     * are no longer read. The call must live as long. NULL where it is not offered. */
+    spar_status (*start)(spar_comm *comm, spar_call *call);
+    spar_status (*wait)(spar_comm *comm, spar_call *call);
+    /* What `rank` showed of its call, where the newest one ended in a disagreement; else NULL. */
+    const char *(*shown)(const spar_comm *comm, int rank);
     /* Frees what setup made. Never waits. */
     void (*close)(spar_comm *comm);
 } spar_transport;
@@ -54,7 +74,9 @@ typedef struct {
 struct spar_comm {
     const spar_transport *transport;
     int world, rank;
-    void *state; /* the transport's own */
+    int local_ranks;   /* of this job on this host */
+    spar_facts *facts; /* [world] */
+    void *state;       /* the transport's own */
 };
 
 /* The ordered table; it ends in NULL. */
@@ -72,9 +94,15 @@ typedef struct {
  * facts->error, so that all ranks fail together. */
 void spar_facts_read(spar_facts *facts);
 
+/* Transports that turned out at their set-up not to serve, as all ranks know: name and reason. */
+typedef struct {
+    int count;
+    const char *names[16], *reasons[16];
+} spar_refusal;
+
 /* The transport for these ranks and this device type. Fails where ranks disagree, or where the one that is
  * forced cannot serve. */
 spar_status spar_choose(const spar_facts *facts, int world, const char *device,
-                        spar_choice *choice);
+                        const spar_refusal *refused, spar_choice *choice);
 
 #endif

@@ -1,7 +1,7 @@
 """spar: the sequence-parallel communication layer for PyTorch."""
 
 from ._version import __version__
-from .communicator import Transport, transport
+from .communicator import Transport, close, empty_cache, init, memory_stats, transport
 from .errors import (
     ExchangeTimeoutError,
     GroupBrokenError,
@@ -27,7 +27,11 @@ __all__ = [
     "all_to_all",
     "cal_split_sizes",
     "cal_split_sizes_multi",
+    "close",
+    "empty_cache",
     "gather_forward_split_backward",
+    "init",
+    "memory_stats",
     "split_forward_gather_backward",
     "transport",
 ]

@@ -9,6 +9,8 @@ import contextlib
 import itertools
 import logging
 import os
+import re
+import struct
 import threading
 import time
 import weakref
@@ -20,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from . import _C, fallback, wire
-from .errors import GroupBrokenError, SparError
+from .errors import ExchangeTimeoutError, GroupBrokenError, MismatchError, SparError
+from .fallback import SCALE_TYPES, apply_scale, call_text, mismatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +35,7 @@ _log = logging.getLogger("spar")
 _BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE"}
 _handles = itertools.count(1)
 _create = threading.Lock()
+_calls = dict.fromkeys(_C.transports(), 0)
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _by_handle: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
@@ -78,6 +82,8 @@ class Communicator:
         self.timeout: float | None = None
         self._facts: bytes | None = None
         self._transports: dict[str, Transport] = {}
+        self._comms: dict[str, _C.Comm] = {}  # of the transports that the C core runs
+        self.own_output = False
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose call it is
 
@@ -99,25 +105,51 @@ class Communicator:
         unknown = Transport(None, "the group has not exchanged anything yet", device, self.world)
         return self._transports.get(device, unknown)
 
-    def set_up(self, op: str, device: torch.device, deadline: float) -> Transport:
-        """Meets the other ranks, once per group, and chooses the transport; collective the first time."""
-        known = self._transports.get(device.type)
-        if known is not None:
-            return known
+    def set_up(self, op: str, device: torch.device, deadline: float) -> None:
+        """Meets the other ranks, once per group, and sets a transport up; collective the first time."""
+        if device.type in self._transports:
+            return
         if self._facts is None:
-            own = torch.frombuffer(bytearray(_C.facts()), dtype=torch.uint8)
-            rows = wire.all_gather(self, own, op, deadline)
-            facts = b"".join(bytes(row.tolist()) for row in rows)
-            _C.choose(facts, device.type)  # raises, on all ranks, where they disagree
+            facts = self._all_gather(_C.facts(), op, deadline)
+            _C.choose(facts, device.type, ())  # raises, on all ranks, where they disagree
             self.check = _C.env("check") != "0"
+            self.own_output = _C.env("output") == "torch"
             self._facts = facts
             _C.plan_limit(int(_C.env("plan_cache")))
             _read_log_setting(self.rank)
-        name, reason, rejected = _C.choose(self._facts, device.type)
-        chosen = Transport(name, reason, device.type, self.world, rejected)
+        refused: tuple[tuple[str, str], ...] = ()
+        while True:
+            name, reason, rejected = _C.choose(self._facts, device.type, refused)
+            if name == "torch":
+                break
+            comm, failure = self._connect(name, op, deadline)
+            if comm is not None:
+                self._comms[device.type] = comm
+                break
+            refused += ((name, failure),)
         _log.info("group %s: transport %s: %s", self.name, name, reason)
-        self._transports[device.type] = chosen
-        return chosen
+        self._transports[device.type] = Transport(name, reason, device.type, self.world, rejected)
+
+    def _connect(self, name: str, op: str, deadline: float) -> tuple[_C.Comm | None, str]:
+        """A transport of the C core, set up on all ranks; or None on all ranks, and why."""
+        assert self._facts is not None
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        comm = _C.comm(name, self._facts, self.rank, local_ranks)
+        for stage in ("opened", "connected"):
+            verdicts = self._all_gather(comm.verdict, op, deadline)
+            size = len(verdicts) // self.world
+            for rank in range(self.world):
+                failed, reason = struct.unpack_from("=i92s", verdicts, rank * size)
+                if failed:
+                    comm.close()
+                    return None, f"rank {rank}: " + reason.rstrip(b"\0").decode(errors="replace")
+            if stage == "opened":
+                comm.connect(verdicts, int(deadline * 1e9))
+        return comm, ""
+
+    def _all_gather(self, own: bytes, op: str, deadline: float) -> bytes:
+        row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return b"".join(bytes(r.tolist()) for r in wire.all_gather(self, row, op, deadline))
 
     def deadline(self) -> float:
         """When a call that is entered now must have ended (time.monotonic)."""
@@ -134,13 +166,82 @@ class Communicator:
         """One exchange of one tensor: the output is new, contiguous, and this rank's own."""
         deadline = self.deadline()
         with self._turn(op):
-            tensor = (input_.element_size(), tuple(input_.shape), input_.stride(), args)
-            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
             self.set_up(op, input_.device, deadline)
             self.calls += 1
+            comm = self._comms.get(input_.device.type)
+            if comm is not None:
+                return self._run(comm, op, input_, args, scale, records, deadline)
+            tensor = (input_.element_size(), tuple(input_.shape), input_.stride(), args)
+            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
             output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
-            fallback.run(self, fallback.Call(op, plan, input_, output, scale, records, deadline))
+            call = fallback.Call(op, plan, input_, output, scale, records, deadline)
+            fallback.run(self, call)
+            _calls["torch"] += 1
             return output
+
+    def _run(
+        self,
+        comm: _C.Comm,
+        op: str,
+        input_: torch.Tensor,
+        args: tuple[int, ...],
+        scale: Scale,
+        records: bool,
+        deadline: float,
+    ) -> torch.Tensor:
+        """One exchange by a transport of the C core, into memory of its own."""
+        dtype = input_.dtype
+        kind = SCALE_TYPES.get(dtype, 0) if scale.factor != 1.0 else 0
+        try:
+            capsule = comm.exchange(
+                op,
+                (input_.element_size(), tuple(input_.shape), input_.stride(), args),
+                input_.data_ptr(),
+                kind,
+                scale.divide,
+                scale.factor,
+                call_text(input_, scale, records),
+                int(deadline * 1e9),
+            )
+        except SparError as error:
+            raise self._explain(comm, op, error) from None
+        _calls[self._transports[input_.device.type].name or ""] += 1
+        output: torch.Tensor = torch._C._from_dlpack(capsule)
+        if output.dtype != dtype:
+            output = output.view(dtype)
+        if kind == 0:
+            apply_scale(output, scale)
+        return output.clone() if self.own_output else output
+
+    def _explain(self, comm: _C.Comm, op: str, error: SparError) -> SparError:
+        """An error of the C core with what only this side knows."""
+        if isinstance(error, MismatchError) and comm.shown(0) is not None:
+            texts = [comm.shown(rank) or "" for rank in range(self.world)]
+            return mismatch(self, op, texts)
+        text = str(error)
+        if isinstance(error, ExchangeTimeoutError):
+            text += f" (limit {self.timeout:g} s, SPAR_TIMEOUT)"
+        ranks = tuple(int(rank) for rank in re.findall(r"^rank (\d+)", text))
+        return type(error)(
+            f"{op}, call {self.calls} on group {self.name!r}, rank {self.rank} of {self.world}: {text}",
+            **self.where(op),
+            ranks=ranks,
+        )
+
+    def fail(self, op: str, why: str) -> None:
+        """This rank cannot make its next call: the others are told, where there is a way to."""
+        if not self._comms:
+            return
+        with self._turn(op):
+            self.calls += 1
+            next(iter(self._comms.values())).fail(why, int(self.deadline() * 1e9))
+
+    def close(self) -> None:
+        with self._lock:
+            for comm in self._comms.values():
+                comm.close()
+            self._comms.clear()
+            self.broken = "it was closed"
 
     @contextlib.contextmanager
     def _turn(self, op: str) -> Iterator[None]:
@@ -183,9 +284,14 @@ def _read_log_setting(rank: int) -> None:
                 _log.warning("%s is no setting of spar; known: %s", name, ", ".join(sorted(known)))
 
 
+def _real(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Under torch.compile a group is a wrapper around it."""
+    return getattr(group, "real_obj", group)
+
+
 def communicator(group: dist.ProcessGroup) -> Communicator:
     """The group's communicator, made at its first use."""
-    group = getattr(group, "real_obj", group)  # under torch.compile the group is a wrapper around it
+    group = _real(group)
     found = _by_group.get(group)
     if found is None:
         with _create:
@@ -290,3 +396,43 @@ def transport(group: Group = None, device: torch.device | str | None = None) -> 
     """
     kind = torch.device(device).type if device is not None else "cpu"
     return communicator(process_group(group)).transport(kind)
+
+
+def init(group: Group = None, device: torch.device | str | None = None) -> Transport:
+    """Meets the other ranks of a group and sets its transport up. Collective.
+
+    Otherwise the group's first exchange does so. Args as of `transport`, whose result it returns.
+    """
+    comm = communicator(process_group(group))
+    kind = torch.device(device if device is not None else "cpu")
+    if comm.world > 1:
+        with comm._turn("init"):
+            comm.set_up("init", kind, comm.deadline())
+    return comm.transport(kind.type)
+
+
+def close(group: Group = None) -> None:
+    """Ends spar's use of a group on this rank. Neither waits nor is collective; outputs stay valid.
+
+    Calls of ranks that go on raise GroupBrokenError. When all ranks have closed it, the group can be used anew.
+    """
+    with _create:
+        found = _by_group.pop(_real(process_group(group)), None)
+    if found is not None:
+        found.close()
+
+
+def empty_cache() -> None:
+    """Gives the shared memory that no output uses back to the system."""
+    _C.arena_trim()
+
+
+def memory_stats() -> dict[str, int]:
+    """Counters of this process: arena.*_bytes, staging.*_bytes, plans.* and calls.* (by transport)."""
+    arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
+    stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}
+    stats |= {"staging.cap_bytes": 0, "staging.allocated_bytes": 0}
+    stats |= {
+        f"plans.{name}": n for name, n in zip(("cached", "hits", "misses"), _C.plan_stats(), strict=True)
+    }
+    return stats | {f"calls.{name}": _calls.get(name, 0) for name in ("shm", "p2p", "nccl", "torch")}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TEXT = 1024  # bytes of a call's description that ranks show each other
 # by the codes of csrc/device.h: what a factor is fused for
-_SCALE_TYPES = {
+SCALE_TYPES = {
     torch.float16: 1,
     torch.bfloat16: 2,
     torch.float32: 3,
@@ -57,12 +57,12 @@ class HostPacker:
 
     def unpack(self, call: Call, received: torch.Tensor) -> None:
         scale = call.scale
-        kind = _SCALE_TYPES.get(call.output.dtype, 0) if scale.factor != 1.0 else 0
+        kind = SCALE_TYPES.get(call.output.dtype, 0) if scale.factor != 1.0 else 0
         outputs = (call.output.data_ptr(),)
         call.plan.copy_own((call.input.data_ptr(),), outputs, kind, scale.divide, scale.factor)
         call.plan.unpack(received.data_ptr(), outputs, kind, scale.divide, scale.factor)
         if kind == 0:
-            _scale(call.output, scale)
+            apply_scale(call.output, scale)
 
 
 class TorchPacker:
@@ -86,7 +86,7 @@ class TorchPacker:
         for peer, _, src, dst, run, loops in call.plan.blocks("pull"):
             if peer != self.rank:
                 _move(received, starts[peer] + src, call.output, dst, run, loops, size)
-        _scale(call.output, call.scale)
+        apply_scale(call.output, call.scale)
 
 
 def packer(device: torch.device, rank: int) -> Packer:
@@ -116,37 +116,46 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def _scale(output: torch.Tensor, scale: Scale) -> None:
+def apply_scale(output: torch.Tensor, scale: Scale) -> None:
     if scale.factor != 1.0:
         output.div_(scale.factor) if scale.divide else output.mul_(scale.factor)
 
 
+def call_text(input_: torch.Tensor, scale: Scale, records: bool) -> str:
+    """What must be equal on all ranks beside the plan."""
+    factor = f" {'/' if scale.divide else '*'} {scale.factor:g}" if scale.factor != 1 else ""
+    return f" of {input_.dtype} on {input_.device.type}{factor}{', gradient recorded' if records else ''}"
+
+
+def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
+    """The error that shows each rank's call; texts in rank order."""
+    calls: dict[str, list[int]] = {}
+    for rank, words in enumerate(texts):
+        calls.setdefault(words, []).append(rank)
+    lines = [f"  rank {', '.join(map(str, ranks))}: {words}" for words, ranks in calls.items()]
+    fewest: list[int] = min(calls.values(), key=len)
+    return MismatchError(
+        f"{op} on rank {comm.rank}: the ranks of group {comm.name!r} make different calls; "
+        "nothing was exchanged:\n" + "\n".join(lines),
+        **comm.where(op),
+        ranks=tuple(fewest),
+    )
+
+
 def _compare(comm: Communicator, call: Call) -> None:
     """Raises MismatchError on all ranks where they do not make the same call."""
-    scale = f" {'/' if call.scale.divide else '*'} {call.scale.factor:g}" if call.scale.factor != 1 else ""
-    grad = ", gradient recorded" if call.records else ""
-    more = f" of {call.input.dtype} on {call.input.device.type}{scale}{grad}"
+    more = call_text(call.input, call.scale, call.records)
     own = torch.tensor([comm.calls, call.plan.signature(more)])
     rows = [row.tolist() for row in wire.all_gather(comm, own, call.op, call.deadline)]
     if all(row == rows[0] for row in rows):
         return
-    text = f"call {comm.calls}: {call.plan.describe()[: _TEXT - 200]}{more}".encode()[:_TEXT]
+    text = f"{call.plan.describe()[: _TEXT - 200]}{more}".encode()[:_TEXT]
     own = torch.frombuffer(bytearray(text.ljust(_TEXT, b"\0")), dtype=torch.uint8)
     texts = [
         bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
         for row in wire.all_gather(comm, own, call.op, call.deadline)
     ]
-    calls: dict[str, list[int]] = {}
-    for rank, words in enumerate(texts):
-        calls.setdefault(words, []).append(rank)
-    lines = [f"  rank {', '.join(map(str, ranks))}: {words}" for words, ranks in calls.items()]
-    fewest = min(calls.values(), key=len)
-    raise MismatchError(
-        f"{call.op} on rank {comm.rank}: the ranks of group {comm.name!r} make different calls; "
-        "nothing was exchanged:\n" + "\n".join(lines),
-        **comm.where(call.op),
-        ranks=tuple(fewest),
-    )
+    raise mismatch(comm, call.op, texts)
 
 
 def run(comm: Communicator, call: Call) -> None:

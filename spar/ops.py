@@ -195,14 +195,18 @@ class _Call:
         if input_.dim() == 0:
             raise self.error("input_", "a tensor without dims", "at least one dim")
 
-    def _where(self) -> str:
-        return f"{self.name} on rank {self.rank} of {self.world}"
-
     def error(self, what: str, value: object, expected: str) -> ValueError:
-        return ValueError(f"{self._where()}: {what} is {value}; expected {expected}")
+        return ValueError(self._told(what, value, expected))
 
     def type_error(self, what: str, value: object, expected: str) -> TypeError:
-        return TypeError(f"{self._where()}: {what} is {value}; expected {expected}")
+        return TypeError(self._told(what, value, expected))
+
+    def _told(self, what: str, value: object, expected: str) -> str:
+        """The text of an error, which the other ranks are told too."""
+        text = f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
+        if not torch.compiler.is_compiling():
+            by_handle(self.group).fail(self.name, text)
+        return text
 
     def dim(self, what: str, dim: int) -> int:
         ndim = self.input.dim()

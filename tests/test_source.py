@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 
 # Each header, and those that it may include: the list in spar.h, top to bottom.
-LAYERS = ["error", "env", "layout", "ops", "plan", "device", "pack", "transport", "local", "spar", "binding"]
+LAYERS = (
+    "error env layout ops plan device pack patience arena peers group transport local spar binding"
+).split()
 
 
 def includes(path: Path) -> list[str]:
@@ -28,14 +30,14 @@ def test_includes_point_one_way() -> None:
     for path in CSRC.rglob("*.h"):
         for name in includes(path):
             assert LAYERS.index(name) < LAYERS.index(path.stem), f"{path} includes {name}.h"
-    allowed = {"ops": "ops", "devices": "device", "transports": "local"}
+    allowed = {"ops": "ops", "devices": "device", "transports": "local"}  # what a folder may include at most
     for folder, highest in allowed.items():
         for path in (CSRC / folder).glob("*.c"):
             for name in includes(path):
                 assert LAYERS.index(name) <= LAYERS.index(highest), f"{path} includes {name}.h"
 
 
-def test_the_plan_knows_no_system_and_python_is_bound_in_two_files() -> None:
+def test_the_plan_knows_no_system_and_python_is_bound_in_three_files() -> None:
     pure = [
         CSRC / name for name in ("layout.c", "plan.c", "describe.c", "ops.c", *(CSRC / "ops").glob("*.c"))
     ]
@@ -45,7 +47,7 @@ def test_the_plan_knows_no_system_and_python_is_bound_in_two_files() -> None:
     bound = {path.name for path in CSRC.rglob("*.[ch]") if "<Python.h>" in path.read_text()}
     assert bound == {"binding.h"}
     users = {path.name for path in CSRC.rglob("*.c") if "binding.h" in path.read_text()}
-    assert users == {"module.c", "plan_object.c"}
+    assert users == {"module.c", "plan_object.c", "comm_object.c"}
 
 
 SIGNATURES = {
@@ -55,6 +57,10 @@ SIGNATURES = {
     "cal_split_sizes": "dim_size, world_size",
     "cal_split_sizes_multi": "sizes, world_size",
     "transport": "group=None, device=None",
+    "init": "group=None, device=None",
+    "close": "group=None",
+    "empty_cache": "",
+    "memory_stats": "",
 }
 
 
@@ -103,6 +109,15 @@ def test_readme_example_runs(world: int, tmp_path: Path) -> None:
 def test_version() -> None:
     assert spar.__version__ == _C.version
     assert spar.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_one_function_makes_words_visible() -> None:
+    """Streaming stores pass ordinary ones: only publish(), which fences, may store a word that peers await."""
+    for path in [CSRC / "group.c", *(CSRC / "transports").glob("*.c")]:
+        stores = re.findall(r"__atomic_store_n\((.+?),", path.read_text())
+        expected = ["word", "&g->boxes[rank]->goodbye[g->rank]"] if path.name == "group.c" else []
+        assert stores == expected, path
+    assert "stream_fence();\n    __atomic_store_n(word" in (CSRC / "group.c").read_text()
 
 
 def test_op_table_is_closed_under_inverse() -> None:

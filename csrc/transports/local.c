@@ -55,22 +55,24 @@ static int serves(const spar_facts *facts, int world, const char *device, char *
     return 1;
 }
 
-static spar_status setup(spar_comm *comm, const spar_facts *own, void *blob)
+static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict)
 {
-    comm->state = (void *)(uintptr_t)own->local_world;
-    *(int *)blob = comm->rank;
+    comm->state = (void *)(uintptr_t)facts[comm->rank].local_world;
+    verdict->offset = comm->rank;
     return SPAR_OK;
 }
 
-static spar_status connect(spar_comm *comm, const void *blobs)
+static spar_status connect(spar_comm *comm, const spar_verdict *verdicts,
+                           const spar_patience *patience)
 {
+    (void)patience;
     for (int rank = 0; rank < comm->world; rank++)
-        if (*(const int *)((const char *)blobs + (size_t)rank * SPAR_BLOB_SIZE) != rank)
-            return spar_fail(SPAR_TRANSPORT, "the blob of rank %d is not its own", rank);
+        if (verdicts[rank].offset != rank)
+            return spar_fail(SPAR_TRANSPORT, "the verdict of rank %d is not its own", rank);
     return SPAR_OK;
 }
 
-static spar_status start(spar_comm *comm, const spar_call *call)
+static spar_status start(spar_comm *comm, spar_call *call)
 {
     spar_local_world *w = comm->state;
     pthread_mutex_lock(&w->lock);
@@ -84,14 +86,15 @@ static spar_status start(spar_comm *comm, const spar_call *call)
 /* Waits, with the lock held, until everybody has started (or done) call n. */
 static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t n, int for_done)
 {
-    struct timespec until = {call->deadline_ns / 1000000000, call->deadline_ns % 1000000000};
+    struct timespec until = {call->patience.deadline_ns / 1000000000,
+                             call->patience.deadline_ns % 1000000000};
     for (int rank = 0; rank < w->world; rank++) {
         const member *m = &w->members[rank];
         while ((for_done ? m->done : m->started) < n) {
             int late = 0;
             if (w->broken)
                 return spar_fail(SPAR_TIMEOUT, "another rank gave up");
-            if (call->deadline_ns)
+            if (call->patience.deadline_ns)
                 late = pthread_cond_timedwait(&w->moved, &w->lock, &until);
             else
                 pthread_cond_wait(&w->moved, &w->lock);
@@ -119,7 +122,7 @@ static spar_status push(spar_comm *comm, const spar_call *call)
     return SPAR_OK;
 }
 
-static spar_status wait_for(spar_comm *comm, const spar_call *call)
+static spar_status wait_for(spar_comm *comm, spar_call *call)
 {
     spar_local_world *w = comm->state;
     member *own = &w->members[comm->rank];
@@ -144,7 +147,7 @@ static spar_status wait_for(spar_comm *comm, const spar_call *call)
     return status;
 }
 
-static spar_status run(spar_comm *comm, const spar_call *call)
+static spar_status run(spar_comm *comm, spar_call *call)
 {
     SPAR_TRY(start(comm, call));
     return wait_for(comm, call);

@@ -1,0 +1,357 @@
+#include "arena.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 8U
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+enum { ALIGNMENT = 128, GRANULE_BITS = 18 }; /* pages are counted in granules of 256 KiB */
+static const int64_t GRANULE = (int64_t)1 << GRANULE_BITS;
+
+enum state { FREE, USED, QUARANTINED };
+
+/* All blocks, free ones too, are one list in the order of their addresses, without gaps. */
+struct spar_memory {
+    spar_memory *before, *after;
+    int64_t offset, size;
+    enum state state;
+    uint32_t call; /* published in this call of `group`; meaningful where group is not NULL */
+    const spar_quarantine *rules;
+    void *group;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    pid_t owner;
+    int fd;
+    char *base;
+    int64_t length;
+    spar_memory *first;
+    unsigned char *present; /* by granule: whether its pages are there */
+    int64_t quarantined_blocks;
+    spar_arena_stats stats;
+} arena = {.lock = PTHREAD_MUTEX_INITIALIZER, .fd = -1};
+
+static int64_t read_number(const char *path)
+{
+    char text[64] = "";
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return INT64_MAX;
+    size_t read = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    if (read == 0 || text[0] < '0' || text[0] > '9')
+        return INT64_MAX; /* cgroups say "max" */
+    long long number = strtoll(text, NULL, 10);
+    return number > 0 ? number : INT64_MAX;
+}
+
+static int64_t default_cap(int local_ranks)
+{
+    int64_t limit = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    int64_t groups[] = {read_number("/sys/fs/cgroup/memory.max"),
+                        read_number("/sys/fs/cgroup/memory/memory.limit_in_bytes")};
+    for (int i = 0; i < 2; i++)
+        if (groups[i] < limit)
+            limit = groups[i];
+    return limit / 2 / local_ranks;
+}
+
+/* With the lock held. */
+static spar_status make(int64_t max_bytes, int local_ranks)
+{
+    int64_t most = ((int64_t)1 << 45) / local_ranks; /* of the address space that all map */
+    int64_t cap = max_bytes ? max_bytes : default_cap(local_ranks);
+    int64_t length = (cap < most ? cap : most) & ~(GRANULE - 1);
+    if (length < GRANULE)
+        return spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes; expected at least %lld",
+                         (long long)cap, (long long)GRANULE);
+    int fd =
+        (int)syscall(SYS_memfd_create, "spar", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+    if (fd < 0 && errno == EINVAL) /* before Linux 6.3 */
+        fd = (int)syscall(SYS_memfd_create, "spar", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0)
+        return spar_fail(SPAR_TRANSPORT, "memfd_create: %s", strerror(errno));
+    char *base = MAP_FAILED;
+    if (ftruncate(fd, length) == 0 &&
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
+        base =
+            mmap(NULL, (size_t)length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    spar_memory *all = calloc(1, sizeof *all);
+    unsigned char *present = calloc((size_t)(length / GRANULE), 1);
+    if (base == MAP_FAILED || !all || !present) {
+        spar_status status = spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes: %s",
+                                       (long long)length, strerror(errno));
+        if (base != MAP_FAILED)
+            munmap(base, (size_t)length);
+        close(fd);
+        free(all);
+        free(present);
+        return status;
+    }
+    madvise(base, (size_t)length, MADV_DONTDUMP); /* a crash would write all of it out */
+    all->size = length;
+    arena.first = all;
+    arena.present = present;
+    arena.fd = fd;
+    arena.base = base;
+    arena.length = length;
+    arena.owner = getpid();
+    arena.stats = (spar_arena_stats){.cap = length};
+    return SPAR_OK;
+}
+
+static void close_in_child(void)
+{
+    /* the mapping stays: an output that the child captured is live memory */
+    if (arena.fd >= 0)
+        close(arena.fd);
+    arena.fd = -1;
+}
+
+spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
+{
+    static int registered;
+    spar_status status = SPAR_OK;
+    pthread_mutex_lock(&arena.lock);
+    if (!arena.base)
+        status = make(max_bytes, local_ranks < 1 ? 1 : local_ranks);
+    else if (arena.owner != getpid())
+        status =
+            spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange: its parent, process %d, can",
+                      (int)arena.owner);
+    if (status == SPAR_OK && !registered)
+        registered = pthread_atfork(NULL, NULL, close_in_child) == 0;
+    pthread_mutex_unlock(&arena.lock);
+    return status;
+}
+
+int spar_arena_fd(void)
+{
+    return arena.fd;
+}
+
+int64_t spar_arena_length(void)
+{
+    return arena.length;
+}
+
+char *spar_arena_base(void)
+{
+    return arena.base;
+}
+
+int spar_arena_is_own(void)
+{
+    return arena.owner == getpid();
+}
+
+/* Makes the pages of [offset, offset + size) present. With the lock held. */
+static spar_status populate(int64_t offset, int64_t size)
+{
+    int64_t last = (offset + size - 1) >> GRANULE_BITS;
+    for (int64_t i = offset >> GRANULE_BITS; i <= last; i++) {
+        int64_t end = i;
+        if (arena.present[i])
+            continue;
+        while (end <= last && !arena.present[end])
+            end++;
+        char *start = arena.base + (i << GRANULE_BITS);
+        size_t bytes = (size_t)(end - i) << GRANULE_BITS;
+        if (madvise(start, bytes, MADV_POPULATE_WRITE) != 0) {
+            if (errno != EINVAL)
+                return spar_fail(SPAR_NO_MEMORY, "no memory for %zu bytes of the arena: %s", bytes,
+                                 strerror(errno));
+            for (size_t at = 0; at < bytes;
+                 at += 4096) /* before Linux 5.14; nobody lives here yet */
+                ((volatile char *)start)[at] = 0;
+        }
+        memset(arena.present + i, 1, (size_t)(end - i));
+        arena.stats.reserved += (int64_t)bytes;
+        i = end - 1;
+    }
+    return SPAR_OK;
+}
+
+/* One with the free block behind it. With the lock held. */
+static void merge_with_next(spar_memory *block)
+{
+    spar_memory *next = block->after;
+    if (!next || next->state != FREE)
+        return;
+    block->size += next->size;
+    block->after = next->after;
+    if (next->after)
+        next->after->before = block;
+    free(next);
+}
+
+static void make_free(spar_memory *block)
+{
+    block->state = FREE;
+    block->group = NULL;
+    merge_with_next(block);
+    if (block->before && block->before->state == FREE)
+        merge_with_next(block->before);
+}
+
+/* Frees what may be used again by now. With the lock held. */
+static void release_settled(void)
+{
+    for (spar_memory *block = arena.first; block && arena.quarantined_blocks;
+         block = block->after) {
+        if (block->state != QUARANTINED || !block->rules->settled(block->group, block->call))
+            continue;
+        block->rules->forget(block->group);
+        arena.quarantined_blocks--;
+        arena.stats.quarantined -= block->size;
+        spar_memory *before = block->before;
+        make_free(block);
+        if (before && before->state == FREE)
+            block = before;
+    }
+}
+
+spar_status spar_arena_take(int64_t bytes, spar_memory **result)
+{
+    int64_t size = bytes < 1 ? ALIGNMENT : (bytes + ALIGNMENT - 1) & ~(int64_t)(ALIGNMENT - 1);
+    if (bytes > arena.length || size > arena.length)
+        return spar_fail(SPAR_NO_MEMORY,
+                         "%lld bytes are more than the arena's %lld (SPAR_ARENA_MAX)",
+                         (long long)bytes, (long long)arena.length);
+    spar_memory *rest = malloc(sizeof *rest);
+    if (!rest)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for the arena's list");
+    spar_status status = SPAR_OK;
+    pthread_mutex_lock(&arena.lock);
+    if (arena.quarantined_blocks)
+        release_settled();
+    spar_memory *block = arena.first; /* the lowest that fits: its pages are the warmest */
+    while (block && (block->state != FREE || block->size < size))
+        block = block->after;
+    if (!block)
+        status =
+            spar_fail(SPAR_NO_MEMORY,
+                      "no %lld bytes are left of the arena's %lld: %lld are in use, %lld await a "
+                      "peer (SPAR_ARENA_MAX)",
+                      (long long)size, (long long)arena.length, (long long)arena.stats.allocated,
+                      (long long)arena.stats.quarantined);
+    else
+        status = populate(block->offset, size);
+    if (status == SPAR_OK) {
+        if (block->size > size) {
+            *rest = (spar_memory){.before = block,
+                                  .after = block->after,
+                                  .offset = block->offset + size,
+                                  .size = block->size - size};
+            if (rest->after)
+                rest->after->before = rest;
+            block->after = rest;
+            block->size = size;
+            rest = NULL;
+        }
+        block->state = USED;
+        arena.stats.allocated += size;
+        if (arena.stats.allocated > arena.stats.peak)
+            arena.stats.peak = arena.stats.allocated;
+        *result = block;
+    }
+    pthread_mutex_unlock(&arena.lock);
+    free(rest);
+    return status;
+}
+
+int64_t spar_memory_offset(const spar_memory *block)
+{
+    return block->offset;
+}
+
+void *spar_memory_address(const spar_memory *block)
+{
+    return arena.base + block->offset;
+}
+
+void spar_memory_publish(spar_memory *block, const spar_quarantine *rules, void *group,
+                         uint32_t call)
+{
+    block->rules = rules;
+    block->group = group;
+    block->call = call;
+}
+
+void spar_memory_settle(spar_memory *block)
+{
+    block->group = NULL;
+}
+
+void spar_memory_free(spar_memory *block)
+{
+    if (!spar_arena_is_own())
+        return;
+    void *group = block->group;
+    int waits = group && !block->rules->settled(group, block->call);
+    const spar_quarantine *rules = block->rules;
+    pthread_mutex_lock(&arena.lock);
+    arena.stats.allocated -= block->size;
+    if (waits) {
+        block->state = QUARANTINED;
+        arena.quarantined_blocks++;
+        arena.stats.quarantined += block->size;
+    } else {
+        make_free(block);
+    }
+    pthread_mutex_unlock(&arena.lock);
+    if (group && !waits)
+        rules->forget(group);
+}
+
+int64_t spar_arena_trim(void)
+{
+    int64_t returned = 0;
+    if (!arena.base || !spar_arena_is_own())
+        return 0;
+    pthread_mutex_lock(&arena.lock);
+    release_settled();
+    for (spar_memory *block = arena.first; block; block = block->after) {
+        if (block->state != FREE)
+            continue;
+        int64_t from = (block->offset + GRANULE - 1) >> GRANULE_BITS;
+        int64_t to = (block->offset + block->size) >> GRANULE_BITS;
+        for (int64_t i = from; i < to; i++) {
+            int64_t end = i;
+            while (end < to && arena.present[end])
+                end++;
+            if (end == i)
+                continue;
+            if (fallocate(arena.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, i << GRANULE_BITS,
+                          (end - i) << GRANULE_BITS) != 0)
+                continue;
+            memset(arena.present + i, 0, (size_t)(end - i));
+            returned += (end - i) << GRANULE_BITS;
+            i = end;
+        }
+    }
+    arena.stats.reserved -= returned;
+    arena.stats.returned += returned;
+    pthread_mutex_unlock(&arena.lock);
+    return returned;
+}
+
+void spar_arena_read_stats(spar_arena_stats *stats)
+{
+    pthread_mutex_lock(&arena.lock);
+    *stats = arena.stats;
+    pthread_mutex_unlock(&arena.lock);
+}

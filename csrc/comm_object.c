@@ -1,0 +1,346 @@
+/* spar._C.Comm: a rank's part in a group, and the outputs that it hands to Python as DLPack capsules. */
+#include "binding.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    PyObject_HEAD
+    spar_comm *comm;
+    spar_verdict verdict;
+} comm_object;
+
+static PyTypeObject *comm_type;
+
+/* ---- DLPack, as its specification lays it out (version 0) ---- */
+
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_managed {
+    dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed *);
+} dl_managed;
+
+enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
+
+/* Runs on any thread, without the GIL, also when the interpreter is gone. */
+static void free_output(dl_managed *managed)
+{
+    spar_memory_free(managed->context);
+    free(managed);
+}
+
+static void free_capsule(PyObject *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, "dltensor"))
+        return; /* torch took it, and renamed it */
+    dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+    managed->deleter(managed);
+}
+
+/* Takes the block over, also on failure. Items are unsigned integers of their size; 16 bytes are complex. */
+static PyObject *output_capsule(spar_memory *block, const spar_plan_tensor *tensor)
+{
+    size_t extents = (size_t)tensor->ndim * sizeof(int64_t);
+    dl_managed *managed = malloc(sizeof *managed + extents);
+    if (!managed) {
+        spar_memory_free(block);
+        return PyErr_NoMemory();
+    }
+    memset(managed, 0, sizeof *managed);
+    managed->context = block;
+    managed->deleter = free_output;
+    managed->tensor.data = spar_memory_address(block);
+    managed->tensor.device.type = DL_CPU;
+    managed->tensor.ndim = tensor->ndim;
+    managed->tensor.dtype.code = tensor->item_size == 16 ? DL_COMPLEX : DL_UINT;
+    managed->tensor.dtype.bits = (uint8_t)(tensor->item_size * 8);
+    managed->tensor.dtype.lanes = 1;
+    managed->tensor.shape = (int64_t *)(managed + 1);
+    memcpy(managed->tensor.shape, tensor->out, extents);
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", free_capsule);
+    if (!capsule)
+        free_output(managed);
+    return capsule;
+}
+
+/* ---- waiting ---- */
+
+static int signal_came(void *context)
+{
+    (void)context;
+    PyGILState_STATE state = PyGILState_Ensure();
+    int came = PyErr_CheckSignals(); /* does nothing but on the main thread */
+    PyGILState_Release(state);
+    return came;
+}
+
+/* SPAR_INTERRUPTED: the signal's handler has set an exception. */
+static PyObject *raise_after_wait(spar_status status)
+{
+    return status == SPAR_INTERRUPTED && PyErr_Occurred() ? NULL : spar_raise(status);
+}
+
+static spar_patience patience_until(long long deadline_ns)
+{
+    return (spar_patience){.deadline_ns = deadline_ns, .interrupted = signal_came};
+}
+
+/* ---- set-up ---- */
+
+const char spar_py_comm_doc[] =
+    PyDoc_STR("comm(transport, facts, rank, local_ranks) -> Comm\n\nFirst stage; see verdict.");
+
+PyObject *spar_py_comm(PyObject *module, PyObject *args)
+{
+    const char *name, *bytes;
+    Py_ssize_t size;
+    int rank, local_ranks;
+    const spar_transport *const *row = spar_transports;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "sy#ii", &name, &bytes, &size, &rank, &local_ranks))
+        return NULL;
+    while (*row && strcmp((*row)->name, name) != 0)
+        row++;
+    int world = (int)(size / (Py_ssize_t)sizeof(spar_facts));
+    if (!*row || size % (Py_ssize_t)sizeof(spar_facts) || rank < 0 || rank >= world)
+        return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, facts of %zd bytes", name,
+                            rank, size);
+    comm_object *object = PyObject_New(comm_object, comm_type);
+    spar_facts *facts = malloc((size_t)size);
+    if (!object || !facts) {
+        free(facts);
+        Py_XDECREF(object);
+        return PyErr_NoMemory();
+    }
+    object->comm = NULL;
+    memcpy(facts, bytes, (size_t)size);
+    spar_status status =
+        spar_comm_open(*row, facts, world, rank, local_ranks, &object->comm, &object->verdict);
+    free(facts);
+    if (status == SPAR_OK)
+        return (PyObject *)object;
+    Py_DECREF(object);
+    return spar_raise(status);
+}
+
+static void comm_close(comm_object *self)
+{
+    spar_comm *comm = self->comm;
+    self->comm = NULL;
+    if (comm)
+        spar_comm_close(comm);
+}
+
+static PyObject *comm_close_method(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    comm_close((comm_object *)self);
+    Py_RETURN_NONE;
+}
+
+static void comm_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    comm_close((comm_object *)self);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static spar_comm *open_comm(PyObject *self)
+{
+    spar_comm *comm = ((comm_object *)self)->comm;
+    if (!comm)
+        PyErr_SetString(PyExc_ValueError, "the group was closed");
+    return comm;
+}
+
+static PyObject *comm_verdict(PyObject *self, void *closure)
+{
+    (void)closure;
+    return PyBytes_FromStringAndSize((const char *)&((comm_object *)self)->verdict,
+                                     sizeof(spar_verdict));
+}
+
+static PyObject *comm_connect(PyObject *self, PyObject *args)
+{
+    const char *bytes;
+    Py_ssize_t size;
+    long long deadline;
+    spar_comm *comm = open_comm(self);
+    if (!comm || !PyArg_ParseTuple(args, "y#L", &bytes, &size, &deadline))
+        return NULL;
+    if (size != comm->world * (Py_ssize_t)sizeof(spar_verdict))
+        return PyErr_Format(PyExc_ValueError, "verdicts of %zd bytes for %d ranks", size,
+                            comm->world);
+    spar_verdict *verdicts = malloc((size_t)size);
+    if (!verdicts)
+        return PyErr_NoMemory();
+    memcpy(verdicts, bytes, (size_t)size);
+    spar_patience patience = patience_until(deadline);
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_comm_connect(comm, verdicts, &patience, &((comm_object *)self)->verdict);
+    Py_END_ALLOW_THREADS;
+    free(verdicts);
+    if (status != SPAR_OK)
+        return raise_after_wait(status);
+    Py_RETURN_NONE;
+}
+
+/* ---- a call ---- */
+
+enum { NUMBERS = 256 };
+
+/* What Python gave of a call, taken apart; `numbers` and `tensor` must live as long as the request. */
+static int read_request(PyObject *tuple, const char *op, const spar_comm *comm, spar_tensor *tensor,
+                        int64_t *numbers, Py_ssize_t room, spar_request *request)
+{
+    *request =
+        (spar_request){.world = comm->world, .rank = comm->rank, .ntensors = 1, .tensors = tensor};
+    if (!(request->op = spar_op_find(op))) {
+        spar_raise(SPAR_INVALID);
+        return -1;
+    }
+    return spar_read_tensor(tuple, tensor, numbers, room);
+}
+
+PyDoc_STRVAR(
+    exchange_doc,
+    "exchange(op, (item size, extents, strides, args), input, scale_type, divide, factor, text,\n"
+    "         deadline_ns) -> DLPack capsule of the output");
+
+static PyObject *comm_exchange(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    const char *op, *text;
+    PyObject *tuple, *result = NULL;
+    unsigned long long address;
+    int dtype, divide;
+    double factor;
+    long long deadline;
+    int64_t on_stack[NUMBERS], *numbers = on_stack;
+    spar_tensor tensor;
+    spar_request request;
+    if (!comm || !PyArg_ParseTuple(args, "sOKipdsL", &op, &tuple, &address, &dtype, &divide,
+                                   &factor, &text, &deadline))
+        return NULL;
+    const void *input = (const void *)(uintptr_t)address;
+    void *output = NULL;
+    spar_memory *block = NULL;
+    spar_plan *plan = NULL;
+    spar_call call = {.inputs = &input,
+                      .outputs = &output,
+                      .blocks = &block,
+                      .device = &spar_device_cpu,
+                      .text = text,
+                      .patience = patience_until(deadline)};
+    Py_ssize_t room = NUMBERS;
+    if (comm->world > NUMBERS / 4) {
+        room += 2 * comm->world;
+        if (!(numbers = malloc((size_t)room * sizeof *numbers)))
+            return PyErr_NoMemory();
+    }
+    if (read_request(tuple, op, comm, &tensor, numbers, room, &request) < 0 ||
+        spar_read_scale(dtype, divide, factor, &call.scale) < 0)
+        goto done;
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    call.failed = spar_plan_get(&request, &plan);
+    call.plan = plan;
+    call.why = spar_last_error();
+    status = spar_comm_run(comm, &call);
+    Py_END_ALLOW_THREADS;
+    if (status == SPAR_OK)
+        result = output_capsule(block, &plan->tensors[0]);
+    else
+        raise_after_wait(status);
+    if (plan)
+        spar_plan_release(plan);
+done:
+    if (numbers != on_stack)
+        free(numbers);
+    return result;
+}
+
+static PyObject *comm_fail(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    const char *why;
+    long long deadline;
+    if (!comm || !PyArg_ParseTuple(args, "sL", &why, &deadline))
+        return NULL;
+    spar_call call = {.failed = SPAR_INVALID,
+                      .why = why,
+                      .device = &spar_device_cpu,
+                      .patience = patience_until(deadline)};
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_comm_run(comm, &call);
+    Py_END_ALLOW_THREADS;
+    if (status != SPAR_INVALID) /* the failure itself is what was asked for */
+        return raise_after_wait(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_shown(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    int rank;
+    if (!comm || !PyArg_ParseTuple(args, "i", &rank))
+        return NULL;
+    const char *text = rank >= 0 && rank < comm->world ? comm->transport->shown(comm, rank) : NULL;
+    if (!text)
+        Py_RETURN_NONE;
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static PyGetSetDef comm_getset[] = {
+    {"verdict", comm_verdict, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef comm_methods[] = {
+    {"connect", comm_connect, METH_VARARGS, "connect(all ranks' verdicts, deadline_ns)"},
+    {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
+    {"fail", comm_fail, METH_VARARGS,
+     "fail(why, deadline_ns): this rank cannot make its next call, and tells the others."},
+    {"shown", comm_shown, METH_VARARGS,
+     "shown(rank): its call, where the newest one ended in a disagreement; else None"},
+    {"close", comm_close_method, METH_NOARGS, "Says goodbye; never waits."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_doc, "A rank's part in a group."},
+    {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_getset, comm_getset},
+    {Py_tp_methods, comm_methods},
+    {0, NULL},
+};
+
+static PyType_Spec comm_spec = {
+    .name = "spar._C.Comm",
+    .basicsize = sizeof(comm_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = comm_slots,
+};
+
+PyObject *spar_comm_type(void)
+{
+    comm_type = (PyTypeObject *)PyType_FromSpec(&comm_spec);
+    return (PyObject *)comm_type;
+}

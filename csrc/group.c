@@ -1,0 +1,455 @@
+#include "group.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define stream_fence() _mm_sfence() /* streaming stores pass ordinary ones */
+#define relax() _mm_pause()
+#else
+#define stream_fence() ((void)0)
+#define relax() __asm__ volatile("yield")
+#endif
+
+static const char MAGIC[8] = "spar box";
+static const int64_t SLICE_NS = 50000000;
+
+/* Written by its owner alone, but for `waiters` and `goodbye`. */
+typedef struct {
+    char magic[8];
+    int32_t world, rank;
+    _Alignas(64) uint32_t published, done, told, waiters; /* futexes: call numbers */
+    uint32_t broken;                                      /* 1: the owner gave up, for good */
+    _Alignas(64) uint64_t signature;
+    uint32_t status;
+    int64_t offsets[SPAR_GROUP_TENSORS];
+    char text[SPAR_GROUP_TEXT];   /* of the call, where ranks disagree; valid when told or failed */
+    char reason[SPAR_GROUP_TEXT]; /* of `broken` */
+    unsigned char goodbye[];      /* [world] each member's last write */
+} mailbox;
+
+struct spar_group {
+    pthread_mutex_t lock;
+    int world, rank;
+    int refs; /* atomic: the owner, each block held back, the mailbox */
+    int uses; /* atomic: the same without the mailbox; at 0 goodbye is said */
+    uint32_t call;
+    int failed;    /* this rank failed `call`, whose end it has not awaited */
+    int disagreed; /* the newest call ended in a disagreement: texts holds it */
+    int64_t spin_ns;
+    spar_memory *memory;
+    mailbox *own;
+    char *texts;       /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
+    mailbox **boxes;   /* [world] */
+    spar_peer **peers; /* [world]; NULL: oneself */
+};
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static int has_come(const uint32_t *word, uint32_t call)
+{
+    return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - call) >= 0;
+}
+
+static void wake(uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* The only way in which a word becomes visible: after everything this thread wrote, streamed or not. */
+static void publish(mailbox *box, uint32_t *word, uint32_t value)
+{
+    stream_fence();
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+    __atomic_thread_fence(
+        __ATOMIC_SEQ_CST); /* the word before the count: else a sleeper is missed */
+    if (__atomic_load_n(&box->waiters, __ATOMIC_RELAXED))
+        wake(word);
+}
+
+/* ---- giving up ---- */
+
+static void give_up(spar_group *g, const char *reason)
+{
+    if (__atomic_load_n(&g->own->broken, __ATOMIC_RELAXED))
+        return;
+    snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
+    publish(g->own, &g->own->broken, 1);
+    wake(&g->own->published);
+    wake(&g->own->done);
+    wake(&g->own->told);
+}
+
+void spar_group_break(spar_group *g, const char *reason)
+{
+    give_up(g, reason);
+}
+
+/* SPAR_BROKEN where somebody gave up. */
+static spar_status check_broken(spar_group *g)
+{
+    char reason[SPAR_GROUP_TEXT];
+    for (int i = 0; i < g->world; i++) {
+        int rank = (g->rank + i) % g->world; /* one's own first */
+        if (!__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE))
+            continue;
+        memcpy(reason, g->boxes[rank]->reason, sizeof reason);
+        reason[sizeof reason - 1] = 0;
+        give_up(g, reason);
+        return spar_fail(SPAR_BROKEN, "%s", reason);
+    }
+    return SPAR_OK;
+}
+
+static spar_status lost(spar_group *g, spar_status status, const char *format, int rank)
+{
+    char text[256];
+    snprintf(text, sizeof text, format, rank, (long long)g->peers[rank]->endpoint.pid,
+             (unsigned)g->call);
+    give_up(g, text);
+    return spar_fail(status, "%s", text);
+}
+
+/* ---- waiting ---- */
+
+enum word { PUBLISHED, DONE, TOLD };
+
+static uint32_t *word_of(mailbox *box, enum word which)
+{
+    return which == PUBLISHED ? &box->published : which == DONE ? &box->done : &box->told;
+}
+
+/* What can end a wait for `rank` early; looked at about every 50 ms. */
+static spar_status look_up(spar_group *g, enum word which, uint32_t call,
+                           const spar_patience *patience)
+{
+    for (int rank = 0; rank < g->world; rank++) /* first: all survivors shall tell of a death */
+        if (g->peers[rank] && spar_peer_hung_up(g->peers[rank]) &&
+            !has_come(word_of(g->boxes[rank], which),
+                      call)) /* read again: it may have ended well */
+            return lost(g, SPAR_PEER_LOST, "rank %d (process %lld) died before the end of call %u",
+                        rank);
+    SPAR_TRY(check_broken(g));
+    if (patience->interrupted && patience->interrupted(patience->context)) {
+        char text[64];
+        snprintf(text, sizeof text, "rank %d was interrupted in call %u", g->rank,
+                 (unsigned)g->call);
+        give_up(g, text);
+        return spar_fail(SPAR_INTERRUPTED, "%s", text);
+    }
+    if (patience->deadline_ns && now_ns() >= patience->deadline_ns)
+        for (int rank = 0; rank < g->world; rank++)
+            if (!has_come(word_of(g->boxes[rank], which), call))
+                return lost(g, SPAR_TIMEOUT,
+                            "rank %d (process %lld) did not come to call %u in time", rank);
+    return SPAR_OK;
+}
+
+static spar_status await_one(spar_group *g, int rank, enum word which, uint32_t call,
+                             const spar_patience *patience)
+{
+    mailbox *box = g->boxes[rank];
+    uint32_t *word = word_of(box, which);
+    spar_status status = SPAR_OK;
+    if (has_come(word, call))
+        return SPAR_OK;
+    for (int64_t until = g->spin_ns ? now_ns() + g->spin_ns : 0; until && now_ns() < until;)
+        for (int i = 0; i < 32; i++) {
+            if (has_come(word, call))
+                return SPAR_OK;
+            relax();
+        }
+    __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
+    int64_t looked = now_ns();
+    while (status == SPAR_OK) {
+        uint32_t seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+        if ((int32_t)(seen - call) >= 0)
+            break;
+        const struct timespec slice = {0, SLICE_NS};
+        syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, NULL, 0);
+        if (now_ns() - looked >= SLICE_NS || __atomic_load_n(&box->broken, __ATOMIC_RELAXED)) {
+            looked = now_ns();
+            if (!has_come(word, call))
+                status = look_up(g, which, call, patience);
+        }
+    }
+    __atomic_sub_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
+    return status;
+}
+
+static spar_status await_all(spar_group *g, enum word which, uint32_t call,
+                             const spar_patience *patience)
+{
+    for (int i = 1; i < g->world; i++)
+        SPAR_TRY(await_one(g, (g->rank + i) % g->world, which, call, patience));
+    return SPAR_OK;
+}
+
+/* ---- a call ---- */
+
+spar_status spar_group_begin(spar_group *g, const spar_patience *patience, uint32_t *call)
+{
+    SPAR_TRY(check_broken(g));
+    if (g->failed) { /* the others may still be reading why */
+        SPAR_TRY(await_all(g, DONE, g->call, patience));
+        g->failed = 0;
+    }
+    g->disagreed = 0;
+    *call = ++g->call;
+    return SPAR_OK;
+}
+
+/* The verdict over everybody's words, the same on all ranks; with the texts of all where they disagree. */
+static spar_status judge(spar_group *g, void (*describe)(void *context, char *text, size_t size),
+                         void *context, spar_words *all, const spar_patience *patience)
+{
+    int differs = 0;
+    for (int rank = 0; rank < g->world; rank++) {
+        if (all[rank].status == SPAR_OK) {
+            differs |= all[rank].signature != all[0].signature;
+            continue;
+        }
+        char text[SPAR_GROUP_TEXT];
+        memcpy(text, g->boxes[rank]->text, sizeof text);
+        text[sizeof text - 1] = 0;
+        return spar_fail(all[rank].status == SPAR_NO_MEMORY ? SPAR_NO_MEMORY : SPAR_MISMATCH,
+                         "rank %d failed: %s", rank, text);
+    }
+    if (!differs)
+        return SPAR_OK;
+    describe(context, g->own->text, sizeof g->own->text);
+    publish(g->own, &g->own->told, g->call);
+    SPAR_TRY(await_all(g, TOLD, g->call, patience));
+    for (int rank = 0; rank < g->world; rank++) {
+        char *text = g->texts + (size_t)rank * SPAR_GROUP_TEXT;
+        memcpy(text, g->boxes[rank]->text, SPAR_GROUP_TEXT);
+        text[SPAR_GROUP_TEXT - 1] = 0;
+    }
+    g->disagreed = 1;
+    return spar_fail(SPAR_MISMATCH, "the ranks make different calls");
+}
+
+spar_status spar_group_publish(spar_group *g, const spar_words *own,
+                               void (*describe)(void *context, char *text, size_t size),
+                               void *context, spar_words *all, const spar_patience *patience)
+{
+    g->own->signature = own->signature;
+    g->own->status = SPAR_OK;
+    memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
+    publish(g->own, &g->own->published, g->call);
+    SPAR_TRY(await_all(g, PUBLISHED, g->call, patience));
+    for (int rank = 0; rank < g->world; rank++) {
+        const mailbox *box = g->boxes[rank];
+        all[rank].signature = box->signature;
+        all[rank].status = (spar_status)box->status;
+        memcpy(all[rank].offsets, box->offsets, sizeof box->offsets);
+    }
+    spar_status status = judge(g, describe, context, all, patience);
+    if (status != SPAR_MISMATCH && status != SPAR_NO_MEMORY)
+        return status;
+    spar_status end = spar_group_finish(g, patience);
+    return end == SPAR_OK ? status : end;
+}
+
+spar_status spar_group_finish(spar_group *g, const spar_patience *patience)
+{
+    publish(g->own, &g->own->done, g->call);
+    return await_all(g, DONE, g->call, patience);
+}
+
+void spar_group_fail(spar_group *g, spar_status status, const char *text)
+{
+    snprintf(g->own->text, sizeof g->own->text, "%s", text);
+    g->own->status = (uint32_t)status;
+    publish(g->own, &g->own->published, g->call);
+    publish(g->own, &g->own->done, g->call);
+    g->failed = 1;
+}
+
+/* ---- life ---- */
+
+/* By affinity and cgroup quota, the smaller. */
+static int usable_cores(void)
+{
+    cpu_set_t cpus;
+    long long quota, period;
+    int cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
+    if (!file)
+        return cores;
+    if (fscanf(file, "%lld %lld", &quota, &period) == 2 && period > 0 && quota / period < cores)
+        cores = (int)(quota / period);
+    fclose(file);
+    return cores;
+}
+
+spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **result,
+                            int64_t *offset)
+{
+    spar_group *g = calloc(1, sizeof *g);
+    if (g) {
+        g->peers = calloc((size_t)world, sizeof *g->peers);
+        g->boxes = calloc((size_t)world, sizeof *g->boxes);
+        g->texts = calloc((size_t)world, SPAR_GROUP_TEXT);
+    }
+    spar_status status = SPAR_NO_MEMORY;
+    if (!g || !g->peers || !g->boxes || !g->texts)
+        spar_fail(status, "no memory for a group of %d ranks", world);
+    else
+        status = spar_arena_take((int64_t)sizeof *g->own + world, &g->memory);
+    if (status != SPAR_OK) {
+        if (g) {
+            free(g->peers);
+            free(g->boxes);
+            free(g->texts);
+        }
+        free(g);
+        return status;
+    }
+    pthread_mutex_init(&g->lock, NULL);
+    g->world = world;
+    g->rank = rank;
+    g->refs = 2;
+    g->uses = 1;
+    g->spin_ns = local_ranks <= usable_cores() ? 50000 : 0; /* a spinner takes a core */
+    g->own = spar_memory_address(g->memory);
+    memset(g->own, 0, sizeof *g->own + (size_t)world);
+    g->own->world = world;
+    g->own->rank = rank;
+    memcpy(g->own->magic, MAGIC, sizeof MAGIC);
+    g->boxes[rank] = g->own;
+    *offset = spar_memory_offset(g->memory);
+    *result = g;
+    return SPAR_OK;
+}
+
+spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *offsets)
+{
+    memcpy(g->peers, peers, (size_t)g->world * sizeof *peers);
+    for (int rank = 0; rank < g->world; rank++) {
+        if (rank == g->rank)
+            continue;
+        int64_t room = peers[rank]->length - (int64_t)sizeof(mailbox) - g->world;
+        if (offsets[rank] < 0 || offsets[rank] > room || offsets[rank] % _Alignof(mailbox))
+            return spar_fail(SPAR_TRANSPORT, "rank %d's mailbox is said to lie at %lld of %lld",
+                             rank, (long long)offsets[rank], (long long)peers[rank]->length);
+        mailbox *box = (mailbox *)(peers[rank]->base + offsets[rank]);
+        if (memcmp(box->magic, MAGIC, sizeof MAGIC) != 0 || box->world != g->world ||
+            box->rank != rank)
+            return spar_fail(SPAR_TRANSPORT, "rank %d's mailbox is not at %lld", rank,
+                             (long long)offsets[rank]);
+        g->boxes[rank] = box;
+    }
+    return SPAR_OK;
+}
+
+const char *spar_group_text(const spar_group *g, int rank)
+{
+    return g->disagreed ? g->texts + (size_t)rank * SPAR_GROUP_TEXT : NULL;
+}
+
+char *spar_group_arena(const spar_group *g, int rank, int64_t *length)
+{
+    *length = g->peers[rank] ? g->peers[rank]->length : spar_arena_length();
+    return g->peers[rank] ? g->peers[rank]->base : spar_arena_base();
+}
+
+void spar_group_spin(spar_group *g, int64_t spin_ns)
+{
+    g->spin_ns = spin_ns;
+}
+
+pthread_mutex_t *spar_group_lock(spar_group *g)
+{
+    return &g->lock;
+}
+
+void spar_group_start_at(spar_group *g, uint32_t call)
+{
+    g->call = g->own->published = g->own->done = g->own->told = call;
+}
+
+/* No member will write to our memory in this call any more. */
+static int call_settled(void *group, uint32_t call)
+{
+    spar_group *g = group;
+    for (int rank = 0; rank < g->world; rank++)
+        if (g->peers[rank] && !has_come(&g->boxes[rank]->done, call) &&
+            !__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) &&
+            !spar_peer_is_dead(g->peers[rank]))
+            return 0;
+    return 1;
+}
+
+/* No member will look at our mailbox any more. */
+static int mailbox_settled(void *group, uint32_t unused)
+{
+    spar_group *g = group;
+    (void)unused;
+    if (__atomic_load_n(&g->uses, __ATOMIC_ACQUIRE))
+        return 0;
+    for (int rank = 0; rank < g->world; rank++)
+        if (g->peers[rank] && !__atomic_load_n(&g->own->goodbye[rank], __ATOMIC_ACQUIRE) &&
+            !spar_peer_is_dead(g->peers[rank]))
+            return 0;
+    return 1;
+}
+
+static void forget(void *group)
+{
+    spar_group *g = group;
+    if (__atomic_sub_fetch(&g->refs, 1, __ATOMIC_ACQ_REL))
+        return;
+    for (int rank = 0; rank < g->world; rank++)
+        if (g->peers[rank])
+            spar_peers_leave(g->peers[rank]);
+    pthread_mutex_destroy(&g->lock);
+    free(g->peers);
+    free(g->boxes);
+    free(g->texts);
+    free(g);
+}
+
+/* The last of those who look at the others' mailboxes says goodbye: nothing of theirs is touched after it. */
+static void leave(void *group)
+{
+    spar_group *g = group;
+    if (__atomic_sub_fetch(&g->uses, 1, __ATOMIC_ACQ_REL) == 0)
+        for (int rank = 0; rank < g->world; rank++)
+            if (g->peers[rank] && g->boxes[rank])
+                __atomic_store_n(&g->boxes[rank]->goodbye[g->rank], 1, __ATOMIC_RELEASE);
+    forget(group);
+}
+
+const spar_quarantine spar_group_quarantine = {call_settled, leave};
+static const spar_quarantine mailbox_quarantine = {mailbox_settled, forget};
+
+void spar_group_hold(spar_group *g)
+{
+    __atomic_add_fetch(&g->refs, 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&g->uses, 1, __ATOMIC_RELAXED);
+}
+
+void spar_group_close(spar_group *g)
+{
+    give_up(g, "a rank closed the group");
+    spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);
+    spar_memory *memory = g->memory;
+    leave(g); /* the mailbox still holds the group */
+    spar_memory_free(memory);
+}

@@ -1,0 +1,352 @@
+#include "peers.h"
+
+#include "arena.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+
+enum {
+    STRANGER,
+    DIALED,
+    CONNECTED
+}; /* accepted, its hello not read; hello sent, no answer; both read */
+enum { MOST_PEERS = 1024 };
+
+typedef struct {
+    char magic[8];
+    spar_endpoint from, to;
+    int64_t length; /* of the sender's arena, whose descriptor comes along */
+} hello;
+
+static const char MAGIC[8] = "spar 1";
+
+static struct {
+    pthread_mutex_t lock;
+    spar_endpoint own;
+    int listener;
+    int count;
+    spar_peer *peers[MOST_PEERS];
+} table = {.lock = PTHREAD_MUTEX_INITIALIZER, .listener = -1};
+
+static int same(const spar_endpoint *a, const spar_endpoint *b)
+{
+    return a->pid == b->pid && a->nonce == b->nonce;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* The abstract address of an endpoint; returns its length. */
+static socklen_t address_of(const spar_endpoint *endpoint, struct sockaddr_un *address)
+{
+    memset(address, 0, sizeof *address);
+    address->sun_family = AF_UNIX;
+    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "spar-%lld-%016llx",
+                     (long long)endpoint->pid, (unsigned long long)endpoint->nonce);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
+}
+
+static void close_fd(int *fd)
+{
+    if (*fd >= 0)
+        close(*fd);
+    *fd = -1;
+}
+
+/* A forked child must not hold its parent's connections open, nor speak for it. */
+static void close_in_child(void)
+{
+    close_fd(&table.listener);
+    for (int i = 0; i < table.count; i++) {
+        close_fd(&table.peers[i]->socket);
+        close_fd(&table.peers[i]->pidfd);
+    }
+}
+
+/* With the lock held. */
+static spar_status start_listening(void)
+{
+    struct sockaddr_un address;
+    spar_endpoint own = {.pid = getpid()};
+    if (getrandom(&own.nonce, sizeof own.nonce, 0) != sizeof own.nonce)
+        return spar_fail(SPAR_TRANSPORT, "getrandom: %s", strerror(errno));
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0)
+        return spar_fail(SPAR_TRANSPORT, "a socket: %s", strerror(errno));
+    socklen_t length = address_of(&own, &address);
+    if (bind(fd, (struct sockaddr *)&address, length) != 0 || listen(fd, MOST_PEERS) != 0) {
+        spar_status status = spar_fail(SPAR_TRANSPORT, "a listening socket: %s", strerror(errno));
+        close(fd);
+        return status;
+    }
+    table.listener = fd;
+    table.own = own;
+    return SPAR_OK;
+}
+
+spar_status spar_peers_listen(spar_endpoint *own)
+{
+    static int registered;
+    spar_status status = SPAR_OK;
+    pthread_mutex_lock(&table.lock);
+    if (table.own.pid == 0)
+        status = start_listening();
+    else if (table.own.pid != getpid())
+        status = spar_fail(SPAR_TRANSPORT,
+                           "a forked child cannot exchange: its parent, process %lld, can",
+                           (long long)table.own.pid);
+    if (status == SPAR_OK && !registered)
+        registered = pthread_atfork(NULL, NULL, close_in_child) == 0;
+    *own = status == SPAR_OK ? table.own : (spar_endpoint){0, 0};
+    pthread_mutex_unlock(&table.lock);
+    return status;
+}
+
+/* With the lock held, as all below. */
+static spar_peer *find(const spar_endpoint *endpoint)
+{
+    for (int i = 0; i < table.count; i++)
+        if (table.peers[i]->state != STRANGER && same(&table.peers[i]->endpoint, endpoint))
+            return table.peers[i];
+    return NULL;
+}
+
+static spar_peer *add(int socket, int state)
+{
+    spar_peer *peer = table.count < MOST_PEERS ? calloc(1, sizeof *peer) : NULL;
+    if (!peer)
+        return NULL;
+    peer->socket = socket;
+    peer->pidfd = -1;
+    peer->state = state;
+    peer->since_ns = now_ns();
+    table.peers[table.count++] = peer;
+    return peer;
+}
+
+static void drop(spar_peer *peer)
+{
+    for (int i = 0; i < table.count; i++)
+        if (table.peers[i] == peer)
+            table.peers[i] = table.peers[--table.count];
+    close_fd(&peer->socket);
+    close_fd(&peer->pidfd);
+    if (peer->base)
+        munmap(peer->base, (size_t)peer->length);
+    free(peer);
+}
+
+static spar_status send_hello(int socket, const spar_endpoint *to)
+{
+    hello words = {.from = table.own, .to = *to, .length = spar_arena_length()};
+    char control[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec part = {&words, sizeof words};
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control,
+                             .msg_controllen = sizeof control};
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    int fd = spar_arena_fd();
+    memcpy(words.magic, MAGIC, sizeof MAGIC);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof fd);
+    memcpy(CMSG_DATA(header), &fd, sizeof fd);
+    if (sendmsg(socket, &message, MSG_NOSIGNAL) != sizeof words)
+        return spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s",
+                         strerror(errno));
+    return SPAR_OK;
+}
+
+/* Maps what the descriptor is of, if it is an arena that cannot shrink under us. */
+static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
+{
+    struct stat status;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &status) != 0 || length <= 0 ||
+        status.st_size != length)
+        return spar_fail(SPAR_TRANSPORT, "process %lld sent no sealed arena of %lld bytes",
+                         (long long)peer->endpoint.pid, (long long)length);
+    void *base =
+        mmap(NULL, (size_t)length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (base == MAP_FAILED)
+        return spar_fail(SPAR_TRANSPORT, "mapping %lld bytes: %s", (long long)length,
+                         strerror(errno));
+    madvise(base, (size_t)length, MADV_DONTDUMP);
+    peer->base = base;
+    peer->length = length;
+    return SPAR_OK;
+}
+
+static spar_status check_owner(spar_peer *peer)
+{
+    struct ucred owner;
+    socklen_t size = sizeof owner;
+    if (getsockopt(peer->socket, SOL_SOCKET, SO_PEERCRED, &owner, &size) != 0)
+        return spar_fail(SPAR_TRANSPORT, "SO_PEERCRED: %s", strerror(errno));
+    if (owner.uid != getuid())
+        return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d",
+                         (int)owner.pid, (int)owner.uid, (int)getuid());
+    size = sizeof peer->pidfd;
+    if (getsockopt(peer->socket, SOL_SOCKET, SO_PEERPIDFD, &peer->pidfd, &size) != 0)
+        peer->pidfd = owner.pid > 0 ? (int)syscall(SYS_pidfd_open, owner.pid, 0) : -1;
+    return SPAR_OK;
+}
+
+/* Reads a hello, if it is there: the peer is CONNECTED after it. */
+static spar_status read_hello(spar_peer *peer)
+{
+    hello words;
+    char control[CMSG_SPACE(sizeof(int) * 4)];
+    struct iovec part = {&words, sizeof words};
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control,
+                             .msg_controllen = sizeof control};
+    ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR))
+        return SPAR_OK;
+    int fds[4], count = 0;
+    for (struct cmsghdr *h = CMSG_FIRSTHDR(&message); got > 0 && h; h = CMSG_NXTHDR(&message, h))
+        if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
+            for (size_t at = 0; count < 4 && CMSG_LEN(at + sizeof(int)) <= h->cmsg_len;
+                 at += sizeof(int))
+                memcpy(&fds[count++], CMSG_DATA(h) + at, sizeof(int));
+    spar_status status = SPAR_OK;
+    if (got != sizeof words || memcmp(words.magic, MAGIC, sizeof MAGIC) != 0 || count != 1 ||
+        !same(&words.to, &table.own) ||
+        (peer->state == DIALED && !same(&words.from, &peer->endpoint)) ||
+        (peer->state == STRANGER && find(&words.from)))
+        status = spar_fail(SPAR_TRANSPORT, "what a process sent to connect is not spar's: %s",
+                           got == 0  ? "it hung up"
+                           : got < 0 ? strerror(errno)
+                                     : "wrong words, or no descriptor");
+    int answers = peer->state == STRANGER;
+    if (status == SPAR_OK) {
+        peer->endpoint = words.from;
+        status = check_owner(peer);
+    }
+    if (status == SPAR_OK)
+        status = map_arena(peer, fds[0], words.length);
+    if (status == SPAR_OK && answers)
+        status = send_hello(peer->socket, &peer->endpoint);
+    if (status == SPAR_OK)
+        peer->state = CONNECTED;
+    while (count)
+        close(fds[--count]);
+    return status;
+}
+
+spar_status spar_peers_dial(const spar_endpoint *endpoint)
+{
+    spar_status status = SPAR_OK;
+    struct sockaddr_un address;
+    pthread_mutex_lock(&table.lock);
+    int lower = table.own.pid < endpoint->pid ||
+                (table.own.pid == endpoint->pid && table.own.nonce < endpoint->nonce);
+    spar_peer *peer = find(endpoint);
+    if (!lower || peer)
+        goto done;
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    socklen_t length = address_of(endpoint, &address);
+    if (fd < 0 || connect(fd, (struct sockaddr *)&address, length) != 0) {
+        status = spar_fail(SPAR_TRANSPORT, "process %lld cannot be reached on this host: %s",
+                           (long long)endpoint->pid, strerror(errno));
+        close_fd(&fd);
+        goto done;
+    }
+    status = send_hello(fd, endpoint);
+    if (status == SPAR_OK && !(peer = add(fd, DIALED)))
+        status = spar_fail(SPAR_TRANSPORT, "no room for another process");
+    if (status == SPAR_OK)
+        peer->endpoint = *endpoint;
+    else
+        close(fd);
+done:
+    pthread_mutex_unlock(&table.lock);
+    return status;
+}
+
+/* Takes calls that came in, and reads the hellos that are there. */
+static void look_around(void)
+{
+    for (int fd; table.listener >= 0 &&
+                 (fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;)
+        if (!add(fd, STRANGER))
+            close(fd);
+    for (int i = table.count - 1; i >= 0; i--) {
+        spar_peer *peer = table.peers[i];
+        if (peer->state != STRANGER)
+            continue;
+        if (read_hello(peer) != SPAR_OK ||
+            (peer->state == STRANGER && now_ns() - peer->since_ns > 5000000000LL))
+            drop(peer);
+    }
+}
+
+spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **result)
+{
+    spar_status status = SPAR_OK;
+    *result = NULL;
+    pthread_mutex_lock(&table.lock);
+    look_around();
+    spar_peer *peer = find(endpoint);
+    if (peer && peer->state == DIALED && (status = read_hello(peer)) != SPAR_OK)
+        drop(peer);
+    else if (peer && peer->state == CONNECTED) {
+        peer->groups++;
+        *result = peer;
+    }
+    pthread_mutex_unlock(&table.lock);
+    return status;
+}
+
+void spar_peers_leave(spar_peer *peer)
+{
+    int dead = spar_peer_is_dead(peer);
+    pthread_mutex_lock(&table.lock);
+    if (--peer->groups == 0 && dead)
+        drop(peer);
+    pthread_mutex_unlock(&table.lock);
+}
+
+int spar_peer_hung_up(spar_peer *peer)
+{
+    struct pollfd ends[2] = {{peer->socket, POLLIN, 0}, {peer->pidfd, POLLIN, 0}};
+    if (peer->socket < 0)
+        return 1;
+    return poll(ends, 2, 0) > 0 && (ends[0].revents || ends[1].revents);
+}
+
+int spar_peer_is_dead(spar_peer *peer)
+{
+    struct pollfd end = {peer->pidfd, POLLIN, 0};
+    if (peer->pidfd >= 0)
+        return poll(&end, 1, 0) > 0;
+    return spar_peer_hung_up(peer) && kill((pid_t)peer->endpoint.pid, 0) != 0 && errno == ESRCH;
+}

@@ -1,0 +1,225 @@
+/* Shared memory: each rank pushes its regions straight into its peers' outputs, which are blocks of their arenas.
+ *
+ * One read and one write per byte, the permutation included; no staging. */
+#include "../env.h"
+#include "../group.h"
+#include "../transport.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
+{
+    if (strcmp(device, "cpu") != 0) {
+        snprintf(reason, size, "%s tensors do not lie in host memory", device);
+        return 0;
+    }
+    for (int rank = 0; rank < world; rank++) {
+        if (facts[rank].endpoint.pid <= 0) {
+            snprintf(reason, size, "rank %d: %.60s", rank, facts[rank].no_shm);
+            return 0;
+        }
+        for (int other = 0; other < rank; other++)
+            if (facts[other].endpoint.nonce == facts[rank].endpoint.nonce) {
+                snprintf(reason, size, "ranks %d and %d are one process", other, rank);
+                return 0;
+            }
+    }
+    snprintf(reason, size, "all %d ranks share this host's memory", world);
+    return 1;
+}
+
+static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict)
+{
+    spar_group *group;
+    const char *arena_max, *spin;
+    SPAR_TRY(spar_env_field("arena_max", &arena_max));
+    SPAR_TRY(spar_env_field("spin_us", &spin));
+    SPAR_TRY(spar_arena_open(strtoll(arena_max, NULL, 10), comm->local_ranks));
+    SPAR_TRY(spar_group_open(comm->world, comm->rank, comm->local_ranks, &group, &verdict->offset));
+    if (*spin)
+        spar_group_spin(group, strtoll(spin, NULL, 10) * 1000);
+    comm->state = group;
+    for (int rank = 0; rank < comm->world; rank++)
+        if (rank != comm->rank)
+            SPAR_TRY(spar_peers_dial(&facts[rank].endpoint));
+    return SPAR_OK;
+}
+
+static spar_status meet(const spar_comm *comm, int rank, const spar_patience *patience,
+                        spar_peer **peer)
+{
+    const struct timespec moment = {0, 500000};
+    struct timespec now;
+    for (int looks = 1;; looks++) {
+        SPAR_TRY(spar_peers_meet(&comm->facts[rank].endpoint, peer));
+        if (*peer)
+            return SPAR_OK;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if (patience->deadline_ns &&
+            now.tv_sec * 1000000000LL + now.tv_nsec > patience->deadline_ns)
+            return spar_fail(SPAR_TIMEOUT, "rank %d did not answer", rank);
+        if (looks % 100 == 0 && patience->interrupted && patience->interrupted(patience->context))
+            return spar_fail(SPAR_INTERRUPTED, "interrupted while meeting rank %d", rank);
+        nanosleep(&moment, NULL);
+    }
+}
+
+static spar_status connect_all(spar_comm *comm, const spar_verdict *verdicts,
+                               const spar_patience *patience)
+{
+    spar_status status = SPAR_OK;
+    spar_peer **peers = calloc((size_t)comm->world, sizeof *peers);
+    int64_t *offsets = calloc((size_t)comm->world, sizeof *offsets);
+    if (!peers || !offsets)
+        status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
+    for (int rank = 0; status == SPAR_OK && rank < comm->world; rank++) {
+        offsets[rank] = verdicts[rank].offset;
+        if (rank != comm->rank)
+            status = meet(comm, rank, patience, &peers[rank]);
+    }
+    if (status == SPAR_OK)
+        status = spar_group_attach(comm->state, peers, offsets);
+    else
+        for (int rank = 0; peers && rank < comm->world; rank++)
+            if (peers[rank])
+                spar_peers_leave(peers[rank]);
+    free(peers);
+    free(offsets);
+    return status;
+}
+
+static void describe(void *context, char *text, size_t size)
+{
+    const spar_call *call = context;
+    spar_plan_describe(call->plan, text, size - size / 4);
+    size_t used = strlen(text);
+    snprintf(text + used, size - used, "%s", call->text);
+}
+
+/* Where each rank's output lies, checked against its arena: a word from another process may be anything. */
+static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, const spar_words *all,
+                                int rank, void **outputs)
+{
+    int64_t length;
+    char *base = spar_group_arena(comm->state, rank, &length);
+    for (int t = 0; t < plan->ntensors; t++) {
+        int64_t offset = all[rank].offsets[t], bytes = plan->tensors[t].rank_bytes[rank];
+        if (offset < 0 || bytes > length || offset > length - bytes)
+            return spar_fail(SPAR_TRANSPORT,
+                             "rank %d says that its output of %lld bytes lies at %lld of %lld",
+                             rank, (long long)bytes, (long long)offset, (long long)length);
+        outputs[t] = base + offset;
+    }
+    return SPAR_OK;
+}
+
+static spar_status push(const spar_comm *comm, const spar_call *call, const spar_words *all)
+{
+    const spar_plan *plan = call->plan;
+    void *outputs[SPAR_GROUP_TENSORS];
+    for (int rank = 0; rank < comm->world; rank++) /* before anybody is written to */
+        SPAR_TRY(find_outputs(comm, plan, all, rank, outputs));
+    for (int i = 0; i < comm->world; i++) {
+        int rank = (comm->rank + i) % comm->world; /* not everybody to the same peer at once */
+        const spar_range *range = &plan->push[rank];
+        SPAR_TRY(find_outputs(comm, plan, all, rank, outputs));
+        SPAR_TRY(call->device->copy_blocks(plan->blocks + range->first, range->count, plan->dims,
+                                           call->inputs, outputs, &call->scale, call->stream));
+    }
+    return SPAR_OK;
+}
+
+/* Everything that can fail on this rank alone. */
+static spar_status prepare(const spar_call *call, spar_words *words)
+{
+    if (call->failed != SPAR_OK)
+        return spar_fail(call->failed, "%s", call->why);
+    if (call->plan->ntensors > SPAR_GROUP_TENSORS)
+        return spar_fail(SPAR_INVALID, "%d tensors; expected at most %d", call->plan->ntensors,
+                         SPAR_GROUP_TENSORS);
+    for (int t = 0; t < call->plan->ntensors; t++) {
+        SPAR_TRY(spar_arena_take(call->plan->tensors[t].out_bytes, &call->blocks[t]));
+        call->outputs[t] = spar_memory_address(call->blocks[t]);
+        words->offsets[t] = spar_memory_offset(call->blocks[t]);
+    }
+    words->signature = spar_plan_signature(call->plan, call->text);
+    return SPAR_OK;
+}
+
+static void drop_blocks(spar_group *group, const spar_call *call, int published, uint32_t n)
+{
+    for (int t = 0; call->plan && t < call->plan->ntensors; t++) {
+        if (!call->blocks[t])
+            continue;
+        if (published) { /* a slow peer may still push into it */
+            spar_group_hold(group);
+            spar_memory_publish(call->blocks[t], &spar_group_quarantine, group, n);
+        }
+        spar_memory_free(call->blocks[t]);
+        call->blocks[t] = NULL;
+    }
+}
+
+static spar_status run_locked(spar_comm *comm, spar_call *call, spar_words *all)
+{
+    spar_group *group = comm->state;
+    spar_words words = {0};
+    uint32_t n;
+    SPAR_TRY(spar_group_begin(group, &call->patience, &n));
+    spar_status status = prepare(call, &words);
+    if (status != SPAR_OK) {
+        spar_group_fail(group, status, spar_last_error());
+        drop_blocks(group, call, 0, n);
+        return status;
+    }
+    status = spar_group_publish(group, &words, describe, call, all, &call->patience);
+    if (status == SPAR_OK)
+        status = push(comm, call, all);
+    if (status == SPAR_OK)
+        status = spar_group_finish(group, &call->patience);
+    else if (status == SPAR_TRANSPORT)
+        spar_group_break(group, spar_last_error());
+    if (status != SPAR_OK)
+        drop_blocks(group, call, 1, n);
+    return status;
+}
+
+static spar_status run(spar_comm *comm, spar_call *call)
+{
+    spar_words on_stack[8], *all = on_stack;
+    if (!spar_arena_is_own())
+        return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
+    if (comm->world > 8 && !(all = malloc((size_t)comm->world * sizeof *all)))
+        return spar_fail(SPAR_NO_MEMORY, "no memory for the words of %d ranks", comm->world);
+    pthread_mutex_lock(spar_group_lock(comm->state));
+    spar_status status = run_locked(comm, call, all);
+    pthread_mutex_unlock(spar_group_lock(comm->state));
+    if (all != on_stack)
+        free(all);
+    return status;
+}
+
+static const char *shown(const spar_comm *comm, int rank)
+{
+    return spar_group_text(comm->state, rank);
+}
+
+static void close_comm(spar_comm *comm)
+{
+    if (comm->state && spar_arena_is_own()) /* a forked child does not speak for its parent */
+        spar_group_close(comm->state);
+    comm->state = NULL;
+}
+
+const spar_transport spar_transport_shm = {
+    .name = "shm",
+    .serves = serves,
+    .setup = setup,
+    .connect = connect_all,
+    .run = run,
+    .shown = shown,
+    .close = close_comm,
+};

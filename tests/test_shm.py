@@ -1,0 +1,332 @@
+"""Shared memory: whose the outputs are, what a slow, stopped or dead peer can touch, what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from reference import assert_same
+from test_faults import finish, start, tell, told
+
+import spar
+
+Group = dist.ProcessGroup
+gather = spar.gather_forward_split_backward
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+
+
+@pytest.fixture
+def shm(pool: Ranks) -> Ranks:
+    pool.transport = "shm"
+    return pool
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- outputs ----
+
+
+def check_lifetime(rank: int, world: int, group: Group) -> None:
+    """Outputs outlive their group, and are freed in any order on any thread."""
+    before = spar.memory_stats()["arena.allocated_bytes"]
+    fresh = dist.new_group(list(range(7)))
+    kept = [gather(torch.full((1000 + i,), float(rank + i)), fresh, 0) for i in range(12)]
+    assert spar.transport(fresh).name == "shm"
+    spar.close(fresh)
+    dist.destroy_process_group(fresh)
+    del fresh
+    gc.collect()
+    others = [gather(torch.zeros(5000), group, 0) for _ in range(5)]  # must not lie where the kept ones do
+    for i, x in enumerate(kept):
+        assert_same(x, torch.cat([torch.full((1000 + i,), float(p + i)) for p in range(7)]))
+    del others
+
+    def free(which: list[int]) -> None:
+        for i in which:
+            kept[i] = torch.empty(0)
+
+    threads = [
+        threading.Thread(target=free, args=(which,)) for which in ([11, 0, 5, 7], [2, 9, 1, 10], [3, 8, 4, 6])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del x
+    dist.barrier()
+    gather(torch.zeros(1), group, 0)  # looks for what has become free
+    assert spar.memory_stats()["arena.allocated_bytes"] <= before + 8192
+
+
+def test_outputs_outlive_their_group(shm: Ranks) -> None:
+    shm(7, check_lifetime)
+
+
+def check_poison(rank: int, world: int, group: Group) -> None:
+    """A freed output is reused; no late write of an earlier call may show in it."""
+    for turn in range(200):
+        x = torch.full((3, 64), float(turn * world + rank))
+        y = gather(x, group, 0)
+        assert_same(
+            y,
+            torch.arange(turn * world, (turn + 1) * world)
+            .float()
+            .repeat_interleave(3)[:, None]
+            .expand(-1, 64),
+        )
+        y.fill_(float("nan"))
+        del y
+
+
+def test_poisoned_memory(shm: Ranks) -> None:
+    shm(4, check_poison)
+
+
+def check_growth(rank: int, world: int, group: Group, calls: int) -> None:
+    def go(count: int) -> None:
+        for i in range(count):
+            gather(torch.zeros(1 + i % 97, 1 + i % 13), group, 0)
+
+    go(3000)
+    gc.collect()
+    stats, files, threads = spar.memory_stats(), descriptors(), threading.active_count()
+    go(calls)
+    after = spar.memory_stats()
+    assert after["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
+    assert after["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 4096
+    assert after["arena.quarantined_bytes"] == 0
+    assert after["calls.shm"] - stats["calls.shm"] == calls
+    assert after["plans.cached"] <= 1024
+    assert (descriptors(), threading.active_count()) == (files, threads)
+
+
+def test_calls_leave_nothing(shm: Ranks) -> None:
+    shm(2, check_growth, 20_000)
+
+
+def check_groups(rank: int, world: int, group: Group, count: int) -> None:
+    stats = files = None
+    for i in range(count):
+        fresh = dist.new_group(list(range(7)))
+        gather(torch.zeros(10), fresh, 0)
+        spar.close(fresh)
+        dist.destroy_process_group(fresh)
+        if i == 3:
+            stats, files = spar.memory_stats(), descriptors()
+    dist.barrier()
+    gather(torch.zeros(1), group, 0)
+    assert stats is not None
+    assert spar.memory_stats()["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
+    assert spar.memory_stats()["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 65536
+    assert descriptors() <= (files or 0) + 2
+
+
+def test_groups_made_and_closed(shm: Ranks) -> None:
+    shm(7, check_groups, 25)
+
+
+def check_empty_cache(rank: int, world: int, group: Group) -> None:
+    y = gather(torch.zeros(4_000_000), group, 0)
+    assert spar.memory_stats()["arena.reserved_bytes"] >= 4 * 4_000_000 * world
+    del y
+    gather(torch.zeros(1), group, 0)
+    dist.barrier(group)
+    spar.empty_cache()
+    assert spar.memory_stats()["arena.reserved_bytes"] < 2**23
+    assert spar.memory_stats()["arena.returned_bytes"] > 0
+    dist.barrier(group)
+    assert_same(gather(torch.ones(1_000_000), group, 0), torch.ones(1_000_000 * world))
+
+
+def test_empty_cache(shm: Ranks) -> None:
+    shm(2, check_empty_cache)
+
+
+# ---- failures of one rank ----
+
+
+def check_argument_error(rank: int, world: int, group: Group) -> None:
+    """A rank's bad argument is its own ValueError, and a MismatchError that quotes it on the others."""
+    gather(torch.zeros(1), group, 0)
+    if rank == 1:
+        with pytest.raises(ValueError, match="dim is 5"):
+            gather(torch.zeros(1), group, 5)
+    else:
+        with pytest.raises(
+            spar.MismatchError, match=r"rank 1 failed: .*dim is 5; expected -1 to 0"
+        ) as caught:
+            gather(torch.zeros(1), group, 0)
+        assert caught.value.ranks == (1,)
+    assert_same(gather(torch.full((1,), float(rank)), group, 0), torch.arange(float(world)))
+
+
+def test_a_bad_argument_is_told_to_the_others(shm: Ranks) -> None:
+    shm(3, check_argument_error)
+
+
+def over_the_cap(rank: int, folder: Path) -> None:
+    with pytest.raises(spar.OutOfMemoryError, match="SPAR_ARENA_MAX") as caught:
+        gather(torch.zeros(2_000_000), None, 0)
+    assert isinstance(caught.value, MemoryError)
+    assert_same(gather(torch.ones(3), None, 0), torch.ones(6))  # usable after it
+
+
+def test_over_the_cap_all_ranks_raise(tmp_path: Path) -> None:
+    assert finish(start(over_the_cap, 2, tmp_path, SPAR_ARENA_MAX="8000000"), 40) == [0, 0]
+
+
+# ---- death ----
+
+
+def sleep_as_a_worker() -> None:
+    time.sleep(30)
+
+
+def dies_with_a_worker(rank: int, folder: Path) -> None:
+    assert spar.transport().name == "shm"
+    if rank == 1:
+        worker = mp.get_context("fork").Process(target=sleep_as_a_worker)
+        worker.start()
+        time.sleep(0.5)
+        tell(folder, 7, str(worker.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(spar.PeerLostError, match=r"rank 1 \(process \d+\) died") as caught:
+        gather(torch.zeros(3), None, 0)
+    assert caught.value.ranks == (1,)
+    with pytest.raises(spar.GroupBrokenError):
+        gather(torch.zeros(3), None, 0)
+    tell(folder, rank, str(time.monotonic() - begin))
+
+
+def test_a_dead_peer_whose_worker_lives_on(tmp_path: Path) -> None:
+    processes = start(dies_with_a_worker, 3, tmp_path, SPAR_TRANSPORT="shm")
+    try:
+        for rank in (0, 2):
+            assert float(told(tmp_path, rank)) < 2.5
+        assert finish(processes, 10) == [0, -signal.SIGKILL, 0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(told(tmp_path, 7)), signal.SIGKILL)
+
+
+def ends_early(rank: int, folder: Path) -> None:
+    """A rank that ends normally raises nothing in the others."""
+    y = gather(torch.full((100_000,), float(rank)), None, 0)
+    if rank == 0:
+        return
+    time.sleep(0.5)
+    assert y[0] == 0 and y[-1] == 2
+
+
+def test_a_rank_that_ends_normally(tmp_path: Path) -> None:
+    assert finish(start(ends_early, 3, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0, 0]
+
+
+def stopped_and_resumed(rank: int, folder: Path) -> None:
+    """A rank stopped in a call, resumed after its peer timed out, harms no other tensor (quarantine)."""
+    own = dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    gather(torch.zeros(1), pair, 0)
+    other = dist.new_group([0, 1])
+    gather(torch.zeros(1), other, 0)
+    if rank == 1:
+        tell(folder, 1, str(os.getpid()))
+        x = torch.full((4_000_000,), 7.0)  # long enough to be stopped in
+        try:
+            for _ in range(1000):
+                gather(x, pair, 0)
+        except spar.SparError:
+            pass
+        tell(folder, 8, "")
+        time.sleep(1)
+        return
+    del own
+    with pytest.raises((spar.ExchangeTimeoutError, spar.GroupBrokenError)):
+        for _ in range(1000):
+            gather(torch.full((4_000_000,), 3.0), pair, 0)
+    assert spar.memory_stats()["arena.quarantined_bytes"] >= 4 * 8_000_000
+    tell(folder, 0, "")
+    mine = [torch.empty(0)]
+    from spar import _C
+
+    assert _C.arena_stats()[4] >= 4 * 8_000_000
+    told(folder, 8)  # the other one was resumed, and has given up
+    del mine
+    spar.close(pair)
+    time.sleep(0.2)
+    spar.empty_cache()
+    assert spar.memory_stats()["arena.quarantined_bytes"] < 4 * 8_000_000
+
+
+def test_quarantine(tmp_path: Path) -> None:
+    processes = start(stopped_and_resumed, 2, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="2")
+    pid = int(told(tmp_path, 1))
+    time.sleep(0.7)
+    os.kill(pid, signal.SIGSTOP)
+    told(tmp_path, 0)
+    os.kill(pid, signal.SIGCONT)
+    assert finish(processes, 20) == [0, 0]
+
+
+# ---- fork, exit ----
+
+
+def forks(rank: int, folder: Path) -> None:
+    y = gather(torch.full((10,), float(rank)), None, 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            gather(torch.zeros(1), None, 0)
+        except spar.SparError as error:
+            assert "forked" in str(error)
+            del y
+            gc.collect()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_same(y, torch.tensor([0.0, 1.0]).repeat_interleave(10))
+    assert_same(gather(torch.ones(2), None, 0), torch.ones(4))
+
+
+def test_a_forked_child_raises_and_harms_nothing(tmp_path: Path) -> None:
+    assert finish(start(forks, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
+
+
+def test_nothing_is_dumped_or_left_behind(tmp_path: Path) -> None:
+    code = """
+import os, torch, torch.distributed as dist, spar
+dist.init_process_group("gloo")
+y = spar.gather_forward_split_backward(torch.zeros(1000), None, 0)
+assert spar.transport().name == "shm"
+lines = open("/proc/self/smaps").read().split("\\n")
+flags = {}
+for line in lines:
+    if "memfd:spar" in line:
+        name = line.split()[0]; flags[name] = ""
+    elif line.startswith("VmFlags") and flags and list(flags.values())[-1] == "":
+        flags[list(flags)[-1]] = line
+assert len(flags) == 2 and all(" dd" in text for text in flags.values()), flags
+print("seen")
+"""
+    (tmp_path / "run.py").write_text(code)
+    before = set(os.listdir("/dev/shm"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*torchrun, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("seen") == 2, done.stderr
+    assert {name for name in os.listdir("/dev/shm") if "spar" in name} <= before
