@@ -17,9 +17,8 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 
 # Each header, and those that it may include: the list in spar.h, top to bottom.
-LAYERS = (
-    "error env layout ops plan device pack patience arena peers group transport local spar binding"
-).split()
+LAYERS = ["error", "env", "layout", "ops", "plan", "device", "pack", "patience", "arena", "peers", "group"]
+LAYERS += ["transport", "local", "spar", "binding"]
 
 
 def includes(path: Path) -> list[str]:
@@ -112,7 +111,7 @@ def test_version() -> None:
 
 
 def test_one_function_makes_words_visible() -> None:
-    """Streaming stores pass ordinary ones: only publish(), which fences, may store a word that peers await."""
+    """Streaming stores pass ordinary ones: only publish(), which fences, may store what peers await."""
     for path in [CSRC / "group.c", *(CSRC / "transports").glob("*.c")]:
         stores = re.findall(r"__atomic_store_n\((.+?),", path.read_text())
         expected = ["word", "&g->boxes[rank]->goodbye[g->rank]"] if path.name == "group.c" else []
