@@ -20,6 +20,8 @@ const spar_env_row spar_env_rows[] = {
 static int is_word_of(const char *words, const char *value)
 {
     size_t length = strlen(value);
+    if (strchr(value, '|'))
+        return 0;
     for (const char *word = words; word; word = strchr(word, '|')) {
         word += *word == '|';
         if (strncmp(word, value, length) == 0 && (word[length] == '|' || word[length] == 0))

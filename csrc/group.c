@@ -75,10 +75,9 @@ static void wake(uint32_t *word)
 static void publish(mailbox *box, uint32_t *word, uint32_t value)
 {
     stream_fence();
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
-    __atomic_thread_fence(
-        __ATOMIC_SEQ_CST); /* the word before the count: else a sleeper is missed */
-    if (__atomic_load_n(&box->waiters, __ATOMIC_RELAXED))
+    /* seq_cst: the word before the count, as a sleeper writes the count before it reads the word */
+    __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&box->waiters, __ATOMIC_SEQ_CST))
         wake(word);
 }
 

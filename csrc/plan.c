@@ -78,6 +78,21 @@ static void local_extents(const spar_plan_tensor *shape, const spar_layout *layo
         extents[layout->dim] = spar_layout_extent(layout, rank);
 }
 
+/* Whether an outer loop of this stride goes on where the inner one ends. */
+static int adjoins(int64_t outer, int64_t inner, int64_t extent)
+{
+    int64_t end;
+    return !__builtin_mul_overflow(inner, extent, &end) && outer == end;
+}
+
+static int has_zero(int ndim, const int64_t *extents)
+{
+    for (int i = 0; i < ndim; i++)
+        if (extents[i] == 0)
+            return 1;
+    return 0;
+}
+
 /* Appends one block; loops that adjoin on both sides become one, and a contiguous innermost the run. */
 static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim,
                              const int64_t *extents, const placement *from, const placement *to,
@@ -88,20 +103,21 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
     int64_t src_end, dst_end, bytes = run;
     int n = 0; /* loops, innermost first */
     for (int i = ndim - 1; i >= 0; i--) {
-        if (extents[i] == 0)
-            return SPAR_OK;
         bytes *= extents[i];
         if (extents[i] == 1)
             continue;
         spar_dim loop = {extents[i], from->strides[i], to->strides[i]};
         if (n == 0 && loop.src == run && loop.dst == run)
             run *= loop.extent;
-        else if (n > 0 && loop.src == loops[n - 1].src * loops[n - 1].extent &&
-                 loop.dst == loops[n - 1].dst * loops[n - 1].extent)
+        else if (n > 0 && adjoins(loop.src, loops[n - 1].src, loops[n - 1].extent) &&
+                 adjoins(loop.dst, loops[n - 1].dst, loops[n - 1].extent))
             loops[n - 1].extent *= loop.extent;
         else
             loops[n++] = loop;
     }
+    if (__builtin_add_overflow(range->bytes, bytes, &range->bytes))
+        return spar_fail(SPAR_INVALID, "%s: with %lld bytes more, one rank sends another over 2^63",
+                         b->plan->op->name, (long long)bytes);
     src_end = src + run;
     dst_end = dst + run;
     for (int i = 0; i < n; i++) {
@@ -122,7 +138,6 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
     for (int i = n - 1; i >= 0; i--)
         b->plan->dims[b->dims++] = loops[i];
     range->count++;
-    range->bytes += bytes;
     return SPAR_OK;
 }
 
@@ -154,14 +169,16 @@ static spar_status add_pair(builder *b, spar_range *range, int tensor, const spa
         for (int64_t j = 0; j < nz; j++) {
             const placement *source = from;
             int64_t src = 0, dst = 0;
-            if (in->dim >= 0) {
+            if (in->dim >= 0)
                 extents[in->dim] = a[i].extent;
-                dst += a[i].global * to.strides[in->dim];
-            }
-            if (out->dim >= 0) {
+            if (out->dim >= 0)
                 extents[out->dim] = z[j].extent;
+            if (has_zero(shape->ndim, extents))
+                continue;
+            if (in->dim >= 0)
+                dst += a[i].global * to.strides[in->dim];
+            if (out->dim >= 0)
                 dst += z[j].local * to.strides[out->dim];
-            }
             if (from) {
                 src += in->dim >= 0 ? a[i].local * from->strides[in->dim] : 0;
                 src += out->dim >= 0 ? z[j].global * from->strides[out->dim] : 0;
@@ -227,15 +244,14 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tens
         return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", plan->world);
     shape->out_sizes = shape->in_sizes + plan->world;
     shape->rank_bytes = shape->out_sizes + plan->world;
-    int64_t slice = shape->item_size; /* bytes of one step along the dim that the outputs cut */
-    for (int i = 0; i < shape->ndim; i++)
-        slice *= i == out->dim ? 1 : shape->global[i];
     for (int rank = 0; rank < plan->world; rank++) {
         shape->in_sizes[rank] = in->dim >= 0 ? spar_layout_extent(in, rank) : 0;
         shape->out_sizes[rank] = out->dim >= 0 ? spar_layout_extent(out, rank) : 0;
-        shape->rank_bytes[rank] = slice * (out->dim >= 0 ? shape->out_sizes[rank] : 1);
+        local_extents(shape, out, rank, extents);
+        SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &place));
+        shape->rank_bytes[rank] = place.bytes;
     }
-    plan->signature = mix(plan->signature, shape->ndim);
+    plan->signature = mix(mix(plan->signature, shape->item_size), shape->ndim);
     for (int i = 0; i < shape->ndim; i++)
         plan->signature = mix(plan->signature, shape->global[i]);
     plan->signature = mix_layout(mix_layout(plan->signature, in), out);
@@ -254,6 +270,9 @@ spar_status spar_request_check(const spar_request *request)
         if (tensor->ndim < 1 || tensor->ndim > SPAR_MAX_DIMS)
             return spar_fail(SPAR_INVALID, "%s: rank %d's input has %d dims; expected 1 to %d",
                              request->op->name, request->rank, tensor->ndim, SPAR_MAX_DIMS);
+        if (tensor->nargs < 0 || tensor->nargs > request->world + 16)
+            return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks",
+                             request->op->name, request->op->args, tensor->nargs, request->world);
         if (tensor->item_size < 1 || tensor->item_size > 4096)
             return spar_fail(SPAR_INVALID, "%s: an item of %lld bytes; expected 1 to 4096",
                              request->op->name, (long long)tensor->item_size);
@@ -266,6 +285,9 @@ static spar_status add_blocks(builder *b, const spar_request *request, const spa
                               const placement *inputs)
 {
     spar_plan *plan = b->plan;
+    /* an empty plan has arrays too: a null pointer may not even be moved by 0 */
+    SPAR_TRY(room_for((void **)&plan->blocks, &b->block_room, 1, sizeof(spar_block)));
+    SPAR_TRY(room_for((void **)&plan->dims, &b->dim_room, 1, sizeof(spar_dim)));
     for (int side = 0; side < 2; side++) {
         spar_range *ranges = side ? plan->pull : plan->push;
         for (int peer = 0; ranges && peer < plan->world; peer++) {

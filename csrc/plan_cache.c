@@ -174,8 +174,8 @@ void spar_plan_cache_stats(spar_plan_stats *stats)
 void spar_plan_cache_limit(int64_t capacity)
 {
     pthread_mutex_lock(&cache.lock);
-    cache.capacity = capacity;
-    entry *evicted = evict(capacity);
+    cache.capacity = capacity < 0 ? 0 : capacity;
+    entry *evicted = evict(cache.capacity);
     pthread_mutex_unlock(&cache.lock);
     free_chain(evicted);
 }

@@ -16,6 +16,8 @@ static spar_status tell(spar_status status, spar_verdict *verdict)
 spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,
                            int rank, int local_ranks, spar_comm **comm, spar_verdict *verdict)
 {
+    if (world < 1 || rank < 0 || rank >= world)
+        return spar_fail(SPAR_INVALID, "a comm for rank %d of %d", rank, world);
     spar_comm *made = calloc(1, sizeof *made);
     spar_facts *copy = malloc((size_t)world * sizeof *copy);
     if (!made || !copy) {

@@ -414,7 +414,7 @@ def init(group: Group = None, device: torch.device | str | None = None) -> Trans
 def close(group: Group = None) -> None:
     """Ends spar's use of a group on this rank. Neither waits nor is collective; outputs stay valid.
 
-    Calls of ranks that go on raise GroupBrokenError. When all ranks have closed it, the group can be used anew.
+    Calls of ranks that go on raise GroupBrokenError. When all have closed it, the group can be used anew.
     """
     with _create:
         found = _by_group.pop(_real(process_group(group)), None)

@@ -88,6 +88,25 @@ SCALER(scale_bf16, uint16_t, float, load_bf16, store_bf16)
 SCALER(scale_f32, float, float, SAME, SAME)
 SCALER(scale_f64, double, double, SAME, SAME)
 
+/* Complex items, as torch multiplies and divides them by a real number: with the terms of the zero imaginary
+ * part, which matter for infinities and signed zeros, and a division as a product with the reciprocal. */
+#define COMPLEX_SCALER(name, type)                                                                 \
+    static void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,     \
+                     int divide)                                                                   \
+    {                                                                                              \
+        const type by = (type)factor, inverse = 1 / by, zero = 0;                                  \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            type x[2], y[2];                                                                       \
+            memcpy(x, s + i * ss, sizeof x);                                                       \
+            y[0] = divide ? (x[0] + x[1] * zero) * inverse : x[0] * by - x[1] * zero;              \
+            y[1] = divide ? (x[1] - x[0] * zero) * inverse : x[0] * zero + x[1] * by;              \
+            memcpy(d + i * ds, y, sizeof y);                                                       \
+        }                                                                                          \
+    }
+
+COMPLEX_SCALER(scale_c64, float)
+COMPLEX_SCALER(scale_c128, double)
+
 static int64_t item_size(spar_dtype dtype)
 {
     switch (dtype) {
@@ -111,9 +130,6 @@ static void scale_items(const spar_scale *scale, char *d, const char *s, int64_t
                         int64_t ss)
 {
     double factor = scale->factor;
-    /* torch divides a complex number by a real one as a product with the reciprocal */
-    float inverse32 = 1.0f / (float)factor;
-    double inverse64 = 1.0 / factor;
     switch (scale->dtype) {
     case SPAR_F16:
         scale_f16(d, s, n, ds, ss, factor, scale->divide);
@@ -127,13 +143,11 @@ static void scale_items(const spar_scale *scale, char *d, const char *s, int64_t
     case SPAR_F64:
         scale_f64(d, s, n, ds, ss, factor, scale->divide);
         break;
-    case SPAR_C64: /* as its real and its imaginary parts */
-        for (int part = 0; part < 8; part += 4)
-            scale_f32(d + part, s + part, n, ds, ss, scale->divide ? inverse32 : factor, 0);
+    case SPAR_C64:
+        scale_c64(d, s, n, ds, ss, factor, scale->divide);
         break;
     case SPAR_C128:
-        for (int part = 0; part < 16; part += 8)
-            scale_f64(d + part, s + part, n, ds, ss, scale->divide ? inverse64 : factor, 0);
+        scale_c128(d, s, n, ds, ss, factor, scale->divide);
         break;
     case SPAR_UNSCALED:
         break;

@@ -10,7 +10,8 @@ static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int wor
 {
     int scatter, gather;
     if (tensor->nargs != 3)
-        return spar_fail(SPAR_INVALID, "%s takes %s", op->name, op->args);
+        return spar_fail(SPAR_INVALID, "%s takes %s; %d were given", op->name, op->args,
+                         tensor->nargs);
     SPAR_TRY(spar_op_dim(op, tensor, 0, &scatter));
     SPAR_TRY(spar_op_dim(op, tensor, 1, &gather));
     if (scatter == gather)

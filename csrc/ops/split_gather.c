@@ -14,8 +14,8 @@ static const int64_t *given_sizes(const spar_tensor *tensor, int world)
 
 static spar_status wrong_count(const spar_op *op, const spar_tensor *tensor, int world)
 {
-    return spar_fail(SPAR_INVALID, "%s takes %s: %d sizes were given for %d ranks", op->name,
-                     op->args, tensor->nargs - 1, world);
+    return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks", op->name, op->args,
+                     tensor->nargs, world);
 }
 
 static spar_status split_layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank,

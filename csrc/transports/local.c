@@ -88,6 +88,8 @@ static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t
 {
     struct timespec until = {call->patience.deadline_ns / 1000000000,
                              call->patience.deadline_ns % 1000000000};
+    if (w->broken) /* who gave up may have freed its outputs */
+        return spar_fail(SPAR_TIMEOUT, "another rank gave up");
     for (int rank = 0; rank < w->world; rank++) {
         const member *m = &w->members[rank];
         while ((for_done ? m->done : m->started) < n) {

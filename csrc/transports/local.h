@@ -4,6 +4,8 @@
 
 #include "../transport.h"
 
+extern const spar_transport spar_transport_local;
+
 typedef struct spar_local_world spar_local_world;
 
 spar_local_world *spar_local_world_new(int world);

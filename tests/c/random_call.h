@@ -1,0 +1,149 @@
+/* Random calls: what is asked for, what each rank holds before, and what it must hold after. */
+#ifndef RANDOM_CALL_H
+#define RANDOM_CALL_H
+
+#include "spar.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
+
+enum { WORLD = 8, DIMS = 4, TENSORS = 3, ARGS = 1 + WORLD, NOT_WRITTEN = 0xee };
+
+static void wrong(int line, const char *condition)
+{
+    fprintf(stderr, "line %d: %s; last error: %s\n", line, condition, spar_last_error());
+    abort();
+}
+
+static uint64_t scramble(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+/* A number from 0 to bound - 1. */
+static int draw(uint64_t *seed, int bound)
+{
+    return (int)(scramble(*seed += 0x9e3779b97f4a7c15u) % (uint64_t)bound);
+}
+
+typedef struct {
+    int dim; /* -1: every rank holds all */
+    int64_t sizes[WORLD];
+} cut;
+
+typedef struct {
+    int item, ndim, nargs, gap; /* gap: items left out between the input's rows */
+    int64_t whole[DIMS], args[ARGS];
+    cut in, out;
+} part;
+
+static cut by_rule(const part *p, int dim, int world)
+{
+    cut c = {.dim = dim};
+    for (int rank = 0; rank < world; rank++)
+        c.sizes[rank] = p->whole[dim] / world + (rank < p->whole[dim] % world);
+    return c;
+}
+
+/* Arguments of each op. A new one fails here until it has some. */
+static void draw_args(uint64_t *seed, const char *op, int world, part *p)
+{
+    int dim = draw(seed, p->ndim), other = (dim + 1 + draw(seed, p->ndim - 1)) % p->ndim;
+    const cut none = {.dim = -1};
+    if (strcmp(op, "all_to_all") == 0) {
+        int64_t args[] = {dim, other, p->whole[other]};
+        memcpy(p->args, args, sizeof args);
+        p->nargs = 3;
+        p->in = by_rule(p, other, world);
+        p->out = by_rule(p, dim, world);
+        return;
+    }
+    int is_split = strcmp(op, "split") == 0;
+    EXPECT(is_split || strcmp(op, "gather") == 0);
+    cut c = by_rule(p, dim, world);
+    p->args[0] = dim;
+    p->args[1] = p->whole[dim];
+    p->nargs = is_split ? 1 : 2;
+    if (draw(seed, 2)) {
+        p->nargs = 1 + world;
+        p->whole[dim] = 0;
+        for (int rank = 0; rank < world; rank++)
+            p->whole[dim] += p->args[1 + rank] = c.sizes[rank] = draw(seed, 4);
+    }
+    p->in = is_split ? none : c;
+    p->out = is_split ? c : none;
+}
+
+/* All ranks draw the same call from the same seed. */
+static const spar_op *draw_call(uint64_t seed, int world, int *count, part *parts)
+{
+    static const int items[] = {1, 2, 3, 4, 8, 16};
+    int ops = 0;
+    while (spar_ops[ops])
+        ops++;
+    const spar_op *op = spar_ops[draw(&seed, ops)];
+    *count = 1 + draw(&seed, TENSORS);
+    for (part *p = parts; p < parts + *count; p++) {
+        *p = (part){
+            .item = items[draw(&seed, 6)], .ndim = 2 + draw(&seed, 3), .gap = draw(&seed, 3)};
+        for (int i = 0; i < p->ndim; i++)
+            p->whole[i] = draw(&seed, p->ndim == 2 ? 20 : 7);
+        draw_args(&seed, op->name, world, p);
+    }
+    return op;
+}
+
+/* One rank's tensor. */
+typedef struct {
+    int dim;
+    int64_t extents[DIMS], strides[DIMS], start, bytes; /* start: of the cut dim, in the whole */
+    unsigned char *data;
+} buffer;
+
+static buffer make_buffer(const part *p, int rank, const cut *c, int gap)
+{
+    buffer b = {.dim = c->dim, .bytes = p->item};
+    memcpy(b.extents, p->whole, sizeof b.extents);
+    if (c->dim >= 0)
+        b.extents[c->dim] = c->sizes[rank];
+    for (int r = 0; r < rank; r++)
+        b.start += c->sizes[r];
+    for (int i = p->ndim - 1; i >= 0; i--) {
+        b.strides[i] = b.bytes / p->item;
+        b.bytes = b.bytes * b.extents[i] + (i == p->ndim - 1 ? gap * p->item : 0);
+    }
+    b.data = malloc((size_t)b.bytes + 1);
+    EXPECT(b.data);
+    memset(b.data, NOT_WRITTEN, (size_t)b.bytes + 1);
+    return b;
+}
+
+/* Writes into each cell what its place in the whole says, or expects to find it there. */
+static void visit(const part *p, const buffer *b, int check)
+{
+    int64_t cells = 1;
+    for (int i = 0; i < p->ndim; i++)
+        cells *= b->extents[i];
+    for (int64_t cell = 0; cell < cells; cell++) {
+        int64_t rest = cell, at = 0, place = 0, step = 1;
+        for (int i = p->ndim - 1; i >= 0; i--) {
+            int64_t index = rest % b->extents[i];
+            rest /= b->extents[i];
+            at += index * b->strides[i];
+            place += (index + (i == b->dim ? b->start : 0)) * step;
+            step *= p->whole[i];
+        }
+        uint64_t value[2] = {scramble((uint64_t)place), (uint64_t)place};
+        if (check)
+            EXPECT(memcmp(b->data + at * p->item, value, (size_t)p->item) == 0);
+        else
+            memcpy(b->data + at * p->item, value, (size_t)p->item);
+    }
+}
+
+#endif

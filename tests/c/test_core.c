@@ -1,0 +1,306 @@
+/* The C core for the sanitizers: ranks are threads, calls are random.
+ *
+ *   test_core         runs everything; what is wrong aborts
+ *   test_core bench   prints what a plan costs */
+#include "random_call.h"
+#include "spar.h"
+#include "transports/local.h"
+
+#include <pthread.h>
+#include <time.h>
+
+static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+/* ---- Calls ---- */
+
+typedef struct {
+    int rank, world;
+    spar_comm *comm;
+    pthread_barrier_t *barrier;
+    void *(*wires)[WORLD]; /* [sender][receiver] */
+} member;
+
+static void exchange_packed(member *m, const spar_plan *plan, const spar_call *call)
+{
+    for (int peer = 0; peer < m->world; peer++) {
+        void *wire = m->wires[m->rank][peer] = malloc((size_t)plan->push[peer].bytes);
+        EXPECT(!spar_pack(plan, call->device, peer, call->inputs, wire, NULL));
+    }
+    pthread_barrier_wait(m->barrier);
+    EXPECT(!spar_copy_own(plan, call->device, call->inputs, call->outputs, &unscaled, NULL));
+    for (int peer = 0; peer < m->world; peer++)
+        EXPECT(peer == m->rank || !spar_unpack(plan, call->device, peer, m->wires[peer][m->rank],
+                                               call->outputs, &unscaled, NULL));
+    pthread_barrier_wait(m->barrier);
+    for (int peer = 0; peer < m->world; peer++)
+        free(m->wires[m->rank][peer]);
+}
+
+/* One call by run, by start and wait, or packed. Where one rank asks for something else, nobody gets anything. */
+static void call_once(member *m, uint64_t seed)
+{
+    int how = draw(&seed, 3), differs = how < 2 && m->world > 1 && draw(&seed, 8) == 0, count;
+    part parts[TENSORS];
+    uint64_t own_seed = seed + (differs && m->rank == m->world - 1);
+    const spar_op *op = draw_call(own_seed, m->world, &count, parts);
+    spar_tensor tensors[TENSORS];
+    buffer in[TENSORS], out[TENSORS];
+    const void *inputs[TENSORS];
+    void *outputs[TENSORS];
+    for (int t = 0; t < count; t++) {
+        part *p = &parts[t];
+        in[t] = make_buffer(p, m->rank, &p->in, p->gap);
+        out[t] = make_buffer(p, m->rank, &p->out, 0);
+        visit(p, &in[t], 0);
+        inputs[t] = in[t].data;
+        outputs[t] = out[t].data;
+        tensors[t] =
+            (spar_tensor){p->item, p->ndim, in[t].extents, in[t].strides, p->nargs, p->args};
+    }
+    spar_request request = {op, m->world, m->rank, SPAR_SIDE_PULL, count, tensors};
+    spar_plan *plan;
+    EXPECT(!spar_plan_get(&request, &plan));
+    spar_call call = {.plan = plan,
+                      .inputs = inputs,
+                      .outputs = outputs,
+                      .device = &spar_device_cpu,
+                      .scale = unscaled,
+                      .patience = {.deadline_ns = now_ns() + 60000000000}};
+    spar_status expected = differs ? SPAR_MISMATCH : SPAR_OK;
+    if (how == 0) {
+        EXPECT(!m->comm->transport->start(m->comm, &call));
+        EXPECT(m->comm->transport->wait(m->comm, &call) == expected);
+    } else if (how == 1) {
+        EXPECT(spar_comm_run(m->comm, &call) == expected);
+    } else {
+        exchange_packed(m, plan, &call);
+    }
+    for (int t = 0; t < count; t++) {
+        visit(&parts[t], &in[t], 1);
+        EXPECT(out[t].bytes == plan->tensors[t].out_bytes);
+        EXPECT(out[t].data[out[t].bytes] == NOT_WRITTEN);
+        for (int64_t i = 0; differs && i < out[t].bytes; i++)
+            EXPECT(out[t].data[i] == NOT_WRITTEN);
+        if (!differs)
+            visit(&parts[t], &out[t], 1);
+        free(in[t].data);
+        free(out[t].data);
+    }
+    spar_plan_release(plan);
+}
+
+static void *call_often(void *argument)
+{
+    member *m = argument;
+    for (int round = 0; round < 120; round++)
+        call_once(m, scramble((uint64_t)(round * WORLD + m->world)));
+    return NULL;
+}
+
+/* Gathers a byte with a limit of 50 ms, and frees its memory at once, as a caller that raises would. */
+static void *give_up(void *argument)
+{
+    member *m = argument;
+    const int64_t one = 1, dim = 0;
+    spar_tensor tensor = {1, 1, &one, &one, 1, &dim};
+    spar_request request = {spar_op_find("gather"), m->world, m->rank, 0, 1, &tensor};
+    spar_plan *plan;
+    void *out = calloc(1, (size_t)m->world);
+    const void *in = out;
+    EXPECT(!spar_plan_build(&request, &plan));
+    spar_call call = {.plan = plan,
+                      .inputs = &in,
+                      .outputs = &out,
+                      .device = &spar_device_cpu,
+                      .scale = unscaled,
+                      .patience = {.deadline_ns = now_ns() + 50000000}};
+    EXPECT(spar_comm_run(m->comm, &call) == SPAR_TIMEOUT);
+    EXPECT(now_ns() < call.patience.deadline_ns + 5000000000);
+    free(out);
+    spar_plan_release(plan);
+    return NULL;
+}
+
+static void in_threads(void *(*function)(void *), void *arguments, size_t size, int count)
+{
+    pthread_t threads[WORLD];
+    for (int i = 0; i < count; i++)
+        EXPECT(!pthread_create(&threads[i], NULL, function, (char *)arguments + (size_t)i * size));
+    for (int i = 0; i < count; i++)
+        EXPECT(!pthread_join(threads[i], NULL));
+}
+
+static void test_world(int size)
+{
+    spar_local_world *shared = spar_local_world_new(size);
+    spar_facts facts[WORLD];
+    spar_verdict verdicts[WORLD], last;
+    const spar_patience forever = {0};
+    void *wires[WORLD][WORLD];
+    member members[WORLD];
+    pthread_barrier_t barrier;
+    pthread_barrier_init(&barrier, NULL, (unsigned)size);
+    for (int rank = 0; rank < size; rank++) {
+        spar_facts_read(&facts[rank]);
+        facts[rank].local_world = (uint64_t)(uintptr_t)shared;
+        members[rank] = (member){rank, size, NULL, &barrier, wires};
+    }
+    for (int rank = 0; rank < size; rank++)
+        EXPECT(!spar_comm_open(&spar_transport_local, facts, size, rank, size, &members[rank].comm,
+                               &verdicts[rank]));
+    for (int rank = 0; rank < size; rank++)
+        EXPECT(!spar_comm_connect(members[rank].comm, verdicts, &forever, &last) && !last.failed);
+    in_threads(call_often, members, sizeof *members, size);
+    if (size > 1) { /* rank 0 does not come; then it comes, when the others have gone */
+        in_threads(give_up, members + 1, sizeof *members, size - 1);
+        give_up(members);
+    }
+    for (int rank = 0; rank < size; rank++)
+        spar_comm_close(members[rank].comm);
+    pthread_barrier_destroy(&barrier);
+    spar_local_world_free(shared);
+}
+
+/* ---- The cache ---- */
+
+static void *hammer(void *argument)
+{
+    uint64_t seed = *(uint64_t *)argument;
+    for (int i = 0; i < 3000; i++) {
+        const int64_t extent = 1 + draw(&seed, 12), stride = 1, dim = 0;
+        spar_tensor tensor = {1, 1, &extent, &stride, 1, &dim};
+        spar_request request = {spar_op_find("gather"), 8, draw(&seed, 2), 0, 1, &tensor};
+        spar_plan *plan;
+        if (draw(&seed, 100) == 0)
+            spar_plan_cache_limit(draw(&seed, 10));
+        EXPECT(!spar_plan_get(&request, &plan));
+        EXPECT(plan->rank == request.rank && plan->tensors[0].out[0] == 8 * extent);
+        spar_plan_release(plan);
+    }
+    return NULL;
+}
+
+/* The same new plan, which takes a while, in all threads at once. */
+static void *ask_together(void *barrier)
+{
+    const int64_t one = 1, dim = 0;
+    spar_tensor tensor = {1, 1, &one, &one, 1, &dim};
+    spar_request request = {spar_op_find("gather"), 4096, 0, SPAR_SIDE_PULL, 1, &tensor};
+    spar_plan *plan;
+    pthread_barrier_wait(barrier);
+    EXPECT(!spar_plan_get(&request, &plan));
+    spar_plan_release(plan);
+    return NULL;
+}
+
+static void test_cache(void)
+{
+    uint64_t seeds[WORLD] = {1, 2, 3, 4, 5, 6, 7, 8};
+    spar_plan_stats before, after;
+    pthread_barrier_t barrier;
+    pthread_barrier_init(&barrier, NULL, WORLD);
+    for (int i = 0; i < 5; i++) {
+        spar_plan_cache_limit(0);
+        spar_plan_cache_limit(10);
+        in_threads(ask_together, &barrier, 0, WORLD);
+        spar_plan_cache_stats(&after);
+        EXPECT(after.cached == 1);
+    }
+    pthread_barrier_destroy(&barrier);
+    spar_plan_cache_stats(&before);
+    in_threads(hammer, seeds, sizeof *seeds, WORLD);
+    spar_plan_cache_limit(-1); /* as 0: it keeps nothing */
+    spar_plan_cache_stats(&after);
+    EXPECT(after.cached == 0);
+    EXPECT(after.hits + after.misses == before.hits + before.misses + WORLD * 3000);
+}
+
+/* ---- Numbers that nobody sends in good faith ---- */
+
+static void ask(int world, int rank, int count, const spar_tensor *tensors)
+{
+    for (const spar_op *const *op = spar_ops; *op; op++) {
+        spar_request request = {*op, world, rank, SPAR_SIDE_PULL, count, tensors};
+        spar_plan *plan;
+        spar_status status = spar_plan_get(&request, &plan);
+        EXPECT(status == SPAR_OK || (status == SPAR_INVALID && *spar_last_error()));
+        if (status == SPAR_OK)
+            spar_plan_release(plan);
+    }
+}
+
+static void test_hostile(void)
+{
+    const int64_t huge = 1ll << 62, zeros[64] = {0}, ones[64] = {1}, twos[] = {2, 2};
+    const int64_t numbers[] = {1, 2, 3, 4, 0, -1, 1ll << 31, 1ll << 61, huge, INT64_MAX, INT64_MIN};
+    const spar_tensor far = {1, 1, twos, &huge, 1, zeros};
+    const spar_tensor broadcast = {1, 2, twos, (const int64_t[]){0, huge}, 1, zeros};
+    const spar_tensor large = {1, 1, &huge, ones, 1, zeros};
+    const spar_tensor few = {1, 64, ones, ones, -100, zeros};
+    ask(3, 2, 1, &far);       /* an empty piece behind the last item */
+    ask(1, 0, 1, &broadcast); /* loops that do not merge */
+    ask(1, 0, 3, (spar_tensor[]){large, large, large});
+    ask(1, 0, 2, (spar_tensor[]){few, few}); /* a key shorter than its words */
+    uint64_t seed = 1;
+    for (int i = 0; i < 20000; i++) {
+        int64_t room[TENSORS][2 * DIMS + ARGS];
+        spar_tensor tensors[TENSORS];
+        for (int t = 0; t < TENSORS; t++) {
+            for (int k = 0; k < 2 * DIMS + ARGS; k++)
+                room[t][k] = numbers[draw(&seed, draw(&seed, 8) ? 5 : 11)];
+            tensors[t] = (spar_tensor){
+                numbers[draw(&seed, 4)], draw(&seed, DIMS + 1),     room[t],
+                room[t] + DIMS,          draw(&seed, ARGS + 2) - 1, room[t] + 2 * DIMS};
+        }
+        int world = draw(&seed, 5);
+        ask(world, draw(&seed, 5) - 1, 1 + draw(&seed, TENSORS), tensors);
+    }
+}
+
+/* ---- What a plan costs: the best of several ---- */
+
+static void bench(void)
+{
+    const int64_t extents[] = {1, 4, 2048, 128}, strides[] = {1 << 20, 1 << 18, 128, 1};
+    const int64_t args[] = {2, 1, 4096};
+    spar_tensor tensor = {2, 4, extents, strides, 3, args};
+    spar_request request = {spar_op_find("all_to_all"), 1024, 5, SPAR_SIDE_PULL, 1, &tensor};
+    int64_t cached = INT64_MAX, built = INT64_MAX;
+    spar_plan *plan;
+    for (int i = 0; i < 20; i++) {
+        int64_t times[] = {now_ns(), 0, 0};
+        EXPECT(!spar_plan_build(&request, &plan));
+        times[1] = now_ns();
+        spar_plan_release(plan);
+        built = times[1] - times[0] < built ? times[1] - times[0] : built;
+        times[1] = now_ns();
+        for (int k = 0; k < 10000; k++) {
+            EXPECT(!spar_plan_get(&request, &plan));
+            spar_plan_release(plan);
+        }
+        times[2] = (now_ns() - times[1]) / 10000;
+        cached = times[2] < cached ? times[2] : cached;
+    }
+    printf("cached_get_ns %lld\nnew_plan_us %.1f\n", (long long)cached, (double)built / 1000);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1 && strcmp(argv[1], "bench") == 0) {
+        bench();
+    } else {
+        for (int size = 1; size <= WORLD; size++)
+            test_world(size);
+        test_cache();
+        test_hostile();
+    }
+    spar_plan_cache_limit(0);
+    return 0;
+}

@@ -1,0 +1,282 @@
+"""Random calls of every op, and what must hold for each: the whole world in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+from collections.abc import Callable, Sequence
+
+import core
+import pytest
+import torch
+from core import Plan
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+OPS = core.ops()
+WORLDS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 64)
+ITEMS = (1, 2, 3, 4, 8, 12, 16)
+MAX = 2**63 - 1
+
+# The same cases on every run, so that a failure belongs to a change. EXPLORE=1 looks for new ones.
+EXAMPLES = settings(
+    deadline=None,
+    derandomize="EXPLORE" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+Draw = Callable[[int, int], int]  # a whole number from the first to the last
+
+# ---- Valid arguments for each op --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The pieces of one dim, one for each rank; sizes None: every rank holds all."""
+
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def parts(self, x: torch.Tensor, world: int) -> Sequence[torch.Tensor]:
+        return [x] * world if self.sizes is None else x.split(self.sizes, self.dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """An op's arguments, the inverse's, and what they mean: who holds what before and after."""
+
+    args: list[int]
+    inverse_args: list[int]
+    before: Cut
+    after: Cut
+
+
+def by_rule(total: int, world: int) -> tuple[int, ...]:
+    """torch has the size rule too."""
+    return tuple(len(part) for part in torch.empty(total, 0).tensor_split(world))
+
+
+def any_sizes(draw: Draw, total: int, world: int) -> tuple[int, ...]:
+    ends = [0, *sorted(draw(0, total) for _ in range(world - 1)), total]
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def all_to_all(draw: Draw, shape: Sequence[int], world: int) -> Move:
+    scatter = draw(0, len(shape) - 1)
+    gather = (scatter + draw(1, len(shape) - 1)) % len(shape)
+    return Move(
+        [scatter, gather, shape[gather]],
+        [gather, scatter, shape[scatter]],
+        Cut(gather, by_rule(shape[gather], world)),
+        Cut(scatter, by_rule(shape[scatter], world)),
+    )
+
+
+def split(draw: Draw, shape: Sequence[int], world: int) -> Move:
+    dim = draw(0, len(shape) - 1)
+    if draw(0, 1):
+        sizes = any_sizes(draw, shape[dim], world)
+        return Move([dim, *sizes], [dim, *sizes], Cut(), Cut(dim, sizes))
+    return Move([dim], [dim, shape[dim]], Cut(), Cut(dim, by_rule(shape[dim], world)))
+
+
+def gather(draw: Draw, shape: Sequence[int], world: int) -> Move:
+    move = split(draw, shape, world)
+    args = move.inverse_args
+    if shape[args[0]] % world == 0 and len(args) == 2 and draw(0, 1):
+        args = args[:1]
+    return Move(args, move.args, move.after, move.before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator:
+    move: Callable[[Draw, Sequence[int], int], Move]
+    min_dims: int = 1
+
+
+GENERATORS = {
+    "all_to_all": Generator(all_to_all, min_dims=2),
+    "split": Generator(split),
+    "gather": Generator(gather),
+}
+
+
+# ---- Cases ------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("contiguous", "view", "transposed", "stepped", "expanded")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor of a call."""
+
+    item: int
+    shape: tuple[int, ...]  # of the whole
+    layout: str
+    move: Move
+
+    def whole(self) -> torch.Tensor:
+        """Each cell carries its index; dims of 2 and more are expanded where the layout says so."""
+        shape = self.shape
+        if self.layout == "expanded":
+            shape = tuple(1 if n > 1 and i % 2 == 0 else n for i, n in enumerate(shape))
+        index = torch.arange(torch.Size(shape).numel()).view(shape)
+        if self.item == 1:
+            index = index % 251  # a prime, so that equal cells do not lie a power of two apart
+        shifts = (8 * torch.arange(self.item)).clamp(max=56)
+        return (index.unsqueeze(-1) >> shifts & 255).to(torch.uint8).expand(*self.shape, self.item)
+
+    def laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """The same values, elsewhere in memory."""
+        dims = list(range(x.dim() - 1))
+        if self.layout == "transposed":
+            order = dims[1:] + dims[:1] + [len(dims)]
+            return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
+        if self.layout == "stepped":
+            steps = [2 if i in (dims[0], dims[-1]) else 1 for i in dims]
+            extents = [step * n + 1 for step, n in zip(steps, x.shape, strict=False)]
+            room = torch.full((*extents, x.shape[-1]), 0xDD, dtype=torch.uint8)
+            return room[tuple(slice(1, None, step) for step in steps)].copy_(x)
+        return x.contiguous() if self.layout == "contiguous" else x
+
+    def inputs(self, world: int) -> list[torch.Tensor]:
+        return [self.laid_out(x) for x in self.move.before.parts(self.whole(), world)]
+
+    def expected(self, world: int) -> Sequence[torch.Tensor]:
+        return self.move.after.parts(self.whole(), world)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    op: str
+    world: int
+    parts: list[Part]
+
+    @property
+    def args(self) -> list[list[int]]:
+        return [part.move.args for part in self.parts]
+
+    def inputs(self) -> list[tuple[torch.Tensor, ...]]:
+        return list(zip(*(part.inputs(self.world) for part in self.parts), strict=True))
+
+    def expected(self) -> list[tuple[torch.Tensor, ...]]:
+        return list(zip(*(part.expected(self.world) for part in self.parts), strict=True))
+
+    def plans(self, sides: int = 0) -> list[Plan]:
+        return core.build_plans(self.op, self.inputs(), self.args, sides)
+
+
+LARGEST = {1: 150, 2: 40, 3: 13, 4: 7, 5: 4, 6: 3}  # extents by ndim: about a thousand cells
+
+
+def make_case(op: str, world: int, draw: Draw) -> Case:
+    parts = []
+    for _ in range(draw(1, 3)):
+        ndim = draw(GENERATORS[op].min_dims, 6)
+        shape = tuple(draw(0, LARGEST[ndim]) for _ in range(ndim))
+        item = ITEMS[draw(0, len(ITEMS) - 1)]
+        layout = LAYOUTS[draw(0, len(LAYOUTS) - 1)]
+        parts.append(Part(item, shape, layout, GENERATORS[op].move(draw, shape, world)))
+    return Case(op, world, parts)
+
+
+@st.composite
+def cases(draw: st.DrawFn, op: str) -> Case:
+    def number(first: int, last: int) -> int:
+        return draw(st.integers(first, last))
+
+    return make_case(op, draw(st.sampled_from(WORLDS[:7])), number)
+
+
+def seeded_case(op: str, world: int, seed: int) -> Case:
+    return make_case(op, world, random.Random(f"{op} {world} {seed}").randint)
+
+
+# ---- What holds for every case ----------------------------------------------------------------------------
+
+
+def check_content(case: Case) -> None:
+    """run, and start with wait, give each rank what it shall hold, and leave the inputs as they were."""
+    inputs, plans = case.inputs(), case.plans()
+    memories = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for own in inputs for x in own]
+    before = [memory.clone() for memory in memories]
+    for in_two in (False, True):
+        outputs = core.world(case.world).exchange(plans, inputs, in_two=in_two)
+        for rank, (ours, theirs) in enumerate(zip(outputs, case.expected(), strict=True)):
+            for got, wanted in zip(ours, theirs, strict=True):
+                assert got.shape == wanted.shape, f"rank {rank}"
+                assert torch.equal(got, wanted), f"rank {rank}"
+    assert all(map(torch.equal, before, memories)), "an input was modified"
+
+
+def check_writes(case: Case) -> None:
+    """The blocks of all ranks cover each output exactly once, stay in bounds, and are merged."""
+    inputs, plans = case.inputs(), case.plans()
+    for receiver in plans:
+        counts = [torch.zeros(tensor.out_bytes, dtype=torch.int32) for tensor in receiver.tensors]
+        moved = [0] * len(counts)
+        for sender, own in zip(plans, inputs, strict=True):
+            spans = [span(x) for x in own]
+            bytes_ = 0
+            for block in sender.blocks(receiver.rank):
+                extents, src, dst = zip(*block.loops, strict=True) if block.loops else ((), (), ())
+                # as_strided raises where it leaves the memory; a block that wrote a byte twice moves too many
+                region = counts[block.tensor].as_strided((*extents, block.run), (*dst, 1), block.dst)
+                region += 1
+                moved[block.tensor] += region.numel()
+                bytes_ += region.numel()
+                last = block.src + sum((n - 1) * step for n, step in zip(extents, src, strict=True))
+                assert block.src >= 0 and last + block.run <= spans[block.tensor]
+                assert_merged(block)
+            assert bytes_ == sender.struct.push[receiver.rank].bytes
+        for count, total, tensor in zip(counts, moved, receiver.tensors, strict=True):
+            assert total == tensor.out_bytes
+            assert bool((count == 1).all())
+
+
+def span(items: torch.Tensor) -> int:
+    """Bytes from the first item's first to the last item's last."""
+    if items.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(items.shape, items.stride(), strict=True))
+
+
+def assert_merged(block: core.BlockRow) -> None:
+    assert all(extent > 1 for extent, _, _ in block.loops)
+    if block.loops:
+        _, src, dst = block.loops[-1]
+        assert (src, dst) != (block.run, block.run), "the innermost loop belongs to the run"
+    for (_, src, dst), (n, inner_src, inner_dst) in zip(block.loops, block.loops[1:], strict=False):
+        assert (src, dst) != (inner_src * n, inner_dst * n), "two loops are one"
+
+
+def check_packed(case: Case) -> None:
+    """Packing and unpacking give the same outputs, and both ends count the same bytes."""
+    inputs, plans = case.inputs(), case.plans(core.SIDE_PULL)
+    pushed = [plan.push_bytes for plan in plans]
+    pulled = [plan.pull_bytes for plan in plans]
+    assert pushed == [list(column) for column in zip(*pulled, strict=True)]
+    for ours, theirs in zip(core.exchange_packed(plans, inputs), case.expected(), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def check_inverse(case: Case) -> None:
+    """The op that the table names as the inverse gives the inputs back."""
+    inputs, shared = case.inputs(), core.world(case.world)
+    outputs = shared.exchange(case.plans(), inputs)
+    args = [part.move.inverse_args for part in case.parts]
+    back = shared.exchange(core.build_plans(OPS[case.op], outputs, args), outputs)
+    for ours, theirs in zip(back, inputs, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def items(*shape: int, item: int = 2) -> torch.Tensor:
+    return torch.zeros(*shape, item, dtype=torch.uint8)
+
+
+CHECKS = [check_content, check_writes, check_packed, check_inverse]
+every_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+every_op = pytest.mark.parametrize("op", OPS)

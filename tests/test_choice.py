@@ -1,0 +1,258 @@
+"""The choice of a transport, a pure function; the settings that it reads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_char_p
+
+import core
+import pytest
+from core import CoreError, Status
+
+# ---- The choice of a transport ----------------------------------------------------------------------------
+
+
+class Choice:
+    def __init__(
+        self, facts: Sequence[core.Facts], device: str = "cpu", refused: core.Refusal | None = None
+    ) -> None:
+        chosen = core.Choice()
+        array = (core.Facts * len(facts))(*facts)
+        core.check(core.library().spar_choose(array, len(facts), device.encode(), refused, byref(chosen)))
+        self.name = chosen.transport.contents.name.decode()
+        self.reason = chosen.reason.decode()
+        self.rejected = {
+            chosen.rejected_names[i].decode(): chosen.rejected_reasons[i].value.decode()
+            for i in range(chosen.rejected)
+        }
+
+
+def facts(count: int = 3, **fields: object) -> list[core.Facts]:
+    """Invented facts, the same on all ranks; 'local' can serve where local_world is set."""
+    return [
+        core.Facts(**{"version": b"1", "check": b"auto", "no_shm": b"no socket", **fields})
+        for _ in range(count)
+    ]
+
+
+def no_choice(facts: Sequence[core.Facts], status: Status, *words: str) -> None:
+    texts = set()
+    for _ in facts:  # any rank may ask
+        with pytest.raises(CoreError) as caught:
+            Choice(facts)
+        assert caught.value.status == status, caught.value
+        assert all(word in caught.value.text for word in words), caught.value
+        texts.add(caught.value.text)
+    assert len(texts) == 1
+
+
+def test_the_first_row_that_can_serve_is_chosen() -> None:
+    choice = Choice(facts(local_world=5))
+    assert (choice.name, choice.rejected) == ("local", {})
+    assert "3 ranks" in choice.reason
+
+
+def test_rejected_rows_are_told_with_their_reasons() -> None:
+    apart = facts(local_world=5)
+    apart[2].local_world = 6
+    choice = Choice(apart)
+    assert choice.name == "torch" and "cpu" in choice.reason
+    assert choice.rejected == {"local": "rank 2 is not in rank 0's process", "shm": "rank 0: no socket"}
+
+
+def test_a_row_whose_set_up_failed_is_passed_over() -> None:
+    refused = core.Refusal(1, (b"local",), (b"rank 1: no memory",))
+    choice = Choice(facts(local_world=5), refused=refused)
+    assert (choice.name, choice.rejected["local"]) == ("torch", "rank 1: no memory")
+    forced = facts(local_world=5, transport=b"local")
+    with pytest.raises(CoreError, match="SPAR_TRANSPORT=local cannot serve: rank 1: no memory"):
+        Choice(forced, refused=refused)
+
+
+def test_shm_needs_host_memory_and_a_process_for_each_rank() -> None:
+    ranks = facts()
+    for rank, own in enumerate(ranks):
+        own.endpoint = core.Endpoint(100 + rank, 7 + rank)
+    assert Choice(ranks).name == "shm"
+    assert "cuda" in Choice(ranks, "cuda").rejected["shm"]
+    ranks[2].endpoint = ranks[1].endpoint
+    assert Choice(ranks).rejected["shm"] == "ranks 1 and 2 are one process"
+
+
+@pytest.mark.parametrize("name", core.transports())
+def test_a_transport_can_be_forced(name: str) -> None:
+    ranks = facts(local_world=5, transport=name.encode())
+    for rank, own in enumerate(ranks):
+        own.endpoint = core.Endpoint(100 + rank, 7 + rank)
+    choice = Choice(ranks)
+    assert choice.name == name
+    earlier = core.transports()[: core.transports().index(name)]
+    assert choice.rejected == dict.fromkeys(earlier, f"SPAR_TRANSPORT={name}")
+
+
+def test_a_forced_transport_that_cannot_serve_is_an_error() -> None:
+    no_choice(facts(transport=b"local"), Status.TRANSPORT, "SPAR_TRANSPORT=local", "rank 0 is not in")
+
+
+def test_a_transport_can_be_excluded() -> None:
+    choice = Choice(facts(local_world=5, transport=b"^local"))
+    assert choice.name == "torch"
+    assert choice.rejected["local"] == "excluded by SPAR_TRANSPORT=^local"
+
+
+def test_nothing_left_is_an_error() -> None:
+    no_choice(facts(transport=b"^torch"), Status.TRANSPORT, "^torch", "leaves no transport", "cpu")
+
+
+@pytest.mark.parametrize("name", ["bogus", "^bogus", "^", "Local", "loca", "localx", "^^local", " local"])
+def test_an_unknown_transport_lists_the_known(name: str) -> None:
+    no_choice(
+        facts(local_world=5, transport=name.encode()),
+        Status.INVALID,
+        f"'{name.removeprefix('^')}'",
+        *core.transports(),
+    )
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    ("field", "words"), [("version", "version"), ("transport", "SPAR_TRANSPORT"), ("check", "SPAR_CHECK")]
+)
+def test_ranks_that_differ_are_an_error(field: str, words: str, rank: int) -> None:
+    differing = facts(local_world=5, transport=b"torch")
+    first = getattr(differing[0], field).decode()
+    setattr(differing[rank], field, b"other")
+    no_choice(differing, Status.INVALID, words, f"'{first}' on rank 0", f"'other' on rank {rank}")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_one_ranks_error_is_told_on_all(rank: int) -> None:
+    failed = facts(local_world=5, check=b"1")
+    failed[rank] = core.Facts(version=b"1", error=b"SPAR_CHECK is 'x'; known: auto|0|1")
+    no_choice(failed, Status.INVALID, f"rank {rank}: SPAR_CHECK is 'x'; known: auto|0|1")
+
+
+@pytest.mark.parametrize("field", ["version", "error", "transport", "check"])
+def test_unreadable_facts_are_an_error(field: str) -> None:
+    unreadable = facts(local_world=5)
+    place = getattr(core.Facts, field)
+    ctypes.memset(ctypes.addressof(unreadable[1]) + place.offset, ord("x"), place.size)
+    no_choice(unreadable, Status.TRANSPORT, "rank 1", "not readable")
+
+
+def test_the_choice_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = facts(local_world=5)
+    before = [bytes(own) for own in given]
+    monkeypatch.setenv("SPAR_TRANSPORT", "torch")
+    assert Choice(given).name == "local"
+    assert [bytes(own) for own in given] == before
+
+
+@pytest.mark.parametrize(("world", "rank"), [(0, 0), (-1, 0), (2, 2), (2, -1)])
+def test_a_comm_of_an_impossible_rank_is_refused(world: int, rank: int) -> None:
+    array = (core.Facts * 4)(*facts(4, local_world=5))
+    comm, verdict = ctypes.POINTER(core.Comm)(), core.Verdict()
+    status = core.library().spar_comm_open(core.local(), array, world, rank, 1, byref(comm), byref(verdict))
+    assert status == Status.INVALID
+    assert f"rank {rank} of {world}" in core.last_error()
+
+
+def test_a_failed_verdict_is_told_on_all() -> None:
+    array = (core.Facts * 2)(*facts(2, local_world=5))
+    comm, own = ctypes.POINTER(core.Comm)(), core.Verdict()
+    core.check(core.library().spar_comm_open(core.local(), array, 2, 0, 1, byref(comm), byref(own)))
+    verdicts = (core.Verdict * 2)(own, core.Verdict(failed=1, reason=b"no descriptors", offset=1))
+    core.check(core.library().spar_comm_connect(comm, verdicts, byref(core.Patience()), byref(own)))
+    assert own.failed and own.reason == b"rank 1: no descriptors"
+    core.library().spar_comm_close(comm)
+
+
+# ---- The environment --------------------------------------------------------------------------------------
+
+ROWS = {row.variable.decode(): row for row in core.env_rows()}
+BAD = {  # by kind: what is refused, and what is taken
+    "seconds": (["0", "-1", "x", "1s", "nan", "inf", "1e999", "--1"], ["1", "0.5", "1e3"]),
+    "count": (["-1", "1.5", "x", "1x", str(2**64), "--1"], ["0", "7", "100000"]),
+    "text": ([], ["anything", "^x"]),
+}
+
+
+def env(row: core.EnvRow) -> str:
+    value = c_char_p()
+    core.check(core.library().spar_env_get(byref(row), byref(value)))
+    by_field = c_char_p()
+    core.check(core.library().spar_env_field(row.field, byref(by_field)))
+    assert by_field.value == value.value
+    assert value.value is not None
+    return value.value.decode()
+
+
+def values_of(row: core.EnvRow) -> tuple[list[str], list[str]]:
+    kind = row.kind.decode()
+    if kind in BAD:
+        return BAD[kind]
+    words = kind.split("|")
+    assert len(words) > 1, f"{row.variable.decode()} has a kind without cases here: {kind}"
+    wrong = ["bogus", words[0][:-1], words[0] + "x", words[-1].upper() + "X", kind, "|".join(words[:2]), "|"]
+    return wrong, words
+
+
+every_row = pytest.mark.parametrize("variable", ROWS)
+
+
+@every_row
+def test_the_default_is_accepted(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[variable]
+    monkeypatch.delenv(variable, raising=False)
+    assert env(row) == row.fallback.decode()
+    for value in ("", row.fallback.decode()):
+        monkeypatch.setenv(variable, value)
+        assert env(row) == row.fallback.decode()
+
+
+@every_row
+def test_known_values_are_accepted(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in values_of(ROWS[variable])[1]:
+        monkeypatch.setenv(variable, value)
+        assert env(ROWS[variable]) == value
+
+
+@every_row
+def test_unknown_values_are_an_error_that_lists_the_known(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ROWS[variable]
+    wrong, known = values_of(row)
+    for value in wrong:
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(CoreError) as caught:
+            env(row)
+        assert caught.value.status == Status.INVALID
+        assert f"{variable} is '{value}'" in caught.value.text
+        if row.kind.decode() not in BAD:
+            assert all(word in caught.value.text for word in known)
+        own = core.Facts()  # the others are told
+        core.library().spar_facts_read(byref(own))
+        assert own.error.decode() == caught.value.text[: core.Facts.error.size - 1]
+
+
+def test_facts_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ROWS:
+        monkeypatch.delenv(variable, raising=False)
+    own = core.Facts()
+    core.library().spar_facts_read(byref(own))
+    assert (own.version, own.error, own.transport, own.check) == (b"test", b"", b"", b"auto")
+    monkeypatch.setenv("SPAR_TRANSPORT", "^shm")
+    monkeypatch.setenv("SPAR_CHECK", "1")
+    core.library().spar_facts_read(byref(own))
+    assert (own.error, own.transport, own.check) == (b"", b"^shm", b"1")
+    monkeypatch.setenv("SPAR_TRANSPORT", "x" * 40)
+    core.library().spar_facts_read(byref(own))
+    assert b"SPAR_TRANSPORT has 40" in own.error
+
+
+def test_an_unknown_field_is_a_bug() -> None:
+    value = c_char_p()
+    assert core.library().spar_env_field(b"bogus", byref(value)) == Status.INTERNAL
+    assert "bogus" in core.last_error()

@@ -1,0 +1,86 @@
+"""c/test_core.c: the core with ranks as threads, plain and under the sanitizers, and what a plan costs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import core
+import pytest
+
+SOURCE = Path(__file__).resolve().parent / "c" / "test_core.c"
+SANITIZER = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+KINDS = {
+    "plain": ["-O3"],
+    "address": [*SANITIZER, "-fsanitize=address,undefined"],
+    "thread": [*SANITIZER, "-fsanitize=thread"],
+}
+BUILDS = [(compiler, kind) for kind in KINDS for compiler in ("gcc", "clang")]
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("SPAR_")},
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1",
+}
+
+
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+
+
+def build(folder: Path, compiler: str, kind: str) -> Path | str:
+    """The program, or the reason why this machine cannot have it."""
+    if not shutil.which(compiler):
+        return f"{compiler} is not installed"
+    probe, program = folder / f"probe-{compiler}-{kind}", folder / f"core-{compiler}-{kind}"
+    (folder / f"{probe.name}.c").write_text("int main(void) { return 0; }\n")
+    command = [compiler, *KINDS[kind], f"{probe}.c", "-o", str(probe)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        done = run(probe)
+    if done.returncode:
+        return f"{compiler} {' '.join(KINDS[kind])} gives no program that runs: {done.stderr[-300:]}"
+    core.compile_core(program, *KINDS[kind], SOURCE, compiler=compiler)
+    return program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Path]]:
+    """program(compiler, kind); all are compiled side by side from the first use on."""
+    folder = tmp_path_factory.mktemp("core")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds: dict[tuple[str, str], Future[Path | str]] = {
+            which: pool.submit(partial(build, folder, *which)) for which in BUILDS
+        }
+
+        def get(compiler: str, kind: str) -> Path:
+            built = builds[compiler, kind].result()
+            if isinstance(built, str):
+                pytest.skip(built)
+            return built
+
+        yield get
+
+
+@pytest.mark.parametrize(("compiler", "kind"), BUILDS)
+def test_core(program: Callable[[str, str], Path], compiler: str, kind: str) -> None:
+    done = run(program(compiler, kind))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_plan_costs(
+    program: Callable[[str, str], Path], record_property: Callable[[str, object], None]
+) -> None:
+    done = run(program("gcc", "plain"), "bench")
+    assert (done.returncode, done.stderr) == (0, "")
+    print(done.stdout)
+    costs = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
+    for name, value in costs.items():
+        record_property(name, value)
+    assert costs["cached_get_ns"] < 1000
+    assert costs["new_plan_us"] < 1000  # of 1,024 ranks

@@ -1,0 +1,222 @@
+"""Plans, and the whole world in one process: every byte is written once, and it is the right one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import core
+import pytest
+import torch
+from cases import (
+    EXAMPLES,
+    GENERATORS,
+    ITEMS,
+    LAYOUTS,
+    OPS,
+    WORLDS,
+    Case,
+    Part,
+    cases,
+    every_check,
+    every_op,
+    items,
+    seeded_case,
+)
+from core import Plan, Spec, contiguous, request
+from hypothesis import given, settings
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread_for_torch() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_op_has_a_generator() -> None:
+    assert set(GENERATORS) == set(OPS), "a new op needs a generator of valid arguments here"
+
+
+def test_every_op_has_an_inverse() -> None:
+    assert {OPS[inverse] for inverse in OPS.values()} == set(OPS)
+    assert all(OPS[inverse] == name for name, inverse in OPS.items())
+
+
+@every_check
+@every_op
+def test_any_shape(op: str, check: Callable[[Case], None]) -> None:
+    @settings(EXAMPLES, max_examples=200)
+    @given(cases(op))
+    def run(case: Case) -> None:
+        check(case)
+
+    run()
+
+
+@every_check
+@pytest.mark.parametrize("world", WORLDS)
+@every_op
+def test_worlds(op: str, world: int, check: Callable[[Case], None]) -> None:
+    for seed in range(12 if world < 16 else 3):
+        check(seeded_case(op, world, seed))
+
+
+SPECIAL_SHAPES = {
+    "more ranks than items": (3, 2, 5),
+    "primes": (13, 7, 11),
+    "even": (8, 16, 4),
+    "an empty dim": (6, 0, 5),
+    "all empty": (0, 0),
+    "ones": (1, 1, 1, 1, 1, 1),
+    "six dims": (2, 3, 2, 3, 2, 3),
+}
+
+
+@every_check
+@pytest.mark.parametrize("shape", SPECIAL_SHAPES.values(), ids=SPECIAL_SHAPES.keys())
+@every_op
+def test_special_shapes(op: str, shape: tuple[int, ...], check: Callable[[Case], None]) -> None:
+    draw = random.Random(f"{op} {shape}").randint
+    for item, layout in zip(ITEMS, (*LAYOUTS, *LAYOUTS), strict=False):
+        check(Case(op, 7, [Part(item, shape, layout, GENERATORS[op].move(draw, shape, 7))]))
+
+
+# ---- Merging ----------------------------------------------------------------------------------------------
+
+
+def blocks_of(op: str, args: Sequence[int], *inputs: torch.Tensor) -> list[core.BlockRow]:
+    """All blocks that rank 0 sends to the last rank."""
+    plans = core.build_plans(op, [[x] for x in inputs], [args])
+    return list(plans[0].blocks(len(inputs) - 1))
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "x", "world"),
+    [
+        pytest.param("gather", [0], items(4, 6, 5), 3, id="gather dim 0"),
+        pytest.param("gather", [0, 3, 1, 2], items(3, 6, 5), 3, id="gather dim 0 by sizes"),
+        pytest.param("gather", [2], items(1, 1, 4, 5), 3, id="gather behind ones"),
+        pytest.param("all_to_all", [0, 1, 12], items(3, 4, 5), 3, id="one row for each rank"),
+        pytest.param("all_to_all", [1, 2, 12], items(1, 3, 4, 5), 3, id="one head for each rank"),
+        pytest.param("all_to_all", [1, 0, 3], items(1, 4, 5), 3, id="one row from each rank"),
+        *(
+            pytest.param(op, [1, 0, 4][: 3 if op == "all_to_all" else 1], items(4, 6, 5), 1, id=f"{op} alone")
+            for op in OPS
+        ),
+    ],
+)
+def test_a_memcpy_is_seen_to_be_one(op: str, args: list[int], x: torch.Tensor, world: int) -> None:
+    inputs = [x] * world
+    if len(args) == 1 + world and op == "gather":
+        inputs = [items(size, 6, 5) for size in args[1:]]
+    (block,) = blocks_of(op, args, *inputs)
+    assert block.loops == []
+
+
+def test_split_along_dim_0_is_a_memcpy_of_ones_own() -> None:
+    plans = core.build_plans("split", [[items(7, 6, 5)]] * 3, [[0]])
+    for plan in plans:
+        (block,) = plan.blocks(plan.rank)
+        assert block.loops == []
+        assert [count for peer, count in enumerate(plan.push_bytes) if peer != plan.rank] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "scatter", "loops"),
+    [
+        pytest.param(1, 2, 1, id="heads, batch 1"),
+        pytest.param(1, 1, 1, id="sequence, batch 1"),
+        pytest.param(3, 2, 2, id="heads"),
+        pytest.param(3, 1, 2, id="sequence"),
+    ],
+)
+def test_ulysses_is_merged(batch: int, scatter: int, loops: int) -> None:
+    """[B, S, H, D]: one head's D, or the heads of a rank, are the run; batch and sequence are the loops."""
+    world, heads, depth = 4, 8, 16
+    sequence = 5 if scatter == 2 else 20
+    x = items(batch, sequence, heads if scatter == 2 else heads // world, depth)
+    gathered = 20 if scatter == 2 else heads
+    (block,) = blocks_of("all_to_all", [scatter, 3 - scatter, gathered], *[x] * world)
+    assert (len(block.loops), block.run) == (loops, heads // world * depth * 2)
+
+
+def test_what_all_ranks_are_sent_is_one_list_of_blocks() -> None:
+    plan = core.build_plans("gather", [[items(4, 6)]] * 64, [[1]])[5]
+    assert len({(plan.struct.push[peer].first, plan.struct.push[peer].count) for peer in range(64)}) == 1
+
+
+def test_an_expanded_input_is_one_loop() -> None:
+    x = items(1, 1, 1, item=4).expand(4, 5, 6, 4)
+    (block,) = blocks_of("gather", [0], x, x)
+    assert (block.loops, block.run) == ([(120, 0, 4)], 4)
+
+
+# ---- The signature, and the call in words -----------------------------------------------------------------
+
+
+def test_signatures_are_equal_on_all_ranks() -> None:
+    for op in OPS:
+        for world in WORLDS:
+            case = seeded_case(op, world, 1)
+            plans = case.plans()
+            assert len({plan.signature() for plan in plans}) == 1
+            assert len({plan.signature("float16, recorded") for plan in plans}) == 1
+            assert len({plan.describe() for plan in plans}) == 1
+
+
+def test_signatures_do_not_tell_strides_or_sides_apart() -> None:
+    x = items(4, 6)
+    plans = [
+        *core.build_plans("gather", [[x]] * 2, [[0]]),
+        *core.build_plans("gather", [[x]] * 2, [[0]], core.SIDE_PULL),
+        *core.build_plans("gather", [[items(4, 12)[:, ::2]]] * 2, [[0]]),
+        *core.build_plans("gather", [[x]] * 2, [[0, 8]]),  # other words for the same call
+        *core.build_plans("gather", [[x]] * 2, [[0, 4, 4]]),
+    ]
+    assert len({plan.signature() for plan in plans}) == 1
+
+
+def test_signatures_differ() -> None:
+    calls = {
+        "first": ("gather", [Spec(2, [4, 4], [4, 1], [0])]),
+        "dim": ("gather", [Spec(2, [4, 4], [4, 1], [1])]),
+        "extent": ("gather", [contiguous([4, 5], [0], 2)]),
+        "size": ("gather", [contiguous([5, 4], [0], 2)]),
+        "ndim": ("gather", [contiguous([4, 4, 1], [0], 2)]),
+        "item size": ("gather", [Spec(4, [4, 4], [4, 1], [0])]),
+        "gathered sizes": ("gather", [contiguous([4, 4], [0, 4, 3, 5, 4], 2)]),
+        "a square from rows": ("gather", [contiguous([4, 16], [0], 2)]),
+        "a square from columns": ("gather", [contiguous([16, 4], [1], 2)]),
+        "op": ("split", [contiguous([16, 4], [0], 2)]),
+        "sizes": ("split", [contiguous([16, 4], [0, 4, 4, 5, 3], 2)]),
+        "other sizes": ("split", [contiguous([16, 4], [0, 4, 4, 3, 5], 2)]),
+        "tensors": ("gather", [contiguous([4, 4], [0], 2)] * 2),
+        "other tensors": ("gather", [contiguous([4, 4], [0], 2), contiguous([4, 4], [1], 2)]),
+        "their order": ("gather", [contiguous([4, 4], [1], 2), contiguous([4, 4], [0], 2)]),
+        "all_to_all": ("all_to_all", [contiguous([4, 4], [0, 1, 16], 2)]),
+        "its dims": ("all_to_all", [contiguous([4, 4], [1, 0, 16], 2)]),
+    }
+    signatures: dict[int, str] = {}
+    for name, (op, specs) in calls.items():
+        plan = Plan(request(op, 4, 0, specs))
+        for text in ("", "a", "b", "ab", "ba"):
+            twin = signatures.setdefault(plan.signature(text), f"{name} {text}")
+            assert twin == f"{name} {text}", f"{name} {text!r} has the signature of {twin!r}"
+
+
+def test_describe() -> None:
+    plan = Plan(request("all_to_all", 2, 1, [contiguous([1, 4, 4], [2, 1, 8])]))
+    text = "all_to_all [1, 8, 4]: dim 1 in [4, 4] -> dim 2 in [2, 2]"
+    assert plan.describe() == text
+    for size in (1, 2, 10, len(text), len(text) + 1):
+        assert plan.describe(size) == text[: size - 1]
+    assert plan.describe(0) == "?"
+    two = Plan(request("gather", 2, 0, [contiguous([3], [0, 3, 1]), contiguous([2, 2], [1])]))
+    assert two.describe() == "gather [4]: dim 0 in [3, 1] -> whole; [2, 4]: dim 1 in [2, 2] -> whole"
+
+
+def test_a_long_description_is_cut_off() -> None:
+    plan = Plan(request("gather", 64, 0, [contiguous([3] * 30, [2])] * 4))
+    assert len(plan.describe(1024)) == 1023

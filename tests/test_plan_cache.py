@@ -1,0 +1,211 @@
+"""What a plan costs, and the cache that keeps it."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref
+
+import core
+import pytest
+import torch
+from cases import OPS, every_op, items
+from core import CoreError, Plan, Spec, contiguous, request
+
+# ---- The cost of planning ---------------------------------------------------------------------------------
+
+
+def planning_seconds(op: str, world: int, sides: int) -> float:
+    """The median of a few new plans of a [1, S, H, D] tensor."""
+    sequence, heads = 4 * world, 2 * world
+    args = {"all_to_all": [2, 1, sequence], "split": [1], "gather": [1]}[op]
+    held = sequence if OPS[op] == "gather" else 4
+    asked = request(op, world, world // 3, [contiguous([1, held, heads, 128], args, 2)], sides)
+    times = []
+    for _ in range(9):
+        plan = ctypes.POINTER(core.PlanStruct)()
+        begin = time.perf_counter()
+        status = core.library().spar_plan_build(byref(asked), byref(plan))
+        times.append(time.perf_counter() - begin)
+        core.check(status)
+        core.library().spar_plan_release(plan)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("sides", [0, core.SIDE_PULL], ids=["push", "push and pull"])
+@every_op
+def test_planning_is_cheap(op: str, sides: int, record_property: Callable[[str, object], None]) -> None:
+    times = {world: planning_seconds(op, world, sides) * 1e6 for world in (8, 1024, 4096)}
+    for world, microseconds in times.items():
+        record_property(f"plan for {world} ranks, us", round(microseconds, 1))
+    print({world: f"{microseconds:.0f} us" for world, microseconds in times.items()})
+    assert times[1024] < 1000
+
+
+# ---- The cache --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache() -> Iterator[Callable[[int], None]]:
+    """An empty cache; cache(n) sets how many plans it keeps."""
+    limit = core.library().spar_plan_cache_limit
+    limit(0)
+    limit(1024)
+    yield limit
+    limit(0)
+    limit(1024)
+
+
+def stats() -> tuple[int, int, int]:
+    now = core.PlanStats()
+    core.library().spar_plan_cache_stats(byref(now))
+    return now.cached, now.hits, now.misses
+
+
+def get(extent: int) -> Plan:
+    return Plan(request("gather", 2, 0, [contiguous([extent, 3], [0])]), cached=True)
+
+
+class Counts:
+    """What happened to the cache since this was made."""
+
+    def __init__(self) -> None:
+        _, self.hits_before, self.misses_before = stats()
+
+    @property
+    def cached(self) -> int:
+        return stats()[0]
+
+    @property
+    def hits(self) -> int:
+        return stats()[1] - self.hits_before
+
+    @property
+    def misses(self) -> int:
+        return stats()[2] - self.misses_before
+
+
+def test_the_cache_gives_the_same_plan_again(cache: Callable[[int], None]) -> None:
+    counts = Counts()
+    a, b = get(1), get(1)
+    assert ctypes.addressof(a.struct) == ctypes.addressof(b.struct)
+    assert (counts.cached, counts.hits, counts.misses) == (1, 1, 1)
+
+
+def test_the_cache_forgets_the_least_recently_used(cache: Callable[[int], None]) -> None:
+    cache(3)
+    for extent in (1, 2, 3, 1, 4):  # 4 takes the place of 2
+        get(extent)
+    counts = Counts()
+    assert counts.cached == 3
+    for extent in (1, 3, 4):
+        get(extent)
+    assert (counts.hits, counts.misses) == (3, 0)
+    get(2)
+    assert (counts.hits, counts.misses, counts.cached) == (3, 1, 3)
+    get(1)  # it was the oldest
+    assert (counts.hits, counts.misses, counts.cached) == (3, 2, 3)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 2000])
+def test_the_cache_is_bounded(cache: Callable[[int], None], limit: int) -> None:
+    cache(limit)
+    counts = Counts()
+    for extent in range(3000):
+        get(extent)
+    assert (counts.cached, counts.hits, counts.misses) == (limit, 0, 3000)
+    for extent in range(2999, 2999 - limit, -1):
+        get(extent)
+    assert counts.hits == limit
+    cache(1)
+    assert counts.cached == 1
+    get(3000 - limit)  # the newest
+    assert counts.hits == limit + 1
+
+
+def test_a_cache_of_0_keeps_nothing(cache: Callable[[int], None]) -> None:
+    get(1)
+    cache(0)
+    counts = Counts()
+    assert counts.cached == 0
+    get(1), get(1)
+    assert (counts.cached, counts.hits, counts.misses) == (0, 0, 2)
+
+
+def test_evicted_plans_in_use_stay_valid(cache: Callable[[int], None]) -> None:
+    inputs = [[items(2, 3)], [items(2, 3).fill_(7)]]
+    wanted = torch.cat([x for (x,) in inputs])
+    for evict in (lambda: cache(0), lambda: [get(extent) for extent in range(10, 30)]):
+        cache(4)
+        plans = [
+            Plan(request("gather", 2, rank, [contiguous([2, 3], [0], 2)]), cached=True) for rank in (0, 1)
+        ]
+        evict()
+        for (got,) in core.world(2).exchange(plans, inputs):
+            assert torch.equal(got, wanted)
+
+
+def test_a_failed_plan_is_not_kept(cache: Callable[[int], None]) -> None:
+    counts = Counts()
+    for _ in range(2):
+        with pytest.raises(CoreError, match="a dim is 9"):
+            Plan(request("gather", 2, 0, [contiguous([2, 3], [9])]), cached=True)
+    assert (counts.cached, counts.hits) == (0, 0)
+
+
+BASE = Spec(2, [4, 4], [4, 1], [0])
+DIFFERENT = {
+    "rank": ("gather", 4, 1, [BASE], 0),
+    "world": ("gather", 2, 0, [BASE], 0),
+    "sides": ("gather", 4, 0, [BASE], core.SIDE_PULL),
+    "op": ("split", 4, 0, [BASE], 0),
+    "item size": ("gather", 4, 0, [BASE._replace(item=4)], 0),
+    "extents": ("gather", 4, 0, [BASE._replace(extents=[4, 3])], 0),
+    "strides": ("gather", 4, 0, [BASE._replace(strides=[5, 1])], 0),
+    "args": ("gather", 4, 0, [BASE._replace(args=[1])], 0),
+    "more args": ("gather", 4, 0, [BASE._replace(args=[0, 16])], 0),
+    "tensors": ("gather", 4, 0, [BASE, BASE], 0),
+    "a second tensor": ("gather", 4, 0, [BASE, BASE._replace(item=4)], 0),
+}
+
+
+def test_the_cache_tells_all_requests_apart(cache: Callable[[int], None]) -> None:
+    counts = Counts()
+    asked = [("gather", 4, 0, [BASE], 0), *DIFFERENT.values()]
+    plans = [Plan(request(*one), cached=True) for one in asked]
+    assert (counts.hits, counts.misses) == (0, len(asked))
+    again = [Plan(request(*one), cached=True) for one in asked]
+    assert [ctypes.addressof(p.struct) for p in plans] == [ctypes.addressof(p.struct) for p in again]
+    assert (counts.hits, counts.misses) == (len(asked), len(asked))
+
+
+def test_a_key_longer_than_usual_is_cached_too(cache: Callable[[int], None]) -> None:
+    counts = Counts()
+    specs = [contiguous([1] * 64, [63])] * 16
+    a, b = (Plan(request("gather", 1, 0, specs), cached=True) for _ in range(2))
+    assert ctypes.addressof(a.struct) == ctypes.addressof(b.struct)
+    assert (counts.cached, counts.hits) == (1, 1)
+
+
+def test_concurrent_gets(cache: Callable[[int], None]) -> None:
+    """8 threads, more plans than the cache keeps; tests/c does the same under the sanitizers."""
+    cache(5)
+    counts = Counts()
+    rounds = 400
+
+    def use(thread: int) -> None:
+        draw = random.Random(thread)
+        for _ in range(rounds):
+            extent = draw.randint(1, 8)
+            plan = get(extent)
+            assert plan.out_shapes == [(2 * extent, 3)]
+            assert plan.push_bytes == [3 * extent] * 2
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(use, range(8)))
+    assert counts.hits + counts.misses == 8 * rounds
+    assert counts.cached == 5
