@@ -73,6 +73,24 @@ def test_core(program: Callable[[str, str], Path], compiler: str, kind: str) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.fixture(scope="module", params=["plain", "address"])
+def processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """c/test_shm.c: real processes over shared memory."""
+    program = tmp_path_factory.mktemp("shm") / "shm"
+    core.compile_core(program, *KINDS[request.param], SOURCE.with_name("test_shm.c"))
+    return program
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 7])
+def test_shared_memory_between_processes(processes: Path, world: int) -> None:
+    """Ten calls before the numbers wrap and on; a lost wake-up would cost a slice of 50 ms."""
+    done = run(processes, str(world), "10000")
+    assert (done.returncode, done.stderr) == (0, "")
+    median, slow = map(float, done.stdout.split())
+    assert median < 10_000
+    assert slow < 40_000, "the 99th percentile, in microseconds"
+
+
 def test_what_a_plan_costs(
     program: Callable[[str, str], Path], record_property: Callable[[str, object], None]
 ) -> None:
