@@ -8,12 +8,14 @@ gradients as the loss.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .communicator import Scale, by_handle, handle_of, process_group, rank_of, world_of
+from .errors import SparError
 from .fallback import ITEMS
 from .sizes import share
 
@@ -205,7 +207,8 @@ class _Call:
         """The text of an error, which the other ranks are told too."""
         text = f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
         if not torch.compiler.is_compiling():
-            by_handle(self.group).fail(self.name, text)
+            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
+                by_handle(self.group).fail(self.name, text)
         return text
 
     def dim(self, what: str, dim: int) -> int:

@@ -1,0 +1,326 @@
+"""The C core's structs and functions for ctypes, held against its headers when it is built."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import re
+import subprocess
+import tempfile
+from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-DSPAR_LOCAL", '-DSPAR_VERSION="test"', f"-I{CSRC}"]
+FLAGS += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
+MAX_WORLD = 64  # ranks that run as threads
+SIDE_PULL = 1
+
+
+def compile_core(output: Path, *options: str | Path, compiler: str = "cc") -> None:
+    """Compiles all of csrc that knows no Python; `options` are flags and further source files."""
+    sources = [path for path in sorted(CSRC.rglob("*.c")) if not _knows_python(path)]
+    command = [compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def _knows_python(source: Path) -> bool:
+    return re.search(r'#include [<"](Python|binding)\.h', source.read_text()) is not None
+
+
+class Status(enum.IntEnum):
+    OK, INVALID, TYPE, NO_MEMORY, MISMATCH, TIMEOUT, PEER_LOST, BROKEN, INTERRUPTED, TRANSPORT, INTERNAL = (
+        range(11)
+    )
+
+
+class ScaleType(enum.IntEnum):
+    UNSCALED, F16, BF16, F32, F64, C64, C128 = range(7)
+
+
+class CoreError(Exception):
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{Status(status).name}: {text}")
+        self.status, self.text = Status(status), text
+
+
+# The library's structs, field by field. library() holds them against the headers.
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = (
+        ("item_size", c_int64),
+        ("ndim", c_int),
+        ("extents", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("nargs", c_int),
+        ("args", POINTER(c_int64)),
+    )
+
+
+class Op(ctypes.Structure):
+    _fields_ = (("name", c_char_p), ("inverse", c_char_p), ("args", c_char_p), ("layouts", c_void_p))
+
+
+class Dim(ctypes.Structure):
+    _fields_ = (("extent", c_int64), ("src", c_int64), ("dst", c_int64))
+
+
+class Block(ctypes.Structure):
+    _fields_ = (
+        ("src", c_int64),
+        ("dst", c_int64),
+        ("run", c_int64),
+        ("dims", c_int64),
+        ("tensor", c_int32),
+        ("ndim", c_int32),
+    )
+
+
+class Range(ctypes.Structure):
+    _fields_ = (("first", c_int64), ("count", c_int64), ("bytes", c_int64))
+
+
+class PlanTensor(ctypes.Structure):
+    _fields_ = (
+        ("item_size", c_int64),
+        ("ndim", c_int),
+        ("global", c_int64 * 64),
+        ("out", c_int64 * 64),
+        ("out_bytes", c_int64),
+        ("in_dim", c_int),
+        ("out_dim", c_int),
+        ("in_sizes", POINTER(c_int64)),
+        ("out_sizes", POINTER(c_int64)),
+        ("rank_bytes", POINTER(c_int64)),
+    )
+
+
+class PlanStruct(ctypes.Structure):
+    _fields_ = (
+        ("op", POINTER(Op)),
+        ("world", c_int),
+        ("rank", c_int),
+        ("ntensors", c_int),
+        ("tensors", POINTER(PlanTensor)),
+        ("push", POINTER(Range)),
+        ("pull", POINTER(Range)),
+        ("blocks", POINTER(Block)),
+        ("dims", POINTER(Dim)),
+        ("signature", c_uint64),
+        ("refs", c_int),
+    )
+
+
+class Request(ctypes.Structure):
+    _fields_ = (
+        ("op", POINTER(Op)),
+        ("world", c_int),
+        ("rank", c_int),
+        ("sides", c_int),
+        ("ntensors", c_int),
+        ("tensors", POINTER(Tensor)),
+    )
+
+
+class PlanStats(ctypes.Structure):
+    _fields_ = (("cached", c_int64), ("hits", c_int64), ("misses", c_int64))
+
+
+class Scale(ctypes.Structure):
+    _fields_ = (("dtype", c_int), ("divide", c_int), ("factor", c_double))
+
+
+class Endpoint(ctypes.Structure):
+    _fields_ = (("pid", c_int64), ("nonce", c_uint64))
+
+
+class Patience(ctypes.Structure):
+    _fields_ = (("deadline_ns", c_int64), ("interrupted", c_void_p), ("context", c_void_p))
+
+
+class Facts(ctypes.Structure):
+    _fields_ = (
+        ("version", c_char * 24),
+        ("error", c_char * 160),
+        ("transport", c_char * 40),
+        ("check", c_char * 8),
+        ("local_world", c_uint64),
+        ("endpoint", Endpoint),
+        ("no_shm", c_char * 64),
+    )
+
+
+class Verdict(ctypes.Structure):
+    _fields_ = (("failed", c_int32), ("reason", c_char * 92), ("offset", c_int64), ("reserved", c_char * 24))
+
+
+class Call(ctypes.Structure):
+    _fields_ = (
+        ("plan", POINTER(PlanStruct)),
+        ("inputs", POINTER(c_void_p)),
+        ("outputs", POINTER(c_void_p)),
+        ("blocks", c_void_p),
+        ("device", c_void_p),
+        ("scale", Scale),
+        ("text", c_char_p),
+        ("stream", c_void_p),
+        ("patience", Patience),
+        ("failed", c_int),
+        ("why", c_char_p),
+    )
+
+
+class Comm(ctypes.Structure):
+    pass
+
+
+_CallFunction = ctypes.CFUNCTYPE(c_int, POINTER(Comm), POINTER(Call))
+
+
+class Transport(ctypes.Structure):
+    _fields_ = (
+        ("name", c_char_p),
+        ("serves", c_void_p),
+        ("setup", c_void_p),
+        ("connect", c_void_p),
+        ("run", _CallFunction),
+        ("start", _CallFunction),
+        ("wait", _CallFunction),
+        ("shown", c_void_p),
+        ("close", c_void_p),
+    )
+
+
+Comm._fields_ = (
+    ("transport", POINTER(Transport)),
+    ("world", c_int),
+    ("rank", c_int),
+    ("local_ranks", c_int),
+    ("facts", POINTER(Facts)),
+    ("state", c_void_p),
+)
+
+
+class Refusal(ctypes.Structure):
+    _fields_ = (("count", c_int), ("names", c_char_p * 16), ("reasons", c_char_p * 16))
+
+
+class Choice(ctypes.Structure):
+    _fields_ = (
+        ("transport", POINTER(Transport)),
+        ("reason", c_char * 192),
+        ("rejected", c_int),
+        ("rejected_names", c_char_p * 16),
+        ("rejected_reasons", (c_char * 192) * 16),
+    )
+
+
+class EnvRow(ctypes.Structure):
+    _fields_ = tuple((name, c_char_p) for name in ("field", "variable", "kind", "fallback", "help"))
+
+
+_STRUCTS = {
+    "tensor": Tensor,
+    "op": Op,
+    "dim": Dim,
+    "block": Block,
+    "range": Range,
+    "plan_tensor": PlanTensor,
+    "plan": PlanStruct,
+    "request": Request,
+    "plan_stats": PlanStats,
+    "scale": Scale,
+    "endpoint": Endpoint,
+    "patience": Patience,
+    "facts": Facts,
+    "verdict": Verdict,
+    "refusal": Refusal,
+    "call": Call,
+    "comm": Comm,
+    "transport": Transport,
+    "choice": Choice,
+    "env_row": EnvRow,
+}
+
+_FUNCTIONS = {  # name: (result, arguments)
+    "last_error": (c_char_p, []),
+    "op_find": (POINTER(Op), [c_char_p]),
+    "share": (c_int64, [c_int64, c_int, c_int]),
+    "plan_build": (c_int, [POINTER(Request), POINTER(POINTER(PlanStruct))]),
+    "plan_get": (c_int, [POINTER(Request), POINTER(POINTER(PlanStruct))]),
+    "plan_release": (None, [POINTER(PlanStruct)]),
+    "plan_signature": (c_uint64, [POINTER(PlanStruct), c_char_p]),
+    "plan_describe": (None, [POINTER(PlanStruct), c_char_p, ctypes.c_size_t]),
+    "plan_cache_stats": (None, [POINTER(PlanStats)]),
+    "plan_cache_limit": (None, [c_int64]),
+    "pack": (c_int, [POINTER(PlanStruct), c_void_p, c_int, POINTER(c_void_p), c_void_p, c_void_p]),
+    "unpack": (
+        c_int,
+        [POINTER(PlanStruct), c_void_p, c_int, c_void_p, POINTER(c_void_p), POINTER(Scale), c_void_p],
+    ),
+    "copy_own": (
+        c_int,
+        [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale), c_void_p],
+    ),
+    "facts_read": (None, [POINTER(Facts)]),
+    "choose": (c_int, [POINTER(Facts), c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
+    "env_get": (c_int, [POINTER(EnvRow), POINTER(c_char_p)]),
+    "env_field": (c_int, [c_char_p, POINTER(c_char_p)]),
+    "comm_open": (
+        c_int,
+        [POINTER(Transport), POINTER(Facts), c_int, c_int, c_int, POINTER(POINTER(Comm)), POINTER(Verdict)],
+    ),
+    "comm_connect": (c_int, [POINTER(Comm), POINTER(Verdict), POINTER(Patience), POINTER(Verdict)]),
+    "comm_run": (c_int, [POINTER(Comm), POINTER(Call)]),
+    "comm_close": (None, [POINTER(Comm)]),
+    "local_world_new": (c_void_p, [c_int]),
+    "local_world_free": (None, [c_void_p]),
+}
+
+
+def _expected_abi() -> list[tuple[str, int]]:
+    """What C calls each size, offset and code, and what it is here."""
+    abi = [(f"SPAR_{status.name}", status.value) for status in Status]
+    abi += [(f"SPAR_{kind.name}", kind.value) for kind in ScaleType]
+    abi += [("SPAR_SIDE_PULL", SIDE_PULL)]
+    for name, struct in _STRUCTS.items():
+        abi.append((f"sizeof(spar_{name})", ctypes.sizeof(struct)))
+        for field, *_ in struct._fields_:
+            abi.append((f"offsetof(spar_{name}, {field})", getattr(struct, field).offset))
+    return abi
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    abi = _expected_abi()
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "abi.c")
+        table.write_text(
+            '#include "env.h"\n#include "spar.h"\n'
+            f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
+        )
+        compile_core(Path(folder, "core.so"), "-O2", "-fPIC", "-shared", table)
+        core = ctypes.CDLL(str(Path(folder, "core.so")))
+    built = (ctypes.c_longlong * len(abi)).in_dll(core, "abi")
+    wrong = [
+        f"{c} is {value}, here {ours}" for (c, ours), value in zip(abi, built, strict=True) if ours != value
+    ]
+    if wrong:
+        raise RuntimeError(f"core.py and csrc disagree: {'; '.join(wrong)}")
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(core, f"spar_{name}")
+        function.restype, function.argtypes = result, arguments
+    return core
+
+
+def check(status: int) -> None:
+    if status != Status.OK:
+        raise CoreError(status, last_error())
+
+
+def last_error() -> str:
+    return library().spar_last_error().decode()
