@@ -62,6 +62,7 @@ def check_handles(rank: int, world: int, group: Group) -> None:
     handle = handle_of(first)
     assert by_handle(handle).group is first
     assert spar.transport(first).name is None
+    dist.barrier()  # another rank may still be connecting to it
     dist.destroy_process_group(first)
     del first
     gc.collect()
