@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { MOST_RANKS = 1 << 20 }; /* what is more is a mistake, not a job */
+
 /* A plan that is being built, with room to grow. */
 typedef struct {
     spar_plan *plan;
@@ -260,7 +262,8 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tens
 
 spar_status spar_request_check(const spar_request *request)
 {
-    if (request->world < 1 || request->rank < 0 || request->rank >= request->world)
+    if (request->world < 1 || request->world > MOST_RANKS || request->rank < 0 ||
+        request->rank >= request->world)
         return spar_fail(SPAR_INVALID, "%s: rank %d of %d ranks", request->op->name, request->rank,
                          request->world);
     if (request->ntensors < 1)
@@ -270,7 +273,7 @@ spar_status spar_request_check(const spar_request *request)
         if (tensor->ndim < 1 || tensor->ndim > SPAR_MAX_DIMS)
             return spar_fail(SPAR_INVALID, "%s: rank %d's input has %d dims; expected 1 to %d",
                              request->op->name, request->rank, tensor->ndim, SPAR_MAX_DIMS);
-        if (tensor->nargs < 0 || tensor->nargs > request->world + 16)
+        if (tensor->nargs < 0 || tensor->nargs - 16 > request->world)
             return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks",
                              request->op->name, request->op->args, tensor->nargs, request->world);
         if (tensor->item_size < 1 || tensor->item_size > 4096)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +88,7 @@ def test_one_function_with_two_groups(ranks: Ranks) -> None:
     ranks(7, check_two_groups)
 
 
-def alone_again(port: int) -> None:
+def alone_again(folder: Path) -> None:
     """destroy and init: compiled code must not go on with the group that is gone."""
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -101,10 +103,15 @@ def alone_again(port: int) -> None:
         assert x.grad is not None
         assert_same(x.grad, torch.full((3,), 0.5))
         dist.destroy_process_group()
+    (folder / "well").touch()
 
 
-def test_after_destroy_and_init() -> None:
-    alone_again(0)
+def test_after_destroy_and_init(tmp_path: Path) -> None:
+    process = mp.get_context("spawn").Process(target=alone_again, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    process.kill()
+    assert (tmp_path / "well").exists()
 
 
 def check_opcheck(rank: int, world: int, group: Group) -> None:

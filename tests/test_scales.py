@@ -28,7 +28,7 @@ DTYPES = {  # torch's type: ours, and the integer of a part's size
     torch.complex64: (ScaleType.C64, torch.int32),
     torch.complex128: (ScaleType.C128, torch.int64),
 }
-FACTORS = (2.0, 3.0, 5.0, 7.0, 0.1, 64.0)
+FACTORS = (2.0, 3.0, 5.0, 7.0, 0.1, 64.0, -3.0)
 
 
 def real_values(dtype: torch.dtype) -> torch.Tensor:

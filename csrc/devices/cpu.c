@@ -94,12 +94,12 @@ SCALER(scale_f64, double, double, SAME, SAME)
     static void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,     \
                      int divide)                                                                   \
     {                                                                                              \
-        const type by = (type)factor, inverse = 1 / by, zero = 0;                                  \
+        const type by = (type)factor, inverse = 1 / by, zero = 0, ratio = zero / by;               \
         for (int64_t i = 0; i < n; i++) {                                                          \
             type x[2], y[2];                                                                       \
             memcpy(x, s + i * ss, sizeof x);                                                       \
-            y[0] = divide ? (x[0] + x[1] * zero) * inverse : x[0] * by - x[1] * zero;              \
-            y[1] = divide ? (x[1] - x[0] * zero) * inverse : x[0] * zero + x[1] * by;              \
+            y[0] = divide ? (x[0] + x[1] * ratio) * inverse : x[0] * by - x[1] * zero;             \
+            y[1] = divide ? (x[1] - x[0] * ratio) * inverse : x[0] * zero + x[1] * by;             \
             memcpy(d + i * ds, y, sizeof y);                                                       \
         }                                                                                          \
     }
