@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef MFD_NOEXEC_SEAL
@@ -19,6 +20,7 @@
 
 enum { ALIGNMENT = 128, GRANULE_BITS = 18 }; /* pages are counted in granules of 256 KiB */
 static const int64_t GRANULE = (int64_t)1 << GRANULE_BITS;
+static const int64_t GIVEN_BACK_AT_ONCE = (int64_t)64 << 20; /* bytes in one call: about 12 ms */
 
 enum state { FREE, USED, QUARANTINED };
 
@@ -39,10 +41,19 @@ static struct {
     char *base;
     int64_t length;
     spar_memory *first;
-    unsigned char *present; /* by granule: whether its pages are there */
+    uint32_t *
+        used; /* by granule: the second when it was last known in use; 0: its pages are not there */
+    uint32_t idle_s, looked; /* how long until free pages go back; when that was last looked at */
     int64_t quarantined_blocks;
     spar_arena_stats stats;
-} arena = {.lock = PTHREAD_MUTEX_INITIALIZER, .fd = -1};
+} arena = {.lock = PTHREAD_MUTEX_INITIALIZER, .fd = -1, .idle_s = 60};
+
+static uint32_t now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    return (uint32_t)now.tv_sec + 1; /* never 0 */
+}
 
 static int64_t read_number(const char *path)
 {
@@ -90,21 +101,21 @@ static spar_status make(int64_t max_bytes, int local_ranks)
         base =
             mmap(NULL, (size_t)length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     spar_memory *all = calloc(1, sizeof *all);
-    unsigned char *present = calloc((size_t)(length / GRANULE), 1);
-    if (base == MAP_FAILED || !all || !present) {
+    uint32_t *used = calloc((size_t)(length / GRANULE), sizeof *used);
+    if (base == MAP_FAILED || !all || !used) {
         spar_status status = spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes: %s",
                                        (long long)length, strerror(errno));
         if (base != MAP_FAILED)
             munmap(base, (size_t)length);
         close(fd);
         free(all);
-        free(present);
+        free(used);
         return status;
     }
     madvise(base, (size_t)length, MADV_DONTDUMP); /* a crash would write all of it out */
     all->size = length;
     arena.first = all;
-    arena.present = present;
+    arena.used = used;
     arena.fd = fd;
     arena.base = base;
     arena.length = length;
@@ -158,16 +169,19 @@ int spar_arena_is_own(void)
     return arena.owner == getpid();
 }
 
-/* Makes the pages of [offset, offset + size) present. With the lock held. */
+/* Makes the pages of [offset, offset + size) present, and notes that they are in use. With the lock held. */
 static spar_status populate(int64_t offset, int64_t size)
 {
     int64_t last = (offset + size - 1) >> GRANULE_BITS;
+    uint32_t now = now_s();
     for (int64_t i = offset >> GRANULE_BITS; i <= last; i++) {
         int64_t end = i;
-        if (arena.present[i])
-            continue;
-        while (end <= last && !arena.present[end])
+        while (end <= last && !arena.used[end])
             end++;
+        if (end == i) {
+            arena.used[i] = now;
+            continue;
+        }
         char *start = arena.base + (i << GRANULE_BITS);
         size_t bytes = (size_t)(end - i) << GRANULE_BITS;
         if (madvise(start, bytes, MADV_POPULATE_WRITE) != 0) {
@@ -178,11 +192,55 @@ static spar_status populate(int64_t offset, int64_t size)
                  at += 4096) /* before Linux 5.14; nobody lives here yet */
                 ((volatile char *)start)[at] = 0;
         }
-        memset(arena.present + i, 1, (size_t)(end - i));
-        arena.stats.reserved += (int64_t)bytes;
-        i = end - 1;
+        for (arena.stats.reserved += (int64_t)bytes; i < end; i++)
+            arena.used[i] = now;
+        i--;
     }
     return SPAR_OK;
+}
+
+/* Gives pages of free blocks that were last in use `before` then back to the system, until it was `most` bytes.
+ * With the lock held. */
+static int64_t give_back(uint32_t before, int64_t most)
+{
+    int64_t returned = 0;
+    for (spar_memory *block = arena.first; block && returned < most; block = block->after) {
+        if (block->state != FREE)
+            continue;
+        int64_t from = (block->offset + GRANULE - 1) >> GRANULE_BITS;
+        int64_t to = (block->offset + block->size) >> GRANULE_BITS;
+        for (int64_t i = from; i < to && returned < most; i++) {
+            int64_t end = i, limit = i + ((most - returned) >> GRANULE_BITS);
+            while (end < to && end < limit && arena.used[end] && arena.used[end] < before)
+                end++;
+            if (end == i || fallocate(arena.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                      i << GRANULE_BITS, (end - i) << GRANULE_BITS) != 0)
+                continue;
+            memset(arena.used + i, 0, (size_t)(end - i) * sizeof *arena.used);
+            returned += (end - i) << GRANULE_BITS;
+            i = end;
+        }
+    }
+    arena.stats.reserved -= returned;
+    arena.stats.returned += returned;
+    return returned;
+}
+
+/* Now and then, inside a call: there is no thread for it. With the lock held. */
+static void give_back_idle(void)
+{
+    uint32_t now = now_s();
+    if (now == arena.looked || now <= arena.idle_s)
+        return;
+    arena.looked = now;
+    give_back(now - arena.idle_s, GIVEN_BACK_AT_ONCE);
+}
+
+void spar_arena_idle(uint32_t seconds)
+{
+    pthread_mutex_lock(&arena.lock);
+    arena.idle_s = seconds;
+    pthread_mutex_unlock(&arena.lock);
 }
 
 /* One with the free block behind it. With the lock held. */
@@ -200,6 +258,10 @@ static void merge_with_next(spar_memory *block)
 
 static void make_free(spar_memory *block)
 {
+    uint32_t now = now_s();
+    for (int64_t i = block->offset >> GRANULE_BITS;
+         i <= (block->offset + block->size - 1) >> GRANULE_BITS; i++)
+        arena.used[i] = now;
     block->state = FREE;
     block->group = NULL;
     merge_with_next(block);
@@ -226,11 +288,11 @@ static void release_settled(void)
 
 spar_status spar_arena_take(int64_t bytes, spar_memory **result)
 {
-    int64_t size = bytes < 1 ? ALIGNMENT : (bytes + ALIGNMENT - 1) & ~(int64_t)(ALIGNMENT - 1);
-    if (bytes > arena.length || size > arena.length)
+    if (bytes > arena.length)
         return spar_fail(SPAR_NO_MEMORY,
                          "%lld bytes are more than the arena's %lld (SPAR_ARENA_MAX)",
                          (long long)bytes, (long long)arena.length);
+    int64_t size = bytes < 1 ? ALIGNMENT : (bytes + ALIGNMENT - 1) & ~(int64_t)(ALIGNMENT - 1);
     spar_memory *rest = malloc(sizeof *rest);
     if (!rest)
         return spar_fail(SPAR_NO_MEMORY, "no memory for the arena's list");
@@ -263,6 +325,7 @@ spar_status spar_arena_take(int64_t bytes, spar_memory **result)
             rest = NULL;
         }
         block->state = USED;
+        give_back_idle();
         arena.stats.allocated += size;
         if (arena.stats.allocated > arena.stats.peak)
             arena.stats.peak = arena.stats.allocated;
@@ -319,32 +382,11 @@ void spar_memory_free(spar_memory *block)
 
 int64_t spar_arena_trim(void)
 {
-    int64_t returned = 0;
     if (!arena.base || !spar_arena_is_own())
         return 0;
     pthread_mutex_lock(&arena.lock);
     release_settled();
-    for (spar_memory *block = arena.first; block; block = block->after) {
-        if (block->state != FREE)
-            continue;
-        int64_t from = (block->offset + GRANULE - 1) >> GRANULE_BITS;
-        int64_t to = (block->offset + block->size) >> GRANULE_BITS;
-        for (int64_t i = from; i < to; i++) {
-            int64_t end = i;
-            while (end < to && arena.present[end])
-                end++;
-            if (end == i)
-                continue;
-            if (fallocate(arena.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, i << GRANULE_BITS,
-                          (end - i) << GRANULE_BITS) != 0)
-                continue;
-            memset(arena.present + i, 0, (size_t)(end - i));
-            returned += (end - i) << GRANULE_BITS;
-            i = end;
-        }
-    }
-    arena.stats.reserved -= returned;
-    arena.stats.returned += returned;
+    int64_t returned = give_back(UINT32_MAX, INT64_MAX);
     pthread_mutex_unlock(&arena.lock);
     return returned;
 }

@@ -53,8 +53,12 @@ void spar_memory_settle(spar_memory *block);
 /* Gives a block back; it is quarantined as long as a peer may write to it. Does nothing in a forked child. */
 void spar_memory_free(spar_memory *block);
 
-/* Gives free pages back to the system; returns how many bytes. */
+/* Gives free pages back to the system; returns how many bytes. Those that were free for a minute go back by
+ * themselves, inside later calls to spar_arena_take. */
 int64_t spar_arena_trim(void);
+
+/* How long, instead of a minute: for tests. */
+void spar_arena_idle(uint32_t seconds);
 
 void spar_arena_read_stats(spar_arena_stats *stats);
 

@@ -1,4 +1,4 @@
-"""c/test_core.c: the core with ranks as threads, plain and under the sanitizers, and what a plan costs."""
+"""c/*.c: the core without Python, plain and under the sanitizers, and what a plan costs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pathlib import Path
 import core
 import pytest
 
-SOURCE = Path(__file__).resolve().parent / "c" / "test_core.c"
+FOLDER = Path(__file__).resolve().parent / "c"
 SANITIZER = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 KINDS = {
     "plain": ["-O3"],
     "address": [*SANITIZER, "-fsanitize=address,undefined"],
     "thread": [*SANITIZER, "-fsanitize=thread"],
 }
-BUILDS = [(compiler, kind) for kind in KINDS for compiler in ("gcc", "clang")]
+BUILDS = [("test_core", compiler, kind) for kind in KINDS for compiler in ("gcc", "clang")]
+BUILDS += [(source, "gcc", kind) for source in ("test_shm", "test_arena") for kind in KINDS]
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SPAR_")},
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
@@ -33,11 +34,11 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
 
 
-def build(folder: Path, compiler: str, kind: str) -> Path | str:
+def build(folder: Path, source: str, compiler: str, kind: str) -> Path | str:
     """The program, or the reason why this machine cannot have it."""
     if not shutil.which(compiler):
         return f"{compiler} is not installed"
-    probe, program = folder / f"probe-{compiler}-{kind}", folder / f"core-{compiler}-{kind}"
+    probe, program = folder / f"probe-{compiler}-{kind}", folder / f"{source}-{compiler}-{kind}"
     (folder / f"{probe.name}.c").write_text("int main(void) { return 0; }\n")
     command = [compiler, *KINDS[kind], f"{probe}.c", "-o", str(probe)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -45,21 +46,24 @@ def build(folder: Path, compiler: str, kind: str) -> Path | str:
         done = run(probe)
     if done.returncode:
         return f"{compiler} {' '.join(KINDS[kind])} gives no program that runs: {done.stderr[-300:]}"
-    core.compile_core(program, *KINDS[kind], SOURCE, compiler=compiler)
+    core.compile_core(program, *KINDS[kind], FOLDER / f"{source}.c", compiler=compiler)
     return program
 
 
+Builder = Callable[[str, str, str], Path]
+
+
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Path]]:
-    """program(compiler, kind); all are compiled side by side from the first use on."""
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    """program(source, compiler, kind); all are compiled side by side from the first use on."""
     folder = tmp_path_factory.mktemp("core")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds: dict[tuple[str, str], Future[Path | str]] = {
+        builds: dict[tuple[str, str, str], Future[Path | str]] = {
             which: pool.submit(partial(build, folder, *which)) for which in BUILDS
         }
 
-        def get(compiler: str, kind: str) -> Path:
-            built = builds[compiler, kind].result()
+        def get(source: str, compiler: str, kind: str) -> Path:
+            built = builds[source, compiler, kind].result()
             if isinstance(built, str):
                 pytest.skip(built)
             return built
@@ -67,34 +71,40 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str,
         yield get
 
 
-@pytest.mark.parametrize(("compiler", "kind"), BUILDS)
-def test_core(program: Callable[[str, str], Path], compiler: str, kind: str) -> None:
-    done = run(program(compiler, kind))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_core(program: Builder, compiler: str, kind: str) -> None:
+    done = run(program("test_core", compiler, kind))
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.fixture(scope="module", params=["plain", "address"])
-def processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """c/test_shm.c: real processes over shared memory."""
-    program = tmp_path_factory.mktemp("shm") / "shm"
-    core.compile_core(program, *KINDS[request.param], SOURCE.with_name("test_shm.c"))
-    return program
+@pytest.mark.parametrize("kind", KINDS)
+def test_arena(program: Builder, kind: str) -> None:
+    done = run(program("test_arena", "gcc", kind))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 7])
-def test_shared_memory_between_processes(processes: Path, world: int) -> None:
+@pytest.mark.parametrize("kind", ["plain", "address"])
+def test_shared_memory_between_processes(program: Builder, kind: str, world: int) -> None:
     """Ten calls before the numbers wrap and on; a lost wake-up would cost a slice of 50 ms."""
-    done = run(processes, str(world), "10000")
+    done = run(program("test_shm", "gcc", kind), "processes", str(world), "10000")
     assert (done.returncode, done.stderr) == (0, "")
     median, slow = map(float, done.stdout.split())
     assert median < 10_000
     assert slow < 40_000, "the 99th percentile, in microseconds"
 
 
-def test_what_a_plan_costs(
-    program: Callable[[str, str], Path], record_property: Callable[[str, object], None]
-) -> None:
-    done = run(program("gcc", "plain"), "bench")
+@pytest.mark.parametrize("world", [2, 4, 7])
+@pytest.mark.parametrize("kind", ["address", "thread"])
+def test_shared_memory_between_threads(program: Builder, kind: str, world: int) -> None:
+    """The same protocol where the sanitizers see every rank."""
+    done = run(program("test_shm", "gcc", kind), "threads", str(world), "2000")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_plan_costs(program: Builder, record_property: Callable[[str, object], None]) -> None:
+    done = run(program("test_core", "gcc", "plain"), "bench")
     assert (done.returncode, done.stderr) == (0, "")
     print(done.stdout)
     costs = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}

@@ -1,7 +1,7 @@
-/* Shared memory between real processes, without Python: call numbers that wrap, wake-ups that must not be lost,
- * and how long the slowest calls take.
+/* Shared memory without Python: call numbers that wrap, wake-ups that must not be lost, calls that fail, and how
+ * long the slowest ones take. Between real processes; and between threads, for the sanitizers that see only one.
  *
- * test_shm WORLD CALLS: prints the median and the 99th percentile of a call in microseconds. */
+ * test_shm processes|threads WORLD CALLS: prints the median and the 99th percentile of a call in microseconds. */
 #include "group.h"
 #include "spar.h"
 
@@ -24,8 +24,11 @@ extern const spar_transport spar_transport_shm;
 /* What the ranks know of each other without spar. */
 typedef struct {
     pthread_barrier_t barrier;
+    int world, calls, quiet; /* quiet: the read end of a pipe on which nothing ever comes */
     spar_facts facts[MOST];
     spar_verdict opened[MOST], connected[MOST];
+    spar_memory *kept[MOST];     /* threads only: each one's last output, */
+    spar_peer peers[MOST][MOST]; /* and what it takes for the others' processes */
 } meeting;
 
 static void wrong(int line, const char *condition)
@@ -41,30 +44,61 @@ static int64_t now_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-static spar_comm *join(meeting *m, int rank, int world)
+/* ---- joining ---- */
+
+static spar_comm *join_processes(meeting *m, int rank)
 {
     spar_comm *comm;
     const spar_patience patience = {.deadline_ns = now_ns() + 20000000000};
     spar_facts_read(&m->facts[rank]);
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_comm_open(&spar_transport_shm, m->facts, world, rank, world, &comm,
+    EXPECT(!spar_comm_open(&spar_transport_shm, m->facts, m->world, rank, m->world, &comm,
                            &m->opened[rank]));
     pthread_barrier_wait(&m->barrier);
     EXPECT(!spar_comm_connect(comm, m->opened, &patience, &m->connected[rank]));
-    spar_group_start_at(comm->state, UINT32_MAX - 9); /* ten calls before the wrap */
     pthread_barrier_wait(&m->barrier);
-    for (int p = 0; p < world; p++)
+    for (int p = 0; p < m->world; p++)
         EXPECT(!m->connected[p].failed);
     return comm;
 }
 
-/* A gather of `bytes` bytes that tell their rank and call. */
-static void gather(spar_comm *comm, int call_number, int64_t bytes, spar_memory **kept)
+/* Threads share one arena, which stands for each one's own; a peer is a thread that never hangs up. */
+static spar_comm *join_threads(meeting *m, int rank)
+{
+    spar_comm *comm = calloc(1, sizeof *comm);
+    spar_peer *peers[MOST] = {NULL};
+    int64_t offsets[MOST];
+    spar_group *group;
+    EXPECT(comm && !spar_arena_open(1 << 28, 1));
+    EXPECT(!spar_group_open(m->world, rank, m->world, &group, &m->opened[rank].offset));
+    *comm = (spar_comm){
+        .transport = &spar_transport_shm, .world = m->world, .rank = rank, .state = group};
+    pthread_barrier_wait(&m->barrier);
+    for (int p = 0; p < m->world; p++) {
+        offsets[p] = m->opened[p].offset;
+        if (p == rank)
+            continue;
+        peers[p] = &m->peers[rank][p];
+        *peers[p] = (spar_peer){.endpoint = {getpid(), (uint64_t)p + 1},
+                                .base = spar_arena_base(),
+                                .length = spar_arena_length(),
+                                .socket = m->quiet,
+                                .pidfd = -1,
+                                .groups = 1};
+    }
+    EXPECT(!spar_group_attach(group, peers, offsets));
+    return comm;
+}
+
+/* ---- calls ---- */
+
+/* One gather of `bytes` bytes that tell their rank and call; its output goes to *block. */
+static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, const char *text,
+                              spar_status failed, int64_t limit_ns, spar_memory **block)
 {
     unsigned char in[BYTES];
     const void *input = in;
     void *output = NULL;
-    spar_memory *block = NULL;
     const int64_t one = 1, dim = 0;
     spar_tensor tensor = {1, 1, &bytes, &one, 1, &dim};
     spar_request request = {spar_op_find("gather"), comm->world, comm->rank, 0, 1, &tensor};
@@ -74,19 +108,61 @@ static void gather(spar_comm *comm, int call_number, int64_t bytes, spar_memory 
     spar_call call = {.plan = plan,
                       .inputs = &input,
                       .outputs = &output,
-                      .blocks = &block,
+                      .blocks = block,
                       .device = &spar_device_cpu,
                       .scale = {SPAR_UNSCALED, 0, 1},
-                      .text = "",
-                      .patience = {.deadline_ns = now_ns() + 20000000000}};
-    EXPECT(!spar_comm_run(comm, &call));
-    for (int p = 0; p < comm->world; p++)
+                      .text = text,
+                      .failed = failed,
+                      .why = "it was told to",
+                      .patience = {.deadline_ns = now_ns() + limit_ns}};
+    *block = NULL;
+    spar_status status = spar_comm_run(comm, &call);
+    EXPECT((status == SPAR_OK) == (*block != NULL));
+    for (int p = 0; status == SPAR_OK && p < comm->world; p++)
         for (int64_t i = 0; i < bytes; i++)
             EXPECT(((unsigned char *)output)[p * bytes + i] == ((call_number * 31 + p) & 0xff));
+    spar_plan_release(plan);
+    return status;
+}
+
+static void gather(spar_comm *comm, int call_number, int64_t bytes, spar_memory **kept)
+{
+    spar_memory *block;
+    EXPECT(!try_gather(comm, call_number, bytes, "", SPAR_OK, 20000000000, &block));
     if (*kept)
         spar_memory_free(*kept);
     *kept = block;
-    spar_plan_release(plan);
+}
+
+/* Now and then one rank disagrees, or fails: all raise the same, and go on. */
+static void disagree(spar_comm *comm, int call_number, int odd)
+{
+    spar_memory *block;
+    int fails = call_number % 2, mine = comm->rank == odd;
+    spar_status status = try_gather(comm, call_number, 64, mine && !fails ? "else" : "",
+                                    mine && fails ? SPAR_NO_MEMORY : SPAR_OK, 20000000000, &block);
+    EXPECT(status == (fails ? SPAR_NO_MEMORY : SPAR_MISMATCH));
+    EXPECT(mine && fails
+               ? strcmp(spar_last_error(), "it was told to") == 0
+               : strstr(spar_last_error(), fails ? "told to" : "different calls") != NULL);
+    for (int p = 0; p < comm->world; p++) {
+        const char *shown = comm->transport->shown(comm, p);
+        EXPECT(fails ? !shown : strstr(shown, p == odd ? "else" : "gather") != NULL);
+    }
+}
+
+/* One rank does not come: the others give up, and then all refuse. */
+static void give_up(spar_comm *comm, meeting *m)
+{
+    spar_memory *block;
+    int missing = comm->world - 1;
+    if (comm->rank != missing) {
+        spar_status status = try_gather(comm, 0, 64, "", SPAR_OK, 200000000, &block);
+        EXPECT(status == SPAR_TIMEOUT || status == SPAR_BROKEN);
+        EXPECT(strstr(spar_last_error(), "did not come"));
+    }
+    pthread_barrier_wait(&m->barrier);
+    EXPECT(try_gather(comm, 0, 64, "", SPAR_OK, 20000000000, &block) == SPAR_BROKEN);
 }
 
 static int ascending(const void *a, const void *b)
@@ -95,52 +171,111 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static int be(meeting *m, int rank, int world, int calls)
+/* A rank's work; returns its last output. */
+static spar_memory *work(meeting *m, spar_comm *comm)
 {
-    spar_comm *comm = join(m, rank, world);
     spar_memory *kept = NULL;
-    int64_t *took = calloc((size_t)calls, sizeof *took);
-    unsigned seed = (unsigned)rank + 1;
+    int64_t *took = calloc((size_t)m->calls, sizeof *took);
+    unsigned seed = (unsigned)comm->rank + 1;
     EXPECT(took != NULL);
-    for (int i = 0; i < calls; i++) {
+    spar_group_start_at(comm->state, UINT32_MAX - 9); /* ten calls before the wrap */
+    pthread_barrier_wait(&m->barrier);
+    for (int i = 0; i < m->calls; i++) {
         int64_t begin = now_ns();
         gather(comm, i, i % 3 ? BYTES : 1 + i % BYTES, &kept);
         took[i] = now_ns() - begin;
+        if (i % 97 == 5 && m->world > 1)
+            disagree(comm, i, i / 97 % m->world);
         if (rand_r(&seed) % 64 == 0) /* so that now this rank is late, now that one sleeps */
             for (int64_t until = now_ns() + rand_r(&seed) % 200000; now_ns() < until;)
                 ;
     }
     pthread_barrier_wait(&m->barrier);
-    qsort(took, (size_t)calls, sizeof *took, ascending);
-    if (rank == 0)
-        printf("%.1f %.1f\n", (double)took[calls / 2] / 1e3, (double)took[calls * 99 / 100] / 1e3);
-    spar_memory_free(kept);
-    spar_comm_close(comm);
+    qsort(took, (size_t)m->calls, sizeof *took, ascending);
+    if (comm->rank == 0)
+        printf("%.1f %.1f\n", (double)took[m->calls / 2] / 1e3,
+               (double)took[m->calls * 99 / 100] / 1e3);
     free(took);
-    return 0;
+    if (m->world > 1)
+        give_up(comm, m);
+    return kept;
 }
 
-int main(int argc, char **argv)
+/* ---- processes and threads ---- */
+
+static int run_processes(meeting *m)
 {
-    int world = argc > 1 ? atoi(argv[1]) : 2, calls = argc > 2 ? atoi(argv[2]) : 1000, failed = 0;
-    pthread_barrierattr_t shared;
     pid_t ranks[MOST];
-    meeting *m = mmap(NULL, sizeof *m, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    EXPECT(m != MAP_FAILED && world >= 1 && world <= MOST && calls >= 1);
-    pthread_barrierattr_init(&shared);
-    pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
-    pthread_barrier_init(&m->barrier, &shared, (unsigned)world);
-    for (int rank = 0; rank < world; rank++)
-        if ((ranks[rank] = fork()) == 0)
-            return be(m, rank, world, calls);
-    for (int left = world; left; left--) {
+    int failed = 0;
+    for (int rank = 0; rank < m->world; rank++)
+        if ((ranks[rank] = fork()) == 0) {
+            spar_comm *comm = join_processes(m, rank);
+            spar_memory_free(work(m, comm));
+            spar_comm_close(comm);
+            return 0;
+        }
+    for (int left = m->world; left; left--) {
         int status;
         EXPECT(wait(&status) > 0);
         if (WIFEXITED(status) && WEXITSTATUS(status) == 0)
             continue;
         failed = 1;
-        for (int rank = 0; rank < world; rank++) /* they would wait at the barrier */
+        for (int rank = 0; rank < m->world; rank++) /* they would wait at the barrier */
             kill(ranks[rank], SIGKILL);
     }
     return failed;
+}
+
+typedef struct {
+    meeting *m;
+    int rank;
+} place;
+
+static void *be_thread(void *argument)
+{
+    place *at = argument;
+    meeting *m = at->m;
+    spar_comm *comm = join_threads(m, at->rank);
+    m->kept[at->rank] = work(m, comm);
+    pthread_barrier_wait(&m->barrier);
+    spar_memory_free(m->kept[(at->rank + 1) % m->world]); /* on another thread than its call's */
+    spar_comm_close(comm);
+    pthread_barrier_wait(&m->barrier);
+    for (int looks = 0; at->rank == 0 && looks < 2; looks++)
+        spar_arena_trim(); /* the outputs that were held back; then the mailboxes that they needed */
+    return NULL;
+}
+
+static int run_threads(meeting *m)
+{
+    pthread_t threads[MOST];
+    place places[MOST];
+    spar_arena_stats stats;
+    int ends[2];
+    EXPECT(pipe(ends) == 0);
+    m->quiet = ends[0];
+    for (int rank = 0; rank < m->world; rank++) {
+        places[rank] = (place){m, rank};
+        EXPECT(pthread_create(&threads[rank], NULL, be_thread, &places[rank]) == 0);
+    }
+    for (int rank = 0; rank < m->world; rank++)
+        pthread_join(threads[rank], NULL);
+    spar_arena_read_stats(&stats);
+    EXPECT(stats.allocated == 0 && stats.quarantined == 0 && stats.peak > 0);
+    spar_plan_cache_limit(0);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    pthread_barrierattr_t shared;
+    meeting *m = mmap(NULL, sizeof *m, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    EXPECT(m != MAP_FAILED && argc == 4);
+    m->world = atoi(argv[2]);
+    m->calls = atoi(argv[3]);
+    EXPECT(m->world >= 1 && m->world <= MOST && m->calls >= 1);
+    pthread_barrierattr_init(&shared);
+    pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
+    pthread_barrier_init(&m->barrier, &shared, (unsigned)m->world);
+    return strcmp(argv[1], "threads") == 0 ? run_threads(m) : run_processes(m);
 }
