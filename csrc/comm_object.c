@@ -6,6 +6,7 @@
 
 typedef struct {
     PyObject_HEAD
+    const char *name;
     spar_comm *comm;
     spar_verdict verdict;
 } comm_object;
@@ -34,7 +35,13 @@ typedef struct dl_managed {
     void (*deleter)(struct dl_managed *);
 } dl_managed;
 
-enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
+enum { DL_CPU = 1, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
+
+/* Of the dtypes that the core knows; of others it knows the item's size alone. */
+static const uint8_t dl_codes[] = {
+    [SPAR_F16] = DL_FLOAT, [SPAR_BF16] = DL_BFLOAT, [SPAR_F32] = DL_FLOAT,
+    [SPAR_F64] = DL_FLOAT, [SPAR_C64] = DL_COMPLEX, [SPAR_C128] = DL_COMPLEX,
+};
 
 /* Runs on any thread, without the GIL, also when the interpreter is gone. */
 static void free_output(dl_managed *managed)
@@ -51,8 +58,9 @@ static void free_capsule(PyObject *capsule)
     managed->deleter(managed);
 }
 
-/* Takes the block over, also on failure. Items are unsigned integers of their size; 16 bytes are complex. */
-static PyObject *output_capsule(spar_memory *block, const spar_plan_tensor *tensor)
+/* Takes the block over, also on failure. Items of other dtypes are unsigned integers of their size; of 16 bytes,
+ * complex. */
+static PyObject *output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype)
 {
     size_t extents = (size_t)tensor->ndim * sizeof(int64_t);
     dl_managed *managed = malloc(sizeof *managed + extents);
@@ -66,7 +74,9 @@ static PyObject *output_capsule(spar_memory *block, const spar_plan_tensor *tens
     managed->tensor.data = spar_memory_address(block);
     managed->tensor.device.type = DL_CPU;
     managed->tensor.ndim = tensor->ndim;
-    managed->tensor.dtype.code = tensor->item_size == 16 ? DL_COMPLEX : DL_UINT;
+    managed->tensor.dtype.code = dtype                     ? dl_codes[dtype]
+                                 : tensor->item_size == 16 ? DL_COMPLEX
+                                                           : DL_UINT;
     managed->tensor.dtype.bits = (uint8_t)(tensor->item_size * 8);
     managed->tensor.dtype.lanes = 1;
     managed->tensor.shape = (int64_t *)(managed + 1);
@@ -94,9 +104,10 @@ static PyObject *raise_after_wait(spar_status status)
     return status == SPAR_INTERRUPTED && PyErr_Occurred() ? NULL : spar_raise(status);
 }
 
-static spar_patience patience_until(long long deadline_ns)
+/* `deadline` in seconds, as time.monotonic counts them. */
+static spar_patience patience_until(double deadline)
 {
-    return (spar_patience){.deadline_ns = deadline_ns, .interrupted = signal_came};
+    return (spar_patience){.deadline_ns = (int64_t)(deadline * 1e9), .interrupted = signal_came};
 }
 
 /* ---- set-up ---- */
@@ -127,6 +138,7 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
         return PyErr_NoMemory();
     }
     object->comm = NULL;
+    object->name = (*row)->name;
     memcpy(facts, bytes, (size_t)size);
     spar_status status =
         spar_comm_open(*row, facts, world, rank, local_ranks, &object->comm, &object->verdict);
@@ -179,9 +191,9 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
 {
     const char *bytes;
     Py_ssize_t size;
-    long long deadline;
+    double deadline;
     spar_comm *comm = open_comm(self);
-    if (!comm || !PyArg_ParseTuple(args, "y#L", &bytes, &size, &deadline))
+    if (!comm || !PyArg_ParseTuple(args, "y#d", &bytes, &size, &deadline))
         return NULL;
     if (size != comm->world * (Py_ssize_t)sizeof(spar_verdict))
         return PyErr_Format(PyExc_ValueError, "verdicts of %zd bytes for %d ranks", size,
@@ -221,7 +233,8 @@ static int read_request(PyObject *tuple, const char *op, const spar_comm *comm, 
 PyDoc_STRVAR(
     exchange_doc,
     "exchange(op, (item size, extents, strides, args), input, scale_type, divide, factor, text,\n"
-    "         deadline_ns) -> DLPack capsule of the output");
+    "         deadline) -> DLPack capsule of the output\n\n"
+    "deadline: in seconds of time.monotonic. scale_type 0: the output is of unsigned integers, unscaled.");
 
 static PyObject *comm_exchange(PyObject *self, PyObject *args)
 {
@@ -231,11 +244,11 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     unsigned long long address;
     int dtype, divide;
     double factor;
-    long long deadline;
+    double deadline;
     int64_t on_stack[NUMBERS], *numbers = on_stack;
     spar_tensor tensor;
     spar_request request;
-    if (!comm || !PyArg_ParseTuple(args, "sOKipdsL", &op, &tuple, &address, &dtype, &divide,
+    if (!comm || !PyArg_ParseTuple(args, "sOKipdsd", &op, &tuple, &address, &dtype, &divide,
                                    &factor, &text, &deadline))
         return NULL;
     const void *input = (const void *)(uintptr_t)address;
@@ -265,7 +278,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = output_capsule(block, &plan->tensors[0]);
+        result = output_capsule(block, &plan->tensors[0], dtype);
     else
         raise_after_wait(status);
     if (plan)
@@ -280,8 +293,8 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
     const char *why;
-    long long deadline;
-    if (!comm || !PyArg_ParseTuple(args, "sL", &why, &deadline))
+    double deadline;
+    if (!comm || !PyArg_ParseTuple(args, "sd", &why, &deadline))
         return NULL;
     spar_call call = {.failed = SPAR_INVALID,
                       .why = why,
@@ -308,16 +321,23 @@ static PyObject *comm_shown(PyObject *self, PyObject *args)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
+static PyObject *comm_transport(PyObject *self, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(((comm_object *)self)->name);
+}
+
 static PyGetSetDef comm_getset[] = {
+    {"transport", comm_transport, NULL, "its transport's name", NULL},
     {"verdict", comm_verdict, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef comm_methods[] = {
-    {"connect", comm_connect, METH_VARARGS, "connect(all ranks' verdicts, deadline_ns)"},
+    {"connect", comm_connect, METH_VARARGS, "connect(all ranks' verdicts, deadline)"},
     {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
     {"fail", comm_fail, METH_VARARGS,
-     "fail(why, deadline_ns): this rank cannot make its next call, and tells the others."},
+     "fail(why, deadline): this rank cannot make its next call, and tells the others."},
     {"shown", comm_shown, METH_VARARGS,
      "shown(rank): its call, where the newest one ended in a disagreement; else None"},
     {"close", comm_close_method, METH_NOARGS, "Says goodbye; never waits."},

@@ -1,5 +1,7 @@
 #include "group.h"
 
+#include "stream.h"
+
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -13,11 +15,8 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-#define stream_fence() _mm_sfence() /* streaming stores pass ordinary ones */
-#define relax() _mm_pause()
+#define relax() __builtin_ia32_pause()
 #else
-#define stream_fence() ((void)0)
 #define relax() __asm__ volatile("yield")
 #endif
 
@@ -74,7 +73,7 @@ static void wake(uint32_t *word)
 /* The only way in which a word becomes visible: after everything this thread wrote, streamed or not. */
 static void publish(mailbox *box, uint32_t *word, uint32_t value)
 {
-    stream_fence();
+    spar_stream_fence();
     /* seq_cst: the word before the count, as a sleeper writes the count before it reads the word */
     __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&box->waiters, __ATOMIC_SEQ_CST))

@@ -241,7 +241,7 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
         PyErr_Format(PyExc_ValueError, "scale type %d", dtype);
         return -1;
     }
-    *scale = (spar_scale){(spar_dtype)dtype, divide, factor};
+    *scale = (spar_scale){factor == 1 ? SPAR_UNSCALED : (spar_dtype)dtype, divide, factor};
     return 0;
 }
 

@@ -1,6 +1,7 @@
 /* spar in C: the whole library, without Python.
  *
  *   error.h      status codes, the last error's text
+ *   stream.h     copies past the caches
  *   env.h        environment variables (env.def)
  *   layout.h     which part of a tensor each rank holds: the one idea
  *   ops.h, ops/  operations: each a pair of layouts

@@ -1,7 +1,7 @@
 """spar: the sequence-parallel communication layer for PyTorch."""
 
 from ._version import __version__
-from .communicator import Transport, close, empty_cache, init, memory_stats, transport
+from .communicator import Transport
 from .errors import (
     ExchangeTimeoutError,
     GroupBrokenError,
@@ -11,6 +11,7 @@ from .errors import (
     SparError,
     TransportError,
 )
+from .groups import close, empty_cache, init, memory_stats, transport
 from .ops import all_to_all, gather_forward_split_backward, split_forward_gather_backward
 from .sizes import cal_split_sizes, cal_split_sizes_multi
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -13,7 +14,7 @@ from .errors import MismatchError
 
 if TYPE_CHECKING:
     from . import _C
-    from .communicator import Communicator, Scale
+    from .communicator import Communicator
 
 _TEXT = 1024  # bytes of a call's description that ranks show each other
 # by the codes of csrc/device.h: what a factor is fused for
@@ -37,8 +38,9 @@ class Call:
     plan: _C.Plan
     input: torch.Tensor
     output: torch.Tensor
-    scale: Scale
-    records: bool
+    factor: float
+    divide: bool
+    text: str  # what must be equal on all ranks beside the plan
     deadline: float
 
 
@@ -56,13 +58,12 @@ class HostPacker:
         call.plan.pack((call.input.data_ptr(),), sent.data_ptr())
 
     def unpack(self, call: Call, received: torch.Tensor) -> None:
-        scale = call.scale
-        kind = SCALE_TYPES.get(call.output.dtype, 0) if scale.factor != 1.0 else 0
+        scale = (SCALE_TYPES.get(call.output.dtype, 0), call.divide, call.factor)
         outputs = (call.output.data_ptr(),)
-        call.plan.copy_own((call.input.data_ptr(),), outputs, kind, scale.divide, scale.factor)
-        call.plan.unpack(received.data_ptr(), outputs, kind, scale.divide, scale.factor)
-        if kind == 0:
-            apply_scale(call.output, scale)
+        call.plan.copy_own((call.input.data_ptr(),), outputs, *scale)
+        call.plan.unpack(received.data_ptr(), outputs, *scale)
+        if scale[0] == 0:
+            apply_scale(call.output, call.factor, call.divide)
 
 
 class TorchPacker:
@@ -86,7 +87,7 @@ class TorchPacker:
         for peer, _, src, dst, run, loops in call.plan.blocks("pull"):
             if peer != self.rank:
                 _move(received, starts[peer] + src, call.output, dst, run, loops, size)
-        apply_scale(call.output, call.scale)
+        apply_scale(call.output, call.factor, call.divide)
 
 
 def packer(device: torch.device, rank: int) -> Packer:
@@ -116,15 +117,17 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def apply_scale(output: torch.Tensor, scale: Scale) -> None:
-    if scale.factor != 1.0:
-        output.div_(scale.factor) if scale.divide else output.mul_(scale.factor)
+def apply_scale(output: torch.Tensor, factor: float, divide: bool) -> None:
+    """output * factor or output / factor, never the product with the reciprocal: it rounds otherwise."""
+    if factor != 1.0:
+        output.div_(factor) if divide else output.mul_(factor)
 
 
-def call_text(input_: torch.Tensor, scale: Scale, records: bool) -> str:
+@functools.lru_cache(256)
+def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, records: bool) -> str:
     """What must be equal on all ranks beside the plan."""
-    factor = f" {'/' if scale.divide else '*'} {scale.factor:g}" if scale.factor != 1 else ""
-    return f" of {input_.dtype} on {input_.device.type}{factor}{', gradient recorded' if records else ''}"
+    scale = f" {'/' if divide else '*'} {factor:.17g}" if factor != 1 else ""
+    return f" of {dtype} on {device}{scale}{', gradient recorded' if records else ''}"
 
 
 def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
@@ -144,12 +147,11 @@ def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
 
 def _compare(comm: Communicator, call: Call) -> None:
     """Raises MismatchError on all ranks where they do not make the same call."""
-    more = call_text(call.input, call.scale, call.records)
-    own = torch.tensor([comm.calls, call.plan.signature(more)])
+    own = torch.tensor([comm.calls, call.plan.signature(call.text)])
     rows = [row.tolist() for row in wire.all_gather(comm, own, call.op, call.deadline)]
     if all(row == rows[0] for row in rows):
         return
-    text = f"{call.plan.describe()[: _TEXT - 200]}{more}".encode()[:_TEXT]
+    text = f"{call.plan.describe()[: _TEXT - 200]}{call.text}".encode()[:_TEXT]
     own = torch.frombuffer(bytearray(text.ljust(_TEXT, b"\0")), dtype=torch.uint8)
     texts = [
         bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")

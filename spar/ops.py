@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from .communicator import Scale, by_handle, handle_of, process_group, rank_of, world_of
+from .communicator import Place
 from .errors import SparError
 from .fallback import ITEMS
+from .groups import by_handle, place_of, process_group
 from .sizes import share
 
 if TYPE_CHECKING:
-    from .communicator import Group
+    from .groups import Group
 
 _Args = tuple[int, ...]
 _Scale = tuple[float, bool]  # the factor, and whether it divides
+_ONE: _Scale = (1.0, False)
+_STRIDED = torch.strided
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_transforms = torch._C._are_functorch_transforms_active
+_profiled = torch._C._autograd._profiler_enabled
 _SCALABLE = frozenset(
     (
         torch.float16,
@@ -59,24 +66,27 @@ def _split_shape(shape: list[int], args: _Args, world: int, rank: int) -> None:
 
 
 class _Op(NamedTuple):
-    """shape changes an input's extents into the output's; inverse gives the op that undoes it, its args."""
+    """shape changes an input's extents into the output's.
+
+    inverse(an input's extents, args, world) gives the op that undoes it, and its args.
+    """
 
     shape: Callable[[list[int], _Args, int, int], None]
-    inverse: Callable[[torch.Tensor, _Args, int], tuple[str, _Args]]
+    inverse: Callable[[_Args, _Args, int], tuple[str, _Args]]
 
 
 _OPS = {
     "all_to_all": _Op(
         _all_to_all_shape,
-        lambda x, args, world: ("all_to_all", (args[1], args[0], x.size(args[0]))),
+        lambda shape, args, world: ("all_to_all", (args[1], args[0], shape[args[0]])),
     ),
     "gather": _Op(
         _gather_shape,
-        lambda x, args, world: ("split", args if len(args) == 1 + world else args[:1]),
+        lambda shape, args, world: ("split", args if len(args) == 1 + world else args[:1]),
     ),
     "split": _Op(
         _split_shape,
-        lambda x, args, world: ("gather", args if len(args) > 1 else (args[0], x.size(args[0]))),
+        lambda shape, args, world: ("gather", args if len(args) > 1 else (args[0], shape[args[0]])),
     ),
 }
 
@@ -91,18 +101,18 @@ _library.define(
 
 
 def _exchange(
-    input_: torch.Tensor, group: int, op: str, args: list[int], factor: float, divide: bool, records: bool
+    input_: torch.Tensor, group: int, op: str, args: _Args, factor: float, divide: bool, records: bool
 ) -> torch.Tensor:
-    return by_handle(group).exchange(
-        op, input_.resolve_conj().resolve_neg(), tuple(args), Scale(factor, divide), records
-    )
+    if input_.is_conj() or input_.is_neg():
+        input_ = input_.resolve_conj().resolve_neg()
+    return by_handle(group).exchange(op, input_, tuple(args), factor, divide, records)
 
 
 def _exchange_shape(
-    input_: torch.Tensor, group: int, op: str, args: list[int], factor: float, divide: bool, records: bool
+    input_: torch.Tensor, group: int, op: str, args: _Args, factor: float, divide: bool, records: bool
 ) -> torch.Tensor:
-    shape = list(input_.shape)
-    _OPS[op].shape(shape, tuple(args), world_of(group), rank_of(group))
+    shape, place = list(input_.shape), by_handle(group).place
+    _OPS[op].shape(shape, tuple(args), place.world, place.rank)
     return input_.new_empty(shape)
 
 
@@ -110,14 +120,29 @@ _library.impl("exchange", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("spar::exchange", _exchange_shape, lib=_library)
 
 
-def _select(input_: torch.Tensor, group: int, args: _Args) -> torch.Tensor:
+def _is_listened_to(tensor: torch.Tensor) -> bool:
+    """Whether somebody sees the ops that a plain tensor goes through: then an exchange is one of them.
+
+    Otherwise it is called straight: the dispatcher costs as much as a small exchange.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in _PLAIN
+        or _dispatch_modes() > 0
+        or _functorch_transforms()
+        or _profiled()
+    )
+
+
+def _select(input_: torch.Tensor, place: Place, args: _Args) -> torch.Tensor:
     """A split: this rank's part, as a view."""
     dim, *sizes = args
-    world, rank, total = world_of(group), rank_of(group), input_.size(dim)
+    total = input_.size(dim)
     if sizes:
-        start, length = sum(sizes[:rank]), sizes[rank]
+        start, length = sum(sizes[: place.rank]), sizes[place.rank]
     else:
-        start, length = rank * (total // world) + min(rank, total % world), share(total, world, rank)
+        start = place.rank * (total // place.world) + min(place.rank, total % place.world)
+        length = share(total, place.world, place.rank)
     return input_.narrow(dim, start, length)
 
 
@@ -132,13 +157,14 @@ def _scaled(part: torch.Tensor, scale: _Scale) -> torch.Tensor:
 
 
 def _run(
-    input_: torch.Tensor, group: int, op: str, args: _Args, scale: _Scale, records: bool
+    input_: torch.Tensor, place: Place, op: str, args: _Args, scale: _Scale, records: bool
 ) -> torch.Tensor:
-    if world_of(group) == 1:
+    if place.world == 1:
         return _scaled(input_.view_as(input_), scale)
     if op == "split":
-        return _scaled(_select(input_, group, args), scale)
-    out: torch.Tensor = torch.ops.spar.exchange(input_, group, op, args, *scale, records)
+        return _scaled(_select(input_, place, args), scale)
+    run = torch.ops.spar.exchange if _is_listened_to(input_) else _exchange
+    out: torch.Tensor = run(input_, place.handle, op, args, *scale, records)
     return out
 
 
@@ -149,31 +175,37 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         input_: torch.Tensor,
-        group: int,
+        place: Place,
         op: str,
         args: _Args,
         scale: _Scale,
         grad_scale: _Scale,
     ) -> torch.Tensor:
-        ctx.group = group
-        ctx.inverse = _OPS[op].inverse(input_, args, world_of(group))
-        ctx.scale, ctx.grad_scale = scale, grad_scale
+        ctx.call = place, op, input_.shape, args, scale, grad_scale
         if not torch.compiler.is_compiling():
-            ctx.keep = by_handle(group).group  # a group that nobody else holds must live until backward
-        return _run(input_, group, op, args, scale, True)
+            ctx.keep = by_handle(place.handle).group  # one that nobody else holds must live until backward
+        return _run(input_, place, op, args, scale, True)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        op, args = ctx.inverse
+        place, op, shape, args, scale, grad_scale = ctx.call
+        op, args = _OPS[op].inverse(shape, args, place.world)
         if torch.is_grad_enabled() and grad.requires_grad:
-            back = _exchange_recorded(grad, ctx.group, op, args, ctx.grad_scale, ctx.scale)
+            back = _recorded(grad, place, op, args, grad_scale, scale)
         else:
-            back = _run(grad, ctx.group, op, args, ctx.grad_scale, False)
+            back = _run(grad, place, op, args, grad_scale, False)
         return back, None, None, None, None, None
 
 
-_exchange_recorded: Callable[..., torch.Tensor] = _Exchange.apply
+# Function.apply without its look at functorch's wrappers, which takes as long as the rest of it
+_apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Exchange).apply
+
+
+def _recorded(input_: torch.Tensor, *args: Any) -> torch.Tensor:
+    if _is_listened_to(input_):
+        return cast(torch.Tensor, _Exchange.apply(input_, *args))  # type: ignore[no-untyped-call]
+    return _apply_plain(input_, *args)
 
 
 # ---- arguments ----
@@ -182,19 +214,21 @@ _exchange_recorded: Callable[..., torch.Tensor] = _Exchange.apply
 class _Call:
     """A public operation's arguments, checked: each error names the value, the rank and what was expected."""
 
+    __slots__ = ("input", "name", "ndim", "place", "rank", "world")
+
     def __init__(self, name: str, input_: torch.Tensor, group: Group) -> None:
         self.name = name
         if not isinstance(input_, torch.Tensor):
             raise TypeError(f"{name}: input_ is a {type(input_).__name__}; expected a tensor")
         self.input = input_
-        self.group = handle_of(process_group(group))
-        self.world = world_of(self.group)
-        self.rank = rank_of(self.group)
-        if input_.layout != torch.strided:
+        self.place = place_of(process_group(group))
+        _, self.world, self.rank = self.place
+        if input_.layout is not _STRIDED:
             raise self.type_error("input_", f"a tensor of layout {input_.layout}", "a strided tensor")
         if input_.is_quantized:  # its scale and zero point are no part of its bytes
             raise self.type_error("input_", f"a quantized tensor of {input_.dtype}", "its int_repr()")
-        if input_.dim() == 0:
+        self.ndim = input_.dim()
+        if self.ndim == 0:
             raise self.error("input_", "a tensor without dims", "at least one dim")
 
     def error(self, what: str, value: object, expected: str) -> ValueError:
@@ -208,12 +242,12 @@ class _Call:
         text = f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
         if not torch.compiler.is_compiling():
             with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
-                by_handle(self.group).fail(self.name, text)
+                by_handle(self.place.handle).fail(self.name, text)
         return text
 
     def dim(self, what: str, dim: int) -> int:
-        ndim = self.input.dim()
-        if not isinstance(dim, int) or isinstance(dim, bool):
+        ndim = self.ndim
+        if not isinstance(dim, int) or dim is True or dim is False:
             raise self.type_error(what, repr(dim), "a whole number")
         if not -ndim <= dim < ndim:
             shape = list(self.input.shape)
@@ -234,7 +268,7 @@ class _Call:
 
     def grad_scale(self, grad_scale: str | float | None) -> _Scale:
         if grad_scale is None:
-            return 1.0, False
+            return _ONE
         if isinstance(grad_scale, str):
             if grad_scale not in ("up", "down"):
                 raise self.error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
@@ -255,8 +289,8 @@ class _Call:
         if self.world == 1 and not (records and grad_scale[0] != 1.0):
             return input_
         if not records:
-            return _run(input_, self.group, op, args, (1.0, False), False)
-        return _exchange_recorded(input_, self.group, op, args, (1.0, False), grad_scale)
+            return _run(input_, self.place, op, args, _ONE, False)
+        return _recorded(input_, self.place, op, args, _ONE, grad_scale)
 
 
 # ---- the public operations ----
@@ -309,7 +343,7 @@ def all_to_all(
             gather_size,
             f"a total of which this rank's share is the {local} that its input has in dim {gather}",
         )
-    return call.apply("all_to_all", (scatter, gather, gather_size), (1.0, False))
+    return call.apply("all_to_all", (scatter, gather, gather_size), _ONE)
 
 
 def split_forward_gather_backward(

@@ -116,9 +116,9 @@ def test_after_destroy_and_init(tmp_path: Path) -> None:
 
 def check_opcheck(rank: int, world: int, group: Group) -> None:
     """The dispatcher op keeps torch.library's rules; its fake gives the shapes of the real one."""
-    from spar.communicator import handle_of
+    from spar.groups import place_of
 
-    handle = handle_of(group)
+    handle = place_of(group).handle
     whole = torch.arange(9 * 5, dtype=torch.float32).reshape(9, 5)
     mine = whole.split(rule(9, world), 0)[rank].contiguous()
     calls: list[tuple[torch.Tensor, str, list[int]]] = [

@@ -21,7 +21,7 @@ KINDS = {
     "thread": [*SANITIZER, "-fsanitize=thread"],
 }
 BUILDS = [("test_core", compiler, kind) for kind in KINDS for compiler in ("gcc", "clang")]
-BUILDS += [(source, "gcc", kind) for source in ("test_shm", "test_arena") for kind in KINDS]
+BUILDS += [(source, "gcc", kind) for source in ("test_shm", "test_arena", "test_stream") for kind in KINDS]
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SPAR_")},
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
@@ -79,8 +79,9 @@ def test_core(program: Builder, compiler: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_arena(program: Builder, kind: str) -> None:
-    done = run(program("test_arena", "gcc", kind))
+@pytest.mark.parametrize("source", ["test_arena", "test_stream"])
+def test_parts(program: Builder, source: str, kind: str) -> None:
+    done = run(program(source, "gcc", kind))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -15,7 +15,7 @@ from reference import assert_same, rule
 
 import spar
 from spar import _C
-from spar.communicator import by_handle, handle_of
+from spar.groups import by_handle, place_of
 
 Group = dist.ProcessGroup
 ALL = 7
@@ -30,7 +30,7 @@ def check_group_arguments(rank: int, world: int, group: Group) -> None:
     expected = torch.arange(3.0 * ALL)
     for argument in (group, group.group_name, None, line, (plane, "sp"), (plane, 1)):
         assert_same(spar.gather_forward_split_backward(x, argument, 0), expected, argument)
-    assert handle_of(group) == handle_of(group)
+    assert place_of(group).handle == place_of(group).handle
     with pytest.raises(ValueError, match="DeviceMesh of 2 dims"):
         spar.all_to_all(torch.zeros(2, 2), plane, 0, 1)
     with pytest.raises(ValueError, match="no-such-group"):
@@ -59,7 +59,7 @@ def test_none_needs_torch_distributed() -> None:
 
 def check_handles(rank: int, world: int, group: Group) -> None:
     first = dist.new_group(list(range(ALL)), group_desc="again")
-    handle = handle_of(first)
+    handle = place_of(first).handle
     assert by_handle(handle).group is first
     assert spar.transport(first).name is None
     dist.barrier()  # another rank may still be connecting to it
@@ -68,7 +68,8 @@ def check_handles(rank: int, world: int, group: Group) -> None:
     gc.collect()
     with pytest.raises(spar.SparError, match="destroyed"):
         by_handle(handle)
-    assert handle_of(dist.new_group(list(range(ALL)), group_desc="again")) > handle
+    again = dist.new_group(list(range(ALL)), group_desc="again")
+    assert place_of(again).handle > handle
 
 
 def test_handles_die_with_their_group_and_are_never_used_again(ranks: Ranks) -> None:

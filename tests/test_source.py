@@ -18,7 +18,20 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 
 # Each header, and those that it may include: the list in spar.h, top to bottom.
-LAYERS = ["error", "env", "layout", "ops", "plan", "device", "pack", "patience", "arena", "peers", "group"]
+LAYERS = [
+    "error",
+    "stream",
+    "env",
+    "layout",
+    "ops",
+    "plan",
+    "device",
+    "pack",
+    "patience",
+    "arena",
+    "peers",
+    "group",
+]
 LAYERS += ["transport", "local", "spar", "binding"]
 
 
@@ -48,6 +61,36 @@ def test_the_plan_knows_no_system_and_python_is_bound_in_three_files() -> None:
     assert bound == {"binding.h"}
     users = {path.name for path in CSRC.rglob("*.c") if "binding.h" in path.read_text()}
     assert users == {"module.c", "plan_object.c", "comm_object.c"}
+
+
+def functions_with(words: str) -> set[str]:
+    """file:function of each place in the C core where the words stand, by its style: names begin a line."""
+    found = set()
+    for path in CSRC.rglob("*.c"):
+        name = ""
+        for line in path.read_text().splitlines():
+            line = re.sub(r"^__attribute__\(\(.*\)\) ", "", line)
+            if start := re.match(r"\w.*?(\w+)\(", line):
+                name = start[1]
+            if re.search(words, line) and not line.startswith(("#", "enum")):
+                found.add(f"{path.name}:{name}")
+    return found
+
+
+def test_words_become_visible_in_one_function() -> None:
+    """Streaming stores pass ordinary ones: a word that tells of them must come after a fence."""
+    stores = functions_with(r"atomic_store_n\(.*(word|published|done|told|broken)\b")
+    assert stores == {"group.c:publish"}
+    assert functions_with(r"_mm\w*_stream_(?!load)") == {
+        "stream.c:copy_lines_avx512",
+        "stream.c:copy_lines_sse2",
+    }
+    assert functions_with("spar_stream_copy") == {"stream.c:spar_stream_copy", "cpu.c:copy_runs"}
+    assert functions_with("spar_stream_fence") == {
+        "stream.c:spar_stream_fence",
+        "cpu.c:copy_blocks",
+        "group.c:publish",
+    }
 
 
 SIGNATURES = {
