@@ -1,0 +1,116 @@
+#include "stream.h"
+
+#include <string.h>
+#include <unistd.h>
+
+/* Sanitizers do not see streaming stores: what they check goes through the caches. */
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED
+#endif
+
+#if defined(__x86_64__) && !defined(SANITIZED)
+#include <immintrin.h>
+
+enum { LINE = 64 };
+
+/* Both: n is a multiple of LINE, `to` is aligned to it. */
+__attribute__((target("avx512f"))) static void copy_lines_avx512(char *to, const char *from,
+                                                                 int64_t n)
+{
+    int64_t at = 0;
+    for (; at + 4 * LINE <= n; at += 4 * LINE) {
+        __m512i a = _mm512_loadu_si512(from + at), b = _mm512_loadu_si512(from + at + LINE);
+        __m512i c = _mm512_loadu_si512(from + at + 2 * LINE);
+        __m512i d = _mm512_loadu_si512(from + at + 3 * LINE);
+        _mm512_stream_si512((void *)(to + at), a);
+        _mm512_stream_si512((void *)(to + at + LINE), b);
+        _mm512_stream_si512((void *)(to + at + 2 * LINE), c);
+        _mm512_stream_si512((void *)(to + at + 3 * LINE), d);
+    }
+    for (; at < n; at += LINE)
+        _mm512_stream_si512((void *)(to + at), _mm512_loadu_si512(from + at));
+}
+
+static void copy_lines_sse2(char *to, const char *from, int64_t n)
+{
+    for (int64_t at = 0; at < n; at += LINE) {
+        const __m128i *s = (const __m128i *)(from + at);
+        __m128i *d = (__m128i *)(to + at);
+        __m128i a = _mm_loadu_si128(s), b = _mm_loadu_si128(s + 1);
+        __m128i c = _mm_loadu_si128(s + 2), e = _mm_loadu_si128(s + 3);
+        _mm_stream_si128(d, a);
+        _mm_stream_si128(d + 1, b);
+        _mm_stream_si128(d + 2, c);
+        _mm_stream_si128(d + 3, e);
+    }
+}
+
+static int has_avx512(void)
+{
+    return __builtin_cpu_supports("avx512f");
+}
+
+static int has_sse2(void)
+{
+    return 1;
+}
+
+/* The widest comes first. */
+static const struct {
+    const char *name;
+    int (*serves)(void);
+    void (*copy)(char *to, const char *from, int64_t n);
+} line_copies[] = {{"avx512", has_avx512, copy_lines_avx512}, {"sse2", has_sse2, copy_lines_sse2}};
+
+/* An eighth of what a core has for itself: it is asked for one peer's part of a call. */
+int spar_streams(int64_t bytes)
+{
+    static int64_t least; /* racing threads find the same */
+    int64_t found = __atomic_load_n(&least, __ATOMIC_RELAXED);
+    if (!found) {
+        long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+        found = cache > 0 ? cache / 8 : 256 << 10;
+        __atomic_store_n(&least, found, __ATOMIC_RELAXED);
+    }
+    return bytes >= found;
+}
+
+void spar_stream_copy(char *to, const char *from, int64_t n)
+{
+    int64_t head = -(intptr_t)to & (LINE - 1);
+    if (head > n)
+        head = n;
+    int64_t lines = (n - head) & ~(int64_t)(LINE - 1);
+    memcpy(to, from, (size_t)head);
+    line_copies[!has_avx512()].copy(to + head, from + head, lines);
+    memcpy(to + head + lines, from + head + lines, (size_t)(n - head - lines));
+}
+
+void spar_stream_fence(void)
+{
+    _mm_sfence();
+}
+
+#else
+
+int spar_streams(int64_t bytes)
+{
+    (void)bytes;
+    return 0;
+}
+
+void spar_stream_copy(char *to, const char *from, int64_t n)
+{
+    memcpy(to, from, (size_t)n);
+}
+
+void spar_stream_fence(void)
+{
+}
+
+#endif

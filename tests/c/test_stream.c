@@ -1,0 +1,53 @@
+/* Streaming copies: every alignment and length, with each width that this processor has, and nothing beside. */
+#define spar_streams streams_of_test
+#define spar_stream_copy copy_of_test
+#define spar_stream_fence fence_of_test
+#include "../../csrc/stream.c"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { ROOM = 4096, EDGE = 64 };
+
+static void check(const char *name, int64_t to_at, int64_t from_at, int64_t n, const char *to,
+                  const char *from)
+{
+    for (int64_t i = 0; i < ROOM; i++) {
+        char expected = i >= to_at && i < to_at + n ? from[from_at + i - to_at] : 'x';
+        if (to[i] != expected) {
+            fprintf(stderr, "%s of %lld bytes from %lld to %lld: wrong at %lld\n", name,
+                    (long long)n, (long long)from_at, (long long)to_at, (long long)i);
+            abort();
+        }
+    }
+}
+
+int main(void)
+{
+    static _Alignas(EDGE) char to[ROOM], from[ROOM];
+    unsigned seed = 1;
+    for (int i = 0; i < ROOM; i++)
+        from[i] = (char)rand_r(&seed);
+    for (int turn = 0; turn < 200000; turn++) {
+        int64_t to_at = rand_r(&seed) % EDGE, from_at = rand_r(&seed) % EDGE;
+        int64_t n = rand_r(&seed) % (turn % 2 ? ROOM - EDGE : 200);
+        memset(to, 'x', sizeof to);
+        copy_of_test(to + to_at, from + from_at, n);
+        fence_of_test();
+        check("a copy", to_at, from_at, n, to, from);
+#if defined(__x86_64__) && !defined(SANITIZED)
+        n &= ~(int64_t)(EDGE - 1);
+        for (int i = 0; i < (int)(sizeof line_copies / sizeof *line_copies); i++) {
+            memset(to, 'x', sizeof to);
+            if (!line_copies[i].serves())
+                continue;
+            line_copies[i].copy(to + EDGE, from + from_at, n < ROOM - 2 * EDGE ? n : 0);
+            fence_of_test();
+            check(line_copies[i].name, EDGE, from_at, n < ROOM - 2 * EDGE ? n : 0, to, from);
+        }
+#endif
+    }
+    if (streams_of_test(INT64_MAX) && (streams_of_test(4096) || !streams_of_test(64 << 20)))
+        return 1;
+    return 0;
+}
