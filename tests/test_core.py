@@ -20,8 +20,7 @@ KINDS = {
     "address": [*SANITIZER, "-fsanitize=address,undefined"],
     "thread": [*SANITIZER, "-fsanitize=thread"],
 }
-BUILDS = [("test_core", compiler, kind) for kind in KINDS for compiler in ("gcc", "clang")]
-BUILDS += [(source, "gcc", kind) for source in ("test_shm", "test_arena", "test_stream") for kind in KINDS]
+BUILDS = [(compiler, kind) for kind in KINDS for compiler in ("gcc", "clang")]
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SPAR_")},
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
@@ -34,11 +33,11 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
 
 
-def build(folder: Path, source: str, compiler: str, kind: str) -> Path | str:
+def build(folder: Path, compiler: str, kind: str) -> Path | str:
     """The program, or the reason why this machine cannot have it."""
     if not shutil.which(compiler):
         return f"{compiler} is not installed"
-    probe, program = folder / f"probe-{compiler}-{kind}", folder / f"{source}-{compiler}-{kind}"
+    probe, program = folder / f"probe-{compiler}-{kind}", folder / f"tests-{compiler}-{kind}"
     (folder / f"{probe.name}.c").write_text("int main(void) { return 0; }\n")
     command = [compiler, *KINDS[kind], f"{probe}.c", "-o", str(probe)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -46,24 +45,24 @@ def build(folder: Path, source: str, compiler: str, kind: str) -> Path | str:
         done = run(probe)
     if done.returncode:
         return f"{compiler} {' '.join(KINDS[kind])} gives no program that runs: {done.stderr[-300:]}"
-    core.compile_core(program, *KINDS[kind], FOLDER / f"{source}.c", compiler=compiler)
+    core.compile_core(program, *KINDS[kind], *sorted(FOLDER.glob("*.c")), compiler=compiler)
     return program
 
 
-Builder = Callable[[str, str, str], Path]
+Builder = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    """program(source, compiler, kind); all are compiled side by side from the first use on."""
+    """program(compiler, kind); all are compiled side by side from the first use on."""
     folder = tmp_path_factory.mktemp("core")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds: dict[tuple[str, str, str], Future[Path | str]] = {
+        builds: dict[tuple[str, str], Future[Path | str]] = {
             which: pool.submit(partial(build, folder, *which)) for which in BUILDS
         }
 
-        def get(source: str, compiler: str, kind: str) -> Path:
-            built = builds[source, compiler, kind].result()
+        def get(compiler: str, kind: str) -> Path:
+            built = builds[compiler, kind].result()
             if isinstance(built, str):
                 pytest.skip(built)
             return built
@@ -74,14 +73,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_core(program: Builder, compiler: str, kind: str) -> None:
-    done = run(program("test_core", compiler, kind))
+    done = run(program(compiler, kind), "core")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("source", ["test_arena", "test_stream"])
-def test_parts(program: Builder, source: str, kind: str) -> None:
-    done = run(program(source, "gcc", kind))
+@pytest.mark.parametrize("name", ["arena", "stream"])
+def test_parts(program: Builder, name: str, kind: str) -> None:
+    done = run(program("gcc", kind), name)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -89,7 +88,7 @@ def test_parts(program: Builder, source: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "address"])
 def test_shared_memory_between_processes(program: Builder, kind: str, world: int) -> None:
     """Ten calls before the numbers wrap and on; a lost wake-up would cost a slice of 50 ms."""
-    done = run(program("test_shm", "gcc", kind), "processes", str(world), "10000")
+    done = run(program("gcc", kind), "shm", "processes", str(world), "10000")
     assert (done.returncode, done.stderr) == (0, "")
     median, slow = map(float, done.stdout.split())
     assert median < 10_000
@@ -100,12 +99,12 @@ def test_shared_memory_between_processes(program: Builder, kind: str, world: int
 @pytest.mark.parametrize("kind", ["address", "thread"])
 def test_shared_memory_between_threads(program: Builder, kind: str, world: int) -> None:
     """The same protocol where the sanitizers see every rank."""
-    done = run(program("test_shm", "gcc", kind), "threads", str(world), "2000")
+    done = run(program("gcc", kind), "shm", "threads", str(world), "2000")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_a_plan_costs(program: Builder, record_property: Callable[[str, object], None]) -> None:
-    done = run(program("test_core", "gcc", "plain"), "bench")
+    done = run(program("gcc", "plain"), "core", "bench")
     assert (done.returncode, done.stderr) == (0, "")
     print(done.stdout)
     costs = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}

@@ -115,7 +115,7 @@ static void test_idle(void)
     EXPECT(stats().reserved >= 255 * MIB);
     spar_memory_free(take(200 * MIB));
     spar_arena_idle(1);
-    for (int seconds = 0; seconds < 8; seconds++) {
+    for (int seconds = 0; seconds < 6; seconds++) {
         nanosleep(&second, NULL);
         int64_t last = after;
         spar_memory *block = take(1000);
@@ -147,8 +147,10 @@ static void test_fork(void)
     spar_memory_free(block);
 }
 
-int main(void)
+int test_arena(int argc, char **argv)
 {
+    (void)argc;
+    (void)argv;
     test_opening();
     test_lowest_first();
     test_the_cap();

@@ -291,7 +291,7 @@ static void bench(void)
     printf("cached_get_ns %lld\nnew_plan_us %.1f\n", (long long)cached, (double)built / 1000);
 }
 
-int main(int argc, char **argv)
+int test_core(int argc, char **argv)
 {
     if (argc > 1 && strcmp(argv[1], "bench") == 0) {
         bench();

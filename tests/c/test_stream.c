@@ -22,13 +22,15 @@ static void check(const char *name, int64_t to_at, int64_t from_at, int64_t n, c
     }
 }
 
-int main(void)
+int test_stream(int argc, char **argv)
 {
     static _Alignas(EDGE) char to[ROOM], from[ROOM];
     unsigned seed = 1;
+    (void)argc;
+    (void)argv;
     for (int i = 0; i < ROOM; i++)
         from[i] = (char)rand_r(&seed);
-    for (int turn = 0; turn < 200000; turn++) {
+    for (int turn = 0; turn < 30000; turn++) {
         int64_t to_at = rand_r(&seed) % EDGE, from_at = rand_r(&seed) % EDGE;
         int64_t n = rand_r(&seed) % (turn % 2 ? ROOM - EDGE : 200);
         memset(to, 'x', sizeof to);
