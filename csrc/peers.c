@@ -27,16 +27,18 @@
 #endif
 
 enum {
-    STRANGER,
-    DIALED,
-    CONNECTED
-}; /* accepted, its hello not read; hello sent, no answer; both read */
+    STRANGER,  /* accepted, its hello not read */
+    DIALED,    /* hello sent, no answer */
+    CONNECTED, /* both read */
+    REFUSED,   /* it called and could not be served: `reason`, for whoever wants to meet it */
+};
 enum { MOST_PEERS = 1024 };
 
 typedef struct {
     char magic[8];
     spar_endpoint from, to;
-    int64_t length; /* of the sender's arena, whose descriptor comes along */
+    int64_t length;   /* of the sender's arena, whose descriptor comes along */
+    char refusal[80]; /* else: why not */
 } hello;
 
 static const char MAGIC[8] = "spar 1";
@@ -44,10 +46,10 @@ static const char MAGIC[8] = "spar 1";
 static struct {
     pthread_mutex_t lock;
     spar_endpoint own;
-    int listener;
+    int listener, spare; /* spare: closed to answer a call when there are no more descriptors */
     int count;
     spar_peer *peers[MOST_PEERS];
-} table = {.lock = PTHREAD_MUTEX_INITIALIZER, .listener = -1};
+} table = {.lock = PTHREAD_MUTEX_INITIALIZER, .listener = -1, .spare = -1};
 
 static int same(const spar_endpoint *a, const spar_endpoint *b)
 {
@@ -82,6 +84,7 @@ static void close_fd(int *fd)
 static void close_in_child(void)
 {
     close_fd(&table.listener);
+    close_fd(&table.spare);
     for (int i = 0; i < table.count; i++) {
         close_fd(&table.peers[i]->socket);
         close_fd(&table.peers[i]->pidfd);
@@ -105,6 +108,7 @@ static spar_status start_listening(void)
         return status;
     }
     table.listener = fd;
+    table.spare = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     table.own = own;
     return SPAR_OK;
 }
@@ -127,11 +131,12 @@ spar_status spar_peers_listen(spar_endpoint *own)
     return status;
 }
 
-/* With the lock held, as all below. */
-static spar_peer *find(const spar_endpoint *endpoint)
+/* Who is known by this endpoint, beside `other`. With the lock held, as all below. */
+static spar_peer *find(const spar_endpoint *endpoint, const spar_peer *other)
 {
     for (int i = 0; i < table.count; i++)
-        if (table.peers[i]->state != STRANGER && same(&table.peers[i]->endpoint, endpoint))
+        if (table.peers[i] != other && table.peers[i]->state != STRANGER &&
+            same(&table.peers[i]->endpoint, endpoint))
             return table.peers[i];
     return NULL;
 }
@@ -183,6 +188,16 @@ static spar_status send_hello(int socket, const spar_endpoint *to)
     return SPAR_OK;
 }
 
+/* The caller shall not wait for an answer that never comes. */
+static void send_refusal(int socket, const char *reason)
+{
+    hello words = {.from = table.own};
+    memcpy(words.magic, MAGIC, sizeof MAGIC);
+    snprintf(words.refusal, sizeof words.refusal, "%s", reason);
+    if (send(socket, &words, sizeof words, MSG_NOSIGNAL) < 0)
+        return; /* then it sees the connection end */
+}
+
 /* Maps what the descriptor is of, if it is an arena that cannot shrink under us. */
 static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
 {
@@ -218,10 +233,32 @@ static spar_status check_owner(spar_peer *peer)
     return SPAR_OK;
 }
 
-/* Reads a hello, if it is there: the peer is CONNECTED after it. */
+/* What is wrong with words that came, or NULL. A stranger is told of nobody. */
+static const char *find_fault(const spar_peer *peer, const hello *words, ssize_t got, int flags,
+                              int descriptors)
+{
+    if (got == 0)
+        return "the process hung up";
+    if (got < 0)
+        return strerror(errno);
+    if (got != sizeof *words || memcmp(words->magic, MAGIC, sizeof MAGIC) != 0)
+        return "not spar's words";
+    if (peer->state == DIALED && words->refusal[0])
+        return words->refusal;
+    if (!same(&words->to, &table.own) ||
+        (peer->state == DIALED && !same(&words->from, &peer->endpoint)))
+        return "words for another process";
+    if (descriptors == 1)
+        return NULL;
+    return flags & MSG_CTRUNC ? "the arena's descriptor could not be received: too many open files"
+                              : "no descriptor";
+}
+
+/* Reads a hello, if it is there: the peer is CONNECTED after it. Where it fails, peer->reason says why, and
+ * peer->endpoint is the caller's if that could be known. */
 static spar_status read_hello(spar_peer *peer)
 {
-    hello words;
+    hello words = {.magic = ""};
     char control[CMSG_SPACE(sizeof(int) * 4)];
     struct iovec part = {&words, sizeof words};
     struct msghdr message = {.msg_iov = &part,
@@ -231,6 +268,7 @@ static spar_status read_hello(spar_peer *peer)
     ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (got < 0 && (errno == EAGAIN || errno == EINTR))
         return SPAR_OK;
+    words.refusal[sizeof words.refusal - 1] = 0;
     int fds[4], count = 0;
     for (struct cmsghdr *h = CMSG_FIRSTHDR(&message); got > 0 && h; h = CMSG_NXTHDR(&message, h))
         if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
@@ -238,28 +276,58 @@ static spar_status read_hello(spar_peer *peer)
                  at += sizeof(int))
                 memcpy(&fds[count++], CMSG_DATA(h) + at, sizeof(int));
     spar_status status = SPAR_OK;
-    if (got != sizeof words || memcmp(words.magic, MAGIC, sizeof MAGIC) != 0 || count != 1 ||
-        !same(&words.to, &table.own) ||
-        (peer->state == DIALED && !same(&words.from, &peer->endpoint)) ||
-        (peer->state == STRANGER && find(&words.from)))
-        status = spar_fail(SPAR_TRANSPORT, "what a process sent to connect is not spar's: %s",
-                           got == 0  ? "it hung up"
-                           : got < 0 ? strerror(errno)
-                                     : "wrong words, or no descriptor");
     int answers = peer->state == STRANGER;
-    if (status == SPAR_OK) {
+    const char *fault = find_fault(peer, &words, got, message.msg_flags, count);
+    if (same(&words.to, &table.own))
         peer->endpoint = words.from;
+    if (fault)
+        status = spar_fail(SPAR_TRANSPORT, "%s", fault);
+    if (status == SPAR_OK)
         status = check_owner(peer);
-    }
     if (status == SPAR_OK)
         status = map_arena(peer, fds[0], words.length);
     if (status == SPAR_OK && answers)
         status = send_hello(peer->socket, &peer->endpoint);
     if (status == SPAR_OK)
         peer->state = CONNECTED;
+    else
+        snprintf(peer->reason, sizeof peer->reason, "%s", spar_last_error());
     while (count)
         close(fds[--count]);
     return status;
+}
+
+/* A call that came in: served, refused, or not worth an answer. */
+static void take_call(spar_peer *peer)
+{
+    spar_status read = read_hello(peer);
+    if (read == SPAR_OK && peer->state == STRANGER) {
+        if (now_ns() - peer->since_ns > 5000000000LL)
+            drop(peer);
+        return;
+    }
+    spar_peer *known = find(&peer->endpoint, peer);
+    if (known && known->state == REFUSED) {
+        drop(known); /* it tries again */
+        known = NULL;
+    }
+    if (known || peer->endpoint.pid == 0) {
+        drop(peer);
+    } else if (read != SPAR_OK) {
+        send_refusal(peer->socket, peer->reason);
+        close_fd(&peer->socket);
+        peer->state = REFUSED;
+    }
+}
+
+/* Forgets those that no group uses and that hung up: they may call again. */
+static void sweep(void)
+{
+    for (int i = table.count - 1; i >= 0; i--) {
+        spar_peer *peer = table.peers[i];
+        if (peer->state == CONNECTED && peer->groups == 0 && spar_peer_hung_up(peer))
+            drop(peer);
+    }
 }
 
 spar_status spar_peers_dial(const spar_endpoint *endpoint)
@@ -267,9 +335,10 @@ spar_status spar_peers_dial(const spar_endpoint *endpoint)
     spar_status status = SPAR_OK;
     struct sockaddr_un address;
     pthread_mutex_lock(&table.lock);
+    sweep();
     int lower = table.own.pid < endpoint->pid ||
                 (table.own.pid == endpoint->pid && table.own.nonce < endpoint->nonce);
-    spar_peer *peer = find(endpoint);
+    spar_peer *peer = find(endpoint, NULL);
     if (!lower || peer)
         goto done;
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -292,33 +361,57 @@ done:
     return status;
 }
 
-/* Takes calls that came in, and reads the hellos that are there. */
-static void look_around(void)
+/* Without a descriptor for it a call is answered, too: with a refusal. */
+static spar_status refuse_calls(void)
 {
-    for (int fd; table.listener >= 0 &&
-                 (fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;)
-        if (!add(fd, STRANGER))
-            close(fd);
-    for (int i = table.count - 1; i >= 0; i--) {
-        spar_peer *peer = table.peers[i];
-        if (peer->state != STRANGER)
-            continue;
-        if (read_hello(peer) != SPAR_OK ||
-            (peer->state == STRANGER && now_ns() - peer->since_ns > 5000000000LL))
-            drop(peer);
+    spar_status status = spar_fail(SPAR_TRANSPORT, "taking a call: %s", strerror(errno));
+    for (int fd;;) {
+        close_fd(&table.spare);
+        if ((fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) < 0)
+            break;
+        send_refusal(fd, spar_last_error());
+        close(fd);
     }
+    table.spare = fcntl(table.listener, F_DUPFD_CLOEXEC, 0);
+    return status;
+}
+
+/* Takes calls that came in, and reads the hellos that are there. */
+static spar_status look_around(void)
+{
+    spar_status status = SPAR_OK;
+    sweep();
+    for (int fd; status == SPAR_OK && table.listener >= 0;) {
+        if ((fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
+            if (!add(fd, STRANGER))
+                close(fd);
+        } else if (errno == EMFILE || errno == ENFILE) {
+            status = refuse_calls();
+        } else {
+            break;
+        }
+    }
+    for (int i = table.count - 1; i >= 0; i--) {
+        if (table.peers[i]->state == STRANGER)
+            take_call(table.peers[i]);
+        if (i > table.count) /* two are gone */
+            i = table.count;
+    }
+    return status;
 }
 
 spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **result)
 {
-    spar_status status = SPAR_OK;
     *result = NULL;
     pthread_mutex_lock(&table.lock);
-    look_around();
-    spar_peer *peer = find(endpoint);
-    if (peer && peer->state == DIALED && (status = read_hello(peer)) != SPAR_OK)
+    spar_status status = look_around();
+    spar_peer *peer = find(endpoint, NULL);
+    if (peer &&
+        (peer->state == REFUSED || (peer->state == DIALED && read_hello(peer) != SPAR_OK))) {
+        status =
+            spar_fail(SPAR_TRANSPORT, "process %lld: %s", (long long)endpoint->pid, peer->reason);
         drop(peer);
-    else if (peer && peer->state == CONNECTED) {
+    } else if (peer && status == SPAR_OK && peer->state == CONNECTED) {
         peer->groups++;
         *result = peer;
     }

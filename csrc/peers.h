@@ -23,6 +23,7 @@ typedef struct {
     /* the rest is peers.c's own */
     int socket, pidfd, state, groups;
     int64_t since_ns;
+    char reason[80];
 } spar_peer;
 
 /* This process's endpoint; listens from the first call on. */

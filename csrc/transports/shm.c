@@ -75,10 +75,18 @@ static spar_status connect_all(spar_comm *comm, const spar_verdict *verdicts,
     int64_t *offsets = calloc((size_t)comm->world, sizeof *offsets);
     if (!peers || !offsets)
         status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
-    for (int rank = 0; status == SPAR_OK && rank < comm->world; rank++) {
+    for (int rank = 0; peers && offsets && rank < comm->world; rank++) {
         offsets[rank] = verdicts[rank].offset;
-        if (rank != comm->rank)
-            status = meet(comm, rank, patience, &peers[rank]);
+        if (rank == comm->rank || status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED)
+            continue;
+        char first[sizeof verdicts->reason];
+        snprintf(first, sizeof first, "%s", spar_last_error());
+        spar_status met =
+            meet(comm, rank, patience, &peers[rank]); /* also after a failure: they wait */
+        if (status != SPAR_OK && met != SPAR_TIMEOUT && met != SPAR_INTERRUPTED)
+            spar_fail(status, "%s", first);
+        else
+            status = met;
     }
     if (status == SPAR_OK)
         status = spar_group_attach(comm->state, peers, offsets);

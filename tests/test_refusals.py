@@ -1,0 +1,219 @@
+"""Shared memory that a rank cannot have: all ranks take the next transport together, and know why.
+
+Each fault is really injected into one rank, after its ProcessGroup is made and before the first exchange.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import assert_same
+from test_faults import finish, start, tell, told
+
+import spar
+from spar import _C
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+
+gather = spar.gather_forward_split_backward
+root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's id, or a namespace")
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def must(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def refuse_memfd() -> None:
+    """A filter of system calls, as sandboxes have: memfd_create fails with EPERM."""
+    number = {"x86_64": 319, "aarch64": 279}[platform.machine()]
+    code = (
+        (0x20, 0, 0, 0),  # the call's number
+        (0x15, 0, 1, number),
+        (0x06, 0, 0, 0x00050001),  # EPERM
+        (0x06, 0, 0, 0x7FFF0000),  # allowed
+    )
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in code))
+    program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters))
+    must(libc.prctl(38, 1, 0, 0, 0))  # no new privileges
+    must(libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0))
+
+
+def become_nobody() -> None:
+    """For others; its files stay root's, as torch's store is one."""
+    os.setresuid(65534, 65534, 0)
+    libc.setfsuid(0)
+
+
+def leave_the_network() -> None:
+    """Abstract sockets belong to a network namespace; connections that are there go on."""
+    must(libc.unshare(0x40000000))
+
+
+FAULTS: dict[str, tuple[Callable[[], None], str]] = {
+    "memfd": (refuse_memfd, "memfd_create: Operation not permitted"),
+    "user": (become_nobody, "user 65534"),
+    "namespace": (leave_the_network, "cannot be reached on this host|did not answer|hung up"),
+}
+
+
+def refused(rank: int, folder: Path, fault: str) -> None:
+    inject, why = FAULTS[fault]
+    if rank == 1:
+        inject()
+    y = gather(torch.full((3,), float(rank)), None, 0)
+    assert_same(y, torch.arange(3.0).repeat_interleave(3))
+    chosen = spar.transport()
+    assert chosen.name == "torch", chosen
+    assert [name for name, _ in chosen.rejected] == ["shm"]
+    assert re.search(why, chosen.rejected[0][1]), chosen.rejected
+    told_all: list[object] = [None] * 3
+    dist.all_gather_object(told_all, (chosen.reason, chosen.rejected))
+    assert all(one == told_all[0] for one in told_all)
+    spar.close()
+    dist.barrier()
+    gather(torch.zeros(1), None, 0)  # what failed once fails again, the same way
+    assert spar.transport() == chosen
+    assert spar.memory_stats()["arena.allocated_bytes"] == 0
+
+
+def refused_and_forced(rank: int, folder: Path, fault: str) -> None:
+    inject, why = FAULTS[fault]
+    if rank == 1:
+        inject()
+    with pytest.raises(spar.TransportError, match=why) as caught:
+        gather(torch.zeros(3), None, 0)
+    assert "SPAR_TRANSPORT" in str(caught.value)
+
+
+each_fault = pytest.mark.parametrize(
+    "fault", ["memfd", pytest.param("user", marks=root), pytest.param("namespace", marks=root)]
+)
+
+
+@each_fault
+def test_all_ranks_take_the_next_transport(tmp_path: Path, fault: str) -> None:
+    assert finish(start(refused, 3, tmp_path, fault, meet=False), 60) == [0, 0, 0]
+
+
+@each_fault
+def test_a_forced_transport_is_an_error_on_all(tmp_path: Path, fault: str) -> None:
+    ranks = start(refused_and_forced, 2, tmp_path, fault, meet=False, SPAR_TRANSPORT="shm")
+    assert finish(ranks, 60) == [0, 0]
+
+
+# ---- no descriptors left ----
+
+
+def few_descriptors(rank: int, folder: Path) -> None:
+    """With 0, 1, 2, ... descriptors left: each stage of the set-up fails once, and none leaves any behind."""
+    seen = set()
+    before = sorted(os.listdir("/proc/self/fd"))
+    for left in range(8):
+        group = dist.new_group([0, 1])
+        dist.barrier(group)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if rank == 1:
+            free = set(range(max(map(int, os.listdir("/proc/self/fd"))) + 1)) - set(
+                map(int, os.listdir("/proc/self/fd"))
+            )
+            plugs = [os.open("/dev/null", os.O_RDONLY) for _ in free]
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + left, hard)
+            )
+        y = gather(torch.full((3,), float(rank)), group, 0)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for plug in plugs:
+                os.close(plug)
+        assert_same(y, torch.tensor([0.0] * 3 + [1.0] * 3))
+        chosen = spar.transport(group)
+        seen.add(chosen.name)
+        both: list[object] = [None, None]
+        dist.all_gather_object(both, (chosen.name, chosen.reason, chosen.rejected))
+        assert both[0] == both[1]
+        if chosen.name == "torch":
+            assert "rank" in chosen.rejected[0][1], chosen
+        tell(folder, 10 * (rank + 1) + left, f"{chosen.rejected}")
+    assert seen == {"torch", "shm"}
+    assert len(os.listdir("/proc/self/fd")) < len(before) + 60  # the groups' own connections
+
+
+def test_few_descriptors(tmp_path: Path) -> None:
+    assert finish(start(few_descriptors, 2, tmp_path, meet=False), 90) == [0, 0]
+    texts = {told(tmp_path, 20 + left, 1) for left in range(8)}
+    assert len(texts) >= 3, "several stages have failed"
+
+
+# ---- strangers ----
+
+
+def strangers_call(rank: int, folder: Path) -> None:
+    """Who sends junk to a rank's socket, or nothing, or hangs up, is not noticed."""
+    _C.facts()  # listens from now on
+    dist.barrier()
+    names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@spar-" in line]
+    mine = [name for name in names if f"spar-{os.getpid()}-" in name]
+    assert len(mine) == 1
+    calls = []
+    for what in (b"", b"x", b"spar 1" + b"\0" * 200, os.urandom(64), None):
+        call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        call.connect("\0" + mine[0][1:])
+        if what is None:
+            call.close()
+        else:
+            call.send(what)
+        calls.append(call)
+    with open("/dev/null") as null:  # a descriptor that is no arena
+        call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        call.connect("\0" + mine[0][1:])
+        socket.send_fds(call, [b"spar 1\0\0" + b"\1" * 40], [null.fileno()])
+        calls.append(call)
+    y = gather(torch.full((2,), float(rank)), None, 0)
+    assert_same(y, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert spar.transport().name == "shm"
+    for call in calls:
+        call.close()
+
+
+def test_strangers_are_not_noticed(tmp_path: Path) -> None:
+    assert finish(start(strangers_call, 2, tmp_path, meet=False), 60) == [0, 0]
+
+
+def silent_peer(rank: int, folder: Path) -> None:
+    """A rank that meets the others, and stops before it connects: an error at the limit, on all."""
+    if rank == 1:
+        facts = _C.facts()
+        group = dist.group.WORLD
+        assert group is not None
+        row = torch.frombuffer(bytearray(facts), dtype=torch.uint8)
+        rows = [torch.empty_like(row) for _ in range(2)]
+        group.allgather([rows], [row]).wait()
+        tell(folder, 1, "")
+        time.sleep(60)
+    begin = time.monotonic()
+    with pytest.raises(spar.ExchangeTimeoutError):
+        gather(torch.zeros(1), None, 0)
+    assert time.monotonic() - begin < 4
+    with pytest.raises(spar.GroupBrokenError):
+        gather(torch.zeros(1), None, 0)
+
+
+def test_a_rank_that_stops_in_the_set_up(tmp_path: Path) -> None:
+    ranks = start(silent_peer, 2, tmp_path, meet=False, SPAR_TIMEOUT="2")
+    assert finish(ranks[:1], 30) == [0]
+    ranks[1].kill()
