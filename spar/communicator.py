@@ -63,6 +63,7 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        self.when_gone: weakref.finalize[[int, int], dist.ProcessGroup] | None = None  # forgets it
         self.world = group.size()
         self.rank = group.rank()
         self.place = Place(next(_handles), self.world, self.rank)

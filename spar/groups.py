@@ -39,7 +39,8 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
                 found = Communicator(group)
                 _by_group[id(group)] = found
                 _by_handle[found.place.handle] = found
-                weakref.finalize(group, _forget, id(group), found).atexit = False
+                found.when_gone = weakref.finalize(group, _forget, id(group), found.place.handle)
+                found.when_gone.atexit = False
     return found
 
 
@@ -48,11 +49,9 @@ def _real(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return getattr(group, "real_obj", group)
 
 
-def _forget(group: int, found: Communicator) -> None:
-    """Its ids are free: the group's may be another one's soon, unless it is by now; the handle is used up."""
-    if _by_group.get(group) is found:
-        del _by_group[group]
-    _by_handle.pop(found.place.handle, None)
+def _forget(group: int, handle: int) -> None:
+    """The group is gone, or spar's part in it: its id may be another one's soon, its handle is used up."""
+    del _by_group[group], _by_handle[handle]
 
 
 def by_handle(handle: int) -> Communicator:
@@ -162,8 +161,8 @@ def close(group: Group = None) -> None:
     real = _real(process_group(group))
     with _create:
         found = _by_group.get(id(real))
-        if found is not None:
-            _forget(id(real), found)
+        if found is not None and found.when_gone is not None:
+            found.when_gone()
     if found is not None:
         found.close()
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.utils.data
 from reference import assert_same
 from test_faults import finish, start
 
@@ -42,6 +49,157 @@ def forks(rank: int, folder: Path) -> None:
 
 def test_a_forked_child_raises_and_harms_nothing(tmp_path: Path) -> None:
     assert finish(start(forks, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Made in workers; each reads an output of spar that it inherited, which is live memory."""
+
+    def __init__(self, captured: torch.Tensor) -> None:
+        self.captured = captured
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert torch.utils.data.get_worker_info() is not None
+        return self.captured + index
+
+
+def trains_with_workers(rank: int, folder: Path) -> None:
+    """Workers are forked in the middle of training, live beside it, and end: nobody notices."""
+    captured = gather(torch.tensor([float(rank), 10.0 * rank]), None, 0)
+    weight = torch.ones(4, requires_grad=True)
+    files = None
+    for epoch in range(3):
+        loader = torch.utils.data.DataLoader(
+            Samples(captured), batch_size=4, num_workers=2, multiprocessing_context="fork"
+        )
+        for step, batch in enumerate(loader):
+            expected = captured + torch.arange(4.0 * step, 4.0 * step + 4)[:, None]
+            assert_same(batch, expected)
+            part = spar.split_forward_gather_backward(batch * weight, None, 0)
+            whole = gather(part * (1 + rank), None, 0)
+            assert_same(whole.detach(), torch.cat([expected[:2], 2 * expected[2:]]) * weight.detach())
+            whole.sum().backward()  # type: ignore[no-untyped-call]
+        del loader
+        gc.collect()
+        if epoch == 0:
+            files = len(os.listdir("/proc/self/fd"))
+    assert weight.grad is not None
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert_same(gather(captured, None, 0), captured.repeat(2))
+
+
+def test_a_loader_with_forked_workers(tmp_path: Path) -> None:
+    assert finish(start(trains_with_workers, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
+
+
+def executes(rank: int, folder: Path) -> None:
+    """Another program inherits no descriptor of spar's."""
+    gather(torch.zeros(1), None, 0)
+    command = ["ls", "-l", f"/proc/{os.getpid()}/fd", "/proc/self/fd"]
+    done = subprocess.run(command, close_fds=False, capture_output=True, text=True)
+    mine, others = done.stdout.split("/proc/self/fd:")
+    assert "memfd:spar" in mine
+    assert "spar" not in others and "pidfd" not in others, others
+
+
+def test_descriptors_end_at_exec(tmp_path: Path) -> None:
+    assert finish(start(executes, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
+
+
+# ---- ends ----
+
+
+def keep_in_a_module(y: torch.Tensor) -> None:
+    spar.kept_by_a_test = y  # type: ignore[attr-defined]
+
+
+def keep_in_a_cycle(y: torch.Tensor) -> None:
+    cycle: list[object] = [y]
+    cycle.append(cycle)
+
+
+def keep_in_a_thread(y: torch.Tensor) -> None:
+    threading.Thread(target=lambda: (time.sleep(30), y), daemon=True).start()
+
+
+def keep_until_exit(y: torch.Tensor) -> None:
+    atexit.register(lambda: float(y.sum()))
+
+
+def end_the_group_first(y: torch.Tensor) -> None:
+    keep_in_a_module(y)
+    spar.close()
+    dist.destroy_process_group()
+
+
+def end_the_group_alone(y: torch.Tensor) -> None:
+    keep_in_a_cycle(y)
+    dist.destroy_process_group()
+
+
+def end_in_the_middle(y: torch.Tensor) -> None:
+    keep_in_a_module(y)
+    sys.exit(0)
+
+
+def end_with_a_graph(y: torch.Tensor) -> None:
+    keep_in_a_module(gather(torch.zeros(3, requires_grad=True), None, 0).sum())
+
+
+ENDS = {
+    function.__name__: function
+    for function in (
+        keep_in_a_module,
+        keep_in_a_cycle,
+        keep_in_a_thread,
+        keep_until_exit,
+        end_the_group_first,
+        end_the_group_alone,
+        end_in_the_middle,
+        end_with_a_graph,
+    )
+}
+
+
+def ends(rank: int, folder: Path, how: str) -> None:
+    y = gather(torch.full((100_000,), float(rank)), None, 0)
+    dist.barrier()
+    (folder / f"{rank}.ended").touch()
+    ENDS[how](y)
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_interpreter_ends_in_any_order(tmp_path: Path, how: str) -> None:
+    assert finish(start(ends, 2, tmp_path, how, SPAR_TRANSPORT="shm"), 40) == [0, 0]
+
+
+# ---- crashes ----
+
+
+def crashes(rank: int, folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    place = folder / str(rank)
+    place.mkdir()
+    os.chdir(place)
+    y = gather(torch.full((64 << 20,), 1.5), None, 0)  # 512 MiB in each arena, each of which both map
+    assert y[-1] == 1.5
+    dist.barrier()
+    os.abort()
+
+
+def test_a_crash_does_not_write_out_the_arena(tmp_path: Path) -> None:
+    pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
+    if "/" in pattern or "|" in pattern:
+        pytest.skip(f"this machine's core dumps go to {pattern}")
+    codes = finish(start(crashes, 2, tmp_path, SPAR_TRANSPORT="shm"), 120)
+    assert codes == [-signal.SIGABRT] * 2
+    for rank in range(2):
+        (core,) = (tmp_path / str(rank)).iterdir()
+        written = core.stat().st_blocks * 512
+        core.unlink()
+        assert 1 << 20 < written < 600 << 20, "the input's 256 MiB and torch's own, but not the arenas"
 
 
 def test_nothing_is_dumped_or_left_behind(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from reference import assert_same
 from test_faults import finish, start, tell, told
 
 import spar
+from spar import groups
 
 Group = dist.ProcessGroup
 gather = spar.gather_forward_split_backward
@@ -33,8 +34,20 @@ def shm(pool: Ranks) -> Ranks:
     return pool
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+class Growth:
+    """What a process holds, now against then: descriptors, threads, and bytes of memory in use."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.descriptors = len(os.listdir("/proc/self/fd"))
+        self.threads = len(os.listdir("/proc/self/task"))
+        self.bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def check(self, most_bytes: int) -> None:
+        now = Growth()
+        assert now.descriptors <= self.descriptors
+        assert now.threads <= self.threads
+        assert now.bytes - self.bytes <= most_bytes
 
 
 # ---- outputs ----
@@ -102,41 +115,47 @@ def check_growth(rank: int, world: int, group: Group, calls: int) -> None:
             gather(torch.zeros(1 + i % 97, 1 + i % 13), group, 0)
 
     go(3000)
-    gc.collect()
-    stats, files, threads = spar.memory_stats(), descriptors(), threading.active_count()
+    stats, growth = spar.memory_stats(), Growth()
     go(calls)
+    growth.check(2**21)
     after = spar.memory_stats()
     assert after["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
     assert after["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 4096
     assert after["arena.quarantined_bytes"] == 0
     assert after["calls.shm"] - stats["calls.shm"] == calls
     assert after["plans.cached"] <= 1024
-    assert (descriptors(), threading.active_count()) == (files, threads)
 
 
 def test_calls_leave_nothing(shm: Ranks) -> None:
-    shm(2, check_growth, 20_000)
+    shm(2, check_growth, 100_000)
 
 
-def check_groups(rank: int, world: int, group: Group, count: int) -> None:
-    stats = files = None
-    for i in range(count):
-        fresh = dist.new_group(list(range(7)))
-        gather(torch.zeros(10), fresh, 0)
-        spar.close(fresh)
-        dist.destroy_process_group(fresh)
-        if i == 3:
-            stats, files = spar.memory_stats(), descriptors()
-    dist.barrier()
-    gather(torch.zeros(1), group, 0)
-    assert stats is not None
-    assert spar.memory_stats()["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
-    assert spar.memory_stats()["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 65536
-    assert descriptors() <= (files or 0) + 2
+def makes_and_closes(rank: int, folder: Path) -> None:
+    def go(count: int, make: bool) -> None:
+        for i in range(count):
+            group = dist.new_group([0, 1]) if make else dist.group.WORLD
+            x = gather(torch.full((10,), float(i), requires_grad=True), group, 0)
+            assert_same(x.detach(), torch.full((20,), float(i)))
+            spar.close(group)
+            if make:
+                assert group is not None
+                dist.destroy_process_group(group)
+
+    go(20, True)
+    go(600, False)
+    stats, growth = spar.memory_stats(), Growth()
+    go(1500, False)
+    growth.check(3 * 2**20)  # a group's part in C alone has 2 KiB
+    go(50, True)
+    growth.check(5 * 2**20)  # torch's own groups leave some
+    after = spar.memory_stats()
+    assert after["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
+    assert after["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 65536
+    assert not groups._by_group and not groups._by_handle
 
 
-def test_groups_made_and_closed(shm: Ranks) -> None:
-    shm(7, check_groups, 25)
+def test_groups_made_and_closed(tmp_path: Path) -> None:
+    assert finish(start(makes_and_closes, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
 
 
 def check_empty_cache(rank: int, world: int, group: Group) -> None:
