@@ -98,8 +98,15 @@ def test_shared_memory_between_processes(program: Builder, kind: str, world: int
 @pytest.mark.parametrize("world", [2, 4, 7])
 @pytest.mark.parametrize("kind", ["address", "thread"])
 def test_shared_memory_between_threads(program: Builder, kind: str, world: int) -> None:
-    """The same protocol where the sanitizers see every rank."""
+    """The same protocol where the sanitizers see every rank; at the end one does not come."""
     done = run(program("gcc", kind), "shm", "threads", str(world), "2000")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("how", ["processes", "threads"])
+def test_a_rank_that_lies_about_its_output(program: Builder, how: str, which: int) -> None:
+    done = run(program("gcc", "address"), "shm", how, "3", str(2 * which + 1))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -151,6 +151,58 @@ static void disagree(spar_comm *comm, int call_number, int odd)
     }
 }
 
+/* Some fail, one of them for want of memory, and one disagrees: all tell of the lowest that failed. */
+static void fail_together(spar_comm *comm)
+{
+    spar_memory *block;
+    int last = comm->world - 1, fails = comm->rank == last || comm->rank == 1;
+    spar_status status = try_gather(comm, 0, 64, comm->rank == 0 ? "else" : "",
+                                    !fails               ? SPAR_OK
+                                    : comm->rank == last ? SPAR_NO_MEMORY
+                                                         : SPAR_INVALID,
+                                    20000000000, &block);
+    if (comm->world > 2)
+        EXPECT(status == (comm->rank == last ? SPAR_NO_MEMORY
+                          : comm->rank == 1  ? SPAR_INVALID
+                                             : SPAR_MISMATCH));
+    if (!fails)
+        EXPECT(strcmp(spar_last_error(), "rank 1 failed: it was told to") == 0);
+}
+
+static void say_nothing(void *context, char *text, size_t size)
+{
+    (void)context;
+    snprintf(text, size, "a lie");
+}
+
+/* A word from another process may be anything: nobody writes where an output cannot be. */
+static void lie(spar_comm *comm, int64_t offset)
+{
+    static const char *const words = "says that its output of";
+    spar_words all[MOST], own = {0};
+    const spar_patience patience = {.deadline_ns = now_ns() + 20000000000};
+    const int64_t bytes = 64, one = 1, dim = 0;
+    spar_memory *block;
+    uint32_t call;
+    spar_tensor tensor = {1, 1, &bytes, &one, 1, &dim};
+    spar_request request = {spar_op_find("gather"), comm->world, comm->rank, 0, 1, &tensor};
+    spar_plan *plan;
+    if (comm->rank != 0) {
+        spar_status status = try_gather(comm, 0, bytes, "", SPAR_OK, 20000000000, &block);
+        EXPECT(status == SPAR_TRANSPORT || status == SPAR_BROKEN);
+        EXPECT(strstr(spar_last_error(), words));
+        return;
+    }
+    EXPECT(!spar_plan_get(&request, &plan));
+    own.signature = spar_plan_signature(plan, "");
+    own.offsets[0] = offset;
+    spar_plan_release(plan);
+    EXPECT(!spar_group_begin(comm->state, &patience, &call));
+    EXPECT(!spar_group_publish(comm->state, &own, say_nothing, NULL, all, &patience));
+    EXPECT(spar_group_finish(comm->state, &patience) == SPAR_BROKEN);
+    EXPECT(strstr(spar_last_error(), words));
+}
+
 /* One rank does not come: the others give up, and then all refuse. */
 static void give_up(spar_comm *comm, meeting *m)
 {
@@ -196,8 +248,19 @@ static spar_memory *work(meeting *m, spar_comm *comm)
         printf("%.1f %.1f\n", (double)took[m->calls / 2] / 1e3,
                (double)took[m->calls * 99 / 100] / 1e3);
     free(took);
-    if (m->world > 1)
+    if (m->world == 1)
+        return kept;
+    fail_together(comm);
+    if (m->calls % 2) {
+        const int64_t lies[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 64,
+                                spar_arena_length() - 127};
+        spar_memory *block;
+        lie(comm, lies[m->calls / 2 % 5]);
+        pthread_barrier_wait(&m->barrier);
+        EXPECT(try_gather(comm, 0, 64, "", SPAR_OK, 20000000000, &block) == SPAR_BROKEN);
+    } else {
         give_up(comm, m);
+    }
     return kept;
 }
 
