@@ -1,12 +1,12 @@
 #include "group.h"
 
+#include "cores.h"
 #include "stream.h"
 
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -281,21 +281,6 @@ void spar_group_fail(spar_group *g, spar_status status, const char *text)
 
 /* ---- life ---- */
 
-/* By affinity and cgroup quota, the smaller. */
-static int usable_cores(void)
-{
-    cpu_set_t cpus;
-    long long quota, period;
-    int cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
-    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
-    if (!file)
-        return cores;
-    if (fscanf(file, "%lld %lld", &quota, &period) == 2 && period > 0 && quota / period < cores)
-        cores = (int)(quota / period);
-    fclose(file);
-    return cores;
-}
-
 spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **result,
                             int64_t *offset)
 {
@@ -324,7 +309,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **r
     g->rank = rank;
     g->refs = 2;
     g->uses = 1;
-    g->spin_ns = local_ranks <= usable_cores() ? 50000 : 0; /* a spinner takes a core */
+    g->spin_ns = local_ranks <= spar_cores() ? 50000 : 0; /* a spinner takes a core */
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, sizeof *g->own + (size_t)world);
     g->own->world = world;

@@ -46,10 +46,10 @@ static const char MAGIC[8] = "spar 1";
 static struct {
     pthread_mutex_t lock;
     spar_endpoint own;
-    int listener, spare; /* spare: closed to answer a call when there are no more descriptors */
+    int listener;
     int count;
     spar_peer *peers[MOST_PEERS];
-} table = {.lock = PTHREAD_MUTEX_INITIALIZER, .listener = -1, .spare = -1};
+} table = {.lock = PTHREAD_MUTEX_INITIALIZER, .listener = -1};
 
 static int same(const spar_endpoint *a, const spar_endpoint *b)
 {
@@ -84,7 +84,6 @@ static void close_fd(int *fd)
 static void close_in_child(void)
 {
     close_fd(&table.listener);
-    close_fd(&table.spare);
     for (int i = 0; i < table.count; i++) {
         close_fd(&table.peers[i]->socket);
         close_fd(&table.peers[i]->pidfd);
@@ -95,8 +94,8 @@ static void close_in_child(void)
 static spar_status start_listening(void)
 {
     struct sockaddr_un address;
-    spar_endpoint own = {.pid = getpid()};
-    if (getrandom(&own.nonce, sizeof own.nonce, 0) != sizeof own.nonce)
+    spar_endpoint own = {.pid = getpid(), .nonce = table.own.nonce};
+    if (!own.nonce && getrandom(&own.nonce, sizeof own.nonce, 0) != sizeof own.nonce)
         return spar_fail(SPAR_TRANSPORT, "getrandom: %s", strerror(errno));
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0)
@@ -108,7 +107,6 @@ static spar_status start_listening(void)
         return status;
     }
     table.listener = fd;
-    table.spare = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     table.own = own;
     return SPAR_OK;
 }
@@ -118,12 +116,12 @@ spar_status spar_peers_listen(spar_endpoint *own)
     static int registered;
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&table.lock);
-    if (table.own.pid == 0)
-        status = start_listening();
-    else if (table.own.pid != getpid())
+    if (table.own.pid != 0 && table.own.pid != getpid())
         status = spar_fail(SPAR_TRANSPORT,
                            "a forked child cannot exchange: its parent, process %lld, can",
                            (long long)table.own.pid);
+    else if (table.listener < 0)
+        status = start_listening();
     if (status == SPAR_OK && !registered)
         registered = pthread_atfork(NULL, NULL, close_in_child) == 0;
     *own = status == SPAR_OK ? table.own : (spar_endpoint){0, 0};
@@ -361,19 +359,15 @@ done:
     return status;
 }
 
-/* Without a descriptor for it a call is answered, too: with a refusal. */
+/* Without a descriptor for it a call cannot be taken: it ends with the socket that it came to. */
 static spar_status refuse_calls(void)
 {
     spar_status status = spar_fail(SPAR_TRANSPORT, "taking a call: %s", strerror(errno));
-    for (int fd;;) {
-        close_fd(&table.spare);
-        if ((fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) < 0)
-            break;
-        send_refusal(fd, spar_last_error());
-        close(fd);
-    }
-    table.spare = fcntl(table.listener, F_DUPFD_CLOEXEC, 0);
-    return status;
+    char reason[128];
+    snprintf(reason, sizeof reason, "%s", spar_last_error());
+    close_fd(&table.listener);
+    start_listening(); /* else at the next set-up */
+    return spar_fail(status, "%s", reason);
 }
 
 /* Takes calls that came in, and reads the hellos that are there. */

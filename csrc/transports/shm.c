@@ -10,6 +10,8 @@
 #include <string.h>
 #include <time.h>
 
+static const int64_t LONGEST_MEETING_NS = 30000000000;
+
 static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
 {
     if (strcmp(device, "cpu") != 0) {
@@ -48,19 +50,26 @@ static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict 
     return SPAR_OK;
 }
 
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
 static spar_status meet(const spar_comm *comm, int rank, const spar_patience *patience,
                         spar_peer **peer)
 {
     const struct timespec moment = {0, 500000};
-    struct timespec now;
+    int64_t begin = now_ns();
     for (int looks = 1;; looks++) {
         SPAR_TRY(spar_peers_meet(&comm->facts[rank].endpoint, peer));
         if (*peer)
             return SPAR_OK;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        if (patience->deadline_ns &&
-            now.tv_sec * 1000000000LL + now.tv_nsec > patience->deadline_ns)
+        if (patience->deadline_ns && now_ns() > patience->deadline_ns)
             return spar_fail(SPAR_TIMEOUT, "rank %d did not answer", rank);
+        if (now_ns() - begin > LONGEST_MEETING_NS) /* all are here: another transport is better than this wait */
+            return spar_fail(SPAR_TRANSPORT, "rank %d did not answer for 30 s", rank);
         if (looks % 100 == 0 && patience->interrupted && patience->interrupted(patience->context))
             return spar_fail(SPAR_INTERRUPTED, "interrupted while meeting rank %d", rank);
         nanosleep(&moment, NULL);
