@@ -17,6 +17,7 @@ PyObject *spar_raise(spar_status status);
 Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what);
 
 /* One tensor, as (item size, extents, strides, args); its numbers go into `room`. */
+Py_ssize_t spar_count_numbers(PyObject *tuple);
 int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size);
 
 /* A factor, and the type it is fused for. */

@@ -261,12 +261,9 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .device = &spar_device_cpu,
                       .text = text,
                       .patience = patience_until(deadline)};
-    Py_ssize_t room = NUMBERS;
-    if (comm->world > NUMBERS / 4) {
-        room += 2 * comm->world;
-        if (!(numbers = malloc((size_t)room * sizeof *numbers)))
-            return PyErr_NoMemory();
-    }
+    Py_ssize_t room = spar_count_numbers(tuple);
+    if (room > NUMBERS && !(numbers = malloc((size_t)room * sizeof *numbers)))
+        return PyErr_NoMemory();
     if (read_request(tuple, op, comm, &tensor, numbers, room, &request) < 0 ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0)
         goto done;

@@ -29,7 +29,7 @@ static void put_list(writer *w, const int64_t *values, int count)
     put(w, "]");
 }
 
-static void put_layout(writer *w, int dim, const int64_t *sizes, int world)
+static void put_layout(writer *w, int dim, const int64_t *sizes, int world, uint32_t order)
 {
     if (dim < 0) {
         put(w, "whole");
@@ -37,6 +37,8 @@ static void put_layout(writer *w, int dim, const int64_t *sizes, int world)
     }
     put(w, "dim %d in ", dim);
     put_list(w, sizes, world);
+    if (order)
+        put(w, " (order %08x)", (unsigned)order);
 }
 
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size)
@@ -51,8 +53,8 @@ void spar_plan_describe(const spar_plan *plan, char *text, size_t size)
         put(&w, "%s ", t ? ";" : "");
         put_list(&w, shape->global, shape->ndim);
         put(&w, ": ");
-        put_layout(&w, shape->in_dim, shape->in_sizes, plan->world);
+        put_layout(&w, shape->in_dim, shape->in_sizes, plan->world, shape->in_order);
         put(&w, " -> ");
-        put_layout(&w, shape->out_dim, shape->out_sizes, plan->world);
+        put_layout(&w, shape->out_dim, shape->out_sizes, plan->world, shape->out_order);
     }
 }

@@ -8,41 +8,149 @@ int64_t spar_share(int64_t total, int world, int rank)
     return total / world + (rank < total % world);
 }
 
+/* An empty layout with room for `most` pieces. */
+static spar_status start(spar_layout *layout, int dim, int64_t total, int world, int64_t most)
+{
+    int64_t bytes;
+    *layout = (spar_layout){.dim = dim, .world = world, .total = total};
+    layout->first = calloc((size_t)world + 1, sizeof *layout->first);
+    if (!__builtin_mul_overflow(most, (int64_t)sizeof *layout->pieces, &bytes))
+        layout->pieces = malloc((size_t)(bytes ? bytes : 1));
+    if (layout->first && layout->pieces)
+        return SPAR_OK;
+    spar_layout_free(layout);
+    return spar_fail(SPAR_NO_MEMORY, "no memory for a layout of %lld pieces on %d ranks",
+                     (long long)most, world);
+}
+
+/* The next piece of `rank`, behind what it has; ranks come in order. */
+static void add(spar_layout *layout, int rank, int64_t global, int64_t extent)
+{
+    int64_t *end = &layout->first[rank + 1], local = 0;
+    if (*end < layout->first[rank])
+        *end = layout->first[rank];
+    if (extent == 0)
+        return;
+    if (*end > layout->first[rank]) {
+        spar_piece *last = &layout->pieces[*end - 1];
+        if (last->global + last->extent == global) {
+            last->extent += extent;
+            return;
+        }
+        local = last->local + last->extent;
+    }
+    layout->pieces[(*end)++] = (spar_piece){local, global, extent};
+}
+
+static spar_status wrong_sizes(spar_layout *layout, int rank, int64_t extent, const char *of,
+                               int64_t total)
+{
+    spar_layout_free(layout);
+    return spar_fail(SPAR_INVALID,
+                     "the size of rank %d's piece is %lld; expected sizes of at least 0 that sum to "
+                     "%s%lld",
+                     rank, (long long)extent, of, (long long)total);
+}
+
 spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,
                             const int64_t *sizes)
 {
-    memset(layout, 0, sizeof *layout);
-    layout->dim = dim;
-    layout->world = world;
-    layout->total = total;
-    layout->first = malloc(((size_t)world + 1) * sizeof *layout->first);
-    layout->pieces = malloc((size_t)world * sizeof *layout->pieces);
-    if (!layout->first || !layout->pieces) {
-        spar_layout_free(layout);
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a layout of %d ranks", world);
-    }
-    int64_t start = 0;
+    int64_t at = 0;
+    SPAR_TRY(start(layout, dim, total, world, world));
     for (int rank = 0; rank < world; rank++) {
         int64_t extent = sizes ? sizes[rank] : spar_share(total, world, rank);
-        if (extent < 0 || extent > total - start) {
-            spar_layout_free(layout);
-            return spar_fail(
-                SPAR_INVALID,
-                "the size of rank %d's piece is %lld; expected sizes of at least 0 that "
-                "sum to %lld",
-                rank, (long long)extent, (long long)total);
-        }
-        layout->first[rank] = rank;
-        layout->pieces[rank] = (spar_piece){.local = 0, .global = start, .extent = extent};
-        start += extent;
+        if (extent < 0 || extent > total - at)
+            return wrong_sizes(layout, rank, extent, "", total);
+        add(layout, rank, at, extent);
+        at += extent;
     }
-    layout->first[world] = world;
-    if (start != total) {
+    if (at != total) {
         spar_layout_free(layout);
-        return spar_fail(SPAR_INVALID, "the sizes sum to %lld; expected %lld", (long long)start,
+        return spar_fail(SPAR_INVALID, "the sizes sum to %lld; expected %lld", (long long)at,
                          (long long)total);
     }
     return SPAR_OK;
+}
+
+spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int world)
+{
+    int64_t chunks = 2 * (int64_t)world;
+    if (total < 0 || total % chunks)
+        return spar_fail(SPAR_INVALID, "the total is %lld; expected a multiple of %lld, two chunks "
+                                       "for each of %d ranks",
+                         (long long)total, (long long)chunks, world);
+    SPAR_TRY(start(layout, dim, total, world, chunks));
+    for (int rank = 0; rank < world; rank++) {
+        add(layout, rank, rank * (total / chunks), total / chunks);
+        add(layout, rank, (chunks - 1 - rank) * (total / chunks), total / chunks);
+    }
+    return SPAR_OK;
+}
+
+/* Where `rank`'s share of `total` begins. */
+static int64_t share_start(int64_t total, int world, int rank)
+{
+    return rank * (total / world) + (rank < total % world ? rank : total % world);
+}
+
+spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t sequences,
+                               const int64_t *numbers, int table)
+{
+    int64_t total = 0, most, *at;
+    for (int64_t i = 0; i < (table ? world * sequences : sequences); i++)
+        if (numbers[i] < 0 || __builtin_add_overflow(total, numbers[i], &total))
+            return spar_fail(SPAR_INVALID,
+                             "the size of sequence %lld is %lld; expected at least 0, and a sum "
+                             "below 2^63",
+                             (long long)(sequences ? i % sequences : 0), (long long)numbers[i]);
+    if (__builtin_mul_overflow(sequences, (int64_t)world, &most))
+        return spar_fail(SPAR_INVALID, "%lld sequences", (long long)sequences);
+    SPAR_TRY(start(layout, dim, total, world, most));
+    at = calloc((size_t)sequences + 1, sizeof *at); /* where the next part of each lies */
+    if (!at) {
+        spar_layout_free(layout);
+        return spar_fail(SPAR_NO_MEMORY, "no memory for %lld sequences", (long long)sequences);
+    }
+    for (int64_t s = 0, end = 0; s < sequences; s++) {
+        at[s] = end;
+        for (int rank = 0; rank < (table ? world : 1); rank++)
+            end += numbers[rank * sequences + s];
+    }
+    for (int rank = 0; rank < world; rank++) {
+        add(layout, rank, 0, 0);
+        for (int64_t s = 0; s < sequences; s++) {
+            int64_t extent = table ? numbers[rank * sequences + s] : spar_share(numbers[s], world, rank);
+            add(layout, rank, table ? at[s] : at[s] + share_start(numbers[s], world, rank), extent);
+            at[s] += table ? extent : 0;
+        }
+    }
+    free(at);
+    return SPAR_OK;
+}
+
+spar_status spar_layout_refine(spar_layout *layout, int inner)
+{
+    spar_layout outer = *layout;
+    if (inner == 1)
+        return SPAR_OK;
+    int64_t pieces = outer.first[outer.world];
+    spar_status status = start(layout, outer.dim, outer.total, outer.world * inner,
+                               pieces + (int64_t)outer.world * inner);
+    for (int rank = 0; status == SPAR_OK && rank < layout->world; rank++) {
+        int from = rank % outer.world, part = rank / outer.world;
+        int64_t held = spar_layout_extent(&outer, from);
+        int64_t begin = share_start(held, inner, part), end = begin + spar_share(held, inner, part);
+        add(layout, rank, 0, 0);
+        for (int64_t i = outer.first[from]; i < outer.first[from + 1]; i++) {
+            const spar_piece *piece = &outer.pieces[i];
+            int64_t low = piece->local > begin ? piece->local : begin;
+            int64_t high = piece->local + piece->extent < end ? piece->local + piece->extent : end;
+            if (low < high)
+                add(layout, rank, piece->global + low - piece->local, high - low);
+        }
+    }
+    spar_layout_free(&outer);
+    return status;
 }
 
 void spar_layout_whole(spar_layout *layout, int world)
@@ -54,10 +162,10 @@ void spar_layout_whole(spar_layout *layout, int world)
 
 int64_t spar_layout_extent(const spar_layout *layout, int rank)
 {
-    int64_t extent = 0;
-    for (int64_t i = layout->first[rank]; i < layout->first[rank + 1]; i++)
-        extent += layout->pieces[i].extent;
-    return extent;
+    if (layout->first[rank] == layout->first[rank + 1])
+        return 0;
+    const spar_piece *last = &layout->pieces[layout->first[rank + 1] - 1];
+    return last->local + last->extent;
 }
 
 void spar_layout_free(spar_layout *layout)

@@ -30,6 +30,20 @@ int64_t spar_share(int64_t total, int world, int rank);
 spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,
                             const int64_t *sizes);
 
+/* Rank r holds chunks r and 2 * world - 1 - r of the 2 * world equal ones: with a causal mask, all have the same
+ * work. `total` must be a multiple of their number. */
+spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int world);
+
+/* Several sequences lie one behind the other, and each is cut by itself: a rank holds its part of each.
+ * `numbers` [sequences] are their lengths, cut by the size rule; or, where `table` is set, [world][sequences]
+ * what each rank holds of each. */
+spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t sequences,
+                               const int64_t *numbers, int table);
+
+/* Cuts what each rank holds once more, among `inner` ranks, by the size rule: then rank u * world + r has part u
+ * of what rank r had. On failure the layout is freed. */
+spar_status spar_layout_refine(spar_layout *layout, int inner);
+
 /* Every rank holds all of it. */
 void spar_layout_whole(spar_layout *layout, int world);
 

@@ -37,8 +37,18 @@ const spar_op *spar_op_find(const char *name);
 
 /* The rows' functions, a file in ops/ per family. */
 extern const spar_op spar_op_all_to_all, spar_op_split, spar_op_gather;
+extern const spar_op spar_op_zigzag_split, spar_op_zigzag_gather;
+extern const spar_op spar_op_packed_split, spar_op_packed_gather;
 
 /* For the rows: dim `args[which]`, checked against ndim. */
 spar_status spar_op_dim(const spar_op *op, const spar_tensor *tensor, int which, int *dim);
+
+/* For the rows: `args[which]` divides the ranks into inner ones of that many, and world / inner outer ones. */
+spar_status spar_op_inner(const spar_op *op, const spar_tensor *tensor, int which, int world);
+
+/* For the rows whose one side is whole, and the other (`in` where it gathers) spread by a layout that is made:
+ * fills in the whole one and the global extents, when `rank` holds what it must. Frees the layout on failure. */
+spar_status spar_op_spread(const spar_op *op, const spar_tensor *tensor, int rank, int64_t *global,
+                           int gathers, spar_layout *in, spar_layout *out);
 
 #endif

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_RANKS = 1 << 20 }; /* what is more is a mistake, not a job */
+enum { MOST_RANKS = 1 << 20, MOST_ARGS = 1 << 26 }; /* what is more is a mistake, not a job */
 
 /* A plan that is being built, with room to grow. */
 typedef struct {
@@ -210,6 +210,20 @@ uint64_t spar_plan_signature(const spar_plan *plan, const char *text)
     return hash;
 }
 
+/* Tells the orders apart in which ranks can hold several pieces; 0 where each has one, in rank order. */
+static uint32_t order_of(const spar_layout *layout)
+{
+    int64_t at = 0, natural = 1;
+    uint64_t hash = 1;
+    for (int64_t i = 0; layout->dim >= 0 && i < layout->first[layout->world]; i++) {
+        const spar_piece *piece = &layout->pieces[i];
+        natural &= piece->local == 0 && piece->global == at;
+        at = piece->global + piece->extent;
+        hash = mix(mix(hash, piece->global), piece->extent);
+    }
+    return natural ? 0 : (uint32_t)(hash >> 32) | 1;
+}
+
 static uint64_t mix_layout(uint64_t hash, const spar_layout *layout)
 {
     hash = mix(hash, layout->dim);
@@ -241,6 +255,8 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tens
     shape->out_bytes = place.bytes;
     shape->in_dim = in->dim;
     shape->out_dim = out->dim;
+    shape->in_order = order_of(in);
+    shape->out_order = order_of(out);
     shape->in_sizes = malloc((size_t)plan->world * 3 * sizeof(int64_t));
     if (!shape->in_sizes)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", plan->world);
@@ -273,7 +289,7 @@ spar_status spar_request_check(const spar_request *request)
         if (tensor->ndim < 1 || tensor->ndim > SPAR_MAX_DIMS)
             return spar_fail(SPAR_INVALID, "%s: rank %d's input has %d dims; expected 1 to %d",
                              request->op->name, request->rank, tensor->ndim, SPAR_MAX_DIMS);
-        if (tensor->nargs < 0 || tensor->nargs - 16 > request->world)
+        if (tensor->nargs < 0 || tensor->nargs > MOST_ARGS)
             return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks",
                              request->op->name, request->op->args, tensor->nargs, request->world);
         if (tensor->item_size < 1 || tensor->item_size > 4096)

@@ -94,7 +94,7 @@ int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssi
 }
 
 /* How many numbers the tuples of one tensor hold. */
-static Py_ssize_t count_numbers(PyObject *tensor)
+Py_ssize_t spar_count_numbers(PyObject *tensor)
 {
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 1; PyTuple_Check(tensor) && i < PyTuple_Size(tensor); i++) {
@@ -126,7 +126,7 @@ PyObject *spar_py_plan(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "%zd tensors; expected at most %d", count,
                             MAX_TENSORS);
     for (Py_ssize_t t = 0; t < count; t++)
-        size += count_numbers(PyTuple_GetItem(tuple, t));
+        size += spar_count_numbers(PyTuple_GetItem(tuple, t));
     if (size > 128 && !(numbers = malloc((size_t)size * sizeof *numbers)))
         return PyErr_NoMemory();
     plan_object *object = NULL;

@@ -12,7 +12,22 @@ from .errors import (
     TransportError,
 )
 from .groups import close, empty_cache, init, memory_stats, transport
-from .ops import all_to_all, gather_forward_split_backward, split_forward_gather_backward
+from .hybrid import (
+    gather_forward_split_backward_with_cp,
+    packed_data_gather_forward_split_backward_with_cp,
+    packed_data_split_forward_gather_backward_with_cp,
+    split_forward_gather_backward_with_cp,
+)
+from .ops import (
+    all_to_all,
+    gather_forward_split_backward,
+    load_balanced_gather_forward_split_backward,
+    load_balanced_split_forward_gather_backward,
+    packed_data_gather_forward_split_backward,
+    packed_data_split_forward_gather_backward,
+    reorder_output,
+    split_forward_gather_backward,
+)
 from .sizes import cal_split_sizes, cal_split_sizes_multi
 
 __all__ = [
@@ -31,8 +46,17 @@ __all__ = [
     "close",
     "empty_cache",
     "gather_forward_split_backward",
+    "gather_forward_split_backward_with_cp",
     "init",
+    "load_balanced_gather_forward_split_backward",
+    "load_balanced_split_forward_gather_backward",
     "memory_stats",
+    "packed_data_gather_forward_split_backward",
+    "packed_data_gather_forward_split_backward_with_cp",
+    "packed_data_split_forward_gather_backward",
+    "packed_data_split_forward_gather_backward_with_cp",
+    "reorder_output",
     "split_forward_gather_backward",
+    "split_forward_gather_backward_with_cp",
     "transport",
 ]

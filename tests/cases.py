@@ -14,6 +14,7 @@ import torch
 from core import Plan
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from reference import among, in_runs, zigzag
 
 OPS = core.ops()
 WORLDS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 64)
@@ -35,13 +36,18 @@ Draw = Callable[[int, int], int]  # a whole number from the first to the last
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The pieces of one dim, one for each rank; sizes None: every rank holds all."""
+    """Which rank owns each index of one dim; a rank holds its own in order. None: every rank holds all."""
 
     dim: int = 0
-    sizes: tuple[int, ...] | None = None
+    owners: Sequence[int] | None = None
 
     def parts(self, x: torch.Tensor, world: int) -> Sequence[torch.Tensor]:
-        return [x] * world if self.sizes is None else x.split(self.sizes, self.dim)
+        if self.owners is None:
+            return [x] * world
+        own: list[list[int]] = [[] for _ in range(world)]
+        for index, owner in enumerate(self.owners):
+            own[owner].append(index)
+        return [x.index_select(self.dim, torch.tensor(indices, dtype=torch.int64)) for indices in own]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +76,8 @@ def all_to_all(draw: Draw, shape: Sequence[int], world: int) -> Move:
     return Move(
         [scatter, gather, shape[gather]],
         [gather, scatter, shape[scatter]],
-        Cut(gather, by_rule(shape[gather], world)),
-        Cut(scatter, by_rule(shape[scatter], world)),
+        Cut(gather, in_runs(by_rule(shape[gather], world))),
+        Cut(scatter, in_runs(by_rule(shape[scatter], world))),
     )
 
 
@@ -79,8 +85,8 @@ def split(draw: Draw, shape: Sequence[int], world: int) -> Move:
     dim = draw(0, len(shape) - 1)
     if draw(0, 1):
         sizes = any_sizes(draw, shape[dim], world)
-        return Move([dim, *sizes], [dim, *sizes], Cut(), Cut(dim, sizes))
-    return Move([dim], [dim, shape[dim]], Cut(), Cut(dim, by_rule(shape[dim], world)))
+        return Move([dim, *sizes], [dim, *sizes], Cut(), Cut(dim, in_runs(sizes)))
+    return Move([dim], [dim, shape[dim]], Cut(), Cut(dim, in_runs(by_rule(shape[dim], world))))
 
 
 def gather(draw: Draw, shape: Sequence[int], world: int) -> Move:
@@ -91,9 +97,48 @@ def gather(draw: Draw, shape: Sequence[int], world: int) -> Move:
     return Move(args, move.args, move.after, move.before)
 
 
+def inner_ranks(draw: Draw, world: int) -> int:
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    return divisors[draw(0, len(divisors) - 1)]
+
+
+def zigzag_split(draw: Draw, shape: list[int], world: int) -> Move:
+    dim, inner = draw(0, len(shape) - 1), inner_ranks(draw, world)
+    outer = world // inner
+    chunk = draw(0, max(1, shape[dim] // world))
+    shape[dim] = 2 * outer * chunk
+    args = [dim, inner, shape[dim]]
+    return Move(args, args, Cut(), Cut(dim, zigzag(shape[dim], outer, inner)))
+
+
+def packed_split(draw: Draw, shape: list[int], world: int) -> Move:
+    dim, inner = draw(0, len(shape) - 1), inner_ranks(draw, world)
+    outer = world // inner
+    lengths = [draw(0, shape[dim]) for _ in range(draw(0, 4))]
+    shape[dim] = sum(lengths)
+    if draw(0, 1):
+        sizes, numbers = [by_rule(length, outer) for length in lengths], lengths
+    else:
+        sizes = [any_sizes(draw, length, outer) for length in lengths]
+        numbers = [size[rank] for rank in range(outer) for size in sizes]
+    owners = [owner for size in sizes for owner in in_runs(size)]
+    args = [dim, inner, len(lengths), *numbers]
+    return Move(args, args, Cut(), Cut(dim, among(owners, outer, inner)))
+
+
+def inverted(split: Callable[[Draw, list[int], int], Move]) -> Callable[[Draw, list[int], int], Move]:
+    def move(draw: Draw, shape: list[int], world: int) -> Move:
+        forward = split(draw, shape, world)
+        return Move(forward.inverse_args, forward.args, forward.after, forward.before)
+
+    return move
+
+
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    move: Callable[[Draw, Sequence[int], int], Move]
+    """move(draw, shape, world) may change an extent, where the op has rules for it."""
+
+    move: Callable[[Draw, list[int], int], Move]
     min_dims: int = 1
 
 
@@ -101,6 +146,10 @@ GENERATORS = {
     "all_to_all": Generator(all_to_all, min_dims=2),
     "split": Generator(split),
     "gather": Generator(gather),
+    "zigzag_split": Generator(zigzag_split),
+    "zigzag_gather": Generator(inverted(zigzag_split)),
+    "packed_split": Generator(packed_split),
+    "packed_gather": Generator(inverted(packed_split)),
 }
 
 
@@ -176,10 +225,11 @@ def make_case(op: str, world: int, draw: Draw) -> Case:
     parts = []
     for _ in range(draw(1, 3)):
         ndim = draw(GENERATORS[op].min_dims, 6)
-        shape = tuple(draw(0, LARGEST[ndim]) for _ in range(ndim))
+        shape = [draw(0, LARGEST[ndim]) for _ in range(ndim)]
         item = ITEMS[draw(0, len(ITEMS) - 1)]
         layout = LAYOUTS[draw(0, len(LAYOUTS) - 1)]
-        parts.append(Part(item, shape, layout, GENERATORS[op].move(draw, shape, world)))
+        move = GENERATORS[op].move(draw, shape, world)
+        parts.append(Part(item, tuple(shape), layout, move))
     return Case(op, world, parts)
 
 

@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -93,6 +93,8 @@ class PlanTensor(ctypes.Structure):
         ("out_bytes", c_int64),
         ("in_dim", c_int),
         ("out_dim", c_int),
+        ("in_order", c_uint32),
+        ("out_order", c_uint32),
         ("in_sizes", POINTER(c_int64)),
         ("out_sizes", POINTER(c_int64)),
         ("rank_bytes", POINTER(c_int64)),

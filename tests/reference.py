@@ -5,11 +5,49 @@ A cell carries its global index, so what is expected needs no communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
 def rule(total: int, world: int) -> list[int]:
     return [len(range(rank, total, world)) for rank in range(world)]  # counted, not computed
+
+
+def in_runs(sizes: Sequence[int]) -> list[int]:
+    """Who owns each index: the first size for rank 0, the next for rank 1, ..."""
+    return [rank for rank, size in enumerate(sizes) for _ in range(size)]
+
+
+def among(owners: Sequence[int], outer: int, inner: int) -> list[int]:
+    """What each of the outer ranks owns, cut once more among inner ones by the size rule."""
+    shares = [iter(in_runs(rule(list(owners).count(rank), inner))) for rank in range(outer)]
+    return [next(shares[owner]) * outer + owner for owner in owners]
+
+
+def zigzag(total: int, ring: int, inner: int = 1) -> list[int]:
+    chunk = total // (2 * ring)
+    there_and_back = [*range(ring), *reversed(range(ring))]
+    return among([rank for rank in there_and_back for _ in range(chunk)], ring, inner)
+
+
+def packed(lengths: Sequence[int], ring: int, inner: int = 1) -> list[int]:
+    return among([rank for length in lengths for rank in in_runs(rule(length, ring))], ring, inner)
+
+
+def owned(x: torch.Tensor, owners: Sequence[int], dim: int, rank: int) -> torch.Tensor:
+    """What a rank holds: its own indices, in their order."""
+    own = torch.tensor([index for index, owner in enumerate(owners) if owner == rank], dtype=torch.int64)
+    flat = x.movedim(dim, 0)
+    return torch.stack([flat[i] for i in own], 0).movedim(0, dim) if len(own) else x.narrow(dim, 0, 0)
+
+
+def joined(parts: Sequence[torch.Tensor], owners: Sequence[int], dim: int) -> torch.Tensor:
+    """The whole again."""
+    rows = [iter(part.movedim(dim, 0)) for part in parts]
+    if not owners:
+        return parts[0]
+    return torch.stack([next(rows[owner]) for owner in owners], 0).movedim(0, dim)
 
 
 def part(x: torch.Tensor, sizes: list[int], dim: int, rank: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ def check_opcheck(rank: int, world: int, group: Group) -> None:
     """The dispatcher op keeps torch.library's rules; its fake gives the shapes of the real one."""
     from spar.groups import place_of
 
-    handle = place_of(group).handle
+    place = place_of(group)
     whole = torch.arange(9 * 5, dtype=torch.float32).reshape(9, 5)
     mine = whole.split(rule(9, world), 0)[rank].contiguous()
     calls: list[tuple[torch.Tensor, str, list[int]]] = [
@@ -130,7 +130,7 @@ def check_opcheck(rank: int, world: int, group: Group) -> None:
     for x, op, args in calls:
         torch.library.opcheck(
             torch.ops.spar.exchange.default,
-            (x, handle, op, args, 1.0, False, False),
+            (x, *place, op, args, 1.0, False, False),
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -13,7 +13,7 @@ from ctypes import byref
 import core
 import pytest
 import torch
-from cases import OPS, every_op, items
+from cases import every_op, items
 from core import CoreError, Plan, Spec, contiguous, request
 
 # ---- The cost of planning ---------------------------------------------------------------------------------
@@ -22,8 +22,16 @@ from core import CoreError, Plan, Spec, contiguous, request
 def planning_seconds(op: str, world: int, sides: int) -> float:
     """The median of a few new plans of a [1, S, H, D] tensor."""
     sequence, heads = 4 * world, 2 * world
-    args = {"all_to_all": [2, 1, sequence], "split": [1], "gather": [1]}[op]
-    held = sequence if OPS[op] == "gather" else 4
+    args = {
+        "all_to_all": [2, 1, sequence],
+        "split": [1],
+        "gather": [1],
+        "zigzag_split": [1, 8, sequence],
+        "zigzag_gather": [1, 8, sequence],
+        "packed_split": [1, 8, 2, sequence // 2, sequence // 2],
+        "packed_gather": [1, 8, 2, sequence // 2, sequence // 2],
+    }[op]
+    held = sequence if op.endswith("split") else 4
     asked = request(op, world, world // 3, [contiguous([1, held, heads, 128], args, 2)], sides)
     times = []
     for _ in range(9):

@@ -39,9 +39,8 @@ static spar_status gather_layouts(const spar_op *op, const spar_tensor *tensor, 
         return wrong_count(op, tensor, world);
     SPAR_TRY(spar_op_dim(op, tensor, 0, &dim));
     const int64_t *sizes = given_sizes(tensor, world);
-    int64_t local = tensor->extents[dim], total = 0, expected = local;
+    int64_t local = tensor->extents[dim], total = 0;
     if (sizes) {
-        expected = sizes[rank];
         for (int p = 0; p < world; p++)
             if (sizes[p] < 0 || __builtin_add_overflow(total, sizes[p], &total))
                 return spar_fail(
@@ -54,21 +53,12 @@ static spar_status gather_layouts(const spar_op *op, const spar_tensor *tensor, 
         if (total < 0)
             return spar_fail(SPAR_INVALID, "%s: the total is %lld; expected at least 0", op->name,
                              (long long)total);
-        expected = spar_share(total, world, rank);
     } else if (__builtin_mul_overflow(local, (int64_t)world, &total)) {
         return spar_fail(SPAR_INVALID, "%s: %d ranks with %lld each hold more than 2^63", op->name,
                          world, (long long)local);
     }
-    if (expected != local)
-        return spar_fail(
-            SPAR_INVALID,
-            "%s: by its sizes rank %d holds %lld of dim %d; its input's dim %d has %lld", op->name,
-            rank, (long long)expected, dim, dim, (long long)local);
-    memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
-    global[dim] = total;
-    spar_layout_whole(out, world);
-    /* without sizes the size rule cuts the total, into equal parts where it is world * local */
-    return spar_layout_cut(in, dim, total, world, sizes);
+    SPAR_TRY(spar_layout_cut(in, dim, total, world, sizes));
+    return spar_op_spread(op, tensor, rank, global, 1, in, out);
 }
 
 const spar_op spar_op_split = {

@@ -10,7 +10,7 @@
 
 #define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
 
-enum { WORLD = 8, DIMS = 4, TENSORS = 3, ARGS = 1 + WORLD, NOT_WRITTEN = 0xee };
+enum { WORLD = 8, DIMS = 4, TENSORS = 3, ARGS = 32, EXTENT = 64, NOT_WRITTEN = 0xee };
 
 static void wrong(int line, const char *condition)
 {
@@ -31,9 +31,10 @@ static int draw(uint64_t *seed, int bound)
     return (int)(scramble(*seed += 0x9e3779b97f4a7c15u) % (uint64_t)bound);
 }
 
+/* Which rank owns each index of one dim; a rank holds its own in their order. */
 typedef struct {
     int dim; /* -1: every rank holds all */
-    int64_t sizes[WORLD];
+    int owner[EXTENT];
 } cut;
 
 typedef struct {
@@ -42,11 +43,81 @@ typedef struct {
     cut in, out;
 } part;
 
+/* The next `count` indices belong to `rank`. */
+static void give(cut *c, int64_t *at, int rank, int64_t count)
+{
+    while (count-- > 0)
+        c->owner[(*at)++] = rank;
+}
+
 static cut by_rule(const part *p, int dim, int world)
 {
     cut c = {.dim = dim};
+    int64_t at = 0;
     for (int rank = 0; rank < world; rank++)
-        c.sizes[rank] = p->whole[dim] / world + (rank < p->whole[dim] % world);
+        give(&c, &at, rank, p->whole[dim] / world + (rank < p->whole[dim] % world));
+    return c;
+}
+
+/* What each of the outer ranks owns, cut once more among inner ones, by the size rule. */
+static void refine(cut *c, int64_t extent, int outer, int inner)
+{
+    for (int rank = 0; rank < outer; rank++) {
+        int64_t held = 0, seen = 0;
+        for (int64_t i = 0; i < extent; i++)
+            held += c->owner[i] == rank;
+        for (int64_t i = 0; i < extent; i++)
+            if (c->owner[i] == rank) {
+                int64_t big = (held / inner + 1) * (held % inner), at = seen++;
+                int64_t part = at < big ? at / (held / inner + 1)
+                                        : held % inner + (at - big) / (held / inner);
+                c->owner[i] = -1 - (int)(part * outer + rank);
+            }
+    }
+    for (int64_t i = 0; i < extent; i++)
+        c->owner[i] = -1 - c->owner[i];
+}
+
+static cut draw_sizes(uint64_t *seed, int world, part *p, int dim)
+{
+    cut c = {.dim = dim};
+    p->nargs = 1 + world;
+    p->whole[dim] = 0;
+    for (int rank = 0; rank < world; rank++)
+        give(&c, &p->whole[dim], rank, p->args[1 + rank] = draw(seed, 4));
+    return c;
+}
+
+static cut draw_zigzag(uint64_t *seed, int outer, part *p, int dim)
+{
+    cut c = {.dim = dim};
+    int64_t chunk = draw(seed, 4);
+    p->nargs = 3;
+    p->whole[dim] = 0;
+    for (int i = 0; i < 2 * outer; i++)
+        give(&c, &p->whole[dim], i < outer ? i : 2 * outer - 1 - i, chunk);
+    p->args[2] = p->whole[dim];
+    return c;
+}
+
+static cut draw_packed(uint64_t *seed, int outer, part *p, int dim)
+{
+    cut c = {.dim = dim};
+    int sequences = draw(seed, 4), table = draw(seed, 2);
+    p->args[2] = sequences;
+    p->nargs = 3 + sequences * (table ? outer : 1);
+    p->whole[dim] = 0;
+    for (int s = 0; s < sequences; s++) {
+        int64_t length = draw(seed, 7);
+        for (int rank = 0; rank < outer; rank++) {
+            int64_t size = table ? draw(seed, 3) : length / outer + (rank < length % outer);
+            give(&c, &p->whole[dim], rank, size);
+            if (table)
+                p->args[3 + rank * sequences + s] = size;
+        }
+        if (!table)
+            p->args[3 + s] = length;
+    }
     return c;
 }
 
@@ -54,7 +125,9 @@ static cut by_rule(const part *p, int dim, int world)
 static void draw_args(uint64_t *seed, const char *op, int world, part *p)
 {
     int dim = draw(seed, p->ndim), other = (dim + 1 + draw(seed, p->ndim - 1)) % p->ndim;
+    int splits = strstr(op, "split") != NULL, inner = 1 + draw(seed, world);
     const cut none = {.dim = -1};
+    cut c;
     if (strcmp(op, "all_to_all") == 0) {
         int64_t args[] = {dim, other, p->whole[other]};
         memcpy(p->args, args, sizeof args);
@@ -63,20 +136,26 @@ static void draw_args(uint64_t *seed, const char *op, int world, part *p)
         p->out = by_rule(p, dim, world);
         return;
     }
-    int is_split = strcmp(op, "split") == 0;
-    EXPECT(is_split || strcmp(op, "gather") == 0);
-    cut c = by_rule(p, dim, world);
+    while (world % inner)
+        inner--;
     p->args[0] = dim;
-    p->args[1] = p->whole[dim];
-    p->nargs = is_split ? 1 : 2;
-    if (draw(seed, 2)) {
-        p->nargs = 1 + world;
-        p->whole[dim] = 0;
-        for (int rank = 0; rank < world; rank++)
-            p->whole[dim] += p->args[1 + rank] = c.sizes[rank] = draw(seed, 4);
+    p->args[1] = inner;
+    if (strncmp(op, "zigzag", 6) == 0) {
+        c = draw_zigzag(seed, world / inner, p, dim);
+        refine(&c, p->whole[dim], world / inner, inner);
+    } else if (strncmp(op, "packed", 6) == 0) {
+        c = draw_packed(seed, world / inner, p, dim);
+        refine(&c, p->whole[dim], world / inner, inner);
+    } else {
+        EXPECT(strcmp(op, "split") == 0 || strcmp(op, "gather") == 0);
+        c = by_rule(p, dim, world);
+        p->args[1] = p->whole[dim];
+        p->nargs = splits ? 1 : 2;
+        if (draw(seed, 2))
+            c = draw_sizes(seed, world, p, dim);
     }
-    p->in = is_split ? none : c;
-    p->out = is_split ? c : none;
+    p->in = splits ? none : c;
+    p->out = splits ? c : none;
 }
 
 /* All ranks draw the same call from the same seed. */
@@ -101,7 +180,8 @@ static const spar_op *draw_call(uint64_t seed, int world, int *count, part *part
 /* One rank's tensor. */
 typedef struct {
     int dim;
-    int64_t extents[DIMS], strides[DIMS], start, bytes; /* start: of the cut dim, in the whole */
+    int64_t extents[DIMS], strides[DIMS], bytes;
+    int64_t place[EXTENT]; /* of each index of the cut dim, in the whole */
     unsigned char *data;
 } buffer;
 
@@ -110,9 +190,10 @@ static buffer make_buffer(const part *p, int rank, const cut *c, int gap)
     buffer b = {.dim = c->dim, .bytes = p->item};
     memcpy(b.extents, p->whole, sizeof b.extents);
     if (c->dim >= 0)
-        b.extents[c->dim] = c->sizes[rank];
-    for (int r = 0; r < rank; r++)
-        b.start += c->sizes[r];
+        b.extents[c->dim] = 0;
+    for (int64_t i = 0; c->dim >= 0 && i < p->whole[c->dim]; i++)
+        if (c->owner[i] == rank)
+            b.place[b.extents[c->dim]++] = i;
     for (int i = p->ndim - 1; i >= 0; i--) {
         b.strides[i] = b.bytes / p->item;
         b.bytes = b.bytes * b.extents[i] + (i == p->ndim - 1 ? gap * p->item : 0);
@@ -135,7 +216,7 @@ static void visit(const part *p, const buffer *b, int check)
             int64_t index = rest % b->extents[i];
             rest /= b->extents[i];
             at += index * b->strides[i];
-            place += (index + (i == b->dim ? b->start : 0)) * step;
+            place += (i == b->dim ? b->place[index] : index) * step;
             step *= p->whole[i];
         }
         uint64_t value[2] = {scramble((uint64_t)place), (uint64_t)place};

@@ -1,0 +1,36 @@
+/* zigzag_split:   rank r holds chunks r and 2R-1-r of x.chunk(2R, dim)
+ * zigzag_gather:  the inverse: natural order
+ *
+ * With inner > 1 the ranks are inner * R: what one of R ranks would hold is cut once more among inner ranks (ring
+ * outside, Ulysses inside); rank = inner rank * R + ring rank. */
+#include "../ops.h"
+
+static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank,
+                           int64_t *global, spar_layout *in, spar_layout *out)
+{
+    int dim, gathers = op == &spar_op_zigzag_gather;
+    spar_layout *spread = gathers ? in : out;
+    if (tensor->nargs != 3)
+        return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks", op->name,
+                         op->args, tensor->nargs, world);
+    SPAR_TRY(spar_op_dim(op, tensor, 0, &dim));
+    SPAR_TRY(spar_op_inner(op, tensor, 1, world));
+    int inner = (int)tensor->args[1];
+    SPAR_TRY(spar_layout_zigzag(spread, dim, tensor->args[2], world / inner));
+    SPAR_TRY(spar_layout_refine(spread, inner));
+    return spar_op_spread(op, tensor, rank, global, gathers, in, out);
+}
+
+const spar_op spar_op_zigzag_split = {
+    .name = "zigzag_split",
+    .inverse = "zigzag_gather",
+    .args = "[dim, inner, total]",
+    .layouts = layouts,
+};
+
+const spar_op spar_op_zigzag_gather = {
+    .name = "zigzag_gather",
+    .inverse = "zigzag_split",
+    .args = "[dim, inner, total]",
+    .layouts = layouts,
+};

@@ -1,0 +1,169 @@
+"""A public operation's arguments, checked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .communicator import Place
+from .errors import SparError
+from .exchange import ONE, SCALABLE, Scale, Step, recorded, run_steps
+from .groups import by_handle, place_of, process_group
+from .layouts import Args
+from .sizes import cal_split_sizes_multi
+
+if TYPE_CHECKING:
+    from .groups import Group
+
+_STRIDED = torch.strided
+
+
+class Call:
+    """A public operation's arguments, checked: each error names the value, the rank and what was expected."""
+
+    __slots__ = ("input", "name", "ndim", "place", "rank", "world")
+
+    def __init__(self, name: str, input_: torch.Tensor, group: Group | Place, what: str = "input_") -> None:
+        self.name = name
+        if not isinstance(input_, torch.Tensor):
+            raise TypeError(f"{name}: {what} is a {type(input_).__name__}; expected a tensor")
+        self.input = input_
+        self.place = group if isinstance(group, Place) else place_of(process_group(group))
+        _, self.world, self.rank = self.place
+        if input_.layout is not _STRIDED:
+            raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
+        if input_.is_quantized:  # its scale and zero point are no part of its bytes
+            raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
+        self.ndim = input_.dim()
+        if self.ndim == 0:
+            raise self.error(what, "a tensor without dims", "at least one dim")
+
+    def error(self, what: str, value: object, expected: str) -> ValueError:
+        return ValueError(self._told(what, value, expected))
+
+    def type_error(self, what: str, value: object, expected: str) -> TypeError:
+        return TypeError(self._told(what, value, expected))
+
+    def _told(self, what: str, value: object, expected: str) -> str:
+        """The text of an error, which the other ranks are told too."""
+        text = f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
+        if not torch.compiler.is_compiling():
+            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
+                by_handle(self.place.handle).fail(self.name, text)
+        return text
+
+    def dim(self, what: str, dim: int) -> int:
+        ndim = self.ndim
+        if not isinstance(dim, int) or dim is True or dim is False:
+            raise self.type_error(what, repr(dim), "a whole number")
+        if not -ndim <= dim < ndim:
+            shape = list(self.input.shape)
+            raise self.error(what, dim, f"{-ndim} to {ndim - 1} for an input of shape {shape}")
+        return dim % ndim
+
+    def sizes(self, what: str, sizes: list[int] | None) -> Args:
+        if sizes is None:
+            return ()
+        if not isinstance(sizes, list):
+            raise self.error(what, repr(sizes), "a list of one size for each rank, or None")
+        if len(sizes) != self.world:
+            raise self.error(what, sizes, f"{self.world} sizes, one for each rank")
+        for size in sizes:
+            if not isinstance(size, (int, torch.SymInt)) or size < 0:
+                raise self.error(what, sizes, "whole numbers of at least 0")
+        return tuple(sizes)
+
+    def lengths(self, what: str, lengths: Sequence[int] | torch.Tensor) -> Args:
+        """Of sequences that lie one behind the other."""
+        if isinstance(lengths, torch.Tensor):
+            if lengths.is_floating_point() or lengths.dim() != 1:
+                kind = f"a tensor of {lengths.dtype} with {lengths.dim()} dims"
+                raise self.type_error(what, kind, "one dim of whole numbers")
+            lengths = lengths.tolist()
+        if torch.compiler.is_compiling():  # the core checks them when it runs
+            return tuple(lengths)
+        try:
+            total, least = sum(lengths), min(lengths, default=0)
+        except TypeError:
+            raise self.type_error(what, repr(lengths)[:200], "a list of whole numbers") from None
+        if not isinstance(total, (int, torch.SymInt)):
+            raise self.type_error(what, repr(lengths)[:200], "a list of whole numbers")
+        if least < 0:
+            raise self.error(what, f"a list with {least} in it", "lengths of at least 0")
+        return tuple(lengths)
+
+    def check_sum(self, what: str, total: int, dim: int) -> None:
+        if total != self.input.size(dim):
+            raise self.error(
+                what,
+                f"a list that sums to {total}",
+                f"a sum of {self.input.size(dim)}, the extent of dim {dim}",
+            )
+
+    def table(self, what: str, table: torch.Tensor | Sequence[Sequence[int]]) -> tuple[int, int, Args]:
+        """Of what each rank holds of each sequence: their count, what this rank holds, the core's numbers.
+
+        These are the sequences' lengths where they are cut by the size rule.
+        """
+        if torch.compiler.is_compiling():
+            rows = [list(row) for row in table]
+            return len(rows[0]), sum(rows[self.rank]), tuple(itertools.chain(*rows))
+        try:
+            sizes = torch.as_tensor(table)
+        except (TypeError, ValueError):
+            raise self.type_error(what, repr(table)[:200], "a table of whole numbers") from None
+        if sizes.dim() != 2 or sizes.size(0) != self.world:
+            raise self.error(what, f"of shape {list(sizes.shape)}", f"a row for each of {self.world} ranks")
+        if sizes.numel() and (sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool):
+            raise self.type_error(what, f"a table of {sizes.dtype}", "whole numbers")
+        sizes = sizes.to("cpu", torch.int64)
+        if sizes.numel() and int(sizes.min()) < 0:
+            raise self.error(what, f"a table with {int(sizes.min())} in it", "sizes of at least 0")
+        lengths = sizes.sum(0)
+        by_rule = torch.equal(cal_split_sizes_multi(lengths, self.world), sizes)
+        numbers = lengths if by_rule else sizes.flatten()
+        return sizes.size(1), int(sizes[self.rank].sum()), tuple(numbers.tolist())
+
+    def zigzag(self, what: str, total: int, world: int) -> int:
+        """The total that is cut into two chunks for each of `world` ranks."""
+        if total % (2 * world):
+            raise self.error(
+                what,
+                f"a total of {total} to split",
+                f"a multiple of {2 * world}, two chunks for each of {world} ranks",
+            )
+        return total
+
+    def grad_scale(self, grad_scale: str | float | None) -> Scale:
+        if grad_scale is None:
+            return ONE
+        if isinstance(grad_scale, str):
+            if grad_scale not in ("up", "down"):
+                raise self.error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
+            return float(self.world), grad_scale == "down"
+        if isinstance(grad_scale, (int, float)) and not isinstance(grad_scale, bool):
+            return float(grad_scale), False
+        raise self.type_error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
+
+    def apply(self, op: str, args: Args, grad_scale: Scale) -> torch.Tensor:
+        """Runs it, and records it where a gradient will be asked for."""
+        if self.world == 1 and grad_scale[0] == 1.0:
+            return self.input
+        return self.apply_steps(((self.place, op, args),), grad_scale)
+
+    def apply_steps(self, steps: tuple[Step, ...], grad_scale: Scale) -> torch.Tensor:
+        """The same for one exchange after another, whose arguments all hold."""
+        input_, records = self.input, self.input.requires_grad and torch.is_grad_enabled()
+        if records and grad_scale[0] != 1.0 and input_.dtype not in SCALABLE:
+            raise self.type_error(
+                "input_",
+                f"a tensor of {input_.dtype} whose gradient is to be scaled",
+                "a floating or complex dtype of at least 16 bits, or grad_scale=None",
+            )
+        if records:
+            return recorded(input_, steps, ONE, grad_scale)
+        return input_ if self.world == 1 else run_steps(input_, steps, ONE, False)

@@ -1,0 +1,186 @@
+"""One exchange as torch sees it: a dispatcher op, an autograd Function, and the shortest way around both.
+
+Every operation is linear: one exchange (or, for a split, one selection) with a factor. Its derivative is the
+inverse operation with the factor that `grad_scale` asks for; the derivative of that is the operation itself
+again. So a penalty on a gradient, which is differentiated twice, needs the same reduction of parameter
+gradients as the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from . import _C
+from .communicator import Place
+from .errors import SparError
+from .fallback import ITEMS, SCALE_TYPES, apply_scale
+from .groups import by_handle
+from .layouts import OPS, Args, packed_index
+
+Scale = tuple[float, bool]  # the factor, and whether it divides
+ONE: Scale = (1.0, False)
+SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
+# what torch can copy between strides; other dtypes (int1, float4_e2m1fn_x2, ...) go as plain items
+_COPYABLE = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_transforms = torch._C._are_functorch_transforms_active
+_profiled = torch._C._autograd._profiler_enabled
+
+# ---- the dispatcher op ----
+
+_library = torch.library.Library("spar", "DEF")
+# world and rank are part of the call: ranks share inductor's cache of graphs, and may hold other shapes
+_library.define(
+    "exchange(Tensor input, int group, int world, int rank, str op, SymInt[] args, float factor, bool divide,"
+    " bool records) -> Tensor"
+)
+
+
+def _exchange(
+    input_: torch.Tensor,
+    group: int,
+    world: int,
+    rank: int,
+    op: str,
+    args: Args,
+    factor: float,
+    divide: bool,
+    records: bool,
+) -> torch.Tensor:
+    if input_.is_conj() or input_.is_neg():
+        input_ = input_.resolve_conj().resolve_neg()
+    if OPS[op].local:
+        return _copy_part(input_, world, rank, op, tuple(args), (factor, divide))
+    return by_handle(group).exchange(op, input_, tuple(args), factor, divide, records)
+
+
+def _exchange_shape(
+    input_: torch.Tensor, group: int, world: int, rank: int, op: str, args: Args, *_: object
+) -> torch.Tensor:
+    shape = list(input_.shape)
+    OPS[op].shape(shape, tuple(args), world, rank)
+    return input_.new_empty(shape)
+
+
+_library.impl("exchange", _exchange, "CompositeExplicitAutograd")
+torch.library.register_fake("spar::exchange", _exchange_shape, lib=_library)
+
+
+def _is_listened_to(tensor: torch.Tensor) -> bool:
+    """Whether somebody sees the ops that a plain tensor goes through: then an exchange is one of them.
+
+    Otherwise it is called straight: the dispatcher costs as much as a small exchange.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in _PLAIN
+        or _dispatch_modes() > 0
+        or _functorch_transforms()
+        or _profiled()
+    )
+
+
+def _scaled(part: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """part times or divided by the factor: a view where that is 1 and the part contiguous as it lies."""
+    factor, divide = scale
+    if factor != 1.0:
+        return part / factor if divide else part * factor
+    if part.dtype in _COPYABLE or part.is_contiguous():
+        return part.contiguous()
+    return part.view(ITEMS[part.dtype.itemsize]).contiguous().view(part.dtype)
+
+
+def _copy_part(
+    input_: torch.Tensor, world: int, rank: int, op: str, args: Args, scale: Scale
+) -> torch.Tensor:
+    """What an op that communicates nothing selects, scaled: one copy."""
+    if not input_.is_cpu:
+        index = packed_index(args, world, rank).to(input_.device)
+        return _scaled(input_.index_select(args[0], index), scale)
+    tensor = (input_.element_size(), input_.shape, input_.stride(), args)
+    plan = _C.plan(op, world, rank, 0, (tensor,))
+    output = torch.empty(plan.out_shapes[0], dtype=input_.dtype)
+    kind, (factor, divide) = SCALE_TYPES.get(input_.dtype, 0), scale
+    plan.copy_own((input_.data_ptr(),), (output.data_ptr(),), kind, divide, factor)
+    if kind == 0:
+        apply_scale(output, factor, divide)
+    return output
+
+
+def run(input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool) -> torch.Tensor:
+    if place.world == 1:
+        return _scaled(input_.view_as(input_), scale)
+    listened, select = _is_listened_to(input_), OPS[op].select
+    if select is not None and (listened or op == "split" or not input_.is_cpu):
+        return _scaled(select(input_, args, place.world, place.rank), scale)
+    exchange = torch.ops.spar.exchange if listened else _exchange
+    out: torch.Tensor = exchange(input_, *place, op, args, *scale, records)
+    return out
+
+
+Step = tuple[Place, str, Args]  # one exchange: where, which, how
+
+
+def run_steps(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool) -> torch.Tensor:
+    """One exchange after another, the whole factor in the last."""
+    for i in range(len(steps) - 1):
+        try:
+            input_ = run(input_, *steps[i], ONE, records)
+        except BaseException as error:
+            if not torch.compiler.is_compiling():
+                _tell(steps[i + 1 :], error)
+            raise
+    return run(input_, *steps[-1], scale, records)
+
+
+def _tell(steps: tuple[Step, ...], error: BaseException) -> None:
+    """This rank's part in these exchanges will not come: the others of their groups shall not wait for it."""
+    for place, op, _ in steps:
+        if not OPS[op].local:
+            with contextlib.suppress(SparError):
+                by_handle(place.handle).fail(op, f"the exchange before it failed: {error!r}")
+
+
+class _Exchange(torch.autograd.Function):
+    """y = scale * op(x), op in one or more steps; the gradient of x is grad_scale * inverse(that of y)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
+    ) -> torch.Tensor:
+        ctx.call = steps, input_.shape, scale, grad_scale
+        if not torch.compiler.is_compiling():  # groups that nobody else holds must live until backward
+            ctx.keep = [by_handle(place.handle).group for place, _, _ in steps]
+        return run_steps(input_, steps, scale, True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        steps, shape, scale, grad_scale = ctx.call
+        back = []
+        for place, op, args in steps:
+            back.append((place, *OPS[op].inverse(shape, args, place.world)))
+            if len(steps) > 1:
+                extents = list(shape)
+                OPS[op].shape(extents, args, place.world, place.rank)
+                shape = tuple(extents)
+        inverse = tuple(reversed(back))
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return recorded(grad, inverse, grad_scale, scale), None, None, None
+        return run_steps(grad, inverse, grad_scale, False), None, None, None
+
+
+# Function.apply without its look at functorch's wrappers, which takes as long as the rest of it
+_apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Exchange).apply
+
+
+def recorded(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale) -> torch.Tensor:
+    """`run_steps`, with a gradient."""
+    if _is_listened_to(input_):
+        return cast(torch.Tensor, _Exchange.apply(input_, steps, scale, grad_scale))  # type: ignore[no-untyped-call]
+    return _apply_plain(input_, steps, scale, grad_scale)

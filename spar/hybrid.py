@@ -1,0 +1,186 @@
+"""Ring x ulysses: the operations that go by the parallel state. Source: seed 003, the `*_with_cp` operations.
+
+The ring cuts the sequence in zigzag order (each of several packed ones by the size rule); what a ring rank
+holds is cut among its ulysses ranks. Over the combined cp group this is one exchange; without one, one in
+each group, which gives the same result. Scales are by the product of both sizes, applied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .arguments import Call
+from .communicator import Place
+from .exchange import Scale, Step
+from .groups import place_of
+from .layouts import Args
+from .parallel_state import get_parallel_state
+from .sizes import share
+
+_ALONE = Place(0, 1, 0)
+
+
+class _Hybrid(Call):
+    """A call over the cp group where there is one, else over the ring's group, the ulysses group, or both."""
+
+    __slots__ = ("inner", "ring", "ring_rank", "ulysses", "ulysses_place", "ulysses_rank")
+
+    def __init__(self, name: str, x: torch.Tensor, what: str) -> None:
+        state = get_parallel_state()
+        self.ring, self.ring_rank = state.get_ring_group_size(), state.get_ring_rank()
+        self.ulysses, self.ulysses_rank = state.get_ulysses_group_size(), state.get_ulysses_rank()
+        cp = state.get_cp_group() if self.ring > 1 and self.ulysses > 1 else None
+        ring, ulysses = state.get_ring_group(), state.get_ulysses_group()
+        self.inner = 1 if cp is None else self.ulysses
+        self.ulysses_place = place_of(ulysses) if ulysses is not None and cp is None else _ALONE
+        if cp is None and ring is not None and self.ring > 1:
+            cp = ring
+        super().__init__(name, x, self.ulysses_place if cp is None else cp, what)
+
+    def split(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
+        """By the ring, then what a ring rank has, `held`, among its ulysses ranks."""
+        steps = self._steps(op, "split", dim, numbers, held)
+        return self.apply_steps(steps, self._scale(divide=True)) if steps else self.input
+
+    def gather(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
+        """The reverse."""
+        steps = self._steps(op, "gather", dim, numbers, held)
+        return self.apply_steps(steps[::-1], self._scale(divide=False)) if steps else self.input
+
+    def _steps(self, op: str, inner_op: str, dim: int, numbers: Args, held: int) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        if self.ring > 1:
+            steps.append((self.place, op, (dim, self.inner, *numbers)))
+        if self.ulysses > self.inner:
+            sizes = [share(held, self.ulysses, rank) for rank in range(self.ulysses)]
+            steps.append((self.ulysses_place, inner_op, (dim, *sizes)))
+        return tuple(steps)
+
+    def _scale(self, divide: bool) -> Scale:
+        return (float(self.ring * self.ulysses), divide)
+
+    def held(self, lengths: Args) -> int:
+        """What a ring rank has of packed sequences; counted only where a second exchange asks for it."""
+        if self.inner > 1 or self.ulysses == 1:
+            return 0
+        return sum(share(length, self.ring, self.ring_rank) for length in lengths)
+
+
+def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> torch.Tensor:
+    """Keeps this rank's part of a sequence by the parallel state. Source: seed 003.
+
+    The ring rank's two chunks in zigzag order, of which the ulysses rank's share by the size rule. Forward
+    communicates nothing; backward gathers gradients into natural order and divides them by ring * ulysses.
+
+    Args:
+        input_: any strided tensor, the same on all ranks of the cp group; with a ring its extent in dim is a
+            multiple of 2 * ring.
+        dim: the dim to split.
+
+    Returns:
+        A contiguous tensor; `input_` itself where neither ring nor ulysses has more than one rank.
+
+    Raises:
+        ValueError: a dim out of range, an extent that is no multiple of 2 * ring.
+    """
+    call = _Hybrid("split_forward_gather_backward_with_cp", input_, "input_")
+    dim = call.dim("dim", dim)
+    total = input_.size(dim)
+    if call.ring > 1:
+        call.zigzag("input_", total, call.ring)
+    return call.split("zigzag_split", dim, (total,), total // call.ring)
+
+
+def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather_size: int) -> torch.Tensor:
+    """Undoes `split_forward_gather_backward_with_cp`: natural order on every rank. Source: seed 003.
+
+    Backward keeps this rank's part of the gradient, multiplied by ring * ulysses; it communicates nothing,
+    and is right where every rank holds the same gradient of y.
+
+    Args:
+        input_: this rank's part; any strided tensor.
+        dim: the dim that was split.
+        gather_size: the extent of the whole; with a ring a multiple of 2 * ring.
+
+    Returns:
+        A new contiguous tensor; `input_` itself where neither ring nor ulysses has more than one rank.
+
+    Raises:
+        ValueError: a dim out of range, a gather_size that is no multiple of 2 * ring, or of which this rank
+            holds
+            another part.
+        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+    """
+    call = _Hybrid("gather_forward_split_backward_with_cp", input_, "input_")
+    dim = call.dim("dim", dim)
+    if not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
+        raise call.type_error("gather_size", repr(gather_size), "a whole number")
+    if call.ring > 1:
+        call.zigzag("gather_size", gather_size, call.ring)
+    held = gather_size // call.ring
+    if gather_size < 0 or input_.size(dim) != share(held, call.ulysses, call.ulysses_rank):
+        raise call.error(
+            "gather_size",
+            gather_size,
+            f"a total of which this rank's part is the {input_.size(dim)} that its input has in dim {dim}",
+        )
+    return call.gather("zigzag_gather", dim, (gather_size,), held)
+
+
+def packed_data_split_forward_gather_backward_with_cp(
+    x: torch.Tensor, dim: int, seq_lens: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """Keeps this rank's part of several packed sequences by the parallel state. Source: seed 003.
+
+    The ring cuts each sequence by the size rule; the ulysses level cuts the ring rank's packed result.
+    Forward communicates nothing; backward gathers gradients and divides them by ring * ulysses.
+
+    Args:
+        x: the sequences, one behind the other, the same on all ranks of the cp group; any strided tensor.
+        dim: the dim in which they lie.
+        seq_lens: their lengths, a list or 1-D tensor; they sum to the extent of dim.
+
+    Returns:
+        A contiguous tensor; `x` itself where neither ring nor ulysses has more than one rank.
+
+    Raises:
+        ValueError: a dim out of range, lengths below 0, or that do not sum to the extent.
+        TypeError: lengths that are no whole numbers.
+    """
+    call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x")
+    dim = call.dim("dim", dim)
+    lengths = call.lengths("seq_lens", seq_lens)
+    call.check_sum("seq_lens", sum(lengths), dim)
+    return call.split("packed_split", dim, (len(lengths), *lengths), call.held(lengths))
+
+
+def packed_data_gather_forward_split_backward_with_cp(
+    x: torch.Tensor, dim: int, seq_lens: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """Undoes `packed_data_split_forward_gather_backward_with_cp`: whole sequences on every rank. Source: seed
+    003.
+
+    Backward keeps this rank's part of the gradient, multiplied by ring * ulysses; it communicates nothing,
+    and is right where every rank holds the same gradient of y.
+
+    Args:
+        x: this rank's part; any strided tensor.
+        dim: the dim in which the sequences lie.
+        seq_lens: the lengths of the whole sequences, a list or 1-D tensor.
+
+    Returns:
+        A new contiguous tensor; `x` itself where neither ring nor ulysses has more than one rank.
+
+    Raises:
+        ValueError: a dim out of range, lengths below 0, or of which this rank holds another part.
+        TypeError: lengths that are no whole numbers.
+        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+    """
+    call = _Hybrid("packed_data_gather_forward_split_backward_with_cp", x, "x")
+    dim = call.dim("dim", dim)
+    lengths = call.lengths("seq_lens", seq_lens)
+    if call.ring == call.ulysses == 1:
+        call.check_sum("seq_lens", sum(lengths), dim)
+    return call.gather("packed_gather", dim, (len(lengths), *lengths), call.held(lengths))

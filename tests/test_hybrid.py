@@ -1,0 +1,256 @@
+"""Ring x ulysses by the parallel state: against a reference, one exchange against two; the state itself."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import among, assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
+from test_faults import finish, start
+
+import spar
+from spar import parallel_state
+from spar.parallel_state import ParallelState, get_parallel_state, init_parallel_state
+
+PACK = [5, 0, 9, 1, 14]
+
+
+def whole_cases(ring: int, ulysses: int) -> list[tuple[tuple[int, ...], int, list[int], Any]]:
+    """(shape, dim, who owns each index, lengths or None). Without a ring zigzag is the plain size rule."""
+    found: list[tuple[tuple[int, ...], int, list[int], Any]] = []
+    for chunk, extents, dim in ((3, (2,), 0), (1, (3,), -1), (2, (2, 2), 1), (0, (2,), 0)):
+        total = 2 * ring * chunk + (1 if ring == 1 else 0)
+        at = dim % (len(extents) + 1)
+        owners = zigzag(total, ring, ulysses) if ring > 1 else in_runs(rule(total, ulysses))
+        found.append(((*extents[:at], total, *extents[at:]), dim, owners, None))
+    for lengths in (PACK, [2], [0], []):
+        found.append(((sum(lengths), 3), 0, packed(lengths, ring, ulysses), lengths))
+    return found
+
+
+def split(x: torch.Tensor, dim: int, lengths: Any) -> torch.Tensor:
+    if lengths is None:
+        return spar.split_forward_gather_backward_with_cp(x, dim)
+    return spar.packed_data_split_forward_gather_backward_with_cp(x, dim, lengths)
+
+
+def gather(x: torch.Tensor, dim: int, lengths: Any, total: int) -> torch.Tensor:
+    if lengths is None:
+        return spar.gather_forward_split_backward_with_cp(x, dim, total)
+    return spar.packed_data_gather_forward_split_backward_with_cp(x, dim, lengths)
+
+
+def exchanges() -> int:
+    stats = spar.memory_stats()
+    return sum(stats[f"calls.{name}"] for name in ("shm", "torch"))
+
+
+def agree_with_the_reference(rank: int, folder: Path, ring: int, ulysses: int, combined: bool) -> None:
+    state = init_parallel_state(ring_attention_size=ring, ulysses_parallel_size=ulysses)
+    assert (state.get_ring_rank(), state.get_ulysses_rank()) == (rank % ring, rank // ring)
+    if not combined:
+        state.get_cp_group = lambda: None  # type: ignore[method-assign]
+    world = ring * ulysses
+    steps = 1 if combined or ring == 1 or ulysses == 1 else 2
+    for shape, dim, owners, lengths in whole_cases(ring, ulysses):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            whole = cells(shape, dtype).requires_grad_()
+            before = exchanges()
+            part = split(whole, dim, lengths)
+            assert exchanges() == before, "a split communicates nothing"
+            assert_same(part.detach(), owned(whole.detach(), owners, dim, rank), (shape, lengths))
+            grads = [owned(cells(shape, dtype, salt=p), owners, dim, p) for p in range(world)]
+            part.backward(grads[rank])
+            assert exchanges() == before + steps
+            assert whole.grad is not None
+            assert_same(whole.grad, joined(grads, owners, dim) / world, (shape, lengths))
+            own = part.detach().requires_grad_()
+            again = gather(own, dim, lengths, whole.size(dim))
+            assert exchanges() == before + 2 * steps
+            assert_same(again.detach(), whole.detach(), (shape, lengths))
+            grad = cells(shape, dtype, salt=9)
+            again.backward(grad)
+            assert exchanges() == before + 2 * steps
+            assert own.grad is not None
+            assert_same(own.grad, owned(grad, owners, dim, rank) * world, (shape, lengths))
+    integers = torch.arange(4 * world * 2)
+    assert_same(gather(split(integers, 0, None), 0, None, len(integers)), integers)
+    # twice differentiated: the operation itself again
+    x = torch.arange(4.0 * world, dtype=torch.float64).requires_grad_()
+    v = torch.ones(x.numel() // world, dtype=torch.float64, requires_grad=True)
+    (back,) = torch.autograd.grad(split(x, 0, None), x, v, create_graph=True)
+    (twice,) = torch.autograd.grad(back, v, x.detach())
+    assert_same(twice, split(x.detach(), 0, None))
+
+
+TOPOLOGIES = [(2, 2, "shm"), (2, 2, "torch"), (2, 3, "shm"), (3, 2, "shm"), (1, 3, "shm"), (3, 1, "torch")]
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "transport"), TOPOLOGIES)
+def test_one_exchange(tmp_path: Path, ring: int, ulysses: int, transport: str) -> None:
+    ranks = start(
+        agree_with_the_reference, ring * ulysses, tmp_path, ring, ulysses, True, SPAR_TRANSPORT=transport
+    )
+    assert finish(ranks, 90) == [0] * (ring * ulysses)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (3, 2)])
+def test_two_exchanges_agree_with_one(tmp_path: Path, ring: int, ulysses: int) -> None:
+    ranks = start(
+        agree_with_the_reference, ring * ulysses, tmp_path, ring, ulysses, False, SPAR_TRANSPORT="shm"
+    )
+    assert finish(ranks, 90) == [0] * (ring * ulysses)
+
+
+def first_of_two_fails(rank: int, folder: Path) -> None:
+    """In the first exchange two ranks disagree: those who would wait in the second are told."""
+    state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    state.get_cp_group = lambda: None  # type: ignore[method-assign]
+    x = torch.zeros(2)
+    gather(x, 0, None, 8)  # both groups have met
+    wrong = x.int() if rank == 3 else x
+    with pytest.raises(spar.MismatchError) as caught:
+        gather(wrong, 0, None, 8)
+    assert ("the exchange before it failed" in str(caught.value)) == (rank in (0, 2)), caught.value
+    assert_same(gather(x, 0, None, 8), torch.zeros(8))  # usable after it
+
+
+def test_the_second_exchange_is_told_of_the_first(tmp_path: Path) -> None:
+    ranks = start(first_of_two_fails, 4, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="20")
+    assert finish(ranks, 40) == [0] * 4
+
+
+def refuses(rank: int, folder: Path) -> None:
+    init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    x = torch.zeros(6)
+    for call, kind, text in (
+        (lambda: split(x, 0, None), ValueError, "6 to split; expected a multiple of 4"),
+        (lambda: gather(x, 0, None, 6), ValueError, "gather_size is a total of 6"),
+        (lambda: gather(x, 0, None, 8), ValueError, "expected a total of which this rank's part is the 6"),
+        (lambda: gather(x, 0, None, -8), ValueError, "-8"),
+        (lambda: gather(x, 0, None, "8"), TypeError, "gather_size is '8'"),  # type: ignore[arg-type]
+        (lambda: gather(x, 1, None, 8), ValueError, "dim is 1"),
+        (lambda: split(x, 0, [4]), ValueError, "sums to 4"),
+        (lambda: gather(x, 0, [4], 4), ValueError, "by its sizes rank"),
+    ):
+        dist.barrier()
+        with pytest.raises((kind, spar.MismatchError)) as caught:  # the latter where another told of it first
+            call()
+        assert text in str(caught.value), str(caught.value)
+    assert_same(gather(torch.ones(2), 0, None, 8), torch.ones(8))
+
+
+# ---- the state ----
+
+
+def test_a_single_process_goes_on_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "_warned", False)
+    with pytest.warns(UserWarning, match="not initialized"):
+        state = get_parallel_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_parallel_state()  # warns once
+    assert not spar.parallel_state.is_parallel_state_initialized()
+    for name in parallel_state.NAMES:
+        assert (state.get_group_size(name), state.get_rank(name)) == (1, 0)
+        assert state.get_group(name) is None and not state.is_group_enable(name)
+    x = torch.ones(5, 2, requires_grad=True)
+    assert split(x, 0, None) is x
+    assert gather(x, 0, None, 5) is x
+    assert split(x, 0, [2, 3]) is x
+    assert gather(x, 0, [2, 3], 5) is x
+    with pytest.raises(ValueError, match="dim is 2"):
+        split(x, 2, None)
+    with pytest.raises(ValueError, match="sums to 4"):
+        gather(x, 0, [4], 4)
+    with pytest.raises(ValueError, match="gather_size is 6"):
+        gather(x, 0, None, 6)
+    with pytest.raises(RuntimeError, match="no group named 'pp'; known: dp_replicate"):
+        state.get_group("pp")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"ring_attention_size": 2}, "ring 2 x tp 1 is 2 ranks; the world has 1; call torch.distributed"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; expected at least 1"),
+        (
+            {"fully_shard_parallel_size": 3, "ring_attention_size": 2},
+            "expected a multiple of 2, ring_attention_size",
+        ),
+        (
+            {"fully_shard_parallel_size": 4, "data_parallel_size": 6},
+            "data_parallel_size is 6; expected a multiple",
+        ),
+        ({"expert_parallel_size": 2}, "edp 1 x efsdp 1 x ep 2 is 2 ranks"),
+    ],
+)
+def test_a_layout_that_does_not_fit(arguments: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        init_parallel_state(**arguments)
+    assert text in str(caught.value)
+    assert not parallel_state.is_parallel_state_initialized()
+
+
+def has_groups(rank: int, folder: Path) -> None:
+    state = init_parallel_state(
+        data_parallel_size=2,
+        fully_shard_parallel_size=2,
+        ulysses_parallel_size=2,
+        tensor_parallel_size=1,
+        expert_parallel_size=2,
+    )
+    assert parallel_state.get_parallel_state() is state
+    expected = {  # dp_replicate x dp_shard x ulysses x ring x tp is 2 x 1 x 2 x 1 x 1
+        "dp": [rank % 2, rank % 2 + 2],
+        "dp_replicate": [rank % 2, rank % 2 + 2],
+        "ulysses": [rank // 2 * 2, rank // 2 * 2 + 1],
+        "cp": [rank // 2 * 2, rank // 2 * 2 + 1],
+        "fsdp": [rank // 2 * 2, rank // 2 * 2 + 1],
+        "hsdp": [0, 1, 2, 3],
+        "ring": [rank],
+        "tp": [rank],
+        "ep": [rank // 2 * 2, rank // 2 * 2 + 1],
+        "edp": [rank % 2, rank % 2 + 2],
+    }
+    for name, ranks in expected.items():
+        group = state.get_group(name)
+        assert group is not None and dist.get_process_group_ranks(group) == ranks, name
+        assert state.get_group_size(name) == len(ranks)
+        assert state.get_rank(name) == ranks.index(rank)
+        assert state.is_group_enable(name) == (len(ranks) > 1)
+        mesh = state.get_device_mesh(name)
+        assert mesh is not None and mesh.ndim == 1
+    for name in ("dp", "cp", "ulysses", "ring", "tp", "edp", "efsdp", "ep"):
+        assert getattr(state, f"get_{name}_group")() is state.get_group(name)
+        assert getattr(state, f"get_{name}_group_size")() == state.get_group_size(name)
+        assert getattr(state, f"get_{name}_rank")() == state.get_rank(name)
+        assert getattr(state, f"is_{name}_enable")() == state.is_group_enable(name)
+        assert getattr(state, f"get_{name}_device_mesh")() is state.get_device_mesh(name)
+    assert (state.get_fsdp_group(), state.get_fsdp_rank()) == (state.get_group("fsdp"), rank % 2)
+    assert (state.get_hsdp_group(), state.get_hsdp_group_size()) == (state.get_group("hsdp"), 4)
+    mesh = state.get_hsdp_device_mesh()
+    assert mesh is not None and mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
+    with pytest.raises(RuntimeError, match="destroy_parallel_state"):
+        init_parallel_state()
+    parallel_state.destroy_parallel_state()
+    assert not parallel_state.is_parallel_state_initialized()
+    assert isinstance(init_parallel_state(ring_attention_size=4), ParallelState)
+
+
+def test_the_groups(tmp_path: Path) -> None:
+    assert finish(start(has_groups, 4, tmp_path), 60) == [0] * 4
+
+
+def test_errors(tmp_path: Path) -> None:
+    assert finish(start(refuses, 4, tmp_path), 60) == [0] * 4
+
+
+def test_the_reference_itself() -> None:
+    assert zigzag(8, 2) == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert packed([3, 2], 2) == [0, 0, 1, 0, 1]
+    assert among([0, 0, 1, 1, 1, 1, 0, 0], 2, 2) == [0, 0, 1, 1, 3, 3, 2, 2]
