@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # The build of torch to install where there is none. A plain `torch` would change under the tests' feet.
 TORCH ?= torch==2.13.0
+# How the demo's sequence is spread: plain, hybrid or packed
+LAYOUT ?= plain
 # What is passed on to pytest: make test ARGS='-k gather -x'
 ARGS ?=
 
@@ -23,7 +25,7 @@ MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo    train a small model on 4 ranks and draw demo.png'
+	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
 	@echo 'make test    run all tests (ARGS= goes to pytest)'
 	@echo 'make lint    clang-format, ruff, mypy'
 	@echo 'make format  let clang-format and ruff rewrite the files'
@@ -33,7 +35,8 @@ help:
 
 # One thread a rank: ranks that share a few cores only disturb one another with more.
 demo: build
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py \
+	--layout $(LAYOUT)
 
 test: build
 	@$(BIN)/pytest $(ARGS)

@@ -6,7 +6,9 @@ code is the one-process model. A layout says how the sequence is spread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spar
+from spar.parallel_state import init_parallel_state
 
 VOCABULARY = 256
 
@@ -27,6 +30,17 @@ class Plain:
     heads: int
     split_scale: str | None = "down"  # these two are the defaults of spar
     gather_scale: str | None = "up"
+
+    SEQ: ClassVar[int] = 510  # tokens in a sequence where nobody says otherwise
+    SCALES: ClassVar[bool] = True  # whether the two above can be chosen
+
+    @classmethod
+    def make(cls, seq: int, heads: int) -> Plain:
+        return cls(None, seq, heads)
+
+    def alone(self, group: dist.ProcessGroup | None) -> Plain:
+        """The same in one process."""
+        return replace(self, group=group)
 
     @property
     def sizes(self) -> list[int]:
@@ -47,8 +61,100 @@ class Plain:
         """[batch, tokens, own heads, width] to [batch, own tokens, heads, width]."""
         return spar.all_to_all(x, self.group, scatter_dim=1, gather_dim=2, gather_size=self.heads)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Each [batch, own heads, tokens, width]; the tokens are in natural order."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-LAYOUTS = {"plain": Plain}
+
+@dataclass(frozen=True)
+class Hybrid(Plain):
+    """Ring x ulysses, 2 x the rest: each rank holds runs from both ends of the sequence (zigzag).
+
+    With ring attention all ranks would have the same work under a causal mask. Here attention is Ulysses over
+    all of them; its tokens come in the order of the ranks, so it is masked by where they are in the sequence.
+    """
+
+    SEQ: ClassVar[int] = 508  # a multiple of twice the ring
+    SCALES: ClassVar[bool] = False
+    RING: ClassVar[int] = 2
+
+    @classmethod
+    def make(cls, seq: int, heads: int) -> Plain:
+        world = dist.get_world_size()
+        state = init_parallel_state(
+            ring_attention_size=cls.RING, ulysses_parallel_size=max(1, world // cls.RING)
+        )
+        return cls(state.get_cp_group(), seq, heads)
+
+    def alone(self, group: dist.ProcessGroup | None) -> Plain:
+        return Plain(group, self.seq, self.heads)
+
+    @property
+    def sizes(self) -> list[int]:
+        shares = spar.cal_split_sizes(self.seq // self.RING, dist.get_world_size(self.group) // self.RING)
+        return [share for share in shares for _ in range(self.RING)]
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        return spar.split_forward_gather_backward_with_cp(x, dim)
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        return spar.gather_forward_split_backward_with_cp(x, dim, self.seq)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[tokens, tokens]: whether the first may look at the second, in the order in which they come."""
+        positions = spar.gather_forward_split_backward(
+            self.split(torch.arange(self.seq), 0), self.group, 0, self.sizes
+        )
+        return positions[:, None] >= positions
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+
+
+@dataclass(frozen=True)
+class Packed(Plain):
+    """Documents of several lengths lie one behind the other; each rank holds a part of each.
+
+    A token sees its own document only.
+    Every document has a multiple of the ranks (pad it), so that all ranks hold as much.
+    """
+
+    SEQ: ClassVar[int] = 512
+    SCALES: ClassVar[bool] = False
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Of the documents, here a few very different ones: 3/8, 1/16, 5/16 and 1/4 of the tokens."""
+        quantum = self.seq // 16
+        return [6 * quantum, quantum, 5 * quantum, self.seq - 12 * quantum]
+
+    @property
+    def sizes(self) -> list[int]:
+        return spar.cal_split_sizes_multi(self.lengths, dist.get_world_size(self.group)).sum(1).tolist()
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        return spar.packed_data_split_forward_gather_backward(x, self.group, self.lengths, dim)
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        table = spar.cal_split_sizes_multi(self.lengths, dist.get_world_size(self.group))
+        return spar.packed_data_gather_forward_split_backward(x, table, self.group, dim)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[tokens, tokens]: of one document, and not later."""
+        lengths = torch.tensor(self.lengths)
+        documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+        where = torch.stack((torch.arange(self.seq), documents), 1)
+        where = spar.gather_forward_split_backward(self.split(where, 0), self.group, 0, self.sizes)
+        positions, documents = where.unbind(1)
+        return (positions[:, None] >= positions) & (documents[:, None] == documents)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+
+
+LAYOUTS = {"plain": Plain, "hybrid": Hybrid, "packed": Packed}
 
 
 class Block(nn.Module):
@@ -64,7 +170,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, layout: Plain) -> Tensor:
         qkv = layout.to_heads(self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)))
         q, k, v = qkv.transpose(1, 3).unbind(2)  # each [batch, own heads, tokens, width]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = layout.attend(q, k, v)
         x = x + self.out(layout.to_tokens(attended.transpose(1, 2)).flatten(2))
         x = x + self.mlp(self.norm2(x))
         return x

@@ -44,7 +44,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=510, help="tokens in a sequence")
+    parser.add_argument("--seq", type=int, help="tokens in a sequence; by default what suits the layout")
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--dim", type=int, default=96)
     parser.add_argument("--layers", type=int, default=2)
@@ -54,6 +54,7 @@ def parse_arguments() -> Namespace:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node 4 examples/train.py")
+    args.seq = args.seq or LAYOUTS[args.layout].SEQ
     if args.steps <= WARM_UP + PROFILED:
         parser.error(f"--steps must be more than {WARM_UP + PROFILED}, got {args.steps}")
     if args.dim % args.heads:
@@ -250,6 +251,8 @@ def measure_reductions(args: Namespace, layout: Plain, batch: Batch, single: Ten
     totals: dict[Plain, Tensor] = {}
     rows = []
     for split_scale, gather_scale, where, right in CLAIMS:
+        if (split_scale, gather_scale) != CLAIMS[0][:2] and not layout.SCALES:
+            continue
         scaled = replace(layout, split_scale=split_scale, gather_scale=gather_scale)
         if scaled not in totals:
             totals[scaled] = first_gradients(model, scaled, batch)
@@ -283,7 +286,13 @@ def draw(path: Path, title: str, single: Run, spread: Run, errors: list[float]) 
 
 
 def report(
-    args: Namespace, ranks: str, single: Run, spread: Run, errors: list[float], rows: list[Measured]
+    args: Namespace,
+    ranks: str,
+    group: dist.ProcessGroup | None,
+    single: Run,
+    spread: Run,
+    errors: list[float],
+    rows: list[Measured],
 ) -> None:
     print(f"\n step  loss: one process  {ranks:>11}  relative difference")
     for step in sorted({*range(0, args.steps, 5), args.steps - 1}):
@@ -295,14 +304,15 @@ def report(
     print("grad_scale of split / gather  parameters                average      sum  right")
     for row in rows:
         print(f"{row.scales:28}  {row.where:24}  {row.average:7.1e}  {row.sum:7.1e}  {row.right}")
-    print(ADVICE)
+    if LAYOUTS[args.layout].SCALES:
+        print(ADVICE)
 
     tokens = args.batch * args.seq
     speeds = f"{spread.speed(tokens):,.0f} on {ranks}, {single.speed(tokens):,.0f} in one process"
     print(f"\ntokens per second: {speeds}; one thread each, {len(os.sched_getaffinity(0))} cores")
     print(f"time in spar: {spread.share:.1%} of a step in {spread.exchanges:g} exchanges", end="")
     print(" (mean of the ranks, with waiting for slower ones)")
-    transport = spar.transport()
+    transport = spar.transport(group)
     print(f"transport: {transport.name} ({transport.reason})")
     for name, reason in transport.rejected:
         print(f"    not {name}: {reason}")
@@ -316,8 +326,8 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     corpus = read_corpus(args)
     batches = make_batches(args, corpus)
-    layout = LAYOUTS[args.layout](None, args.seq, args.heads)
-    alone = replace(layout, group=dist.new_group([0]))  # which every rank must help to make
+    layout = LAYOUTS[args.layout].make(args.seq, args.heads)
+    alone = layout.alone(dist.new_group([0]))  # which every rank must help to make
     ranks = f"{world} rank{'s' * (world > 1)}"
     title = f"{ranks}, {args.layout} layout"
     if rank == 0:
@@ -340,7 +350,7 @@ def main() -> None:
     if rank == 0:
         errors = [Difference.of_losses(a, b).error for a, b in zip(spread.losses, single.losses, strict=True)]
         draw(args.out, title, single, spread, errors)
-        report(args, ranks, single, spread, errors, rows)
+        report(args, ranks, layout.group, single, spread, errors, rows)
     dist.barrier()  # nobody leaves before the picture is there
     dist.destroy_process_group()
 

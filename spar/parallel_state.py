@@ -15,12 +15,11 @@ _MESH = ("dp_replicate", "dp_shard", "ulysses", "ring", "tp")
 _FLAT = {
     "dp": ("dp_replicate", "dp_shard"),
     "cp": ("ulysses", "ring"),
-    "dp_shard_cp": ("dp_shard", "ulysses", "ring"),
     "dp_cp": ("dp_replicate", "dp_shard", "ulysses", "ring"),
 }
 _EXPERT_MESH = ("edp", "efsdp", "ep")
 _ALIASES = {"fsdp": "dp_shard_cp", "hsdp": "dp_cp"}
-NAMES = (*_MESH, *_FLAT, *_EXPERT_MESH, *_ALIASES)
+NAMES = (*_MESH, *_FLAT, "dp_shard_cp", *_EXPERT_MESH, *_ALIASES)
 
 
 class ParallelState:
@@ -276,7 +275,11 @@ def _meshes(sizes: tuple[int, ...], experts: tuple[int, ...]) -> dict[str, Devic
     meshes = {name: mesh[name] for name in _MESH}
     for name, dims in _FLAT.items():
         meshes[name] = mesh[dims]._flatten(name)
-    meshes["hsdp_mesh"] = mesh["dp_replicate", "dp_shard_cp"]
+    # its own mesh: torch does not let a flattened dim be sliced together with others
+    replicate, shard, ulysses, ring, tensor = sizes
+    names = ("dp_replicate", "dp_shard_cp", "tp")
+    hybrid = init_device_mesh(device, (replicate, shard * ulysses * ring, tensor), mesh_dim_names=names)
+    meshes |= {"dp_shard_cp": hybrid["dp_shard_cp"], "hsdp_mesh": hybrid["dp_replicate", "dp_shard_cp"]}
     if experts != (1, 1, 1):
         expert_mesh = init_device_mesh(device, experts, mesh_dim_names=_EXPERT_MESH)
         meshes |= {name: expert_mesh[name] for name in _EXPERT_MESH}
