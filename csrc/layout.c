@@ -46,10 +46,11 @@ static spar_status wrong_sizes(spar_layout *layout, int rank, int64_t extent, co
                                int64_t total)
 {
     spar_layout_free(layout);
-    return spar_fail(SPAR_INVALID,
-                     "the size of rank %d's piece is %lld; expected sizes of at least 0 that sum to "
-                     "%s%lld",
-                     rank, (long long)extent, of, (long long)total);
+    return spar_fail(
+        SPAR_INVALID,
+        "the size of rank %d's piece is %lld; expected sizes of at least 0 that sum to "
+        "%s%lld",
+        rank, (long long)extent, of, (long long)total);
 }
 
 spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,
@@ -76,8 +77,9 @@ spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int 
 {
     int64_t chunks = 2 * (int64_t)world;
     if (total < 0 || total % chunks)
-        return spar_fail(SPAR_INVALID, "the total is %lld; expected a multiple of %lld, two chunks "
-                                       "for each of %d ranks",
+        return spar_fail(SPAR_INVALID,
+                         "the total is %lld; expected a multiple of %lld, two chunks "
+                         "for each of %d ranks",
                          (long long)total, (long long)chunks, world);
     SPAR_TRY(start(layout, dim, total, world, chunks));
     for (int rank = 0; rank < world; rank++) {
@@ -119,7 +121,8 @@ spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t 
     for (int rank = 0; rank < world; rank++) {
         add(layout, rank, 0, 0);
         for (int64_t s = 0; s < sequences; s++) {
-            int64_t extent = table ? numbers[rank * sequences + s] : spar_share(numbers[s], world, rank);
+            int64_t extent =
+                table ? numbers[rank * sequences + s] : spar_share(numbers[s], world, rank);
             add(layout, rank, table ? at[s] : at[s] + share_start(numbers[s], world, rank), extent);
             at[s] += table ? extent : 0;
         }

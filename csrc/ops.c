@@ -49,9 +49,10 @@ spar_status spar_op_spread(const spar_op *op, const spar_tensor *tensor, int ran
     int64_t expected = gathers ? spar_layout_extent(spread, rank) : spread->total;
     if (has != expected) {
         spar_layout_free(spread);
-        return spar_fail(SPAR_INVALID,
-                         "%s: by its sizes rank %d holds %lld of dim %d; its input's dim %d has %lld",
-                         op->name, rank, (long long)expected, dim, dim, (long long)has);
+        return spar_fail(
+            SPAR_INVALID,
+            "%s: by its sizes rank %d holds %lld of dim %d; its input's dim %d has %lld", op->name,
+            rank, (long long)expected, dim, dim, (long long)has);
     }
     memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
     global[dim] = spread->total;

@@ -138,12 +138,17 @@ def test_environment_is_documented() -> None:
         assert row in text, row
 
 
-def test_readme_has_a_row_for_each_op_and_transport() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_documents_have_a_row_for_each_op_and_transport() -> None:
+    architecture, ops, readme = (
+        (ROOT / name).read_text() for name in ("docs/architecture.md", "docs/ops.md", "README.md")
+    )
     for op, _, _ in _C.ops():
-        assert op in text
-    for transport in _C.transports():
-        assert f"| {transport} |" in text
+        assert f"`{op}`" in architecture, op
+    for name in set(SIGNATURES) - {"transport", "init", "close", "empty_cache", "memory_stats"}:
+        assert f"`{name}(" in ops, name
+        assert f"`{name.removesuffix('_with_cp')}`" in readme, name
+    for name in _C.transports():
+        assert f"| {name} |" in readme, name
 
 
 @pytest.mark.parametrize("world", [1, 3])

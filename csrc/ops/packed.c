@@ -20,10 +20,11 @@ static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int wor
     int64_t sequences = tensor->args[2], numbers = tensor->nargs - 3;
     int table = sequences != numbers;
     if (sequences < 0 || sequences > numbers || (table && sequences * outer != numbers))
-        return spar_fail(SPAR_INVALID,
-                         "%s: %lld numbers for %lld sequences on %d ranks; expected a length of each, "
-                         "or a size of each on each rank",
-                         op->name, (long long)numbers, (long long)sequences, outer);
+        return spar_fail(
+            SPAR_INVALID,
+            "%s: %lld numbers for %lld sequences on %d ranks; expected a length of each, "
+            "or a size of each on each rank",
+            op->name, (long long)numbers, (long long)sequences, outer);
     SPAR_TRY(spar_layout_packed(spread, dim, outer, sequences, tensor->args + 3, table));
     SPAR_TRY(spar_layout_refine(spread, inner));
     return spar_op_spread(op, tensor, rank, global, gathers, in, out);

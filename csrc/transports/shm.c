@@ -68,7 +68,8 @@ static spar_status meet(const spar_comm *comm, int rank, const spar_patience *pa
             return SPAR_OK;
         if (patience->deadline_ns && now_ns() > patience->deadline_ns)
             return spar_fail(SPAR_TIMEOUT, "rank %d did not answer", rank);
-        if (now_ns() - begin > LONGEST_MEETING_NS) /* all are here: another transport is better than this wait */
+        if (now_ns() - begin >
+            LONGEST_MEETING_NS) /* all are here: another transport is better than this wait */
             return spar_fail(SPAR_TRANSPORT, "rank %d did not answer for 30 s", rank);
         if (looks % 100 == 0 && patience->interrupted && patience->interrupted(patience->context))
             return spar_fail(SPAR_INTERRUPTED, "interrupted while meeting rank %d", rank);

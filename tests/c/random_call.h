@@ -69,8 +69,8 @@ static void refine(cut *c, int64_t extent, int outer, int inner)
         for (int64_t i = 0; i < extent; i++)
             if (c->owner[i] == rank) {
                 int64_t big = (held / inner + 1) * (held % inner), at = seen++;
-                int64_t part = at < big ? at / (held / inner + 1)
-                                        : held % inner + (at - big) / (held / inner);
+                int64_t part =
+                    at < big ? at / (held / inner + 1) : held % inner + (at - big) / (held / inner);
                 c->owner[i] = -1 - (int)(part * outer + rank);
             }
     }
