@@ -21,12 +21,13 @@ C_FILES = $(shell find csrc tests -name '*.[ch]')
 # Without this make would compile csrc/ops.c, where it looks after the folder csrc/ops.
 MAKEFLAGS += --no-builtin-rules
 
-.PHONY: help demo test lint format build wheel clean gone
+.PHONY: help demo bench test lint format build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
 	@echo 'make test    run all tests (ARGS= goes to pytest)'
+	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
 	@echo 'make lint    clang-format, ruff, mypy'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make build   only install spar and what the demo and the tests need, into .venv'
@@ -37,6 +38,11 @@ help:
 demo: build
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py \
 	--layout $(LAYOUT)
+
+# How many ranks the benchmark has.
+RANKS ?= 2
+bench: build
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/bench.py $(ARGS)
 
 test: build
 	@$(BIN)/pytest $(ARGS)

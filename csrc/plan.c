@@ -364,6 +364,9 @@ spar_status spar_plan_build(const spar_request *request, spar_plan **result)
         SPAR_TRY_GOTO(status, set_shape(plan, made, tensor, in, out), done);
     }
     status = add_blocks(&b, request, layouts, inputs);
+    plan->footprint = (int64_t)sizeof *plan + b.block_room * (int64_t)sizeof(spar_block) +
+                      b.dim_room * (int64_t)sizeof(spar_dim) +
+                      world * (2 * (int64_t)sizeof *plan->push + 3 * n * (int64_t)sizeof(int64_t));
 done:
     for (int i = 0; layouts && i < 2 * n; i++)
         spar_layout_free(&layouts[i]);

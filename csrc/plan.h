@@ -54,6 +54,7 @@ typedef struct spar_plan {
     spar_block *blocks;
     spar_dim *dims;
     uint64_t signature; /* equal on all ranks that make the same global call */
+    int64_t footprint;  /* bytes of memory that it takes, about */
     int refs;           /* atomic; the cache's own one counted in */
 } spar_plan;
 
@@ -73,7 +74,7 @@ spar_status spar_request_check(const spar_request *request);
 /* A new plan. SPAR_INVALID names the value, the rank and what was expected. */
 spar_status spar_plan_build(const spar_request *request, spar_plan **plan);
 
-/* The same out of a bounded least-recently-used cache (SPAR_PLAN_CACHE plans). */
+/* The same out of a bounded least-recently-used cache: SPAR_PLAN_CACHE plans, of 64 MiB together. */
 spar_status spar_plan_get(const spar_request *request, spar_plan **plan);
 
 /* Each build and get is paid back by one release. */

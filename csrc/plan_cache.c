@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUCKETS = 1024, WORDS_ON_STACK = 256 };
+enum { BUCKETS = 1024, WORDS_ON_STACK = 256, MOST_BYTES = 64 << 20 };
 
 typedef struct entry {
     struct entry *next_in_bucket, *newer, *older;
@@ -19,7 +19,7 @@ static struct {
     pthread_mutex_t lock;
     entry *buckets[BUCKETS];
     entry *newest, *oldest;
-    int64_t capacity;
+    int64_t capacity, bytes;
     spar_plan_stats stats;
 } cache = {.lock = PTHREAD_MUTEX_INITIALIZER, .capacity = 1024};
 
@@ -86,11 +86,17 @@ static entry *find(uint64_t hash, const int64_t *words, size_t size)
     return NULL;
 }
 
-/* Takes the oldest entries out until `keep` are left; returns them, chained. The lock is held. */
-static entry *evict(int64_t keep)
+static int64_t footprint(const entry *e)
+{
+    return (int64_t)e->size + e->plan->footprint;
+}
+
+/* Takes the oldest entries out until `keep` of `bytes` together are left; returns them, chained. The lock is
+ * held. */
+static entry *evict(int64_t keep, int64_t bytes)
 {
     entry *chain = NULL;
-    while (cache.stats.cached > keep) {
+    while (cache.stats.cached > keep || (cache.oldest && cache.bytes > bytes)) {
         entry *e = cache.oldest, **link = &cache.buckets[e->hash % BUCKETS];
         unlink_entry(e);
         while (*link != e)
@@ -98,6 +104,7 @@ static entry *evict(int64_t keep)
         *link = e->next_in_bucket;
         e->next_in_bucket = chain;
         chain = e;
+        cache.bytes -= footprint(e);
         cache.stats.cached--;
     }
     return chain;
@@ -127,11 +134,12 @@ static void keep(spar_plan *plan, uint64_t hash, const int64_t *words, size_t si
     if (cache.capacity == 0 || find(hash, words, size)) {
         free(e);
     } else {
-        evicted = evict(cache.capacity - 1);
+        evicted = evict(cache.capacity - 1, MOST_BYTES - footprint(e));
         __atomic_add_fetch(&plan->refs, 1, __ATOMIC_RELAXED);
         e->next_in_bucket = cache.buckets[hash % BUCKETS];
         cache.buckets[hash % BUCKETS] = e;
         make_newest(e);
+        cache.bytes += footprint(e);
         cache.stats.cached++;
     }
     pthread_mutex_unlock(&cache.lock);
@@ -175,7 +183,7 @@ void spar_plan_cache_limit(int64_t capacity)
 {
     pthread_mutex_lock(&cache.lock);
     cache.capacity = capacity < 0 ? 0 : capacity;
-    entry *evicted = evict(cache.capacity);
+    entry *evicted = evict(cache.capacity, MOST_BYTES);
     pthread_mutex_unlock(&cache.lock);
     free_chain(evicted);
 }

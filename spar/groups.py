@@ -62,7 +62,7 @@ def by_handle(handle: int) -> Communicator:
     return found
 
 
-def _constant(function: _F) -> _F:
+def constant(function: _F) -> _F:
     """What torch.compiler.assume_constant_result does, without its import of torch._dynamo (1.4 s).
 
     Under torch.compile the function is evaluated while tracing; its result is a constant of the compiled
@@ -72,7 +72,7 @@ def _constant(function: _F) -> _F:
     return function
 
 
-@_constant
+@constant
 def place_of(group: dist.ProcessGroup) -> Place:
     return communicator(group).place
 

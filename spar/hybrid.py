@@ -14,30 +14,35 @@ import torch
 from .arguments import Call
 from .communicator import Place
 from .exchange import Scale, Step
-from .groups import place_of
+from .groups import constant, place_of
 from .layouts import Args
-from .parallel_state import get_parallel_state
+from .parallel_state import ParallelState, get_parallel_state
 from .sizes import share
 
 _ALONE = Place(0, 1, 0)
 
 
+@constant
+def _places(state: ParallelState) -> tuple[Place, Place, Place]:
+    """In the ring, the ulysses and the cp group; the last where both others have more than one rank."""
+    ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
+    in_ring = place_of(ring) if ring is not None and state.is_ring_enable() else _ALONE
+    in_ulysses = place_of(ulysses) if ulysses is not None and state.is_ulysses_enable() else _ALONE
+    both = in_ring.world > 1 and in_ulysses.world > 1
+    return in_ring, in_ulysses, place_of(cp) if cp is not None and both else _ALONE
+
+
 class _Hybrid(Call):
     """A call over the cp group where there is one, else over the ring's group, the ulysses group, or both."""
 
-    __slots__ = ("inner", "ring", "ring_rank", "ulysses", "ulysses_place", "ulysses_rank")
+    __slots__ = ("in_ring", "in_ulysses", "inner", "ring", "ulysses")
 
     def __init__(self, name: str, x: torch.Tensor, what: str) -> None:
-        state = get_parallel_state()
-        self.ring, self.ring_rank = state.get_ring_group_size(), state.get_ring_rank()
-        self.ulysses, self.ulysses_rank = state.get_ulysses_group_size(), state.get_ulysses_rank()
-        cp = state.get_cp_group() if self.ring > 1 and self.ulysses > 1 else None
-        ring, ulysses = state.get_ring_group(), state.get_ulysses_group()
-        self.inner = 1 if cp is None else self.ulysses
-        self.ulysses_place = place_of(ulysses) if ulysses is not None and cp is None else _ALONE
-        if cp is None and ring is not None and self.ring > 1:
-            cp = ring
-        super().__init__(name, x, self.ulysses_place if cp is None else cp, what)
+        self.in_ring, self.in_ulysses, in_cp = _places(get_parallel_state())
+        self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
+        self.inner = self.ulysses if in_cp.world > 1 else 1
+        outer = in_cp if in_cp.world > 1 else self.in_ring
+        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what)
 
     def split(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
         """By the ring, then what a ring rank has, `held`, among its ulysses ranks."""
@@ -55,7 +60,7 @@ class _Hybrid(Call):
             steps.append((self.place, op, (dim, self.inner, *numbers)))
         if self.ulysses > self.inner:
             sizes = [share(held, self.ulysses, rank) for rank in range(self.ulysses)]
-            steps.append((self.ulysses_place, inner_op, (dim, *sizes)))
+            steps.append((self.in_ulysses, inner_op, (dim, *sizes)))
         return tuple(steps)
 
     def _scale(self, divide: bool) -> Scale:
@@ -65,7 +70,7 @@ class _Hybrid(Call):
         """What a ring rank has of packed sequences; counted only where a second exchange asks for it."""
         if self.inner > 1 or self.ulysses == 1:
             return 0
-        return sum(share(length, self.ring, self.ring_rank) for length in lengths)
+        return sum(share(length, self.ring, self.in_ring.rank) for length in lengths)
 
 
 def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> torch.Tensor:
@@ -120,7 +125,7 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
     if call.ring > 1:
         call.zigzag("gather_size", gather_size, call.ring)
     held = gather_size // call.ring
-    if gather_size < 0 or input_.size(dim) != share(held, call.ulysses, call.ulysses_rank):
+    if gather_size < 0 or input_.size(dim) != share(held, call.ulysses, call.in_ulysses.rank):
         raise call.error(
             "gather_size",
             gather_size,

@@ -135,6 +135,25 @@ def test_the_cache_is_bounded(cache: Callable[[int], None], limit: int) -> None:
     assert counts.hits == limit + 1
 
 
+def test_large_plans_do_not_pile_up(cache: Callable[[int], None]) -> None:
+    """One of 20,000 sequences takes a megabyte and more: the cache keeps 64 MiB of them."""
+    counts = Counts()
+
+    def packed(last: int) -> Plan:
+        lengths = [2] * 20_000 + [2 * last]
+        spec = contiguous([sum(lengths) // 2, 3], [0, 1, len(lengths), *lengths])
+        return Plan(request("packed_gather", 2, 0, [spec]), cached=True)
+
+    for last in range(60):
+        plan = packed(last)
+    assert plan.struct.footprint > 2**20
+    assert 2 <= counts.cached <= 2**26 // plan.struct.footprint
+    packed(59)
+    assert counts.hits == 1
+    get(1)
+    assert counts.cached >= 2
+
+
 def test_a_cache_of_0_keeps_nothing(cache: Callable[[int], None]) -> None:
     get(1)
     cache(0)

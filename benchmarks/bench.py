@@ -1,0 +1,266 @@
+"""How fast each operation is, forward and backward, against two references in the same run, interleaved.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench.py
+
+The references: what people write today over torch.distributed (formulations.py), and Tensor.copy_ of the
+bytes that a rank must write, on all ranks at once, into memory that was touched before. Results are compared
+with the former's. Prints a table; writes JSON and a heat map of the ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import formulations
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+import spar
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (2 * KIB, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
+ROUNDS = 5  # each way takes its turn so often
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Two functions of a rank's input, made for its shape."""
+
+    name: str
+    ours: Callable[[Tensor], Tensor]
+    theirs: Callable[[Tensor], Tensor]
+    input: Tensor
+    written: int  # bytes that one rank must write, forward
+    written_back: int  # and backward
+
+
+def operations(size: int) -> list[Operation]:
+    """Of bf16 tensors, of which each rank's part has about `size` bytes."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    heads = 8 if size == 2 * KIB else 24
+    tokens = max(1, round(size / (heads * 256)))
+    qkv = torch.randn(1, tokens, heads, 128).to(torch.bfloat16)
+    width = 256 if size == 2 * KIB else 3072
+    rows = max(4, round(size / (2 * width)) // 4 * 4)  # two chunks, and some sequences, for each rank
+    whole = torch.randn(rows * world, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    lengths = [world * (rows // 4)] * 4
+    table = spar.cal_split_sizes_multi(lengths, world)
+    own = whole[rank * rows : (rank + 1) * rows].clone()
+    part, total = own.nbytes, whole.nbytes
+    return [
+        Operation(
+            "all_to_all",
+            lambda x: spar.all_to_all(x, None, 2, 1),
+            formulations.all_to_all,
+            qkv,
+            qkv.nbytes,
+            qkv.nbytes,
+        ),
+        Operation(
+            "split",
+            lambda x: spar.split_forward_gather_backward(x, None, 0),
+            formulations.split,
+            whole,
+            part,
+            total,
+        ),
+        Operation(
+            "gather",
+            lambda x: spar.gather_forward_split_backward(x, None, 0),
+            formulations.gather,
+            own,
+            total,
+            part,
+        ),
+        Operation(
+            "zigzag split",
+            lambda x: spar.load_balanced_split_forward_gather_backward(x, None),
+            formulations.zigzag_split,
+            whole,
+            part,
+            total,
+        ),
+        Operation(
+            "zigzag gather",
+            lambda x: spar.load_balanced_gather_forward_split_backward(x, None),
+            formulations.zigzag_gather,
+            own,
+            total,
+            part,
+        ),
+        Operation(
+            "packed split",
+            lambda x: spar.packed_data_split_forward_gather_backward(x, None, lengths),
+            lambda x: formulations.packed_split(x, lengths),
+            whole,
+            part,
+            total,
+        ),
+        Operation(
+            "packed gather",
+            lambda x: spar.packed_data_gather_forward_split_backward(x, table, None),
+            lambda x: formulations.packed_gather(x, lengths),
+            own,
+            total,
+            part,
+        ),
+    ]
+
+
+@dataclass
+class Row:
+    """Medians and 99th percentiles in seconds; bytes that a rank must write."""
+
+    operation: str
+    direction: str
+    size: int
+    bytes: int
+    spar: float
+    spar_p99: float
+    formulation: float
+    formulation_p99: float
+    copy: float
+    copy_p99: float
+
+
+def timed(function: Callable[[], Any], seconds: float) -> list[float]:
+    """As many calls as fit, at least 3; all ranks make the same number."""
+    begin = time.perf_counter()
+    function()
+    count = torch.tensor([seconds / (time.perf_counter() - begin)])
+    dist.all_reduce(count, dist.ReduceOp.MIN)
+    times = []
+    for _ in range(max(3, min(400, int(count)))):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def percentile(times: list[float], part: float) -> float:
+    return sorted(times)[min(len(times) - 1, int(len(times) * part))]
+
+
+def compare(
+    ours: Callable[[], Any], theirs: Callable[[], Any], written: int, seconds: float
+) -> tuple[float, ...]:
+    source, target = torch.ones(written, dtype=torch.uint8), torch.zeros(written, dtype=torch.uint8)
+    ways = (ours, theirs, lambda: target.copy_(source))
+    times: list[list[float]] = [[], [], []]
+    for _ in range(ROUNDS):
+        for way, found in zip(ways, times, strict=True):
+            dist.barrier()
+            found += timed(way, seconds / ROUNDS / len(ways))
+    return tuple(value for found in times for value in (statistics.median(found), percentile(found, 0.99)))
+
+
+def measure(operation: Operation, size: int, seconds: float) -> list[Row]:
+    def grad_of(function: Callable[[Tensor], Tensor], grad: Tensor) -> Callable[[], Tensor]:
+        y = function(operation.input.requires_grad_())
+        return lambda: torch.autograd.grad(y, operation.input, grad, retain_graph=True)[0]
+
+    x = operation.input.detach()
+    y = operation.ours(x)
+    if not torch.equal(y, operation.theirs(x)):
+        sys.exit(f"rank {dist.get_rank()}: {operation.name} of {size} bytes differs from the formulation")
+    forward = compare(lambda: operation.ours(x), lambda: operation.theirs(x), operation.written, seconds)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    ours, theirs = grad_of(operation.ours, grad), grad_of(operation.theirs, grad)
+    if not torch.equal(ours(), theirs()):
+        sys.exit(f"rank {dist.get_rank()}: the gradient of {operation.name} of {size} bytes differs")
+    backward = compare(ours, theirs, operation.written_back, seconds)
+    return [
+        Row(operation.name, "forward", size, operation.written, *forward),
+        Row(operation.name, "backward", size, operation.written_back, *backward),
+    ]
+
+
+def shown(size: float) -> str:
+    return f"{size / MIB:.0f} MB" if size >= MIB else f"{size / KIB:.0f} KB"
+
+
+def print_table(rows: list[Row]) -> None:
+    titles = ("part", 7), ("median", 10), ("p99", 10), ("GB/s", 6), ("formulation", 12), ("copy_", 10)
+    print(f"{'operation':24}", *(f"{title:>{width}}" for title, width in titles))
+    for row in rows:
+        print(
+            f"{row.operation + ', ' + row.direction:24} {shown(row.size):>7} {row.spar * 1e6:7.1f} us "
+            f"{row.spar_p99 * 1e6:7.1f} us {row.bytes / row.spar / 1e9:6.2f} "
+            f"{row.formulation / row.spar:10.1f} x {row.spar / row.copy:8.2f} x"
+        )
+    print("formulation: how many times spar is faster; copy_: how many times it takes as long as copying")
+
+
+def draw(path: Path, rows: list[Row], title: str) -> None:
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(f"{row.operation}, {row.direction}" for row in rows))
+    sizes = sorted({row.size for row in rows})
+    figure = Figure(figsize=(9, 0.38 * len(names) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    values = [[0.0] * len(sizes) for _ in names]
+    for row in rows:
+        at = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size)
+        values[at[0]][at[1]] = row.formulation / row.spar
+        axes.text(at[1], at[0], f"{row.formulation / row.spar:.1f}", ha="center", va="center")
+    image = axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=LogNorm(0.1, 100))
+    axes.set_xticks(range(len(sizes)), [shown(size) for size in sizes])
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="a rank's part", title=title)
+    figure.colorbar(image, label="times faster than the formulation")
+    figure.savefig(path, dpi=110)
+
+
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each operation, direction and size")
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a rank's part")
+    parser.add_argument("--only", default="", help="operations whose name has this in it")
+    parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.png are written")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with: torchrun --standalone --nproc-per-node 2 benchmarks/bench.py")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)  # the ranks share the cores
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = [size for size in SIZES if size <= args.largest]
+    rows: list[Row] = []
+    with tqdm(total=len(sizes) * 7, disable=rank != 0, ascii=True, mininterval=2.0) as bar:
+        for size in sizes:
+            for operation in operations(size):
+                bar.set_postfix_str(f"{operation.name}, {shown(size)}")
+                if args.only in operation.name:
+                    rows += measure(operation, size, args.seconds)
+                bar.update()
+    rows.sort(key=lambda row: (row.operation, row.direction == "backward", row.size))
+    if rank == 0:
+        print_table(rows)
+        cores = len(os.sched_getaffinity(0))
+        title = f"{world} ranks on {cores} cores, {spar.transport().name}, bf16, torch {torch.__version__}"
+        facts = {"title": title, "spar": spar.__version__, "rows": [asdict(row) for row in rows]}
+        args.out.with_suffix(".json").write_text(json.dumps(facts, indent=1))
+        draw(args.out.with_suffix(".png"), rows, title)
+        print(f"{title}: {args.out}.json, {args.out}.png")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

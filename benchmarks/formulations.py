@@ -1,0 +1,98 @@
+"""What people write today for each operation, over torch.distributed alone: the reference to beat.
+
+Even sizes only, as most of them are: they are all that the benchmarks ask for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def exchange(x: Tensor, scatter: int, gather: int) -> Tensor:
+    """permute, all_to_all_single, permute."""
+    world = dist.get_world_size()
+    parts = x.unflatten(scatter, (world, -1)).movedim(scatter, 0).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received.movedim(0, gather).flatten(gather, gather + 1).contiguous()
+
+
+def gather_parts(x: Tensor) -> list[Tensor]:
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return parts
+
+
+def own_part(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size(), 0)[dist.get_rank()].contiguous()
+
+
+def zigzag_index() -> Tensor:
+    return torch.tensor([dist.get_rank(), 2 * dist.get_world_size() - 1 - dist.get_rank()])
+
+
+def own_chunks(x: Tensor) -> Tensor:
+    chunks: Tensor = x.unflatten(0, (2 * dist.get_world_size(), -1))
+    return chunks.index_select(0, zigzag_index()).flatten(0, 1)
+
+
+def gather_chunks(x: Tensor) -> Tensor:
+    """all_gather, cat, and an index_select into natural order."""
+    world = dist.get_world_size()
+    lying: Tensor = torch.cat(gather_parts(x)).unflatten(0, (2 * world, -1))
+    order = [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
+    return lying.index_select(0, torch.tensor(order)).flatten(0, 1)
+
+
+def own_of_each(x: Tensor, lengths: list[int]) -> Tensor:
+    return torch.cat([own_part(sequence) for sequence in x.split(lengths)])
+
+
+def gather_of_each(x: Tensor, lengths: list[int]) -> Tensor:
+    world = dist.get_world_size()
+    own = [length // world for length in lengths]
+    parts = [part.split(own) for part in gather_parts(x)]
+    return torch.cat([part[s] for s in range(len(lengths)) for part in parts])
+
+
+def pair(forward: Any, backward: Any) -> Any:
+    """An operation of two functions of (x, *more)."""
+
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *more: Any) -> Tensor:
+            ctx.more = more
+            result: Tensor = forward(x, *more)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return backward(grads[0], *ctx.more), *[None] * len(ctx.more)
+
+    return Pair.apply
+
+
+def down(gather: Any) -> Any:
+    return lambda x, *more: gather(x, *more) / dist.get_world_size()
+
+
+def up(split: Any) -> Any:
+    return lambda x, *more: split(x * dist.get_world_size(), *more)
+
+
+def gather_rows(x: Tensor) -> Tensor:
+    return torch.cat(gather_parts(x))
+
+
+all_to_all = pair(lambda x: exchange(x, 2, 1), lambda x: exchange(x, 1, 2))
+split = pair(own_part, down(gather_rows))
+gather = pair(gather_rows, up(own_part))
+zigzag_split = pair(own_chunks, down(gather_chunks))
+zigzag_gather = pair(gather_chunks, up(own_chunks))
+packed_split = pair(own_of_each, down(gather_of_each))
+packed_gather = pair(gather_of_each, up(own_of_each))
