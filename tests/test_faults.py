@@ -25,7 +25,8 @@ def start(
     function: Callable[..., Any], world: int, folder: Path, *args: Any, meet: bool = True, **environment: str
 ) -> list[Any]:
     """Runs function(rank, folder, *args) on fresh ranks, in a group of their own that has met."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # which only imports torch: a fork of it is as good as new
+    context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "spar"])
     processes = [
         context.Process(target=_enter, args=(function, rank, world, folder, args, meet, environment))
         for rank in range(world)
