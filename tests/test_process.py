@@ -311,3 +311,33 @@ def meets_twice_at_once(rank: int, folder: Path) -> None:
 
 def test_set_ups_at_once(tmp_path: Path) -> None:
     assert finish(start(meets_twice_at_once, 2, tmp_path, meet=False), 60) == [0, 0]
+
+
+# ---- init, close ----
+
+
+def warms_up(rank: int, folder: Path) -> None:
+    assert spar.transport().name is None
+    chosen = spar.init()
+    assert chosen.name == "shm" and chosen == spar.transport()
+    calls = spar.memory_stats()["calls.shm"]
+    assert spar.init(device="cpu") == chosen  # again: nothing happens
+    assert spar.memory_stats()["calls.shm"] == calls == 0
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    assert spar.init(alone).reason == "a group of one exchanges nothing"
+    if rank == 1:
+        spar.close()
+    dist.barrier()
+    if rank == 0:  # the others' calls end at once
+        with pytest.raises(spar.GroupBrokenError, match="a rank closed the group"):
+            gather(torch.zeros(1), None, 0)
+        spar.close()
+        spar.close()  # twice is once
+    dist.barrier()
+    assert spar.transport().name is None
+    assert spar.init().name == "shm"
+    assert_same(gather(torch.full((1,), float(rank)), None, 0), torch.tensor([0.0, 1.0]))
+
+
+def test_init_and_close(tmp_path: Path) -> None:
+    assert finish(start(warms_up, 2, tmp_path, meet=False), 40) == [0, 0]
