@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from ctypes import byref, c_char_p
 
@@ -256,3 +257,19 @@ def test_an_unknown_field_is_a_bug() -> None:
     value = c_char_p()
     assert core.library().spar_env_field(b"bogus", byref(value)) == Status.INTERNAL
     assert "bogus" in core.last_error()
+
+
+# ---- Cores ------------------------------------------------------------------------------------------------
+
+
+def test_cores_are_those_that_this_process_may_use() -> None:
+    """Ranks spin where each has a core: by the affinity, which a launcher may set, not by the machine."""
+    mine = os.sched_getaffinity(0)
+    most = core.library().spar_cores()
+    assert 1 <= most <= len(mine)
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        assert core.library().spar_cores() == 1
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert core.library().spar_cores() == most
