@@ -52,9 +52,14 @@ class Call:
         """The text of an error, which the other ranks are told too."""
         text = f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
         if not torch.compiler.is_compiling():
-            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
-                by_handle(self.place.handle).fail(self.name, text)
+            for place in self.places():
+                with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
+                    by_handle(place.handle).fail(self.name, text)
         return text
+
+    def places(self) -> tuple[Place, ...]:
+        """In all groups in which this call would exchange."""
+        return (self.place,)
 
     def dim(self, what: str, dim: int) -> int:
         ndim = self.ndim

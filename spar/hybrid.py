@@ -44,6 +44,10 @@ class _Hybrid(Call):
         outer = in_cp if in_cp.world > 1 else self.in_ring
         super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what)
 
+    def places(self) -> tuple[Place, ...]:
+        two = self.ring > 1 and self.ulysses > self.inner
+        return (self.in_ulysses, self.in_ring) if two else (self.place,)
+
     def split(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
         """By the ring, then what a ring rank has, `held`, among its ulysses ranks."""
         steps = self._steps(op, "split", dim, numbers, held)

@@ -148,6 +148,9 @@ def first_of_two_fails(rank: int, folder: Path) -> None:
     with pytest.raises(spar.MismatchError) as caught:
         gather(wrong, 0, None, 8)
     assert ("the exchange before it failed" in str(caught.value)) == (rank in (0, 2)), caught.value
+    with pytest.raises(ValueError if rank == 3 else spar.MismatchError) as caught:
+        gather(x, 0, None, 12 if rank == 3 else 8)  # a bad argument is told in both groups
+    assert "gather_size is 12" in str(caught.value), caught.value
     assert_same(gather(x, 0, None, 8), torch.zeros(8))  # usable after it
 
 
