@@ -5,24 +5,7 @@
 #define SPAR_DEVICE_H
 
 #include "plan.h"
-
-/* The item types that a factor can be applied to while copying. */
-typedef enum {
-    SPAR_UNSCALED = 0,
-    SPAR_F16,
-    SPAR_BF16,
-    SPAR_F32,
-    SPAR_F64,
-    SPAR_C64,
-    SPAR_C128,
-} spar_dtype;
-
-/* What happens to each item on its way: x * factor, or x / factor; as torch computes it for this dtype. */
-typedef struct {
-    spar_dtype dtype; /* SPAR_UNSCALED: the bytes are copied as they are */
-    int divide;
-    double factor;
-} spar_scale;
+#include "scale.h"
 
 typedef struct {
     const char *name; /* torch's device type */

@@ -3,42 +3,29 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Sanitizers do not see streaming stores: what they check goes through the caches. */
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define SANITIZED
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED
-#endif
+#ifdef SPAR_STREAMS
 
-#if defined(__x86_64__) && !defined(SANITIZED)
-#include <immintrin.h>
-
-enum { LINE = 64 };
-
-/* Both: n is a multiple of LINE, `to` is aligned to it. */
+/* Both: n is a multiple of SPAR_LINE, `to` is aligned to it. */
 __attribute__((target("avx512f"))) static void copy_lines_avx512(char *to, const char *from,
                                                                  int64_t n)
 {
     int64_t at = 0;
-    for (; at + 4 * LINE <= n; at += 4 * LINE) {
-        __m512i a = _mm512_loadu_si512(from + at), b = _mm512_loadu_si512(from + at + LINE);
-        __m512i c = _mm512_loadu_si512(from + at + 2 * LINE);
-        __m512i d = _mm512_loadu_si512(from + at + 3 * LINE);
+    for (; at + 4 * SPAR_LINE <= n; at += 4 * SPAR_LINE) {
+        __m512i a = _mm512_loadu_si512(from + at), b = _mm512_loadu_si512(from + at + SPAR_LINE);
+        __m512i c = _mm512_loadu_si512(from + at + 2 * SPAR_LINE);
+        __m512i d = _mm512_loadu_si512(from + at + 3 * SPAR_LINE);
         _mm512_stream_si512((void *)(to + at), a);
-        _mm512_stream_si512((void *)(to + at + LINE), b);
-        _mm512_stream_si512((void *)(to + at + 2 * LINE), c);
-        _mm512_stream_si512((void *)(to + at + 3 * LINE), d);
+        _mm512_stream_si512((void *)(to + at + SPAR_LINE), b);
+        _mm512_stream_si512((void *)(to + at + 2 * SPAR_LINE), c);
+        _mm512_stream_si512((void *)(to + at + 3 * SPAR_LINE), d);
     }
-    for (; at < n; at += LINE)
+    for (; at < n; at += SPAR_LINE)
         _mm512_stream_si512((void *)(to + at), _mm512_loadu_si512(from + at));
 }
 
 static void copy_lines_sse2(char *to, const char *from, int64_t n)
 {
-    for (int64_t at = 0; at < n; at += LINE) {
+    for (int64_t at = 0; at < n; at += SPAR_LINE) {
         const __m128i *s = (const __m128i *)(from + at);
         __m128i *d = (__m128i *)(to + at);
         __m128i a = _mm_loadu_si128(s), b = _mm_loadu_si128(s + 1);
@@ -82,10 +69,10 @@ int spar_streams(int64_t bytes)
 
 void spar_stream_copy(char *to, const char *from, int64_t n)
 {
-    int64_t head = -(intptr_t)to & (LINE - 1);
+    int64_t head = -(intptr_t)to & (SPAR_LINE - 1);
     if (head > n)
         head = n;
-    int64_t lines = (n - head) & ~(int64_t)(LINE - 1);
+    int64_t lines = (n - head) & ~(int64_t)(SPAR_LINE - 1);
     memcpy(to, from, (size_t)head);
     line_copies[!has_avx512()].copy(to + head, from + head, lines);
     memcpy(to + head + lines, from + head + lines, (size_t)(n - head - lines));

@@ -1,0 +1,357 @@
+#include "scale.h"
+#include "stream.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { STEP = 2 * SPAR_LINE }; /* with one alone, gcc makes no good vectors */
+
+/* Inlined into one function for each instruction set, and compiled for it there. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t to_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* The upper half is the rounded result: to the nearest, ties to even. NaN is told by its bits: a comparison of
+ * floats may trap, which keeps compilers from making vectors of it. */
+INLINE uint32_t round_bf16(float value)
+{
+    uint32_t bits = to_bits(value);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : bits + 0x7fff + (bits >> 16 & 1);
+}
+
+INLINE float load_bf16(uint16_t half)
+{
+    return from_bits((uint32_t)half << 16);
+}
+
+INLINE uint16_t store_bf16(float value)
+{
+    return (uint16_t)(round_bf16(value) >> 16);
+}
+
+INLINE float load_f16(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    if (rest >= 0x7c00) /* infinity and NaN: the exponent of both is all ones */
+        return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    if (rest >= 0x400)
+        return from_bits(sign | ((rest << 13) + 0x38000000)); /* the exponent's bias: 127 - 15 */
+    float tiny = (float)rest * 0x1p-24f;                      /* subnormal, exact in float */
+    return from_bits(sign | to_bits(tiny));
+}
+
+INLINE uint16_t store_f16(float value)
+{
+    uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000)
+        return (uint16_t)(sign | 0x7e00);
+    if (rest >= 0x47800000) /* 2^16 and more */
+        return (uint16_t)(sign | 0x7c00);
+    if (rest <
+        0x38800000) { /* below 2^-14: adding 0.5 leaves the subnormal's bits, rounded, at the end */
+        uint32_t sum = to_bits(from_bits(rest) + 0.5f);
+        return (uint16_t)(sign | (sum - 0x3f000000));
+    }
+    rest += 0xfff + (rest >> 13 & 1); /* to the nearest, ties to even; may carry into infinity */
+    return (uint16_t)(sign | ((rest - 0x38000000) >> 13));
+}
+
+#define SAME(x) (x)
+
+/* n items of one type, times or divided by `by`; with the strides known where both sides are contiguous. */
+#define SCALER(name, type, wide, load, store)                                                      \
+    INLINE void name##_strided(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, wide by, \
+                               int divide)                                                         \
+    {                                                                                              \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            type item;                                                                             \
+            memcpy(&item, s + i * ss, sizeof item);                                                \
+            item = store(divide ? load(item) / by : load(item) * by);                              \
+            memcpy(d + i * ds, &item, sizeof item);                                                \
+        }                                                                                          \
+    }                                                                                              \
+    INLINE void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,     \
+                     int divide)                                                                   \
+    {                                                                                              \
+        wide by = (wide)factor;                                                                    \
+        if (ds != sizeof(type) || ss != sizeof(type))                                              \
+            name##_strided(d, s, n, ds, ss, by, divide);                                           \
+        else if (divide)                                                                           \
+            name##_strided(d, s, n, sizeof(type), sizeof(type), by, 1);                            \
+        else                                                                                       \
+            name##_strided(d, s, n, sizeof(type), sizeof(type), by, 0);                            \
+    }
+
+SCALER(scale_f16, uint16_t, float, load_f16, store_f16)
+SCALER(scale_bf16_items, uint16_t, float, load_bf16, store_bf16)
+SCALER(scale_f32, float, float, SAME, SAME)
+SCALER(scale_f64, double, double, SAME, SAME)
+
+/* Contiguous bf16 two at a time, as the halves of a word: nothing has to change its place in a vector. */
+INLINE void scale_bf16_pairs(char *d, const char *s, int64_t pairs, float by, int divide)
+{
+    for (int64_t i = 0; i < pairs; i++) {
+        uint32_t pair;
+        memcpy(&pair, s + 4 * i, sizeof pair);
+        float high = from_bits(pair & 0xffff0000), low = from_bits(pair << 16);
+        uint32_t a = round_bf16(divide ? high / by : high * by);
+        uint32_t b = round_bf16(divide ? low / by : low * by);
+        pair = (a & 0xffff0000) | b >> 16;
+        memcpy(d + 4 * i, &pair, sizeof pair);
+    }
+}
+
+INLINE void scale_bf16(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,
+                       int divide)
+{
+    int64_t pairs = ds == 2 && ss == 2 ? n / 2 : 0;
+    if (divide)
+        scale_bf16_pairs(d, s, pairs, (float)factor, 1);
+    else
+        scale_bf16_pairs(d, s, pairs, (float)factor, 0);
+    scale_bf16_items(d + 4 * pairs, s + 4 * pairs, n - 2 * pairs, ds, ss, factor, divide);
+}
+
+/* Complex items, as torch multiplies and divides them by a real number: with the terms of the zero imaginary
+ * part, which matter for infinities and signed zeros, and a division as a product with the reciprocal. */
+#define COMPLEX_SCALER(name, type)                                                                 \
+    INLINE void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,     \
+                     int divide)                                                                   \
+    {                                                                                              \
+        const type by = (type)factor, inverse = 1 / by, zero = 0, ratio = zero / by;               \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            type x[2], y[2];                                                                       \
+            memcpy(x, s + i * ss, sizeof x);                                                       \
+            y[0] = divide ? (x[0] + x[1] * ratio) * inverse : x[0] * by - x[1] * zero;             \
+            y[1] = divide ? (x[1] - x[0] * ratio) * inverse : x[0] * zero + x[1] * by;             \
+            memcpy(d + i * ds, y, sizeof y);                                                       \
+        }                                                                                          \
+    }
+
+COMPLEX_SCALER(scale_c64, float)
+COMPLEX_SCALER(scale_c128, double)
+
+INLINE void scale_any(const spar_scale *scale, char *d, const char *s, int64_t n, int64_t ds,
+                      int64_t ss)
+{
+    double factor = scale->factor;
+    int divide = scale->divide;
+    switch (scale->dtype) {
+    case SPAR_F16:
+        scale_f16(d, s, n, ds, ss, factor, divide);
+        break;
+    case SPAR_BF16:
+        scale_bf16(d, s, n, ds, ss, factor, divide);
+        break;
+    case SPAR_F32:
+        scale_f32(d, s, n, ds, ss, factor, divide);
+        break;
+    case SPAR_F64:
+        scale_f64(d, s, n, ds, ss, factor, divide);
+        break;
+    case SPAR_C64:
+        scale_c64(d, s, n, ds, ss, factor, divide);
+        break;
+    case SPAR_C128:
+        scale_c128(d, s, n, ds, ss, factor, divide);
+        break;
+    case SPAR_UNSCALED:
+        break;
+    }
+}
+
+/* Bytes of whole pairs of lines, past the caches: by way of a few on the stack, so that reading, scaling and
+ * writing overlap. `dtype` and `divide` are constants where this is inlined. */
+INLINE void scale_lines(spar_dtype dtype, int divide, double factor, char *d, const char *s,
+                        int64_t bytes)
+{
+    const spar_scale scale = {dtype, divide, factor};
+    const int item = dtype <= SPAR_BF16 ? 2 : dtype == SPAR_F32 ? 4 : dtype == SPAR_C128 ? 16 : 8;
+    for (int64_t at = 0; at < bytes; at += STEP) {
+        char lines[STEP] __attribute__((aligned(SPAR_LINE)));
+        scale_any(&scale, lines, s + at, STEP / item, item, item);
+        spar_stream_line(d + at, lines);
+        spar_stream_line(d + at + SPAR_LINE, lines + SPAR_LINE);
+    }
+}
+
+#define LINES_OF(dtype)                                                                            \
+    case 2 * dtype:                                                                                \
+        scale_lines(dtype, 0, scale->factor, d, s, bytes);                                         \
+        break;                                                                                     \
+    case 2 * dtype + 1:                                                                            \
+        scale_lines(dtype, 1, scale->factor, d, s, bytes);                                         \
+        break;
+
+INLINE void scale_any_lines(const spar_scale *scale, char *d, const char *s, int64_t bytes)
+{
+    switch (2 * scale->dtype + !!scale->divide) {
+        LINES_OF(SPAR_F16)
+        LINES_OF(SPAR_BF16)
+        LINES_OF(SPAR_F32)
+        LINES_OF(SPAR_F64)
+        LINES_OF(SPAR_C64)
+        LINES_OF(SPAR_C128)
+    default:
+        break;
+    }
+}
+
+#define ITEMS const spar_scale *scale, char *d, const char *s, int64_t n, int64_t ds, int64_t ss
+#define LINES const spar_scale *scale, char *d, const char *s, int64_t bytes
+
+static void items_plain(ITEMS)
+{
+    scale_any(scale, d, s, n, ds, ss);
+}
+
+static void lines_plain(LINES)
+{
+    scale_any_lines(scale, d, s, bytes);
+}
+
+static int has_plain(void)
+{
+    return 1;
+}
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+#define AVX2 __attribute__((target("avx2,f16c")))
+#define AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
+
+/* Contiguous f16, eight at a time; how many it did. */
+AVX2 static inline int64_t scale_f16_vectors(const spar_scale *scale, char *d, const char *s,
+                                             int64_t n)
+{
+    const __m256 by = _mm256_set1_ps((float)scale->factor);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + 2 * i)));
+        x = scale->divide ? _mm256_div_ps(x, by) : _mm256_mul_ps(x, by);
+        _mm_storeu_si128((__m128i *)(d + 2 * i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    return i;
+}
+
+AVX2 static void f16_lines(LINES)
+{
+    for (int64_t at = 0; at < bytes; at += STEP) {
+        char lines[STEP] __attribute__((aligned(SPAR_LINE)));
+        scale_f16_vectors(scale, lines, s + at, STEP / 2);
+        spar_stream_line(d + at, lines);
+        spar_stream_line(d + at + SPAR_LINE, lines + SPAR_LINE);
+    }
+}
+
+#define BY_ITEMS                                                                                   \
+    {                                                                                              \
+        int64_t done = 0;                                                                          \
+        if (scale->dtype == SPAR_F16 && ds == 2 && ss == 2)                                        \
+            done = scale_f16_vectors(scale, d, s, n);                                              \
+        scale_any(scale, d + done * ds, s + done * ss, n - done, ds, ss);                          \
+    }
+#define BY_LINES                                                                                   \
+    {                                                                                              \
+        if (scale->dtype == SPAR_F16)                                                              \
+            f16_lines(scale, d, s, bytes);                                                         \
+        else                                                                                       \
+            scale_any_lines(scale, d, s, bytes);                                                   \
+    }
+
+AVX2 static void items_avx2(ITEMS) BY_ITEMS AVX2 static void lines_avx2(LINES) BY_LINES AVX512
+    static void items_avx512(ITEMS) BY_ITEMS AVX512 static void lines_avx512(LINES) BY_LINES
+
+    /* Each processor with AVX2 has F16C, for which not every compiler can ask. */
+    static int has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2");
+}
+
+static int has_avx512(void)
+{
+    return has_avx2() && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+typedef struct {
+    int (*serves)(void);
+    void (*items)(ITEMS);
+    void (*lines)(LINES);
+} scaler;
+
+/* The widest comes first. */
+static const scaler scalers[] = {
+#ifdef __x86_64__
+    {has_avx512, items_avx512, lines_avx512},
+    {has_avx2, items_avx2, lines_avx2},
+#endif
+    {has_plain, items_plain, lines_plain},
+};
+
+static const scaler *widest(void)
+{
+    static const scaler *chosen; /* racing threads choose the same */
+    const scaler *found = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    if (!found) {
+        for (found = scalers; !found->serves(); found++)
+            ;
+        __atomic_store_n(&chosen, found, __ATOMIC_RELAXED);
+    }
+    return found;
+}
+
+/* x / 2^k is x * 2^-k, to the bit, and several times faster. Complex items have a division of their own. */
+static spar_scale without_division(const spar_scale *scale)
+{
+    int exponent;
+    int real = scale->dtype >= SPAR_F16 && scale->dtype <= SPAR_F64;
+    if (!real || !scale->divide || fabs(frexp(scale->factor, &exponent)) != 0.5 || exponent < -99 ||
+        exponent > 99)
+        return *scale;
+    return (spar_scale){scale->dtype, 0, 1 / scale->factor};
+}
+
+void spar_scale_items(ITEMS)
+{
+    const spar_scale simple = without_division(scale);
+    widest()->items(&simple, d, s, n, ds, ss);
+}
+
+void spar_scale_stream(const spar_scale *scale, char *to, const char *from, int64_t bytes)
+{
+    const spar_scale simple = without_division(scale);
+    const int64_t item = spar_scale_item(scale->dtype);
+    int64_t head = -(intptr_t)to & (SPAR_LINE - 1), lines = 0;
+    if (head % item == 0 && head < bytes)
+        lines = (bytes - head) & ~(int64_t)(STEP - 1);
+    else
+        head = 0; /* items that no line begins with: an input may lie anywhere */
+    widest()->items(&simple, to, from, head / item, item, item);
+    widest()->lines(&simple, to + head, from + head, lines);
+    widest()->items(&simple, to + head + lines, from + head + lines, (bytes - head - lines) / item,
+                    item, item);
+}
+
+int64_t spar_scale_item(spar_dtype dtype)
+{
+    static const int8_t sizes[] = {
+        [SPAR_UNSCALED] = 1, [SPAR_F16] = 2, [SPAR_BF16] = 2,  [SPAR_F32] = 4,
+        [SPAR_F64] = 8,      [SPAR_C64] = 8, [SPAR_C128] = 16,
+    };
+    return sizes[dtype];
+}

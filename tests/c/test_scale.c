@@ -1,0 +1,71 @@
+/* A factor applied with each width that this processor has, and on its way past the caches: the same bits, at every
+ * alignment and length, and nothing beside. That the bits are torch's is shown in test_scales.py. */
+#define spar_scale_items items_of_test
+#define spar_scale_stream stream_of_test
+#define spar_scale_item item_of_test
+#include "../../csrc/scale.c"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { ROOM = 8192, EDGE = 64 };
+
+static void check(const char *what, const spar_scale *scale, const char *got, const char *expected)
+{
+    if (memcmp(got, expected, ROOM) == 0)
+        return;
+    fprintf(stderr, "%s of dtype %d, %s %g: another result\n", what, scale->dtype,
+            scale->divide ? "divided by" : "times", scale->factor);
+    abort();
+}
+
+/* Any item but NaN: which of its bits a NaN keeps is left to the processor. */
+static void draw(spar_dtype dtype, char *to, int64_t bytes, unsigned *seed)
+{
+    for (int64_t i = 0; i < bytes; i++)
+        to[i] = (char)rand_r(seed);
+    int64_t part = dtype <= SPAR_BF16 ? 2 : dtype == SPAR_F32 || dtype == SPAR_C64 ? 4 : 8;
+    for (int64_t i = part - 1; i < bytes; i += part)
+        if ((to[i] & 0x7c) == 0x7c) /* the exponent's upper bits */
+            to[i] ^= 0x20;
+}
+
+int test_scale(int argc, char **argv)
+{
+    static _Alignas(EDGE) char from[ROOM], to[ROOM], expected[ROOM];
+    static const double factors[] = {2, 3, 0.5, -4, 7, 1e-3};
+    unsigned seed = 1;
+    (void)argc;
+    (void)argv;
+    for (int turn = 0; turn < 20000; turn++) {
+        spar_scale scale = {SPAR_F16 + rand_r(&seed) % 6, rand_r(&seed) % 2,
+                            factors[rand_r(&seed) % 6]};
+        int64_t item = item_of_test(scale.dtype);
+        int64_t to_at = rand_r(&seed) % 16 * item, from_at = rand_r(&seed) % EDGE;
+        int64_t n = rand_r(&seed) % (turn % 2 ? (ROOM - 16 * item) / item - EDGE : 20);
+        draw(scale.dtype, from + from_at, ROOM - from_at - EDGE, &seed);
+        memset(expected, 'x', sizeof expected);
+        items_plain(&scale, expected + to_at, from + from_at, n, item, item);
+        for (int i = 0; i < (int)(sizeof scalers / sizeof *scalers); i++) {
+            if (!scalers[i].serves())
+                continue;
+            memset(to, 'x', sizeof to);
+            scalers[i].items(&scale, to + to_at, from + from_at, n, item, item);
+            check("one of the widths", &scale, to, expected);
+            int64_t lines = n * item & ~(int64_t)(STEP - 1);
+            memset(to, 'x', sizeof to);
+            scalers[i].lines(&scale, to, from + from_at, lines);
+            spar_stream_fence();
+            if (memcmp(to, expected + to_at, (size_t)lines) != 0)
+                return 1;
+        }
+        memset(to, 'x', sizeof to);
+        items_of_test(&scale, to + to_at, from + from_at, n, item, item);
+        check("the chosen width", &scale, to, expected);
+        memset(to, 'x', sizeof to);
+        stream_of_test(&scale, to + to_at, from + from_at, n * item);
+        spar_stream_fence();
+        check("the streamed", &scale, to, expected);
+    }
+    return 0;
+}
