@@ -16,6 +16,8 @@ PyObject *spar_raise(spar_status status);
 /* The whole numbers of a tuple; -1 and an exception where it holds something else. */
 Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what);
 
+PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count);
+
 /* One tensor, as (item size, extents, strides, args); its numbers go into `room`. */
 Py_ssize_t spar_count_numbers(PyObject *tuple);
 int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size);
@@ -27,6 +29,10 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
 PyObject *spar_comm_type(void);
 PyObject *spar_py_comm(PyObject *module, PyObject *args);
 extern const char spar_py_comm_doc[];
+
+/* What an op that communicates nothing selects, in memory of the arena. */
+PyObject *spar_py_select(PyObject *module, PyObject *args);
+extern const char spar_py_select_doc[];
 
 /* The type spar._C.Plan, new; and the function that makes its instances. */
 PyObject *spar_plan_type(void);

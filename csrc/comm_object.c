@@ -218,11 +218,10 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
 enum { NUMBERS = 256 };
 
 /* What Python gave of a call, taken apart; `numbers` and `tensor` must live as long as the request. */
-static int read_request(PyObject *tuple, const char *op, const spar_comm *comm, spar_tensor *tensor,
+static int read_request(PyObject *tuple, const char *op, int world, int rank, spar_tensor *tensor,
                         int64_t *numbers, Py_ssize_t room, spar_request *request)
 {
-    *request =
-        (spar_request){.world = comm->world, .rank = comm->rank, .ntensors = 1, .tensors = tensor};
+    *request = (spar_request){.world = world, .rank = rank, .ntensors = 1, .tensors = tensor};
     if (!(request->op = spar_op_find(op))) {
         spar_raise(SPAR_INVALID);
         return -1;
@@ -264,7 +263,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     Py_ssize_t room = spar_count_numbers(tuple);
     if (room > NUMBERS && !(numbers = malloc((size_t)room * sizeof *numbers)))
         return PyErr_NoMemory();
-    if (read_request(tuple, op, comm, &tensor, numbers, room, &request) < 0 ||
+    if (read_request(tuple, op, comm->world, comm->rank, &tensor, numbers, room, &request) < 0 ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0)
         goto done;
     spar_status status;
@@ -278,6 +277,62 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
         result = output_capsule(block, &plan->tensors[0], dtype);
     else
         raise_after_wait(status);
+    if (plan)
+        spar_plan_release(plan);
+done:
+    if (numbers != on_stack)
+        free(numbers);
+    return result;
+}
+
+const char spar_py_select_doc[] = PyDoc_STR(
+    "select(op, world, rank, (item size, extents, strides, args), input, scale_type, divide, factor)\n"
+    "    -> DLPack capsule of the output\n\n"
+    "Of an op that communicates nothing. None where there is no arena, or half of it is in use:\n"
+    "exchanges need the rest.");
+
+PyObject *spar_py_select(PyObject *module, PyObject *args)
+{
+    const char *op;
+    PyObject *tuple, *result = NULL;
+    unsigned long long address;
+    int world, rank, dtype, divide;
+    double factor;
+    int64_t on_stack[NUMBERS], *numbers = on_stack;
+    spar_tensor tensor;
+    spar_request request;
+    spar_scale scale;
+    spar_arena_stats stats;
+    spar_memory *block = NULL;
+    spar_plan *plan = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tuple, &address, &dtype, &divide,
+                          &factor))
+        return NULL;
+    Py_ssize_t room = spar_count_numbers(tuple);
+    if (room > NUMBERS && !(numbers = malloc((size_t)room * sizeof *numbers)))
+        return PyErr_NoMemory();
+    if (read_request(tuple, op, world, rank, &tensor, numbers, room, &request) < 0 ||
+        spar_read_scale(dtype, divide, factor, &scale) < 0)
+        goto done;
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_plan_get(&request, &plan);
+    spar_arena_read_stats(&stats);
+    if (status == SPAR_OK && spar_arena_is_own() &&
+        stats.allocated + plan->tensors[0].out_bytes <= stats.cap / 2 &&
+        spar_arena_take(plan->tensors[0].out_bytes, &block) == SPAR_OK) {
+        const void *input = (const void *)(uintptr_t)address;
+        void *output = spar_memory_address(block);
+        status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale, NULL);
+    }
+    Py_END_ALLOW_THREADS;
+    if (status != SPAR_OK)
+        spar_raise(status);
+    else if (block)
+        result = output_capsule(block, &plan->tensors[0], dtype);
+    else
+        result = Py_NewRef(Py_None);
     if (plan)
         spar_plan_release(plan);
 done:

@@ -128,6 +128,49 @@ static PyObject *module_transports(PyObject *module, PyObject *unused)
     return list;
 }
 
+/* a + b, or the largest number: no tensor has so much. */
+static int64_t sum(int64_t a, int64_t b)
+{
+    int64_t result;
+    return __builtin_add_overflow(a, b, &result) ? INT64_MAX : result;
+}
+
+PyDoc_STRVAR(
+    table_doc,
+    "table(address, world, sequences, rank) -> (least, own, numbers)\n\n"
+    "Of what each rank holds of each of several packed sequences, int64 [world][sequences]:\n"
+    "the least entry, what `rank` holds, and the numbers that tell the core all: the sequences'\n"
+    "lengths where the size rule cuts them, else the table.");
+
+static PyObject *module_table(PyObject *module, PyObject *args)
+{
+    unsigned long long address;
+    int world, rank, by_rule = 1;
+    long long sequences, count;
+    int64_t least = 0, own = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KiLi", &address, &world, &sequences, &rank))
+        return NULL;
+    const int64_t *table = (const int64_t *)(uintptr_t)address;
+    int64_t *lengths = calloc((size_t)sequences + 1, sizeof *lengths);
+    if (!lengths)
+        return PyErr_NoMemory();
+    for (int r = 0; r < world; r++)
+        for (int64_t s = 0; s < sequences; s++) {
+            int64_t held = table[r * sequences + s];
+            least = held < least ? held : least;
+            lengths[s] = sum(lengths[s], held);
+            own = r == rank ? sum(own, held) : own;
+        }
+    for (int r = 0; by_rule && r < world; r++)
+        for (int64_t s = 0; by_rule && s < sequences; s++)
+            by_rule = table[r * sequences + s] == spar_share(lengths[s], world, r);
+    count = by_rule ? sequences : world * sequences;
+    PyObject *tuple = spar_ints_to_tuple(by_rule ? lengths : table, (Py_ssize_t)count);
+    free(lengths);
+    return tuple ? Py_BuildValue("LLN", (long long)least, (long long)own, tuple) : NULL;
+}
+
 static PyObject *module_plan_stats(PyObject *module, PyObject *unused)
 {
     spar_plan_stats stats;
@@ -170,6 +213,7 @@ static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
 static PyMethodDef methods[] = {
     {"plan", spar_py_plan, METH_VARARGS, spar_py_plan_doc},
     {"comm", spar_py_comm, METH_VARARGS, spar_py_comm_doc},
+    {"select", spar_py_select, METH_VARARGS, spar_py_select_doc},
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
@@ -181,6 +225,7 @@ static PyMethodDef methods[] = {
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
     {"ops", module_ops, METH_NOARGS, "[(name, inverse, args), ...]"},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
+    {"table", module_table, METH_VARARGS, table_doc},
     {"plan_stats", module_plan_stats, METH_NOARGS, "(cached, hits, misses)"},
     {"plan_limit", module_plan_limit, METH_VARARGS, "How many plans are kept from now on."},
     {NULL, NULL, 0, NULL},

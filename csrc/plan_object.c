@@ -40,7 +40,7 @@ static int read_addresses(PyObject *tuple, void **addresses, int count, const ch
     return 0;
 }
 
-static PyObject *ints_to_tuple(const int64_t *values, Py_ssize_t count)
+PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count)
 {
     PyObject *tuple = PyTuple_New(count);
     for (Py_ssize_t i = 0; tuple && i < count; i++) {
@@ -168,7 +168,7 @@ static PyObject *plan_out_shapes(PyObject *self, void *closure)
     PyObject *shapes = PyTuple_New(plan->ntensors);
     (void)closure;
     for (int t = 0; shapes && t < plan->ntensors; t++) {
-        PyObject *shape = ints_to_tuple(plan->tensors[t].out, plan->tensors[t].ndim);
+        PyObject *shape = spar_ints_to_tuple(plan->tensors[t].out, plan->tensors[t].ndim);
         if (!shape || PyTuple_SetItem(shapes, t, shape) < 0) {
             Py_DECREF(shapes);
             return NULL;

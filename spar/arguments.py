@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import _C
 from .communicator import Place
 from .errors import SparError
 from .exchange import ONE, SCALABLE, Scale, Step, recorded, run_steps
 from .groups import by_handle, place_of, process_group
 from .layouts import Args
-from .sizes import cal_split_sizes_multi
 
 if TYPE_CHECKING:
     from .groups import Group
@@ -125,13 +125,12 @@ class Call:
             raise self.error(what, f"of shape {list(sizes.shape)}", f"a row for each of {self.world} ranks")
         if sizes.numel() and (sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool):
             raise self.type_error(what, f"a table of {sizes.dtype}", "whole numbers")
-        sizes = sizes.to("cpu", torch.int64)
-        if sizes.numel() and int(sizes.min()) < 0:
-            raise self.error(what, f"a table with {int(sizes.min())} in it", "sizes of at least 0")
-        lengths = sizes.sum(0)
-        by_rule = torch.equal(cal_split_sizes_multi(lengths, self.world), sizes)
-        numbers = lengths if by_rule else sizes.flatten()
-        return sizes.size(1), int(sizes[self.rank].sum()), tuple(numbers.tolist())
+        sizes = sizes.to("cpu", torch.int64).contiguous()
+        sequences = sizes.size(1)
+        least, own, numbers = _C.table(sizes.data_ptr(), self.world, sequences, self.rank)
+        if least < 0:
+            raise self.error(what, f"a table with {least} in it", "sizes of at least 0")
+        return sequences, own, numbers
 
     def zigzag(self, what: str, total: int, world: int) -> int:
         """The total that is cut into two chunks for each of `world` ranks."""

@@ -18,7 +18,7 @@ from . import _C
 from .communicator import Place
 from .errors import SparError
 from .fallback import ITEMS, SCALE_TYPES, apply_scale
-from .groups import by_handle
+from .groups import by_handle, lends
 from .layouts import OPS, Args, packed_index
 
 Scale = tuple[float, bool]  # the factor, and whether it divides
@@ -55,7 +55,7 @@ def _exchange(
     if input_.is_conj() or input_.is_neg():
         input_ = input_.resolve_conj().resolve_neg()
     if OPS[op].local:
-        return _copy_part(input_, world, rank, op, tuple(args), (factor, divide))
+        return _copy_part(input_, Place(group, world, rank), op, tuple(args), (factor, divide))
     return by_handle(group).exchange(op, input_, tuple(args), factor, divide, records)
 
 
@@ -95,18 +95,25 @@ def _scaled(part: torch.Tensor, scale: Scale) -> torch.Tensor:
     return part.view(ITEMS[part.dtype.itemsize]).contiguous().view(part.dtype)
 
 
-def _copy_part(
-    input_: torch.Tensor, world: int, rank: int, op: str, args: Args, scale: Scale
-) -> torch.Tensor:
+def _copy_part(input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale) -> torch.Tensor:
     """What an op that communicates nothing selects, scaled: one copy."""
+    handle, world, rank = place
     if not input_.is_cpu:
         index = packed_index(args, world, rank).to(input_.device)
         return _scaled(input_.index_select(args[0], index), scale)
     tensor = (input_.element_size(), input_.shape, input_.stride(), args)
-    plan = _C.plan(op, world, rank, 0, (tensor,))
-    output = torch.empty(plan.out_shapes[0], dtype=input_.dtype)
     kind, (factor, divide) = SCALE_TYPES.get(input_.dtype, 0), scale
-    plan.copy_own((input_.data_ptr(),), (output.data_ptr(),), kind, divide, factor)
+    capsule = None
+    if lends(handle):  # memory that was in use before: a new tensor's first touch takes longer than the copy
+        capsule = _C.select(op, world, rank, tensor, input_.data_ptr(), kind, divide, factor)
+    if capsule is not None:
+        output = torch._C._from_dlpack(capsule)
+        if output.dtype != input_.dtype:
+            output = output.view(input_.dtype)
+    else:
+        plan = _C.plan(op, world, rank, 0, (tensor,))
+        output = torch.empty(plan.out_shapes[0], dtype=input_.dtype)
+        plan.copy_own((input_.data_ptr(),), (output.data_ptr(),), kind, divide, factor)
     if kind == 0:
         apply_scale(output, factor, divide)
     return output
@@ -116,8 +123,13 @@ def run(input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, r
     if place.world == 1:
         return _scaled(input_.view_as(input_), scale)
     listened, select = _is_listened_to(input_), OPS[op].select
-    if select is not None and (listened or op == "split" or not input_.is_cpu):
-        return _scaled(select(input_, args, place.world, place.rank), scale)
+    if select is not None:
+        if listened or not input_.is_cpu:
+            return _scaled(select(input_, args, place.world, place.rank), scale)
+        if op == "split" and scale[0] == 1.0:
+            part = select(input_, args, place.world, place.rank)
+            if part.is_contiguous():
+                return part
     exchange = torch.ops.spar.exchange if listened else _exchange
     out: torch.Tensor = exchange(input_, *place, op, args, *scale, records)
     return out

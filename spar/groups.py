@@ -62,6 +62,12 @@ def by_handle(handle: int) -> Communicator:
     return found
 
 
+def lends(handle: int) -> bool:
+    """Whether tensors that this group gives out may lie in shared memory (SPAR_OUTPUT)."""
+    found = _by_handle.get(handle)
+    return found is not None and not found.own_output
+
+
 def constant(function: _F) -> _F:
     """What torch.compiler.assume_constant_result does, without its import of torch._dynamo (1.4 s).
 
