@@ -4,7 +4,9 @@
 
 The references: what people write today over torch.distributed (formulations.py), and Tensor.copy_ of the
 bytes that a rank must write, on all ranks at once, into memory that was touched before. Results are compared
-with the former's. Prints a table; writes JSON and a heat map of the ratios.
+with the former's. A backward is timed with torch's engine around it; what the engine takes alone, for a
+Function that hands its gradient on, is timed too. Each way takes five turns: the median of the turns' medians
+counts, and of their 99th percentiles. Prints a table; writes JSON and a heat map of the ratios.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import spar
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (2 * KIB, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
-ROUNDS = 5  # each way takes its turn so often
+TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -119,71 +121,104 @@ def operations(size: int) -> list[Operation]:
 
 
 @dataclass
+class Time:
+    """In seconds."""
+
+    median: float
+    p99: float
+
+
+@dataclass
 class Row:
-    """Medians and 99th percentiles in seconds; bytes that a rank must write."""
+    """`bytes`: what a rank must write. "recorded" is forward for an input that requires a gradient."""
 
     operation: str
     direction: str
     size: int
     bytes: int
-    spar: float
-    spar_p99: float
-    formulation: float
-    formulation_p99: float
-    copy: float
-    copy_p99: float
+    spar: Time
+    formulation: Time
+    copy: Time
+    engine: Time | None = None  # torch's, which is a part of both former
 
 
-def timed(function: Callable[[], Any], seconds: float) -> list[float]:
+def turn(function: Callable[[], Any], seconds: float) -> list[float]:
     """As many calls as fit, at least 3; all ranks make the same number."""
+    dist.barrier()
     begin = time.perf_counter()
     function()
     count = torch.tensor([seconds / (time.perf_counter() - begin)])
     dist.all_reduce(count, dist.ReduceOp.MIN)
     times = []
-    for _ in range(max(3, min(400, int(count)))):
+    for _ in range(max(3, min(2000, int(count)))):
         begin = time.perf_counter()
         function()
         times.append(time.perf_counter() - begin)
-    return times
+    return sorted(times)
 
 
-def percentile(times: list[float], part: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(len(times) * part))]
+def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
+    turns: list[list[list[float]]] = [[] for _ in ways]
+    for _ in range(TURNS):
+        for way, found in zip(ways, turns, strict=True):
+            found.append(turn(way, seconds / TURNS / len(ways)))
+    return [
+        Time(
+            statistics.median(statistics.median(times) for times in found),
+            statistics.median(times[min(len(times) - 1, int(len(times) * 0.99))] for times in found),
+        )
+        for found in turns
+    ]
 
 
-def compare(
-    ours: Callable[[], Any], theirs: Callable[[], Any], written: int, seconds: float
-) -> tuple[float, ...]:
+class Identity(torch.autograd.Function):
+    """What the engine costs around a Function written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def copying(written: int) -> Callable[[], Tensor]:
     source, target = torch.ones(written, dtype=torch.uint8), torch.zeros(written, dtype=torch.uint8)
-    ways = (ours, theirs, lambda: target.copy_(source))
-    times: list[list[float]] = [[], [], []]
-    for _ in range(ROUNDS):
-        for way, found in zip(ways, times, strict=True):
-            dist.barrier()
-            found += timed(way, seconds / ROUNDS / len(ways))
-    return tuple(value for found in times for value in (statistics.median(found), percentile(found, 0.99)))
+    return lambda: target.copy_(source)
 
 
 def measure(operation: Operation, size: int, seconds: float) -> list[Row]:
-    def grad_of(function: Callable[[Tensor], Tensor], grad: Tensor) -> Callable[[], Tensor]:
-        y = function(operation.input.requires_grad_())
-        return lambda: torch.autograd.grad(y, operation.input, grad, retain_graph=True)[0]
+    def fail(what: str) -> None:
+        sys.exit(
+            f"rank {dist.get_rank()}: {what} of {operation.name}, {size} bytes, is not the formulation's"
+        )
 
-    x = operation.input.detach()
+    def grad_of(function: Callable[[Tensor], Tensor], grad: Tensor | None) -> Callable[[], Tensor]:
+        y = function(leaf)
+        given = torch.ones_like(y) if grad is None else grad
+        return lambda: torch.autograd.grad(y, leaf, given, retain_graph=True)[0]
+
+    x, leaf = operation.input, operation.input.detach().requires_grad_()
     y = operation.ours(x)
     if not torch.equal(y, operation.theirs(x)):
-        sys.exit(f"rank {dist.get_rank()}: {operation.name} of {size} bytes differs from the formulation")
-    forward = compare(lambda: operation.ours(x), lambda: operation.theirs(x), operation.written, seconds)
+        fail("the result")
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     ours, theirs = grad_of(operation.ours, grad), grad_of(operation.theirs, grad)
     if not torch.equal(ours(), theirs()):
-        sys.exit(f"rank {dist.get_rank()}: the gradient of {operation.name} of {size} bytes differs")
-    backward = compare(ours, theirs, operation.written_back, seconds)
-    return [
-        Row(operation.name, "forward", size, operation.written, *forward),
-        Row(operation.name, "backward", size, operation.written_back, *backward),
-    ]
+        fail("the gradient")
+
+    def row(direction: str, written: int, ways: list[Callable[[], Any]]) -> Row:
+        times = timed([*ways[:2], copying(written), *ways[2:]], seconds)
+        return Row(operation.name, direction, size, written, *times)
+
+    forward: list[Callable[[], Any]] = [lambda: operation.ours(x), lambda: operation.theirs(x)]
+    recorded: list[Callable[[], Any]] = [lambda: operation.ours(leaf), lambda: operation.theirs(leaf)]
+    rows = [row("forward", operation.written, forward)]
+    if size == SIZES[0]:  # for larger ones it adds the same microseconds
+        rows.append(row("recorded", operation.written, recorded))
+    rows.append(row("backward", operation.written_back, [ours, theirs, grad_of(Identity.apply, None)]))
+    return rows
 
 
 def shown(size: float) -> str:
@@ -191,41 +226,54 @@ def shown(size: float) -> str:
 
 
 def print_table(rows: list[Row]) -> None:
-    titles = ("part", 7), ("median", 10), ("p99", 10), ("GB/s", 6), ("formulation", 12), ("copy_", 10)
-    print(f"{'operation':24}", *(f"{title:>{width}}" for title, width in titles))
+    titles = {"part": 7, "median": 10, "p99": 10, "GB/s": 6, "formulation": 12, "copy_": 10, "engine": 10}
+    print(f"{'operation':24}", *(f"{title:>{width}}" for title, width in titles.items()))
     for row in rows:
+        ours = row.spar.median
         print(
-            f"{row.operation + ', ' + row.direction:24} {shown(row.size):>7} {row.spar * 1e6:7.1f} us "
-            f"{row.spar_p99 * 1e6:7.1f} us {row.bytes / row.spar / 1e9:6.2f} "
-            f"{row.formulation / row.spar:10.1f} x {row.spar / row.copy:8.2f} x"
+            f"{row.operation + ', ' + row.direction:24} {shown(row.size):>7} {ours * 1e6:7.1f} us "
+            f"{row.spar.p99 * 1e6:7.1f} us {row.bytes / ours / 1e9:6.2f} "
+            f"{row.formulation.median / ours:10.1f} x {ours / row.copy.median:8.2f} x"
+            + (f" {row.engine.median * 1e6:7.1f} us" if row.engine else "")
         )
-    print("formulation: how many times spar is faster; copy_: how many times it takes as long as copying")
+    print("formulation: how many times spar is faster; copy_: how many times it takes as long as copying;")
+    print("engine: what torch's engine takes of the median")
 
 
 def draw(path: Path, rows: list[Row], title: str) -> None:
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
+    rows = [row for row in rows if row.direction != "recorded"]
     names = list(dict.fromkeys(f"{row.operation}, {row.direction}" for row in rows))
     sizes = sorted({row.size for row in rows})
-    figure = Figure(figsize=(9, 0.38 * len(names) + 1.6), layout="constrained")
-    axes = figure.subplots()
-    values = [[0.0] * len(sizes) for _ in names]
-    for row in rows:
-        at = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size)
-        values[at[0]][at[1]] = row.formulation / row.spar
-        axes.text(at[1], at[0], f"{row.formulation / row.spar:.1f}", ha="center", va="center")
-    image = axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=LogNorm(0.1, 100))
-    axes.set_xticks(range(len(sizes)), [shown(size) for size in sizes])
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="a rank's part", title=title)
-    figure.colorbar(image, label="times faster than the formulation")
-    figure.savefig(path, dpi=110)
+    panels: list[tuple[str, float, Callable[[Row], float]]] = [
+        (
+            "times faster than the usual formulation",
+            100,
+            lambda row: row.formulation.median / row.spar.median,
+        ),
+        ("times as fast as Tensor.copy_", 20, lambda row: row.copy.median / row.spar.median),
+    ]
+    figure = Figure(figsize=(13, 0.36 * len(names) + 1.6), layout="constrained")
+    figure.suptitle(title)
+    for axes, (meaning, most, ratio) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        values = [[0.0] * len(sizes) for _ in names]
+        for row in rows:
+            at = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size)
+            values[at[0]][at[1]] = ratio(row)
+            words = f"{ratio(row):.1f}" if ratio(row) < 100 else f"{ratio(row):.0f}"
+            axes.text(at[1], at[0], words, ha="center", va="center", size=8)
+        axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=LogNorm(1 / most, most))
+        axes.set_xticks(range(len(sizes)), [shown(size) for size in sizes])
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel="a rank's part", title=meaning)
+    figure.savefig(path, dpi=90)
 
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.5, help="for each operation, direction and size")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each operation, direction and size")
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a rank's part")
     parser.add_argument("--only", default="", help="operations whose name has this in it")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.png are written")

@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -22,6 +23,8 @@
 
 static const char MAGIC[8] = "spar box";
 static const int64_t SLICE_NS = 50000000;
+static const int64_t LOOKS_NS =
+    200000; /* twice what it takes to be woken: less, and two ranks may go on sleeping in turn */
 
 /* Written by its owner alone, but for `waiters` and `goodbye`. */
 typedef struct {
@@ -43,9 +46,10 @@ struct spar_group {
     int refs; /* atomic: the owner, each block held back, the mailbox */
     int uses; /* atomic: the same without the mailbox; at 0 goodbye is said */
     uint32_t call;
-    int failed;    /* this rank failed `call`, whose end it has not awaited */
-    int disagreed; /* the newest call ended in a disagreement: texts holds it */
-    int64_t spin_ns;
+    int failed;      /* this rank failed `call`, whose end it has not awaited */
+    int disagreed;   /* the newest call ended in a disagreement: texts holds it */
+    int64_t spin_ns; /* how long to look before sleeping */
+    int looks;       /* between which others may have the core */
     spar_memory *memory;
     mailbox *own;
     char *texts;       /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
@@ -166,12 +170,14 @@ static spar_status await_one(spar_group *g, int rank, enum word which, uint32_t 
     spar_status status = SPAR_OK;
     if (has_come(word, call))
         return SPAR_OK;
-    for (int64_t until = g->spin_ns ? now_ns() + g->spin_ns : 0; until && now_ns() < until;)
-        for (int i = 0; i < 32; i++) {
+    for (int64_t until = g->spin_ns ? now_ns() + g->spin_ns : 0; until && now_ns() < until;) {
+        for (int i = 0; i < g->looks; i++) {
             if (has_come(word, call))
                 return SPAR_OK;
             relax();
         }
+        sched_yield();
+    }
     __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
     int64_t looked = now_ns();
     while (status == SPAR_OK) {
@@ -309,7 +315,10 @@ spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **r
     g->rank = rank;
     g->refs = 2;
     g->uses = 1;
-    g->spin_ns = local_ranks <= spar_cores() ? 50000 : 0; /* a spinner takes a core */
+    g->spin_ns = LOOKS_NS;
+    g->looks = local_ranks <= spar_cores()
+                   ? 32
+                   : 1; /* without a core for each, the awaited rank may need this one */
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, sizeof *g->own + (size_t)world);
     g->own->world = world;

@@ -157,11 +157,11 @@ class Communicator:
         op: str,
         input_: torch.Tensor,
         args: tuple[int, ...],
-        factor: float,
-        divide: bool,
+        scale: tuple[float, bool],
         records: bool,
     ) -> torch.Tensor:
         """One exchange of one tensor: the output is new, contiguous, and this rank's own."""
+        factor, divide = scale
         deadline = self.deadline()
         self._begin(op)
         try:

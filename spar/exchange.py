@@ -52,11 +52,17 @@ def _exchange(
     divide: bool,
     records: bool,
 ) -> torch.Tensor:
+    return _run_plain(input_, Place(group, world, rank), op, tuple(args), (factor, divide), records)
+
+
+def _run_plain(
+    input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool
+) -> torch.Tensor:
     if input_.is_conj() or input_.is_neg():
         input_ = input_.resolve_conj().resolve_neg()
     if OPS[op].local:
-        return _copy_part(input_, Place(group, world, rank), op, tuple(args), (factor, divide))
-    return by_handle(group).exchange(op, input_, tuple(args), factor, divide, records)
+        return _copy_part(input_, place, op, args, scale)
+    return by_handle(place[0]).exchange(op, input_, args, scale, records)
 
 
 def _exchange_shape(
@@ -120,18 +126,33 @@ def _copy_part(input_: torch.Tensor, place: Place, op: str, args: Args, scale: S
 
 
 def run(input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool) -> torch.Tensor:
-    if place.world == 1:
+    """One exchange, or one selection; torch.profiler shows it by its op's name, as `spar::all_to_all`."""
+    if place[1] == 1:
         return _scaled(input_.view_as(input_), scale)
-    listened, select = _is_listened_to(input_), OPS[op].select
+    if _is_listened_to(input_):
+        if torch.compiler.is_compiling() or not _profiled():
+            return _run_heard(input_, place, op, args, scale, records)
+        with torch.profiler.record_function(f"spar::{op}"):
+            return _run_heard(input_, place, op, args, scale, records)
+    select = OPS[op].select
     if select is not None:
-        if listened or not input_.is_cpu:
+        if not input_.is_cpu:
             return _scaled(select(input_, args, place.world, place.rank), scale)
         if op == "split" and scale[0] == 1.0:
             part = select(input_, args, place.world, place.rank)
             if part.is_contiguous():
                 return part
-    exchange = torch.ops.spar.exchange if listened else _exchange
-    out: torch.Tensor = exchange(input_, *place, op, args, *scale, records)
+    return _run_plain(input_, place, op, args, scale, records)
+
+
+def _run_heard(
+    input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool
+) -> torch.Tensor:
+    """In ops that others see."""
+    select = OPS[op].select
+    if select is not None:
+        return _scaled(select(input_, args, place.world, place.rank), scale)
+    out: torch.Tensor = torch.ops.spar.exchange(input_, *place, op, args, *scale, records)
     return out
 
 
@@ -140,6 +161,8 @@ Step = tuple[Place, str, Args]  # one exchange: where, which, how
 
 def run_steps(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool) -> torch.Tensor:
     """One exchange after another, the whole factor in the last."""
+    if len(steps) == 1:
+        return run(input_, *steps[0], scale, records)
     for i in range(len(steps) - 1):
         try:
             input_ = run(input_, *steps[i], ONE, records)
@@ -158,22 +181,22 @@ def _tell(steps: tuple[Step, ...], error: BaseException) -> None:
                 by_handle(place.handle).fail(op, f"the exchange before it failed: {error!r}")
 
 
-class _Exchange(torch.autograd.Function):
+class SparExchange(torch.autograd.Function):
     """y = scale * op(x), op in one or more steps; the gradient of x is grad_scale * inverse(that of y)."""
 
     @staticmethod
     def forward(
         ctx: Any, input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
     ) -> torch.Tensor:
-        ctx.call = steps, input_.shape, scale, grad_scale
-        if not torch.compiler.is_compiling():  # groups that nobody else holds must live until backward
-            ctx.keep = [by_handle(place.handle).group for place, _, _ in steps]
+        # groups that nobody else holds must live until backward
+        groups = None if torch.compiler.is_compiling() else [by_handle(step[0][0]).group for step in steps]
+        ctx.call = steps, input_.shape, scale, grad_scale, groups
         return run_steps(input_, steps, scale, True)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        steps, shape, scale, grad_scale = ctx.call
+        steps, shape, scale, grad_scale, _ = ctx.call
         back = []
         for place, op, args in steps:
             back.append((place, *OPS[op].inverse(shape, args, place.world)))
@@ -188,11 +211,11 @@ class _Exchange(torch.autograd.Function):
 
 
 # Function.apply without its look at functorch's wrappers, which takes as long as the rest of it
-_apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Exchange).apply
+_apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, SparExchange).apply
 
 
 def recorded(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale) -> torch.Tensor:
     """`run_steps`, with a gradient."""
     if _is_listened_to(input_):
-        return cast(torch.Tensor, _Exchange.apply(input_, steps, scale, grad_scale))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, SparExchange.apply(input_, steps, scale, grad_scale))  # type: ignore[no-untyped-call]
     return _apply_plain(input_, steps, scale, grad_scale)

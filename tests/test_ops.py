@@ -390,3 +390,18 @@ def test_gradient_penalty(ranks: Ranks, world: int, grad_scale: Any, reduce: str
     grads = torch.stack(ranks(world, check_gradient_penalty, grad_scale))
     total = grads.mean() if reduce == "mean" else grads.sum()
     assert total.item() == pytest.approx(8 * 1.5 * (replicated((12,), 5) ** 2).sum().item())
+
+
+def check_profiled(rank: int, world: int, group: Group) -> None:
+    x = torch.ones(2 * world, 3, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        half = spar.split_forward_gather_backward(x, group, 0)
+        spar.all_to_all(half, group, 1, 0, 2 * world).sum().backward()
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["spar::split"] == 1 and calls["spar::gather"] == 1, calls
+    assert calls["spar::all_to_all"] == 2, "forward and backward"
+    assert calls["SparExchangeBackward"] == 2, calls
+
+
+def test_the_profiler_shows_names(ranks: Ranks) -> None:
+    ranks(2, check_profiled)

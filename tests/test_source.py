@@ -21,6 +21,7 @@ CSRC = ROOT / "csrc"
 LAYERS = [
     "error",
     "stream",
+    "scale",
     "env",
     "layout",
     "ops",

@@ -233,6 +233,9 @@ static spar_memory *work(meeting *m, spar_comm *comm)
     spar_group_start_at(comm->state, UINT32_MAX - 9); /* ten calls before the wrap */
     pthread_barrier_wait(&m->barrier);
     for (int i = 0; i < m->calls; i++) {
+        const int64_t looks[] = {0, 20000, 200000}; /* sleeping at once, soon, and hardly ever */
+        if (i % 500 == 0)
+            spar_group_spin(comm->state, looks[(i / 500 + comm->rank) % 3]);
         int64_t begin = now_ns();
         gather(comm, i, i % 3 ? BYTES : 1 + i % BYTES, &kept);
         took[i] = now_ns() - begin;
