@@ -52,10 +52,10 @@ def _exchange(
     divide: bool,
     records: bool,
 ) -> torch.Tensor:
-    return _run_plain(input_, Place(group, world, rank), op, tuple(args), (factor, divide), records)
+    return _run_unheard(input_, Place(group, world, rank), op, tuple(args), (factor, divide), records)
 
 
-def _run_plain(
+def _run_unheard(
     input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool
 ) -> torch.Tensor:
     if input_.is_conj() or input_.is_neg():
@@ -125,11 +125,22 @@ def _copy_part(input_: torch.Tensor, place: Place, op: str, args: Args, scale: S
     return output
 
 
-def run(input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool) -> torch.Tensor:
-    """One exchange, or one selection; torch.profiler shows it by its op's name, as `spar::all_to_all`."""
+def run(
+    input_: torch.Tensor,
+    place: Place,
+    op: str,
+    args: Args,
+    scale: Scale,
+    records: bool,
+    heard: bool | None = None,
+) -> torch.Tensor:
+    """One exchange, or one selection; torch.profiler shows it by its op's name, as `spar::all_to_all`.
+
+    heard: what `_is_listened_to` said, where it was asked.
+    """
     if place[1] == 1:
         return _scaled(input_.view_as(input_), scale)
-    if _is_listened_to(input_):
+    if heard or (heard is None and _is_listened_to(input_)):
         if torch.compiler.is_compiling() or not _profiled():
             return _run_heard(input_, place, op, args, scale, records)
         with torch.profiler.record_function(f"spar::{op}"):
@@ -142,7 +153,7 @@ def run(input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, r
             part = select(input_, args, place.world, place.rank)
             if part.is_contiguous():
                 return part
-    return _run_plain(input_, place, op, args, scale, records)
+    return _run_unheard(input_, place, op, args, scale, records)
 
 
 def _run_heard(
@@ -159,10 +170,13 @@ def _run_heard(
 Step = tuple[Place, str, Args]  # one exchange: where, which, how
 
 
-def run_steps(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool) -> torch.Tensor:
+def run_steps(
+    input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, heard: bool | None = None
+) -> torch.Tensor:
     """One exchange after another, the whole factor in the last."""
     if len(steps) == 1:
-        return run(input_, *steps[0], scale, records)
+        place, op, args = steps[0]
+        return run(input_, place, op, args, scale, records, heard)
     for i in range(len(steps) - 1):
         try:
             input_ = run(input_, *steps[i], ONE, records)
@@ -186,12 +200,12 @@ class SparExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
+        ctx: Any, input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, heard: bool
     ) -> torch.Tensor:
         # groups that nobody else holds must live until backward
         groups = None if torch.compiler.is_compiling() else [by_handle(step[0][0]).group for step in steps]
         ctx.call = steps, input_.shape, scale, grad_scale, groups
-        return run_steps(input_, steps, scale, True)
+        return run_steps(input_, steps, scale, True, heard)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -206,8 +220,8 @@ class SparExchange(torch.autograd.Function):
                 shape = tuple(extents)
         inverse = tuple(reversed(back))
         if torch.is_grad_enabled() and grad.requires_grad:
-            return recorded(grad, inverse, grad_scale, scale), None, None, None
-        return run_steps(grad, inverse, grad_scale, False), None, None, None
+            return recorded(grad, inverse, grad_scale, scale), None, None, None, None
+        return run_steps(grad, inverse, grad_scale, False), None, None, None, None
 
 
 # Function.apply without its look at functorch's wrappers, which takes as long as the rest of it
@@ -217,5 +231,5 @@ _apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, SparE
 def recorded(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale) -> torch.Tensor:
     """`run_steps`, with a gradient."""
     if _is_listened_to(input_):
-        return cast(torch.Tensor, SparExchange.apply(input_, steps, scale, grad_scale))  # type: ignore[no-untyped-call]
-    return _apply_plain(input_, steps, scale, grad_scale)
+        return cast(torch.Tensor, SparExchange.apply(input_, steps, scale, grad_scale, True))  # type: ignore[no-untyped-call]
+    return _apply_plain(input_, steps, scale, grad_scale, False)

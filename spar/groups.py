@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Group = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_distributed = dist.is_available()
 _create = threading.Lock()
 _by_group: dict[int, Communicator] = {}  # by the group's id, until the group is gone
 _by_handle: dict[int, Communicator] = {}
@@ -91,10 +92,10 @@ def process_group(group: Group) -> dist.ProcessGroup:
             this rank is not in the group.
         TypeError: something else was given.
     """
-    if isinstance(group, dist.ProcessGroup):
+    if group is not None and isinstance(group, dist.ProcessGroup):  # of None it takes long
         return group
     if group is None:
-        world = dist.group.WORLD if dist.is_available() else None
+        world = dist.group.WORLD if _distributed else None
         if world is None:
             raise ValueError(
                 "process_group is None and torch.distributed is not initialized; "
