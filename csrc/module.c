@@ -1,6 +1,8 @@
 /* The module spar._C. */
 #include "binding.h"
+#include "cores.h"
 #include "env.h"
+#include "team.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -193,6 +195,21 @@ static PyObject *module_plan_limit(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *module_threads(PyObject *module, PyObject *args)
+{
+    int most, local_ranks;
+    const char *wanted;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "ii", &most, &local_ranks))
+        return NULL;
+    spar_status status = spar_env_field("threads", &wanted);
+    if (status != SPAR_OK)
+        return spar_raise(status);
+    int share = spar_cores() / (local_ranks > 0 ? local_ranks : 1);
+    spar_team_size(*wanted ? (int)strtol(wanted, NULL, 10) : share < most ? share : most);
+    return PyLong_FromLong(spar_team_share(INT64_MAX));
+}
+
 static PyObject *module_arena_stats(PyObject *module, PyObject *unused)
 {
     spar_arena_stats s;
@@ -225,6 +242,9 @@ static PyMethodDef methods[] = {
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
     {"ops", module_ops, METH_NOARGS, "[(name, inverse, args), ...]"},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
+    {"threads", module_threads, METH_VARARGS,
+     "threads(most, local ranks) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"
+     "cores, at most so many"},
     {"table", module_table, METH_VARARGS, table_doc},
     {"plan_stats", module_plan_stats, METH_NOARGS, "(cached, hits, misses)"},
     {"plan_limit", module_plan_limit, METH_VARARGS, "How many plans are kept from now on."},

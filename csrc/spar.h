@@ -3,6 +3,7 @@
  *   error.h      status codes, the last error's text
  *   stream.h     copies past the caches
  *   scale.h      a factor, applied to items on their way
+ *   team.h       threads that copy
  *   cores.h      how many cores there are to use
  *   env.h        environment variables (env.def)
  *   layout.h     which part of a tensor each rank holds: the one idea

@@ -55,7 +55,7 @@ static const struct {
 } line_copies[] = {{"avx512", has_avx512, copy_lines_avx512}, {"sse2", has_sse2, copy_lines_sse2}};
 
 /* An eighth of what a core has for itself: it is asked for one peer's part of a call. */
-int spar_streams(int64_t bytes)
+int64_t spar_stream_least(void)
 {
     static int64_t least; /* racing threads find the same */
     int64_t found = __atomic_load_n(&least, __ATOMIC_RELAXED);
@@ -64,7 +64,7 @@ int spar_streams(int64_t bytes)
         found = cache > 0 ? cache / 8 : 256 << 10;
         __atomic_store_n(&least, found, __ATOMIC_RELAXED);
     }
-    return bytes >= found;
+    return found;
 }
 
 void spar_stream_copy(char *to, const char *from, int64_t n)
@@ -85,10 +85,9 @@ void spar_stream_fence(void)
 
 #else
 
-int spar_streams(int64_t bytes)
+int64_t spar_stream_least(void)
 {
-    (void)bytes;
-    return 0;
+    return INT64_MAX;
 }
 
 void spar_stream_copy(char *to, const char *from, int64_t n)

@@ -25,10 +25,10 @@ enum { SPAR_LINE = 64 };
 /* The shortest run that is worth it: below, the unaligned bytes at both ends cost more. */
 enum { SPAR_STREAM_RUN = 256 };
 
-/* Whether this processor has such stores, and a copy of so many bytes gains by them. */
-int spar_streams(int64_t bytes);
+/* From how many bytes on a copy gains by it; INT64_MAX where the processor has no such stores. */
+int64_t spar_stream_least(void);
 
-/* n bytes; where spar_streams said so. */
+/* n bytes. */
 void spar_stream_copy(char *to, const char *from, int64_t n);
 
 /* One line; `to` is aligned to it. */

@@ -108,6 +108,7 @@ class Communicator:
             self.own_output = _C.env("output") == "torch"
             self._facts = facts
             _C.plan_limit(int(_C.env("plan_cache")))
+            _C.threads(torch.get_num_threads(), self._local_ranks())
             _read_log_setting(self.rank)
         refused: tuple[tuple[str, str], ...] = ()
         while True:
@@ -125,8 +126,7 @@ class Communicator:
     def _connect(self, name: str, op: str, deadline: float) -> tuple[_C.Comm | None, str]:
         """A transport of the C core, set up on all ranks; or None on all ranks, and why."""
         assert self._facts is not None
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-        comm = _C.comm(name, self._facts, self.rank, local_ranks)
+        comm = _C.comm(name, self._facts, self.rank, self._local_ranks())
         for stage in ("opened", "connected"):
             verdicts = self._all_gather(comm.verdict, op, deadline)
             size = len(verdicts) // self.world
@@ -138,6 +138,10 @@ class Communicator:
             if stage == "opened":
                 comm.connect(verdicts, deadline)
         return comm, ""
+
+    def _local_ranks(self) -> int:
+        """Ranks of all groups on this host, as far as the launcher says."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
 
     def _all_gather(self, own: bytes, op: str, deadline: float) -> bytes:
         row = torch.frombuffer(bytearray(own), dtype=torch.uint8)

@@ -22,6 +22,7 @@ LAYERS = [
     "error",
     "stream",
     "scale",
+    "team",
     "env",
     "layout",
     "ops",
@@ -90,8 +91,11 @@ def test_words_become_visible_in_one_function() -> None:
     assert functions_with("spar_stream_fence") == {
         "stream.c:spar_stream_fence",
         "cpu.c:copy_blocks",
+        "cpu.c:copy_part",
         "group.c:publish",
     }
+    assert functions_with("spar_scale_stream") == {"scale.c:spar_scale_stream", "cpu.c:copy_runs"}
+    assert functions_with("spar_stream_line") <= {"scale.c:scale_lines", "scale.c:f16_lines"}
 
 
 SIGNATURES = {

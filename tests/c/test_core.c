@@ -4,6 +4,7 @@
  *   test_core bench   prints what a plan costs */
 #include "random_call.h"
 #include "spar.h"
+#include "team.h"
 #include "transports/local.h"
 
 #include <pthread.h>
@@ -296,8 +297,11 @@ int test_core(int argc, char **argv)
     if (argc > 1 && strcmp(argv[1], "bench") == 0) {
         bench();
     } else {
-        for (int size = 1; size <= WORLD; size++)
+        for (int size = 1; size <= WORLD; size++) {
+            spar_team_size(size % 4 + 1); /* threads that copy beside the ranks' own */
+            spar_team_worth(size * 8);
             test_world(size);
+        }
         test_cache();
         test_hostile();
     }

@@ -1,0 +1,95 @@
+"""Copy threads: the same bytes as one, wherever the shares are cut; and what SPAR_THREADS asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import core
+import pytest
+import torch
+import torch.distributed as dist
+from core import Scale, ScaleType
+from test_faults import finish, start
+
+import spar
+from spar import _C
+
+
+@pytest.fixture
+def team() -> Iterator[None]:
+    yield
+    core.library().spar_team_size(1)
+    core.library().spar_team_worth(1 << 20)
+
+
+CALLS = {  # one long run; long ones, of which threads share each; rows; the items themselves
+    "a run": ("split", [(3 << 20,)], [[0]]),
+    "long runs": ("split", [(3, (1 << 20) + 77)], [[1]]),
+    "rows": ("split", [(2, 1 << 10, 900)], [[2]]),
+    "several": ("packed_split", [(700, 3000)] * 2, [[0, 1, 3, 100, 0, 600]]),
+    "columns": ("all_to_all", [(150_000, 7)] * 2, [[1, 0, 300_000]]),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_threads_share_a_copy(team: None, name: str, scaled: bool) -> None:
+    op, shapes, args = CALLS[name]
+    bits = torch.Generator().manual_seed(1)
+    inputs = [[torch.randn(shape, generator=bits).unsqueeze(-1).view(torch.uint8)] for shape in shapes]
+    if name == "columns":
+        inputs = [[x.transpose(0, 1).contiguous().transpose(0, 1)] for (x,) in inputs]
+    scale = Scale(ScaleType.F32, 1, 3.0) if scaled else Scale(ScaleType.UNSCALED, 0, 1.0)
+    world, results = core.world(len(shapes)), []
+    for threads, worth in ((1, 1 << 20), (2, 1 << 20), (3, 5000), (7, 1)):
+        core.library().spar_team_size(threads)
+        core.library().spar_team_worth(worth)
+        plans = core.build_plans(op, inputs, args)
+        results.append([y for (y,) in world.exchange(plans, inputs, scale=scale)])
+    for other in results[1:]:
+        for one, many in zip(results[0], other, strict=True):
+            assert torch.equal(one, many)
+
+
+def copies(rank: int, folder: Path) -> None:
+    x = torch.arange(3_000_001, dtype=torch.float32) + rank
+    y = spar.gather_forward_split_backward(x, None, 0)
+    assert torch.equal(y, torch.cat([x - rank, x - rank + 1]))
+    threads = len(os.listdir("/proc/self/task"))
+    for _ in range(5):
+        spar.gather_forward_split_backward(x, None, 0)
+    assert len(os.listdir("/proc/self/task")) == threads, "made once"
+    child = os.fork()
+    if child == 0:  # the parent's threads are not there
+        plan = _C.plan("split", 1, 0, 0, ((4, (3_000_001,), (1,), (0,)),))
+        z = torch.zeros(3_000_001)
+        plan.copy_own((x.data_ptr(),), (z.data_ptr(),), 0, False, 1.0)
+        os._exit(0 if torch.equal(x, z) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    (folder / f"threads.{rank}").write_text(str(threads))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_spar_threads(tmp_path: Path, transport: str) -> None:
+    counts = []
+    for wanted in ("1", "3"):
+        folder = tmp_path / wanted
+        folder.mkdir()
+        assert finish(start(copies, 2, folder, SPAR_THREADS=wanted, SPAR_TRANSPORT=transport), 60) == [0, 0]
+        counts.append([int((folder / f"threads.{rank}").read_text()) for rank in range(2)])
+    assert [b - a for a, b in zip(*counts, strict=True)] == [2, 2], counts
+
+
+def test_threads_are_at_most_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = core.library().spar_cores()
+    monkeypatch.delenv("SPAR_THREADS", raising=False)
+    assert _C.threads(1, 1) == 1
+    assert _C.threads(1000, 1) == min(cores, 64)
+    assert _C.threads(1000, cores + 1) == 1
+    monkeypatch.setenv("SPAR_THREADS", "5")
+    assert _C.threads(1, 1) == 5
+    monkeypatch.delenv("SPAR_THREADS")
+    assert _C.threads(1, 1) == 1
