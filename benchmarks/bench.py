@@ -5,8 +5,8 @@
 The references: what people write today over torch.distributed (formulations.py), and Tensor.copy_ of the
 bytes that a rank must write, on all ranks at once, into memory that was touched before. Results are compared
 with the former's. A backward is timed with torch's engine around it; what the engine takes alone, for a
-Function that hands its gradient on, is timed too. Each way takes five turns: the median of the turns' medians
-counts, and of their 99th percentiles. Prints a table; writes JSON and a heat map of the ratios.
+Function that hands its gradient on, is timed too. Each way takes five turns or more: the median of the
+turns' medians counts, and of their 99th percentiles. Prints a table; writes JSON and a heat map of the ratios.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import spar
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (2 * KIB, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
-TURNS = 5
+TURNS = 5  # at least
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,7 @@ def turn(function: Callable[[], Any], seconds: float) -> list[float]:
     dist.barrier()
     begin = time.perf_counter()
     function()
-    count = torch.tensor([seconds / (time.perf_counter() - begin)])
-    dist.all_reduce(count, dist.ReduceOp.MIN)
+    count = least(seconds / (time.perf_counter() - begin))
     times = []
     for _ in range(max(3, min(2000, int(count)))):
         begin = time.perf_counter()
@@ -157,15 +156,25 @@ def turn(function: Callable[[], Any], seconds: float) -> list[float]:
     return sorted(times)
 
 
+def least(number: float) -> float:
+    """Of all ranks' numbers."""
+    numbers = torch.tensor([number])
+    dist.all_reduce(numbers, dist.ReduceOp.MIN)
+    return float(numbers)
+
+
 def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
-    turns: list[list[list[float]]] = [[] for _ in ways]
-    for _ in range(TURNS):
+    """Their turns alternate: often where calls are short, since the machine's speed changes from second to second."""
+    begin = time.perf_counter()
+    turns = [[turn(way, 0.0)] for way in ways]  # these warm up, and do not count
+    rounds = max(TURNS, min(25, int(least(seconds / (time.perf_counter() - begin)))))
+    for _ in range(rounds):
         for way, found in zip(ways, turns, strict=True):
-            found.append(turn(way, seconds / TURNS / len(ways)))
+            found.append(turn(way, seconds / rounds / len(ways)))
     return [
         Time(
-            statistics.median(statistics.median(times) for times in found),
-            statistics.median(times[min(len(times) - 1, int(len(times) * 0.99))] for times in found),
+            statistics.median(statistics.median(times) for times in found[1:]),
+            statistics.median(times[min(len(times) - 1, int(len(times) * 0.99))] for times in found[1:]),
         )
         for found in turns
     ]
@@ -273,7 +282,7 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each operation, direction and size")
+    parser.add_argument("--seconds", type=float, default=0.7, help="for each operation, direction and size")
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a rank's part")
     parser.add_argument("--only", default="", help="operations whose name has this in it")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.png are written")
