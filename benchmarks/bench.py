@@ -5,8 +5,8 @@
 The references: what people write today over torch.distributed (formulations.py), and Tensor.copy_ of the
 bytes that a rank must write, on all ranks at once, into memory that was touched before. Results are compared
 with the former's. A backward is timed with torch's engine around it; what the engine takes alone, for a
-Function that hands its gradient on, is timed too. Each way takes five turns or more: the median of the
-turns' medians counts, and of their 99th percentiles. Prints a table; writes JSON and a heat map of the ratios.
+Function that hands its gradient on, is timed too. Each way takes five turns or more: the median of their
+medians counts, and of their 99th percentiles. Prints a table; writes JSON and a heat map of the ratios.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def least(number: float) -> float:
 
 
 def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
-    """Their turns alternate: often where calls are short, since the machine's speed changes from second to second."""
+    """Their turns alternate: often where calls are short, since a machine changes its speed."""
     begin = time.perf_counter()
     turns = [[turn(way, 0.0)] for way in ways]  # these warm up, and do not count
     rounds = max(TURNS, min(25, int(least(seconds / (time.perf_counter() - begin)))))

@@ -40,7 +40,8 @@ static spar_status pack_block(void *context, const spar_block *block, const spar
     spar_block alone = *block;
     const void *from = c->inputs[block->tensor];
     alone.tensor = 0;
-    return c->device->copy_blocks(&alone, 1, dims, &from, &c->wire, &unscaled, c->stream);
+    void *const *to = &c->wire;
+    return c->device->copy_blocks(&alone, 1, dims, &from, &to, 1, &unscaled, c->stream);
 }
 
 spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer,
@@ -61,7 +62,7 @@ spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int pe
     for (int t = 0; t < plan->ntensors; t++)
         from[t] = wire; /* a peer's tensors lie one behind the other */
     spar_status status = device->copy_blocks(plan->blocks + range->first, range->count, plan->dims,
-                                             from, outputs, scale, stream);
+                                             from, &outputs, 1, scale, stream);
     if (from != on_stack)
         free(from);
     return status;
@@ -73,5 +74,23 @@ spar_status spar_copy_own(const spar_plan *plan, const spar_device *device,
 {
     const spar_range *range = &plan->push[plan->rank];
     return device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, inputs,
-                               outputs, scale, stream);
+                               &outputs, 1, scale, stream);
+}
+
+spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
+                      void *const *const *outputs, const spar_scale *scale, void *stream)
+{
+    const spar_range *all = plan->push;
+    int same = 1;
+    for (int rank = 1; rank < plan->world; rank++)
+        same &= all[rank].first == all[0].first && all[rank].count == all[0].count;
+    if (same)
+        return device->copy_blocks(plan->blocks + all->first, all->count, plan->dims, inputs,
+                                   outputs, plan->world, scale, stream);
+    for (int i = 0; i < plan->world; i++) {
+        int rank = (plan->rank + i) % plan->world; /* not everybody to the same peer at once */
+        SPAR_TRY(device->copy_blocks(plan->blocks + all[rank].first, all[rank].count, plan->dims,
+                                     inputs, &outputs[rank], 1, scale, stream));
+    }
+    return SPAR_OK;
 }

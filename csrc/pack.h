@@ -1,6 +1,7 @@
-/* Packing: for transports that can move one run of bytes to each peer, but cannot write into its tensors.
+/* Copies by the plan: straight into every rank's outputs, where a transport can write there; packed, where it can
+ * only move one run of bytes to each peer.
  *
- * The bytes for one peer are the blocks of plan->push[peer] in their order, each row-major. The receiver
+ * The packed bytes for one peer are the blocks of plan->push[peer] in their order, each row-major. The receiver
  * finds them as plan->pull[sender]. A rank's own part is not packed: it goes straight over. */
 #ifndef SPAR_PACK_H
 #define SPAR_PACK_H
@@ -20,6 +21,10 @@ spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int pe
 spar_status spar_copy_own(const spar_plan *plan, const spar_device *device,
                           const void *const *inputs, void *const *outputs, const spar_scale *scale,
                           void *stream);
+
+/* A rank's part in the exchange: from its inputs into outputs[rank][tensor] of every rank, its own too. */
+spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
+                      void *const *const *outputs, const spar_scale *scale, void *stream);
 
 /* Calls `emit` with each block of push[peer] as it is packed: dst is its place in the packed bytes. */
 spar_status spar_packed_blocks(const spar_plan *plan, int peer,

@@ -172,30 +172,39 @@ INLINE void scale_any(const spar_scale *scale, char *d, const char *s, int64_t n
     }
 }
 
-/* Bytes of whole pairs of lines, past the caches: by way of a few on the stack, so that reading, scaling and
- * writing overlap. `dtype` and `divide` are constants where this is inlined. */
-INLINE void scale_lines(spar_dtype dtype, int divide, double factor, char *d, const char *s,
-                        int64_t bytes)
+INLINE void stream_lines(char *const *to, int targets, int64_t at, const char *lines)
+{
+    for (int target = 0; target < targets; target++)
+        for (int64_t line = 0; line < STEP; line += SPAR_LINE)
+            spar_stream_line(to[target] + at + line, lines + line);
+}
+
+/* Bytes `at` to `end`, whole pairs of lines, past the caches to all targets: by way of a few on the stack, so that
+ * reading, scaling and writing overlap. `dtype` and `divide` are constants where this is inlined. */
+INLINE void scale_lines(spar_dtype dtype, int divide, double factor, char *const *to, int targets,
+                        const char *s, int64_t at, int64_t end)
 {
     const spar_scale scale = {dtype, divide, factor};
     const int item = dtype <= SPAR_BF16 ? 2 : dtype == SPAR_F32 ? 4 : dtype == SPAR_C128 ? 16 : 8;
-    for (int64_t at = 0; at < bytes; at += STEP) {
+    for (; at < end; at += STEP) {
         char lines[STEP] __attribute__((aligned(SPAR_LINE)));
         scale_any(&scale, lines, s + at, STEP / item, item, item);
-        spar_stream_line(d + at, lines);
-        spar_stream_line(d + at + SPAR_LINE, lines + SPAR_LINE);
+        stream_lines(to, targets, at, lines);
     }
 }
 
 #define LINES_OF(dtype)                                                                            \
     case 2 * dtype:                                                                                \
-        scale_lines(dtype, 0, scale->factor, d, s, bytes);                                         \
+        scale_lines(dtype, 0, scale->factor, to, targets, s, at, end);                             \
         break;                                                                                     \
     case 2 * dtype + 1:                                                                            \
-        scale_lines(dtype, 1, scale->factor, d, s, bytes);                                         \
+        scale_lines(dtype, 1, scale->factor, to, targets, s, at, end);                             \
         break;
 
-INLINE void scale_any_lines(const spar_scale *scale, char *d, const char *s, int64_t bytes)
+#define LINES                                                                                      \
+    const spar_scale *scale, char *const *to, int targets, const char *s, int64_t at, int64_t end
+
+INLINE void scale_any_lines(LINES)
 {
     switch (2 * scale->dtype + !!scale->divide) {
         LINES_OF(SPAR_F16)
@@ -210,7 +219,6 @@ INLINE void scale_any_lines(const spar_scale *scale, char *d, const char *s, int
 }
 
 #define ITEMS const spar_scale *scale, char *d, const char *s, int64_t n, int64_t ds, int64_t ss
-#define LINES const spar_scale *scale, char *d, const char *s, int64_t bytes
 
 static void items_plain(ITEMS)
 {
@@ -219,7 +227,7 @@ static void items_plain(ITEMS)
 
 static void lines_plain(LINES)
 {
-    scale_any_lines(scale, d, s, bytes);
+    scale_any_lines(scale, to, targets, s, at, end);
 }
 
 static int has_plain(void)
@@ -249,34 +257,34 @@ AVX2 static inline int64_t scale_f16_vectors(const spar_scale *scale, char *d, c
 
 AVX2 static void f16_lines(LINES)
 {
-    for (int64_t at = 0; at < bytes; at += STEP) {
+    for (; at < end; at += STEP) {
         char lines[STEP] __attribute__((aligned(SPAR_LINE)));
         scale_f16_vectors(scale, lines, s + at, STEP / 2);
-        spar_stream_line(d + at, lines);
-        spar_stream_line(d + at + SPAR_LINE, lines + SPAR_LINE);
+        stream_lines(to, targets, at, lines);
     }
 }
 
-#define BY_ITEMS                                                                                   \
+#define VECTORS(name, target)                                                                      \
+    target static void items_##name(ITEMS)                                                         \
     {                                                                                              \
         int64_t done = 0;                                                                          \
         if (scale->dtype == SPAR_F16 && ds == 2 && ss == 2)                                        \
             done = scale_f16_vectors(scale, d, s, n);                                              \
         scale_any(scale, d + done * ds, s + done * ss, n - done, ds, ss);                          \
-    }
-#define BY_LINES                                                                                   \
+    }                                                                                              \
+    target static void lines_##name(LINES)                                                         \
     {                                                                                              \
         if (scale->dtype == SPAR_F16)                                                              \
-            f16_lines(scale, d, s, bytes);                                                         \
+            f16_lines(scale, to, targets, s, at, end);                                             \
         else                                                                                       \
-            scale_any_lines(scale, d, s, bytes);                                                   \
+            scale_any_lines(scale, to, targets, s, at, end);                                       \
     }
 
-AVX2 static void items_avx2(ITEMS) BY_ITEMS AVX2 static void lines_avx2(LINES) BY_LINES AVX512
-    static void items_avx512(ITEMS) BY_ITEMS AVX512 static void lines_avx512(LINES) BY_LINES
+VECTORS(avx2, AVX2)
+VECTORS(avx512, AVX512)
 
-    /* Each processor with AVX2 has F16C, for which not every compiler can ask. */
-    static int has_avx2(void)
+/* Each processor with AVX2 has F16C, for which not every compiler can ask. */
+static int has_avx2(void)
 {
     return __builtin_cpu_supports("avx2");
 }
@@ -332,19 +340,26 @@ void spar_scale_items(ITEMS)
     widest()->items(&simple, d, s, n, ds, ss);
 }
 
-void spar_scale_stream(const spar_scale *scale, char *to, const char *from, int64_t bytes)
+void spar_scale_stream(const spar_scale *scale, char *const *to, int targets, const char *from,
+                       int64_t bytes)
 {
     const spar_scale simple = without_division(scale);
     const int64_t item = spar_scale_item(scale->dtype);
-    int64_t head = -(intptr_t)to & (SPAR_LINE - 1), lines = 0;
+    int64_t head = -(intptr_t)to[0] & (SPAR_LINE - 1), end = head;
     if (head % item == 0 && head < bytes)
-        lines = (bytes - head) & ~(int64_t)(STEP - 1);
+        end += (bytes - head) & ~(int64_t)(STEP - 1);
     else
-        head = 0; /* items that no line begins with: an input may lie anywhere */
-    widest()->items(&simple, to, from, head / item, item, item);
-    widest()->lines(&simple, to + head, from + head, lines);
-    widest()->items(&simple, to + head + lines, from + head + lines, (bytes - head - lines) / item,
-                    item, item);
+        head = end = 0; /* items that no line begins with: an input may lie anywhere */
+    for (int target = 0; target < targets; target++) {
+        if ((to[target] - to[0]) & (SPAR_LINE - 1)) { /* its lines begin elsewhere */
+            spar_scale_stream(scale, to + target, targets - target, from, bytes);
+            targets = target;
+            break;
+        }
+        widest()->items(&simple, to[target], from, head / item, item, item);
+        widest()->items(&simple, to[target] + end, from + end, (bytes - end) / item, item, item);
+    }
+    widest()->lines(&simple, to, targets, from, head, end);
 }
 
 int64_t spar_scale_item(spar_dtype dtype)

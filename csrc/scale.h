@@ -29,7 +29,8 @@ int64_t spar_scale_item(spar_dtype dtype);
 void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64_t n, int64_t ds,
                       int64_t ss);
 
-/* The same for items that lie one behind the other, past the caches. */
-void spar_scale_stream(const spar_scale *scale, char *to, const char *from, int64_t bytes);
+/* The same for items that lie one behind the other, past the caches, to each of the targets. */
+void spar_scale_stream(const spar_scale *scale, char *const *to, int targets, const char *from,
+                       int64_t bytes);
 
 #endif

@@ -6,9 +6,11 @@
 #include <string.h>
 
 enum {
-    LONG_RUN = 1 << 16,
-    PAGE = 4096
-}; /* bytes of a run that threads share, and of what they cut it into */
+    LONG_RUN = 1 << 16, /* bytes of a run that threads share, */
+    PAGE = 4096,        /* and of what they cut it into */
+    TILE = 2048,        /* of what goes to several outputs while it is in the nearest cache */
+    FEW = 8,            /* outputs that are written at a time */
+};
 
 /* A constant size lets the compiler copy an item with one load and one store. */
 #define COPY_ITEMS(size)                                                                           \
@@ -17,24 +19,31 @@ enum {
             memcpy(d + i * ds, s + i * ss, size);                                                  \
         break;
 
-/* How items are copied. */
 typedef struct {
+    const spar_block *blocks;
+    int64_t count, bytes;
+    const spar_dim *dims;
+    const void *const *from;
+    void *const *const *to;
+    int targets;
     const spar_scale *scale;
     int streams; /* past the caches */
-} manner;
+} copy;
 
-/* The innermost loop: n runs, `ds` and `ss` bytes apart. */
-static void copy_runs(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, int64_t run,
-                      const manner *how)
+/* n runs, `ds` and `ss` bytes apart. */
+static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t ds, int64_t ss,
+                      int64_t run)
 {
-    const spar_scale *scale = how->scale;
+    const spar_scale *scale = c->scale;
     if (scale->dtype != SPAR_UNSCALED) {
         int64_t item = spar_scale_item(scale->dtype);
         if (run == item)
             spar_scale_items(scale, d, s, n, ds, ss);
-        else if (how->streams && run >= SPAR_STREAM_RUN)
-            for (int64_t i = 0; i < n; i++)
-                spar_scale_stream(scale, d + i * ds, s + i * ss, run);
+        else if (c->streams && run >= SPAR_STREAM_RUN)
+            for (int64_t i = 0; i < n; i++) {
+                char *to = d + i * ds;
+                spar_scale_stream(scale, &to, 1, s + i * ss, run);
+            }
         else
             for (int64_t i = 0; i < n; i++)
                 spar_scale_items(scale, d + i * ds, s + i * ss, run / item, item, item);
@@ -48,7 +57,7 @@ static void copy_runs(char *d, const char *s, int64_t n, int64_t ds, int64_t ss,
         COPY_ITEMS(16)
         COPY_ITEMS(32)
     default:
-        if (how->streams && run >= SPAR_STREAM_RUN)
+        if (c->streams && run >= SPAR_STREAM_RUN)
             for (int64_t i = 0; i < n; i++)
                 spar_stream_copy(d + i * ds, s + i * ss, run);
         else
@@ -57,11 +66,51 @@ static void copy_runs(char *d, const char *s, int64_t n, int64_t ds, int64_t ss,
     }
 }
 
-/* Runs first to first + count of a block, counted as its loops go. */
-static void copy_block(const spar_block *block, const spar_dim *dims, char *d, const char *s,
-                       int64_t first, int64_t count, const manner *how)
+/* A run to several outputs, past the caches: read, and scaled, once. */
+static void scale_to_all(const copy *c, int tensor, int64_t dst, const char *s, int64_t run)
 {
-    int64_t at[SPAR_MAX_DIMS] = {0};
+    char *to[FEW];
+    for (int first = 0; first < c->targets; first += FEW) {
+        int targets = c->targets - first < FEW ? c->targets - first : FEW;
+        for (int i = 0; i < targets; i++)
+            to[i] = (char *)c->to[first + i][tensor] + dst;
+        spar_scale_stream(c->scale, to, targets, s, run);
+    }
+}
+
+static void copy_to_all(const copy *c, int tensor, int64_t dst, const char *s, int64_t run)
+{
+    int64_t n;
+    for (int64_t at = 0; at < run; at += n) {
+        n = TILE - ((dst + at) & (SPAR_LINE - 1)); /* then lines are written whole */
+        n = n < run - at ? n : run - at;
+        for (int64_t line = 0; line < TILE; line += SPAR_LINE) /* read on while these are written */
+            __builtin_prefetch(s + at + n + line);
+        for (int target = 0; target < c->targets; target++)
+            spar_stream_copy((char *)c->to[target][tensor] + dst + at, s + at, n);
+    }
+}
+
+/* The innermost loop of a block. */
+static void copy_inner(const copy *c, int tensor, int64_t dst, const char *s, int64_t n, int64_t ds,
+                       int64_t ss, int64_t run)
+{
+    if (c->targets > 1 && c->streams && run >= SPAR_STREAM_RUN)
+        for (int64_t i = 0; i < n; i++)
+            (c->scale->dtype == SPAR_UNSCALED ? copy_to_all : scale_to_all)(c, tensor, dst + i * ds,
+                                                                            s + i * ss, run);
+    else
+        for (int target = 0; target < c->targets; target++)
+            copy_runs(c, (char *)c->to[target][tensor] + dst, s, n, ds, ss, run);
+}
+
+/* Runs first to first + count of a block, counted as its loops go; of each the bytes low to high. */
+static void copy_block(const copy *c, const spar_block *block, int64_t first, int64_t count,
+                       int64_t low, int64_t high)
+{
+    int64_t at[SPAR_MAX_DIMS] = {0}, dst = block->dst + low;
+    const char *s = (const char *)c->from[block->tensor] + block->src + low;
+    const spar_dim *dims = c->dims + block->dims;
     int outer = block->ndim - 1; /* loops around the innermost one */
     const spar_dim once = {1, 0, 0};
     const spar_dim *inner = outer >= 0 ? &dims[outer] : &once;
@@ -69,44 +118,35 @@ static void copy_block(const spar_block *block, const spar_dim *dims, char *d, c
     for (int64_t i = outer - 1, rest = first / inner->extent; rest; i--) {
         at[i] = rest % dims[i].extent;
         rest /= dims[i].extent;
-        d += at[i] * dims[i].dst;
+        dst += at[i] * dims[i].dst;
         s += at[i] * dims[i].src;
     }
     for (;;) {
         int64_t n = inner->extent - begin < count ? inner->extent - begin : count;
-        copy_runs(d + begin * inner->dst, s + begin * inner->src, n, inner->dst, inner->src,
-                  block->run, how);
+        copy_inner(c, block->tensor, dst + begin * inner->dst, s + begin * inner->src, n,
+                   inner->dst, inner->src, high - low);
         if ((count -= n) == 0)
             return;
         begin = 0;
         for (int i = outer - 1; i >= 0; i--) {
-            d += dims[i].dst;
+            dst += dims[i].dst;
             s += dims[i].src;
             if (++at[i] < dims[i].extent)
                 break;
-            d -= dims[i].dst * dims[i].extent;
+            dst -= dims[i].dst * dims[i].extent;
             s -= dims[i].src * dims[i].extent;
             at[i] = 0;
         }
     }
 }
 
-static int64_t runs_of(const spar_block *block, const spar_dim *dims)
+static int64_t runs_of(const copy *c, const spar_block *block)
 {
     int64_t runs = 1;
     for (int dim = 0; dim < block->ndim; dim++)
-        runs *= dims[dim].extent;
+        runs *= c->dims[block->dims + dim].extent;
     return runs;
 }
-
-typedef struct {
-    const spar_block *blocks;
-    int64_t count, bytes;
-    const spar_dim *dims;
-    const void *const *from;
-    void *const *to;
-    manner how;
-} copy;
 
 /* Where a part that begins at byte `at` begins in a row of whole `unit`s: a unit is whose part it begins in. */
 static int64_t cut(int64_t at, int64_t unit, int64_t end)
@@ -123,50 +163,44 @@ static void copy_part(void *context, int part, int parts)
     int64_t high = part + 1 < parts ? c->bytes / parts * (part + 1) : c->bytes;
     for (int64_t i = 0; i < c->count && at < high; i++) {
         const spar_block *block = &c->blocks[i];
-        const spar_dim *dims = c->dims + block->dims;
-        char *d = (char *)c->to[block->tensor] + block->dst;
-        const char *s = (const char *)c->from[block->tensor] + block->src;
-        int64_t run = block->run, bytes = runs_of(block, dims) * run;
+        int64_t run = block->run, bytes = runs_of(c, block) * run;
         int64_t first = cut(low - at, run, bytes) / run, last = cut(high - at, run, bytes) / run;
         if (run < LONG_RUN) {
             if (first < last)
-                copy_block(block, dims, d, s, first, last - first, &c->how);
+                copy_block(c, block, first, last - first, 0, run);
         } else if (low < at + bytes) {
             for (int64_t which = low > at ? (low - at) / run : 0; which < last; which++) {
-                spar_block piece = *block;
                 int64_t begin = cut(low - at - which * run, PAGE, run);
-                piece.run = cut(high - at - which * run, PAGE, run) - begin;
-                if (piece.run > 0)
-                    copy_block(&piece, dims, d + begin, s + begin, which, 1, &c->how);
+                int64_t end = cut(high - at - which * run, PAGE, run);
+                if (begin < end)
+                    copy_block(c, block, which, 1, begin, end);
             }
         }
         at += bytes;
     }
-    if (c->how.streams)
+    if (c->streams)
         spar_stream_fence();
 }
 
 static spar_status copy_blocks(const spar_block *blocks, int64_t count, const spar_dim *dims,
-                               const void *const *from, void *const *to, const spar_scale *scale,
-                               void *stream)
+                               const void *const *from, void *const *const *to, int targets,
+                               const spar_scale *scale, void *stream)
 {
+    copy c = {blocks, count, 0, dims, from, to, targets, scale, 0};
     int alone = spar_team_share(INT64_MAX) == 1;
     int64_t enough = alone ? spar_stream_least() : INT64_MAX; /* to decide: counting takes time */
-    copy c = {blocks, count, 0, dims, from, to, {scale, 0}};
     (void)stream;
     for (int64_t i = 0; i < count && c.bytes < enough; i++)
-        c.bytes += runs_of(&blocks[i], dims + blocks[i].dims) * blocks[i].run;
-    c.how.streams = c.bytes >= spar_stream_least();
+        c.bytes += runs_of(&c, &blocks[i]) * blocks[i].run;
+    c.streams = c.bytes >= spar_stream_least();
     int parts = alone ? 1 : spar_team_share(c.bytes);
     if (parts > 1) {
         spar_team_run(copy_part, &c, parts);
         return SPAR_OK;
     }
     for (int64_t i = 0; i < count; i++)
-        copy_block(&blocks[i], dims + blocks[i].dims, (char *)to[blocks[i].tensor] + blocks[i].dst,
-                   (const char *)from[blocks[i].tensor] + blocks[i].src, 0,
-                   runs_of(&blocks[i], dims + blocks[i].dims), &c.how);
-    if (c.how.streams)
+        copy_block(&c, &blocks[i], 0, runs_of(&c, &blocks[i]), 0, blocks[i].run);
+    if (c.streams)
         spar_stream_fence();
     return SPAR_OK;
 }

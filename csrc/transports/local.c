@@ -3,6 +3,7 @@
  * The protocol is that of every pushing transport: publish the call; read everybody's; compare; push
  * straight into the others' outputs; say done; wait for everybody's done. */
 #include "local.h"
+#include "../pack.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -114,14 +115,15 @@ static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t
 static spar_status push(spar_comm *comm, const spar_call *call)
 {
     spar_local_world *w = comm->state;
-    for (int i = 0; i < comm->world; i++) {
-        int peer = (comm->rank + i) % comm->world; /* not everybody to the same peer at once */
-        const spar_range *range = &call->plan->push[peer];
-        SPAR_TRY(call->device->copy_blocks(
-            call->plan->blocks + range->first, range->count, call->plan->dims, call->inputs,
-            w->members[peer].call->outputs, &call->scale, call->stream));
-    }
-    return SPAR_OK;
+    void *const **outputs = malloc((size_t)comm->world * sizeof *outputs);
+    if (!outputs)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for %d ranks", comm->world);
+    for (int rank = 0; rank < comm->world; rank++)
+        outputs[rank] = w->members[rank].call->outputs;
+    spar_status status =
+        spar_push(call->plan, call->device, call->inputs, outputs, &call->scale, call->stream);
+    free(outputs);
+    return status;
 }
 
 static spar_status wait_for(spar_comm *comm, spar_call *call)

@@ -3,6 +3,7 @@
  * One read and one write per byte, the permutation included; no staging. */
 #include "../env.h"
 #include "../group.h"
+#include "../pack.h"
 #include "../transport.h"
 
 #include <stdio.h>
@@ -134,20 +135,20 @@ static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, co
     return SPAR_OK;
 }
 
-static spar_status push(const spar_comm *comm, const spar_call *call, const spar_words *all)
+/* What all ranks said in a call. */
+typedef struct {
+    spar_words *words;
+    void *(*outputs)[SPAR_GROUP_TENSORS];
+    void *const **rows; /* of outputs */
+} saying;
+
+static spar_status push(const spar_comm *comm, const spar_call *call, const saying *all)
 {
-    const spar_plan *plan = call->plan;
-    void *outputs[SPAR_GROUP_TENSORS];
-    for (int rank = 0; rank < comm->world; rank++) /* before anybody is written to */
-        SPAR_TRY(find_outputs(comm, plan, all, rank, outputs));
-    for (int i = 0; i < comm->world; i++) {
-        int rank = (comm->rank + i) % comm->world; /* not everybody to the same peer at once */
-        const spar_range *range = &plan->push[rank];
-        SPAR_TRY(find_outputs(comm, plan, all, rank, outputs));
-        SPAR_TRY(call->device->copy_blocks(plan->blocks + range->first, range->count, plan->dims,
-                                           call->inputs, outputs, &call->scale, call->stream));
+    for (int rank = 0; rank < comm->world; rank++) { /* before anybody is written to */
+        SPAR_TRY(find_outputs(comm, call->plan, all->words, rank, all->outputs[rank]));
+        all->rows[rank] = all->outputs[rank];
     }
-    return SPAR_OK;
+    return spar_push(call->plan, call->device, call->inputs, all->rows, &call->scale, call->stream);
 }
 
 /* Everything that can fail on this rank alone. */
@@ -181,7 +182,7 @@ static void drop_blocks(spar_group *group, const spar_call *call, int published,
     }
 }
 
-static spar_status run_locked(spar_comm *comm, spar_call *call, spar_words *all)
+static spar_status run_locked(spar_comm *comm, spar_call *call, const saying *all)
 {
     spar_group *group = comm->state;
     spar_words words = {0};
@@ -193,7 +194,7 @@ static spar_status run_locked(spar_comm *comm, spar_call *call, spar_words *all)
         drop_blocks(group, call, 0, n);
         return status;
     }
-    status = spar_group_publish(group, &words, describe, call, all, &call->patience);
+    status = spar_group_publish(group, &words, describe, call, all->words, &call->patience);
     if (status == SPAR_OK)
         status = push(comm, call, all);
     if (status == SPAR_OK)
@@ -207,16 +208,29 @@ static spar_status run_locked(spar_comm *comm, spar_call *call, spar_words *all)
 
 static spar_status run(spar_comm *comm, spar_call *call)
 {
-    spar_words on_stack[8], *all = on_stack;
+    enum { FEW = 8 };
+    struct {
+        spar_words words[FEW];
+        void *outputs[FEW][SPAR_GROUP_TENSORS];
+        void *const *rows[FEW];
+    } few;
+    saying all = {few.words, few.outputs, few.rows};
+    size_t world = (size_t)comm->world;
     if (!spar_arena_is_own())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
-    if (comm->world > 8 && !(all = malloc((size_t)comm->world * sizeof *all)))
-        return spar_fail(SPAR_NO_MEMORY, "no memory for the words of %d ranks", comm->world);
+    if (comm->world > FEW) { /* nothing is allocated between saying and done */
+        char *room = malloc(world * (sizeof *all.words + sizeof *all.outputs + sizeof *all.rows));
+        if (!room)
+            return spar_fail(SPAR_NO_MEMORY, "no memory for the words of %d ranks", comm->world);
+        all.words = (void *)room;
+        all.outputs = (void *)(room + world * sizeof *all.words);
+        all.rows = (void *)(room + world * (sizeof *all.words + sizeof *all.outputs));
+    }
     pthread_mutex_lock(spar_group_lock(comm->state));
-    spar_status status = run_locked(comm, call, all);
+    spar_status status = run_locked(comm, call, &all);
     pthread_mutex_unlock(spar_group_lock(comm->state));
-    if (all != on_stack)
-        free(all);
+    if (all.words != few.words)
+        free(all.words);
     return status;
 }
 

@@ -32,12 +32,12 @@ static void draw(spar_dtype dtype, char *to, int64_t bytes, unsigned *seed)
 
 int test_scale(int argc, char **argv)
 {
-    static _Alignas(EDGE) char from[ROOM], to[ROOM], expected[ROOM];
+    static _Alignas(EDGE) char from[ROOM], to[ROOM], expected[ROOM], other[2 * ROOM];
     static const double factors[] = {2, 3, 0.5, -4, 7, 1e-3};
     unsigned seed = 1;
     (void)argc;
     (void)argv;
-    for (int turn = 0; turn < 20000; turn++) {
+    for (int turn = 0; turn < 5000; turn++) {
         spar_scale scale = {SPAR_F16 + rand_r(&seed) % 6, rand_r(&seed) % 2,
                             factors[rand_r(&seed) % 6]};
         int64_t item = item_of_test(scale.dtype);
@@ -54,7 +54,7 @@ int test_scale(int argc, char **argv)
             check("one of the widths", &scale, to, expected);
             int64_t lines = n * item & ~(int64_t)(STEP - 1);
             memset(to, 'x', sizeof to);
-            scalers[i].lines(&scale, to, from + from_at, lines);
+            scalers[i].lines(&scale, &(char *){to}, 1, from + from_at, 0, lines);
             spar_stream_fence();
             if (memcmp(to, expected + to_at, (size_t)lines) != 0)
                 return 1;
@@ -63,9 +63,16 @@ int test_scale(int argc, char **argv)
         items_of_test(&scale, to + to_at, from + from_at, n, item, item);
         check("the chosen width", &scale, to, expected);
         memset(to, 'x', sizeof to);
-        stream_of_test(&scale, to + to_at, from + from_at, n * item);
+        memset(other, 'x', sizeof other);
+        int64_t aside = rand_r(&seed) % 4 ? 0 : item; /* outputs that lie unlike have other lines */
+        char *targets[] = {to + to_at, other + to_at, other + ROOM + to_at + aside};
+        stream_of_test(&scale, targets, 3, from + from_at, n * item);
         spar_stream_fence();
         check("the streamed", &scale, to, expected);
+        check("the second", &scale, other, expected);
+        memmove(other + ROOM + to_at, other + ROOM + to_at + aside, (size_t)(n * item));
+        memset(other + ROOM + to_at + n * item, 'x', (size_t)aside);
+        check("the third", &scale, other + ROOM, expected);
     }
     return 0;
 }
