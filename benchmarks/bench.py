@@ -18,7 +18,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -280,20 +280,56 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
     figure.savefig(path, dpi=90)
 
 
+def read(path: Path) -> tuple[str, list[Row]]:
+    facts = json.loads(path.read_text())
+    rows = []
+    for row in facts["rows"]:
+        times = {name: Time(**value) for name, value in row.items() if isinstance(value, dict)}
+        rows.append(Row(**{**row, **times}))
+    return facts["title"], rows
+
+
+def median_of(runs: list[list[Row]]) -> list[Row]:
+    """Of each figure, over several runs."""
+
+    def middle(times: list[Time]) -> Time:
+        return Time(statistics.median(t.median for t in times), statistics.median(t.p99 for t in times))
+
+    rows = []
+    for same in zip(*runs, strict=True):
+        times = {way: middle([getattr(row, way) for row in same]) for way in ("spar", "formulation", "copy")}
+        engines = [row.engine for row in same if row.engine]
+        rows.append(replace(same[0], **times, engine=middle(engines) if engines else None))
+    return rows
+
+
+def report(out: Path, title: str, rows: list[Row]) -> None:
+    print_table(rows)
+    facts = {"title": title, "spar": spar.__version__, "rows": [asdict(row) for row in rows]}
+    out.with_suffix(".json").write_text(json.dumps(facts, indent=1))
+    draw(out.with_suffix(".png"), rows, title)
+    print(f"{title}: {out}.json, {out}.png")
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.7, help="for each operation, direction and size")
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a rank's part")
     parser.add_argument("--only", default="", help="operations whose name has this in it")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.png are written")
+    parser.add_argument("--median", type=Path, nargs="+", help="JSON files of runs, instead of a run")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
+    if args.median is None and "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node 2 benchmarks/bench.py")
     return args
 
 
 def main() -> None:
     args = parse_arguments()
+    if args.median:
+        titles, runs = zip(*map(read, args.median), strict=True)
+        report(args.out, f"{titles[0]}, median of {len(runs)} runs", median_of(list(runs)))
+        return
     torch.set_num_threads(1)  # the ranks share the cores
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -308,13 +344,9 @@ def main() -> None:
                 bar.update()
     rows.sort(key=lambda row: (row.operation, row.direction == "backward", row.size))
     if rank == 0:
-        print_table(rows)
         cores = len(os.sched_getaffinity(0))
         title = f"{world} ranks on {cores} cores, {spar.transport().name}, bf16, torch {torch.__version__}"
-        facts = {"title": title, "spar": spar.__version__, "rows": [asdict(row) for row in rows]}
-        args.out.with_suffix(".json").write_text(json.dumps(facts, indent=1))
-        draw(args.out.with_suffix(".png"), rows, title)
-        print(f"{title}: {args.out}.json, {args.out}.png")
+        report(args.out, title, rows)
     dist.barrier()
     dist.destroy_process_group()
 
