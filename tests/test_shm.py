@@ -7,10 +7,12 @@ import ctypes
 import gc
 import multiprocessing as mp
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,41 @@ def makes_and_closes(rank: int, folder: Path) -> None:
 
 def test_groups_made_and_closed(tmp_path: Path) -> None:
     assert finish(start(makes_and_closes, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
+
+
+def calls_of(tokens: int) -> list[Callable[[], torch.Tensor]]:
+    x = torch.ones(1, tokens, 16, 64)
+    whole = x.clone().requires_grad_()
+    part = spar.split_forward_gather_backward(whole, None, 1)
+    grad = torch.ones_like(part)
+    return [
+        lambda: spar.all_to_all(x, None, 2, 1),
+        lambda: spar.all_to_all(x.transpose(1, 2), None, 2, 1),
+        lambda: spar.load_balanced_split_forward_gather_backward(x, None, 1),
+        lambda: gather(x, None, 1),
+        lambda: spar.load_balanced_gather_forward_split_backward(x, None, 1),
+        lambda: torch.autograd.grad(part, whole, grad, retain_graph=True)[0],
+    ]
+
+
+def peaks(rank: int, folder: Path) -> None:
+    """Beside its output a call has nothing: no new address space, and nothing else in the arena."""
+    for call in calls_of(8):  # what Python and torch load when they are first asked
+        call()
+    calls = calls_of(4 << 10)  # 16 MiB
+    dist.barrier()
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 20), resource.RLIM_INFINITY))
+    most = 0
+    for call in calls:
+        before = spar.memory_stats()["arena.allocated_bytes"]
+        most = max(most, before + call().nbytes)
+        assert spar.memory_stats()["arena.peak_bytes"] <= most + 4096
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_peak_memory_is_the_output(tmp_path: Path) -> None:
+    assert finish(start(peaks, 2, tmp_path, SPAR_TRANSPORT="shm"), 60) == [0, 0]
 
 
 def check_empty_cache(rank: int, world: int, group: Group) -> None:

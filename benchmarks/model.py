@@ -1,0 +1,71 @@
+"""What an exchange costs by the plan, for 2 to 4,096 ranks: the core's own plans, without any other rank.
+
+    python benchmarks/model.py
+
+Computed: bytes and messages of rank 0, from its plan. Measured here: what a plan takes to build, and to find
+again, from Python.
+A rank's part has 24 MiB, bf16: [1, 3, 4096, 1024] for all_to_all, [12, 1048576] for gathers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+from spar import _C
+
+MIB = 1 << 20
+WORLDS = (2, 4, 8, 64, 512, 4096)
+Extents = tuple[int, ...]
+
+
+def calls(world: int) -> Iterator[tuple[str, Extents, Extents]]:
+    """Of each kind: the op, its input's extents, its arguments."""
+    yield "all_to_all", (1, 3, 4096, 1024), (2, 1, 3 * world)
+    yield "gather", (12, MIB), (0, 12 * world)
+    yield "zigzag_gather", (12, MIB), (0, 1, 12 * world)
+    yield "packed_gather", (12, MIB), (0, 1, 12, *[world] * 12)
+
+
+def plan(op: str, world: int, extents: Extents, args: Extents) -> _C.Plan:
+    strides = tuple(itertools.accumulate(extents[:0:-1], lambda a, b: a * b, initial=1))[::-1]
+    return _C.plan(op, world, 0, 0, ((2, extents, strides, args),))
+
+
+def seconds(op: str, world: int, extents: Extents, args: Extents, fresh: bool) -> float:
+    """The least of several."""
+    times = []
+    for _ in range(20):
+        if fresh:
+            _C.plan_limit(0)
+            _C.plan_limit(1024)
+        begin = time.perf_counter()
+        plan(op, world, extents, args)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def main() -> None:
+    print("| op | ranks | to others | written | messages, torch | words read, shm | new plan | known |")
+    print("|---|---|---|---|---|---|---|---|")
+    for world in WORLDS:
+        for op, extents, args in calls(world):
+            made = plan(op, world, extents, args)
+            sent = sum(made.push_bytes)
+            blocks = made.blocks("push")
+            written = 0
+            for _, _, _, _, run, loops in blocks:
+                for extent, _, _ in loops:
+                    run *= extent
+                written += run
+            messages = sum(size > 0 for size in made.push_bytes)
+            new, known = (seconds(op, world, extents, args, fresh) for fresh in (True, False))
+            print(
+                f"| {op} | {world} | {sent / MIB:.0f} MiB | {written / MIB:.0f} MiB | {messages} "
+                f"| {2 * (world - 1)} | {new * 1e6:.1f} us | {known * 1e6:.1f} us |"
+            )
+
+
+if __name__ == "__main__":
+    main()
