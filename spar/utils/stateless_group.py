@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from socket import SOCK_STREAM, create_server, getaddrinfo
+from socket import SOCK_STREAM, create_connection, create_server, getaddrinfo
 from socket import socket as Socket
 from typing import Any, NoReturn, cast
 
@@ -27,6 +27,7 @@ from .arithmetic import check_place, check_whole
 
 _LOOK = 50e-6  # seconds between the first two looks at the store
 _LOOK_AT_MOST = 0.05
+_TO_READ_THE_VERDICT = 0.5  # what rank 0 leaves the others where not all came, before it raises
 
 
 @dataclass(eq=False)
@@ -114,17 +115,16 @@ class StatelessProcessGroup:
                 f"{where} on rank {rank}: store_timeout is {store_timeout}; expected more than 0"
             )
         limit = timedelta(seconds=store_timeout)
-        socket = _listen(host, port) if rank == 0 else None
-        try:
+        with contextlib.ExitStack() as undo:
+            socket = undo.enter_context(_listen(host, port)) if rank == 0 else None
             store = open_store(host, port, rank, world_size, limit, socket)
-        except BaseException:
-            if socket is not None:
-                socket.close()
-            raise
-        group = StatelessProcessGroup(rank, world_size, store, socket, data_expiration_seconds)
-        with group._call("create"):
-            group._claim()
-            group._meet("create", store_timeout)
+            group = StatelessProcessGroup(rank, world_size, store, socket, data_expiration_seconds)
+            undo.callback(delattr, group, "store")  # the error's traceback would keep the port
+            del store
+            with group._call("create"):
+                group._claim()
+                group._meet("create", store_timeout)
+            undo.pop_all()
         return group
 
     def send_obj(self, obj: Any, dst: int) -> None:
@@ -238,31 +238,32 @@ class StatelessProcessGroup:
 
     def _meet(self, op: str, limit: float) -> None:
         """One verdict, set once, by the last rank to come or by the first to give up."""
-        store, ranks = self.store, range(self.world_size)
+        ranks = range(self.world_size)
         verdict = f"barrier/{self._barriers}"
         self._barriers += 1
         present, here = f"{verdict}/present", [f"{verdict}/{rank}" for rank in ranks]
-        store.set(here[self.rank], "")
-        if store.add(present, 1) == self.world_size:
-            store.compare_set(verdict, "", json.dumps([self.rank, limit, []]))
-        if not _until(lambda: store.check([verdict]), limit):
-            missing = [rank for rank in ranks if not store.check([here[rank]])]
-            store.compare_set(verdict, "", json.dumps([self.rank, limit, missing]))
-        who, waited, missing = json.loads(store.get(verdict))
-        if missing:
-            # a late rank finds the verdict as long as it is kept
-            self.entries.extend((key, time.monotonic()) for key in (verdict, present, here[self.rank]))
+        self.store.set(here[self.rank], "")
+        if self.store.add(present, 1) == self.world_size:
+            self.store.compare_set(verdict, "", json.dumps([self.rank, limit, []]))
+        if not _until(lambda: self.store.check([verdict]), limit):
+            missing = [rank for rank in ranks if not self.store.check([here[rank]])]
+            self.store.compare_set(verdict, "", json.dumps([self.rank, limit, missing]))
+        who, waited, missing = json.loads(self.store.get(verdict))
+        self.store.delete_key(here[self.rank])
+        self.store.add(present, -1)  # the last that rank 0 waits for: it may drop the store then
+        left = self.rank > 0 or _until(
+            lambda: self.store.add(present, 0) == 0, _TO_READ_THE_VERDICT if missing else limit
+        )
+        if missing:  # a late rank finds the verdict as long as it is kept
+            self.entries.extend((key, time.monotonic()) for key in (verdict, present))
             why = f"{_ranks(missing)} did not come while rank {who} waited for {waited:g} s"
             self._fail(op, why, tuple(missing))
-        store.delete_key(here[self.rank])
-        store.add(present, -1)  # the last that rank 0 waits for: it may drop the store then
-        if self.rank > 0:
-            return
-        if not _until(lambda: store.add(present, 0) == 0, limit):
-            stuck = [rank for rank in ranks if store.check([here[rank]])]
+        if not left:
+            stuck = [rank for rank in ranks if self.store.check([here[rank]])]
             self._fail(op, f"{_ranks(stuck)} came, but did not leave within {limit:g} s", tuple(stuck))
-        for key in (verdict, present):
-            store.delete_key(key)
+        if self.rank == 0:
+            for key in (verdict, present):
+                self.store.delete_key(key)
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -298,22 +299,36 @@ def open_store(
     host: str, port: int, rank: int, world_size: int, timeout: timedelta, socket: Socket | None
 ) -> Store:
     """The store that listens on the socket, or one that is connected to it."""
-    try:
-        return TCPStore(
-            host,
-            port if socket is None else socket.getsockname()[1],
-            world_size,
-            is_master=socket is not None,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=None if socket is None else os.dup(socket.fileno()),  # the store closes its own
-            use_libuv=False,  # with it torch 2.6 ignores the socket, and no torch takes objects above 8 MiB
-        )
-    except dist.DistError as error:
-        raise SparError(
-            f"create on rank {rank} of {world_size}: rank 0 was not reached at host {host!r}, port {port} "
-            f"within {timeout.total_seconds():g} s: {error}",
-            op="create",
-            rank=rank,
-            ranks=(0,),
-        ) from error
+    limit = timeout.total_seconds()
+    why: Exception | None = None if socket is not None else _unreached(host, port, limit)
+    if why is None:
+        try:
+            return TCPStore(
+                host,
+                port if socket is None else socket.getsockname()[1],
+                world_size,
+                is_master=socket is not None,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=None if socket is None else os.dup(socket.fileno()),  # it closes its own
+                use_libuv=False,  # which torch 2.6 gives no socket, and which takes no object above 8 MiB
+            )
+        except dist.DistError as error:
+            why = error
+    text = f"rank 0 was not reached at host {host!r}, port {port} within {limit:g} s: {why}"
+    raise SparError(f"create on rank {rank} of {world_size}: {text}", op="create", rank=rank, ranks=(0,))
+
+
+def _unreached(host: str, port: int, limit: float) -> OSError | None:
+    """Waits until somebody listens there; else what was wrong. The store's own wait does not hear Ctrl-C."""
+    failures: deque[OSError] = deque(maxlen=1)
+
+    def answers() -> bool:
+        try:
+            create_connection((host, port), timeout=min(limit, 1.0)).close()
+        except OSError as error:
+            failures.append(error)
+            return False
+        return True
+
+    return None if _until(answers, limit) else failures[-1]
