@@ -541,7 +541,7 @@ def serves(rank: int, folder: Path, host: str, ports: list[int], transport: str)
         dist.all_reduce(x, group=one)
         assert x.tolist() == [3.0] * 3
         x = torch.full((3,), place)
-        dist.broadcast(x, group=one, group_src=1)
+        one.broadcast(x, 1).wait()
         assert x.tolist() == [1] * 3
         one.barrier().wait()
         works_with_spar(one, place, world, transport)

@@ -71,9 +71,10 @@ def stateless_init_torch_distributed_process_group(
     """A ProcessGroup that leaves torch.distributed's global state alone. Collective. Source: seed 004.
 
     It works whether or not init_process_group was called, and beside any number of others. spar's operations
-    take it as their group, as do those of torch.distributed that need no global ranks: all_reduce, say, or
-    broadcast with group_src. Returns when all ranks are connected; from then on only
-    `stateless_destroy_torch_distributed_process_group` and nccl need the store in rank 0's process.
+    take it as their group, as do those of torch.distributed that need no global ranks, such as all_reduce;
+    the others are methods of the group: group.broadcast(tensor, root).wait(). Returns when all ranks are
+    connected; from then on only `stateless_destroy_torch_distributed_process_group` and nccl need the store
+    in rank 0's process.
 
     Args:
         host: a name or address, IPv4 or IPv6, of rank 0, whose store listens on it alone. The connections
