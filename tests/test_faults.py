@@ -22,13 +22,22 @@ TEARDOWN = "terminate called without an active exception"
 
 
 def start(
-    function: Callable[..., Any], world: int, folder: Path, *args: Any, meet: bool = True, **environment: str
+    function: Callable[..., Any],
+    world: int,
+    folder: Path,
+    *args: Any,
+    initialize: bool = True,
+    meet: bool = True,
+    **environment: str,
 ) -> list[Any]:
     """Runs function(rank, folder, *args) on fresh ranks, in a group of their own that has met."""
     context = mp.get_context("forkserver")  # which only imports torch: a fork of it is as good as new
     context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "spar"])
     processes = [
-        context.Process(target=_enter, args=(function, rank, world, folder, args, meet, environment))
+        context.Process(
+            target=_enter,
+            args=(function, rank, world, folder, args, initialize, meet, environment),
+        )
         for rank in range(world)
     ]
     for rank, process in enumerate(processes):
@@ -43,13 +52,15 @@ def _enter(
     world: int,
     folder: Path,
     args: tuple[Any, ...],
+    initialize: bool,
     meet: bool,
     environment: dict[str, str],
 ) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    if meet:
+    if initialize:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    if initialize and meet:
         spar.gather_forward_split_backward(torch.zeros(1), None, 0)
     function(rank, folder, *args)
     (folder / f"{rank}.ended").touch()

@@ -6,12 +6,15 @@ import inspect
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from test_faults import TEARDOWN
 
 import spar
+import spar.utils
 from spar import _C
 
 ROOT = Path(__file__).parent.parent
@@ -121,21 +124,44 @@ SIGNATURES = {
     "empty_cache": "",
     "memory_stats": "",
 }
+UTILS = {
+    "StatelessProcessGroup": "rank, world_size, store, socket, data_expiration_seconds=3600, "
+    "send_dst_counter=<factory>, recv_src_counter=<factory>, broadcast_send_counter=0, "
+    "broadcast_recv_src_counter=<factory>, entries=<factory>",
+    "StatelessProcessGroup.create": "host, port, rank, world_size, data_expiration_seconds=3600, "
+    "store_timeout=300",
+    "StatelessProcessGroup.send_obj": "self, obj, dst",
+    "StatelessProcessGroup.recv_obj": "self, src",
+    "StatelessProcessGroup.broadcast_obj": "self, obj, src",
+    "StatelessProcessGroup.all_gather_obj": "self, obj",
+    "StatelessProcessGroup.barrier": "self, timeout=30.0",
+    "StatelessProcessGroup.expire_data": "self",
+    "divide": "numerator, denominator",
+    "ensure_divisibility": "numerator, denominator",
+    "get_pp_indices": "num_layers, pp_rank, pp_size",
+    "init_gloo_process_group": "backend, prefix_store, group_rank, group_size, timeout",
+    "sched_yield": "",
+    "split_tensor_along_last_dim": "tensor, num_partitions, contiguous_split_chunks=False",
+    "stateless_destroy_torch_distributed_process_group": "pg",
+    "stateless_init_torch_distributed_process_group": "host, port, rank, world_size, backend",
+}
+TABLES = [(spar, SIGNATURES), (spar.utils, UTILS)]
 
 
-def test_signatures() -> None:
-    for name, expected in SIGNATURES.items():
-        parameters = inspect.signature(getattr(spar, name)).parameters.values()
+@pytest.mark.parametrize(("module", "table"), TABLES, ids=["spar", "utils"])
+def test_signatures(module: ModuleType, table: dict[str, str]) -> None:
+    for name, expected in table.items():
+        parameters = inspect.signature(attrgetter(name)(module)).parameters.values()
         plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
         assert ", ".join(map(str, plain)) == expected, name
-    functions = {name for name in spar.__all__ if inspect.isfunction(getattr(spar, name))}
-    assert functions == set(SIGNATURES)
+    functions = {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+    assert functions == {name for name in table if inspect.isfunction(getattr(module, name, None))}
 
 
-def test_every_public_name_is_documented() -> None:
-    for name in spar.__all__:
-        if name != "__version__":
-            assert inspect.getdoc(getattr(spar, name)), name
+@pytest.mark.parametrize(("module", "table"), TABLES, ids=["spar", "utils"])
+def test_every_public_name_is_documented(module: ModuleType, table: dict[str, str]) -> None:
+    for name in {*module.__all__, *table} - {"__version__", "USE_SCHED_YIELD"}:
+        assert inspect.getdoc(attrgetter(name)(module)), name
 
 
 def test_environment_is_documented() -> None:
