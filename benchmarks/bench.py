@@ -306,8 +306,8 @@ def median_of(runs: list[list[Row]]) -> list[Row]:
 def report(out: Path, title: str, rows: list[Row]) -> None:
     print_table(rows)
     facts = {"title": title, "spar": spar.__version__, "rows": [asdict(row) for row in rows]}
-    out.with_suffix(".json").write_text(json.dumps(facts, indent=1))
-    draw(out.with_suffix(".png"), rows, title)
+    Path(f"{out}.json").write_text(json.dumps(facts, indent=1))
+    draw(Path(f"{out}.png"), rows, title)
     print(f"{title}: {out}.json, {out}.png")
 
 
