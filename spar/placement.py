@@ -92,7 +92,7 @@ def get_dit_group() -> dist.ProcessGroup:
     return dit
 
 
-# A model's forward asks these three also where it runs in one process: without a topology they are 1 and 0.
+# What a model's forward asks, also where it runs in one process.
 
 
 def get_sequence_parallel_world_size() -> int:
