@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C, topology
 from .communicator import CALLS, Communicator, Place, Transport
 from .errors import SparError
 
@@ -85,7 +85,9 @@ def place_of(group: dist.ProcessGroup) -> Place:
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """What a group argument means: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a name, or None: WORLD.
+    """What a group argument means: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a name or None.
+
+    None is the current topology's sequence group; WORLD where there is none.
 
     Raises:
         ValueError: torch.distributed is not initialised, the mesh has more dims, the name is not known, or
@@ -95,6 +97,9 @@ def process_group(group: Group) -> dist.ProcessGroup:
     if group is not None and isinstance(group, dist.ProcessGroup):  # of None it takes long
         return group
     if group is None:
+        sequence = topology.sequence_group() if topology.in_use else None
+        if sequence is not None:
+            return sequence
         world = dist.group.WORLD if _distributed else None
         if world is None:
             raise ValueError(
@@ -137,7 +142,8 @@ def transport(group: Group = None, device: torch.device | str | None = None) -> 
     """Which transport moves a group's bytes, and why. Never communicates.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for
+            the current topology's sequence group (WORLD without one).
         device: the tensors' device type; "cpu" by default.
 
     Returns:

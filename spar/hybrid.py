@@ -24,11 +24,12 @@ _ALONE = Place(0, 1, 0)
 
 @constant
 def _places(state: ParallelState) -> tuple[Place, Place, Place]:
-    """In the ring, the ulysses and the cp group; the last where both others have more than one rank."""
+    """In the ring, the ulysses and the cp group; the last where both others have more than one rank, and its
+    own are in the order that one exchange needs."""
     ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
     in_ring = place_of(ring) if ring is not None and state.is_ring_enable() else _ALONE
     in_ulysses = place_of(ulysses) if ulysses is not None and state.is_ulysses_enable() else _ALONE
-    both = in_ring.world > 1 and in_ulysses.world > 1
+    both = in_ring.world > 1 and in_ulysses.world > 1 and state.is_cp_ring_by_ring()
     return in_ring, in_ulysses, place_of(cp) if cp is not None and both else _ALONE
 
 

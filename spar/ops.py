@@ -29,7 +29,7 @@ def all_to_all(
 
     Args:
         input_: any strided tensor of at least two dims, of any dtype; read through its strides.
-        process_group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         scatter_dim: the dim to scatter; each rank holds all of it, and keeps its share.
         gather_dim: the dim to gather; each rank holds its own part of it.
         gather_size: total extent of the gather dim, of which each rank must hold the size rule's share. By
@@ -78,7 +78,7 @@ def split_forward_gather_backward(
 
     Args:
         input_: any strided tensor, the same on all ranks.
-        process_group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim to split.
         split_sizes: one size for each rank that sum to the dim's extent; by default the size rule's.
         grad_scale: the gathered gradient is multiplied ("up") or divided ("down") by the group's size, left
@@ -117,7 +117,7 @@ def gather_forward_split_backward(
 
     Args:
         input_: this rank's part, any strided tensor.
-        process_group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim to concatenate.
         gather_sizes: one size for each rank; by default every rank is taken to hold as much as this one.
         grad_scale: this rank's part of the gradient is multiplied ("up") or divided ("down") by the group's
@@ -153,7 +153,7 @@ def load_balanced_split_forward_gather_backward(
 
     Args:
         input_: any strided tensor, the same on all ranks; its extent in dim is a multiple of 2P.
-        process_group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim to split.
 
     Returns:
@@ -178,7 +178,7 @@ def load_balanced_gather_forward_split_backward(
 
     Args:
         input_: this rank's two chunks, any strided tensor; all ranks hold as much.
-        process_group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim that was split.
 
     Returns:
@@ -208,7 +208,7 @@ def packed_data_split_forward_gather_backward(
 
     Args:
         hidden_states: the packed sequences, the same on all ranks; any strided tensor.
-        process_group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         sequence_lengths: a list or 1-D tensor; they sum to the extent of dim. Any may be 0.
         dim: the dim in which they lie.
 
@@ -242,7 +242,7 @@ def packed_data_gather_forward_split_backward(
         local_hidden_states: this rank's parts, one behind the other; any strided tensor.
         all_split_sizes: [P, sequences] what each rank holds of each sequence, as
             `cal_split_sizes_multi` gives it; a tensor or a nested list. Under torch.compile a nested list.
-        process_group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for WORLD.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim in which they lie.
 
     Returns:

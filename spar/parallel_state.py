@@ -1,221 +1,169 @@
-"""Which ranks share what: data, context and tensor parallelism over one DeviceMesh. Source: seed 003.
+"""Which ranks share what, in the spellings of three documents. docs/topology.md has them in one table.
 
-Context parallelism is ring x ulysses: first the ring cuts each sequence, then each ring rank's part is cut
-among its ulysses ranks. The rank in the combined "cp" group is ulysses rank * ring size + ring rank.
+They read and write one topology (`spar.topology`): the current one.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-_MESH = ("dp_replicate", "dp_shard", "ulysses", "ring", "tp")
-_FLAT = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "cp": ("ulysses", "ring"),
-    "dp_cp": ("dp_replicate", "dp_shard", "ulysses", "ring"),
-}
-_EXPERT_MESH = ("edp", "efsdp", "ep")
-_ALIASES = {"fsdp": "dp_shard_cp", "hsdp": "dp_cp"}
-NAMES = (*_MESH, *_FLAT, "dp_shard_cp", *_EXPERT_MESH, *_ALIASES)
+from . import groups as _groups
+from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
+from .model_parallel import (
+    HAS_FLASH_ATTN,
+    destroy_distributed_env,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    env_info,
+    init_distributed_environment,
+    init_dit_group,
+    init_model_parallel_group,
+    init_world_group,
+    initialize_model_parallel,
+    logger,
+    model_parallel_is_initialized,
+    set_seq_parallel_pg,
+)
+from .pipeline import PipelineGroupCoordinator
+from .placement import (
+    get_cfg_group,
+    get_classifier_free_guidance_rank,
+    get_classifier_free_guidance_world_size,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    get_dit_group,
+    get_dit_world_size,
+    get_dp_group,
+    get_fs_group,
+    get_fully_shard_rank,
+    get_fully_shard_world_size,
+    get_pipeline_parallel_rank,
+    get_pipeline_parallel_world_size,
+    get_pp_group,
+    get_ring_parallel_rank,
+    get_ring_parallel_world_size,
+    get_sequence_parallel_rank,
+    get_sequence_parallel_world_size,
+    get_sp_group,
+    get_ulysses_parallel_rank,
+    get_ulysses_parallel_world_size,
+    get_world_group,
+    is_dp_last_group,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
+)
+from .ranks import RankGenerator, generate_masked_orthogonal_rank_groups
+from .state import EXPERT_MESH, MESH, NAMES, ParallelState, check_fit, make_meshes, meshes_of
+from .topology import Topology, current, sequence_group
 
+if TYPE_CHECKING:
+    from .groups import Group
 
-class ParallelState:
-    """The groups of this rank, by name (NAMES). Without a mesh every size is 1, and there are no groups."""
+__all__ = [
+    "HAS_FLASH_ATTN",
+    "NAMES",
+    "GroupCoordinator",
+    "ParallelState",
+    "PipelineGroupCoordinator",
+    "RankGenerator",
+    "SequenceParallelGroupCoordinator",
+    "Topology",
+    "destroy_distributed_env",
+    "destroy_distributed_environment",
+    "destroy_model_parallel",
+    "destroy_parallel_state",
+    "env_info",
+    "generate_masked_orthogonal_rank_groups",
+    "get_cfg_group",
+    "get_classifier_free_guidance_rank",
+    "get_classifier_free_guidance_world_size",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_dit_group",
+    "get_dit_world_size",
+    "get_dp_group",
+    "get_fs_group",
+    "get_fully_shard_rank",
+    "get_fully_shard_world_size",
+    "get_parallel_state",
+    "get_pipeline_parallel_rank",
+    "get_pipeline_parallel_world_size",
+    "get_pp_group",
+    "get_ring_parallel_rank",
+    "get_ring_parallel_world_size",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_world_size",
+    "get_sp_group",
+    "get_ulysses_parallel_rank",
+    "get_ulysses_parallel_world_size",
+    "get_world_group",
+    "init_distributed_environment",
+    "init_dit_group",
+    "init_model_parallel_group",
+    "init_parallel_state",
+    "init_world_group",
+    "initialize_model_parallel",
+    "is_dp_last_group",
+    "is_parallel_state_initialized",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "logger",
+    "model_parallel_is_initialized",
+    "set_seq_parallel_pg",
+    "set_sequence_parallel_group",
+    "take_over_mesh",
+]
 
-    def __init__(self, meshes: dict[str, DeviceMesh] | None = None) -> None:
-        self._meshes = meshes or {}
-
-    def _known(self, name: str) -> str:
-        if name not in NAMES:
-            raise RuntimeError(f"there is no group named {name!r}; known: {', '.join(NAMES)}")
-        return _ALIASES.get(name, name)
-
-    def get_device_mesh(self, name: str) -> DeviceMesh | None:
-        """The 1-D mesh of this rank's group; None where there is none."""
-        return self._meshes.get(self._known(name))
-
-    def get_group(self, name: str) -> dist.ProcessGroup | None:
-        mesh = self.get_device_mesh(name)
-        return None if mesh is None else mesh.get_group()
-
-    def get_group_size(self, name: str) -> int:
-        mesh = self.get_device_mesh(name)
-        return 1 if mesh is None else mesh.size()
-
-    def get_rank(self, name: str) -> int:
-        """This rank's place in the group."""
-        mesh = self.get_device_mesh(name)
-        return 0 if mesh is None else mesh.get_local_rank()
-
-    def is_group_enable(self, name: str) -> bool:
-        """Whether the group has more than one rank."""
-        return self.get_group_size(name) > 1
-
-    def get_fsdp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of the parameters: dp_shard x cp."""
-        return self.get_group("fsdp")
-
-    def get_fsdp_rank(self) -> int:
-        return self.get_rank("fsdp")
-
-    def get_hsdp_group(self) -> dist.ProcessGroup | None:
-        """All ranks that hold copies or shares of the same parameters: dp_replicate x dp_shard x cp."""
-        return self.get_group("hsdp")
-
-    def get_hsdp_group_size(self) -> int:
-        return self.get_group_size("hsdp")
-
-    def get_hsdp_device_mesh(self) -> DeviceMesh | None:
-        """The 2-D mesh (dp_replicate, dp_shard_cp), as fully_shard takes it."""
-        return self._meshes.get("hsdp_mesh")
-
-    def is_dp_enable(self) -> bool:
-        return self.is_group_enable("dp")
-
-    def get_dp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("dp")
-
-    def get_dp_group_size(self) -> int:
-        return self.get_group_size("dp")
-
-    def get_dp_rank(self) -> int:
-        return self.get_rank("dp")
-
-    def get_dp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("dp")
-
-    def is_cp_enable(self) -> bool:
-        return self.is_group_enable("cp")
-
-    def get_cp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("cp")
-
-    def get_cp_group_size(self) -> int:
-        return self.get_group_size("cp")
-
-    def get_cp_rank(self) -> int:
-        return self.get_rank("cp")
-
-    def get_cp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("cp")
-
-    def is_ulysses_enable(self) -> bool:
-        return self.is_group_enable("ulysses")
-
-    def get_ulysses_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("ulysses")
-
-    def get_ulysses_group_size(self) -> int:
-        return self.get_group_size("ulysses")
-
-    def get_ulysses_rank(self) -> int:
-        return self.get_rank("ulysses")
-
-    def get_ulysses_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("ulysses")
-
-    def is_ring_enable(self) -> bool:
-        return self.is_group_enable("ring")
-
-    def get_ring_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("ring")
-
-    def get_ring_group_size(self) -> int:
-        return self.get_group_size("ring")
-
-    def get_ring_rank(self) -> int:
-        return self.get_rank("ring")
-
-    def get_ring_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("ring")
-
-    def is_tp_enable(self) -> bool:
-        return self.is_group_enable("tp")
-
-    def get_tp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("tp")
-
-    def get_tp_group_size(self) -> int:
-        return self.get_group_size("tp")
-
-    def get_tp_rank(self) -> int:
-        return self.get_rank("tp")
-
-    def get_tp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("tp")
-
-    def is_edp_enable(self) -> bool:
-        return self.is_group_enable("edp")
-
-    def get_edp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("edp")
-
-    def get_edp_group_size(self) -> int:
-        return self.get_group_size("edp")
-
-    def get_edp_rank(self) -> int:
-        return self.get_rank("edp")
-
-    def get_edp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("edp")
-
-    def is_efsdp_enable(self) -> bool:
-        return self.is_group_enable("efsdp")
-
-    def get_efsdp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("efsdp")
-
-    def get_efsdp_group_size(self) -> int:
-        return self.get_group_size("efsdp")
-
-    def get_efsdp_rank(self) -> int:
-        return self.get_rank("efsdp")
-
-    def get_efsdp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("efsdp")
-
-    def is_ep_enable(self) -> bool:
-        return self.is_group_enable("ep")
-
-    def get_ep_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("ep")
-
-    def get_ep_group_size(self) -> int:
-        return self.get_group_size("ep")
-
-    def get_ep_rank(self) -> int:
-        return self.get_rank("ep")
-
-    def get_ep_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("ep")
-
-
-_state: ParallelState | None = None
 _warned = False
 
-
-def _sizes(names: tuple[str, ...], sizes: tuple[int, ...]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+# ---- one sequence group: seed 001 ----
 
 
-def _check_fit(names: tuple[str, ...], sizes: tuple[int, ...], world: int) -> None:
-    product = 1
-    for size in sizes:
-        product *= size
-    if product != world:
-        hint = "" if dist.is_initialized() else "; call torch.distributed.init_process_group first"
-        raise ValueError(
-            f"init_parallel_state: {_sizes(names, sizes)} is {product} ranks; the world has {world}{hint}"
-        )
+def set_sequence_parallel_group(group: Group) -> None:
+    """Makes a group the current topology's sequence group. Source: seed 001.
+
+    A sequence group that `initialize_model_parallel` made goes before it. To those who ask for ring and
+    ulysses it is a ulysses group.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name; None takes it back.
+
+    Raises:
+        ValueError: no group of this rank; a DeviceMesh of more dims.
+    """
+    topology = current()
+    topology.given = None if group is None else _groups.process_group(group)
+    topology.refresh()
+
+
+def get_sequence_parallel_group() -> dist.ProcessGroup | None:
+    """The current topology's sequence group, whoever made it; None where there is none. Source: seed 001."""
+    return sequence_group()
+
+
+# ---- meshes: seed 003 ----
 
 
 def _divided(what: str, size: int, by: str, parts: int) -> int:
     if size % parts:
         raise ValueError(f"init_parallel_state: {what} is {size}; expected a multiple of {parts}, {by}")
     return size // parts
+
+
+def _check_no_state(what: str) -> None:
+    if current().mesh_state is not None:
+        raise RuntimeError(f"{what}: there is a parallel state; destroy_parallel_state() ends it")
+
+
+def _set_state(state: ParallelState | None) -> None:
+    topology = current()
+    topology.mesh_state = state
+    topology.refresh()
 
 
 def init_parallel_state(
@@ -228,7 +176,7 @@ def init_parallel_state(
     expert_fully_shard_parallel_size: int = 1,
     expert_data_parallel_size: int = 1,
 ) -> ParallelState:
-    """Makes the groups of this process's state. Collective: all ranks call it alike. Source: seed 003.
+    """Makes the groups of the current topology's state. Collective. Source: seed 003.
 
     The mesh is dp_replicate x dp_shard x ulysses x ring x tp, in this order of ranks, where dp_shard =
     fully_shard_parallel_size / (ring * ulysses), at least 1, and dp_replicate = data_parallel_size /
@@ -245,12 +193,10 @@ def init_parallel_state(
         ValueError: a size below 1, sizes that do not divide, a product that is not the world's size.
         RuntimeError: there is a state already; see `destroy_parallel_state`.
     """
-    global _state
     for name, size in locals().items():
         if size < 1:
             raise ValueError(f"init_parallel_state: {name} is {size}; expected at least 1")
-    if _state is not None:
-        raise RuntimeError("init_parallel_state: there is a parallel state; destroy_parallel_state() ends it")
+    _check_no_state("init_parallel_state")
     ring, ulysses = ring_attention_size, ulysses_parallel_size
     shard = 1
     if fully_shard_parallel_size > 1:
@@ -259,43 +205,50 @@ def init_parallel_state(
     replicate = _divided("data_parallel_size", data_parallel_size, "the ranks of dp_shard", shard)
     sizes = (replicate, shard, ulysses, ring, tensor_parallel_size)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    _check_fit(_MESH, sizes, world)
+    check_fit(MESH, sizes, world)
     experts = (expert_data_parallel_size, expert_fully_shard_parallel_size, expert_parallel_size)
     if experts != (1, 1, 1):
         if expert_data_parallel_size == 1:
             experts = (max(1, world // (experts[1] * experts[2])), *experts[1:])
-        _check_fit(_EXPERT_MESH, experts, world)
-    _state = ParallelState(_meshes(sizes, experts) if world > 1 else None)
-    return _state
+        check_fit(EXPERT_MESH, experts, world)
+    state = ParallelState(make_meshes(sizes, experts) if world > 1 else None)
+    _set_state(state)
+    return state
 
 
-def _meshes(sizes: tuple[int, ...], experts: tuple[int, ...]) -> dict[str, DeviceMesh]:
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=_MESH)
-    meshes = {name: mesh[name] for name in _MESH}
-    for name, dims in _FLAT.items():
-        meshes[name] = mesh[dims]._flatten(name)
-    # its own mesh: torch does not let a flattened dim be sliced together with others
-    replicate, shard, ulysses, ring, tensor = sizes
-    names = ("dp_replicate", "dp_shard_cp", "tp")
-    hybrid = init_device_mesh(device, (replicate, shard * ulysses * ring, tensor), mesh_dim_names=names)
-    meshes |= {"dp_shard_cp": hybrid["dp_shard_cp"], "hsdp_mesh": hybrid["dp_replicate", "dp_shard_cp"]}
-    if experts != (1, 1, 1):
-        expert_mesh = init_device_mesh(device, experts, mesh_dim_names=_EXPERT_MESH)
-        meshes |= {name: expert_mesh[name] for name in _EXPERT_MESH}
-    return meshes
+def take_over_mesh(mesh: DeviceMesh) -> ParallelState:
+    """Makes a DeviceMesh the current topology's state. Collective where it has ring and ulysses.
+
+    Args:
+        mesh: with dims named "ring" and "ulysses" (or one of them), or one of "cp" and "sp", which is then a
+            ulysses group. Other names of the parallel state (NAMES), as "tp", are taken over, too; any others
+            stay the mesh's own.
+
+    Raises:
+        ValueError: no such dim, or several that say the same.
+        RuntimeError: there is a state already; see `destroy_parallel_state`.
+    """
+    _check_no_state("take_over_mesh")
+    state = ParallelState(meshes_of(mesh))
+    _set_state(state)
+    return state
 
 
 def is_parallel_state_initialized() -> bool:
-    """Whether `init_parallel_state` was called. Source: seed 003."""
-    return _state is not None
+    """Whether the current topology has a state, whichever spelling made it. Source: seed 003."""
+    return current().state is not None
 
 
 def get_parallel_state() -> ParallelState:
-    """The state; without one, and with one warning, that of a single process. Source: seed 003."""
+    """The state; without one, and with one warning, that of a single process. Source: seed 003.
+
+    Where other spellings made the groups it shows those: their sequence group is cp, the names that they do
+    not have are of size 1.
+    """
     global _warned
-    if _state is not None:
-        return _state
+    state = current().state
+    if state is not None:
+        return state
     if not _warned:
         _warned = True
         warnings.warn(
@@ -308,5 +261,4 @@ def get_parallel_state() -> ParallelState:
 
 def destroy_parallel_state() -> None:
     """Forgets the state, so that another can be made; its groups are torch.distributed's to destroy."""
-    global _state
-    _state = None
+    _set_state(None)

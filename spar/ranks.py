@@ -1,0 +1,194 @@
+"""Which ranks form which groups: arithmetic on sizes, no communication. Source: seed 002."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+DEFAULT_ORDER = "tp-sp-pp-cfg-dp"
+
+
+def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """sum of i_k * stride_k for every i_k below size_k, the first one fastest."""
+    offsets = [0]
+    for size, stride in zip(sizes, strides, strict=True):
+        offsets = [i * stride + offset for i in range(size) for offset in offsets]
+    return offsets
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: list[int], mask: list[bool]
+) -> list[list[int]]:
+    """The groups over the masked dims of a layout whose first dim is the fastest. Source: seed 002.
+
+    rank = sum over dims k of i_k * (product of the sizes before k). Ranks that differ in masked dims alone
+    share a group: 2 x 2 x 2 (tp-pp-dp) with the mask of dp gives [0, 4], [1, 5], [2, 6], [3, 7].
+
+    Args:
+        world_size: the product of parallel_size.
+        parallel_size: the size of each dim.
+        mask: for each dim whether a group spans it.
+
+    Raises:
+        ValueError: a product other than world_size, a mask of another length.
+    """
+    if len(mask) != len(parallel_size):
+        raise ValueError(f"mask is {mask}; expected one entry for each of the sizes {parallel_size}")
+    if math.prod(parallel_size) != world_size:
+        raise ValueError(f"parallel_size is {parallel_size}; expected a product of {world_size}, the world")
+    strides = [1, *itertools.accumulate(parallel_size, lambda a, b: a * b)][:-1]
+
+    def over(chosen: bool) -> list[int]:
+        dims = [k for k, masked in enumerate(mask) if bool(masked) == chosen]
+        return _offsets([parallel_size[k] for k in dims], [strides[k] for k in dims])
+
+    inside = over(True)
+    return [[start + offset for offset in inside] for start in over(False)]
+
+
+class RankGenerator:
+    """Rank groups of a layout of orthogonal dims, the first in `order` fastest. Source: seed 002.
+
+    Args:
+        tp, sp, pp, cfg, dp: sizes of the tensor, sequence, pipeline, guidance and data dims.
+        fs: fully sharded ranks, outside the order: they cut the world into runs.
+        order: dims joined by "-"; those of size 1 may be left out, and come last.
+        rank_offset: the first rank of the layout.
+
+    Attributes:
+        world_size: tp * sp * pp * cfg * dp.
+        ep: tp * sp * cfg * dp, the ranks that share the experts.
+        order, ordered_size: the dims with those that were left out, and their sizes.
+
+    Raises:
+        RuntimeError: a dim of more than 1 that the order leaves out.
+        ValueError: a size below 1, an order with an unknown or a repeated dim.
+    """
+
+    def __init__(
+        self,
+        tp: int,
+        sp: int,
+        pp: int,
+        cfg: int,
+        dp: int,
+        fs: int = 1,
+        order: str = DEFAULT_ORDER,
+        rank_offset: int = 0,
+    ) -> None:
+        self.tp, self.sp, self.pp, self.cfg, self.dp, self.fs = tp, sp, pp, cfg, dp, fs
+        self.rank_offset = rank_offset
+        self.name_to_size = {"tp": tp, "sp": sp, "pp": pp, "cfg": cfg, "dp": dp, "fs": fs}
+        for name, size in self.name_to_size.items():
+            if size < 1:
+                raise ValueError(f"RankGenerator: {name} is {size}; expected at least 1")
+        self.world_size = tp * sp * pp * cfg * dp
+        self.ep = tp * sp * cfg * dp
+        dims = [name for name in self.name_to_size if name != "fs"]
+        listed = order.lower().split("-")
+        if len(set(listed)) != len(listed) or not set(listed) <= set(dims):
+            raise ValueError(f"RankGenerator: order is {order!r}; expected each of {dims} once at most")
+        for name in dims:
+            if name not in listed:
+                if self.name_to_size[name] != 1:
+                    raise RuntimeError(
+                        f"RankGenerator: {name} is {self.name_to_size[name]}, "
+                        f"but the order {order!r} leaves it out"
+                    )
+                listed.append(name)
+        self.order = "-".join(listed)
+        self.ordered_size = [self.name_to_size[name] for name in listed]
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """For each dim of the order whether the token, dims joined by "-", names it.
+
+        Raises:
+            ValueError: the token names what is not in the order.
+        """
+        dims, chosen = order.split("-"), token.split("-")
+        if not set(chosen) <= set(dims):
+            raise ValueError(f"RankGenerator: token is {token!r}; expected dims of {order!r}, joined by '-'")
+        return [dim in chosen for dim in dims]
+
+    def get_ranks(self, token: str, independent_ranks: bool = False) -> list[list[int]]:
+        """The groups over the token's dims, in the order of their first ranks.
+
+        Args:
+            token: dims joined by "-", as "tp-dp".
+            independent_ranks: cut the world into runs of the token's size instead ("fs").
+
+        Raises:
+            ValueError: an unknown token; runs that do not divide the world.
+        """
+        if independent_ranks:
+            size = math.prod(self.name_to_size[name] for name in self._known(token))
+            if self.world_size % size:
+                raise ValueError(
+                    f"RankGenerator: {token} is {size}; expected a divisor of {self.world_size}, "
+                    f"the ranks of {self}"
+                )
+            groups = [list(range(start, start + size)) for start in range(0, self.world_size, size)]
+        else:
+            mask = self.get_mask(self.order, token)
+            groups = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
+        return [[rank + self.rank_offset for rank in group] for group in groups]
+
+    def _known(self, token: str) -> list[str]:
+        names = token.split("-")
+        if not set(names) <= set(self.name_to_size):
+            raise ValueError(f"RankGenerator: token is {token!r}; known: {', '.join(self.name_to_size)}")
+        return names
+
+    def __str__(self) -> str:
+        """The layout, as errors print it."""
+        sizes = zip(self.order.split("-"), self.ordered_size, strict=True)
+        return " x ".join(f"{name} {size}" for name, size in sizes) + f" (fs {self.fs})"
+
+
+def sequence_rank_groups(
+    ulysses: int, ring: int, world_size: int, use_ulysses_low: bool, sp_group_ranks: list[list[int]] | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The ulysses groups and the ring groups inside of each sequence group, in one order.
+
+    Raises:
+        AssertionError: world_size is no multiple of ulysses * ring.
+        ValueError: a size below 1; groups of another size, or that are not world_size ranks together.
+    """
+    for name, degree in (("sp_ulysses_degree", ulysses), ("sp_ring_degree", ring)):
+        if degree < 1:
+            raise ValueError(f"{name} is {degree}; expected at least 1")
+    size = ulysses * ring
+    layout = f"ulysses {ulysses} x ring {ring}"
+    if world_size % size:
+        raise AssertionError(f"world_size is {world_size}; expected a multiple of {size}, {layout}")
+    if sp_group_ranks is None:
+        sp_group_ranks = [list(range(start, start + size)) for start in range(0, world_size, size)]
+    if len(sp_group_ranks) * size != world_size or any(len(ranks) != size for ranks in sp_group_ranks):
+        raise ValueError(
+            f"sp_group_ranks is {sp_group_ranks}; "
+            f"expected {world_size // size} groups of {size} ranks, {layout}"
+        )
+    low = ulysses if use_ulysses_low else ring
+    runs = [ranks[i : i + low] for ranks in sp_group_ranks for i in range(0, size, low)]
+    strided = [ranks[i::low] for ranks in sp_group_ranks for i in range(low)]
+    return (runs, strided) if use_ulysses_low else (strided, runs)
+
+
+def check_groups(what: str, groups: list[list[int]], world_size: int) -> None:
+    """Rank groups as they can be made: no rank twice, none that the world does not have.
+
+    Raises:
+        ValueError: otherwise; it prints them.
+    """
+    ranks = [rank for group in groups for rank in group]
+    if (
+        not ranks
+        or not all(groups)
+        or len(set(ranks)) != len(ranks)
+        or not set(ranks) <= set(range(world_size))
+    ):
+        raise ValueError(
+            f"{what}: the groups are {groups}; "
+            f"expected ranks 0 to {world_size - 1}, each at most once, and no empty group"
+        )

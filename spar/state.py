@@ -1,0 +1,269 @@
+"""This rank's groups by name, as DeviceMeshes make them: data, context, tensor and expert parallelism.
+
+Context parallelism is ring x ulysses: first the ring cuts each sequence, then each ring rank's part is cut
+among its ulysses ranks. The rank in the combined "cp" group is ulysses rank * ring size + ring rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+MESH = ("dp_replicate", "dp_shard", "ulysses", "ring", "tp")
+FLAT = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "cp": ("ulysses", "ring"),
+    "dp_cp": ("dp_replicate", "dp_shard", "ulysses", "ring"),
+}
+EXPERT_MESH = ("edp", "efsdp", "ep")
+_ALIASES = {"fsdp": "dp_shard_cp", "hsdp": "dp_cp"}
+NAMES = (*MESH, *FLAT, "dp_shard_cp", *EXPERT_MESH, *_ALIASES)
+
+
+def _device(group: dist.ProcessGroup | None = None) -> str:
+    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+
+
+class ParallelState:
+    """The groups of this rank, by name (NAMES); a name without one has size 1, rank 0. Source: seed 003."""
+
+    def __init__(
+        self, meshes: dict[str, DeviceMesh] | None = None, groups: dict[str, dist.ProcessGroup] | None = None
+    ) -> None:
+        self._meshes = meshes or {}
+        self._groups = groups or {}  # those that no mesh has
+        self._ring_by_ring: bool | None = None
+
+    def _known(self, name: str) -> str:
+        if name not in NAMES:
+            raise RuntimeError(f"there is no group named {name!r}; known: {', '.join(NAMES)}")
+        return _ALIASES.get(name, name)
+
+    def get_device_mesh(self, name: str) -> DeviceMesh | None:
+        """The 1-D mesh of this rank's group; None where there is none."""
+        name = self._known(name)
+        if name not in self._meshes and name in self._groups:
+            group = self._groups[name]
+            self._meshes[name] = DeviceMesh.from_group(group, _device(group), mesh_dim_names=(name,))
+        return self._meshes.get(name)
+
+    def get_group(self, name: str) -> dist.ProcessGroup | None:
+        name = self._known(name)
+        mesh = self._meshes.get(name)
+        return self._groups.get(name) if mesh is None else mesh.get_group()
+
+    def get_group_size(self, name: str) -> int:
+        group = self.get_group(name)
+        return 1 if group is None else group.size()
+
+    def get_rank(self, name: str) -> int:
+        """This rank's place in the group."""
+        group = self.get_group(name)
+        return 0 if group is None else group.rank()
+
+    def is_cp_ring_by_ring(self) -> bool:
+        """Whether the rank in cp is ulysses rank * ring size + ring rank. The same on all ranks of cp.
+
+        So it is where `init_parallel_state` made the groups; other layouts may have it the other way round.
+        """
+        if self._ring_by_ring is None:
+            cp, ring = self.get_group("cp"), self.get_group("ring")
+            if cp is None or ring is None:
+                return False
+            ranks, size = dist.get_process_group_ranks(cp), ring.size()
+            start = cp.rank() // size * size
+            self._ring_by_ring = ranks[start : start + size] == dist.get_process_group_ranks(ring)
+        return self._ring_by_ring
+
+    def is_group_enable(self, name: str) -> bool:
+        """Whether the group has more than one rank."""
+        return self.get_group_size(name) > 1
+
+    def get_fsdp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one copy of the parameters: dp_shard x cp."""
+        return self.get_group("fsdp")
+
+    def get_fsdp_rank(self) -> int:
+        return self.get_rank("fsdp")
+
+    def get_hsdp_group(self) -> dist.ProcessGroup | None:
+        """All ranks that hold copies or shares of the same parameters: dp_replicate x dp_shard x cp."""
+        return self.get_group("hsdp")
+
+    def get_hsdp_group_size(self) -> int:
+        return self.get_group_size("hsdp")
+
+    def get_hsdp_device_mesh(self) -> DeviceMesh | None:
+        """The 2-D mesh (dp_replicate, dp_shard_cp), as fully_shard takes it."""
+        return self._meshes.get("hsdp_mesh")
+
+    def is_dp_enable(self) -> bool:
+        return self.is_group_enable("dp")
+
+    def get_dp_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("dp")
+
+    def get_dp_group_size(self) -> int:
+        return self.get_group_size("dp")
+
+    def get_dp_rank(self) -> int:
+        return self.get_rank("dp")
+
+    def get_dp_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("dp")
+
+    def is_cp_enable(self) -> bool:
+        return self.is_group_enable("cp")
+
+    def get_cp_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("cp")
+
+    def get_cp_group_size(self) -> int:
+        return self.get_group_size("cp")
+
+    def get_cp_rank(self) -> int:
+        return self.get_rank("cp")
+
+    def get_cp_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("cp")
+
+    def is_ulysses_enable(self) -> bool:
+        return self.is_group_enable("ulysses")
+
+    def get_ulysses_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("ulysses")
+
+    def get_ulysses_group_size(self) -> int:
+        return self.get_group_size("ulysses")
+
+    def get_ulysses_rank(self) -> int:
+        return self.get_rank("ulysses")
+
+    def get_ulysses_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("ulysses")
+
+    def is_ring_enable(self) -> bool:
+        return self.is_group_enable("ring")
+
+    def get_ring_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("ring")
+
+    def get_ring_group_size(self) -> int:
+        return self.get_group_size("ring")
+
+    def get_ring_rank(self) -> int:
+        return self.get_rank("ring")
+
+    def get_ring_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("ring")
+
+    def is_tp_enable(self) -> bool:
+        return self.is_group_enable("tp")
+
+    def get_tp_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("tp")
+
+    def get_tp_group_size(self) -> int:
+        return self.get_group_size("tp")
+
+    def get_tp_rank(self) -> int:
+        return self.get_rank("tp")
+
+    def get_tp_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("tp")
+
+    def is_edp_enable(self) -> bool:
+        return self.is_group_enable("edp")
+
+    def get_edp_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("edp")
+
+    def get_edp_group_size(self) -> int:
+        return self.get_group_size("edp")
+
+    def get_edp_rank(self) -> int:
+        return self.get_rank("edp")
+
+    def get_edp_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("edp")
+
+    def is_efsdp_enable(self) -> bool:
+        return self.is_group_enable("efsdp")
+
+    def get_efsdp_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("efsdp")
+
+    def get_efsdp_group_size(self) -> int:
+        return self.get_group_size("efsdp")
+
+    def get_efsdp_rank(self) -> int:
+        return self.get_rank("efsdp")
+
+    def get_efsdp_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("efsdp")
+
+    def is_ep_enable(self) -> bool:
+        return self.is_group_enable("ep")
+
+    def get_ep_group(self) -> dist.ProcessGroup | None:
+        return self.get_group("ep")
+
+    def get_ep_group_size(self) -> int:
+        return self.get_group_size("ep")
+
+    def get_ep_rank(self) -> int:
+        return self.get_rank("ep")
+
+    def get_ep_device_mesh(self) -> DeviceMesh | None:
+        return self.get_device_mesh("ep")
+
+
+def check_fit(names: tuple[str, ...], sizes: tuple[int, ...], world: int) -> None:
+    """Raises ValueError, which prints the layout, where it has not as many ranks as the world."""
+    product = math.prod(sizes)
+    if product != world:
+        layout = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+        hint = "" if dist.is_initialized() else "; call torch.distributed.init_process_group first"
+        raise ValueError(f"init_parallel_state: {layout} is {product} ranks; the world has {world}{hint}")
+
+
+def make_meshes(sizes: tuple[int, ...], experts: tuple[int, ...]) -> dict[str, DeviceMesh]:
+    """The meshes of a state, from the sizes of MESH and EXPERT_MESH. Collective."""
+    device = _device()
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=MESH)
+    meshes = {name: mesh[name] for name in MESH}
+    for name, dims in FLAT.items():
+        meshes[name] = mesh[dims]._flatten(name)
+    # its own mesh: torch does not let a flattened dim be sliced together with others
+    replicate, shard, ulysses, ring, tensor = sizes
+    names = ("dp_replicate", "dp_shard_cp", "tp")
+    hybrid = init_device_mesh(device, (replicate, shard * ulysses * ring, tensor), mesh_dim_names=names)
+    meshes |= {"dp_shard_cp": hybrid["dp_shard_cp"], "hsdp_mesh": hybrid["dp_replicate", "dp_shard_cp"]}
+    if experts != (1, 1, 1):
+        expert_mesh = init_device_mesh(device, experts, mesh_dim_names=EXPERT_MESH)
+        meshes |= {name: expert_mesh[name] for name in EXPERT_MESH}
+    return meshes
+
+
+def meshes_of(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """The meshes of a state, from dims that a mesh already has. Collective where ring x ulysses is flattened.
+
+    Raises:
+        ValueError: no dim of context parallelism, or several that say the same.
+    """
+    dims = tuple(mesh.mesh_dim_names or ())
+    combined = [name for name in ("cp", "sp") if name in dims]
+    levels = tuple(name for name in dims if name in ("ulysses", "ring"))
+    if len(combined) + bool(levels) != 1:
+        raise ValueError(
+            f"take_over_mesh: the mesh is {mesh} with the dims {dims}; "
+            'expected "ring" and "ulysses", one of them, or one of "cp" and "sp"'
+        )
+    meshes = {name: mesh[name] for name in dims if name in NAMES}
+    if combined:
+        meshes["cp"] = meshes["ulysses"] = mesh[combined[0]]
+    else:
+        meshes["cp"] = mesh[levels]._flatten("cp") if len(levels) > 1 else mesh[levels[0]]
+    return meshes

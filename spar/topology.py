@@ -1,0 +1,173 @@
+"""The groups that a process works with, and which of several such sets is the current one.
+
+Three documents spell them differently (the parallel state of seed 003, the coordinators of seed 002, one
+sequence group of seed 001). Here they are kept, once; `spar.parallel_state` has the spellings.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from .state import ParallelState
+
+if TYPE_CHECKING:
+    from .coordinators import GroupCoordinator
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+in_use = False  # whether any topology ever had a sequence group; until then None is WORLD
+_all: weakref.WeakSet[Topology] = weakref.WeakSet()
+
+
+class Topology:
+    """Which ranks share what. `with topology:` makes it the current one, for this thread.
+
+    Every process has one from the start, which is current in all threads that entered no other. The functions
+    of `spar.parallel_state` read and write the current one. Entering nests, and the same topology may be
+    entered several times, also by several threads at once.
+
+    An operation resolves its group in forward and keeps it for backward. What torch.utils.checkpoint computes
+    again runs in the topology of its first run, wherever backward is called, in both of its modes.
+
+    Attributes:
+        coordinators: those of seed 002, by name: world, dp, cfg, pp, sp, tp, fs, ep.
+        dit: the group of all ranks of the model.
+        given: the group that `set_sequence_parallel_group` was given.
+        mesh_state: the state that `init_parallel_state` or `take_over_mesh` made.
+        sequence: the sequence group: that of the coordinator "sp", else the given one, else the state's cp.
+        sequence_state: its ring and ulysses groups.
+        state: what `get_parallel_state` returns: mesh_state, else what the other two amount to.
+    """
+
+    def __init__(self) -> None:
+        self.coordinators: dict[str, GroupCoordinator] = {}
+        self.views: dict[str, GroupCoordinator] = {}  # coordinators over groups that other spellings made
+        self.dit: dist.ProcessGroup | None = None
+        self.given: dist.ProcessGroup | None = None
+        self.mesh_state: ParallelState | None = None
+        self.sequence: dist.ProcessGroup | None = None
+        self.sequence_state: ParallelState | None = None
+        self.state: ParallelState | None = None
+        _all.add(self)
+        if len(_all) > 1:
+            _capture_in_checkpoints()
+
+    def __enter__(self) -> Topology:
+        _entered.outer.append(_entered.topology)
+        _entered.topology = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.topology = _entered.outer.pop()
+
+    def refresh(self) -> None:
+        """After a spelling wrote: what the others read."""
+        global in_use
+        self.views = {}
+        sp = self.coordinators.get("sp")
+        if sp is not None:
+            self.sequence_state = ParallelState(groups=self._named())
+        elif self.given is not None:
+            self.sequence_state = ParallelState(groups={"cp": self.given, "ulysses": self.given})
+        else:
+            self.sequence_state = self.mesh_state
+        self.sequence = None if self.sequence_state is None else self.sequence_state.get_group("cp")
+        self.state = self.sequence_state if self.mesh_state is None else self.mesh_state
+        in_use = in_use or self.sequence is not None
+
+    def _named(self) -> dict[str, dist.ProcessGroup]:
+        """The coordinators' groups by the names of the parallel state."""
+        names = {"dp": "dp", "tp": "tp", "ep": "ep", "fs": "dp_shard_cp", "sp": "cp"}
+        found = {new: self.coordinators[old].group for old, new in names.items() if old in self.coordinators}
+        sp: Any = self.coordinators["sp"]
+        return found | {"ulysses": sp.ulysses_group, "ring": sp.ring_group}
+
+    def forget(self) -> None:
+        """Lets go of all groups; who made them destroys them."""
+        self.coordinators = {}
+        self.dit = self.given = self.mesh_state = None
+        self.refresh()
+
+
+class _Entered(threading.local):
+    """Of a thread. No ContextVar: torch.compile guards this one."""
+
+    def __init__(self) -> None:
+        self.topology: Topology | None = None
+        self.outer: list[Topology | None] = []
+
+
+_entered = _Entered()
+
+
+def current() -> Topology:
+    """The topology that this thread entered last, else the process's own."""
+    topology = _entered.topology
+    return _default if topology is None else topology
+
+
+def process_wide() -> Topology:
+    """The one that is current where none was entered."""
+    return _default
+
+
+def sequence_group() -> dist.ProcessGroup | None:
+    """The current topology's sequence group; None where it has none (size 1)."""
+    return current().sequence
+
+
+def forget_all() -> None:
+    """Every group of the process is gone."""
+    for topology in list(_all):
+        topology.forget()
+
+
+def bind(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, called in the topology that is current now, whenever and in whatever thread it runs.
+
+    For what runs later: a thread's work, a hook, a checkpoint that is not torch's.
+    """
+    topology = current()
+
+    @functools.wraps(function, updated=())  # a module has more in its __dict__ than a function
+    def bound(*args: P.args, **kwargs: P.kwargs) -> R:
+        with topology:
+            return function(*args, **kwargs)
+
+    return bound
+
+
+@functools.cache
+def _capture_in_checkpoints() -> None:
+    """From now on what torch.utils.checkpoint will compute again is bound when it is first computed.
+
+    That is in backward, outside of the `with` and maybe on a thread of autograd's, where nothing thread-local
+    and no contextvar comes from forward; context_fn is the caller's, and use_reentrant=True has none.
+    """
+    from torch.utils import checkpoint
+
+    # use_reentrant=True
+    forward: Callable[..., Any] = checkpoint.CheckpointFunction.forward
+
+    def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, bind(run_function), *args)
+
+    checkpoint.CheckpointFunction.forward = staticmethod(bound_forward)  # type: ignore[method-assign]
+
+    # use_reentrant=False
+    init = checkpoint._CheckpointFrame.__init__
+
+    def bound_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        init(self, bind(recompute_fn), *args, **kwargs)
+
+    checkpoint._CheckpointFrame.__init__ = bound_init  # type: ignore[method-assign]
+
+
+_default = Topology()

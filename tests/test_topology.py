@@ -1,0 +1,413 @@
+"""One topology in three spellings, several in a process, and which one backward and recompute see."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import assert_same, cells, owned, zigzag
+from test_faults import finish, start
+from test_hybrid import exchanges
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import spar
+from spar import parallel_state as ps
+from spar.groups import process_group
+from spar.topology import Topology, bind, current, sequence_group
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    return spar.gather_forward_split_backward(x, None, 0, None, None)
+
+
+# ---- three spellings ----
+
+
+def spellings(rank: int, folder: Path) -> None:
+    low, high = rank % 2, rank // 2
+    whole, owners = cells((16, 3), torch.float32), zigzag(16, 2, 2)
+    world = process_group(None)
+    assert sequence_group() is None
+    assert world is dist.group.WORLD, "until there is a sequence group"
+
+    def check(ulysses: int, ring: int, ulysses_ranks: list[int], ring_ranks: list[int], steps: int) -> None:
+        """Every spelling tells the same, and what goes by one of them is right."""
+        sp, state = ps.get_sp_group(), ps.get_parallel_state()
+        assert ps.is_parallel_state_initialized()
+        assert sequence_group() is process_group(None) is ps.get_sequence_parallel_group() is sp.device_group
+        assert state.get_cp_group() is sp.device_group
+        assert (sp.world_size, sp.rank_in_group) == (4, rank)
+        assert (ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()) == (4, rank)
+        assert ranks_of(sp.ulysses_group) == ranks_of(state.get_ulysses_group()) == ulysses_ranks
+        assert ranks_of(sp.ring_group) == ranks_of(state.get_ring_group()) == ring_ranks
+        for name, place in (("ulysses", ulysses), ("ring", ring)):
+            assert getattr(sp, f"{name}_world_size") == getattr(ps, f"get_{name}_parallel_world_size")() == 2
+            assert getattr(sp, f"{name}_rank") == getattr(ps, f"get_{name}_parallel_rank")() == place
+            assert getattr(state, f"get_{name}_rank")() == place
+        part = spar.split_forward_gather_backward_with_cp(whole, 0)
+        assert_same(part, owned(whole, owners, 0, ulysses * 2 + ring))
+        before = exchanges()
+        assert_same(spar.gather_forward_split_backward_with_cp(part, 0, 16), whole)
+        assert exchanges() == before + steps
+        gathered = sp.all_gather(torch.tensor([rank]))
+        assert isinstance(gathered, torch.Tensor)
+        assert gathered.tolist() == [0, 1, 2, 3]
+
+    state = ps.init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    check(high, low, [low, low + 2], [2 * high, 2 * high + 1], 1)
+    assert ps.get_dp_group().ranks == [rank]
+    assert ps.get_data_parallel_world_size() == 1
+    assert not ps.model_parallel_is_initialized()
+    pair = dist.new_subgroups(2)[0]
+    ps.set_sequence_parallel_group(pair)  # goes before the state's
+    assert ps.get_sequence_parallel_group() is pair
+    assert ps.get_ulysses_parallel_world_size() == 2
+    assert ps.get_parallel_state() is state
+    ps.set_sequence_parallel_group(None)
+    ps.destroy_parallel_state()
+    assert sequence_group() is None
+    assert not ps.is_parallel_state_initialized()
+
+    ps.initialize_model_parallel(ulysses_degree=2, ring_degree=2)
+    check(low, high, [2 * high, 2 * high + 1], [low, low + 2], 2)  # its cp is in another order
+    ps.set_sequence_parallel_group(pair)
+    assert ps.get_sequence_parallel_world_size() == 4, "the initialised one goes before the given one"
+    dist.barrier()
+    ps.destroy_model_parallel()
+
+    assert ps.get_sequence_parallel_group() is pair is process_group(None)
+    state = ps.get_parallel_state()
+    assert (state.get_cp_group(), state.get_ulysses_group(), state.get_ring_group()) == (pair, pair, None)
+    assert (ps.get_ring_parallel_world_size(), ps.get_ulysses_parallel_rank()) == (1, low)
+    assert (ps.get_sp_group().ranks, ps.get_sp_group().ring_world_size) == (ranks_of(pair), 1)
+    x = torch.arange(3.0)
+    assert_same(spar.split_forward_gather_backward_with_cp(x, 0), x.split([2, 1])[low])
+    assert_same(gather(torch.tensor([rank])), torch.tensor([2 * high, 2 * high + 1]))
+    ps.set_sequence_parallel_group(init_device_mesh("cpu", (4,)))
+    assert ps.get_sequence_parallel_world_size() == 4
+    ps.set_sequence_parallel_group(None)
+    assert process_group(None) is world
+    dist.barrier()
+
+
+def test_three_spellings(tmp_path: Path) -> None:
+    assert finish(start(spellings, 4, tmp_path), 90) == [0] * 4
+
+
+def meshes(rank: int, folder: Path) -> None:
+    low, high = rank % 2, rank // 2
+    whole, owners = cells((16, 3), torch.float32), zigzag(16, 2, 2)
+    for dims, steps in ((("ulysses", "ring"), 1), (("ring", "ulysses"), 2)):
+        with Topology():
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+            state = ps.take_over_mesh(mesh)
+            assert state.get_ring_group() is mesh.get_group("ring")
+            assert ps.get_sp_group().ulysses_group is mesh.get_group("ulysses")
+            ulysses, ring = (high, low) if dims[0] == "ulysses" else (low, high)
+            part = spar.split_forward_gather_backward_with_cp(whole, 0)
+            assert_same(part, owned(whole, owners, 0, ulysses * 2 + ring))
+            before = exchanges()
+            assert_same(spar.gather_forward_split_backward_with_cp(part, 0, 16), whole)
+            assert exchanges() == before + steps
+            with pytest.raises(RuntimeError, match="destroy_parallel_state"):
+                ps.take_over_mesh(mesh)
+    for name in ("cp", "sp"):
+        with Topology():
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp"))
+            state = ps.take_over_mesh(mesh)
+            assert process_group(None) is mesh.get_group(name) is state.get_cp_group()
+            assert state.get_tp_group() is mesh.get_group("tp")
+            assert (ps.get_ulysses_parallel_rank(), ps.get_ring_parallel_world_size()) == (high, 1)
+    with Topology():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
+        ps.take_over_mesh(mesh)
+        assert process_group(None) is mesh.get_group("ring")
+        assert (ps.get_ring_parallel_rank(), ps.get_ulysses_parallel_world_size()) == (low, 1)
+    with Topology():
+        for names in (("dp", "tp"), ("cp", "ring"), ("cp", "sp")):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            with pytest.raises(ValueError, match=r"with the dims \(.*expected .ring. and .ulysses."):
+                ps.take_over_mesh(mesh)
+    assert sequence_group() is None
+    dist.barrier()
+
+
+def test_a_mesh_that_is_there(tmp_path: Path) -> None:
+    assert finish(start(meshes, 4, tmp_path), 60) == [0] * 4
+
+
+# ---- several topologies ----
+
+
+def two(rank: int) -> tuple[Topology, Topology]:
+    """Over the pairs 01 23, and 02 13."""
+    a, b = Topology(), Topology()
+    with a:
+        ps.initialize_model_parallel(data_parallel_size=2, ulysses_degree=2)
+    with b:
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        ps.set_sequence_parallel_group(groups[rank % 2])
+    return a, b
+
+
+def several(rank: int, folder: Path) -> None:
+    own = torch.tensor([rank])
+    a, b = two(rank)
+    in_a, in_b = torch.tensor([rank // 2 * 2, rank // 2 * 2 + 1]), torch.tensor([rank % 2, rank % 2 + 2])
+    everybody = torch.arange(4)
+    assert_same(gather(own), everybody)
+    with a:
+        assert current() is a
+        assert_same(gather(own), in_a)
+        with b:
+            assert_same(gather(own), in_b)
+            with a, b, b:
+                assert_same(gather(own), in_b)
+            with pytest.raises(KeyError), a:
+                raise KeyError
+            assert_same(gather(own), in_b)
+            assert not ps.model_parallel_is_initialized()
+        assert_same(gather(own), in_a)
+        assert ps.model_parallel_is_initialized()
+        seen: list[Any] = []
+        in_this = bind(lambda: current())
+        thread = threading.Thread(target=lambda: seen.extend([current(), in_this(), current()]))
+        thread.start()
+        thread.join()
+        assert seen[0] is seen[2] is not a, "another thread sees the process's own"
+        assert seen[1] is a
+    assert_same(gather(own), everybody)
+    assert bind(torch.nn.Linear(1, 1))(torch.ones(1)).shape == (1,)
+    # two threads at once, in one each
+    results: dict[str, torch.Tensor] = {}
+    meet = threading.Barrier(2)
+
+    def work(name: str, topology: Topology) -> None:
+        with topology:
+            meet.wait()
+            for _ in range(20):
+                results[name] = gather(own)
+
+    workers = [threading.Thread(target=work, args=item) for item in (("a", a), ("b", b))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert_same(results["a"], in_a)
+    assert_same(results["b"], in_b)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_several_at_once(tmp_path: Path, transport: str) -> None:
+    assert finish(start(several, 4, tmp_path, SPAR_TRANSPORT=transport), 60) == [0] * 4
+
+
+# ---- backward and recompute ----
+
+
+def in_thread(function: Callable[[], Any]) -> None:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def layer(x: torch.Tensor) -> torch.Tensor:
+    """What it saves depends on who is in the group: computed again in another one, gradients would differ."""
+    whole = gather(x * x).sin()
+    return whole * whole.sum() * (1 + ps.get_sequence_parallel_rank())
+
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+MODES: dict[str, Run] = {
+    "plain": layer,
+    "reentrant": lambda x: checkpoint(layer, x, use_reentrant=True),
+    "not reentrant": lambda x: checkpoint(layer, x, use_reentrant=False),
+    "nested": lambda x: checkpoint(
+        lambda y: checkpoint(layer, y, use_reentrant=False), x, use_reentrant=False
+    ),
+}
+
+
+def gradients(rank: int, folder: Path) -> None:
+    a, b = two(rank)
+    outer = Topology()
+
+    def grad(forward: Run, topology: Topology, backward: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        x = torch.arange(3.0, dtype=torch.float64) / 5 + rank
+        x.requires_grad_()
+        with topology:
+            y = forward(x * 1)
+        backward(y)
+        assert x.grad is not None
+        return x.grad
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return (y * torch.arange(y.numel())).sum()
+
+    def backward_in(topology: Topology) -> Callable[[torch.Tensor], None]:
+        def backward(y: torch.Tensor) -> None:
+            with topology:
+                loss(y).backward()
+
+        return backward
+
+    places: dict[str, Callable[[torch.Tensor], Any]] = {
+        "outside": lambda y: loss(y).backward(),
+        "in a": backward_in(a),
+        "in b": backward_in(b),
+        "in an empty one": backward_in(outer),
+        "thread": lambda y: in_thread(lambda: loss(y).backward()),
+        "thread in b": lambda y: in_thread(lambda: backward_in(b)(y)),
+    }
+    found = []
+    for topology in (a, b, current()):
+        with topology:
+            expected = grad(layer, topology, lambda y: loss(y).backward())
+        found.append(expected)
+        for where, backward in places.items():
+            for name, forward in MODES.items():
+                assert_same(grad(forward, topology, backward), expected, (where, name))
+        assert current() is not a
+        assert current() is not b
+    assert not torch.equal(found[0], found[1]), "the test tells them apart"
+    assert not torch.equal(found[0], found[2])
+    dist.barrier()
+
+
+def test_checkpoint_and_second_threads(tmp_path: Path) -> None:
+    assert finish(start(gradients, 4, tmp_path), 90) == [0] * 4
+
+
+def context_functions(rank: int, folder: Path) -> None:
+    """The caller's own context_fn, kwargs and modules still work."""
+    a, b = two(rank)
+    entered = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append((self.name, current()))
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    module = torch.nn.Linear(2, 2)
+    with a:
+        y = checkpoint(
+            module,
+            torch.ones(1, 2, requires_grad=True),
+            use_reentrant=False,
+            context_fn=lambda: (Noted("forward"), Noted("again")),
+        )
+    with b:
+        y.sum().backward()
+        assert current() is b
+    assert entered == [("forward", a), ("again", a)]
+    assert module.weight.grad is not None
+    dist.barrier()
+
+
+def test_checkpoints_of_the_caller(tmp_path: Path) -> None:
+    assert finish(start(context_functions, 4, tmp_path), 60) == [0] * 4
+
+
+def compiled(rank: int, folder: Path) -> None:
+    a, b = two(rank)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        size, place = ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()
+        return gather(x * 2) * size + place + ps.get_ulysses_parallel_world_size()
+
+    fast = torch.compile(step, fullgraph=True, backend="aot_eager")
+    x = torch.full((2,), float(rank))
+    for _ in range(2):  # the second time from the cache
+        for topology in (current(), a, b, a, Topology()):
+            with topology:
+                assert_same(fast(x), step(x))
+    with a:
+        in_thread(lambda: assert_same(fast(x), step(x)))
+    y = x.clone().requires_grad_()
+    with a:
+        z = fast(y)
+    with b:
+        z.sum().backward()
+    assert y.grad is not None
+    assert_same(y.grad, torch.full((2,), 4.0))
+    dist.barrier()
+
+
+def test_compiled(tmp_path: Path) -> None:
+    assert finish(start(compiled, 4, tmp_path), 120) == [0] * 4
+
+
+# ---- a model that runs anywhere ----
+
+
+def forward(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[seq, heads, width]: what a model with sequence parallelism does, told of no group."""
+    size, place = ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()
+    assert place < size
+    x = spar.split_forward_gather_backward_with_cp(tokens, 0) * weight
+    if size > 1:
+        x = spar.all_to_all(x, None, 1, 0, tokens.size(0))
+    x = x.cumsum(0) if size == 1 or not ps.get_parallel_state().is_ring_enable() else x
+    if size > 1:
+        x = spar.all_to_all(x, None, 0, 1, tokens.size(1))
+    return spar.gather_forward_split_backward_with_cp(x, 0, tokens.size(0))
+
+
+def model_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return cells((9, 3, 2), torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
+
+
+def on_ranks(rank: int, folder: Path) -> None:
+    tokens, weight = model_inputs()
+    expected = (tokens * weight).cumsum(0)
+    ps.initialize_model_parallel(ulysses_degree=2)
+    assert_same(forward(tokens, weight), expected)
+    dist.barrier()
+    ps.destroy_model_parallel()
+    ps.init_parallel_state(ulysses_parallel_size=2)
+    assert_same(forward(tokens, weight), expected)
+    ps.destroy_parallel_state()
+    ps.set_sequence_parallel_group(dist.group.WORLD)
+    assert_same(forward(tokens, weight), expected)
+    dist.barrier()
+
+
+def test_one_forward_everywhere(tmp_path: Path) -> None:
+    tokens, weight = model_inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no state
+        assert_same(forward(tokens, weight), (tokens * weight).cumsum(0))
+    ps.init_parallel_state()
+    try:
+        assert_same(forward(tokens, weight), (tokens * weight).cumsum(0))
+    finally:
+        ps.destroy_parallel_state()
+    assert finish(start(on_ranks, 2, tmp_path), 60) == [0, 0]
