@@ -11,6 +11,9 @@ import warnings
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .topology import sequence_group
+from .topology import set_sequence_parallel_group as set_sequence_parallel_group
+
 _MESH = ("dp_replicate", "dp_shard", "ulysses", "ring", "tp")
 _FLAT = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -310,3 +313,17 @@ def destroy_parallel_state() -> None:
     """Forgets the state, so that another can be made; its groups are torch.distributed's to destroy."""
     global _state
     _state = None
+
+
+def get_sequence_parallel_group() -> dist.ProcessGroup | None:
+    return sequence_group()
+
+
+def get_sequence_parallel_world_size() -> int:
+    group = sequence_group()
+    return 1 if group is None else group.size()
+
+
+def get_sequence_parallel_rank() -> int:
+    group = sequence_group()
+    return 0 if group is None else group.rank()
