@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -114,12 +115,28 @@ SIGNATURES = {
     "close": "group=None",
     "empty_cache": "",
     "memory_stats": "",
+    "gather_forward_split_backward_and_unpad": "input_, group, dim, padding_size=0, unpad_dim=None",
+}
+# those that have no place in `spar` itself
+MODULE_SIGNATURES = {
+    "sharding.sp_shard": "tensor, dim, validate=True",
+    "sharding.sp_gather": "tensor, dim, validate=True",
+    "sharding.sp_shard_with_padding": "tensor, dim, pad_value=0.0",
+    "sharding.get_sharding_validator": "",
+    "sharding.ShardingValidator.shard": "self, tensor, name, dim, validate_divisible=True",
+    "sharding.ShardingValidator.gather": "self, tensor, name, dim",
+    "sharding.ShardingValidator.validate": "self",
+    "sharding.ShardingValidator.track": "self",
+    "data.SPDataProcessor": "",
+    "data.SPDataProcessor.preprocess": "self, data",
+    "data.SPDataProcessor.postprocess": "self, data",
+    "data.sp_slice_and_pad_input": "input_ids, position_ids",
 }
 
 
 def test_signatures() -> None:
-    for name, expected in SIGNATURES.items():
-        parameters = inspect.signature(getattr(spar, name)).parameters.values()
+    for name, expected in (SIGNATURES | MODULE_SIGNATURES).items():
+        parameters = inspect.signature(operator.attrgetter(name)(spar)).parameters.values()
         plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
         assert ", ".join(map(str, plain)) == expected, name
     functions = {name for name in spar.__all__ if inspect.isfunction(getattr(spar, name))}
@@ -130,6 +147,8 @@ def test_every_public_name_is_documented() -> None:
     for name in spar.__all__:
         if name != "__version__":
             assert inspect.getdoc(getattr(spar, name)), name
+    for name in MODULE_SIGNATURES:
+        assert inspect.getdoc(operator.attrgetter(name)(spar)), name
 
 
 def test_environment_is_documented() -> None:
