@@ -1,7 +1,11 @@
 """spar: the sequence-parallel communication layer for PyTorch."""
 
+from . import data as data
+from . import parallel_state as parallel_state
+from . import sharding as sharding
 from ._version import __version__
 from .communicator import Transport
+from .data import gather_forward_split_backward_and_unpad
 from .errors import (
     ExchangeTimeoutError,
     GroupBrokenError,
@@ -46,6 +50,7 @@ __all__ = [
     "close",
     "empty_cache",
     "gather_forward_split_backward",
+    "gather_forward_split_backward_and_unpad",
     "gather_forward_split_backward_with_cp",
     "init",
     "load_balanced_gather_forward_split_backward",

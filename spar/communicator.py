@@ -58,6 +58,9 @@ class Place(NamedTuple):
     rank: int
 
 
+ALONE = Place(0, 1, 0)  # without a group
+
+
 class Communicator:
     """What spar knows of one process group on this rank."""
 

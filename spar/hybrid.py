@@ -12,14 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from .arguments import Call
-from .communicator import Place
+from .communicator import ALONE, Place
 from .exchange import Scale, Step
 from .groups import constant, place_of
 from .layouts import Args
 from .parallel_state import ParallelState, get_parallel_state
 from .sizes import share
-
-_ALONE = Place(0, 1, 0)
 
 
 @constant
@@ -27,10 +25,10 @@ def _places(state: ParallelState) -> tuple[Place, Place, Place]:
     """In the ring, the ulysses and the cp group; the last where both others have more than one rank, and its
     own are in the order that one exchange needs."""
     ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
-    in_ring = place_of(ring) if ring is not None and state.is_ring_enable() else _ALONE
-    in_ulysses = place_of(ulysses) if ulysses is not None and state.is_ulysses_enable() else _ALONE
+    in_ring = place_of(ring) if ring is not None and state.is_ring_enable() else ALONE
+    in_ulysses = place_of(ulysses) if ulysses is not None and state.is_ulysses_enable() else ALONE
     both = in_ring.world > 1 and in_ulysses.world > 1 and state.is_cp_ring_by_ring()
-    return in_ring, in_ulysses, place_of(cp) if cp is not None and both else _ALONE
+    return in_ring, in_ulysses, place_of(cp) if cp is not None and both else ALONE
 
 
 class _Hybrid(Call):

@@ -123,6 +123,24 @@ SIGNATURES = {
     "close": "group=None",
     "empty_cache": "",
     "memory_stats": "",
+    "gather_forward_split_backward_and_unpad": "input_, group, dim, padding_size=0, unpad_dim=None",
+}
+SHARDING = {
+    "sp_shard": "tensor, dim, validate=True",
+    "sp_gather": "tensor, dim, validate=True",
+    "sp_shard_with_padding": "tensor, dim, pad_value=0.0",
+    "get_sharding_validator": "",
+    "ShardingValidator.shard": "self, tensor, name, dim, validate_divisible=True",
+    "ShardingValidator.gather": "self, tensor, name, dim",
+    "ShardingValidator.validate": "self",
+    "ShardingValidator.track": "self",
+}
+DATA = {
+    "SPDataProcessor": "",
+    "SPDataProcessor.preprocess": "self, data",
+    "SPDataProcessor.postprocess": "self, data",
+    "sp_slice_and_pad_input": "input_ids, position_ids",
+    "gather_forward_split_backward_and_unpad": "input_, group, dim, padding_size=0, unpad_dim=None",
 }
 UTILS = {
     "StatelessProcessGroup": "rank, world_size, store, socket, data_expiration_seconds=3600, "
@@ -145,10 +163,15 @@ UTILS = {
     "stateless_destroy_torch_distributed_process_group": "pg",
     "stateless_init_torch_distributed_process_group": "host, port, rank, world_size, backend",
 }
-TABLES = [(spar, SIGNATURES), (spar.utils, UTILS)]
+TABLES = {
+    "spar": (spar, SIGNATURES),
+    "utils": (spar.utils, UTILS),
+    "sharding": (spar.sharding, SHARDING),
+    "data": (spar.data, DATA),
+}
 
 
-@pytest.mark.parametrize(("module", "table"), TABLES, ids=["spar", "utils"])
+@pytest.mark.parametrize(("module", "table"), TABLES.values(), ids=TABLES)
 def test_signatures(module: ModuleType, table: dict[str, str]) -> None:
     for name, expected in table.items():
         parameters = inspect.signature(attrgetter(name)(module)).parameters.values()
@@ -158,7 +181,7 @@ def test_signatures(module: ModuleType, table: dict[str, str]) -> None:
     assert functions == {name for name in table if inspect.isfunction(getattr(module, name, None))}
 
 
-@pytest.mark.parametrize(("module", "table"), TABLES, ids=["spar", "utils"])
+@pytest.mark.parametrize(("module", "table"), TABLES.values(), ids=TABLES)
 def test_every_public_name_is_documented(module: ModuleType, table: dict[str, str]) -> None:
     for name in {*module.__all__, *table} - {"__version__", "USE_SCHED_YIELD"}:
         assert inspect.getdoc(attrgetter(name)(module)), name

@@ -1,0 +1,233 @@
+"""docs/migrating.md: each block as it was and as it becomes, on real ranks: results and gradients."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import elsewhere
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from reference import assert_same, cells
+from test_faults import finish, start
+
+from spar.parallel_state import set_sequence_parallel_group
+
+PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
+Group = dist.ProcessGroup
+LENGTHS = [7, 0, 2, 5]  # of packed sequences
+
+
+@functools.cache
+def blocks() -> dict[str, tuple[str, str]]:
+    """The lines before and after, by the heading above them."""
+    found = {}
+    for section in PAGE.read_text().split("\n### ")[1:]:
+        heading, _, rest = section.partition("\n")
+        (diff,) = (part.split("\n```")[0] for part in rest.split("```diff\n")[1:])
+        assert all(line[0] in " +-" for line in diff.splitlines()), heading
+        before, after = (
+            "\n".join(line[1:] for line in diff.splitlines() if line[0] in (" ", sign)) for sign in "-+"
+        )
+        found[heading] = before, after
+    return found
+
+
+@contextmanager
+def installed(group: Group | None) -> Iterator[None]:
+    """The other libraries, and the sequence group that they and spar go by."""
+    names = {
+        ".".join(name.split(".")[: n + 1]) for name in elsewhere.MODULES for n in range(name.count(".") + 1)
+    }
+    elsewhere.sequence.group = group
+    set_sequence_parallel_group(group)
+    try:
+        for name in names:
+            sys.modules[name] = ModuleType(name)
+            vars(sys.modules[name]).update(elsewhere.MODULES.get(name, {}))
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        elsewhere.sequence.group = None
+        set_sequence_parallel_group(None)
+
+
+def heads(rank: int, world: int, seq: int = 6) -> dict[str, Any]:
+    """Even parts of the sequence, all of the 6 heads."""
+    return {"x": cells((2, seq, 6, 3), torch.float32, salt=rank), "seq": seq * world}
+
+
+def uneven(rank: int, world: int) -> dict[str, Any]:
+    """One longer on the first rank."""
+    return heads(rank, world, 5 + (rank == 0)) | {"seq": 5 * world + 1}
+
+
+def alike(rank: int, world: int, seq: int = 12) -> dict[str, Any]:
+    """The whole sequence, on all ranks."""
+    return {"x": cells((2, seq, 3), torch.float32), "seq": seq}
+
+
+def packed(rank: int, world: int) -> dict[str, Any]:
+    return {"x": cells((sum(LENGTHS), 3), torch.float32), "lengths": LENGTHS}
+
+
+def hybrid(rank: int, world: int) -> dict[str, Any]:
+    return alike(rank, world, 20) | {"lengths": [7, 0, 8, 5]}
+
+
+def tokens(rank: int, world: int) -> dict[str, Any]:
+    ids = torch.arange(13)[None] % 5
+    return {"x": cells((5, 2), torch.float32), "input_ids": ids, "position_ids": torch.arange(13)[None]}
+
+
+def samples(rank: int, world: int) -> dict[str, Any]:
+    return {"samples": [cells((i, 2), torch.float32, salt=rank) for i in range(3)]}
+
+
+Inputs = Callable[[int, int], dict[str, Any]]
+INPUTS: dict[str, Inputs] = {
+    "sp_gather": heads,
+    "sp_shard": alike,
+    "sp_shard_with_padding": lambda rank, world: alike(rank, world, 13),
+    "ShardingValidator": alike,
+    "SPDataProcessor": samples,
+    "sp_slice_and_pad_input, gather_forward_split_backward_and_unpad": tokens,
+    "the group": lambda rank, world: {},
+    "all_to_all": uneven,
+    "split and gather": lambda rank, world: alike(rank, world, 13),
+    "load balanced": alike,
+    "packed sequences": packed,
+    "DeepSpeed": heads,
+    "yunchang, 4 dims": heads,
+    "yunchang, 5 dims: Q, K and V in one tensor": lambda rank, world: {
+        "x": cells((2, 4, 3, 6, 2), torch.float32, salt=rank)
+    },
+    "verl": heads,
+    "verl, a sequence that was padded": lambda rank, world: heads(rank, world) | {"seq": 6 * world - 1},
+    "xtuner": alike,
+    "ColossalAI": alike,
+}
+HYBRID = "ring x ulysses, _with_cp"
+# only their names are here: what they do is tested where it is written
+NAMES = {
+    "names of parallel_state": "initialize_model_parallel",
+    "names of distributed.utils": "get_pp_indices",
+}
+NO_GRADIENT = {"ShardingValidator", "SPDataProcessor", "the group"}
+
+
+def flat(y: Any) -> list[Any]:
+    return list(y) if isinstance(y, (list, tuple)) else [y]
+
+
+def run(code: str, inputs: dict[str, Any]) -> tuple[list[Any], torch.Tensor | None]:
+    """The block's y, and the gradient of x where y has one: each result gets another on each rank."""
+    names = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+    }
+    if "x" in names:
+        names["x"].requires_grad_()
+    exec(compile(code, str(PAGE), "exec"), names)
+    results = flat(names["y"])
+    graded = [y for y in results if isinstance(y, torch.Tensor) and y.requires_grad]
+    if graded:
+        grads = [cells(tuple(y.shape), y.dtype, salt=inputs["rank"] + i) for i, y in enumerate(graded)]
+        torch.autograd.backward(graded, grads)
+    extra = [names[name] for name in ("pad_size", "padding", "position_ids", "own_ids") if name in names]
+    return results + extra, names["x"].grad if "x" in names else None
+
+
+def both(
+    heading: str, inputs: dict[str, Any]
+) -> tuple[tuple[list[Any], torch.Tensor | None], tuple[list[Any], torch.Tensor | None]]:
+    before, after = blocks()[heading]
+    assert before != after
+    with installed(inputs["group"]):
+        was = run(before, inputs)
+    with installed(inputs["group"]):
+        becomes = run(after, inputs)
+    assert len(was[0]) == len(becomes[0]) > 0
+    return was, becomes
+
+
+def check_block(rank: int, world: int, group: Group, heading: str) -> None:
+    inputs = INPUTS[heading](rank, world) | {"group": group, "P": world, "rank": rank}
+    (was, grad_was), (becomes, grad_becomes) = both(heading, inputs)
+    for a, b in zip(was, becomes, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert_same(b.detach(), a.detach(), heading)
+        else:
+            assert a == b
+    if heading in NO_GRADIENT:
+        assert grad_was is None and grad_becomes is None
+    elif heading == "sp_gather":  # the page: it had none
+        assert grad_was is None and grad_becomes is not None
+        grad = cells(tuple(becomes[0].shape), torch.float32, salt=rank)
+        assert_same(grad_becomes, grad.chunk(world, 1)[rank] * world)
+    else:
+        assert grad_was is not None and grad_becomes is not None and bool(grad_becomes.any())
+        if heading in ("sp_shard", "sp_shard_with_padding"):  # the page: now it is the mean of all
+            dist.all_reduce(grad_was, group=group)
+            grad_was /= world
+        assert_same(grad_becomes, grad_was, heading)
+
+
+@pytest.mark.parametrize("heading", INPUTS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_blocks(pool: Ranks, world: int, heading: str) -> None:
+    pool.transport = "shm"
+    pool(world, check_block, heading)
+
+
+def check_hybrid(rank: int, folder: Path) -> None:
+    group = dist.group.WORLD
+    inputs = hybrid(rank, 4) | {"group": group, "P": 4, "rank": rank}
+    (was, grad_was), (becomes, grad_becomes) = both(HYBRID, inputs)
+    for a, b in zip(was, becomes, strict=True):
+        assert_same(b.detach(), a.detach())
+    assert grad_was is not None and grad_becomes is not None
+    torch.testing.assert_close(grad_becomes, grad_was)
+
+
+def test_ring_x_ulysses(tmp_path: Path) -> None:
+    assert finish(start(check_hybrid, 4, tmp_path), 60) == [0] * 4
+
+
+@pytest.mark.parametrize("heading", NAMES)
+def test_names(heading: str) -> None:
+    before, after = (ast.parse(code).body for code in blocks()[heading])
+    ((was,), (becomes,)) = before, after
+    assert isinstance(was, ast.ImportFrom) and isinstance(becomes, ast.ImportFrom)
+    names = [alias.name for alias in becomes.names]
+    assert names == [alias.name for alias in was.names]
+    assert becomes.module is not None and becomes.module.startswith("spar.")
+    module = pytest.importorskip(becomes.module, reason=f"{becomes.module} is not there yet")
+    if not hasattr(module, NAMES[heading]):
+        pytest.skip(f"{becomes.module} has not these names yet")
+    assert [name for name in names if not hasattr(importlib.import_module(becomes.module), name)] == []
+
+
+def test_every_block_is_tested() -> None:
+    assert set(blocks()) == {*INPUTS, HYBRID, *NAMES}
+
+
+def test_every_stand_in_is_on_the_page() -> None:
+    """Each name is imported by some block."""
+    imported = {
+        (node.module, alias.name)
+        for before, _ in blocks().values()
+        for node in ast.walk(ast.parse(before))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {(module, name) for module, names in elsewhere.MODULES.items() for name in names} <= imported

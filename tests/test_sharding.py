@@ -1,0 +1,296 @@
+"""Shards and gathers by the current topology, on real ranks: even, uneven, padded; the validator."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import WORLDS, Ranks
+from reference import assert_same, cells, part, rule
+
+import spar
+from spar.parallel_state import set_sequence_parallel_group
+from spar.sharding import (
+    ShardingValidator,
+    get_sharding_validator,
+    sp_gather,
+    sp_shard,
+    sp_shard_with_padding,
+)
+
+Group = dist.ProcessGroup
+DTYPES = (torch.bfloat16, torch.float32, torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+@contextmanager
+def sequence(group: Group | None) -> Iterator[None]:
+    """Inside, `group` is the current topology's sequence group."""
+    set_sequence_parallel_group(group)
+    try:
+        yield
+    finally:
+        set_sequence_parallel_group(None)
+
+
+def check_even(rank: int, world: int, group: Group) -> None:
+    with sequence(group):
+        for shape, dim in (((2 * world, 3), 0), ((2, 3 * world, 2), 1), ((2, world), -1), ((0, world), 1)):
+            for dtype in DTYPES:
+                whole = cells(shape, dtype)
+                own = sp_shard(whole, dim)
+                assert_same(own, part(whole, rule(shape[dim], world), dim, rank))
+                assert own.is_contiguous()
+                for validate in (True, False):
+                    assert_same(sp_gather(own, dim, validate), whole)
+                if world == 1:
+                    assert own is whole and sp_gather(own, dim) is whole
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_even(ranks: Ranks, world: int) -> None:
+    ranks(world, check_even)
+
+
+def check_uneven(rank: int, world: int, group: Group) -> None:
+    with sequence(group):
+        for shape, dim in (((13, 2), 0), ((2, 3, 2), 1), ((5, 8 * world + 1), -1), ((0,), 0), ((1, 1), 1)):
+            whole = cells(shape, torch.float32)
+            own = sp_shard(whole, dim, validate=False)
+            assert_same(own, part(whole, rule(shape[dim], world), dim, rank))
+            assert_same(sp_gather(own, dim), whole)
+        own = cells((2, rank), torch.int64, salt=rank)  # sizes of no rule
+        assert_same(
+            sp_gather(own, 1), torch.cat([cells((2, p), torch.int64, salt=p) for p in range(world)], 1)
+        )
+        if world > 1:
+            with pytest.raises(spar.MismatchError):  # taken as equal, they are told from each other
+                sp_gather(own, 1, validate=False)
+            assert sp_gather(own, 1).shape == (2, sum(range(world)))  # usable after it
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_uneven(ranks: Ranks, world: int) -> None:
+    ranks(world, check_uneven)
+
+
+def check_gradients(rank: int, world: int, group: Group) -> None:
+    with sequence(group):
+        for total, dim in ((2 * world, 0), (2 * world + 1, 1), (1, 0)):
+            shape = (total, 3) if dim == 0 else (3, total)
+            sizes = rule(total, world)
+            x = cells(shape, torch.float32).requires_grad_()
+            grads = [part(cells(shape, torch.float32, salt=p), sizes, dim, p) for p in range(world)]
+            sp_shard(x, dim, validate=False).backward(grads[rank])
+            assert x.grad is not None
+            assert_same(x.grad, torch.cat(grads, dim) / world)
+            own = part(x.detach(), sizes, dim, rank).contiguous().requires_grad_()
+            grad = cells(shape, torch.float32, salt=9)
+            sp_gather(own, dim).backward(grad)
+            assert own.grad is not None
+            assert_same(own.grad, part(grad, sizes, dim, rank) * world)
+            # and together they leave it as it is
+            x.grad = None
+            sp_gather(sp_shard(x, dim, validate=False), dim).backward(grad)
+            assert x.grad is not None
+            torch.testing.assert_close(x.grad, grad)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients(ranks: Ranks, world: int) -> None:
+    ranks(world, check_gradients)
+
+
+def check_padding(rank: int, world: int, group: Group) -> None:
+    with sequence(group):
+        for shape, dim in (((13, 2), 0), ((2, 3, 2), 1), ((3, 2 * world), -1), ((1,), 0), ((2, 0), 1)):
+            for dtype in DTYPES:
+                whole = cells(shape, dtype)
+                padding = -shape[dim] % world
+                extra = [*shape]
+                extra[dim] = padding
+                value = True if dtype == torch.bool else 2.0
+                padded = torch.cat([whole, torch.full(extra, value, dtype=dtype)], dim)
+                own, added = sp_shard_with_padding(whole, dim, value)
+                assert added == padding
+                assert_same(own, part(padded, rule(padded.size(dim), world), dim, rank), (shape, dtype))
+                again = sp_gather(own, dim, validate=False)  # all hold as much
+                assert_same(again.narrow(dim, 0, again.size(dim) - added), whole)
+        own, added = sp_shard_with_padding(torch.ones(world + 1), 0)
+        expected = ([1] * (world + 1) + [0] * (world - 1))[rank * 2 : rank * 2 + 2] if world > 1 else [1, 1]
+        assert (own.tolist(), added) == (expected, world - 1)
+        # the padding has no gradient; the rest has that of a shard
+        x = cells((world + 1, 2), torch.float32).requires_grad_()
+        grads = [cells((2 if world > 1 else world + 1, 2), torch.float32, salt=p) for p in range(world)]
+        sp_shard_with_padding(x, 0, 7.0)[0].backward(grads[rank])
+        assert x.grad is not None
+        assert_same(x.grad, torch.cat(grads)[: world + 1] / world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_padding(ranks: Ranks, world: int) -> None:
+    ranks(world, check_padding)
+
+
+def test_alone() -> None:
+    """Without a topology there is one rank, and torch.distributed is not asked for."""
+    x = torch.arange(7.0, requires_grad=True)
+    assert sp_shard(x, 0) is x
+    assert sp_gather(x, 0) is x
+    assert sp_gather(x, 0, validate=False) is x
+    own, padding = sp_shard_with_padding(x, 0)
+    assert own is x and padding == 0
+
+
+def check_errors(rank: int, world: int, group: Group) -> None:
+    with sequence(group):
+        x = torch.zeros(2, world + 1)
+        for call, kind, text in (
+            (
+                lambda: sp_shard(x, 1),
+                ValueError,
+                f"with {world + 1} in dim 1; expected a multiple of the {world}",
+            ),
+            (lambda: sp_shard(x, -1), ValueError, "sp_shard_with_padding"),
+            (lambda: sp_shard(x, 2), ValueError, "dim is 2; expected -2 to 1"),
+            (lambda: sp_gather(x, -3), ValueError, "sp_gather on rank"),
+            (lambda: sp_gather(x, "1"), TypeError, "dim is '1'"),  # type: ignore[arg-type]
+            (lambda: sp_shard_with_padding(x, 5), ValueError, "dim is 5"),
+            (lambda: sp_shard_with_padding(x, 1, "0"), TypeError, "pad_value is '0'; expected a number"),  # type: ignore[arg-type]
+            (lambda: sp_shard([1], 0), TypeError, "tensor is a list; expected a tensor"),  # type: ignore[arg-type]
+            (lambda: sp_gather(torch.tensor(1.0), 0), ValueError, "at least one dim"),
+        ):
+            with pytest.raises(kind) as caught:
+                call()
+            assert text in str(caught.value), str(caught.value)
+        assert_same(sp_gather(torch.tensor([rank]), 0), torch.arange(world))  # usable after it
+
+
+def test_errors(ranks: Ranks) -> None:
+    ranks(2, check_errors)
+
+
+def check_disagreement(rank: int, world: int, group: Group) -> None:
+    with sequence(group):
+        with pytest.raises(spar.MismatchError):  # another dim
+            sp_gather(torch.zeros(4, 4), rank)
+        with pytest.raises(spar.MismatchError):  # some tell their sizes, some do not
+            sp_gather(torch.zeros(4, 4), 0, validate=rank == 0)
+        with pytest.raises(spar.MismatchError):  # other extents around the dim
+            sp_gather(torch.zeros(4, 4 + rank), 0)
+        assert_same(sp_gather(torch.tensor([rank]), 0), torch.arange(world))
+
+
+def test_ranks_that_disagree(ranks: Ranks) -> None:
+    ranks(2, check_disagreement)
+
+
+# ---- the validator ----
+
+
+def check_validator(rank: int, world: int, group: Group) -> None:
+    validator = ShardingValidator()
+    x = cells((2, 2 * world, 2 * world), torch.float32)
+    with sequence(group):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with validator.track() as tracked:
+                assert tracked is validator
+                for name, dim in (("x", 1), ("y", -1)):
+                    own = validator.shard(x, name, dim)
+                    assert_same(own, sp_shard(x, dim))
+                    assert_same(validator.gather(own, name, dim % 3), x)  # a dim may be told from either end
+            validator.validate()
+            assert validator._sharded == validator._gathered == {"x", "y"}
+            uneven = validator.shard(x[:, 1:], "untracked", 1, validate_divisible=False)
+            validator.gather(uneven, "untracked too", 1)
+            validator.validate()  # what is not tracked is not asked about
+        with validator.track():
+            for name in ("b", "a", "c"):
+                own = validator.shard(x, name, 1)
+            validator.gather(own, "c", 1)
+            with pytest.raises(ValueError, match="a multiple"):
+                validator.shard(x[:, 1:, 1:] if world > 1 else x, "failed", 1 if world > 1 else 9)
+        with pytest.raises(ValueError) as caught:
+            validator.validate()
+        assert "sharded, but never gathered: 'a', 'b';" in str(caught.value), str(caught.value)
+        with validator.track():  # the next pass begins anew
+            pass
+        validator.validate()
+        with validator.track():
+            validator.gather(validator.shard(x, "turned", 1), "turned", 2)
+            validator.gather(validator.shard(x, "kept", 1), "kept", 1)
+        with pytest.raises(ValueError) as caught:
+            validator.validate()
+        text = str(caught.value)
+        assert f"'turned' was sharded along dim 1 of group '{group.group_name}' ({world} ranks)" in text, text
+        assert "but gathered along dim 2 of group" in text and "kept" not in text
+        with validator.track():
+            own = validator.shard(x, "moved", 1)
+            set_sequence_parallel_group(None)
+            assert validator.gather(own, "moved", 1) is own
+            set_sequence_parallel_group(group)
+        with pytest.raises(
+            ValueError, match=r"'moved' was sharded along dim 1 of group .* dim 1 without a group"
+        ):
+            validator.validate()
+        with validator.track():
+            validator.shard(x, "twice", 1)
+            with pytest.warns(UserWarning, match="'twice' is sharded again before it was gathered"):
+                own = validator.shard(x, "twice", 1)
+            validator.gather(own, "twice", 1)
+            with pytest.warns(UserWarning, match="'never' is gathered, but was not sharded"):
+                validator.gather(own, "never", 1)
+        validator.validate()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_validator(ranks: Ranks, world: int) -> None:
+    ranks(world, check_validator)
+
+
+def test_the_global_validator() -> None:
+    validator = get_sharding_validator()
+    assert validator is get_sharding_validator() and isinstance(validator, ShardingValidator)
+    with pytest.raises(RuntimeError, match="in the model"), validator.track():
+        validator.shard(torch.zeros(3), "x", 0)
+        raise RuntimeError("in the model")
+    assert not validator._enabled
+    with pytest.raises(ValueError, match="never gathered: 'x'"):
+        validator.validate()
+    validator.reset()
+    validator.validate()
+
+
+def check_compiled(rank: int, world: int, group: Group) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        own, padding = sp_shard_with_padding(x * 2, 0)
+        whole = sp_gather(own.sin(), 0, validate=False)
+        whole = whole.narrow(0, 0, whole.size(0) - padding)
+        return sp_gather(sp_shard(whole.repeat(world, 1), 0).cos(), 0, validate=False)
+
+    def uneven(x: torch.Tensor) -> torch.Tensor:
+        return sp_gather(sp_shard(x * 2, 0, validate=False).sin(), 0)
+
+    with sequence(group):
+        for function, fullgraph in ((step, True), (uneven, False)):
+            torch._dynamo.reset()
+            compiled = torch.compile(function, fullgraph=fullgraph, backend="aot_eager")
+            for total in (2 * world, 2 * world + 1, 4 * world + 1):
+                results = []
+                for run in (function, compiled):
+                    x = (torch.arange(total * 3.0).reshape(total, 3) / 8).requires_grad_()
+                    y = run(x)
+                    (y * torch.arange(len(y))[:, None]).sum().backward()
+                    results.append((y.detach(), x.grad))
+                torch.testing.assert_close(results[0], results[1])
+        x = torch.ones(2 * world, 2)
+        set_sequence_parallel_group(None)
+        assert_same(compiled(x), (x * 2).sin())  # the compiled function notices another topology
+
+
+def test_compiled(ranks: Ranks) -> None:
+    ranks(2, check_compiled)
