@@ -1,6 +1,6 @@
 """What an exchange costs by the plan, for 2 to 4,096 ranks: the core's own plans, without any other rank.
 
-    python benchmarks/model.py
+    python benchmarks/cost.py
 
 Computed: bytes and messages of rank 0, from its plan. Measured here: what a plan takes to build, and to find
 again, from Python.
