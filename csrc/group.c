@@ -46,10 +46,10 @@ struct spar_group {
     int refs; /* atomic: the owner, each block held back, the mailbox */
     int uses; /* atomic: the same without the mailbox; at 0 goodbye is said */
     uint32_t call;
-    int failed;      /* this rank failed `call`, whose end it has not awaited */
-    int disagreed;   /* the newest call ended in a disagreement: texts holds it */
-    int64_t spin_ns; /* how long to look before sleeping */
-    int looks;       /* between which others may have the core */
+    int failed;                  /* this rank failed `call`, whose end it has not awaited */
+    int disagreed;               /* the newest call ended in a disagreement: texts holds it */
+    int64_t look_ns, looking_ns; /* before sleeping: at most; now, where ranks share cores */
+    int own_core;                /* whether each rank of this host has one */
     spar_memory *memory;
     mailbox *own;
     char *texts;       /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
@@ -162,6 +162,25 @@ static spar_status look_up(spar_group *g, enum word which, uint32_t call,
     return SPAR_OK;
 }
 
+/* Before sleeping. Where ranks share cores, looking takes the core from the rank that is awaited, if others want
+ * it too: after a sleep there are fewer looks, after a success more. */
+static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
+{
+    int64_t most = g->own_core ? g->look_ns : g->looking_ns;
+    for (int64_t until = most ? now_ns() + most : 0; until && now_ns() < until;) {
+        for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
+            if (has_come(word, call)) {
+                g->looking_ns = 4 * most < g->look_ns ? 4 * most : g->look_ns;
+                return 1;
+            }
+            relax();
+        }
+        sched_yield();
+    }
+    g->looking_ns = most / 2 > g->look_ns / 16 ? most / 2 : g->look_ns / 16;
+    return 0;
+}
+
 static spar_status await_one(spar_group *g, int rank, enum word which, uint32_t call,
                              const spar_patience *patience)
 {
@@ -170,14 +189,8 @@ static spar_status await_one(spar_group *g, int rank, enum word which, uint32_t 
     spar_status status = SPAR_OK;
     if (has_come(word, call))
         return SPAR_OK;
-    for (int64_t until = g->spin_ns ? now_ns() + g->spin_ns : 0; until && now_ns() < until;) {
-        for (int i = 0; i < g->looks; i++) {
-            if (has_come(word, call))
-                return SPAR_OK;
-            relax();
-        }
-        sched_yield();
-    }
+    if (looks_suffice(g, word, call))
+        return SPAR_OK;
     __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
     int64_t looked = now_ns();
     while (status == SPAR_OK) {
@@ -315,10 +328,8 @@ spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **r
     g->rank = rank;
     g->refs = 2;
     g->uses = 1;
-    g->spin_ns = LOOKS_NS;
-    g->looks = local_ranks <= spar_cores()
-                   ? 32
-                   : 1; /* without a core for each, the awaited rank may need this one */
+    spar_group_spin(g, LOOKS_NS);
+    g->own_core = local_ranks <= spar_cores();
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, sizeof *g->own + (size_t)world);
     g->own->world = world;
@@ -363,7 +374,8 @@ char *spar_group_arena(const spar_group *g, int rank, int64_t *length)
 
 void spar_group_spin(spar_group *g, int64_t spin_ns)
 {
-    g->spin_ns = spin_ns;
+    g->look_ns = spin_ns;
+    g->looking_ns = spin_ns / 4;
 }
 
 pthread_mutex_t *spar_group_lock(spar_group *g)
