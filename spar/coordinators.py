@@ -46,7 +46,7 @@ def _device_of(group: dist.ProcessGroup, local_rank: int) -> torch.device:
     if torch.accelerator.is_available() and dist.get_backend(group) != "gloo":
         kind = torch.accelerator.current_accelerator()
         if kind is not None and any(kind.type == device.type for device in group._device_types):
-            return torch.device(kind.type, local_rank)
+            return torch.device(kind.type, local_rank % max(1, torch.accelerator.device_count()))
     return torch.device("cpu")
 
 
@@ -108,6 +108,13 @@ class GroupCoordinator:
         if self.device_group is None:
             raise RuntimeError(f"{type(self).__name__} of the ranks {self.ranks} was destroyed")
         return self.device_group
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """cpu_group, as long as there is one: to torch None would be the whole world."""
+        if self.cpu_group is None:
+            raise RuntimeError(f"{type(self).__name__} of the ranks {self.ranks} was destroyed")
+        return self.cpu_group
 
     # ---- ranks ----
 
@@ -224,7 +231,7 @@ class GroupCoordinator:
         return input_
 
     def barrier(self) -> None:
-        dist.barrier(group=self.cpu_group)
+        dist.barrier(group=self.host_group)
 
     # ---- objects: anything that pickle takes ----
 
@@ -242,7 +249,7 @@ class GroupCoordinator:
         """
         self._member("src", src)
         if self.world_size > 1:
-            dist.broadcast_object_list(obj_list, group=group or self.cpu_group, group_src=src)
+            dist.broadcast_object_list(obj_list, group=group or self.host_group, group_src=src)
         return obj_list
 
     def send_object(self, obj: Any, dst: int) -> None:
@@ -257,16 +264,16 @@ class GroupCoordinator:
         size = torch.tensor([data.numel()])
         return self._keep(
             Pending(
-                [dist.isend(t, group=self.cpu_group, group_dst=dst, tag=tag) for t in (size, data)],
+                [dist.isend(t, group=self.host_group, group_dst=dst, tag=tag) for t in (size, data)],
                 [size, data],
             )
         )
 
     def _recv_object(self, src: int, tag: int = 0) -> Any:
         size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, group=self.cpu_group, group_src=src, tag=tag)
+        dist.recv(size, group=self.host_group, group_src=src, tag=tag)
         data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, group=self.cpu_group, group_src=src, tag=tag)
+        dist.recv(data, group=self.host_group, group_src=src, tag=tag)
         return pickle.loads(data.numpy().tobytes())
 
     # ---- tensors from rank to rank ----
@@ -288,7 +295,7 @@ class GroupCoordinator:
         return tensor
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-        return self.cpu_group if tensor.is_cpu else self.group
+        return self.host_group if tensor.is_cpu else self.group
 
     def _lane(self, tensor: torch.Tensor, sends: bool) -> dist.ProcessGroup | None:
         """The group over which a tensor goes from this rank, or comes to it."""

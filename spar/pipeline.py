@@ -25,9 +25,9 @@ class PipelineGroupCoordinator(GroupCoordinator):
     ) -> None:
         super().__init__(group_ranks, local_rank, torch_distributed_backend)
         # between two stages what goes there and what goes back must not wait for one another
-        two = len(group_ranks[0]) == 2
+        two = any(len(ranks) == 2 for ranks in group_ranks)  # collective: all ranks decide alike
         back = new_group_of(group_ranks, torch_distributed_backend, type(self).__name__) if two else None
-        if two:
+        if self.world_size == 2:
             self.device_groups = [self.device_group, back]
 
     def _adopt(self, device_group: dist.ProcessGroup, cpu_group: dist.ProcessGroup, local_rank: int) -> None:

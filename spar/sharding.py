@@ -210,7 +210,7 @@ class ShardingValidator:
                 shard; names them all.
         """
         wrong = list(self._differences)
-        if missing := sorted(self._sharded - self._gathered):
+        if missing := sorted(self._open):
             wrong.insert(0, f"sharded, but never gathered: {', '.join(map(repr, missing))}")
         if wrong:
             place = sequence_place()

@@ -261,7 +261,7 @@ def meshes_of(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
             f"take_over_mesh: the mesh is {mesh} with the dims {dims}; "
             'expected "ring" and "ulysses", one of them, or one of "cp" and "sp"'
         )
-    meshes = {name: mesh[name] for name in dims if name in NAMES}
+    meshes = {_ALIASES.get(name, name): mesh[name] for name in dims if name in NAMES}
     if combined:
         meshes["cp"] = meshes["ulysses"] = mesh[combined[0]]
     else:

@@ -74,6 +74,8 @@ def where_they_are(rank: int, folder: Path) -> None:
     assert device_group not in dist.distributed_c10d._world.pg_map
     with pytest.raises(RuntimeError, match="was destroyed"):
         _ = group.group
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        group.barrier()  # not the whole world's
     over = GroupCoordinator.over(backwards.group, 0)
     over.destroy()  # not its own
     backwards.barrier()

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -66,6 +67,15 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return self.captured + index
 
 
+def descriptors() -> list[str]:
+    """What each of this process's is, without its number: which ones are there too many shall be seen."""
+    targets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            targets.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{descriptor}")))
+    return sorted(targets)
+
+
 def trains_with_workers(rank: int, folder: Path) -> None:
     """Workers are forked in the middle of training, live beside it, and end: nobody notices."""
     captured = gather(torch.tensor([float(rank), 10.0 * rank]), None, 0)
@@ -85,9 +95,10 @@ def trains_with_workers(rank: int, folder: Path) -> None:
         del loader
         gc.collect()
         if epoch == 0:
-            files = len(os.listdir("/proc/self/fd"))
+            files = descriptors()
     assert weight.grad is not None
-    assert len(os.listdir("/proc/self/fd")) == files
+    now = descriptors()
+    assert now == files, (files, now)
     assert_same(gather(captured, None, 0), captured.repeat(2))
 
 

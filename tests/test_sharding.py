@@ -217,6 +217,11 @@ def check_validator(rank: int, world: int, group: Group) -> None:
         with pytest.raises(ValueError) as caught:
             validator.validate()
         assert "sharded, but never gathered: 'a', 'b';" in str(caught.value), str(caught.value)
+        with validator.track():
+            validator.gather(validator.shard(x, "again", 1), "again", 1)
+            validator.shard(x, "again", 1)
+        with pytest.raises(ValueError, match="never gathered: 'again'"):
+            validator.validate()
         with validator.track():  # the next pass begins anew
             pass
         validator.validate()
