@@ -18,7 +18,6 @@ from .groups import constant, place_of
 from .layouts import Args
 from .parallel_state import ParallelState, get_parallel_state
 from .sizes import share
-from .topology import current
 
 
 @constant
@@ -38,7 +37,7 @@ class _Hybrid(Call):
     __slots__ = ("in_ring", "in_ulysses", "inner", "ring", "ulysses")
 
     def __init__(self, name: str, x: torch.Tensor, what: str) -> None:
-        self.in_ring, self.in_ulysses, in_cp = _places(current().sequence_state or get_parallel_state())
+        self.in_ring, self.in_ulysses, in_cp = _places(get_parallel_state())
         self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
         self.inner = self.ulysses if in_cp.world > 1 else 1
         outer = in_cp if in_cp.world > 1 else self.in_ring

@@ -134,11 +134,6 @@ def meshes(rank: int, folder: Path) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "sp"))
         assert ps.take_over_mesh(mesh).get_fsdp_group() is mesh.get_group("fsdp")
     with Topology():
-        ps.init_parallel_state(tensor_parallel_size=4)
-        ps.set_sequence_parallel_group(dist.group.WORLD)
-        part = spar.split_forward_gather_backward_with_cp(whole, 0)  # by the group that sp_shard goes by
-        assert_same(part, whole[4 * rank : 4 * rank + 4])
-    with Topology():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
         ps.take_over_mesh(mesh)
         assert process_group(None) is mesh.get_group("ring")
