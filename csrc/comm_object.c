@@ -320,19 +320,19 @@ PyObject *spar_py_select(PyObject *module, PyObject *args)
     status = spar_plan_get(&request, &plan);
     spar_arena_read_stats(&stats);
     if (status == SPAR_OK && spar_arena_is_own() &&
-        stats.allocated + plan->tensors[0].out_bytes <= stats.cap / 2 &&
+        plan->tensors[0].out_bytes <= stats.cap / 2 - stats.allocated &&
         spar_arena_take(plan->tensors[0].out_bytes, &block) == SPAR_OK) {
         const void *input = (const void *)(uintptr_t)address;
         void *output = spar_memory_address(block);
         status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale, NULL);
     }
     Py_END_ALLOW_THREADS;
+    if (status == SPAR_OK)
+        result = block ? output_capsule(block, &plan->tensors[0], dtype) : Py_NewRef(Py_None);
+    else if (block)
+        spar_memory_free(block);
     if (status != SPAR_OK)
         spar_raise(status);
-    else if (block)
-        result = output_capsule(block, &plan->tensors[0], dtype);
-    else
-        result = Py_NewRef(Py_None);
     if (plan)
         spar_plan_release(plan);
 done:

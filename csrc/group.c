@@ -7,9 +7,9 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -23,8 +23,8 @@
 
 static const char MAGIC[8] = "spar box";
 static const int64_t SLICE_NS = 50000000;
-static const int64_t LOOKS_NS =
-    200000; /* twice what it takes to be woken: less, and two ranks may go on sleeping in turn */
+/* Twice what it takes to be woken: less, and two ranks may go on sleeping in turn. */
+static const int64_t LOOKS_NS = 200000;
 
 /* Written by its owner alone, but for `waiters` and `goodbye`. */
 typedef struct {

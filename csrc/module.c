@@ -4,6 +4,7 @@
 #include "env.h"
 #include "team.h"
 
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -206,7 +207,8 @@ static PyObject *module_threads(PyObject *module, PyObject *args)
     if (status != SPAR_OK)
         return spar_raise(status);
     int share = spar_cores() / (local_ranks > 0 ? local_ranks : 1);
-    spar_team_size(*wanted ? (int)strtol(wanted, NULL, 10) : share < most ? share : most);
+    long long asked = *wanted ? strtoll(wanted, NULL, 10) : share < most ? share : most;
+    spar_team_size(asked < INT_MAX ? (int)asked : INT_MAX);
     return PyLong_FromLong(spar_team_share(INT64_MAX));
 }
 

@@ -91,5 +91,7 @@ def test_threads_are_at_most_this_ranks_share_of_the_cores(monkeypatch: pytest.M
     assert _C.threads(1000, cores + 1) == 1
     monkeypatch.setenv("SPAR_THREADS", "5")
     assert _C.threads(1, 1) == 5
+    monkeypatch.setenv("SPAR_THREADS", str(2**32 + 3))
+    assert _C.threads(1, 1) == 64
     monkeypatch.delenv("SPAR_THREADS")
     assert _C.threads(1, 1) == 1
