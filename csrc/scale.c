@@ -113,12 +113,50 @@ INLINE void scale_bf16_pairs(char *d, const char *s, int64_t pairs, float by, in
     }
 }
 
+/* bf16 that become other bf16 by as much more in the exponent: those of the span, and 0. */
+typedef struct {
+    uint16_t lowest, span, more;
+} shift;
+
+/* Of a product with `by`: a positive power of two has no bits but the exponent's. */
+INLINE shift shift_of(float by)
+{
+    const int bits = (int)to_bits(by), more = (bits >> 23) - 127;
+    if (bits & 0x7fffff || more < -126 || more > 127)
+        return (shift){0, 0, 0};
+    const int lowest = more < 0 ? 1 - more : 1, past = more < 0 ? 255 : 255 - more;
+    const int span = past > lowest ? past - lowest : 0;
+    return (shift){(uint16_t)(lowest << 7), (uint16_t)(span << 7), (uint16_t)((unsigned)more << 7)};
+}
+
+/* Two lines of them; 0 where there are others. */
+INLINE int shift_bf16(char *d, const char *s, shift by)
+{
+    uint16_t others = 0;
+    for (int i = 0; i < STEP; i += 2) {
+        uint16_t item;
+        memcpy(&item, s + i, sizeof item);
+        uint16_t size = item & 0x7fff;
+        others |= (size != 0) & ((uint16_t)(size - by.lowest) >= by.span);
+        item = size ? (uint16_t)(item + by.more) : item;
+        memcpy(d + i, &item, sizeof item);
+    }
+    return !others;
+}
+
 INLINE void scale_bf16(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,
                        int divide)
 {
     int64_t pairs = ds == 2 && ss == 2 ? n / 2 : 0;
+    const shift by = shift_of((float)factor);
     if (divide)
         scale_bf16_pairs(d, s, pairs, (float)factor, 1);
+    else if (by.span)
+        for (int64_t i = 0; i < pairs; i += STEP / 4) {
+            int64_t some = pairs - i < STEP / 4 ? pairs - i : STEP / 4;
+            if (some < STEP / 4 || !shift_bf16(d + 4 * i, s + 4 * i, by))
+                scale_bf16_pairs(d + 4 * i, s + 4 * i, some, (float)factor, 0);
+        }
     else
         scale_bf16_pairs(d, s, pairs, (float)factor, 0);
     scale_bf16_items(d + 4 * pairs, s + 4 * pairs, n - 2 * pairs, ds, ss, factor, divide);
@@ -172,39 +210,42 @@ INLINE void scale_any(const spar_scale *scale, char *d, const char *s, int64_t n
     }
 }
 
-INLINE void stream_lines(char *const *to, int targets, int64_t at, const char *lines)
+/* One line past the caches; `to` is aligned to it. */
+typedef void put_line(char *to, const char *line);
+
+INLINE void put_lines(put_line *put, char *const *to, int targets, int64_t at, const char *lines)
 {
     for (int target = 0; target < targets; target++)
         for (int64_t line = 0; line < STEP; line += SPAR_LINE)
-            spar_stream_line(to[target] + at + line, lines + line);
+            put(to[target] + at + line, lines + line);
 }
 
 /* Bytes `at` to `end`, whole pairs of lines, past the caches to all targets: by way of a few on the stack, so that
  * reading, scaling and writing overlap. `dtype` and `divide` are constants where this is inlined. */
-INLINE void scale_lines(spar_dtype dtype, int divide, double factor, char *const *to, int targets,
-                        const char *s, int64_t at, int64_t end)
+INLINE void scale_lines(spar_dtype dtype, int divide, double factor, put_line *put, char *const *to,
+                        int targets, const char *s, int64_t at, int64_t end)
 {
     const spar_scale scale = {dtype, divide, factor};
     const int item = dtype <= SPAR_BF16 ? 2 : dtype == SPAR_F32 ? 4 : dtype == SPAR_C128 ? 16 : 8;
     for (; at < end; at += STEP) {
         char lines[STEP] __attribute__((aligned(SPAR_LINE)));
         scale_any(&scale, lines, s + at, STEP / item, item, item);
-        stream_lines(to, targets, at, lines);
+        put_lines(put, to, targets, at, lines);
     }
 }
 
 #define LINES_OF(dtype)                                                                            \
     case 2 * dtype:                                                                                \
-        scale_lines(dtype, 0, scale->factor, to, targets, s, at, end);                             \
+        scale_lines(dtype, 0, scale->factor, put, to, targets, s, at, end);                        \
         break;                                                                                     \
     case 2 * dtype + 1:                                                                            \
-        scale_lines(dtype, 1, scale->factor, to, targets, s, at, end);                             \
+        scale_lines(dtype, 1, scale->factor, put, to, targets, s, at, end);                        \
         break;
 
 #define LINES                                                                                      \
     const spar_scale *scale, char *const *to, int targets, const char *s, int64_t at, int64_t end
 
-INLINE void scale_any_lines(LINES)
+INLINE void scale_any_lines(LINES, put_line *put)
 {
     switch (2 * scale->dtype + !!scale->divide) {
         LINES_OF(SPAR_F16)
@@ -227,7 +268,7 @@ static void items_plain(ITEMS)
 
 static void lines_plain(LINES)
 {
-    scale_any_lines(scale, to, targets, s, at, end);
+    scale_any_lines(scale, to, targets, s, at, end, spar_stream_line);
 }
 
 static int has_plain(void)
@@ -255,16 +296,16 @@ AVX2 static inline int64_t scale_f16_vectors(const spar_scale *scale, char *d, c
     return i;
 }
 
-AVX2 static void f16_lines(LINES)
+AVX2 static inline void f16_lines(LINES, put_line *put)
 {
     for (; at < end; at += STEP) {
         char lines[STEP] __attribute__((aligned(SPAR_LINE)));
         scale_f16_vectors(scale, lines, s + at, STEP / 2);
-        stream_lines(to, targets, at, lines);
+        put_lines(put, to, targets, at, lines);
     }
 }
 
-#define VECTORS(name, target)                                                                      \
+#define VECTORS(name, target, put)                                                                 \
     target static void items_##name(ITEMS)                                                         \
     {                                                                                              \
         int64_t done = 0;                                                                          \
@@ -275,13 +316,13 @@ AVX2 static void f16_lines(LINES)
     target static void lines_##name(LINES)                                                         \
     {                                                                                              \
         if (scale->dtype == SPAR_F16)                                                              \
-            f16_lines(scale, to, targets, s, at, end);                                             \
+            f16_lines(scale, to, targets, s, at, end, put);                                        \
         else                                                                                       \
-            scale_any_lines(scale, to, targets, s, at, end);                                       \
+            scale_any_lines(scale, to, targets, s, at, end, put);                                  \
     }
 
-VECTORS(avx2, AVX2)
-VECTORS(avx512, AVX512)
+VECTORS(avx2, AVX2, spar_stream_line)
+VECTORS(avx512, AVX512, spar_stream_line_avx512)
 
 /* Each processor with AVX2 has F16C, for which not every compiler can ask. */
 static int has_avx2(void)

@@ -28,14 +28,16 @@ DTYPES = {  # torch's type: ours, and the integer of a part's size
     torch.complex64: (ScaleType.C64, torch.int32),
     torch.complex128: (ScaleType.C128, torch.int64),
 }
-FACTORS = (2.0, 3.0, 5.0, 7.0, 0.1, 64.0, -3.0)
+FACTORS = (2.0, 3.0, 5.0, 7.0, 0.1, 64.0, -3.0, -4.0, 2.0**-30)
 
 
 def real_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern of a 2-byte type; of others the remarkable ones and 20,000 at random."""
+    """Every bit pattern of a 2-byte type, in order and mixed; of others the remarkable ones and 20,000 random."""
     bits = DTYPES[dtype][1]
     if dtype.itemsize == 2:
-        return torch.arange(-(2**15), 2**15).to(bits).view(dtype)
+        patterns = torch.arange(-(2**15), 2**15).to(bits)
+        mixed = patterns[torch.randperm(2**16, generator=torch.Generator().manual_seed(1))]
+        return torch.cat([patterns, mixed]).view(dtype)
     info = torch.finfo(dtype)
     normal, subnormal = info.tiny, info.smallest_normal * info.eps
     ends = [0.0, subnormal, 3 * subnormal, 7 * subnormal, normal - subnormal, normal, 1.0, info.max / 3]
