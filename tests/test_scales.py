@@ -32,7 +32,7 @@ FACTORS = (2.0, 3.0, 5.0, 7.0, 0.1, 64.0, -3.0, -4.0, 2.0**-30)
 
 
 def real_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern of a 2-byte type, in order and mixed; of others the remarkable ones and 20,000 random."""
+    """Every bit pattern of a 2-byte type, in order and mixed; of others remarkable ones and 20,000 drawn."""
     bits = DTYPES[dtype][1]
     if dtype.itemsize == 2:
         patterns = torch.arange(-(2**15), 2**15).to(bits)
