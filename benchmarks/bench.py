@@ -77,6 +77,14 @@ def operations(size: int) -> list[Operation]:
             part,
             total,
         ),
+        Operation(  # against the one before: what a fused scale adds
+            "unscaled split",
+            lambda x: spar.split_forward_gather_backward(x, None, 0, grad_scale=None),
+            formulations.unscaled_split,
+            whole,
+            part,
+            total,
+        ),
         Operation(
             "gather",
             lambda x: spar.gather_forward_split_backward(x, None, 0),
@@ -313,7 +321,7 @@ def report(out: Path, title: str, rows: list[Row]) -> None:
 
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.7, help="for each operation, direction and size")
+    parser.add_argument("--seconds", type=float, default=0.6, help="for each operation, direction and size")
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a rank's part")
     parser.add_argument("--only", default="", help="operations whose name has this in it")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.png are written")
@@ -335,7 +343,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [size for size in SIZES if size <= args.largest]
     rows: list[Row] = []
-    with tqdm(total=len(sizes) * 7, disable=rank != 0, ascii=True, mininterval=2.0) as bar:
+    with tqdm(total=len(sizes) * 8, disable=rank != 0, ascii=True, mininterval=2.0) as bar:
         for size in sizes:
             for operation in operations(size):
                 bar.set_postfix_str(f"{operation.name}, {shown(size)}")

@@ -91,6 +91,7 @@ def gather_rows(x: Tensor) -> Tensor:
 
 all_to_all = pair(lambda x: exchange(x, 2, 1), lambda x: exchange(x, 1, 2))
 split = pair(own_part, down(gather_rows))
+unscaled_split = pair(own_part, gather_rows)
 gather = pair(gather_rows, up(own_part))
 zigzag_split = pair(own_chunks, down(gather_chunks))
 zigzag_gather = pair(gather_chunks, up(own_chunks))
