@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import multiprocessing as mp
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -23,6 +26,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1)  # where a rank is that does not answer
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -84,6 +88,9 @@ class Ranks:
             ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout)
             failed = {rank: text for rank, (ok, text) in results.items() if not ok}
             if not ready:
+                for rank in range(world):
+                    os.kill(self.processes[rank].pid, signal.SIGUSR1)
+                    time.sleep(0.2)  # one after the other on stderr
                 self.stop()
                 missing = sorted(set(range(world)) - set(results))
                 pytest.fail(f"ranks {missing} did not answer in {timeout} s; others: {failed or 'fine'}")
