@@ -1,0 +1,354 @@
+"""spar.utils.StatelessProcessGroup: objects, barriers, who comes and who does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stateless import answers, at_once, free_port, groups, is_free
+from test_faults import finish, start, tell, told
+
+import spar
+from spar.utils import StatelessProcessGroup
+
+HOSTS = ["127.0.0.1", "::1", "localhost"]
+
+
+def interrupt_in(seconds: float) -> Any:
+    """A signal that raises, as Ctrl-C does."""
+
+    def handler(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+@pytest.fixture(autouse=True)
+def _no_alarm_is_left() -> Iterator[None]:
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# ---- objects ----
+
+
+def exchanges(rank: int, folder: Path, host: str, port: int) -> None:
+    world = 3
+    group = StatelessProcessGroup.create(host, port, rank, world)
+    for n in range(3):  # all to all, itself too; then received from the last sender first
+        for dst in range(world):
+            group.send_obj({"from": rank, "to": dst, "n": n}, dst)
+    for src in reversed(range(world)):
+        for n in range(3):
+            assert group.recv_obj(src) == {"from": src, "to": rank, "n": n}
+    assert group.send_dst_counter == group.recv_src_counter == {0: 3, 1: 3, 2: 3}
+    for src in range(world):
+        assert group.broadcast_obj([src] if rank == src else None, src) == [src]
+        assert group.all_gather_obj(rank * 10) == [0, 10, 20]
+    assert group.broadcast_send_counter == 4
+    assert group.broadcast_recv_src_counter == {peer: 0 if peer == rank else 4 for peer in range(world)}
+    large = torch.arange(5 << 20)  # 40 MB
+    assert torch.equal(group.broadcast_obj(large if rank == 1 else None, 1), large)
+    assert not dist.is_initialized()
+    # another group, of which the same processes are other ranks
+    group.barrier()
+    port = group.broadcast_obj(free_port() if rank == 0 else None, 0)
+    again = StatelessProcessGroup.create("127.0.0.1", port, 2 - rank, world)
+    assert again.all_gather_obj(rank) == [2, 1, 0]
+    assert group.all_gather_obj(rank) == [0, 1, 2]
+    assert (group.socket is None, again.socket is None) == (rank != 0, rank != 2)
+    again.barrier()
+    group.barrier()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_send_recv_broadcast_and_all_gather(tmp_path: Path, host: str) -> None:
+    port = free_port(host)
+    assert finish(start(exchanges, 3, tmp_path, host, port, initialize=False), 60) == [0] * 3
+
+
+def test_two_senders_to_one_rank_do_not_collide() -> None:
+    a, b, c = groups(3)
+    a.send_obj("from 0", 2)
+    b.send_obj("from 1", 2)
+    assert (c.recv_obj(1), c.recv_obj(0)) == ("from 1", "from 0")
+
+
+def test_an_object_that_pickle_cannot_take_is_not_counted() -> None:
+    a, b = groups()
+    for call in (lambda: a.send_obj(lambda: 1, 1), lambda: a.broadcast_obj(lambda: 1, 0)):
+        with pytest.raises(Exception, match="pickle"):
+            call()
+    a.send_obj(1, 1)
+    a.broadcast_obj(2, 0)
+    assert (b.recv_obj(0), b.broadcast_obj(None, 0)) == (1, 2)
+
+
+def test_expire_data() -> None:
+    a, b = groups(data_expiration_seconds=1, store_timeout=1)
+    a.send_obj("old", 1)
+    a.broadcast_obj("old", 0)
+    assert [key for key, _ in a.entries] == ["sent/0/1/0", "broadcast/0/0"]
+    a.expire_data()
+    assert len(a.entries) == 2, "they are not old yet"
+    time.sleep(1.1)
+    a.broadcast_obj("new", 0)  # each sending call expires
+    assert [key for key, _ in a.entries] == ["broadcast/0/1"]
+    for call in (lambda: b.recv_obj(0), lambda: b.broadcast_obj(None, 0)):
+        with pytest.raises(RuntimeError, match="rank 0 sent nothing within 1 s"):
+            call()
+    b.broadcast_recv_src_counter[0] += 1
+    assert b.broadcast_obj(None, 0) == "new"
+
+
+def test_what_was_received_leaves_nothing_behind() -> None:
+    a, b = groups()
+    before = a.store.num_keys()
+    for n in range(20):
+        a.send_obj(n, 1)
+        assert b.recv_obj(0) == n
+    assert a.store.num_keys() == before
+
+
+def test_a_rank_that_sends_nothing() -> None:
+    a, b = groups(store_timeout=1)
+    begin = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"recv_obj on rank 1 of 2: rank 0 sent nothing within 1 s"
+    ) as caught:
+        b.recv_obj(0)
+    assert 0.9 < time.monotonic() - begin < 2
+    assert isinstance(caught.value, spar.SparError)
+    assert (caught.value.op, caught.value.rank, caught.value.ranks) == ("recv_obj", 1, (0,))
+    a.send_obj("late", 1)
+    assert b.recv_obj(0) == "late", "the one that did not come in time is still the next"
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    _, b = groups()
+    port = free_port()
+    for call in (
+        lambda: b.recv_obj(0),
+        lambda: b.barrier(60),
+        lambda: StatelessProcessGroup.create("127.0.0.1", port, 1, 2),
+        lambda: StatelessProcessGroup.create("127.0.0.1", port, 0, 2),
+    ):
+        begin = time.monotonic()
+        interrupt_in(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert time.monotonic() - begin < 1.5
+
+
+# ---- barrier ----
+
+
+def hundred_barriers(rank: int, folder: Path, port: int) -> None:
+    group = StatelessProcessGroup.create("127.0.0.1", port, rank, 4)
+    keys = []
+    for n in range(100):
+        group.store.add(f"here {n}", 1)
+        group.barrier()
+        assert group.store.add(f"here {n}", 0) == 4, "all are here"
+        keys.append(group.store.num_keys() - n)
+    assert max(keys) < min(keys) + 16, "barriers leave nothing behind"
+    group.barrier()
+
+
+def test_barrier_of_4_passes_100_times(tmp_path: Path) -> None:
+    ranks = start(hundred_barriers, 4, tmp_path, free_port(), initialize=False)
+    assert finish(ranks, 60) == [0] * 4
+
+
+def misses_one(rank: int, folder: Path, port: int) -> None:
+    group = StatelessProcessGroup.create("127.0.0.1", port, rank, 4)
+    group.barrier()
+    if rank == 2:
+        for peer in (0, 1, 3):
+            told(folder, peer)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"barrier on rank \d of 4: rank 2 did not come while") as caught:
+        group.barrier(timeout=1)
+    waited = time.monotonic() - begin
+    assert waited < 0.5 if rank == 2 else 0.9 < waited < 2, waited
+    assert isinstance(caught.value, spar.SparError) and caught.value.ranks == (2,)
+    tell(folder, rank, "")
+    group.barrier()  # it is a new one, on which all agree
+    assert group.all_gather_obj(rank) == [0, 1, 2, 3]
+    group.barrier()
+
+
+def test_barrier_ends_in_time_and_names_who_is_missing(tmp_path: Path) -> None:
+    ranks = start(misses_one, 4, tmp_path, free_port(), initialize=False)
+    assert finish(ranks, 60) == [0] * 4
+
+
+def test_the_shortest_timeout_ends_the_barrier_of_all() -> None:
+    a, b, _, _ = groups(4)
+    begin = time.monotonic()
+    errors = at_once([lambda: a.barrier(60), lambda: b.barrier(0.5)])
+    assert 0.4 < time.monotonic() - begin < 1.5
+    for rank, error in enumerate(errors):
+        assert isinstance(error, RuntimeError)
+        text = "ranks 2, 3 did not come while rank 1 waited for 0.5 s"
+        assert str(error) == f"barrier on rank {rank} of 4: {text}"
+
+
+def test_a_rank_that_does_not_leave_the_barrier() -> None:
+    a, b = groups()
+    b.store.set("barrier/1/1", "")  # it comes, and dies
+    b.store.add("barrier/1/present", 1)
+    with pytest.raises(RuntimeError, match=r"rank 1 came, but did not leave within 0.5 s") as caught:
+        a.barrier(0.5)
+    assert isinstance(caught.value, spar.SparError) and caught.value.ranks == (1,)
+
+
+def store_is_gone(rank: int, folder: Path, port: int) -> None:
+    group = StatelessProcessGroup.create("127.0.0.1", port, rank, 3)
+    if rank == 0:
+        for peer in (1, 2):
+            told(folder, peer)
+        os._exit(0)
+    calls = [
+        lambda: group.barrier(30),
+        lambda: group.recv_obj(0),
+        lambda: group.all_gather_obj(1),
+        lambda: (group.send_obj(1, 0), group.send_obj(1, 0)),
+    ]
+    tell(folder, rank, "")
+    begin = time.monotonic()
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=rf"on rank {rank} of 3: rank 0, which holds the store, is gone"
+        ):
+            call()
+    assert time.monotonic() - begin < 5
+
+
+def test_the_store_is_gone(tmp_path: Path) -> None:
+    ranks = start(store_is_gone, 3, tmp_path, free_port(), initialize=False)
+    assert finish(ranks, 60) == [0] * 3
+
+
+# ---- create ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"rank": 2}, ValueError, "with world_size 2: rank is 2; expected 0 to 1"),
+        ({"rank": -1}, ValueError, "rank is -1; expected 0 to 1"),
+        ({"rank": "0"}, TypeError, "rank is '0'; expected a whole number"),
+        ({"rank": True}, TypeError, "rank is True"),
+        ({"world_size": 0}, ValueError, "world_size is 0; expected at least 1"),
+        ({"port": 65536}, ValueError, "port is 65536; expected 1 to 65535"),
+        ({"port": 0}, ValueError, "port is 0; expected 1 to 65535"),
+        ({"host": ""}, ValueError, "host is ''; expected a name or an address"),
+        ({"data_expiration_seconds": -1}, ValueError, "data_expiration_seconds is -1; expected at least 0"),
+        ({"store_timeout": 0}, ValueError, "store_timeout is 0; expected more than 0"),
+        ({"host": "192.0.2.1"}, OSError, "192.0.2.1"),  # an address of documentation, not ours
+        ({"host": "no such host"}, OSError, "not known|resolution"),
+    ],
+)
+def test_create_refuses(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    given = {"host": "127.0.0.1", "port": 1, "rank": 0, "world_size": 2, **arguments}
+    with pytest.raises(kind, match=text):
+        StatelessProcessGroup.create(**given)
+
+
+def test_the_constructor_refuses() -> None:
+    (group,) = groups(1)
+    for rank, world, expires, text in (
+        (1, 1, 1, "rank is 1"),
+        (0, 0, 1, "world_size is 0"),
+        (0, 1, -1, "is -1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            StatelessProcessGroup(rank, world, group.store, None, expires)
+    given = StatelessProcessGroup(0, 2, group.store, None, send_dst_counter={1: 5})
+    assert (given.send_dst_counter, given.recv_src_counter) == ({0: 0, 1: 5}, {0: 0, 1: 0})
+
+
+def test_a_peer_that_is_none() -> None:
+    a, _ = groups()
+    for call in (lambda: a.send_obj(1, 2), lambda: a.recv_obj(2), lambda: a.broadcast_obj(1, 2)):
+        with pytest.raises(ValueError, match=r"on rank 0 of 2: (dst|src) is 2; expected 0 to 1"):
+            call()
+    with pytest.raises(TypeError, match="dst is None"):
+        a.send_obj(1, None)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_does_not_come_to_create() -> None:
+    """The error names it, and the port is free while the error is still at hand."""
+    port = free_port()
+
+    def create(rank: int) -> StatelessProcessGroup:
+        return StatelessProcessGroup.create("127.0.0.1", port, rank, 3, store_timeout=1)
+
+    begin = time.monotonic()
+    errors = at_once([lambda: create(0), lambda: create(2)])
+    assert time.monotonic() - begin < 3
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        assert "rank 1 did not come while rank" in str(error), error
+    assert is_free("127.0.0.1", port)
+    error = at_once([lambda: create(1)])[0]
+    assert isinstance(error, RuntimeError)
+    assert (
+        f"create on rank 1 of 3: rank 0 was not reached at host '127.0.0.1', port {port} within 1 s"
+        in str(error)
+    )
+    assert "refused" in str(error)
+
+
+def test_ranks_that_disagree() -> None:
+    port = free_port()
+
+    def create(rank: int, world: int) -> StatelessProcessGroup:
+        return StatelessProcessGroup.create("127.0.0.1", port, rank, world, store_timeout=2)
+
+    same = at_once([lambda: create(0, 3), lambda: create(1, 3), lambda: create(1, 3)])
+    assert sum("another process is rank 1" in str(error) for error in same) == 1, same
+    assert sum(isinstance(error, spar.MismatchError) for error in same) == 1, same
+    assert sum("rank 2 did not come" in str(error) for error in same) == 2, same
+    other = at_once([lambda: create(0, 2), lambda: create(1, 4)])
+    assert sum("another rank's world_size is" in str(error) for error in other) == 1, other
+    assert all(isinstance(error, RuntimeError) for error in other)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            StatelessProcessGroup.create("127.0.0.1", port, 0, 2)
+
+
+@pytest.mark.parametrize(("host", "others"), [("127.0.0.1", ["127.0.0.2", "::1"]), ("::1", ["127.0.0.1"])])
+def test_the_port_listens_on_the_given_host_only(host: str, others: list[str]) -> None:
+    port = free_port(host)
+    group = StatelessProcessGroup.create(host, port, 0, 1)
+    assert group.socket is not None and group.socket.getsockname()[:2] == (host, port)
+    assert answers(host, port)
+    for other in others:
+        assert not answers(other, port)
+    group.barrier()
+    del group
+    assert is_free(host, port), "it goes with the group"
+
+
+def test_a_group_of_one_needs_no_port() -> None:
+    group = StatelessProcessGroup.create("127.0.0.1", 0, 0, 1)
+    assert group.all_gather_obj("alone") == ["alone"]
+    assert group.broadcast_obj(1, 0) == 1
+    group.send_obj(2, 0)
+    assert group.recv_obj(0) == 2
+    group.barrier(0)
