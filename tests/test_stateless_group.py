@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -210,6 +211,54 @@ def test_a_rank_that_does_not_leave_the_barrier() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 came, but did not leave within 0.5 s") as caught:
         a.barrier(0.5)
     assert isinstance(caught.value, spar.SparError) and caught.value.ranks == (1,)
+
+
+class Pausing:
+    """A store whose user stops before its n-th call until it is told to go on."""
+
+    def __init__(self, store: Any, steps: int, go_on: threading.Event) -> None:
+        self.store, self.steps, self.go_on = store, steps, go_on
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.store, name)
+
+        def call(*args: Any) -> Any:
+            self.steps -= 1
+            if self.steps == -1:
+                assert self.go_on.wait(20)
+            return function(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_stops_anywhere_in_a_barrier(slow: int) -> None:
+    """For longer than the other one waits: both pass or both raise; else both raise at the next."""
+    verdicts = set()
+    for steps in range(8):
+        pair = groups(2)
+        go_on = threading.Event()
+        pair[slow].store = cast(Any, Pausing(pair[slow].store, steps, go_on))
+
+        def fast(group: StatelessProcessGroup = pair[1 - slow], go_on: threading.Event = go_on) -> None:
+            try:
+                group.barrier(0.2)
+            finally:
+                go_on.set()
+
+        first = at_once([fast, lambda group=pair[slow]: group.barrier(5)])  # type: ignore[misc]
+        second, third = (at_once([lambda group=group: group.barrier(5) for group in pair]) for _ in "23")  # type: ignore[misc]
+        verdict = [error is None for error in first]
+        assert all(error is None or isinstance(error, RuntimeError) for error in first), (steps, first)
+        if verdict[0] == verdict[1]:
+            assert second == [None, None], (steps, first, second)
+        else:
+            assert verdict == [False, True] and slow == 1, (steps, first)
+            for error in second:
+                assert "before it rank 1 came, but did not leave within 0.2 s" in str(error), (steps, error)
+        assert third == [None, None], (steps, third)
+        verdicts.add(tuple(verdict))
+    assert verdicts == {(True, True), (False, False)} | ({(False, True)} if slow else set())
 
 
 def store_is_gone(rank: int, folder: Path, port: int) -> None:

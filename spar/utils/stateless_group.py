@@ -172,8 +172,9 @@ class StatelessProcessGroup:
                 of all, and a rank that comes later raises at once.
 
         Raises:
-            RuntimeError: a rank did not come in time (says which; SparError.ranks holds them), did not leave
-                (on rank 0), or the store is gone. The next barrier is a new one.
+            RuntimeError: a rank did not come in time (says which; SparError.ranks holds them), or the store
+                is gone; the next barrier is a new one. On rank 0 also: a rank came and did not leave; then
+                the next barrier raises on all ranks, as the others have passed this one.
         """
         with self._call("barrier"):
             self._meet("barrier", timeout)
@@ -237,18 +238,24 @@ class StatelessProcessGroup:
         return obj
 
     def _meet(self, op: str, limit: float) -> None:
-        """One verdict, set once, by the last rank to come or by the first to give up."""
+        """One verdict, set once, by the last rank to come or by the first to give up.
+
+        A rank is counted before it says who came: so where all have said it all are counted, and a verdict to
+        pass, whoever sets it, finds nobody on the way.
+        """
         ranks = range(self.world_size)
         verdict = f"barrier/{self._barriers}"
         self._barriers += 1
         present, here = f"{verdict}/present", [f"{verdict}/{rank}" for rank in ranks]
+        last = self.store.add(present, 1) == self.world_size
         self.store.set(here[self.rank], "")
-        if self.store.add(present, 1) == self.world_size:
-            self.store.compare_set(verdict, "", json.dumps([self.rank, limit, []]))
+        if last:
+            self._decide(verdict, [], "")
         if not _until(lambda: self.store.check([verdict]), limit):
             missing = [rank for rank in ranks if not self.store.check([here[rank]])]
-            self.store.compare_set(verdict, "", json.dumps([self.rank, limit, missing]))
-        who, waited, missing = json.loads(self.store.get(verdict))
+            why = f"{_ranks(missing)} did not come while rank {self.rank} waited for {limit:g} s"
+            self._decide(verdict, missing, why)
+        missing, why = json.loads(self.store.get(verdict))
         self.store.delete_key(here[self.rank])
         self.store.add(present, -1)  # the last that rank 0 waits for: it may drop the store then
         left = self.rank > 0 or _until(
@@ -256,14 +263,20 @@ class StatelessProcessGroup:
         )
         if missing:  # a late rank finds the verdict as long as it is kept
             self.entries.extend((key, time.monotonic()) for key in (verdict, present))
-            why = f"{_ranks(missing)} did not come while rank {who} waited for {waited:g} s"
             self._fail(op, why, tuple(missing))
-        if not left:
+        if not left:  # the others pass, but not once more before they know
             stuck = [rank for rank in ranks if self.store.check([here[rank]])]
-            self._fail(op, f"{_ranks(stuck)} came, but did not leave within {limit:g} s", tuple(stuck))
+            stuck = stuck or [rank for rank in ranks if rank != self.rank]  # one, between two steps
+            why = f"{_ranks(stuck)} came, but did not leave within {limit:g} s"
+            self._decide(f"barrier/{self._barriers}", stuck, f"before it {why}")
+            self._fail(op, why, tuple(stuck))
         if self.rank == 0:
             for key in (verdict, present):
                 self.store.delete_key(key)
+
+    def _decide(self, verdict: str, missing: list[int], why: str) -> None:
+        """Unless it is decided: all ranks pass where nobody is missing."""
+        self.store.compare_set(verdict, "", json.dumps([missing, why]))
 
 
 def _ranks(ranks: list[int]) -> str:
