@@ -5,49 +5,27 @@ Ranks in arguments are ranks in the group; `ranks`, `first_rank`, `next_rank` an
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .groups import close
-from .messages import Pending, TensorMetadata, as_bytes, flatten, metadata_of, nest, plain
+from .messages import (
+    Outbox,
+    Pending,
+    TensorMetadata,
+    as_bytes,
+    flatten,
+    metadata_of,
+    nest,
+    packed,
+    plain,
+    unpacked,
+)
 from .ops import gather_forward_split_backward
-from .ranks import check_groups
-
-
-def new_group_of(groups: list[list[int]], backend: str | None, what: str) -> dist.ProcessGroup | None:
-    """Makes all groups, on all ranks in one order; returns the one that this rank is in.
-
-    Members keep the order of their list.
-    """
-    check_groups(what, groups, dist.get_world_size())
-    mine = None
-    for ranks in groups:
-        # torch sorts ranks where it is not told otherwise, which older ones cannot be
-        keep: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        group = dist.new_group(ranks, backend=backend, **keep)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
-
-
-def end_group(group: dist.ProcessGroup | None) -> None:
-    """Destroys a group, unless somebody did before."""
-    if group is not None and group in dist.distributed_c10d._world.pg_map:
-        close(group)
-        dist.destroy_process_group(group)
-
-
-def _device_of(group: dist.ProcessGroup, local_rank: int) -> torch.device:
-    """Where the group's tensors usually are."""
-    if torch.accelerator.is_available() and dist.get_backend(group) != "gloo":
-        kind = torch.accelerator.current_accelerator()
-        if kind is not None and any(kind.type == device.type for device in group._device_types):
-            return torch.device(kind.type, local_rank % max(1, torch.accelerator.device_count()))
-    return torch.device("cpu")
+from .process_groups import device_of, end_group, new_group_of, ranks_of
+from .state import backends_of
 
 
 class GroupCoordinator:
@@ -65,6 +43,9 @@ class GroupCoordinator:
         ranks, world_size, rank_in_group: the group's global ranks, how many, and which is this one.
         device_group, cpu_group: its ProcessGroups; gloo is the second.
         device: where its tensors are.
+
+    Where cpu_group takes no CPU tensors (`over` a group of nccl alone) objects and CPU tensors travel through
+    memory of `device`.
 
     Raises:
         ValueError: a rank that is twice in group_ranks or not in the world; this rank is in none of them.
@@ -85,22 +66,26 @@ class GroupCoordinator:
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, local_rank: int) -> GroupCoordinator:
-        """One over a group that exists and that it does not own. Nothing is communicated."""
+        """One over a group that exists and that it does not own. Nothing is communicated.
+
+        torch.distributed need not know the group: its ranks are then those in the group.
+        """
         made = cls.__new__(cls)
         made._owns = False
         made._adopt(group, group, local_rank)
         return made
 
     def _adopt(self, device_group: dist.ProcessGroup, cpu_group: dist.ProcessGroup, local_rank: int) -> None:
-        self.rank = dist.get_rank()
         self.local_rank = local_rank
         self.device_group: dist.ProcessGroup | None = device_group
         self.cpu_group: dist.ProcessGroup | None = cpu_group
-        self.ranks = dist.get_process_group_ranks(device_group)
+        self.ranks = ranks_of(device_group)
         self.world_size = device_group.size()
         self.rank_in_group = device_group.rank()
-        self.device = _device_of(device_group, local_rank)
-        self._under_way: list[Pending] = []
+        self.rank = self.ranks[self.rank_in_group]
+        self.device = device_of(device_group, local_rank)
+        self._host = torch.device("cpu") if "cpu" in backends_of(cpu_group) else self.device
+        self._outboxes: dict[int, Outbox] = {}  # by the rank that it goes to
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -177,7 +162,11 @@ class GroupCoordinator:
     ) -> torch.Tensor:
         """Reduces input_ in place, and returns it."""
         if self.world_size > 1:
-            dist.all_reduce(input_, op=op, group=self.group)
+            buffer = self._movable(input_)
+            dist.all_reduce(buffer, op=op, group=self.group)
+            if buffer is not input_:
+                with torch.no_grad():
+                    input_.copy_(buffer)
         return input_
 
     def _extents(self, input_: torch.Tensor, dim: int) -> list[int]:
@@ -195,8 +184,9 @@ class GroupCoordinator:
         if self.world_size == 1:
             return [input_] if separate_tensors else input_
         with torch.no_grad():
-            sizes = self._extents(input_, dim)
-            gathered = gather_forward_split_backward(input_, self.group, dim, sizes, None)
+            own = self._movable(input_)
+            sizes = self._extents(own, dim)
+            gathered = gather_forward_split_backward(own, self.group, dim, sizes, None).to(input_.device)
         return [part.contiguous() for part in gathered.split(sizes, dim)] if separate_tensors else gathered
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
@@ -204,7 +194,7 @@ class GroupCoordinator:
         dim, dst = self._dim(input_, dim), self._member("dst", dst)
         if self.world_size == 1:
             return input_
-        sizes = self._extents(input_, dim)
+        sizes = self._extents(self._movable(input_), dim)
         if self.rank_in_group != dst:
             if input_.numel():
                 self._isend(input_, dst).wait()
@@ -223,8 +213,8 @@ class GroupCoordinator:
         """Rank src's tensor into everybody's input_, which it returns."""
         self._member("src", src)
         if self.world_size > 1 and input_.numel():
-            buffer = plain(input_)
-            dist.broadcast(as_bytes(buffer), group=self._group_for(input_), group_src=src)
+            buffer = self._movable(plain(input_))
+            self._group_for(buffer).broadcast(as_bytes(buffer), src).wait()
             if buffer.data_ptr() != input_.data_ptr():
                 with torch.no_grad():
                     input_.copy_(buffer)
@@ -249,7 +239,16 @@ class GroupCoordinator:
         """
         self._member("src", src)
         if self.world_size > 1:
-            dist.broadcast_object_list(obj_list, group=group or self.host_group, group_src=src)
+            over = self.host_group if group is None else group
+            where = torch.device("cpu") if "cpu" in backends_of(over) else self.device
+            sends = self.rank_in_group == src
+            data = packed(obj_list, where) if sends else torch.empty(0, dtype=torch.uint8, device=where)
+            size = torch.tensor([data.numel()], device=where)
+            over.broadcast(size, src).wait()
+            data = data if sends else data.new_empty(int(size))
+            over.broadcast(data, src).wait()
+            if not sends:
+                obj_list[:] = unpacked(data)
         return obj_list
 
     def send_object(self, obj: Any, dst: int) -> None:
@@ -260,21 +259,16 @@ class GroupCoordinator:
         return self._recv_object(self._other("src", src))
 
     def _isend_object(self, obj: Any, dst: int, tag: int = 0) -> Pending:
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        return self._keep(
-            Pending(
-                [dist.isend(t, group=self.host_group, group_dst=dst, tag=tag) for t in (size, data)],
-                [size, data],
-            )
-        )
+        data = packed(obj, self._host)
+        size = torch.tensor([data.numel()], device=self._host)
+        return self._started([size, data], self.host_group, dst, tag)
 
     def _recv_object(self, src: int, tag: int = 0) -> Any:
-        size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, group=self.host_group, group_src=src, tag=tag)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, group=self.host_group, group_src=src, tag=tag)
-        return pickle.loads(data.numpy().tobytes())
+        size = torch.empty(1, dtype=torch.int64, device=self._host)
+        self.host_group.recv([size], src, tag).wait()
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._host)
+        self.host_group.recv([data], src, tag).wait()
+        return unpacked(data)
 
     # ---- tensors from rank to rank ----
 
@@ -294,29 +288,35 @@ class GroupCoordinator:
             self._irecv(tensor, src).wait()
         return tensor
 
-    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Itself, or a copy where its groups can move it."""
+        return tensor.detach().to(self._host) if tensor.is_cpu and self._host.type != "cpu" else tensor
+
+    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self.host_group if tensor.is_cpu else self.group
 
-    def _lane(self, tensor: torch.Tensor, sends: bool) -> dist.ProcessGroup | None:
+    def _lane(self, tensor: torch.Tensor, sends: bool) -> dist.ProcessGroup:
         """The group over which a tensor goes from this rank, or comes to it."""
         return self._group_for(tensor)
 
     def _isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Pending:
-        ready = plain(tensor)
-        work = dist.isend(as_bytes(ready), group=self._lane(ready, True), group_dst=dst, tag=tag)
-        if not ready.is_cpu:  # its memory must not be given away before the sending has read it
-            ready.record_stream(torch.accelerator.current_stream(ready.device))
-        return self._keep(Pending([work], [ready]))
+        ready = self._movable(plain(tensor))
+        return self._started([as_bytes(ready)], self._lane(ready, True), dst, tag)
+
+    def _started(self, tensors: list[torch.Tensor], lane: dist.ProcessGroup, dst: int, tag: int) -> Pending:
+        """Sends them. They live until they are sent, also where the caller drops what this returns."""
+        pending = Pending([lane.send([tensor], dst, tag) for tensor in tensors], tensors)
+        if tensors[0].is_cpu:
+            return self._outboxes.setdefault(dst, Outbox()).keep(pending)
+        for tensor in tensors:
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+        return pending
 
     def _irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Pending:
         """Into a contiguous tensor."""
-        work = dist.irecv(as_bytes(tensor), group=self._lane(tensor, False), group_src=src, tag=tag)
-        return Pending([work], [tensor])
-
-    def _keep(self, pending: Pending) -> Pending:
-        """Lets what is sent live until it is, also where the caller drops it."""
-        self._under_way = [other for other in self._under_way if not other.is_completed()] + [pending]
-        return pending
+        buffer = self._movable(tensor)
+        work = self._lane(buffer, False).recv([as_bytes(buffer)], src, tag)
+        return Pending([work], [tensor], None if buffer is tensor else lambda: tensor.copy_(buffer))
 
     # ---- dicts of tensors and of anything else, which may be nested ----
 

@@ -13,14 +13,10 @@ import os
 import torch
 import torch.distributed as dist
 
-from .coordinators import (
-    GroupCoordinator,
-    SequenceParallelGroupCoordinator,
-    end_group,
-    new_group_of,
-)
+from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
 from .pipeline import PipelineGroupCoordinator
 from .placement import find, local_rank_of_this_process
+from .process_groups import end_group, new_group_of
 from .ranks import RankGenerator, sequence_rank_groups
 from .topology import current, forget_all
 

@@ -7,8 +7,9 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from .coordinators import GroupCoordinator, new_group_of
+from .coordinators import GroupCoordinator
 from .messages import Pending, TensorMetadata, metadata_of
+from .process_groups import new_group_of
 
 
 class PipelineGroupCoordinator(GroupCoordinator):
@@ -35,10 +36,11 @@ class PipelineGroupCoordinator(GroupCoordinator):
         self.device_groups = []
         self.reset_buffer()
 
-    def _lane(self, tensor: torch.Tensor, sends: bool) -> dist.ProcessGroup | None:
-        if not self.device_groups or tensor.is_cpu:
+    def _lane(self, tensor: torch.Tensor, sends: bool) -> dist.ProcessGroup:
+        lanes = [group for group in self.device_groups if group is not None]
+        if not lanes or tensor.is_cpu:
             return super()._lane(tensor, sends)
-        return self.device_groups[self.rank_in_group if sends else 1 - self.rank_in_group]
+        return lanes[self.rank_in_group if sends else 1 - self.rank_in_group]
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*super()._groups(), *self.device_groups[1:]]
@@ -73,7 +75,7 @@ class PipelineGroupCoordinator(GroupCoordinator):
             raise self._error(f"tensor {key}", f"{tensor.dtype} of shape {list(tensor.shape)}", expected)
         if tensor.numel():
             works.append(self._isend(tensor, dst, self._tag(key)))
-        return Pending([work for pending in works for work in pending._works], [])
+        return Pending(works, [])
 
     def pipeline_send(self, tensor: torch.Tensor, name: str = "latent", segment_idx: int = -1) -> None:
         """The same, until it is sent."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -22,8 +23,25 @@ _ALIASES = {"fsdp": "dp_shard_cp", "hsdp": "dp_cp"}
 NAMES = (*MESH, *FLAT, "dp_shard_cp", *EXPERT_MESH, *_ALIASES)
 
 
-def _device(group: dist.ProcessGroup | None = None) -> str:
-    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The group's backend for each type of device whose tensors it moves."""
+    try:
+        return {device.type: group._get_backend(device).name() for device in group._device_types}
+    except AttributeError:  # these are torch's own; the public way knows only groups that torch made
+        config = dist.get_backend_config(group)
+    return {kind: backend for kind, _, backend in (part.partition(":") for part in config.split(","))}
+
+
+def device_type_of(group: dist.ProcessGroup | None) -> str:
+    """Where its tensors usually are: on the accelerator, where it has a backend made for one. None is WORLD.
+
+    A group of gloo alone says that it moves CUDA tensors, too.
+    """
+    group = dist.group.WORLD if group is None else group
+    backends = {} if group is None else backends_of(group)
+    if "cpu" in backends and not torch.accelerator.is_available():
+        return "cpu"
+    return next((kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"), "cpu")
 
 
 class ParallelState:
@@ -46,7 +64,15 @@ class ParallelState:
         name = self._known(name)
         if name not in self._meshes and name in self._groups:
             group = self._groups[name]
-            self._meshes[name] = DeviceMesh.from_group(group, _device(group), mesh_dim_names=(name,))
+            try:
+                self._meshes[name] = DeviceMesh.from_group(
+                    group, device_type_of(group), mesh_dim_names=(name,)
+                )
+            except (KeyError, ValueError) as error:
+                raise RuntimeError(
+                    f"torch.distributed does not know the {name} group, which a DeviceMesh needs; "
+                    "use get_group, or a group of torch.distributed.new_group"
+                ) from error
         return self._meshes.get(name)
 
     def get_group(self, name: str) -> dist.ProcessGroup | None:
@@ -231,7 +257,7 @@ def check_fit(names: tuple[str, ...], sizes: tuple[int, ...], world: int) -> Non
 
 def make_meshes(sizes: tuple[int, ...], experts: tuple[int, ...]) -> dict[str, DeviceMesh]:
     """The meshes of a state, from the sizes of MESH and EXPERT_MESH. Collective."""
-    device = _device()
+    device = device_type_of(None)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=MESH)
     meshes = {name: mesh[name] for name in MESH}
     for name, dims in FLAT.items():

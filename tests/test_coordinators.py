@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from reference import assert_same
-from test_faults import finish, start
+from test_faults import finish, start, tell, told
 
+from spar.messages import Outbox
 from spar.parallel_state import (
     GroupCoordinator,
     PipelineGroupCoordinator,
@@ -225,6 +232,60 @@ def messages(rank: int, folder: Path) -> None:
 
 def test_objects_and_dicts(tmp_path: Path) -> None:
     assert finish(start(messages, 4, tmp_path), 60) == [0] * 4
+
+
+def dropped_handles(rank: int, folder: Path) -> None:
+    """What is sent lives until it is sent, and no longer, whoever keeps its handle."""
+    group = PipelineGroupCoordinator([[0, 1]], rank, "gloo")
+    alive: list[weakref.ref[Any]] = []
+
+    def send(step: int) -> None:
+        values = np.full(500, step, dtype=np.int64)
+        alive.append(weakref.ref(values))
+        group.pipeline_isend(torch.from_numpy(values))
+
+    def living() -> int:
+        return sum(ref() is not None for ref in alive)
+
+    def after(condition: Callable[[], bool]) -> bool:
+        end = time.monotonic() + 20
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.01)
+        return condition()
+
+    held = None
+    if rank == 0:
+        for step in range(100):
+            send(step)
+        held = group.pipeline_isend(torch.ones(3), "held")
+        gc.collect()
+        assert living() == 100, "nothing was received yet"
+    group.barrier()
+    if rank == 0:
+        for step in range(100, 10_000):
+            send(step)
+    else:
+        for step in range(10_000):
+            assert group.pipeline_recv()[::499].tolist() == [step, step]
+        assert_same(group.pipeline_recv(name="held"), torch.ones(3))
+    group.barrier()
+    if held is not None:
+        assert after(lambda: living() <= Outbox.KEPT), living()
+        held.wait()  # of a handle that is kept, too, somebody else may have known the end first
+        held.wait()
+        assert held.is_completed()
+        assert after(lambda: threading.active_count() == 1), "no thread without work"
+    group.barrier()
+    if rank == 0:
+        for step in range(100):  # never received: they hold nobody up
+            send(step)
+        tell(folder, rank, "")
+    else:
+        told(folder, 0)
+
+
+def test_dropped_handles(tmp_path: Path) -> None:
+    assert finish(start(dropped_handles, 2, tmp_path), 60) == [0] * 2
 
 
 def stages(rank: int, folder: Path, world: int) -> None:
