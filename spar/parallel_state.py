@@ -57,7 +57,7 @@ from .placement import (
     is_pipeline_last_stage,
 )
 from .ranks import RankGenerator, generate_masked_orthogonal_rank_groups
-from .state import EXPERT_MESH, MESH, NAMES, ParallelState, check_fit, make_meshes, meshes_of
+from .state import EXPERT_MESH, MESH, NAMES, ParallelState, check_fit, make_meshes, state_of
 from .topology import Topology, current, sequence_group
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def init_parallel_state(
         if expert_data_parallel_size == 1:
             experts = (max(1, world // (experts[1] * experts[2])), *experts[1:])
         check_fit(EXPERT_MESH, experts, world)
-    state = ParallelState(make_meshes(sizes, experts) if world > 1 else None)
+    state = ParallelState(make_meshes(sizes, experts) if world > 1 else None, ring_by_ring=True)
     _set_state(state)
     return state
 
@@ -225,11 +225,12 @@ def take_over_mesh(mesh: DeviceMesh) -> ParallelState:
             stay the mesh's own.
 
     Raises:
-        ValueError: no such dim, or several that say the same.
+        ValueError: no such dim, or several that say the same; with both a ring and ulysses an order of ranks
+            that does not make them levels of one sequence.
         RuntimeError: there is a state already; see `destroy_parallel_state`.
     """
     _check_no_state("take_over_mesh")
-    state = ParallelState(meshes_of(mesh))
+    state = state_of(mesh)
     _set_state(state)
     return state
 

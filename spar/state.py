@@ -33,9 +33,9 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def device_type_of(group: dist.ProcessGroup | None) -> str:
-    """Where its tensors usually are: on the accelerator, where it has a backend made for one. None is WORLD.
+    """Where its tensors usually are: on the accelerator, where there is one that it has a backend made for.
 
-    A group of gloo alone says that it moves CUDA tensors, too.
+    A group of gloo alone says that it moves CUDA tensors, too. None is WORLD.
     """
     group = dist.group.WORLD if group is None else group
     backends = {} if group is None else backends_of(group)
@@ -48,11 +48,14 @@ class ParallelState:
     """The groups of this rank, by name (NAMES); a name without one has size 1, rank 0. Source: seed 003."""
 
     def __init__(
-        self, meshes: dict[str, DeviceMesh] | None = None, groups: dict[str, dist.ProcessGroup] | None = None
+        self,
+        meshes: dict[str, DeviceMesh] | None = None,
+        groups: dict[str, dist.ProcessGroup] | None = None,
+        ring_by_ring: bool = False,
     ) -> None:
         self._meshes = meshes or {}
         self._groups = groups or {}  # those that no mesh has
-        self._ring_by_ring: bool | None = None
+        self._ring_by_ring = ring_by_ring
 
     def _known(self, name: str) -> str:
         if name not in NAMES:
@@ -90,17 +93,11 @@ class ParallelState:
         return 0 if group is None else group.rank()
 
     def is_cp_ring_by_ring(self) -> bool:
-        """Whether the rank in cp is ulysses rank * ring size + ring rank. The same on all ranks of cp.
+        """Whether the rank in cp is ulysses rank * ring size + ring rank, on all ranks of cp.
 
-        So it is where `init_parallel_state` made the groups; other layouts may have it the other way round.
+        So it is where `init_parallel_state` made the groups; other layouts may have it another way round. Who
+        makes a state says so, from the whole layout: ranks that looked at their own groups might not agree.
         """
-        if self._ring_by_ring is None:
-            cp, ring = self.get_group("cp"), self.get_group("ring")
-            if cp is None or ring is None:
-                return False
-            ranks, size = dist.get_process_group_ranks(cp), ring.size()
-            start = cp.rank() // size * size
-            self._ring_by_ring = ranks[start : start + size] == dist.get_process_group_ranks(ring)
         return self._ring_by_ring
 
     def is_group_enable(self, name: str) -> bool:
@@ -273,11 +270,12 @@ def make_meshes(sizes: tuple[int, ...], experts: tuple[int, ...]) -> dict[str, D
     return meshes
 
 
-def meshes_of(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
-    """The meshes of a state, from dims that a mesh already has. Collective where ring x ulysses is flattened.
+def state_of(mesh: DeviceMesh) -> ParallelState:
+    """The state of dims that a mesh already has. Collective where ring x ulysses is flattened.
 
     Raises:
-        ValueError: no dim of context parallelism, or several that say the same.
+        ValueError: no dim of context parallelism, or several that say the same; ranks in an order in which
+            the ranks of a ulysses group would have parts of different ring ranks, or the reverse.
     """
     dims = tuple(mesh.mesh_dim_names or ())
     combined = [name for name in ("cp", "sp") if name in dims]
@@ -287,9 +285,35 @@ def meshes_of(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
             f"take_over_mesh: the mesh is {mesh} with the dims {dims}; "
             'expected "ring" and "ulysses", one of them, or one of "cp" and "sp"'
         )
+    ring_by_ring = len(levels) > 1 and _is_ring_by_ring(mesh)
     meshes = {_ALIASES.get(name, name): mesh[name] for name in dims if name in NAMES}
     if combined:
         meshes["cp"] = meshes["ulysses"] = mesh[combined[0]]
     else:
         meshes["cp"] = mesh[levels]._flatten("cp") if len(levels) > 1 else mesh[levels[0]]
-    return meshes
+    return ParallelState(meshes, ring_by_ring=ring_by_ring)
+
+
+def _is_ring_by_ring(mesh: DeviceMesh) -> bool:
+    """Whether cp can be that in all of the mesh, so that all its ranks decide alike.
+
+    Wherever ranks lie in a mesh, torch orders each of its groups by them.
+    """
+    names = mesh.mesh_dim_names or ()
+    levels = mesh.mesh.movedim((names.index("ulysses"), names.index("ring")), (-2, -1))
+    ordered = True
+    for block in levels.reshape(-1, *levels.shape[-2:]).tolist():
+        rings = [sorted(ranks) for ranks in block]
+        ulysses = [sorted(ranks) for ranks in zip(*block, strict=True)]
+        in_ring = {rank: place for ranks in rings for place, rank in enumerate(ranks)}
+        in_ulysses = {rank: place for ranks in ulysses for place, rank in enumerate(ranks)}
+        crossing = [[in_ring[rank] for rank in ranks] for ranks in ulysses]
+        crossing += [[in_ulysses[rank] for rank in ranks] for ranks in rings]
+        if any(len(set(places)) > 1 for places in crossing):
+            raise ValueError(
+                f"take_over_mesh: in torch's order the mesh has the rings {rings} and the ulysses groups "
+                f"{ulysses}; expected rings whose n-th ranks form a ulysses group, and the reverse"
+            )
+        size = len(rings[0])
+        ordered &= all(in_ulysses[rank] * size + in_ring[rank] == n for n, rank in enumerate(sorted(in_ring)))
+    return ordered

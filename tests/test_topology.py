@@ -106,51 +106,6 @@ def test_three_spellings(tmp_path: Path) -> None:
     assert finish(start(spellings, 4, tmp_path), 90) == [0] * 4
 
 
-def meshes(rank: int, folder: Path) -> None:
-    low, high = rank % 2, rank // 2
-    whole, owners = cells((16, 3), torch.float32), zigzag(16, 2, 2)
-    for dims, steps in ((("ulysses", "ring"), 1), (("ring", "ulysses"), 2)):
-        with Topology():
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
-            state = ps.take_over_mesh(mesh)
-            assert state.get_ring_group() is mesh.get_group("ring")
-            assert ps.get_sp_group().ulysses_group is mesh.get_group("ulysses")
-            ulysses, ring = (high, low) if dims[0] == "ulysses" else (low, high)
-            part = spar.split_forward_gather_backward_with_cp(whole, 0)
-            assert_same(part, owned(whole, owners, 0, ulysses * 2 + ring))
-            before = exchanges()
-            assert_same(spar.gather_forward_split_backward_with_cp(part, 0, 16), whole)
-            assert exchanges() == before + steps
-            with pytest.raises(RuntimeError, match="destroy_parallel_state"):
-                ps.take_over_mesh(mesh)
-    for name in ("cp", "sp"):
-        with Topology():
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp"))
-            state = ps.take_over_mesh(mesh)
-            assert process_group(None) is mesh.get_group(name) is state.get_cp_group()
-            assert state.get_tp_group() is mesh.get_group("tp")
-            assert (ps.get_ulysses_parallel_rank(), ps.get_ring_parallel_world_size()) == (high, 1)
-    with Topology():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "sp"))
-        assert ps.take_over_mesh(mesh).get_fsdp_group() is mesh.get_group("fsdp")
-    with Topology():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
-        ps.take_over_mesh(mesh)
-        assert process_group(None) is mesh.get_group("ring")
-        assert (ps.get_ring_parallel_rank(), ps.get_ulysses_parallel_world_size()) == (low, 1)
-    with Topology():
-        for names in (("dp", "tp"), ("cp", "ring"), ("cp", "sp")):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            with pytest.raises(ValueError, match=r"with the dims \(.*expected .ring. and .ulysses."):
-                ps.take_over_mesh(mesh)
-    assert sequence_group() is None
-    dist.barrier()
-
-
-def test_a_mesh_that_is_there(tmp_path: Path) -> None:
-    assert finish(start(meshes, 4, tmp_path), 60) == [0] * 4
-
-
 # ---- several topologies ----
 
 
