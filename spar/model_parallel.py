@@ -168,10 +168,18 @@ def set_seq_parallel_pg(
     groups = sequence_rank_groups(
         sp_ulysses_degree, sp_ring_degree, world_size, use_ulysses_low, sp_group_ranks
     )
-    ulysses, ring = (new_group_of(ranks, None, "set_seq_parallel_pg") for ranks in groups)
+    return _levels(groups, None)
+
+
+def _levels(
+    groups: tuple[list[list[int]], list[list[int]]], backend: str | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's ulysses and ring group, of those that all ranks make."""
+    ulysses, ring = (new_group_of(ranks, backend, "set_seq_parallel_pg") for ranks in groups)
     if ulysses is None or ring is None:
         raise ValueError(
-            f"set_seq_parallel_pg: the ulysses groups are {groups[0]}; rank {rank} is in none of them"
+            f"set_seq_parallel_pg: the ulysses groups are {groups[0]}; "
+            f"rank {dist.get_rank()} is in none of them"
         )
     return ulysses, ring
 
@@ -201,12 +209,13 @@ def initialize_model_parallel(
             sizes are 1 the data dim becomes fully_shard_degree * hsdp_replicate_size.
         hsdp_replicate_size: such copies, in that case.
         enable_expert_parallel: also makes the group of the experts, tp-sp-cfg-dp.
-        backend: of the tensors' groups; None for that of the world.
+        backend: of the tensors' groups, ulysses and ring too; None for that of the world.
 
     Raises:
         ValueError: sequence_parallel_size is not ulysses_degree * ring_degree, a size below 1, a
             fully_shard_degree that does not divide the ranks.
-        RuntimeError: the world has not as many ranks as the layout; torch.distributed is not initialized.
+        RuntimeError: the world has fewer ranks than the layout, or more, as no size is derived from it;
+            torch.distributed is not initialized.
         AssertionError: the groups are there already.
     """
     for name, size in locals().items():
@@ -219,11 +228,8 @@ def initialize_model_parallel(
             f"expected {sp}, ring_degree {ring_degree} * ulysses_degree {ulysses_degree}"
         )
     others = data_parallel_size * cfg_parallel_size * sp * pipeline_parallel_size * tensor_parallel_size
-    dp = (
-        fully_shard_degree * hsdp_replicate_size
-        if others == 1 and fully_shard_degree > 1
-        else data_parallel_size
-    )
+    standalone = others == 1 and fully_shard_degree > 1
+    dp = fully_shard_degree * hsdp_replicate_size if standalone else data_parallel_size
     layout = RankGenerator(
         tensor_parallel_size, sp, pipeline_parallel_size, cfg_parallel_size, dp, fully_shard_degree
     )
@@ -233,10 +239,16 @@ def initialize_model_parallel(
             "initialize_model_parallel: torch.distributed is not initialized; "
             "call init_distributed_environment first"
         )
-    if dist.get_world_size() != layout.world_size:
+    world = dist.get_world_size()
+    if world != layout.world_size:
+        # what is left over would be in no group, or copies that nobody asked for
+        more, rest = divmod(world, layout.world_size)
+        name, size = (
+            ("hsdp_replicate_size", hsdp_replicate_size) if standalone else ("data_parallel_size", dp)
+        )
+        hint = "" if rest or not more else f"; {name}={size * more} would fit"
         raise RuntimeError(
-            f"initialize_model_parallel: {layout} is {layout.world_size} ranks; "
-            f"the world has {dist.get_world_size()}"
+            f"initialize_model_parallel: {layout} is {layout.world_size} ranks; the world has {world}{hint}"
         )
     topology = current()
     there = sorted(set(topology.coordinators) - {"world"})
@@ -254,9 +266,7 @@ def initialize_model_parallel(
         ranks = layout.get_ranks("tp-sp-cfg-dp")
         made["ep"] = init_model_parallel_group(ranks, local_rank_of_this_process(), backend, "expert")
     ranks = layout.get_ranks("sp")
-    levels = set_seq_parallel_pg(
-        ulysses_degree, ring_degree, dist.get_rank(), layout.world_size, sp_group_ranks=ranks
-    )
+    levels = _levels(sequence_rank_groups(ulysses_degree, ring_degree, world, True, ranks), backend)
     made["sp"] = init_model_parallel_group(
         ranks,
         local_rank_of_this_process(),

@@ -246,8 +246,19 @@ def makes_groups(rank: int, folder: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         ps.initialize_model_parallel(ulysses_degree=2, pipeline_parallel_size=2, data_parallel_size=2)
     assert too_small in str(caught.value)
-    with pytest.raises(RuntimeError, match="is 2 ranks; the world has 4"):
-        ps.initialize_model_parallel(ulysses_degree=2)
+    for sizes, text in (  # a world that is larger is as wrong: nobody is left over, no size is made up
+        (
+            {"ulysses_degree": 2},
+            "sp 2 x pp 1 x cfg 1 x dp 1 (fs 1) is 2 ranks; the world has 4; data_parallel",
+        ),
+        ({"ring_degree": 2}, "the world has 4; data_parallel_size=2 would fit"),
+        ({"fully_shard_degree": 2}, "the world has 4; hsdp_replicate_size=2 would fit"),
+        ({"ulysses_degree": 3}, "sp 3 x pp 1 x cfg 1 x dp 1 (fs 1) is 3 ranks; the world has 4"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            ps.initialize_model_parallel(**sizes)
+        assert text in str(caught.value)
+    assert "would fit" not in str(caught.value)
     assert not ps.model_parallel_is_initialized()
 
     ps.initialize_model_parallel(
@@ -370,7 +381,10 @@ def starts_alone(rank: int, folder: Path) -> None:
     ps.init_distributed_environment(2, rank, method)
     assert (dist.get_world_size(), dist.get_rank()) == (2, rank)
     assert ps.get_world_group().local_rank == rank, "without env:// the rank"
-    ps.initialize_model_parallel(ring_degree=2)
+    ps.initialize_model_parallel(ring_degree=2, backend="cpu:gloo")
+    sp = ps.get_sp_group()
+    for group in (sp.device_group, sp.ulysses_group, sp.ring_group, ps.get_dp_group().device_group):
+        assert dist.get_backend_config(group) == "cpu:gloo", "the given one, for all of them"
     assert ps.get_ring_parallel_world_size() == 2
     assert ps.get_ring_parallel_rank() == rank
     ps.get_world_group().barrier()
