@@ -7,11 +7,14 @@ sequence group of seed 001). Here they are kept, once; `spar.parallel_state` has
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .state import ParallelState
@@ -149,25 +152,37 @@ def _capture_in_checkpoints() -> None:
     """From now on what torch.utils.checkpoint will compute again is bound when it is first computed.
 
     That is in backward, outside of the `with` and maybe on a thread of autograd's, where nothing thread-local
-    and no contextvar comes from forward; context_fn is the caller's, and use_reentrant=True has none.
+    and no contextvar comes from forward; context_fn is the caller's, and use_reentrant=True has none. So the
+    two functions that are given what to compute are wrapped. They are torch's own: where a torch has others
+    it goes on without, and says so.
     """
     from torch.utils import checkpoint
 
-    # use_reentrant=True
-    forward: Callable[..., Any] = checkpoint.CheckpointFunction.forward
+    for mode, owner, name, given in (
+        ("True", "CheckpointFunction", "forward", "run_function"),
+        ("False", "_CheckpointFrame", "__init__", "recompute_fn"),
+    ):
+        holder = getattr(checkpoint, owner, None)
+        function = getattr(holder, name, None)
+        if function is None or list(inspect.signature(function).parameters)[1:2] != [given]:
+            warnings.warn(
+                f"spar: the checkpoint of torch {torch.__version__} has no {owner}.{name}(_, {given}, ...); "
+                f"with several topologies and use_reentrant={mode} give it spar.topology.bind(function)",
+                stacklevel=3,
+            )
+            continue
+        wrapped = _first_bound(function)
+        setattr(holder, name, staticmethod(wrapped) if name == "forward" else wrapped)
 
-    def bound_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, bind(run_function), *args)
 
-    checkpoint.CheckpointFunction.forward = staticmethod(bound_forward)  # type: ignore[method-assign]
+def _first_bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose second argument is bound when it is called."""
 
-    # use_reentrant=False
-    init = checkpoint._CheckpointFrame.__init__
+    @functools.wraps(function)
+    def bound(owner: Any, later: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(owner, bind(later), *args, **kwargs)
 
-    def bound_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        init(self, bind(recompute_fn), *args, **kwargs)
-
-    checkpoint._CheckpointFrame.__init__ = bound_init  # type: ignore[method-assign]
+    return bound
 
 
 _default = Topology()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from reference import assert_same, cells, owned, zigzag
 from test_faults import finish, start
 from test_hybrid import exchanges
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import checkpoint as recompute
 from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar import parallel_state as ps
 from spar.groups import process_group
-from spar.topology import Topology, bind, current, sequence_group
+from spar.topology import Topology, _capture_in_checkpoints, bind, current, sequence_group
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -321,6 +323,31 @@ def compiled(rank: int, folder: Path) -> None:
 
 def test_compiled(tmp_path: Path) -> None:
     assert finish(start(compiled, 4, tmp_path), 120) == [0] * 4
+
+
+def test_a_torch_whose_checkpoint_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then what is computed again is to be bound by who calls checkpoint, and a warning says so."""
+    a = Topology()
+    functions = [(recompute.CheckpointFunction, "forward"), (recompute._CheckpointFrame, "__init__")]
+    for (holder, name), kind in zip(functions, (staticmethod, lambda function: function), strict=True):
+        monkeypatch.setattr(holder, name, kind(inspect.unwrap(getattr(holder, name))))
+    seen = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(current())
+        return x.sin()
+
+    for mode in (True, False):
+        with a:
+            y = checkpoint(bind(note), torch.ones(2, requires_grad=True), use_reentrant=mode)
+        y.sum().backward()
+    assert seen == [a] * 4
+    monkeypatch.setattr(recompute.CheckpointFunction, "forward", staticmethod(lambda ctx, other, *args: 1))
+    monkeypatch.delattr(recompute, "_CheckpointFrame")
+    with pytest.warns(UserWarning, match=r"spar.topology.bind\(function\)") as told:
+        _capture_in_checkpoints.__wrapped__()
+    assert [str(one.message).split("use_reentrant=")[1][:5] for one in told] == ["True ", "False"]
+    assert cast(Any, recompute.CheckpointFunction).forward(None, None) == 1, "left alone"
 
 
 # ---- a model that runs anywhere ----
