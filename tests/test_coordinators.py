@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from reference import assert_same
 from test_faults import finish, start, tell, told
+from test_hybrid import exchanges
 
 from spar.messages import Outbox
 from spar.parallel_state import (
@@ -88,7 +89,7 @@ def where_they_are(rank: int, folder: Path) -> None:
     backwards.barrier()
 
 
-def test_ranks(tmp_path: Path) -> None:
+def test_group_coordinator_ranks(tmp_path: Path) -> None:
     assert finish(start(where_they_are, 4, tmp_path), 60) == [0] * 4
 
 
@@ -110,6 +111,7 @@ def tensors_of_all(rank: int, folder: Path) -> None:
                 if uneven:
                     for r in ranks:
                         shapes[r][dim] = (r * 2) % 5  # rank 0 has nothing
+                before = exchanges()
                 own = tensor(rank, *shapes[rank], dtype=dtype)
                 parts = [tensor(r, *shapes[r], dtype=dtype) for r in ranks]
                 expected = torch.cat([p.float() if p.is_floating_point() else p for p in parts], dim).to(
@@ -117,6 +119,9 @@ def tensors_of_all(rank: int, folder: Path) -> None:
                 )
                 got: Any = group.all_gather(own, dim)
                 assert_same(got, expected)
+                assert exchanges() == before + 2 * (len(ranks) > 1), (
+                    "spar's: of the extents, and of the tensors"
+                )
                 for one, part in zip(group.all_gather(own, dim, separate_tensors=True), parts, strict=True):
                     assert_same(one, part)
                 if dtype != torch.float8_e4m3fn:  # torch cannot cat it
@@ -151,7 +156,7 @@ def tensors_of_all(rank: int, folder: Path) -> None:
         assert f"rank {place} of {len(ranks)}" in str(caught.value)
 
 
-def test_tensors_of_all_ranks(tmp_path: Path) -> None:
+def test_group_coordinator_tensors(tmp_path: Path) -> None:
     assert finish(start(tensors_of_all, 4, tmp_path), 90) == [0] * 4
 
 
@@ -230,7 +235,7 @@ def messages(rank: int, folder: Path) -> None:
     group.barrier()
 
 
-def test_objects_and_dicts(tmp_path: Path) -> None:
+def test_group_coordinator_objects_and_dicts(tmp_path: Path) -> None:
     assert finish(start(messages, 4, tmp_path), 60) == [0] * 4
 
 
@@ -337,7 +342,7 @@ def stages(rank: int, folder: Path, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_pipeline(tmp_path: Path, world: int) -> None:
+def test_pipeline_group_coordinator(tmp_path: Path, world: int) -> None:
     assert finish(start(stages, world, tmp_path, world), 60) == [0] * world
 
 
@@ -370,5 +375,5 @@ def levels(rank: int, folder: Path) -> None:
     group.barrier()  # who leaves while others still connect to it disturbs them
 
 
-def test_sequence_levels(tmp_path: Path) -> None:
+def test_sequence_parallel_group_coordinator(tmp_path: Path) -> None:
     assert finish(start(levels, 4, tmp_path), 60) == [0] * 4

@@ -62,7 +62,7 @@ def check_samples(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_samples(ranks: Ranks, world: int) -> None:
+def test_sp_data_processor_samples(ranks: Ranks, world: int) -> None:
     ranks(world, check_samples)
 
 
@@ -125,7 +125,7 @@ def check_batches(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_batches(ranks: Ranks, world: int) -> None:
+def test_sp_data_processor_batches(ranks: Ranks, world: int) -> None:
     ranks(world, check_batches)
 
 
@@ -236,7 +236,7 @@ def check_slices(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_slices(ranks: Ranks, world: int) -> None:
+def test_sp_slice_and_pad_input(ranks: Ranks, world: int) -> None:
     ranks(world, check_slices)
 
 
@@ -279,5 +279,5 @@ def check_unpad(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gather_without_padding(ranks: Ranks, world: int) -> None:
+def test_gather_forward_split_backward_and_unpad(ranks: Ranks, world: int) -> None:
     ranks(world, check_unpad)

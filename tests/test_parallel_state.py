@@ -106,7 +106,7 @@ def test_module_attributes() -> None:
 # ---- ranks ----
 
 
-def test_published_groups() -> None:
+def test_generate_masked_orthogonal_rank_groups() -> None:
     groups = generate_masked_orthogonal_rank_groups
     assert groups(8, [2, 2, 2], [False, False, True]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert groups(24, [2, 3, 4], [False, True, False])[::7] == [[0, 2, 4], [19, 21, 23]]
@@ -117,7 +117,7 @@ def test_published_groups() -> None:
         groups(8, [2, 4], [True])
 
 
-def test_sixteen_ranks() -> None:
+def test_rank_generator_of_sixteen_ranks() -> None:
     """dp, cfg, sp and pp of 2."""
     ranks = RankGenerator(tp=1, sp=2, pp=2, cfg=2, dp=2)
     pairs = {"dp": 8, "cfg": 4, "pp": 2, "sp": 1}
@@ -130,7 +130,7 @@ def test_sixteen_ranks() -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3, 1, 2, 2), (3, 1, 2, 1, 5)])
 @pytest.mark.parametrize("order", ["tp-sp-pp-cfg-dp", "dp-pp-sp-cfg-tp"])
-def test_groups_against_coordinates(sizes: tuple[int, ...], order: str) -> None:
+def test_rank_generator_against_coordinates(sizes: tuple[int, ...], order: str) -> None:
     """Two ranks share a group when all coordinates but the token's are equal; each rank is in one."""
     names = ("tp", "sp", "pp", "cfg", "dp")
     ranks = RankGenerator(*sizes, order=order, rank_offset=5)
@@ -221,7 +221,9 @@ def test_one_process_without_any_group() -> None:
         ({}, RuntimeError, "call init_distributed_environment first"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, int], kind: type[Exception], text: str) -> None:
+def test_initialize_model_parallel_refuses(
+    arguments: dict[str, int], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind) as caught:
         ps.initialize_model_parallel(**arguments)  # type: ignore[arg-type]
     assert text in str(caught.value)
@@ -330,7 +332,7 @@ def makes_groups(rank: int, folder: Path) -> None:
     (folder / f"{rank}.ended").touch()
 
 
-def test_the_groups(tmp_path: Path) -> None:
+def test_initialize_model_parallel(tmp_path: Path) -> None:
     assert finish(start(makes_groups, 4, tmp_path), 90) == [0] * 4
 
 
@@ -370,7 +372,7 @@ def makes_levels(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_ulysses_and_ring_groups(tmp_path: Path) -> None:
+def test_set_seq_parallel_pg(tmp_path: Path) -> None:
     assert finish(start(makes_levels, 4, tmp_path), 60) == [0] * 4
 
 
@@ -393,5 +395,5 @@ def starts_alone(rank: int, folder: Path) -> None:
     assert ps.get_sequence_parallel_world_size() == 1, "every group is gone"
 
 
-def test_it_initializes_torch_distributed(tmp_path: Path) -> None:
+def test_init_distributed_environment(tmp_path: Path) -> None:
     assert finish(start(starts_alone, 2, tmp_path), 60) == [0] * 2

@@ -51,7 +51,7 @@ def check_even(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_even(ranks: Ranks, world: int) -> None:
+def test_sp_shard_and_sp_gather_even(ranks: Ranks, world: int) -> None:
     ranks(world, check_even)
 
 
@@ -73,7 +73,7 @@ def check_uneven(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_uneven(ranks: Ranks, world: int) -> None:
+def test_sp_shard_and_sp_gather_uneven(ranks: Ranks, world: int) -> None:
     ranks(world, check_uneven)
 
 
@@ -100,7 +100,7 @@ def check_gradients(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_gradients(ranks: Ranks, world: int) -> None:
+def test_sp_shard_and_sp_gather_gradients(ranks: Ranks, world: int) -> None:
     ranks(world, check_gradients)
 
 
@@ -131,7 +131,7 @@ def check_padding(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_padding(ranks: Ranks, world: int) -> None:
+def test_sp_shard_with_padding(ranks: Ranks, world: int) -> None:
     ranks(world, check_padding)
 
 
@@ -253,11 +253,11 @@ def check_validator(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_validator(ranks: Ranks, world: int) -> None:
+def test_sharding_validator(ranks: Ranks, world: int) -> None:
     ranks(world, check_validator)
 
 
-def test_the_global_validator() -> None:
+def test_get_sharding_validator() -> None:
     validator = get_sharding_validator()
     assert validator is get_sharding_validator() and isinstance(validator, ShardingValidator)
     with pytest.raises(RuntimeError, match="in the model"), validator.track():

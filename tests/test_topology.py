@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import assert_same, cells, owned, zigzag
-from test_faults import finish, start
+from test_faults import TEARDOWN, finish, start
 from test_hybrid import exchanges
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import checkpoint as recompute
@@ -353,46 +355,71 @@ def test_a_torch_whose_checkpoint_is_another(monkeypatch: pytest.MonkeyPatch) ->
 # ---- a model that runs anywhere ----
 
 
-def forward(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+class Layer(torch.nn.Module):
     """[seq, heads, width]: what a model with sequence parallelism does, told of no group."""
-    size, place = ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()
-    assert place < size
-    x = spar.split_forward_gather_backward_with_cp(tokens, 0) * weight
-    if size > 1:
-        x = spar.all_to_all(x, None, 1, 0, tokens.size(0))
-    x = x.cumsum(0) if size == 1 or not ps.get_parallel_state().is_ring_enable() else x
-    if size > 1:
-        x = spar.all_to_all(x, None, 0, 1, tokens.size(1))
-    return spar.gather_forward_split_backward_with_cp(x, 0, tokens.size(0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        size, place = ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()
+        assert place < size
+        x = spar.split_forward_gather_backward_with_cp(tokens, 0) * self.weight
+        if size > 1:
+            x = spar.all_to_all(x, None, 1, 0, tokens.size(0))
+        x = x.cumsum(0)
+        if size > 1:
+            x = spar.all_to_all(x, None, 0, 1, tokens.size(1))
+        return spar.gather_forward_split_backward_with_cp(x, 0, tokens.size(0))
 
 
-def model_inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    return cells((9, 3, 2), torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
+def check_layer() -> None:
+    """To the bit what it is without ranks, and the gradient of the tokens, too."""
+    tokens = cells((9, 3, 2), torch.float64).requires_grad_()
+    layer = Layer()
+    layer(tokens).backward(cells((9, 3, 2), torch.float64, salt=1))
+    assert tokens.grad is not None
+    given = cells((9, 3, 2), torch.float64, salt=1)
+    assert_same(tokens.grad, given.flip(0).cumsum(0).flip(0) * layer.weight.detach())
+    assert_same(layer(tokens).detach(), (tokens.detach() * layer.weight.detach()).cumsum(0))
 
 
-def on_ranks(rank: int, folder: Path) -> None:
-    tokens, weight = model_inputs()
-    expected = (tokens * weight).cumsum(0)
+def under_torchrun() -> None:
+    ps.init_distributed_environment()
+    world = ps.get_world_group()
+    assert world.world_size == 2
     ps.initialize_model_parallel(ulysses_degree=2)
-    assert_same(forward(tokens, weight), expected)
-    dist.barrier()
+    check_layer()
+    world.barrier()
     ps.destroy_model_parallel()
     ps.init_parallel_state(ulysses_parallel_size=2)
-    assert_same(forward(tokens, weight), expected)
+    check_layer()
     ps.destroy_parallel_state()
     ps.set_sequence_parallel_group(dist.group.WORLD)
-    assert_same(forward(tokens, weight), expected)
-    dist.barrier()
+    check_layer()
+    world.barrier()
+    ps.destroy_distributed_env()
+    print("the same")
 
 
-def test_one_forward_everywhere(tmp_path: Path) -> None:
-    tokens, weight = model_inputs()
+def test_one_forward_everywhere() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no state
-        assert_same(forward(tokens, weight), (tokens * weight).cumsum(0))
+        check_layer()
     ps.init_parallel_state()
     try:
-        assert_same(forward(tokens, weight), (tokens * weight).cumsum(0))
+        check_layer()
     finally:
         ps.destroy_parallel_state()
-    assert finish(start(on_ranks, 2, tmp_path), 60) == [0, 0]
+    command = "import test_topology; test_topology.under_torchrun()"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "--no-python", sys.executable, "-c", command],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 or TEARDOWN in done.stderr, done.stderr
+    assert done.stdout.count("the same") == 2, done.stderr
