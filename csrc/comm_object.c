@@ -217,16 +217,32 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
 
 enum { NUMBERS = 256 };
 
-/* What Python gave of a call, taken apart; `numbers` and `tensor` must live as long as the request. */
-static int read_request(PyObject *tuple, const char *op, int world, int rank, spar_tensor *tensor,
-                        int64_t *numbers, Py_ssize_t room, spar_request *request)
+/* What Python gave of a call, taken apart; it must live as long as the request. */
+typedef struct {
+    spar_request request;
+    spar_tensor tensor;
+    int64_t few[NUMBERS], *numbers; /* of the tensor */
+} parsed;
+
+/* 0, or -1 and an exception; either way free_request ends it. */
+static int read_request(parsed *p, PyObject *tuple, const char *op, int world, int rank)
 {
-    *request = (spar_request){.world = world, .rank = rank, .ntensors = 1, .tensors = tensor};
-    if (!(request->op = spar_op_find(op))) {
+    Py_ssize_t room = spar_count_numbers(tuple);
+    p->request = (spar_request){.world = world, .rank = rank, .ntensors = 1, .tensors = &p->tensor};
+    p->numbers = p->few;
+    if (room > NUMBERS && !(p->numbers = malloc((size_t)room * sizeof *p->numbers)))
+        PyErr_NoMemory();
+    else if (!(p->request.op = spar_op_find(op)))
         spar_raise(SPAR_INVALID);
-        return -1;
-    }
-    return spar_read_tensor(tuple, tensor, numbers, room);
+    else
+        return spar_read_tensor(tuple, &p->tensor, p->numbers, room);
+    return -1;
+}
+
+static void free_request(parsed *p)
+{
+    if (p->numbers != p->few)
+        free(p->numbers);
 }
 
 PyDoc_STRVAR(
@@ -244,9 +260,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     int dtype, divide;
     double factor;
     double deadline;
-    int64_t on_stack[NUMBERS], *numbers = on_stack;
-    spar_tensor tensor;
-    spar_request request;
+    parsed asked;
     if (!comm || !PyArg_ParseTuple(args, "sOKipdsd", &op, &tuple, &address, &dtype, &divide,
                                    &factor, &text, &deadline))
         return NULL;
@@ -260,15 +274,12 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .device = &spar_device_cpu,
                       .text = text,
                       .patience = patience_until(deadline)};
-    Py_ssize_t room = spar_count_numbers(tuple);
-    if (room > NUMBERS && !(numbers = malloc((size_t)room * sizeof *numbers)))
-        return PyErr_NoMemory();
-    if (read_request(tuple, op, comm->world, comm->rank, &tensor, numbers, room, &request) < 0 ||
+    if (read_request(&asked, tuple, op, comm->world, comm->rank) < 0 ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0)
         goto done;
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    call.failed = spar_plan_get(&request, &plan);
+    call.failed = spar_plan_get(&asked.request, &plan);
     call.plan = plan;
     call.why = spar_last_error();
     status = spar_comm_run(comm, &call);
@@ -280,8 +291,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     if (plan)
         spar_plan_release(plan);
 done:
-    if (numbers != on_stack)
-        free(numbers);
+    free_request(&asked);
     return result;
 }
 
@@ -298,9 +308,7 @@ PyObject *spar_py_select(PyObject *module, PyObject *args)
     unsigned long long address;
     int world, rank, dtype, divide;
     double factor;
-    int64_t on_stack[NUMBERS], *numbers = on_stack;
-    spar_tensor tensor;
-    spar_request request;
+    parsed asked;
     spar_scale scale;
     spar_arena_stats stats;
     spar_memory *block = NULL;
@@ -309,15 +317,12 @@ PyObject *spar_py_select(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tuple, &address, &dtype, &divide,
                           &factor))
         return NULL;
-    Py_ssize_t room = spar_count_numbers(tuple);
-    if (room > NUMBERS && !(numbers = malloc((size_t)room * sizeof *numbers)))
-        return PyErr_NoMemory();
-    if (read_request(tuple, op, world, rank, &tensor, numbers, room, &request) < 0 ||
+    if (read_request(&asked, tuple, op, world, rank) < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         goto done;
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = spar_plan_get(&request, &plan);
+    status = spar_plan_get(&asked.request, &plan);
     spar_arena_read_stats(&stats);
     if (status == SPAR_OK && spar_arena_is_own() &&
         plan->tensors[0].out_bytes <= stats.cap / 2 - stats.allocated &&
@@ -336,8 +341,7 @@ PyObject *spar_py_select(PyObject *module, PyObject *args)
     if (plan)
         spar_plan_release(plan);
 done:
-    if (numbers != on_stack)
-        free(numbers);
+    free_request(&asked);
     return result;
 }
 
