@@ -121,3 +121,14 @@ def pool() -> Iterator[Ranks]:
 def ranks(pool: Ranks, request: pytest.FixtureRequest) -> Ranks:
     pool.transport = request.param
     return pool
+
+
+@pytest.fixture(scope="module")
+def one_thread_for_torch() -> Iterator[None]:
+    """Where many small tensors are made: more threads only disturb one another."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import core
 import pytest
@@ -26,13 +26,7 @@ from cases import (
 from core import Plan, Spec, contiguous, request
 from hypothesis import given, settings
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread_for_torch() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
 
 
 def test_every_op_has_a_generator() -> None:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import core
 import pytest
 import torch
 from core import Scale, ScaleType
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread_for_torch() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
 
 
 # ---- Scales -----------------------------------------------------------------------------------------------
