@@ -112,6 +112,8 @@ static spar_status check_broken(spar_group *g)
             continue;
         memcpy(reason, g->boxes[rank]->reason, sizeof reason);
         reason[sizeof reason - 1] = 0;
+        if (!*reason)
+            snprintf(reason, sizeof reason, "rank %d gave up", rank);
         give_up(g, reason);
         return spar_fail(SPAR_BROKEN, "%s", reason);
     }
