@@ -14,6 +14,8 @@ static void put(writer *w, const char *format, ...) __attribute__((format(printf
 static void put(writer *w, const char *format, ...)
 {
     va_list args;
+    if (w->left <= 1) /* full: a text of very many ranks would go on for long */
+        return;
     va_start(args, format);
     int n = vsnprintf(w->next, w->left, format, args);
     va_end(args);
