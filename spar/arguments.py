@@ -78,7 +78,7 @@ class Call:
         if len(sizes) != self.world:
             raise self.error(what, sizes, f"{self.world} sizes, one for each rank")
         for size in sizes:
-            if not isinstance(size, (int, torch.SymInt)) or size < 0:
+            if not isinstance(size, (int, torch.SymInt)) or size is True or size is False or size < 0:
                 raise self.error(what, sizes, "whole numbers of at least 0")
         return tuple(sizes)
 
@@ -93,7 +93,7 @@ class Call:
             return tuple(lengths)
         try:
             total, least = sum(lengths), min(lengths, default=0)
-        except TypeError:
+        except (TypeError, RuntimeError):  # torch's own, where tensors are among them
             raise self.type_error(what, repr(lengths)[:200], "a list of whole numbers") from None
         if not isinstance(total, (int, torch.SymInt)):
             raise self.type_error(what, repr(lengths)[:200], "a list of whole numbers")
@@ -119,7 +119,7 @@ class Call:
             return len(rows[0]), sum(rows[self.rank]), tuple(itertools.chain(*rows))
         try:
             sizes = torch.as_tensor(table)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             raise self.type_error(what, repr(table)[:200], "a table of whole numbers") from None
         if sizes.dim() != 2 or sizes.size(0) != self.world:
             raise self.error(what, f"of shape {list(sizes.shape)}", f"a row for each of {self.world} ranks")
@@ -150,7 +150,11 @@ class Call:
                 raise self.error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
             return float(self.world), grad_scale == "down"
         if isinstance(grad_scale, (int, float)) and not isinstance(grad_scale, bool):
-            return float(grad_scale), False
+            try:
+                return float(grad_scale), False
+            except OverflowError:
+                what = "a whole number beyond a float's range"
+                raise self.error("grad_scale", what, '"up", "down", None or a float') from None
         raise self.type_error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
 
     def apply(self, op: str, args: Args, grad_scale: Scale) -> torch.Tensor:

@@ -1,0 +1,141 @@
+"""Arguments that nobody should pass to the public functions: a clear error, or what a whole number gives."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+
+import spar
+
+HUGE, LOW = 2**62, -(2**63)
+NUMBERS: list[object] = [HUGE, LOW, 2**63, 2**64 + 1, -(2**200), 10**4000, -1, 0, 1, 2, 1000, True, False]
+NUMBERS += [0.0, 1.5, -2.0, float("nan"), float("inf"), 1j, None, "1", b"\xff", "\udcff", (), object(), torch]
+NUMBERS += [torch.tensor(1), torch.tensor([2]), torch.tensor(1.5), torch.tensor([]), torch.float32]
+LISTS: list[object] = [[], (), [[]], {}, {1: 2}, "ab", range(2), [2], [1, 1, 1], [3, 1], (2, 2), [-2, 6]]
+LISTS += [[HUGE, HUGE], [HUGE, 4 - HUGE], [2**63, 0], [2**64, 4 - 2**64], [LOW, LOW], [True, 3], [True, True]]
+LISTS += [
+    [1.5, 2.5],
+    [2.0, 2.0],
+    [float("nan")] * 2,
+    [None, 4],
+    ["2", "2"],
+    [[2], [2]],
+    [torch.tensor(2)] * 2,
+]
+LISTS += [torch.tensor([2, 2]), torch.tensor([2.0, 2.0]), torch.tensor([[2, 2]]), torch.tensor([True, True])]
+TABLES: list[object] = [
+    [[2], [2]],
+    [[2]] * 3,
+    [[2, 0], [0, 2]],
+    [[HUGE], [HUGE]],
+    [[2**63], [0]],
+    [[LOW], [0]],
+]
+TABLES += [
+    [[-1], [5]],
+    [[1.5], [2.5]],
+    [[None], [4]],
+    [[2], [2, 0]],
+    [[], []],
+    [[[2]], [[2]]],
+    torch.zeros(2, 0),
+]
+TABLES += [torch.full((2, 1), 2), torch.full((2, 1), 2.0), torch.full((2, 3), HUGE), torch.ones(2, 4).bool()]
+
+
+def an_input() -> torch.Tensor:
+    return torch.arange(64.0).view(4, 4, 4)
+
+
+@functools.cache
+def calls() -> list[tuple[str, Callable[..., torch.Tensor], list[object]]]:
+    """Each parameter of each function: a call in which it is what was asked for, and what to ask."""
+    by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
+    by_table = [*by_list, *TABLES, *([[value], [value]] for value in NUMBERS)]
+    split, gather = spar.split_forward_gather_backward, spar.gather_forward_split_backward
+    zigzag_split = spar.load_balanced_split_forward_gather_backward
+    zigzag_gather = spar.load_balanced_gather_forward_split_backward
+    packed_split = spar.packed_data_split_forward_gather_backward
+    packed_gather = spar.packed_data_gather_forward_split_backward
+    table = torch.full((2, 1), 4)
+    dims: list[tuple[str, Callable[..., torch.Tensor]]] = [
+        ("all_to_all: scatter_dim", lambda g, v: spar.all_to_all(an_input(), g, v, 1)),
+        ("all_to_all: gather_dim", lambda g, v: spar.all_to_all(an_input(), g, 0, v)),
+        ("all_to_all: gather_size", lambda g, v: spar.all_to_all(an_input(), g, 0, 1, v)),
+        ("split: dim", lambda g, v: split(an_input(), g, v)),
+        ("split: grad_scale", lambda g, v: split(an_input().requires_grad_(), g, 0, grad_scale=v)),
+        ("gather: dim", lambda g, v: gather(an_input(), g, v)),
+        ("gather: grad_scale", lambda g, v: gather(an_input().requires_grad_(), g, 0, grad_scale=v)),
+        ("zigzag split: dim", lambda g, v: zigzag_split(an_input(), g, v)),
+        ("zigzag gather: dim", lambda g, v: zigzag_gather(an_input(), g, v)),
+        ("packed split: dim", lambda g, v: packed_split(an_input(), g, [4], v)),
+        ("packed gather: dim", lambda g, v: packed_gather(an_input(), table, g, v)),
+        ("split: input_", lambda g, v: split(v, g, 0)),
+        ("gather: input_", lambda g, v: gather(v, g, 0)),
+        ("all_to_all: input_", lambda g, v: spar.all_to_all(v, g, 0, 1)),
+    ]
+    lists: list[tuple[str, Callable[..., torch.Tensor]]] = [
+        ("split: split_sizes", lambda g, v: split(an_input(), g, 0, v)),
+        ("gather: gather_sizes", lambda g, v: gather(an_input(), g, 0, v)),
+        ("packed split: sequence_lengths", lambda g, v: packed_split(an_input(), g, v)),
+    ]
+    tables = [("packed gather: all_split_sizes", lambda g, v: packed_gather(an_input(), v, g))]
+    return [
+        *((name, call, NUMBERS) for name, call in dims),
+        *((name, call, by_list) for name, call in lists),
+        *((name, call, by_table) for name, call in tables),
+    ]
+
+
+def plain(value: object) -> Any:
+    """The same with Python's own whole numbers; a TypeError where there are none."""
+    if isinstance(value, torch.Tensor):
+        return value  # an input, or a table, that is one
+    if isinstance(value, (list, tuple, range)):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
+
+
+def ask(rank: int, world: int, group: dist.ProcessGroup) -> Iterator[str]:
+    """What is wrong with how each value was answered. All ranks ask the same, so none may mismatch."""
+    for name, call, values in calls():
+        for value in values:
+            told = f"{name} = {repr(value)[:60]}: "
+            try:
+                result = call(group, value)
+            except (ValueError, TypeError) as error:
+                text = str(error)
+                if f"rank {rank}" not in text and "is a " not in text:
+                    yield f"{told}{text[:200]!r} names no rank"
+                if "expected" not in text:
+                    yield f"{told}{text[:200]!r} says nothing of what was expected"
+            except spar.OutOfMemoryError:
+                pass
+            except BaseException as error:
+                yield f"{told}{type(error).__name__}: {str(error)[:200]}"
+            else:
+                try:
+                    wanted = call(group, plain(value))
+                    if not torch.equal(result, wanted):
+                        yield f"{told}not what the whole number gives"
+                except Exception as error:
+                    yield f"{told}taken, but its whole number is refused: {error!r:.200}"
+
+
+def probe(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
+    wrong = list(ask(rank, world, group))
+    x = torch.full((1, 2), float(rank))
+    y = spar.gather_forward_split_backward(x, group, 0)
+    assert y[:, 0].tolist() == [float(r) for r in range(world)], "the group is out of step"
+    return wrong
+
+
+def test_hostile_arguments(ranks: Ranks) -> None:
+    for rank, wrong in enumerate(ranks(2, probe)):
+        assert not wrong, f"rank {rank}: {len(wrong)} answers\n" + "\n".join(wrong)
