@@ -16,17 +16,22 @@ PyObject *spar_raise(spar_status status)
         [SPAR_BROKEN] = "GroupBrokenError",      [SPAR_TRANSPORT] = "TransportError",
         [SPAR_INTERNAL] = "SparError",
     };
-    if (status == SPAR_INVALID || status == SPAR_TYPE) {
-        PyErr_SetString(status == SPAR_TYPE ? PyExc_TypeError : PyExc_ValueError,
-                        spar_last_error());
+    /* other processes' texts are in it, cut off where they were too long: maybe within a character */
+    PyObject *text =
+        PyUnicode_DecodeUTF8(spar_last_error(), (Py_ssize_t)strlen(spar_last_error()), "replace");
+    if (!text)
         return NULL;
+    if (status == SPAR_INVALID || status == SPAR_TYPE) {
+        PyErr_SetObject(status == SPAR_TYPE ? PyExc_TypeError : PyExc_ValueError, text);
+    } else {
+        PyObject *errors = PyImport_ImportModule("spar.errors");
+        PyObject *class = errors ? PyObject_GetAttrString(errors, classes[status]) : NULL;
+        if (class)
+            PyErr_SetObject(class, text);
+        Py_XDECREF(class);
+        Py_XDECREF(errors);
     }
-    PyObject *errors = PyImport_ImportModule("spar.errors");
-    PyObject *class = errors ? PyObject_GetAttrString(errors, classes[status]) : NULL;
-    if (class)
-        PyErr_SetString(class, spar_last_error());
-    Py_XDECREF(class);
-    Py_XDECREF(errors);
+    Py_DECREF(text);
     return NULL;
 }
 

@@ -139,3 +139,21 @@ def probe(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
 def test_hostile_arguments(ranks: Ranks) -> None:
     for rank, wrong in enumerate(ranks(2, probe)):
         assert not wrong, f"rank {rank}: {len(wrong)} answers\n" + "\n".join(wrong)
+
+
+def tell_too_much(rank: int, world: int, group: dist.ProcessGroup, blanks: int) -> str:
+    """Rank 0 fails with a text that its mailbox has no room for; what this rank is told."""
+    dim = 0 if rank else " " * blanks + "\N{SNOWMAN}" * 2000
+    try:
+        spar.gather_forward_split_backward(torch.ones(1), group, dim)  # type: ignore[arg-type]
+    except (TypeError, spar.MismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_text_that_is_cut_within_a_character(pool: Ranks) -> None:
+    pool.transport = "shm"
+    for blanks in range(3):
+        first, second = pool(2, tell_too_much, blanks)
+        assert first.startswith("TypeError: ")
+        assert second.startswith("MismatchError: ") and "\N{SNOWMAN}" * 100 in second
