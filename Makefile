@@ -16,17 +16,19 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq
 # The folders are in the list too: their time changes when a file is removed.
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
-C_FILES = $(shell find csrc tests -name '*.[ch]')
+C_FILES = $(shell find csrc fuzz tests -name '*.[ch]')
 
 # Without this make would compile csrc/ops.c, where it looks after the folder csrc/ops.
 MAKEFLAGS += --no-builtin-rules
 
-.PHONY: help demo bench test lint format build wheel clean gone
+.PHONY: help demo bench test test-asan fuzz lint format build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
 	@echo 'make test    run all tests (ARGS= goes to pytest)'
+	@echo 'make test-asan  the same with the C extension under AddressSanitizer, as far as ARGS= says'
+	@echo 'make fuzz    the planner, the mailbox and the set-up under fuzzers (SECONDS=60; needs clang)'
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
 	@echo 'make lint    clang-format, ruff, mypy'
 	@echo 'make format  let clang-format and ruff rewrite the files'
@@ -46,6 +48,24 @@ bench: build
 
 test: build
 	@$(BIN)/pytest $(ARGS)
+
+# The extension that .venv does not have: in a folder of its own, before the installed one on Python's path. The
+# interpreter itself is not sanitized, so the sanitizer is preloaded, with libstdc++, whose exceptions it must
+# know; and what Python never frees is no leak.
+ASAN := build/asan
+test-asan: build
+	@rm -rf $(ASAN) && mkdir -p $(ASAN) && cp -r spar $(ASAN)/ && rm -f $(ASAN)/spar/*.so
+	@echo 'building spar under AddressSanitizer'
+	@log=$$(SPAR_SANITIZE=address,undefined $(BIN)/python setup.py -q build_ext --build-lib $(ASAN) \
+	--build-temp $(ASAN)/objects 2>&1) || { echo "$$log"; exit 1; }
+	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	PYTHONPATH=$(CURDIR)/$(ASAN) $(BIN)/pytest $(ARGS)
+
+# How long each fuzzer looks for new inputs, after the stored ones.
+SECONDS ?= 60
+fuzz:
+	@fuzz/run $(SECONDS)
 
 lint: .venv/.lint
 	@echo 'clang-format'; $(BIN)/clang-format --dry-run -Werror $(C_FILES)

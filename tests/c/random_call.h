@@ -25,10 +25,14 @@ static uint64_t scramble(uint64_t x)
     return x ^ x >> 31;
 }
 
+#ifndef DRAW /* a fuzzer draws from its input */
+#define DRAW(seed, bound) ((int)(scramble(*(seed) += 0x9e3779b97f4a7c15u) % (uint64_t)(bound)))
+#endif
+
 /* A number from 0 to bound - 1. */
 static int draw(uint64_t *seed, int bound)
 {
-    return (int)(scramble(*seed += 0x9e3779b97f4a7c15u) % (uint64_t)bound);
+    return DRAW(seed, bound);
 }
 
 /* Which rank owns each index of one dim; a rank holds its own in their order. */

@@ -1,0 +1,347 @@
+/* The planner: a right call, and then some of its numbers changed.
+ *
+ * A call that nobody changed is carried out on all ranks, and each byte must come to where it belongs. Of a
+ * changed one the planner may say that it is invalid; what it plans must stay in bounds, count its bytes right
+ * and be the same on all ranks. */
+#include "fuzz.h"
+
+static source input;
+#define DRAW(seed, bound) ((void)(seed), (int)(next_byte(&input) % (unsigned)(bound)))
+#include "../tests/c/random_call.h"
+
+enum { ROOM = 64, RANKS = 64, SMALL = 1 << 12, MOST_ARGS = 1 << 26, MOST_RANKS = 1 << 20 };
+
+/* One rank's request, in numbers that may be anything. */
+typedef struct {
+    const spar_op *op;
+    int world, rank, count;
+    spar_tensor tensors[TENSORS];
+    int64_t extents[TENSORS][ROOM], strides[TENSORS][ROOM], args[TENSORS][ROOM];
+} asked;
+
+static spar_request request_of(const asked *a)
+{
+    return (spar_request){a->op, a->world, a->rank, SPAR_SIDE_PULL, a->count, a->tensors};
+}
+
+/* ---- what must hold of one plan ---- */
+
+/* The bytes that a block moves; it must lie in `from` bytes of one side and in `to` of the other. */
+static __int128 check_block(const spar_plan *plan, const spar_block *block, __int128 from,
+                            __int128 to)
+{
+    __int128 src = (__int128)block->src + block->run, dst = (__int128)block->dst + block->run;
+    __int128 bytes = block->run;
+    EXPECT(block->run > 0 && block->src >= 0 && block->dst >= 0);
+    EXPECT(block->ndim >= 0 && block->ndim <= SPAR_MAX_DIMS);
+    for (const spar_dim *d = plan->dims + block->dims, *end = d + block->ndim; d < end; d++) {
+        EXPECT(d->extent > 1 && d->src >= 0 && d->dst > 0);
+        src += (__int128)(d->extent - 1) * d->src;
+        dst += (__int128)(d->extent - 1) * d->dst;
+        bytes *= d->extent;
+    }
+    EXPECT(src <= from && dst <= to);
+    return bytes;
+}
+
+/* From an input's first byte to its last one's end. */
+static __int128 span_of(const spar_tensor *tensor)
+{
+    __int128 span = tensor->item_size;
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->extents[i] == 0)
+            return 0;
+        span += (__int128)(tensor->extents[i] - 1) * tensor->strides[i] * tensor->item_size;
+    }
+    return span;
+}
+
+static void check_plan(const asked *a, const spar_plan *plan)
+{
+    __int128 pulled = 0, output = 0;
+    EXPECT(plan->op == a->op && plan->world == a->world && plan->rank == a->rank);
+    EXPECT(plan->ntensors == a->count && plan->footprint > 0);
+    for (int peer = 0; peer < plan->world; peer++) {
+        const spar_range *push = &plan->push[peer], *pull = &plan->pull[peer];
+        __int128 bytes = 0;
+        for (int64_t i = push->first; i < push->first + push->count; i++) {
+            const spar_block *block = &plan->blocks[i];
+            EXPECT(block->tensor >= 0 && block->tensor < plan->ntensors);
+            bytes += check_block(plan, block, span_of(&a->tensors[block->tensor]),
+                                 plan->tensors[block->tensor].rank_bytes[peer]);
+        }
+        EXPECT(bytes == push->bytes);
+        bytes = 0;
+        for (int64_t i = pull->first; i < pull->first + pull->count; i++) {
+            const spar_block *block = &plan->blocks[i];
+            EXPECT(block->src == bytes); /* packed bytes lie one behind the other */
+            bytes += check_block(plan, block, pull->bytes, plan->tensors[block->tensor].out_bytes);
+        }
+        EXPECT(bytes == pull->bytes);
+        pulled += bytes;
+    }
+    for (int t = 0; t < plan->ntensors; t++) {
+        const spar_plan_tensor *shape = &plan->tensors[t];
+        __int128 bytes = shape->item_size;
+        for (int i = 0; i < shape->ndim; i++) {
+            EXPECT(shape->out[i] >= 0 && shape->out[i] <= shape->global[i]);
+            bytes *= shape->out[i];
+        }
+        EXPECT(bytes == shape->out_bytes && bytes == shape->rank_bytes[plan->rank]);
+        output += bytes;
+    }
+    EXPECT(pulled == output);
+}
+
+/* However little room there is, the text fits, and is the beginning of the whole. */
+static void check_words(const spar_plan *plan, size_t size)
+{
+    char whole[1 << 12], *text = malloc(size + 1);
+    spar_plan_describe(plan, whole, sizeof whole);
+    text[0] = 1;
+    spar_plan_describe(plan, text, size);
+    EXPECT(size == 0 ? text[0] == 1 : strlen(text) < size && !strncmp(text, whole, strlen(text)));
+    free(text);
+}
+
+/* ---- what must hold of all ranks' plans ---- */
+
+static int is_small(const asked *a)
+{
+    for (int t = 0; t < a->count; t++)
+        for (int i = 0; i < a->tensors[t].ndim; i++)
+            if (a->extents[t][i] > SMALL || a->strides[t][i] > SMALL)
+                return 0;
+    return 1;
+}
+
+/* Adds one for each byte that the block writes. */
+static void count_writes(const spar_plan *plan, const spar_block *block, int dim, int64_t at,
+                         uint8_t *writes)
+{
+    const spar_dim *d = plan->dims + block->dims + dim;
+    if (dim == block->ndim) {
+        for (int64_t i = 0; i < block->run; i++)
+            EXPECT(++writes[at + i] == 1);
+        return;
+    }
+    for (int64_t i = 0; i < d->extent; i++)
+        count_writes(plan, block, dim + 1, at + i * d->dst, writes);
+}
+
+static void check_outputs(spar_plan *const *plans, int receiver)
+{
+    const spar_plan *own = plans[receiver];
+    for (int t = 0; t < own->ntensors; t++) {
+        int64_t bytes = own->tensors[t].out_bytes;
+        if (bytes > SMALL)
+            continue;
+        uint8_t *writes = calloc(1, (size_t)bytes + 1);
+        for (int sender = 0; sender < own->world; sender++) {
+            const spar_range *range = &plans[sender]->push[receiver];
+            for (int64_t i = range->first; i < range->first + range->count; i++)
+                if (plans[sender]->blocks[i].tensor == t)
+                    count_writes(plans[sender], &plans[sender]->blocks[i], 0,
+                                 plans[sender]->blocks[i].dst, writes);
+        }
+        for (int64_t i = 0; i < bytes; i++)
+            EXPECT(writes[i] == 1);
+        free(writes);
+    }
+}
+
+/* The others ask for the same, each with what the plan says that it holds. */
+static void check_world(const asked *a, const spar_plan *plan)
+{
+    static asked other;
+    spar_plan *plans[RANKS] = {NULL};
+    char words[256], theirs[256];
+    int built = 1, small = is_small(a);
+    spar_plan_describe(plan, words, sizeof words);
+    for (int rank = 0; rank < plan->world; rank++) {
+        other = *a;
+        other.rank = rank;
+        for (int t = 0; t < a->count; t++) {
+            const spar_plan_tensor *shape = &plan->tensors[t];
+            other.tensors[t].extents = other.extents[t];
+            memcpy(other.extents[t], shape->global, sizeof other.extents[t]);
+            if (shape->in_dim >= 0)
+                other.extents[t][shape->in_dim] = shape->in_sizes[rank];
+        }
+        spar_request request = request_of(&other);
+        spar_status status = spar_plan_build(&request, &plans[rank]);
+        if (status != SPAR_OK) { /* of the far strides the larger parts reach too far */
+            EXPECT(status == SPAR_INVALID && !small);
+            built = 0;
+            continue;
+        }
+        check_plan(&other, plans[rank]);
+        spar_plan_describe(plans[rank], theirs, sizeof theirs);
+        EXPECT(plans[rank]->signature == plan->signature && !strcmp(words, theirs));
+    }
+    for (int p = 0; built && p < plan->world; p++) {
+        for (int q = 0; q < plan->world; q++)
+            EXPECT(plans[p]->push[q].bytes == plans[q]->pull[p].bytes);
+        if (small)
+            check_outputs(plans, p);
+    }
+    for (int rank = 0; rank < plan->world; rank++)
+        if (plans[rank])
+            spar_plan_release(plans[rank]);
+}
+
+/* ---- a right call, carried out ---- */
+
+typedef struct {
+    buffer in[TENSORS], out[TENSORS];
+    const void *inputs[TENSORS];
+    void *outputs[TENSORS];
+    spar_plan *plan;
+} member;
+
+static void check_received(member *members, int world, int count, const part *parts)
+{
+    for (int rank = 0; rank < world; rank++)
+        for (int t = 0; t < count; t++) {
+            buffer *out = &members[rank].out[t];
+            visit(&parts[t], &members[rank].in[t], 1);
+            visit(&parts[t], out, 1);
+            EXPECT(out->data[out->bytes] == NOT_WRITTEN);
+            memset(out->data, NOT_WRITTEN, (size_t)out->bytes + 1);
+        }
+}
+
+static void carry_out(const spar_op *op, int world, int count, const part *parts)
+{
+    static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+    member members[WORLD];
+    void *const *rows[WORLD];
+    for (int rank = 0; rank < world; rank++) {
+        member *m = &members[rank];
+        spar_tensor tensors[TENSORS];
+        for (int t = 0; t < count; t++) {
+            const part *p = &parts[t];
+            m->in[t] = make_buffer(p, rank, &p->in, p->gap);
+            m->out[t] = make_buffer(p, rank, &p->out, 0);
+            visit(p, &m->in[t], 0);
+            m->inputs[t] = m->in[t].data;
+            m->outputs[t] = m->out[t].data;
+            tensors[t] = (spar_tensor){p->item,          p->ndim,  m->in[t].extents,
+                                       m->in[t].strides, p->nargs, p->args};
+        }
+        spar_request request = {op, world, rank, SPAR_SIDE_PULL, count, tensors};
+        EXPECT(!spar_plan_get(&request, &m->plan));
+        rows[rank] = m->outputs;
+    }
+    for (member *m = members; m < members + world; m++)
+        EXPECT(!spar_push(m->plan, &spar_device_cpu, m->inputs, rows, &unscaled, NULL));
+    check_received(members, world, count, parts);
+    for (int from = 0; from < world; from++)
+        for (int to = 0; to < world; to++) {
+            const member *a = &members[from], *b = &members[to];
+            char *wire = malloc((size_t)a->plan->push[to].bytes); /* not a byte more */
+            EXPECT(!spar_pack(a->plan, &spar_device_cpu, to, a->inputs, wire, NULL));
+            EXPECT(from == to ? !spar_copy_own(a->plan, &spar_device_cpu, a->inputs, a->outputs,
+                                               &unscaled, NULL)
+                              : !spar_unpack(b->plan, &spar_device_cpu, from, wire, b->outputs,
+                                             &unscaled, NULL));
+            free(wire);
+        }
+    check_received(members, world, count, parts);
+    for (member *m = members; m < members + world; m++) {
+        for (int t = 0; t < count; t++) {
+            free(m->in[t].data);
+            free(m->out[t].data);
+        }
+        spar_plan_release(m->plan);
+    }
+}
+
+/* ---- an input ---- */
+
+static void ask(asked *a, const spar_op *op, int world, int count, const part *parts)
+{
+    memset(a, 0, sizeof *a);
+    a->op = op;
+    a->world = world;
+    a->rank = (int)(next_byte(&input) % (unsigned)world);
+    a->count = count;
+    for (int t = 0; t < count; t++) {
+        const part *p = &parts[t];
+        buffer b = make_buffer(p, a->rank, &p->in, p->gap);
+        memcpy(a->extents[t], b.extents, sizeof b.extents);
+        memcpy(a->strides[t], b.strides, sizeof b.strides);
+        memcpy(a->args[t], p->args, sizeof p->args);
+        a->tensors[t] =
+            (spar_tensor){p->item, p->ndim, a->extents[t], a->strides[t], p->nargs, a->args[t]};
+        free(b.data);
+    }
+}
+
+/* One number, or another one's place. The arrays are as long as the planner may look. */
+static void change(asked *a)
+{
+    unsigned what = next_byte(&input) % 9, t = next_byte(&input) % TENSORS;
+    unsigned which = next_byte(&input);
+    int64_t value = next_number(&input);
+    spar_tensor *tensor = &a->tensors[t];
+    int64_t *const lists[] = {a->extents[t], a->strides[t], a->args[t]};
+    if (what < 6) {
+        lists[what / 2][what % 2 ? which % 4 : which % ROOM] = value;
+    } else if (what == 6) {
+        tensor->item_size = value;
+    } else if (what == 7) {
+        if (which % 2)
+            tensor->ndim = (int)value;
+        else
+            tensor->nargs = (int)value;
+    } else if (which % 4 == 0) {
+        a->world = (int)value > RANKS && (int)value <= MOST_RANKS ? RANKS : (int)value;
+    } else if (which % 4 == 1) {
+        a->rank = (int)value;
+    } else if (which % 4 == 2) {
+        a->count = (int)value > TENSORS ? TENSORS : (int)value;
+    } else {
+        for (int i = 0; i < a->tensors[t].ndim && i < ROOM; i++)
+            a->strides[t][i] = value;
+    }
+    if (tensor->nargs > ROOM && tensor->nargs <= MOST_ARGS)
+        tensor->nargs = ROOM;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    static asked a;
+    part parts[TENSORS];
+    spar_plan *plan, *cached;
+    int count;
+    input = (source){data, data + size};
+    spar_plan_cache_limit(1 + next_byte(&input) % 8);
+    int world = 1 + (int)(next_byte(&input) % WORLD), changes = (int)(next_byte(&input) % 6);
+    const spar_op *op = draw_call(0, world, &count, parts);
+    for (int t = count; t < TENSORS; t++)
+        parts[t] = parts[0]; /* should a change make them count */
+    if (changes == 0) {
+        carry_out(op, world, count, parts);
+        return 0;
+    }
+    ask(&a, op, world, TENSORS, parts);
+    a.count = count;
+    while (changes--)
+        change(&a);
+    spar_request request = request_of(&a);
+    spar_status status = spar_plan_build(&request, &plan);
+    EXPECT(status == SPAR_OK || (status == SPAR_INVALID && *spar_last_error()));
+    EXPECT(spar_plan_get(&request, &cached) == status);
+    if (status != SPAR_OK)
+        return 0;
+    EXPECT(cached->signature == plan->signature);
+    spar_plan_release(cached);
+    check_plan(&a, plan);
+    check_words(plan, next_byte(&input) * 4);
+    check_world(&a, plan);
+    spar_plan_release(plan);
+    return 0;
+}
