@@ -13,7 +13,7 @@
 
 extern const spar_transport spar_transport_shm;
 
-enum { RANKS = 4, LINES = 8, LENGTH = 1 << 14, HELD = 16 };
+enum { RANKS = 4, LINES = 8, LENGTH = 1 << 14, HELD = 16, MAY_SHRINK = 1 };
 
 /* Some other process; of half of them this one is the lower, and calls. */
 typedef struct {
@@ -183,6 +183,7 @@ static void act(void)
         break;
     default:
         fuzz_now_ns += (int64_t)(what >> 3) * 200000000;
+        EXPECT(ftruncate(odd[MAY_SHRINK], 0) == 0); /* who took it for an arena will see */
     }
     now.honest = 0;
 }
@@ -290,13 +291,14 @@ static void begin(void)
         int ends[2];
         EXPECT(!spar_arena_open(1 << 20, 1) && !spar_peers_listen(&own) && pipe(ends) == 0);
         odd[0] = ends[0];
-        odd[1] = make_memory(LENGTH, 0);
+        odd[MAY_SHRINK] = make_memory(LENGTH, 0);
         odd[2] = make_memory(LENGTH, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE);
         odd[3] = make_memory(5000, F_SEAL_SHRINK | F_SEAL_GROW);
         odd[4] = make_memory(0, F_SEAL_SHRINK);
         for (int i = 0; i < RANKS; i++)
             strangers[i].arena = make_memory(LENGTH, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
     }
+    EXPECT(ftruncate(odd[MAY_SHRINK], LENGTH) == 0);
     now.honest = 1;
     for (int line = 0; line < LINES; line++)
         now.lines[line] = -1;
