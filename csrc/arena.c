@@ -96,23 +96,23 @@ static spar_status make(int64_t max_bytes, int local_ranks)
     if (fd < 0)
         return spar_fail(SPAR_TRANSPORT, "memfd_create: %s", strerror(errno));
     char *base = MAP_FAILED;
-    if (ftruncate(fd, length) == 0 &&
+    size_t whole = (size_t)length + SPAR_ARENA_TAIL;
+    if (ftruncate(fd, (off_t)whole) == 0 && fallocate(fd, 0, length, SPAR_ARENA_TAIL) == 0 &&
         fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
-        base =
-            mmap(NULL, (size_t)length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+        base = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     spar_memory *all = calloc(1, sizeof *all);
     uint32_t *used = calloc((size_t)(length / GRANULE), sizeof *used);
     if (base == MAP_FAILED || !all || !used) {
         spar_status status = spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes: %s",
                                        (long long)length, strerror(errno));
         if (base != MAP_FAILED)
-            munmap(base, (size_t)length);
+            munmap(base, whole);
         close(fd);
         free(all);
         free(used);
         return status;
     }
-    madvise(base, (size_t)length, MADV_DONTDUMP); /* a crash would write all of it out */
+    madvise(base, whole, MADV_DONTDUMP); /* a crash would write all of it out */
     all->size = length;
     arena.first = all;
     arena.used = used;

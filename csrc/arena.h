@@ -30,7 +30,10 @@ typedef struct {
  * `local_ranks`. SPAR_TRANSPORT tells why it cannot be had. */
 spar_status spar_arena_open(int64_t max_bytes, int local_ranks);
 
-/* The memfd, its length, and where this process sees it; after a successful open. */
+/* Bytes behind the arena, of no block: mapped with it, and present. For whereabouts.c. */
+enum { SPAR_ARENA_TAIL = 4096 };
+
+/* The memfd, the arena's length, and where this process sees it; after a successful open. */
 int spar_arena_fd(void);
 int64_t spar_arena_length(void);
 char *spar_arena_base(void);

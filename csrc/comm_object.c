@@ -1,12 +1,14 @@
 /* spar._C.Comm: a rank's part in a group, and the outputs that it hands to Python as DLPack capsules. */
 #include "binding.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct {
     PyObject_HEAD
     const char *name;
+    char group[64]; /* for messages */
     spar_comm *comm;
     spar_verdict verdict;
 } comm_object;
@@ -112,17 +114,17 @@ static spar_patience patience_until(double deadline)
 
 /* ---- set-up ---- */
 
-const char spar_py_comm_doc[] =
-    PyDoc_STR("comm(transport, facts, rank, local_ranks) -> Comm\n\nFirst stage; see verdict.");
+const char spar_py_comm_doc[] = PyDoc_STR(
+    "comm(transport, facts, rank, local_ranks, group) -> Comm\n\nFirst stage; see verdict.");
 
 PyObject *spar_py_comm(PyObject *module, PyObject *args)
 {
-    const char *name, *bytes;
+    const char *name, *bytes, *group;
     Py_ssize_t size;
     int rank, local_ranks;
     const spar_transport *const *row = spar_transports;
     (void)module;
-    if (!PyArg_ParseTuple(args, "sy#ii", &name, &bytes, &size, &rank, &local_ranks))
+    if (!PyArg_ParseTuple(args, "sy#iis", &name, &bytes, &size, &rank, &local_ranks, &group))
         return NULL;
     while (*row && strcmp((*row)->name, name) != 0)
         row++;
@@ -139,6 +141,7 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
     }
     object->comm = NULL;
     object->name = (*row)->name;
+    snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(facts, bytes, (size_t)size);
     spar_status status =
         spar_comm_open(*row, facts, world, rank, local_ranks, &object->comm, &object->verdict);
@@ -273,7 +276,9 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .blocks = &block,
                       .device = &spar_device_cpu,
                       .text = text,
-                      .patience = patience_until(deadline)};
+                      .patience = patience_until(deadline),
+                      .group = ((comm_object *)self)->group,
+                      .op = op};
     if (read_request(&asked, tuple, op, comm->world, comm->rank) < 0 ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0)
         goto done;
@@ -348,19 +353,22 @@ done:
 static PyObject *comm_fail(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
-    const char *why;
+    const char *op, *why;
+    int for_good;
     double deadline;
-    if (!comm || !PyArg_ParseTuple(args, "sd", &why, &deadline))
+    if (!comm || !PyArg_ParseTuple(args, "sspd", &op, &why, &for_good, &deadline))
         return NULL;
-    spar_call call = {.failed = SPAR_INVALID,
+    spar_call call = {.failed = for_good ? SPAR_INTERRUPTED : SPAR_INVALID,
                       .why = why,
                       .device = &spar_device_cpu,
-                      .patience = patience_until(deadline)};
+                      .patience = patience_until(deadline),
+                      .group = ((comm_object *)self)->group,
+                      .op = op};
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
-    if (status != SPAR_INVALID) /* the failure itself is what was asked for */
+    if (status != call.failed) /* the failure itself is what was asked for */
         return raise_after_wait(status);
     Py_RETURN_NONE;
 }
@@ -374,6 +382,19 @@ static PyObject *comm_shown(PyObject *self, PyObject *args)
     const char *text = rank >= 0 && rank < comm->world ? comm->transport->shown(comm, rank) : NULL;
     if (!text)
         Py_RETURN_NONE;
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static PyObject *comm_where(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    char text[256];
+    int rank;
+    if (!comm || !PyArg_ParseTuple(args, "i", &rank))
+        return NULL;
+    if (rank < 0 || rank >= comm->world || !comm->transport->where)
+        Py_RETURN_NONE;
+    comm->transport->where(comm, rank, text, sizeof text);
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
@@ -393,9 +414,12 @@ static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(all ranks' verdicts, deadline)"},
     {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
     {"fail", comm_fail, METH_VARARGS,
-     "fail(why, deadline): this rank cannot make its next call, and tells the others."},
+     "fail(op, why, for_good, deadline): this rank cannot make its next call, or any, and tells the\n"
+     "others."},
     {"shown", comm_shown, METH_VARARGS,
      "shown(rank): its call, where the newest one ended in a disagreement; else None"},
+    {"where", comm_where, METH_VARARGS,
+     "where(rank): which call it is in, on any group; None where that cannot be known"},
     {"close", comm_close_method, METH_NOARGS, "Says goodbye; never waits."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,73 +1,20 @@
-#include "group.h"
+#include "mailbox.h"
 
 #include "cores.h"
 #include "stream.h"
 
-#include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
-#if defined(__x86_64__)
-#define relax() __builtin_ia32_pause()
-#else
-#define relax() __asm__ volatile("yield")
-#endif
-
 static const char MAGIC[8] = "spar box";
-static const int64_t SLICE_NS = 50000000;
 /* Twice what it takes to be woken: less, and two ranks may go on sleeping in turn. */
 static const int64_t LOOKS_NS = 200000;
-
-/* Written by its owner alone, but for `waiters` and `goodbye`. */
-typedef struct {
-    char magic[8];
-    int32_t world, rank;
-    _Alignas(64) uint32_t published, done, told, waiters; /* futexes: call numbers */
-    uint32_t broken;                                      /* 1: the owner gave up, for good */
-    _Alignas(64) uint64_t signature;
-    uint32_t status;
-    int64_t offsets[SPAR_GROUP_TENSORS];
-    char text[SPAR_GROUP_TEXT];   /* of the call, where ranks disagree; valid when told or failed */
-    char reason[SPAR_GROUP_TEXT]; /* of `broken` */
-    unsigned char goodbye[];      /* [world] each member's last write */
-} mailbox;
-
-struct spar_group {
-    pthread_mutex_t lock;
-    int world, rank;
-    int refs; /* atomic: the owner, each block held back, the mailbox */
-    int uses; /* atomic: the same without the mailbox; at 0 goodbye is said */
-    uint32_t call;
-    int failed;                  /* this rank failed `call`, whose end it has not awaited */
-    int disagreed;               /* the newest call ended in a disagreement: texts holds it */
-    int64_t look_ns, looking_ns; /* before sleeping: at most; now, where ranks share cores */
-    int own_core;                /* whether each rank of this host has one */
-    spar_memory *memory;
-    mailbox *own;
-    char *texts;       /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
-    mailbox **boxes;   /* [world] */
-    spar_peer **peers; /* [world]; NULL: oneself */
-};
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
-static int has_come(const uint32_t *word, uint32_t call)
-{
-    return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - call) >= 0;
-}
 
 static void wake(uint32_t *word)
 {
@@ -86,12 +33,12 @@ static void publish(mailbox *box, uint32_t *word, uint32_t value)
 
 /* ---- giving up ---- */
 
-static void give_up(spar_group *g, const char *reason)
+void spar_group_give_up(spar_group *g, spar_status status, const char *reason)
 {
     if (__atomic_load_n(&g->own->broken, __ATOMIC_RELAXED))
         return;
     snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
-    publish(g->own, &g->own->broken, 1);
+    publish(g->own, &g->own->broken, (uint32_t)status);
     wake(&g->own->published);
     wake(&g->own->done);
     wake(&g->own->told);
@@ -99,133 +46,17 @@ static void give_up(spar_group *g, const char *reason)
 
 void spar_group_break(spar_group *g, const char *reason)
 {
-    give_up(g, reason);
-}
-
-/* SPAR_BROKEN where somebody gave up. */
-static spar_status check_broken(spar_group *g)
-{
-    char reason[SPAR_GROUP_TEXT];
-    for (int i = 0; i < g->world; i++) {
-        int rank = (g->rank + i) % g->world; /* one's own first */
-        if (!__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE))
-            continue;
-        memcpy(reason, g->boxes[rank]->reason, sizeof reason);
-        reason[sizeof reason - 1] = 0;
-        if (!*reason)
-            snprintf(reason, sizeof reason, "rank %d gave up", rank);
-        give_up(g, reason);
-        return spar_fail(SPAR_BROKEN, "%s", reason);
-    }
-    return SPAR_OK;
-}
-
-static spar_status lost(spar_group *g, spar_status status, const char *format, int rank)
-{
-    char text[256];
-    snprintf(text, sizeof text, format, rank, (long long)g->peers[rank]->endpoint.pid,
-             (unsigned)g->call);
-    give_up(g, text);
-    return spar_fail(status, "%s", text);
-}
-
-/* ---- waiting ---- */
-
-enum word { PUBLISHED, DONE, TOLD };
-
-static uint32_t *word_of(mailbox *box, enum word which)
-{
-    return which == PUBLISHED ? &box->published : which == DONE ? &box->done : &box->told;
-}
-
-/* What can end a wait for `rank` early; looked at about every 50 ms. */
-static spar_status look_up(spar_group *g, enum word which, uint32_t call,
-                           const spar_patience *patience)
-{
-    for (int rank = 0; rank < g->world; rank++) /* first: all survivors shall tell of a death */
-        if (g->peers[rank] && spar_peer_hung_up(g->peers[rank]) &&
-            !has_come(word_of(g->boxes[rank], which),
-                      call)) /* read again: it may have ended well */
-            return lost(g, SPAR_PEER_LOST, "rank %d (process %lld) died before the end of call %u",
-                        rank);
-    SPAR_TRY(check_broken(g));
-    if (patience->interrupted && patience->interrupted(patience->context)) {
-        char text[64];
-        snprintf(text, sizeof text, "rank %d was interrupted in call %u", g->rank,
-                 (unsigned)g->call);
-        give_up(g, text);
-        return spar_fail(SPAR_INTERRUPTED, "%s", text);
-    }
-    if (patience->deadline_ns && now_ns() >= patience->deadline_ns)
-        for (int rank = 0; rank < g->world; rank++)
-            if (!has_come(word_of(g->boxes[rank], which), call))
-                return lost(g, SPAR_TIMEOUT,
-                            "rank %d (process %lld) did not come to call %u in time", rank);
-    return SPAR_OK;
-}
-
-/* Before sleeping. Where ranks share cores, looking takes the core from the rank that is awaited, if others want
- * it too: after a sleep there are fewer looks, after a success more. */
-static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
-{
-    int64_t most = g->own_core ? g->look_ns : g->looking_ns;
-    for (int64_t until = most ? now_ns() + most : 0; until && now_ns() < until;) {
-        for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
-            if (has_come(word, call)) {
-                g->looking_ns = 4 * most < g->look_ns ? 4 * most : g->look_ns;
-                return 1;
-            }
-            relax();
-        }
-        sched_yield();
-    }
-    g->looking_ns = most / 2 > g->look_ns / 16 ? most / 2 : g->look_ns / 16;
-    return 0;
-}
-
-static spar_status await_one(spar_group *g, int rank, enum word which, uint32_t call,
-                             const spar_patience *patience)
-{
-    mailbox *box = g->boxes[rank];
-    uint32_t *word = word_of(box, which);
-    spar_status status = SPAR_OK;
-    if (has_come(word, call))
-        return SPAR_OK;
-    if (looks_suffice(g, word, call))
-        return SPAR_OK;
-    __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
-    int64_t looked = now_ns();
-    while (status == SPAR_OK) {
-        uint32_t seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-        if ((int32_t)(seen - call) >= 0)
-            break;
-        const struct timespec slice = {0, SLICE_NS};
-        syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, NULL, 0);
-        if (now_ns() - looked >= SLICE_NS || __atomic_load_n(&box->broken, __ATOMIC_RELAXED)) {
-            looked = now_ns();
-            if (!has_come(word, call))
-                status = look_up(g, which, call, patience);
-        }
-    }
-    __atomic_sub_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
-    return status;
-}
-
-static spar_status await_all(spar_group *g, enum word which, uint32_t call,
-                             const spar_patience *patience)
-{
-    for (int i = 1; i < g->world; i++)
-        SPAR_TRY(await_one(g, (g->rank + i) % g->world, which, call, patience));
-    return SPAR_OK;
+    spar_group_give_up(g, SPAR_BROKEN, reason);
 }
 
 /* ---- a call ---- */
 
 spar_status spar_group_begin(spar_group *g, const spar_patience *patience, uint32_t *call)
 {
-    SPAR_TRY(check_broken(g));
+    if (spar_group_check(g) != SPAR_OK)
+        return spar_fail(SPAR_BROKEN, "%s", spar_last_error());
     if (g->failed) { /* the others may still be reading why */
-        SPAR_TRY(await_all(g, DONE, g->call, patience));
+        SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, patience));
         g->failed = 0;
     }
     g->disagreed = 0;
@@ -253,7 +84,7 @@ static spar_status judge(spar_group *g, void (*describe)(void *context, char *te
         return SPAR_OK;
     describe(context, g->own->text, sizeof g->own->text);
     publish(g->own, &g->own->told, g->call);
-    SPAR_TRY(await_all(g, TOLD, g->call, patience));
+    SPAR_TRY(spar_group_await(g, SPAR_TOLD, g->call, patience));
     for (int rank = 0; rank < g->world; rank++) {
         char *text = g->texts + (size_t)rank * SPAR_GROUP_TEXT;
         memcpy(text, g->boxes[rank]->text, SPAR_GROUP_TEXT);
@@ -271,7 +102,7 @@ spar_status spar_group_publish(spar_group *g, const spar_words *own,
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
     publish(g->own, &g->own->published, g->call);
-    SPAR_TRY(await_all(g, PUBLISHED, g->call, patience));
+    SPAR_TRY(spar_group_await(g, SPAR_PUBLISHED, g->call, patience));
     for (int rank = 0; rank < g->world; rank++) {
         const mailbox *box = g->boxes[rank];
         all[rank].signature = box->signature;
@@ -288,7 +119,7 @@ spar_status spar_group_publish(spar_group *g, const spar_words *own,
 spar_status spar_group_finish(spar_group *g, const spar_patience *patience)
 {
     publish(g->own, &g->own->done, g->call);
-    return await_all(g, DONE, g->call, patience);
+    return spar_group_await(g, SPAR_DONE, g->call, patience);
 }
 
 void spar_group_fail(spar_group *g, spar_status status, const char *text)
@@ -395,7 +226,7 @@ static int call_settled(void *group, uint32_t call)
 {
     spar_group *g = group;
     for (int rank = 0; rank < g->world; rank++)
-        if (g->peers[rank] && !has_come(&g->boxes[rank]->done, call) &&
+        if (g->peers[rank] && !spar_has_come(&g->boxes[rank]->done, call) &&
             !__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) &&
             !spar_peer_is_dead(g->peers[rank]))
             return 0;
@@ -453,7 +284,7 @@ void spar_group_hold(spar_group *g)
 
 void spar_group_close(spar_group *g)
 {
-    give_up(g, "a rank closed the group");
+    spar_group_break(g, "a rank closed the group");
     spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);
     spar_memory *memory = g->memory;
     leave(g); /* the mailbox still holds the group */

@@ -3,6 +3,7 @@
 #include "cores.h"
 #include "env.h"
 #include "team.h"
+#include "whereabouts.h"
 
 #include <limits.h>
 #include <stdlib.h>
@@ -217,6 +218,58 @@ static PyObject *module_threads(PyObject *module, PyObject *args)
     return PyLong_FromLong(spar_team_share(INT64_MAX));
 }
 
+static PyObject *module_begin(PyObject *module, PyObject *args)
+{
+    const char *group, *op;
+    unsigned int call;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "ssI", &group, &op, &call))
+        return NULL;
+    return PyLong_FromUnsignedLong(spar_whereabouts_begin(group, op, call));
+}
+
+static PyObject *module_end(PyObject *module, PyObject *args)
+{
+    unsigned int turn;
+    int gave_up;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Ip", &turn, &gave_up))
+        return NULL;
+    spar_whereabouts_end(turn, gave_up);
+    Py_RETURN_NONE;
+}
+
+static PyObject *module_processes(PyObject *module, PyObject *facts)
+{
+    (void)module;
+    char *bytes;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(facts, &bytes, &size) < 0)
+        return NULL;
+    PyObject *result = PyList_New(0);
+    for (Py_ssize_t at = 0; result && at + (Py_ssize_t)sizeof(spar_facts) <= size;
+         at += (Py_ssize_t)sizeof(spar_facts)) {
+        spar_endpoint endpoint;
+        memcpy(&endpoint, bytes + at + offsetof(spar_facts, endpoint), sizeof endpoint);
+        PyObject *process =
+            Py_BuildValue("LK", (long long)endpoint.pid, (unsigned long long)endpoint.nonce);
+        if (!process || PyList_Append(result, process) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(process);
+    }
+    return result;
+}
+
+static PyObject *module_reachable(PyObject *module, PyObject *args)
+{
+    long long pid;
+    unsigned long long nonce;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "LK", &pid, &nonce))
+        return NULL;
+    return PyBool_FromLong(spar_peers_can_reach(&(spar_endpoint){pid, nonce}));
+}
+
 static PyObject *module_arena_stats(PyObject *module, PyObject *unused)
 {
     spar_arena_stats s;
@@ -245,6 +298,14 @@ static PyMethodDef methods[] = {
     {"choose", module_choose, METH_VARARGS,
      "choose(all ranks' facts, device, ((refused name, reason), ...))\n"
      "    -> (name, reason, ((rejected name, reason), ...))"},
+    {"processes", module_processes, METH_O,
+     "processes(all ranks' facts) -> [(process id, nonce), ...]; 0: not known"},
+    {"reachable", module_reachable, METH_VARARGS,
+     "reachable(process id, nonce) -> whether that process is on this host, and alive"},
+    {"begin", module_begin, METH_VARARGS,
+     "begin(group, op, call) -> turn: this process's peers may see that it is in this call."},
+    {"end", module_end, METH_VARARGS,
+     "end(turn, gave_up): the call of this turn has ended, badly or well."},
     {"env", module_env, METH_VARARGS, "env(field) -> the variable's value as text, or its default"},
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
     {"ops", module_ops, METH_NOARGS, "[(name, inverse, args), ...]"},

@@ -1,4 +1,4 @@
-#include "peers.h"
+#include "hello.h"
 
 #include "arena.h"
 
@@ -19,29 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef SO_PEERPIDFD
-#define SO_PEERPIDFD 77
-#endif
-#ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434
-#endif
-
-enum {
-    STRANGER,  /* accepted, its hello not read */
-    DIALED,    /* hello sent, no answer */
-    CONNECTED, /* both read */
-    REFUSED,   /* it called and could not be served: `reason`, for whoever wants to meet it */
-};
 enum { MOST_PEERS = 1024 };
-
-typedef struct {
-    char magic[8];
-    spar_endpoint from, to;
-    int64_t length;   /* of the sender's arena, whose descriptor comes along */
-    char refusal[80]; /* else: why not */
-} hello;
-
-static const char MAGIC[8] = "spar 1";
 
 static struct {
     pthread_mutex_t lock;
@@ -50,11 +28,6 @@ static struct {
     int count;
     spar_peer *peers[MOST_PEERS];
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .listener = -1};
-
-static int same(const spar_endpoint *a, const spar_endpoint *b)
-{
-    return a->pid == b->pid && a->nonce == b->nonce;
-}
 
 static int64_t now_ns(void)
 {
@@ -134,7 +107,7 @@ static spar_peer *find(const spar_endpoint *endpoint, const spar_peer *other)
 {
     for (int i = 0; i < table.count; i++)
         if (table.peers[i] != other && table.peers[i]->state != STRANGER &&
-            same(&table.peers[i]->endpoint, endpoint))
+            spar_endpoint_same(&table.peers[i]->endpoint, endpoint))
             return table.peers[i];
     return NULL;
 }
@@ -160,145 +133,14 @@ static void drop(spar_peer *peer)
     close_fd(&peer->socket);
     close_fd(&peer->pidfd);
     if (peer->base)
-        munmap(peer->base, (size_t)peer->length);
+        munmap(peer->base, (size_t)peer->length + SPAR_ARENA_TAIL);
     free(peer);
-}
-
-static spar_status send_hello(int socket, const spar_endpoint *to)
-{
-    hello words = {.from = table.own, .to = *to, .length = spar_arena_length()};
-    char control[CMSG_SPACE(sizeof(int))] = {0};
-    struct iovec part = {&words, sizeof words};
-    struct msghdr message = {.msg_iov = &part,
-                             .msg_iovlen = 1,
-                             .msg_control = control,
-                             .msg_controllen = sizeof control};
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    int fd = spar_arena_fd();
-    memcpy(words.magic, MAGIC, sizeof MAGIC);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof fd);
-    memcpy(CMSG_DATA(header), &fd, sizeof fd);
-    if (sendmsg(socket, &message, MSG_NOSIGNAL) != sizeof words)
-        return spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s",
-                         strerror(errno));
-    return SPAR_OK;
-}
-
-/* The caller shall not wait for an answer that never comes. */
-static void send_refusal(int socket, const char *reason)
-{
-    hello words = {.from = table.own};
-    memcpy(words.magic, MAGIC, sizeof MAGIC);
-    snprintf(words.refusal, sizeof words.refusal, "%s", reason);
-    if (send(socket, &words, sizeof words, MSG_NOSIGNAL) < 0)
-        return; /* then it sees the connection end */
-}
-
-/* Maps what the descriptor is of, if it is an arena that cannot shrink under us. */
-static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
-{
-    struct stat status;
-    int seals = fcntl(fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &status) != 0 || length <= 0 ||
-        status.st_size != length)
-        return spar_fail(SPAR_TRANSPORT, "process %lld sent no sealed arena of %lld bytes",
-                         (long long)peer->endpoint.pid, (long long)length);
-    void *base =
-        mmap(NULL, (size_t)length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (base == MAP_FAILED)
-        return spar_fail(SPAR_TRANSPORT, "mapping %lld bytes: %s", (long long)length,
-                         strerror(errno));
-    madvise(base, (size_t)length, MADV_DONTDUMP);
-    peer->base = base;
-    peer->length = length;
-    return SPAR_OK;
-}
-
-static spar_status check_owner(spar_peer *peer)
-{
-    struct ucred owner;
-    socklen_t size = sizeof owner;
-    if (getsockopt(peer->socket, SOL_SOCKET, SO_PEERCRED, &owner, &size) != 0)
-        return spar_fail(SPAR_TRANSPORT, "SO_PEERCRED: %s", strerror(errno));
-    if (owner.uid != getuid())
-        return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d",
-                         (int)owner.pid, (int)owner.uid, (int)getuid());
-    size = sizeof peer->pidfd;
-    if (getsockopt(peer->socket, SOL_SOCKET, SO_PEERPIDFD, &peer->pidfd, &size) != 0)
-        peer->pidfd = owner.pid > 0 ? (int)syscall(SYS_pidfd_open, owner.pid, 0) : -1;
-    return SPAR_OK;
-}
-
-/* What is wrong with words that came, or NULL. A stranger is told of nobody. */
-static const char *find_fault(const spar_peer *peer, const hello *words, ssize_t got, int flags,
-                              int descriptors)
-{
-    if (got == 0)
-        return "the process hung up";
-    if (got < 0)
-        return strerror(errno);
-    if (got != sizeof *words || memcmp(words->magic, MAGIC, sizeof MAGIC) != 0)
-        return "not spar's words";
-    if (peer->state == DIALED && words->refusal[0])
-        return words->refusal;
-    if (!same(&words->to, &table.own) ||
-        (peer->state == DIALED && !same(&words->from, &peer->endpoint)))
-        return "words for another process";
-    if (descriptors == 1)
-        return NULL;
-    return flags & MSG_CTRUNC ? "the arena's descriptor could not be received: too many open files"
-                              : "no descriptor";
-}
-
-/* Reads a hello, if it is there: the peer is CONNECTED after it. Where it fails, peer->reason says why, and
- * peer->endpoint is the caller's if that could be known. */
-static spar_status read_hello(spar_peer *peer)
-{
-    hello words = {.magic = ""};
-    char control[CMSG_SPACE(sizeof(int) * 4)];
-    struct iovec part = {&words, sizeof words};
-    struct msghdr message = {.msg_iov = &part,
-                             .msg_iovlen = 1,
-                             .msg_control = control,
-                             .msg_controllen = sizeof control};
-    ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR))
-        return SPAR_OK;
-    words.refusal[sizeof words.refusal - 1] = 0;
-    int fds[4], count = 0;
-    for (struct cmsghdr *h = CMSG_FIRSTHDR(&message); got > 0 && h; h = CMSG_NXTHDR(&message, h))
-        if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
-            for (size_t at = 0; count < 4 && CMSG_LEN(at + sizeof(int)) <= h->cmsg_len;
-                 at += sizeof(int))
-                memcpy(&fds[count++], CMSG_DATA(h) + at, sizeof(int));
-    spar_status status = SPAR_OK;
-    int answers = peer->state == STRANGER;
-    const char *fault = find_fault(peer, &words, got, message.msg_flags, count);
-    if (same(&words.to, &table.own))
-        peer->endpoint = words.from;
-    if (fault)
-        status = spar_fail(SPAR_TRANSPORT, "%s", fault);
-    if (status == SPAR_OK)
-        status = check_owner(peer);
-    if (status == SPAR_OK)
-        status = map_arena(peer, fds[0], words.length);
-    if (status == SPAR_OK && answers)
-        status = send_hello(peer->socket, &peer->endpoint);
-    if (status == SPAR_OK)
-        peer->state = CONNECTED;
-    else
-        snprintf(peer->reason, sizeof peer->reason, "%s", spar_last_error());
-    while (count)
-        close(fds[--count]);
-    return status;
 }
 
 /* A call that came in: served, refused, or not worth an answer. */
 static void take_call(spar_peer *peer)
 {
-    spar_status read = read_hello(peer);
+    spar_status read = spar_hello_read(peer, &table.own);
     if (read == SPAR_OK && peer->state == STRANGER) {
         if (now_ns() - peer->since_ns > 5000000000LL)
             drop(peer);
@@ -312,7 +154,7 @@ static void take_call(spar_peer *peer)
     if (known || peer->endpoint.pid == 0) {
         drop(peer);
     } else if (read != SPAR_OK) {
-        send_refusal(peer->socket, peer->reason);
+        spar_hello_refuse(peer->socket, &table.own, peer->reason);
         close_fd(&peer->socket);
         peer->state = REFUSED;
     }
@@ -328,26 +170,54 @@ static void sweep(void)
     }
 }
 
+/* A connection to whoever listens there; -1 and errno. */
+static int call(const spar_endpoint *endpoint)
+{
+    struct sockaddr_un address;
+    socklen_t length = address_of(endpoint, &address);
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&address, length) != 0) {
+        int why = errno;
+        close_fd(&fd);
+        errno = why;
+    }
+    return fd;
+}
+
+int spar_peers_can_reach(const spar_endpoint *endpoint)
+{
+    int fd = call(endpoint), reached = fd >= 0 || errno == EAGAIN; /* its queue is full */
+    close_fd(&fd);
+    return reached;
+}
+
+static int connection_ended(const spar_peer *peer)
+{
+    struct pollfd end = {peer->socket, POLLIN, 0};
+    return poll(&end, 1, 0) > 0 && end.revents & (POLLHUP | POLLERR);
+}
+
 spar_status spar_peers_dial(const spar_endpoint *endpoint)
 {
     spar_status status = SPAR_OK;
-    struct sockaddr_un address;
     pthread_mutex_lock(&table.lock);
     sweep();
     int lower = table.own.pid < endpoint->pid ||
                 (table.own.pid == endpoint->pid && table.own.nonce < endpoint->nonce);
     spar_peer *peer = find(endpoint, NULL);
+    if (peer && peer->state == DIALED && connection_ended(peer)) {
+        drop(peer); /* a call of an earlier set-up, which the peer could not take */
+        peer = NULL;
+    }
     if (!lower || peer)
         goto done;
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    socklen_t length = address_of(endpoint, &address);
-    if (fd < 0 || connect(fd, (struct sockaddr *)&address, length) != 0) {
+    int fd = call(endpoint);
+    if (fd < 0) {
         status = spar_fail(SPAR_TRANSPORT, "process %lld cannot be reached on this host: %s",
                            (long long)endpoint->pid, strerror(errno));
-        close_fd(&fd);
         goto done;
     }
-    status = send_hello(fd, endpoint);
+    status = spar_hello_send(fd, &table.own, endpoint);
     if (status == SPAR_OK && !(peer = add(fd, DIALED)))
         status = spar_fail(SPAR_TRANSPORT, "no room for another process");
     if (status == SPAR_OK)
@@ -400,8 +270,8 @@ spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **result)
     pthread_mutex_lock(&table.lock);
     spar_status status = look_around();
     spar_peer *peer = find(endpoint, NULL);
-    if (peer &&
-        (peer->state == REFUSED || (peer->state == DIALED && read_hello(peer) != SPAR_OK))) {
+    if (peer && (peer->state == REFUSED ||
+                 (peer->state == DIALED && spar_hello_read(peer, &table.own) != SPAR_OK))) {
         status =
             spar_fail(SPAR_TRANSPORT, "process %lld: %s", (long long)endpoint->pid, peer->reason);
         drop(peer);

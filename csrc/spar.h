@@ -13,8 +13,11 @@
  *   pack.h       packing, for transports that move runs of bytes
  *   patience.h   how long to wait
  *   arena.h      the memory that ranks of one host share
+ *   whereabouts.h  which call each process is in, for messages
  *   peers.h      the other processes of this host, and who of them lives
- *   group.h      mailboxes: the order of a group's calls, verdicts, waiting
+ *   hello.h      what they tell each other when they connect
+ *   group.h      mailboxes: the order of a group's calls, verdicts
+ *   mailbox.h    what they hold; wait.c: waiting, and what ends it
  *   transport.h, transports/    who moves the bytes, and the choice
  *   spar.h       a rank's part in a group: open, connect, run
  *   binding.h    module.c, plan_object.c, comm_object.c: what knows Python

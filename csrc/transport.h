@@ -42,8 +42,9 @@ typedef struct {
     const char *text; /* what else must be equal on all ranks: the dtype, the factor, ... */
     void *stream;     /* the device's queue; NULL on a CPU */
     spar_patience patience;
-    spar_status failed; /* other than SPAR_OK: only to be told to the others, with `why` */
-    const char *why;
+    spar_status failed;     /* other than SPAR_OK: only to be told to the others, with `why`; */
+    const char *why;        /* SPAR_INTERRUPTED: the group is broken with it */
+    const char *group, *op; /* for whom asks where this rank is */
 } spar_call;
 
 typedef struct spar_comm spar_comm;
@@ -67,6 +68,8 @@ typedef struct {
     spar_status (*wait)(spar_comm *comm, spar_call *call);
     /* What `rank` showed of its call, where the newest one ended in a disagreement; else NULL. */
     const char *(*shown)(const spar_comm *comm, int rank);
+    /* Which call `rank` is in, on any group: "is in gather, call 3 on group 'x'". NULL where it cannot be known. */
+    void (*where)(const spar_comm *comm, int rank, char *text, size_t size);
     /* Frees what setup made. Never waits. */
     void (*close)(spar_comm *comm);
 } spar_transport;

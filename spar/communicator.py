@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _C, fallback, wire
+from . import _C, fallback, whereabouts, wire
 from .errors import ExchangeTimeoutError, GroupBrokenError, MismatchError, SparError
 from .fallback import SCALE_TYPES, apply_scale, call_text, mismatch
 
@@ -129,7 +129,7 @@ class Communicator:
     def _connect(self, name: str, op: str, deadline: float) -> tuple[_C.Comm | None, str]:
         """A transport of the C core, set up on all ranks; or None on all ranks, and why."""
         assert self._facts is not None
-        comm = _C.comm(name, self._facts, self.rank, self._local_ranks())
+        comm = _C.comm(name, self._facts, self.rank, self._local_ranks(), self.name)
         for stage in ("opened", "connected"):
             verdicts = self._all_gather(comm.verdict, op, deadline)
             size = len(verdicts) // self.world
@@ -141,6 +141,11 @@ class Communicator:
             if stage == "opened":
                 comm.connect(verdicts, deadline)
         return comm, ""
+
+    def processes(self) -> list[tuple[int, int]]:
+        """(id, nonce) of each rank's process; empty before the set-up, or where some are not known."""
+        found = _C.processes(self._facts) if self._facts is not None else []
+        return found if all(process for process, _ in found) else []
 
     def _local_ranks(self) -> int:
         """Ranks of all groups on this host, as far as the launcher says."""
@@ -168,54 +173,69 @@ class Communicator:
         records: bool,
     ) -> torch.Tensor:
         """One exchange of one tensor: the output is new, contiguous, and this rank's own."""
-        factor, divide = scale
         deadline = self.deadline()
-        self._begin(op)
-        try:
-            device = "cpu" if input_.is_cpu else input_.device.type
-            if device not in self._transports:
-                self.set_up(op, input_.device, deadline)
-            self.calls += 1
-            text = call_text(input_.dtype, device, factor, divide, records)
-            tensor = (input_.element_size(), input_.shape, input_.stride(), args)
-            comm = self._comms.get(device)
-            if comm is None:
-                plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
-                output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
-                fallback.run(self, fallback.Call(op, plan, input_, output, factor, divide, text, deadline))
-                CALLS["torch"] += 1
-                return output
-            kind = SCALE_TYPES.get(input_.dtype, 0)
+        self._refuse_nesting(op)
+        with self._lock:  # Python looks for signals after it, and not before its release is sure
             try:
-                capsule = comm.exchange(op, tensor, input_.data_ptr(), kind, divide, factor, text, deadline)
-            except SparError as error:
-                raise self._explain(comm, op, error) from None
-            CALLS[comm.transport] += 1
-            output = torch._C._from_dlpack(capsule)
-            if kind == 0:  # the core knows its size alone
-                if output.dtype != input_.dtype:
-                    output = output.view(input_.dtype)
-                apply_scale(output, factor, divide)
-            return output.clone() if self.own_output else output
-        except BaseException as error:
-            self._note(op, error)
-            raise
-        finally:
-            self._end()
+                self._take_turn(op)
+                return self._exchange(op, input_, args, scale, records, deadline)
+            except BaseException as error:
+                self._note(op, error)
+                raise
+            finally:
+                self._owner = None
+
+    def _exchange(
+        self,
+        op: str,
+        input_: torch.Tensor,
+        args: tuple[int, ...],
+        scale: tuple[float, bool],
+        records: bool,
+        deadline: float,
+    ) -> torch.Tensor:
+        factor, divide = scale
+        device = "cpu" if input_.is_cpu else input_.device.type
+        if device not in self._transports:
+            self.set_up(op, input_.device, deadline)
+        self.calls += 1
+        text = call_text(input_.dtype, device, factor, divide, records)
+        tensor = (input_.element_size(), input_.shape, input_.stride(), args)
+        comm = self._comms.get(device)
+        if comm is None:
+            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
+            output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
+            fallback.run(self, fallback.Call(op, plan, input_, output, factor, divide, text, deadline))
+            CALLS["torch"] += 1
+            return output
+        kind = SCALE_TYPES.get(input_.dtype, 0)
+        try:
+            capsule = comm.exchange(op, tensor, input_.data_ptr(), kind, divide, factor, text, deadline)
+        except SparError as error:
+            raise self._explain(comm, op, error) from None
+        CALLS[comm.transport] += 1
+        output = torch._C._from_dlpack(capsule)
+        if kind == 0:  # the core knows its size alone
+            if output.dtype != input_.dtype:
+                output = output.view(input_.dtype)
+            apply_scale(output, factor, divide)
+        return output.clone() if self.own_output else output
 
     def _explain(self, comm: _C.Comm, op: str, error: SparError) -> SparError:
         """An error of the C core with what only this side knows."""
         if isinstance(error, MismatchError) and comm.shown(0) is not None:
             texts = [comm.shown(rank) or "" for rank in range(self.world)]
             return mismatch(self, op, texts)
-        text = str(error)
+        text, rows = str(error), ""
         if isinstance(error, ExchangeTimeoutError):
             text += f" (limit {self.timeout:g} s, SPAR_TIMEOUT)"
-        ranks = tuple(int(rank) for rank in re.findall(r"^rank (\d+)", text))
+            places = [comm.where(rank) or "" for rank in range(self.world)]
+            rows = whereabouts.listing(places) if all(places) else ""
+        ranks = re.findall(r"^rank (\d+)|rank (\d+) \(process", text)
         return type(error)(
-            f"{op}, call {self.calls} on group {self.name!r}, rank {self.rank} of {self.world}: {text}",
+            f"{op}, call {self.calls} on group {self.name!r}, rank {self.rank} of {self.world}: {text}{rows}",
             **self.where(op),
-            ranks=ranks,
+            ranks=tuple(int(first or other) for first, other in ranks),
         )
 
     def fail(self, op: str, why: str) -> None:
@@ -224,7 +244,7 @@ class Communicator:
             return
         with self.turn(op):
             self.calls += 1
-            next(iter(self._comms.values())).fail(why, self.deadline())
+            next(iter(self._comms.values())).fail(op, why, False, self.deadline())
 
     def close(self) -> None:
         with self._lock:
@@ -233,42 +253,44 @@ class Communicator:
             self._comms.clear()
             self.broken = "it was closed"
 
-    def _begin(self, op: str) -> None:
-        """The group's calls run one at a time; each that begins must end."""
-        me = threading.get_ident()
-        if self._owner == me:  # a signal's handler, say: the call around it could never end
+    def _refuse_nesting(self, op: str) -> None:
+        """A call from inside a call on the same group, by a signal's handler, say: the one around it could
+        never end."""
+        if self._owner == threading.get_ident():
             raise SparError(
                 f"{op} on rank {self.rank}: called from inside a call on the same group {self.name!r}"
             )
-        self._lock.acquire()
-        self._owner = me
+
+    def _take_turn(self, op: str) -> None:
+        """The group's calls run one at a time; with the lock held."""
+        self._owner = threading.get_ident()
         if self.broken is not None:
-            self._end()
             raise GroupBrokenError(
                 f"{op} on rank {self.rank}: group {self.name!r} is broken: {self.broken}",
                 **self.where(op),
             )
 
-    def _end(self) -> None:
-        self._owner = None
-        self._lock.release()
-
-    def _note(self, op: str, error: BaseException) -> None:
-        """An interrupted call breaks the group."""
-        if not isinstance(error, Exception):
-            self.broken = f"call {self.calls} ({op}) was interrupted on rank {self.rank}"
-
     @contextlib.contextmanager
     def turn(self, op: str) -> Iterator[None]:
         """Around what is no exchange, but has a place in the group's order."""
-        self._begin(op)
-        try:
-            yield
-        except BaseException as error:
-            self._note(op, error)
-            raise
-        finally:
-            self._end()
+        self._refuse_nesting(op)
+        with self._lock:
+            try:
+                self._take_turn(op)
+                yield
+            except BaseException as error:
+                self._note(op, error)
+                raise
+            finally:
+                self._owner = None
+
+    def _note(self, op: str, error: BaseException) -> None:
+        """An interrupted call breaks the group, on all ranks that can be told."""
+        if isinstance(error, Exception):
+            return
+        self.broken = f"call {self.calls} ({op}) was interrupted on rank {self.rank}"
+        for comm in self._comms.values():
+            comm.fail(op, self.broken, True, time.monotonic())
 
 
 def _read_log_setting(rank: int) -> None:

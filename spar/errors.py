@@ -51,6 +51,14 @@ def _rebuild(cls: type[SparError], message: str, details: dict[str, Any]) -> Spa
     return cls(message, **details)
 
 
+def by_rank(texts: list[str]) -> str:
+    """A line for each text, after the ranks whose it is; texts in rank order."""
+    whose: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        whose.setdefault(text, []).append(rank)
+    return "\n".join(f"  rank {', '.join(map(str, ranks))}: {text}" for text, ranks in whose.items())
+
+
 class MismatchError(SparError):
     """The ranks of a group made different calls. Nothing was moved; the group stays usable."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from . import wire
-from .errors import MismatchError
+from .errors import MismatchError, by_rank
 
 if TYPE_CHECKING:
     from . import _C
@@ -132,16 +132,12 @@ def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, reco
 
 def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
     """The error that shows each rank's call; texts in rank order."""
-    calls: dict[str, list[int]] = {}
-    for rank, words in enumerate(texts):
-        calls.setdefault(words, []).append(rank)
-    lines = [f"  rank {', '.join(map(str, ranks))}: {words}" for words, ranks in calls.items()]
-    fewest: list[int] = min(calls.values(), key=len)
+    fewest = min(texts, key=texts.count)
     return MismatchError(
         f"{op} on rank {comm.rank}: the ranks of group {comm.name!r} make different calls; "
-        "nothing was exchanged:\n" + "\n".join(lines),
+        "nothing was exchanged:\n" + by_rank(texts),
         **comm.where(op),
-        ranks=tuple(fewest),
+        ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
     )
 
 

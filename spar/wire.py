@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from . import _C, whereabouts
 from .errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _SLICE = datetime.timedelta(milliseconds=50)
 _DEFAULT_TIMEOUT = 1800.0
+_TELL_AFTER = 1.0  # seconds of waiting, before this rank tells the others where it is
 _abandoned: list[tuple[dist.Work | None, tuple[torch.Tensor, ...]]] = []  # their threads may still touch them
 
 
@@ -60,29 +62,52 @@ def _options(kind: Any, comm: Communicator, op: str, deadline: float) -> Any:
     """A collective's options, with the time that is left as its own limit."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise _give_up(comm, op, ExchangeTimeoutError, "the time limit had passed before it was sent")
+        raise _give_up(comm, op, ExchangeTimeoutError, "the limit had passed before anything was sent")
     options = kind()
     options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
     return options
 
 
-def _give_up(comm: Communicator, op: str, error: type[SparError], why: str) -> SparError:
-    """Breaks the group for good; returns what to raise."""
-    comm.broken = f"call {comm.calls} ({op}): {why}"
+def _give_up(comm: Communicator, op: str, error: type[SparError], text: str) -> SparError:
+    """Breaks the group for good; returns what to raise, with what the other ranks tell of themselves."""
+    said = whereabouts.report(comm, op, error.__name__)
+    if error is PeerLostError and said is not None and said.somebody(comm, ExchangeTimeoutError.__name__):
+        error = ExchangeTimeoutError  # who reached its limit hung up
+    why, ranks = _causes(comm, error, said)
+    comm.broken = f"call {comm.calls} ({op}): {why}: {text}" if text else f"call {comm.calls} ({op}): {why}"
+    words = comm.broken.split(": ", 1)[1]
     limit = f" (limit {comm.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
+    rows = str(said) if said is not None and error is ExchangeTimeoutError else ""
     return error(
-        f"{op}, call {comm.calls} on group {comm.name!r}, rank {comm.rank} of {comm.world}: {why}{limit}",
+        f"{op}, call {comm.calls} on group {comm.name!r}, rank {comm.rank} of {comm.world}: "
+        f"{words}{limit}{rows}",
         **comm.where(op),
+        ranks=ranks,
     )
+
+
+def _causes(
+    comm: Communicator, error: type[SparError], said: whereabouts.Report | None
+) -> tuple[str, tuple[int, ...]]:
+    """Why a call does not end, and which ranks it is for."""
+    gave_up = (PeerLostError.__name__, ExchangeTimeoutError.__name__)
+    if error is ExchangeTimeoutError:
+        ranks = said.absent(comm, ("is in", *gave_up)) if said is not None else ()
+        return f"{whereabouts.named(comm, ranks) or 'a rank'} did not come in time", ranks
+    if error is PeerLostError:
+        silent = said.absent(comm, gave_up) if said is not None else tuple(range(comm.world))
+        ranks = whereabouts.dead(comm, silent)
+        return f"{whereabouts.named(comm, ranks) or 'a rank'} is gone", ranks
+    return "the process group failed", ()
 
 
 def _translate(comm: Communicator, op: str, error: Exception) -> SparError:
     text = str(error)
     lowered = text.lower()
     if "timed out" in lowered or "timeout" in lowered:
-        return _give_up(comm, op, ExchangeTimeoutError, f"a rank did not come: {text}")
+        return _give_up(comm, op, ExchangeTimeoutError, text)
     if any(word in lowered for word in ("closed by peer", "connection reset", "broken pipe", "closed")):
-        return _give_up(comm, op, PeerLostError, f"a rank is gone: {text}")
+        return _give_up(comm, op, PeerLostError, text)
     return _give_up(comm, op, TransportError, text)
 
 
@@ -106,6 +131,8 @@ def _run(
 ) -> None:
     """Issues one collective and waits for it; whatever ends the wait early keeps its buffers alive."""
     work = None
+    begun = _C.begin(comm.name, op, comm.calls)
+    tell_at = time.monotonic() + _TELL_AFTER
     try:
         work = issue()
         if buffers[0].device.type != "cpu":
@@ -113,13 +140,20 @@ def _run(
             return
         while not _ended(work):
             if time.monotonic() > deadline + 1.0:  # its own limit is the deadline: let it speak first
-                raise _give_up(comm, op, ExchangeTimeoutError, "a rank did not come")
+                raise _give_up(comm, op, ExchangeTimeoutError, "")
+            if time.monotonic() > tell_at:
+                whereabouts.tell(comm, op, "is in")
+                tell_at = float("inf")
+        if tell_at == float("inf"):
+            whereabouts.tell(comm, op, "has ended")
     except BaseException as error:
         if work is None or not work.is_completed():
             _abandoned.append((work, buffers))
         if isinstance(error, RuntimeError) and not isinstance(error, SparError):
             raise _translate(comm, op, error) from error
         raise
+    finally:
+        _C.end(begun, comm.broken is not None)
 
 
 def all_gather(comm: Communicator, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:

@@ -174,6 +174,8 @@ class Call(ctypes.Structure):
         ("patience", Patience),
         ("failed", c_int),
         ("why", c_char_p),
+        ("group", c_char_p),
+        ("op", c_char_p),
     )
 
 
@@ -194,6 +196,7 @@ class Transport(ctypes.Structure):
         ("start", _CallFunction),
         ("wait", _CallFunction),
         ("shown", c_void_p),
+        ("where", c_void_p),
         ("close", c_void_p),
     )
 

@@ -34,8 +34,11 @@ LAYERS = [
     "pack",
     "patience",
     "arena",
+    "whereabouts",
     "peers",
+    "hello",
     "group",
+    "mailbox",
 ]
 LAYERS += ["transport", "local", "spar", "binding"]
 

@@ -5,6 +5,7 @@
 #include "../group.h"
 #include "../pack.h"
 #include "../transport.h"
+#include "../whereabouts.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -182,12 +183,10 @@ static void drop_blocks(spar_group *group, const spar_call *call, int published,
     }
 }
 
-static spar_status run_locked(spar_comm *comm, spar_call *call, const saying *all)
+static spar_status run_call(spar_comm *comm, spar_call *call, const saying *all, uint32_t n)
 {
     spar_group *group = comm->state;
     spar_words words = {0};
-    uint32_t n;
-    SPAR_TRY(spar_group_begin(group, &call->patience, &n));
     spar_status status = prepare(call, &words);
     if (status != SPAR_OK) {
         spar_group_fail(group, status, spar_last_error());
@@ -203,6 +202,22 @@ static spar_status run_locked(spar_comm *comm, spar_call *call, const saying *al
         spar_group_break(group, spar_last_error());
     if (status != SPAR_OK)
         drop_blocks(group, call, 1, n);
+    return status;
+}
+
+static spar_status run_locked(spar_comm *comm, spar_call *call, const saying *all)
+{
+    spar_group *group = comm->state;
+    uint32_t n;
+    if (call->failed == SPAR_INTERRUPTED) {
+        spar_group_break(group, call->why);
+        return call->failed;
+    }
+    SPAR_TRY(spar_group_begin(group, &call->patience, &n));
+    uint32_t begun = spar_whereabouts_begin(call->group, call->op, n);
+    spar_status status = run_call(comm, call, all, n);
+    spar_whereabouts_end(begun, status == SPAR_TIMEOUT || status == SPAR_PEER_LOST ||
+                                    status == SPAR_BROKEN || status == SPAR_INTERRUPTED);
     return status;
 }
 
@@ -239,6 +254,13 @@ static const char *shown(const spar_comm *comm, int rank)
     return spar_group_text(comm->state, rank);
 }
 
+static void where(const spar_comm *comm, int rank, char *text, size_t size)
+{
+    int64_t length;
+    const char *base = spar_group_arena(comm->state, rank, &length);
+    spar_whereabouts_read(base, length, text, size);
+}
+
 static void close_comm(spar_comm *comm)
 {
     if (comm->state && spar_arena_is_own()) /* a forked child does not speak for its parent */
@@ -253,5 +275,6 @@ const spar_transport spar_transport_shm = {
     .connect = connect_all,
     .run = run,
     .shown = shown,
+    .where = where,
     .close = close_comm,
 };

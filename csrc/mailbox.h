@@ -1,0 +1,57 @@
+/* What group.c and wait.c alone know: mailboxes, and a group's state.
+ *
+ * A rank writes its own mailbox only, but for the waiters' counts and its goodbye. */
+#ifndef SPAR_MAILBOX_H
+#define SPAR_MAILBOX_H
+
+#include "group.h"
+
+typedef struct {
+    char magic[8];
+    int32_t world, rank;
+    _Alignas(64) uint32_t published, done, told, waiters; /* futexes: call numbers */
+    uint32_t broken; /* the owner gave up, for good: the status with which */
+    _Alignas(64) uint64_t signature;
+    uint32_t status;
+    int64_t offsets[SPAR_GROUP_TENSORS];
+    char text[SPAR_GROUP_TEXT];   /* of the call, where ranks disagree; valid when told or failed */
+    char reason[SPAR_GROUP_TEXT]; /* of `broken` */
+    unsigned char goodbye[];      /* [world] each member's last write */
+} mailbox;
+
+struct spar_group {
+    pthread_mutex_t lock;
+    int world, rank;
+    int refs; /* atomic: the owner, each block held back, the mailbox */
+    int uses; /* atomic: the same without the mailbox; at 0 goodbye is said */
+    uint32_t call;
+    int failed;                  /* this rank failed `call`, whose end it has not awaited */
+    int disagreed;               /* the newest call ended in a disagreement: texts holds it */
+    int64_t look_ns, looking_ns; /* before sleeping: at most; now, where ranks share cores */
+    int own_core;                /* whether each rank of this host has one */
+    spar_memory *memory;
+    mailbox *own;
+    char *texts;       /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
+    mailbox **boxes;   /* [world] */
+    spar_peer **peers; /* [world]; NULL: oneself */
+};
+
+/* Call numbers wrap. */
+static inline int spar_has_come(const uint32_t *word, uint32_t call)
+{
+    return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - call) >= 0;
+}
+
+/* Gives up, for good; whoever is in the same call does so with the same status. The first reason stays. */
+void spar_group_give_up(spar_group *group, spar_status status, const char *reason);
+
+enum spar_word { SPAR_PUBLISHED, SPAR_DONE, SPAR_TOLD };
+
+/* Until every member's word has come to `call`; the status of whoever gave up, or why this rank does. */
+spar_status spar_group_await(spar_group *group, enum spar_word which, uint32_t call,
+                             const spar_patience *patience);
+
+/* The status and reason of whoever gave up; SPAR_OK where nobody did. */
+spar_status spar_group_check(spar_group *group);
+
+#endif

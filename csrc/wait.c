@@ -1,0 +1,146 @@
+/* Waiting for the other ranks of a group, and what ends it early: a death, somebody who gave up, Ctrl-C, the time limit. */
+#include "mailbox.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#define relax() __builtin_ia32_pause()
+#else
+#define relax() __asm__ volatile("yield")
+#endif
+
+static const int64_t SLICE_NS = 50000000;
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static uint32_t *word_of(mailbox *box, enum spar_word which)
+{
+    return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DONE ? &box->done : &box->told;
+}
+
+spar_status spar_group_check(spar_group *g)
+{
+    char reason[SPAR_GROUP_TEXT];
+    for (int i = 0; i < g->world; i++) {
+        int rank = (g->rank + i) % g->world; /* one's own first */
+        uint32_t broken = __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE);
+        if (!broken)
+            continue;
+        spar_status status =
+            broken == SPAR_TIMEOUT || broken == SPAR_PEER_LOST ? (spar_status)broken : SPAR_BROKEN;
+        memcpy(reason, g->boxes[rank]->reason, sizeof reason);
+        reason[sizeof reason - 1] = 0;
+        if (!*reason)
+            snprintf(reason, sizeof reason, "rank %d gave up", rank);
+        spar_group_give_up(g, status, reason);
+        return spar_fail(status, "%s", reason);
+    }
+    return SPAR_OK;
+}
+
+/* Gives up because of all ranks whose word is missing, and who hung up, if `gone`: "rank 2 (process 71), rank 3
+ * (process 72) died ...". SPAR_OK where there is none. */
+static spar_status miss(spar_group *g, spar_status status, int gone, enum spar_word which,
+                        uint32_t call, const char *what)
+{
+    char text[SPAR_GROUP_TEXT];
+    size_t used = 0;
+    for (int rank = 0; rank < g->world && used < sizeof text - 200; rank++) {
+        int gave_up = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
+        if (!g->peers[rank] || (gone && (gave_up || !spar_peer_hung_up(g->peers[rank]))) ||
+            spar_has_come(word_of(g->boxes[rank], which), call)) /* it may have ended well */
+            continue;
+        used += (size_t)snprintf(text + used, sizeof text - used, "%srank %d (process %lld)",
+                                 used ? ", " : "", rank, (long long)g->peers[rank]->endpoint.pid);
+    }
+    if (!used)
+        return SPAR_OK;
+    snprintf(text + used, sizeof text - used, what, (unsigned)call);
+    spar_group_give_up(g, status, text);
+    return spar_fail(status, "%s", text);
+}
+
+/* What can end a wait early; looked at about every 50 ms. */
+static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
+                           const spar_patience *patience)
+{
+    /* first: all survivors shall tell of a death */
+    SPAR_TRY(miss(g, SPAR_PEER_LOST, 1, which, call, " died before the end of call %u"));
+    SPAR_TRY(spar_group_check(g));
+    if (patience->interrupted && patience->interrupted(patience->context)) {
+        char text[64];
+        snprintf(text, sizeof text, "rank %d was interrupted in call %u", g->rank,
+                 (unsigned)g->call);
+        spar_group_give_up(g, SPAR_BROKEN, text);
+        return spar_fail(SPAR_INTERRUPTED, "%s", text);
+    }
+    if (patience->deadline_ns && now_ns() >= patience->deadline_ns)
+        return miss(g, SPAR_TIMEOUT, 0, which, call, " did not come to call %u in time");
+    return SPAR_OK;
+}
+
+/* Before sleeping. Where ranks share cores, looking takes the core from the rank that is awaited, if others want
+ * it too: after a sleep there are fewer looks, after a success more. */
+static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
+{
+    int64_t most = g->own_core ? g->look_ns : g->looking_ns;
+    for (int64_t until = most ? now_ns() + most : 0; until && now_ns() < until;) {
+        for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
+            if (spar_has_come(word, call)) {
+                g->looking_ns = 4 * most < g->look_ns ? 4 * most : g->look_ns;
+                return 1;
+            }
+            relax();
+        }
+        sched_yield();
+    }
+    g->looking_ns = most / 2 > g->look_ns / 16 ? most / 2 : g->look_ns / 16;
+    return 0;
+}
+
+static spar_status await_one(spar_group *g, int rank, enum spar_word which, uint32_t call,
+                             const spar_patience *patience)
+{
+    mailbox *box = g->boxes[rank];
+    uint32_t *word = word_of(box, which);
+    spar_status status = SPAR_OK;
+    if (spar_has_come(word, call))
+        return SPAR_OK;
+    if (looks_suffice(g, word, call))
+        return SPAR_OK;
+    __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
+    int64_t looked = now_ns();
+    while (status == SPAR_OK) {
+        uint32_t seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+        if ((int32_t)(seen - call) >= 0)
+            break;
+        const struct timespec slice = {0, SLICE_NS};
+        syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, NULL, 0);
+        if (now_ns() - looked >= SLICE_NS || __atomic_load_n(&box->broken, __ATOMIC_RELAXED)) {
+            looked = now_ns();
+            if (!spar_has_come(word, call))
+                status = look_up(g, which, call, patience);
+        }
+    }
+    __atomic_sub_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
+    return status;
+}
+
+spar_status spar_group_await(spar_group *g, enum spar_word which, uint32_t call,
+                             const spar_patience *patience)
+{
+    for (int i = 1; i < g->world; i++)
+        SPAR_TRY(await_one(g, (g->rank + i) % g->world, which, call, patience));
+    return SPAR_OK;
+}

@@ -1,0 +1,15 @@
+/* Where each process is: the newest call that it began, on any group. It is kept behind the process's arena, where
+ * peers look when it does not come to theirs. Words for a message: nobody waits for them or trusts them. */
+#ifndef SPAR_WHEREABOUTS_H
+#define SPAR_WHEREABOUTS_H
+
+#include "arena.h"
+
+/* This process begins a call; does nothing without an arena. Returns what `end` takes. */
+uint32_t spar_whereabouts_begin(const char *group, const char *op, uint32_t call);
+void spar_whereabouts_end(uint32_t begun, int gave_up);
+
+/* Of the process whose arena lies at `base`, `length` bytes long: "gather, call 3 on group 'x'". */
+void spar_whereabouts_read(const char *base, int64_t length, char *text, size_t size);
+
+#endif

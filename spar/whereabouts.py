@@ -1,0 +1,133 @@
+"""Where the ranks are, for the message of a call that does not end.
+
+With shared memory a rank looks into its peers' (csrc/whereabouts.h). Elsewhere each tells it through the
+store that torch.distributed's ranks met in, of calls that have waited for a second, and when it gives up.
+Threads use the store: one whose server is stopped or gone does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+
+from . import _C
+from .errors import by_rank
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+_PATIENCE = 0.5  # seconds, for what the others say when this rank gives up
+
+
+class Place(NamedTuple):
+    """The newest call that a rank told of."""
+
+    state: str  # "is in", "has ended", or the name of the error with which it gave up
+    op: str
+    call: int
+    group: str
+
+    def __str__(self) -> str:
+        state = self.state if " " in self.state else "gave up in"
+        return f"{state} {self.op}, call {self.call} on group {self.group!r}"
+
+
+class Report(NamedTuple):
+    """What the ranks of a group have told, by rank; None: not a word."""
+
+    places: list[Place | None]
+
+    def __str__(self) -> str:
+        return listing([str(place or "has told of no call that waited") for place in self.places])
+
+    def absent(self, comm: Communicator, states: tuple[str, ...]) -> tuple[int, ...]:
+        """Ranks that are not known to be in the group's present call, in one of these states."""
+        return tuple(
+            rank
+            for rank, place in enumerate(self.places)
+            if place is None or place.state not in states or place[2:] != (comm.calls, comm.name)
+        )
+
+    def somebody(self, comm: Communicator, state: str) -> bool:
+        return any(
+            place is not None and place.state == state and place[2:] == (comm.calls, comm.name)
+            for place in self.places
+        )
+
+
+def listing(rows: list[str]) -> str:
+    return f"\nthe newest call of each rank, on any group:\n{by_rank(rows)}"
+
+
+def _meeting_place(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | None:
+    """The store that all ranks know, and the group's global ranks; None where torch knows no such group."""
+    from torch.distributed import distributed_c10d as c10d
+
+    with contextlib.suppress(Exception):
+        return c10d._get_default_store(), dist.get_process_group_ranks(group)
+    return None
+
+
+def tell(comm: Communicator, op: str, state: str) -> None:
+    """Leaves word for the others; does not wait."""
+    found = _meeting_place(comm.group)
+    if found is not None:
+        place = Place(state, op, comm.calls, comm.name)
+        threading.Thread(target=_put, args=(*found, comm.rank, place), daemon=True).start()
+
+
+def _key(rank: int) -> str:
+    return f"spar/whereabouts/{rank}"
+
+
+def _put(store: dist.Store, ranks: list[int], rank: int, place: Place) -> None:
+    with contextlib.suppress(Exception):
+        store.set(_key(ranks[rank]), json.dumps(place))
+
+
+def report(comm: Communicator, op: str, state: str) -> Report | None:
+    """Leaves word that this rank gives up; what the others told. None where the store does not answer."""
+    found = _meeting_place(comm.group)
+    if found is None:
+        return None
+    store, ranks = found
+    places: list[Place | None] = [None] * comm.world
+    answered, over = threading.Event(), threading.Event()
+    end = time.monotonic() + _PATIENCE
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            _put(store, ranks, comm.rank, Place(state, op, comm.calls, comm.name))
+            while not over.is_set():
+                for rank, other in enumerate(ranks):
+                    if store.check([_key(other)]):
+                        places[rank] = Place(*json.loads(store.get(_key(other))))
+                answered.set()
+                if time.monotonic() > end or not Report(list(places)).absent(comm, (state,)):
+                    break
+                time.sleep(0.02)
+        over.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    over.wait(_PATIENCE + 0.2)
+    over.set()
+    return Report(list(places)) if answered.is_set() else None
+
+
+def named(comm: Communicator, ranks: tuple[int, ...]) -> str:
+    """ "rank 2 (process 71), rank 3 (process 72)" """
+    processes = comm.processes()
+    return ", ".join(
+        f"rank {rank} (process {processes[rank][0]})" if processes else f"rank {rank}" for rank in ranks
+    )
+
+
+def dead(comm: Communicator, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those among them whose process cannot be reached on this host."""
+    processes = comm.processes()
+    return tuple(rank for rank in ranks if processes and not _C.reachable(*processes[rank]))
