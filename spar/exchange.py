@@ -37,7 +37,7 @@ _library = torch.library.Library("spar", "DEF")
 # world and rank are part of the call: ranks share inductor's cache of graphs, and may hold other shapes
 _library.define(
     "exchange(Tensor input, int group, int world, int rank, str op, SymInt[] args, float factor, bool divide,"
-    " bool records) -> Tensor"
+    " bool records, int[] then) -> Tensor"
 )
 
 
@@ -51,18 +51,32 @@ def _exchange(
     factor: float,
     divide: bool,
     records: bool,
+    then: list[int],
 ) -> torch.Tensor:
-    return _run_unheard(input_, Place(group, world, rank), op, tuple(args), (factor, divide), records)
+    place = Place(group, world, rank)
+    return _run_unheard(input_, place, op, tuple(args), (factor, divide), records, tuple(then))
 
 
 def _run_unheard(
-    input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool
+    input_: torch.Tensor,
+    place: Place,
+    op: str,
+    args: Args,
+    scale: Scale,
+    records: bool,
+    then: tuple[int, ...] = (),
 ) -> torch.Tensor:
     if input_.is_conj() or input_.is_neg():
         input_ = input_.resolve_conj().resolve_neg()
-    if OPS[op].local:
-        return _copy_part(input_, place, op, args, scale)
-    return by_handle(place[0]).exchange(op, input_, args, scale, records)
+    try:
+        if OPS[op].local:
+            return _copy_part(input_, place, op, args, scale)
+        return by_handle(place[0]).exchange(op, input_, args, scale, records)
+    except BaseException as error:  # the others of those groups shall not wait for it
+        for handle in then:
+            with contextlib.suppress(SparError):
+                by_handle(handle).fail(op, f"the exchange before it failed: {error!r}")
+        raise
 
 
 def _exchange_shape(
@@ -133,18 +147,20 @@ def run(
     scale: Scale,
     records: bool,
     heard: bool | None = None,
+    then: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """One exchange, or one selection; torch.profiler shows it by its op's name, as `spar::all_to_all`.
 
     heard: what `_is_listened_to` said, where it was asked.
+    then: handles of groups whose next exchange follows from this one: they are told if it fails.
     """
     if place[1] == 1:
         return _scaled(input_.view_as(input_), scale)
     if heard or (heard is None and _is_listened_to(input_)):
         if torch.compiler.is_compiling() or not _profiled():
-            return _run_heard(input_, place, op, args, scale, records)
+            return _run_heard(input_, place, op, args, scale, records, then)
         with torch.profiler.record_function(f"spar::{op}"):
-            return _run_heard(input_, place, op, args, scale, records)
+            return _run_heard(input_, place, op, args, scale, records, then)
     select = OPS[op].select
     if select is not None:
         if not input_.is_cpu:
@@ -153,17 +169,23 @@ def run(
             part = select(input_, args, place.world, place.rank)
             if part.is_contiguous():
                 return part
-    return _run_unheard(input_, place, op, args, scale, records)
+    return _run_unheard(input_, place, op, args, scale, records, then)
 
 
 def _run_heard(
-    input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale, records: bool
+    input_: torch.Tensor,
+    place: Place,
+    op: str,
+    args: Args,
+    scale: Scale,
+    records: bool,
+    then: tuple[int, ...],
 ) -> torch.Tensor:
     """In ops that others see."""
     select = OPS[op].select
     if select is not None:
         return _scaled(select(input_, args, place.world, place.rank), scale)
-    out: torch.Tensor = torch.ops.spar.exchange(input_, *place, op, args, *scale, records)
+    out: torch.Tensor = torch.ops.spar.exchange(input_, *place, op, args, *scale, records, then)
     return out
 
 
@@ -178,21 +200,9 @@ def run_steps(
         place, op, args = steps[0]
         return run(input_, place, op, args, scale, records, heard)
     for i in range(len(steps) - 1):
-        try:
-            input_ = run(input_, *steps[i], ONE, records)
-        except BaseException as error:
-            if not torch.compiler.is_compiling():
-                _tell(steps[i + 1 :], error)
-            raise
+        then = tuple(place.handle for place, op, _ in steps[i + 1 :] if not OPS[op].local)
+        input_ = run(input_, *steps[i], ONE, records, None, then)
     return run(input_, *steps[-1], scale, records)
-
-
-def _tell(steps: tuple[Step, ...], error: BaseException) -> None:
-    """This rank's part in these exchanges will not come: the others of their groups shall not wait for it."""
-    for place, op, _ in steps:
-        if not OPS[op].local:
-            with contextlib.suppress(SparError):
-                by_handle(place.handle).fail(op, f"the exchange before it failed: {error!r}")
 
 
 class SparExchange(torch.autograd.Function):

@@ -130,7 +130,7 @@ def check_opcheck(rank: int, world: int, group: Group) -> None:
     for x, op, args in calls:
         torch.library.opcheck(
             torch.ops.spar.exchange.default,
-            (x, *place, op, args, 1.0, False, False),
+            (x, *place, op, args, 1.0, False, False, []),
             test_utils=("test_schema", "test_faketensor"),
         )
 
