@@ -19,6 +19,8 @@ from . import _C
 from .errors import by_rank
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from .communicator import Communicator
 
 _PATIENCE = 0.5  # seconds, for what the others say when this rank gives up
@@ -64,7 +66,7 @@ def listing(rows: list[str]) -> str:
     return f"\nthe newest call of each rank, on any group:\n{by_rank(rows)}"
 
 
-def _meeting_place(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | None:
+def _meeting_place(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
     """The store that all ranks know, and the group's global ranks; None where torch knows no such group."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -85,7 +87,7 @@ def _key(rank: int) -> str:
     return f"spar/whereabouts/{rank}"
 
 
-def _put(store: dist.Store, ranks: list[int], rank: int, place: Place) -> None:
+def _put(store: Store, ranks: list[int], rank: int, place: Place) -> None:
     with contextlib.suppress(Exception):
         store.set(_key(ranks[rank]), json.dumps(place))
 
