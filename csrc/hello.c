@@ -79,6 +79,19 @@ static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
     return SPAR_OK;
 }
 
+int spar_hello_pidfd(int socket)
+{
+    struct ucred owner;
+    int pidfd;
+    socklen_t size = sizeof pidfd;
+    if (getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &pidfd, &size) == 0)
+        return pidfd;
+    size = sizeof owner;
+    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &owner, &size) != 0 || owner.pid <= 0)
+        return -1;
+    return (int)syscall(SYS_pidfd_open, owner.pid, 0);
+}
+
 static spar_status check_owner(spar_peer *peer)
 {
     struct ucred owner;
@@ -88,9 +101,7 @@ static spar_status check_owner(spar_peer *peer)
     if (owner.uid != getuid())
         return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d",
                          (int)owner.pid, (int)owner.uid, (int)getuid());
-    size = sizeof peer->pidfd;
-    if (getsockopt(peer->socket, SOL_SOCKET, SO_PEERPIDFD, &peer->pidfd, &size) != 0)
-        peer->pidfd = owner.pid > 0 ? (int)syscall(SYS_pidfd_open, owner.pid, 0) : -1;
+    peer->pidfd = spar_hello_pidfd(peer->socket);
     return SPAR_OK;
 }
 

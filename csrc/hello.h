@@ -23,6 +23,9 @@ spar_status spar_hello_send(int socket, const spar_endpoint *own, const spar_end
 /* The caller shall not wait for an answer that never comes. */
 void spar_hello_refuse(int socket, const spar_endpoint *own, const char *reason);
 
+/* Of the process at the other end, the caller's; -1 where the system has none. */
+int spar_hello_pidfd(int socket);
+
 /* Reads a hello, if it is there: the peer is CONNECTED after it. Where it fails, peer->reason says why, and
  * peer->endpoint is the caller's if that could be known. */
 spar_status spar_hello_read(spar_peer *peer, const spar_endpoint *own);

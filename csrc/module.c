@@ -260,14 +260,14 @@ static PyObject *module_processes(PyObject *module, PyObject *facts)
     return result;
 }
 
-static PyObject *module_reachable(PyObject *module, PyObject *args)
+static PyObject *module_watch(PyObject *module, PyObject *args)
 {
     long long pid;
     unsigned long long nonce;
     (void)module;
     if (!PyArg_ParseTuple(args, "LK", &pid, &nonce))
         return NULL;
-    return PyBool_FromLong(spar_peers_can_reach(&(spar_endpoint){pid, nonce}));
+    return PyLong_FromLong(spar_peers_watch(&(spar_endpoint){pid, nonce}));
 }
 
 static PyObject *module_arena_stats(PyObject *module, PyObject *unused)
@@ -300,8 +300,8 @@ static PyMethodDef methods[] = {
      "    -> (name, reason, ((rejected name, reason), ...))"},
     {"processes", module_processes, METH_O,
      "processes(all ranks' facts) -> [(process id, nonce), ...]; 0: not known"},
-    {"reachable", module_reachable, METH_VARARGS,
-     "reachable(process id, nonce) -> whether that process is on this host, and alive"},
+    {"watch", module_watch, METH_VARARGS,
+     "watch(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1"},
     {"begin", module_begin, METH_VARARGS,
      "begin(group, op, call) -> turn: this process's peers may see that it is in this call."},
     {"end", module_end, METH_VARARGS,

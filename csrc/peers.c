@@ -184,11 +184,11 @@ static int call(const spar_endpoint *endpoint)
     return fd;
 }
 
-int spar_peers_can_reach(const spar_endpoint *endpoint)
+int spar_peers_watch(const spar_endpoint *endpoint)
 {
-    int fd = call(endpoint), reached = fd >= 0 || errno == EAGAIN; /* its queue is full */
+    int fd = call(endpoint), pidfd = fd >= 0 ? spar_hello_pidfd(fd) : -1;
     close_fd(&fd);
-    return reached;
+    return pidfd;
 }
 
 static int connection_ended(const spar_peer *peer)

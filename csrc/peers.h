@@ -33,8 +33,8 @@ spar_status spar_peers_listen(spar_endpoint *own);
  * succeeds when the peer's system has taken the call: the peer itself may come to it later. */
 spar_status spar_peers_dial(const spar_endpoint *peer);
 
-/* Whether a process answers a call on this host, wherever else its pid may be in use. */
-int spar_peers_can_reach(const spar_endpoint *endpoint);
+/* A pidfd of a process that answers on this host, the caller's; -1 where none does. Readable: it is dead. */
+int spar_peers_watch(const spar_endpoint *endpoint);
 
 /* Looks for a peer's answer, or its call: *peer is NULL until the pair is connected. */
 spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **peer);

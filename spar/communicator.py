@@ -117,6 +117,7 @@ class Communicator:
         while True:
             name, reason, rejected = _C.choose(self._facts, device.type, refused)
             if name == "torch":
+                whereabouts.watch(self)
                 break
             comm, failure = self._connect(name, op, deadline)
             if comm is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from .communicator import Communicator
 
+_pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce); -1: elsewhere
 _PATIENCE = 0.5  # seconds, for what the others say when this rank gives up
 
 
@@ -129,7 +131,28 @@ def named(comm: Communicator, ranks: tuple[int, ...]) -> str:
     )
 
 
-def dead(comm: Communicator, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Those among them whose process cannot be reached on this host."""
-    processes = comm.processes()
-    return tuple(rank for rank in ranks if processes and not _C.reachable(*processes[rank]))
+def watch(comm: Communicator) -> None:
+    """From now on the ends of the group's processes on this host are seen; one descriptor for each process."""
+    for process in comm.processes():
+        if process not in _pidfds:
+            _pidfds[process] = _C.watch(*process)
+
+
+def dead(comm: Communicator) -> tuple[int, ...]:
+    """Ranks whose process lived on this host at the group's set-up, and does not any more."""
+    pidfds = [_pidfds.get(process, -1) for process in comm.processes()]
+    return tuple(rank for rank, pidfd in enumerate(pidfds) if pidfd >= 0 and _ended(pidfd))
+
+
+def _ended(pidfd: int) -> bool:
+    poll = select.poll()  # of any number, as select is not
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def unreachable(comm: Communicator, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those among them that are dead, or do not answer on this host."""
+    gone, processes = dead(comm), comm.processes()
+    return tuple(
+        rank for rank in ranks if processes and (rank in gone or _pidfds.get(processes[rank], -1) < 0)
+    )

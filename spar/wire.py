@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SLICE = datetime.timedelta(milliseconds=50)
 _DEFAULT_TIMEOUT = 1800.0
-_TELL_AFTER = 1.0  # seconds of waiting, before this rank tells the others where it is
+_TELL_AFTER = 0.5  # seconds of waiting, before this rank tells where it is and looks at the others' processes
 _abandoned: list[tuple[dist.Work | None, tuple[torch.Tensor, ...]]] = []  # their threads may still touch them
 
 
@@ -96,7 +96,7 @@ def _causes(
         return f"{whereabouts.named(comm, ranks) or 'a rank'} did not come in time", ranks
     if error is PeerLostError:
         silent = said.absent(comm, gave_up) if said is not None else tuple(range(comm.world))
-        ranks = whereabouts.dead(comm, silent)
+        ranks = whereabouts.unreachable(comm, silent)
         return f"{whereabouts.named(comm, ranks) or 'a rank'} is gone", ranks
     return "the process group failed", ()
 
@@ -132,7 +132,7 @@ def _run(
     """Issues one collective and waits for it; whatever ends the wait early keeps its buffers alive."""
     work = None
     begun = _C.begin(comm.name, op, comm.calls)
-    tell_at = time.monotonic() + _TELL_AFTER
+    told, tell_at = False, time.monotonic() + _TELL_AFTER
     try:
         work = issue()
         if buffers[0].device.type != "cpu":
@@ -141,10 +141,12 @@ def _run(
         while not _ended(work):
             if time.monotonic() > deadline + 1.0:  # its own limit is the deadline: let it speak first
                 raise _give_up(comm, op, ExchangeTimeoutError, "")
-            if time.monotonic() > tell_at:
+            if not told and time.monotonic() > tell_at:
                 whereabouts.tell(comm, op, "is in")
-                tell_at = float("inf")
-        if tell_at == float("inf"):
+                told = True
+            if told and whereabouts.dead(comm):  # gloo tells its neighbours alone
+                raise _give_up(comm, op, PeerLostError, "")
+        if told:
             whereabouts.tell(comm, op, "has ended")
     except BaseException as error:
         if work is None or not work.is_completed():

@@ -18,8 +18,22 @@ import pytest
 
 from spar import _C
 
+FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell; of test_fault_matrix.py
 WORLDS = (1, 2, 3, 4, 7)
 TRANSPORTS = _C.transports()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not FAULT_TABLE:
+        return
+    columns = list(dict.fromkeys(column for row in FAULT_TABLE.values() for column in row))
+    rows = [["fault", *columns]]
+    rows += [[fault, *(row.get(column, "") for column in columns)] for fault, row in FAULT_TABLE.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    terminalreporter.section("faults: the error on every rank, and seconds until it is raised")
+    for row in rows:
+        line = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        terminalreporter.write_line(line.rstrip())
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:

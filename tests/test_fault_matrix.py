@@ -1,0 +1,455 @@
+"""Every fault on every transport that moves bytes here, in worlds of 2, 3 and 4; pytest prints the table.
+
+A world for each transport and size goes through all faults that processes survive, each on its own group;
+then come the deaths, each in a fresh world. In each cell every rank must raise the same error, with the words
+that help, in time; afterwards the group does what is promised, others go on, and the process has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import FAULT_TABLE
+from reference import rule
+from test_faults import finish, start
+
+import spar
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+
+Group = dist.ProcessGroup
+TRANSPORTS = ("shm", "torch")
+SIZES = (2, 3, 4)
+LIMIT = 1.0  # seconds, of groups whose calls do not end
+CAP = 32 << 20
+LOST_WITHIN = 2.0  # seconds from a death to its error, on one host
+OVER = 1.5  # seconds that an error may come after the limit, on a machine that does other things, too
+
+gather = spar.gather_forward_split_backward
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What the odd rank does, or where it differs, and what everybody must see of it."""
+
+    call: Callable[[int, int, Group, Any], object]  # (rank, world, group, scene)
+    error: str  # the class on all ranks but the odd one, which is the last
+    words: tuple[str, ...]  # in every message
+    odd: str = ""  # the odd rank's class, where it is another; "-": it does not call
+    usable: bool = False  # the group, after it
+    seconds: tuple[float, float] = (0.0, 0.9)  # until the error
+    only: str = ""  # the transport that has it; the reason for the other is in NOT_THERE
+
+
+class Scene:
+    """What a fault needs beside its group: another one, the processes, a thread that acts meanwhile."""
+
+    def __init__(self, other: Group, processes: list[int], rank: int) -> None:
+        self.other, self.processes, self.rank = other, processes, rank
+
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
+        """On rank 0, while all are in their calls."""
+        if self.rank == 0:
+            threading.Timer(seconds, act).start()
+
+    def signal(self, number: int) -> Callable[[], None]:
+        return lambda: os.kill(self.processes[-1], number)
+
+
+def part(world: int, rank: int) -> torch.Tensor:
+    return torch.zeros(4, rule(12, world)[rank], 12)
+
+
+def odd_of(rank: int, world: int) -> bool:
+    return rank == world - 1
+
+
+def another_shape(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return spar.all_to_all(torch.zeros(4 + odd_of(rank, world), 4, 12), group, 2, 1)
+
+
+def another_dtype(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return gather(
+        part(world, rank).to(torch.int32 if odd_of(rank, world) else torch.float32), group, 1, rule(12, world)
+    )
+
+
+def another_dim(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return spar.all_to_all(torch.zeros(4, 4, 4, 4), group, 3 if odd_of(rank, world) else 2, 1)
+
+
+def other_sizes(rank: int, world: int, group: Group, scene: Scene) -> object:
+    sizes = [2] * world
+    sizes[0] += odd_of(rank, world)  # a size of another rank: what this one holds is right
+    return gather(torch.zeros(2), group, 0, sizes)
+
+
+def another_op(rank: int, world: int, group: Group, scene: Scene) -> object:
+    x = torch.zeros(2, 3)
+    return gather(x, group, 0) if odd_of(rank, world) else spar.all_to_all(x, group, 1, 0)
+
+
+def a_gradient(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return gather(torch.zeros(2, requires_grad=odd_of(rank, world)), group, 0)
+
+
+def a_bad_argument(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return gather(torch.zeros(2), group, 7 if odd_of(rank, world) else 0)
+
+
+def another_group(rank: int, world: int, group: Group, scene: Scene) -> object:
+    gather(torch.zeros(1), scene.other, 0)
+    if odd_of(rank, world):
+        return spar.all_to_all(torch.zeros(world, 2), scene.other, 0, 1)
+    return gather(torch.zeros(2), group, 0)
+
+
+def never_comes(rank: int, world: int, group: Group, scene: Scene) -> object:
+    if odd_of(rank, world):
+        time.sleep(LIMIT + 0.8)
+        return None
+    return gather(torch.zeros(2), group, 0)
+
+
+def comes_too_late(rank: int, world: int, group: Group, scene: Scene) -> object:
+    if odd_of(rank, world):
+        time.sleep(LIMIT + 0.8)
+    return gather(torch.zeros(2), group, 0)
+
+
+def is_stopped(rank: int, world: int, group: Group, scene: Scene) -> object:
+    scene.after(0.1, scene.signal(signal.SIGSTOP))
+    scene.after(LIMIT + 1.2, scene.signal(signal.SIGCONT))
+    for _ in range(10_000):
+        gather(torch.zeros(1000), group, 0)
+    return None
+
+
+def is_stopped_for_a_moment(rank: int, world: int, group: Group, scene: Scene) -> object:
+    scene.after(0.1, scene.signal(signal.SIGSTOP))
+    scene.after(0.4, scene.signal(signal.SIGCONT))
+    for i in range(60):
+        y = gather(torch.full((1000,), float(i)), group, 0)
+        assert bool((y == i).all())
+        time.sleep(0.005)
+    return None
+
+
+def is_interrupted(rank: int, world: int, group: Group, scene: Scene) -> object:
+    scene.after(0.3, scene.signal(signal.SIGINT))
+    if rank == 0:
+        time.sleep(0.6)
+    return gather(torch.zeros(2), group, 0)
+
+
+def wants_too_much(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return gather(torch.zeros(CAP // 4), group, 0)
+
+
+def closes(rank: int, world: int, group: Group, scene: Scene) -> object:
+    if odd_of(rank, world):
+        time.sleep(0.1)
+        spar.close(group)
+        time.sleep(0.2)
+        return None
+    return gather(torch.zeros(2), group, 0)
+
+
+def different(*shown: str) -> dict[str, Any]:
+    words = (r"make different calls; nothing was exchanged:\n  rank 0.*: \w+ \[.*\n  rank \d: \w+ \[", *shown)
+    return {"error": "MismatchError", "words": words, "usable": True}
+
+
+COMING = r"rank {odd} \(process {process}\) did not come .*SPAR_TIMEOUT"
+PLACES = r"the newest call of each rank, on any group:\n  rank 0.*gather, call \d+ on group '{group}'"
+AT_THE_LIMIT = (LIMIT - 0.1, LIMIT + OVER)
+FAULTS = {
+    "another shape": Fault(another_shape, **different(r"\[5, \d+, 12\]")),
+    "another dtype": Fault(another_dtype, **different(r"torch\.int32")),
+    "another dim": Fault(another_dim, **different("dim 3")),
+    "other sizes": Fault(other_sizes, **different(r"\[3, 2")),
+    "another op": Fault(another_op, **different("gather", "all_to_all")),
+    "a gradient": Fault(a_gradient, **different("gradient recorded")),
+    "a bad argument": Fault(
+        a_bad_argument, "MismatchError", (r"dim is 7",), "ValueError", usable=True, only="shm"
+    ),
+    "too much memory": Fault(
+        wants_too_much, "OutOfMemoryError", ("SPAR_ARENA_MAX",), usable=True, only="shm"
+    ),
+    "stopped shortly": Fault(is_stopped_for_a_moment, "", (), usable=True, seconds=(0, 20)),
+    "another group": Fault(
+        another_group,
+        "ExchangeTimeoutError",
+        (r"did not come .*SPAR_TIMEOUT", r"all_to_all, call 2 on group '{other}'", PLACES),
+        seconds=AT_THE_LIMIT,
+    ),
+    "never comes": Fault(never_comes, "ExchangeTimeoutError", (COMING, PLACES), "-", seconds=AT_THE_LIMIT),
+    "comes too late": Fault(
+        comes_too_late,
+        "ExchangeTimeoutError",
+        (COMING, PLACES),
+        "GroupBrokenError|ExchangeTimeoutError",
+        seconds=AT_THE_LIMIT,
+    ),
+    "stopped": Fault(
+        is_stopped,
+        "ExchangeTimeoutError",
+        (COMING, "the newest call of each rank"),
+        r"GroupBrokenError|ExchangeTimeoutError|PeerLostError",
+        seconds=(LIMIT - 0.1, LIMIT + 0.1 + OVER),
+    ),
+    "interrupted": Fault(
+        is_interrupted,
+        "GroupBrokenError",
+        (r"rank {odd} was interrupted in call \d",),
+        "KeyboardInterrupt",
+        only="shm",
+    ),
+    "closed": Fault(closes, "GroupBrokenError", ("a rank closed the group",), "-", only="shm"),
+}
+NOT_THERE = {
+    "a bad argument": "its own",  # without a mailbox it is the rank's own error: test_groups.py
+    "too much memory": "none",  # torch allocates; what fails is torch's own error
+    "interrupted": "the limit",  # the others see a rank that does not come: test_faults.py
+    "closed": "a new one",  # without shared memory nothing is held open
+}
+DEATHS = ("killed waiting", "killed copying", "exits")
+
+
+# ---- on the ranks ----
+
+
+def attempt(call: Callable[[], object]) -> dict[str, Any]:
+    begin, result = time.monotonic(), {"error": "", "text": "", "ranks": []}
+    try:
+        call()
+    except BaseException as error:
+        result |= {"error": type(error).__name__, "text": str(error), "at": time.time()}
+        result["ranks"] = list(getattr(error, "ranks", ()))
+    return {**result, "seconds": time.monotonic() - begin}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def goes_through(rank: int, folder: Path, world: int, transport: str) -> None:
+    """All faults that leave the processes alive."""
+    report: dict[str, Any] = {}
+    processes: list[int] = [0] * world
+    dist.all_gather_object(processes, os.getpid())
+    for name, fault in FAULTS.items():
+        if fault.only not in ("", transport):
+            continue
+        group, other = (dist.new_group(list(range(world))) for _ in range(2))
+        os.environ["SPAR_TIMEOUT"] = "30" if fault.usable else str(LIMIT)
+        scene = Scene(other, processes, rank)
+        warm = functools.partial(gather, torch.zeros(1), group, 0)
+        warm()
+        dist.barrier()
+        result = attempt(functools.partial(fault.call, rank, world, group, scene))
+        result |= {"group": group.group_name, "other": other.group_name}
+        if not fault.usable:
+            time.sleep(0.3)  # who gave up last
+        result["again"] = attempt(warm)
+        result["named"] = spar.transport(group).name
+        assert gather(torch.full((1,), 1.0 + rank), None, 0).sum() == world * (world + 1) / 2
+        spar.close(group)
+        spar.close(other)
+        report[name] = result
+    dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+
+
+def dies(rank: int, folder: Path, world: int, how: str) -> None:
+    """The last rank dies; a group of the others goes on."""
+    survivors = dist.new_group(list(range(world - 1)))
+    if world > 2 and rank < world - 1:
+        gather(torch.zeros(1), survivors, 0)
+    big = torch.zeros(1 << 20)
+    dist.barrier()
+    if odd_of(rank, world):
+
+        def die() -> None:
+            (folder / "died").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if how == "exits":
+            time.sleep(0.3)
+            (folder / "died").write_text(str(time.time()))
+            os._exit(0)
+        threading.Timer(0.3, die).start()
+        if how == "killed waiting":
+            time.sleep(60)
+
+    def calls() -> None:
+        for _ in range(10_000):
+            gather(big, None, 0)
+
+    result = attempt(calls)
+    result["again"] = attempt(lambda: gather(torch.zeros(1), None, 0))
+    if world > 2:
+        assert gather(torch.full((1,), 1.0), survivors, 0).sum() == world - 1
+    spar.close()
+    (folder / f"{rank}.json").write_text(json.dumps({how: result}))
+
+
+# ---- the cells ----
+
+
+class Column:
+    """One transport and world: what each rank reports of each fault, and how its process ended."""
+
+    def __init__(self, folder: Path, transport: str, world: int) -> None:
+        folder.mkdir()
+        self.folder, self.transport, self.world = folder, transport, world
+        self.reports: list[dict[str, Any]] = []
+        self.codes: list[int | None] = []
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        settings = {"SPAR_TRANSPORT": self.transport, "SPAR_ARENA_MAX": str(CAP)}
+        self.processes = start(function, self.world, self.folder, self.world, *args, **settings)
+
+    def finish(self, limit: float) -> None:
+        self.codes = finish(self.processes, limit)
+        self.ended = time.time()
+        for rank in range(self.world):
+            path = self.folder / f"{rank}.json"
+            self.reports.append(json.loads(path.read_text()) if path.exists() else {})
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Column]:
+    folder = tmp_path_factory.mktemp("faults")
+    made = {(t, w): Column(folder / f"{t}{w}", t, w) for w in SIZES for t in TRANSPORTS}
+    for column in made.values():  # at once: they mostly wait
+        column.start(goes_through, column.transport)
+    for column in made.values():
+        column.finish(90)
+    return made
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], Column]:
+    folder, made = tmp_path_factory.mktemp("deaths"), {}
+    for i, how in enumerate(DEATHS):
+        some = [Column(folder / f"{t}{world}.{i}", t, world) for t in TRANSPORTS for world in SIZES]
+        for column in some:
+            column.start(dies, how)
+            made[how, column.transport, column.world] = column
+        for column in some:
+            column.finish(30)
+    return made
+
+
+def note(fault: str, transport: str, world: int, cell: str) -> None:
+    FAULT_TABLE.setdefault(fault, {})[f"{transport} {world}"] = cell
+
+
+def first_words(name: str) -> str:
+    return name.removesuffix("Error").removeprefix("Exchange").removeprefix("Group") or "fine"
+
+
+@pytest.mark.parametrize("world", SIZES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(columns: dict[tuple[str, int], Column], name: str, transport: str, world: int) -> None:
+    fault, column = FAULTS[name], columns[transport, world]
+    assert column.codes == [0] * world, "the processes must have ended"
+    if fault.only not in ("", transport):
+        note(name, transport, world, NOT_THERE[name])
+        return
+    results = [report[name] for report in column.reports]
+    pids = [process.pid for process in column.processes]
+    for rank, result in enumerate(results):
+        odd = rank == world - 1
+        if odd and fault.odd == "-":
+            assert not result["error"], result
+        else:
+            assert re.fullmatch(fault.odd if odd and fault.odd else fault.error, result["error"]), result
+        if not odd or not fault.odd:
+            names = {"odd": world - 1, "process": pids[-1], "group": results[0]["group"]}
+            for words in fault.words:
+                for key, value in {**names, "other": result["other"]}.items():
+                    words = words.replace(f"{{{key}}}", str(value))
+                assert re.search(words, result["text"], re.S), (words, result["text"])
+            least, most = fault.seconds
+            assert least <= result["seconds"] <= most, result
+        again = result["again"]
+        if fault.usable:
+            assert not again["error"], again
+        elif not odd:
+            assert again["error"] == "GroupBrokenError" and again["seconds"] < 0.3, "refused at once"
+        else:  # it may have given up in no call of its own on this group
+            assert again["error"] in ("GroupBrokenError", "ExchangeTimeoutError", "PeerLostError"), again
+        assert result["named"] in (transport, None)
+    if fault.error == "MismatchError" and not fault.odd:
+        assert len({result["text"].split(":", 1)[1] for result in results}) == 1, "the same on all ranks"
+        assert all(0 < len(result["ranks"]) < world for result in results)
+    seconds = max(result["seconds"] for result in results[: world - 1])
+    note(name, transport, world, f"{first_words(fault.error)} {seconds:.2f}")
+
+
+@pytest.mark.parametrize("world", SIZES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", DEATHS)
+def test_death(deaths: dict[tuple[str, str, int], Column], how: str, transport: str, world: int) -> None:
+    column = deaths[how, transport, world]
+    assert column.codes == [0] * (world - 1) + [0 if how == "exits" else -signal.SIGKILL]
+    died = float((column.folder / "died").read_text())
+    took = []
+    for report in column.reports[: world - 1]:
+        result = report[how]
+        assert result["error"] == "PeerLostError", result
+        process = column.processes[-1].pid
+        assert re.search(rf"gather, call \d+ on .*rank {world - 1} \(process {process}\)", result["text"])
+        assert result["ranks"] == [world - 1], result
+        assert result["again"]["error"] == "GroupBrokenError" and result["again"]["seconds"] < 0.3
+        took.append(result["at"] - died)
+    assert max(took) < LOST_WITHIN
+    note(how, transport, world, f"PeerLost {max(took):.2f}")
+
+
+# ---- threads of one process: the test builds' own transport ----
+
+
+@pytest.mark.parametrize("world", SIZES)
+@pytest.mark.parametrize("name", ["another shape", "another dim", "never comes"])
+def test_fault_between_threads(name: str, world: int) -> None:
+    import core  # here: the ranks import this file, too, and shall not wait for it
+    from cases import items
+    from core import Plan, Spec, Status, request
+
+    shared = core.World(world)
+    inputs = [(items(2, 6),) for _ in range(world)]
+    if name == "another shape":
+        inputs[-1] = (items(2, 7),)
+    dims = [int(name == "another dim" and rank == world - 1) for rank in range(world)]
+    plans: list[Plan | None] = [
+        Plan(request("gather", world, rank, [Spec.of(inputs[rank][0], [dims[rank]])]))
+        for rank in range(world)
+    ]
+    if name == "never comes":
+        plans[-1] = None
+    outcomes = shared.call(plans, inputs, seconds=0.1 if name == "never comes" else 30)
+    expected = Status.TIMEOUT if name == "never comes" else Status.MISMATCH
+    seconds = [outcome.seconds for outcome in outcomes if outcome and outcome.status == expected]
+    assert len(seconds) == world - (name == "never comes")
+    assert all(output.is_untouched() for outcome in outcomes if outcome for output in outcome.outputs)
+    shared.close()
+    error = "ExchangeTimeoutError" if name == "never comes" else "MismatchError"
+    note(name, "local", world, f"{first_words(error)} {max(seconds):.2f}")
