@@ -21,7 +21,7 @@ C_FILES = $(shell find csrc fuzz tests -name '*.[ch]')
 # Without this make would compile csrc/ops.c, where it looks after the folder csrc/ops.
 MAKEFLAGS += --no-builtin-rules
 
-.PHONY: help demo bench test test-asan fuzz lint format build wheel clean gone
+.PHONY: help demo bench soak test test-asan fuzz lint format build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-asan  the same with the C extension under AddressSanitizer, as far as ARGS= says'
 	@echo 'make fuzz    the planner, the mailbox and the set-up under fuzzers (SECONDS=60; needs clang)'
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
+	@echo 'make soak    random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
 	@echo 'make lint    clang-format, ruff, mypy'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make build   only install spar and what the demo and the tests need, into .venv'
@@ -45,6 +46,11 @@ demo: build
 RANKS ?= 2
 bench: build
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/bench.py $(ARGS)
+
+# How long random calls go on under random faults.
+SECONDS ?= 60
+soak: build
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py $(SECONDS) $(ARGS)
 
 test: build
 	@$(BIN)/pytest $(ARGS)

@@ -4,7 +4,7 @@
  * waits, the input lets the peers act: come, as they should, or write anything into their mailboxes, vanish, stay
  * silent. Then each arena must be its shadow, or its shadow with the rank's bytes where that peer's own words, if
  * they can be true, want them. A call ends in time, in success or in an error; in success where all were honest. */
-#include "../csrc/group.c" /* the mailbox is known to it alone */
+#include "../csrc/mailbox.h"
 
 #include "fuzz.h"
 

@@ -132,7 +132,7 @@ def named(comm: Communicator, ranks: tuple[int, ...]) -> str:
 
 
 def watch(comm: Communicator) -> None:
-    """From now on the ends of the group's processes on this host are seen; one descriptor for each process."""
+    """From now on the ends of the group's processes on this host are seen; a descriptor for each."""
     for process in comm.processes():
         if process not in _pidfds:
             _pidfds[process] = _C.watch(*process)
@@ -152,7 +152,6 @@ def _ended(pidfd: int) -> bool:
 
 def unreachable(comm: Communicator, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Those among them that are dead, or do not answer on this host."""
-    gone, processes = dead(comm), comm.processes()
-    return tuple(
-        rank for rank in ranks if processes and (rank in gone or _pidfds.get(processes[rank], -1) < 0)
-    )
+    gone = dead(comm)
+    elsewhere = {rank for rank, process in enumerate(comm.processes()) if _pidfds.get(process, -1) < 0}
+    return tuple(rank for rank in ranks if rank in gone or rank in elsewhere)

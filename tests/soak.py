@@ -1,0 +1,360 @@
+"""Random operations under random faults, for as long as wanted: python tests/soak.py SECONDS [SEED].
+
+World after world of 2 to 4 ranks, over shared memory or torch, makes random calls, whose bytes each rank
+computes by itself. Now and then ranks disagree, one is stopped, for a moment or beyond the limit, or never
+comes; each world ends with a death, after which its survivors must raise, close and end. The last line counts
+all of it; the exit status is 1 where something hung, was wrong or was left behind.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reference import cells, owned, packed, part, rule, same_bits, zigzag
+from test_faults import finish, start
+
+import spar
+from spar import _C
+
+Group = dist.ProcessGroup
+LIMIT = 1.5  # seconds, of calls that do not end
+ROUND = 6.0  # seconds of calls in one world
+END = 20.0  # seconds that a world may take for its start and its end
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
+
+
+# ---- calls: each gives what came, and what must have come ----
+
+
+def shape_of(rng: random.Random, largest: int = 60) -> list[int]:
+    return [rng.randint(0 if rng.random() < 0.1 else 1, largest) for _ in range(rng.randint(1, 4))]
+
+
+def sizes_of(rng: random.Random, total: int, world: int) -> list[int]:
+    if rng.random() < 0.5:
+        return rule(total, world)
+    cuts = sorted(rng.randint(0, total) for _ in range(world - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def lengths_of(rng: random.Random) -> list[int]:
+    return [rng.randint(0, 30) for _ in range(rng.randint(1, 9))]
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def all_to_all(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    shape = shape_of(rng, 40 if rng.random() < 0.95 else 160)
+    while len(shape) < 2:
+        shape.append(rng.randint(1, 40))
+    scatter, gather = rng.sample(range(len(shape)), 2)
+    whole = cells(tuple(shape), rng.choice(DTYPES), rng.randint(0, 9))
+    x = part(whole, rule(shape[gather], world), gather, rank)
+    y = spar.all_to_all(x, group, scatter, gather, shape[gather])
+    return y, part(whole, rule(shape[scatter], world), scatter, rank)
+
+
+def gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    shape = shape_of(rng)
+    dim = rng.randrange(len(shape))
+    sizes = sizes_of(rng, shape[dim], world)
+    whole = cells(tuple(shape), rng.choice(DTYPES), rng.randint(0, 9))
+    return spar.gather_forward_split_backward(part(whole, sizes, dim, rank), group, dim, sizes), whole
+
+
+def backward_of(
+    whole: torch.Tensor, split: Callable[[torch.Tensor], torch.Tensor], own: torch.Tensor
+) -> torch.Tensor:
+    """The gradient that comes to the whole tensor where each rank's is its own part of it."""
+    x = torch.zeros_like(whole, requires_grad=True)
+    split(x).backward(own.contiguous())  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad
+
+
+def split(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    shape = shape_of(rng)
+    dim = rng.randrange(len(shape))
+    sizes = sizes_of(rng, shape[dim], world)
+    whole = cells(tuple(shape), torch.float64)
+    do = lambda x: spar.split_forward_gather_backward(x, group, dim, sizes, None)  # noqa: E731
+    return backward_of(whole, do, part(whole, sizes, dim, rank)), whole
+
+
+def zigzags(rng: random.Random, world: int) -> tuple[torch.Tensor, list[int], int]:
+    shape = shape_of(rng)
+    dim = rng.randrange(len(shape))
+    shape[dim] = 2 * world * rng.randint(1, 12)
+    return cells(tuple(shape), torch.float64), zigzag(shape[dim], world), dim
+
+
+def zigzag_split(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    whole, owners, dim = zigzags(rng, world)
+    do = lambda x: spar.load_balanced_split_forward_gather_backward(x, group, dim)  # noqa: E731
+    return backward_of(whole, do, owned(whole, owners, dim, rank)), whole / world
+
+
+def zigzag_gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    whole, owners, dim = zigzags(rng, world)
+    own = owned(whole, owners, dim, rank)
+    return spar.load_balanced_gather_forward_split_backward(own, group, dim), whole
+
+
+def packs(rng: random.Random) -> tuple[torch.Tensor, list[int]]:
+    lengths = lengths_of(rng)
+    return cells((sum(lengths), rng.randint(1, 20)), torch.float64), lengths
+
+
+def packed_split(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    whole, lengths = packs(rng)
+    do = lambda x: spar.packed_data_split_forward_gather_backward(x, group, lengths)  # noqa: E731
+    return backward_of(whole, do, owned(whole, packed(lengths, world), 0, rank)), whole / world
+
+
+def packed_gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    whole, lengths = packs(rng)
+    own = owned(whole, packed(lengths, world), 0, rank)
+    table = spar.cal_split_sizes_multi(lengths, world)
+    return spar.packed_data_gather_forward_split_backward(own, table, group), whole
+
+
+CALLS = {
+    function.__name__: function
+    for function in (
+        all_to_all,
+        gather,
+        split,
+        zigzag_split,
+        zigzag_gather,
+        packed_split,
+        packed_gather,
+    )
+}
+assert set(CALLS) == {name for name, *_ in _C.ops()}, "an op of the table is missing here"
+
+
+# ---- faults that processes survive ----
+
+
+class Broken(AssertionError):
+    """Something did not end as it must."""
+
+
+def must_raise(error: Any, call: Callable[[], object]) -> None:
+    """error: a class, or some."""
+    try:
+        call()
+    except error:
+        return
+    except BaseException as other:
+        raise Broken(f"expected {error}, got {other!r}") from other
+    raise Broken(f"expected {error}, got nothing")
+
+
+def tiny(group: Group, like: torch.dtype = torch.float32) -> torch.Tensor:
+    return spar.gather_forward_split_backward(torch.ones(2, dtype=like), group, 0)
+
+
+def mismatch(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group) -> None:
+    if rng.random() < 0.5:
+        like = torch.int8 if rank == odd else torch.float32
+        must_raise(spar.MismatchError, lambda: tiny(group, like))
+    else:
+        must_raise(
+            spar.MismatchError,
+            lambda: tiny(group) if rank == odd else spar.all_to_all(torch.ones(len(pids), 2), group, 0, 1),
+        )
+
+
+def moment(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group) -> None:
+    """Stopped for a moment: nobody may notice."""
+    if rank == (odd + 1) % len(pids):
+        threading.Timer(0.02, os.kill, (pids[odd], signal.SIGSTOP)).start()
+        threading.Timer(0.2, os.kill, (pids[odd], signal.SIGCONT)).start()
+    for _ in range(30):
+        if not bool((tiny(group) == 1).all()):
+            raise Broken("wrong bytes after a stop")
+        time.sleep(0.01)
+
+
+def absence(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group) -> None:
+    if rank == odd:
+        time.sleep(LIMIT + 1.0)
+        return
+    must_raise(spar.ExchangeTimeoutError, lambda: tiny(group))
+    must_raise(spar.GroupBrokenError, lambda: tiny(group))
+
+
+def stop(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group) -> None:
+    """Stopped beyond the limit."""
+    if rank == (odd + 1) % len(pids):
+        threading.Timer(0.02, os.kill, (pids[odd], signal.SIGSTOP)).start()
+        threading.Timer(LIMIT + 1.0, os.kill, (pids[odd], signal.SIGCONT)).start()
+
+    def calls() -> None:
+        for _ in range(1_000_000):
+            tiny(group)
+
+    errors: Any = spar.ExchangeTimeoutError
+    if rank == odd:  # it finds the others gone
+        errors = (spar.ExchangeTimeoutError, spar.GroupBrokenError, spar.PeerLostError)
+    must_raise(errors, calls)
+
+
+FAULTS = (mismatch, mismatch, mismatch, moment, absence, stop)
+
+
+# ---- a world ----
+
+
+def works(rank: int, folder: Path, world: int, transport: str, seed: int) -> None:
+    rng = random.Random(seed)  # the same on all ranks
+    counts: collections.Counter[str] = collections.Counter()
+    report: dict[str, Any] = {"wrong": [], "left": ""}
+    pids: list[int] = [0] * world
+    dist.all_gather_object(pids, os.getpid())
+    steps = [dist.new_group(list(range(world))) for _ in range(3)]  # of which two are broken
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    os.environ["SPAR_TIMEOUT"] = str(LIMIT)
+    for group in steps:
+        tiny(group)
+    os.environ["SPAR_TIMEOUT"] = "30"
+    before = descriptors()
+    begin = time.monotonic()
+    broken, done = 0, False
+    while not done:
+        for _ in range(rng.randint(50, 500)):
+            op = rng.choice(list(CALLS))
+            came, expected = CALLS[op](rng, rank, world, everybody)
+            counts["calls"] += 1
+            if not same_bits(came, expected):
+                where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
+                report["wrong"].append(f"{op} on {where}")
+        fault, odd = rng.choice(FAULTS), rng.randrange(world)
+        if fault in (absence, stop):
+            if broken < 2:
+                fault(rng, rank, odd, pids, steps[broken])
+                spar.close(steps[broken])
+                broken += 1
+                counts[fault.__name__] += 1
+        else:
+            fault(rng, rank, odd, pids, everybody)
+            counts[fault.__name__] += 1
+        # all stop together: rank 0's clock decides
+        done = bool(
+            spar.gather_forward_split_backward(
+                torch.tensor([float(time.monotonic() - begin > ROUND)]), everybody, 0
+            )[0]
+        )
+    spar.close(steps[2])
+    end = time.monotonic() + 3  # timers and whoever tells the store end soon
+    while (more := descriptors() - before) and time.monotonic() < end:
+        time.sleep(0.05)
+    if more:
+        report["left"] = f"rank {rank}: {dict(more)}"
+    report["counts"] = dict(counts)
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    odd, how = rng.randrange(world), rng.choice(("waiting", "copying"))
+    if rank == odd:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if how == "waiting":
+            time.sleep(60)
+    big = torch.ones(1 << 18)
+
+    def calls() -> None:
+        for _ in range(1_000_000):
+            spar.gather_forward_split_backward(big, everybody, 0)
+
+    at = time.monotonic()
+    must_raise(spar.PeerLostError, calls)
+    must_raise(spar.GroupBrokenError, lambda: tiny(everybody))
+    if time.monotonic() - at > 4:
+        raise Broken(f"a death was seen after {time.monotonic() - at:.1f} s")
+    spar.close()
+
+
+def descriptors() -> collections.Counter[str]:
+    """What this process holds open, and its threads."""
+    held: collections.Counter[str] = collections.Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            held[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{name}"))] += 1
+    held["threads"] = len(os.listdir("/proc/self/task"))
+    return held
+
+
+def shared_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "spar" in name}
+
+
+def play(seed: int, counts: collections.Counter[str], troubles: dict[str, list[str]]) -> None:
+    """One world, from its start to its last process's end."""
+    rng = random.Random(seed)
+    world, transport = rng.randint(2, 4), rng.choice(("shm", "torch"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = start(works, world, folder, world, transport, seed, SPAR_TRANSPORT=transport)
+        codes = finish(ranks, ROUND + 6 * LIMIT + END)
+        reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    what = f"seed {seed}: {world} ranks over {transport}"
+    if None in codes:
+        troubles["hangs"].append(f"{what}: {codes}")
+    elif codes.count(-signal.SIGKILL) != 1 or codes.count(0) != world - 1 or len(reports) != world:
+        troubles["other failures"].append(f"{what}: {codes}")
+    counts["kill"] += 1
+    for report in reports:
+        troubles["wrong bytes"] += report["wrong"]
+        troubles["left behind"] += [f"{what}: {report['left']}"] if report["left"] else []
+    counts.update(reports[0]["counts"] if reports else {})
+
+
+def main(seconds: float, seed: int) -> int:
+    counts: collections.Counter[str] = collections.Counter()
+    kinds = ("hangs", "wrong bytes", "left behind", "other failures")
+    troubles: dict[str, list[str]] = {kind: [] for kind in kinds}
+    begin, files = time.monotonic(), shared_files()
+    play(seed, counts, troubles)  # the fork server stays
+    held = descriptors()
+    while time.monotonic() - begin < seconds:
+        seed += 1
+        play(seed, counts, troubles)
+        line = f"{time.monotonic() - begin:.0f} s: {counts['calls']} calls, worlds up to seed {seed}"
+        print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+    if more := descriptors() - held:
+        troubles["left behind"].append(f"the driver: {dict(more)}")
+    troubles["left behind"] += sorted(shared_files() - files)
+    for kind, found in troubles.items():
+        for one in found:
+            print(f"{kind}: {one}")
+    faults = {name: n for name, n in sorted(counts.items()) if name != "calls"}
+    told = ", ".join(f"{n} x {name}" for name, n in faults.items())
+    tail = ", ".join(f"{len(troubles[kind])} {kind}" for kind in kinds)
+    print(
+        f"soak: {time.monotonic() - begin:.0f} s, {counts['calls']} calls, "
+        f"{sum(faults.values())} faults ({told}), {tail}"
+    )
+    return int(any(troubles.values()))
+
+
+if __name__ == "__main__":
+    chosen = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(1 << 30)
+    print(f"seed {chosen}")
+    sys.exit(main(float(sys.argv[1]), chosen))
