@@ -66,7 +66,8 @@ static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
     struct stat status;
     int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &status) != 0 || length <= 0 ||
-        length > INT64_MAX - SPAR_ARENA_TAIL || status.st_size != length + SPAR_ARENA_TAIL)
+        length > INT64_MAX - SPAR_ARENA_TAIL || length % SPAR_ARENA_TAIL ||
+        status.st_size != length + SPAR_ARENA_TAIL)
         return spar_fail(SPAR_TRANSPORT, "process %lld sent no sealed arena of %lld bytes",
                          (long long)peer->endpoint.pid, (long long)length);
     size_t whole = (size_t)length + SPAR_ARENA_TAIL;

@@ -4,7 +4,8 @@
  * waits, the input lets the peers act: come, as they should, or write anything into their mailboxes, vanish, stay
  * silent. Then each arena must be its shadow, or its shadow with the rank's bytes where that peer's own words, if
  * they can be true, want them. A call ends in time, in success or in an error; in success where all were honest. */
-#include "../csrc/mailbox.h"
+#include "../csrc/group.c" /* MAGIC is known to it alone, */
+#include "../csrc/wait.c"  /* and SLICE_NS to it */
 
 #include "fuzz.h"
 
@@ -381,7 +382,7 @@ static int meet(int64_t *offsets)
             put(l, l->mailbox + what / 32, &what, 1);
             break;
         case 5:
-            l->peer.length = next_number(&input) % (LENGTH + 1);
+            l->peer.length = next_number(&input) % (LENGTH / 64 + 1) * 64;
             break;
         case 6: /* a mailbox that begins in the arena, and ends outside */
             offsets[rank] = LENGTH - 64 * (1 + what / 8);
@@ -402,6 +403,7 @@ static void make_arenas(void)
         char *room = mmap(NULL, (size_t)(2 * GUARD + LENGTH), PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         EXPECT(room != MAP_FAILED && mprotect(room + GUARD, LENGTH, PROT_READ | PROT_WRITE) == 0);
+        EXPECT(mprotect(room + GUARD + LENGTH, SPAR_ARENA_TAIL, PROT_READ) == 0); /* whereabouts */
         liars[rank].arena = room + GUARD;
     }
 }

@@ -4,7 +4,8 @@
  * descriptors. While the rank waits, the input lets the strangers call, answer, say something else or hang up. Each
  * step ends in time, in success or in an error, in success where all were honest; an arena that is taken for a
  * peer's can be touched from end to end; and at the end no memory, mapping or descriptor is left. */
-#include "../csrc/peers.c" /* hellos and the table are known to it alone */
+#include "../csrc/hello.c" /* the words of a hello are known to it alone, */
+#include "../csrc/peers.c" /* and the table to it */
 
 #include "../csrc/spar.h"
 #include "fuzz.h"
@@ -13,7 +14,14 @@
 
 extern const spar_transport spar_transport_shm;
 
-enum { RANKS = 4, LINES = 8, LENGTH = 1 << 14, HELD = 16, MAY_SHRINK = 1 };
+enum {
+    RANKS = 4,
+    LINES = 8,
+    LENGTH = 1 << 14,
+    WHOLE = LENGTH + SPAR_ARENA_TAIL,
+    HELD = 16,
+    MAY_SHRINK = 1
+};
 
 /* Some other process; of half of them this one is the lower, and calls. */
 typedef struct {
@@ -204,7 +212,7 @@ static void meet_somebody(void)
         spar_status status = spar_peers_meet(&s->endpoint, &peer);
         EXPECT(status == SPAR_OK || (status == SPAR_TRANSPORT && !peer && *spar_last_error()));
         if (peer) {
-            EXPECT(same(&peer->endpoint, &s->endpoint));
+            EXPECT(spar_endpoint_same(&peer->endpoint, &s->endpoint));
             now.held[now.holds++] = peer;
         }
     }
@@ -291,14 +299,14 @@ static void begin(void)
         int ends[2];
         EXPECT(!spar_arena_open(1 << 20, 1) && !spar_peers_listen(&own) && pipe(ends) == 0);
         odd[0] = ends[0];
-        odd[MAY_SHRINK] = make_memory(LENGTH, 0);
-        odd[2] = make_memory(LENGTH, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE);
+        odd[MAY_SHRINK] = make_memory(WHOLE, 0);
+        odd[2] = make_memory(WHOLE, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE);
         odd[3] = make_memory(5000, F_SEAL_SHRINK | F_SEAL_GROW);
         odd[4] = make_memory(0, F_SEAL_SHRINK);
         for (int i = 0; i < RANKS; i++)
-            strangers[i].arena = make_memory(LENGTH, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+            strangers[i].arena = make_memory(WHOLE, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
     }
-    EXPECT(ftruncate(odd[MAY_SHRINK], LENGTH) == 0);
+    EXPECT(ftruncate(odd[MAY_SHRINK], WHOLE) == 0);
     now.honest = 1;
     for (int line = 0; line < LINES; line++)
         now.lines[line] = -1;
