@@ -385,7 +385,7 @@ static int meet(int64_t *offsets)
             l->peer.length = next_number(&input) % (LENGTH / 64 + 1) * 64;
             break;
         case 6: /* a mailbox that begins in the arena, and ends outside */
-            offsets[rank] = LENGTH - 64 * (1 + what / 8);
+            offsets[rank] = LENGTH - 64 * (8 + what / 8);
             put(l, offsets[rank], &empty, 16);
             break;
         default:
