@@ -68,12 +68,15 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def descriptors() -> list[str]:
-    """What each of this process's is, without its number: which ones are there too many shall be seen."""
+    """What each of this process's is, without its number: which ones are there too many shall be seen.
+
+    Without pipes: spar has none, and a loader's are closed by its own thread when that comes to it.
+    """
     targets = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             targets.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{descriptor}")))
-    return sorted(targets)
+    return sorted(target for target in targets if not target.startswith("pipe"))
 
 
 def trains_with_workers(rank: int, folder: Path) -> None:
@@ -104,6 +107,60 @@ def trains_with_workers(rank: int, folder: Path) -> None:
 
 def test_a_loader_with_forked_workers(tmp_path: Path) -> None:
     assert finish(start(trains_with_workers, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
+
+
+def makes_samples(rank: int, folder: Path) -> None:
+    """Spawned workers import spar, take no part in the exchanges, and end."""
+    weight = torch.ones(2, requires_grad=True)
+    loader = torch.utils.data.DataLoader(
+        Samples(torch.tensor([1.0, 2.0])), batch_size=8, num_workers=1, multiprocessing_context="spawn"
+    )
+    for step, batch in enumerate(loader):
+        expected = torch.tensor([1.0, 2.0]) + torch.arange(8.0 * step, 8.0 * step + 8)[:, None]
+        assert_same(batch, expected)
+        whole = gather(spar.split_forward_gather_backward(batch * weight, None, 0), None, 0)
+        assert_same(whole.detach(), expected)
+        whole.sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+
+
+def test_a_loader_with_spawned_workers(tmp_path: Path) -> None:
+    assert finish(start(makes_samples, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
+
+
+# ---- autograd ----
+
+
+def recomputes(rank: int, folder: Path) -> None:
+    """checkpoint, in both of its modes, and a graph that is used twice: the same gradients as without."""
+    from torch.utils.checkpoint import checkpoint
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = spar.all_to_all(x * w, None, 1, 0, 4)
+        return spar.all_to_all(torch.tanh(y), None, 0, 1, 6)
+
+    x = torch.arange(12.0).view(2, 6) / 7 + rank
+    gradients = []
+    for how in (None, False, True):
+        w = torch.full((6,), 0.3, requires_grad=True)
+        y = block(x, w) if how is None else checkpoint(block, x, w, use_reentrant=how)
+        assert isinstance(y, torch.Tensor)
+        y.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert w.grad is not None
+        gradients.append(w.grad)
+    assert_same(gradients[1], gradients[0])
+    assert_same(gradients[2], gradients[0])
+    w = torch.full((6,), 0.3, requires_grad=True)
+    loss = block(x, w).square().sum()
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert w.grad is not None
+    assert_same(w.grad, 2 * gradients[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_recompute_and_retained_graphs(tmp_path: Path, transport: str) -> None:
+    assert finish(start(recomputes, 2, tmp_path, SPAR_TRANSPORT=transport), 40) == [0, 0]
 
 
 def executes(rank: int, folder: Path) -> None:
@@ -156,6 +213,22 @@ def end_in_the_middle(y: torch.Tensor) -> None:
     sys.exit(0)
 
 
+def end_spar_after_the_group(y: torch.Tensor) -> None:
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    spar.close(group)
+    keep_in_a_module(y)
+
+
+def end_beside_a_call(y: torch.Tensor) -> None:
+    """Every rank ends while a thread of its own waits in a call that nobody else makes."""
+    pair = dist.new_group([0, 1])
+    keep_in_a_module(gather(y[:1], pair, 0))
+    if dist.get_rank() == 0:
+        threading.Thread(target=lambda: gather(y, pair, 0), daemon=True).start()
+        time.sleep(0.2)
+
+
 def end_with_a_graph(y: torch.Tensor) -> None:
     keep_in_a_module(gather(torch.zeros(3, requires_grad=True), None, 0).sum())
 
@@ -169,6 +242,8 @@ ENDS = {
         keep_until_exit,
         end_the_group_first,
         end_the_group_alone,
+        end_spar_after_the_group,
+        end_beside_a_call,
         end_in_the_middle,
         end_with_a_graph,
     )
@@ -236,6 +311,104 @@ print("seen")
     done = subprocess.run([*torchrun, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.count("seen") == 2, done.stderr
     assert {name for name in os.listdir("/dev/shm") if "spar" in name} <= before
+
+
+def test_an_elastic_restart(tmp_path: Path) -> None:
+    """torchrun starts all ranks anew after one was killed; the new ones meet over shared memory again."""
+    code = """
+import os, signal, sys, torch, torch.distributed as dist, spar
+dist.init_process_group("gloo")
+rank, again = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for _ in range(3):
+    y = spar.gather_forward_split_backward(torch.full((2,), float(rank)), None, 0)
+    assert y.tolist() == [0, 0, 1, 1], y
+if not again:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        spar.gather_forward_split_backward(torch.zeros(1), None, 0)
+    except spar.PeerLostError:
+        print("lost", flush=True)
+        raise
+assert spar.transport().name == "shm"
+print("again" if again else "never", flush=True)
+"""
+    (tmp_path / "run.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts=1", "--monitor-interval=0.5", "run.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("again") == 2 and "never" not in done.stdout, done.stdout
+
+
+# ---- many groups ----
+
+
+class Growth:
+    """Descriptors and threads of this process, and memory that spar holds, against now."""
+
+    def __init__(self) -> None:
+        self.files, self.threads = descriptors(), threading.active_count()
+        self.held = spar.memory_stats()["arena.allocated_bytes"]
+
+    def check(self) -> None:
+        now = Growth()
+        assert now.files == self.files, (self.files, now.files)
+        assert now.threads == self.threads
+        assert now.held <= self.held + 65536
+
+
+def makes_and_leaves(rank: int, folder: Path, rounds: int) -> None:
+    """One ProcessGroup, to which spar is a new group each time: state in C, mailbox, handle."""
+    for i in range(rounds + 20):
+        if i == 20:
+            growth = Growth()
+        y = gather(torch.full((1,), float(rank)), None, 0)
+        spar.close()
+    assert y.tolist() == [0.0, 1.0]
+    growth.check()
+
+
+def test_ten_thousand_groups(tmp_path: Path) -> None:
+    ranks = start(makes_and_leaves, 2, tmp_path, 10_000, SPAR_TRANSPORT="shm")
+    assert finish(ranks, 200) == [0, 0]
+
+
+def has_many_groups(rank: int, folder: Path) -> None:
+    """32 groups at once; 8 threads with a group each; calls of any length among them."""
+    groups = [dist.new_group([0, 1, 2]) for _ in range(32)]
+    kept = [gather(torch.full((3,), float(i + rank)), group, 0) for i, group in enumerate(groups)]
+    failures: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            for n in range(40):
+                y = gather(torch.full((1 + 37 * n,), float(i + rank)), groups[i], 0)
+                assert_same(y, torch.tensor([i, i + 1.0, i + 2.0]).repeat_interleave(1 + 37 * n))
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures
+    for i, y in enumerate(kept):
+        assert_same(y, torch.tensor([i, i + 1.0, i + 2.0]).repeat_interleave(3))
+    assert len({spar.transport(group).name for group in groups}) == 1
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_many_groups_and_threads(tmp_path: Path, transport: str) -> None:
+    """More ranks than cores in most places, too."""
+    assert finish(start(has_many_groups, 3, tmp_path, SPAR_TRANSPORT=transport), 120) == [0, 0, 0]
 
 
 # ---- settings ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -196,6 +197,49 @@ def test_environment_is_documented() -> None:
     for _, variable, kind, default, help_text in _C.env_rows():
         row = f"| `{variable}` | {kind.replace('|', ', ')} | {default or 'unset'} | {help_text} |"
         assert row in text, row
+
+
+def core_messages() -> list[str]:
+    """The formats of the core's errors but for those of arguments, with ... for what is filled in."""
+    found = []
+    for path in sorted({*CSRC.rglob("*.c")} - {CSRC / "transports" / "local.c"}):
+        text = path.read_text()
+        calls = re.findall(r'spar_fail\(\s*([^;"]*?),\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
+        calls += re.findall(r'\b(miss|spar_group_break)\([^;]*?((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
+        for status, quoted in calls:
+            if status not in ("SPAR_INVALID", "SPAR_TYPE"):
+                whole = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', quoted))
+                found.append(re.sub(r"%[-.\d]*(?:ll|z)?[a-z]", "...", whole).strip())
+    return [message for message in found if message != "..."]
+
+
+def python_messages() -> list[str]:
+    """The longest fixed part of each text that is raised as one of spar's own errors."""
+    names, found = {name for name, value in vars(spar).items() if name.endswith("Error")}, []
+    for name in ("communicator", "wire", "groups", "fallback", "exchange"):
+        for node in ast.walk(ast.parse((ROOT / "spar" / f"{name}.py").read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                strings = [
+                    part.value
+                    for part in ast.walk(node.args[0])
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                ]
+                found.append(max(strings, key=len, default=""))
+    return found
+
+
+def test_errors_are_documented() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    core, ours = core_messages(), python_messages()
+    assert len(core) > 40 and len(ours) > 4
+    for message in core:
+        assert f"`{message}`" in text, message
+    for message in ours:
+        assert message.strip(" :'\n") in text, message
+    for name in (name for name in vars(spar) if name.endswith("Error")):
+        assert f"## {name}" in text, name
+    for name in ("reliability", "errors"):
+        assert f"docs/{name}.md" in (ROOT / "README.md").read_text()
 
 
 def test_documents_have_a_row_for_each_op_and_transport() -> None:
