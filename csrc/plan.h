@@ -41,6 +41,13 @@ typedef struct {
     int64_t *rank_bytes;           /* [world] of each rank's output */
 } spar_plan_tensor;
 
+/* What a device keeps with a plan, freed when the plan is; the newest comes first. Such a free may come from any
+ * thread. */
+typedef struct spar_attached {
+    struct spar_attached *next;
+    void (*free)(struct spar_attached *attached);
+} spar_attached;
+
 typedef struct spar_plan {
     const spar_op *op;
     int world, rank, ntensors;
@@ -53,9 +60,10 @@ typedef struct spar_plan {
     spar_range *pull;
     spar_block *blocks;
     spar_dim *dims;
-    uint64_t signature; /* equal on all ranks that make the same global call */
-    int64_t footprint;  /* bytes of memory that it takes, about */
-    int refs;           /* atomic; the cache's own one counted in */
+    uint64_t signature;      /* equal on all ranks that make the same global call */
+    int64_t footprint;       /* bytes of memory that it takes, about */
+    int refs;                /* atomic; the cache's own one counted in */
+    spar_attached *attached; /* atomic; see spar_plan_attach */
 } spar_plan;
 
 enum { SPAR_SIDE_PULL = 1 };
@@ -79,6 +87,12 @@ spar_status spar_plan_get(const spar_request *request, spar_plan **plan);
 
 /* Each build and get is paid back by one release. */
 void spar_plan_release(spar_plan *plan);
+
+/* Keeps something with the plan, before what was attached earlier. */
+void spar_plan_attach(const spar_plan *plan, spar_attached *attached);
+
+/* The newest that was attached, or NULL. */
+spar_attached *spar_plan_attached(const spar_plan *plan);
 
 /* The signature of the plan and of whatever else must be equal on all ranks, as text. */
 uint64_t spar_plan_signature(const spar_plan *plan, const char *text);

@@ -115,6 +115,7 @@ class PlanStruct(ctypes.Structure):
         ("signature", c_uint64),
         ("footprint", c_int64),
         ("refs", c_int),
+        ("attached", c_void_p),
     )
 
 

@@ -1,0 +1,18 @@
+/* Libraries of others that are opened at run time, by name. Nothing of them is needed to build. */
+#ifndef SPAR_LIBRARY_H
+#define SPAR_LIBRARY_H
+
+#include "error.h"
+
+/* Where Python found a library, as "libnvrtc" in a package of its own: tried before the names that the system
+ * knows. Kept until the process ends; NULL forgets it. Only before the library is first opened does it matter. */
+void spar_library_found(const char *library, const char *path);
+
+/* Opens the first of `names` (ends in NULL) that can be opened; never closed. The error tells each one's. */
+spar_status spar_library_open(const char *library, const char *const *names, void **handle);
+
+/* The function of this name; its absence is an error that names the library. */
+spar_status spar_library_function(void *handle, const char *library, const char *name,
+                                  void *function);
+
+#endif
