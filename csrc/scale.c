@@ -364,8 +364,8 @@ static const scaler *widest(void)
     return found;
 }
 
-/* x / 2^k is x * 2^-k, to the bit, and several times faster. Complex items have a division of their own. */
-static spar_scale without_division(const spar_scale *scale)
+/* Complex items have a division of their own. */
+spar_scale spar_scale_simple(const spar_scale *scale)
 {
     int exponent;
     int real = scale->dtype >= SPAR_F16 && scale->dtype <= SPAR_F64;
@@ -377,14 +377,14 @@ static spar_scale without_division(const spar_scale *scale)
 
 void spar_scale_items(ITEMS)
 {
-    const spar_scale simple = without_division(scale);
+    const spar_scale simple = spar_scale_simple(scale);
     widest()->items(&simple, d, s, n, ds, ss);
 }
 
 void spar_scale_stream(const spar_scale *scale, char *const *to, int targets, const char *from,
                        int64_t bytes)
 {
-    const spar_scale simple = without_division(scale);
+    const spar_scale simple = spar_scale_simple(scale);
     const int64_t item = spar_scale_item(scale->dtype);
     int64_t head = -(intptr_t)to[0] & (SPAR_LINE - 1), end = head;
     if (head % item == 0 && head < bytes)

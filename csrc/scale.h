@@ -25,6 +25,9 @@ typedef struct {
 /* Bytes of an item; 1 where the dtype is SPAR_UNSCALED. */
 int64_t spar_scale_item(spar_dtype dtype);
 
+/* The same factor, as a product where that gives the same bits: x / 2^k is x * 2^-k, several times faster. */
+spar_scale spar_scale_simple(const spar_scale *scale);
+
 /* n items, `ds` and `ss` bytes apart, of a dtype that is scaled. */
 void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64_t n, int64_t ds,
                       int64_t ss);

@@ -6,9 +6,15 @@
  *   team.h       threads that copy
  *   cores.h      how many cores there are to use
  *   env.h        environment variables (env.def)
+ *   library.h    other libraries, opened at run time
+ *   driver.h     CUDA's driver
+ *   compiler.h   CUDA's compiler, and
+ *   cubin.h      what it made, kept on disk
+ *   kernels.h    the kernels (kernels.cu), which it compiles
  *   layout.h     which part of a tensor each rank holds: the one idea
  *   ops.h, ops/  operations: each a pair of layouts
  *   plan.h       blocks of bytes that follow from them; cache
+ *   tables.h     the blocks as the kernels read them
  *   device.h, devices/          how blocks are copied
  *   pack.h       packing, for transports that move runs of bytes
  *   patience.h   how long to wait

@@ -1,0 +1,133 @@
+#include "cubin.h"
+#include "compiler.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MOST = 64 << 20 }; /* bytes of a file that is believed */
+
+/* What a file begins with. */
+typedef struct {
+    char magic[8];
+    uint64_t key, size, hash; /* of what made it; of what follows */
+} header;
+
+static const char magic[8] = {'s', 'p', 'a', 'r', 'c', 'u', '0', '1'};
+
+static uint64_t mix(uint64_t hash, const void *data, size_t size)
+{
+    for (const unsigned char *byte = data; size; byte++, size--)
+        hash = (hash ^ *byte) * 0x100000001b3u;
+    return hash ^ hash >> 29;
+}
+
+/* The folder, made where it is not there; 0 where there is none. */
+static int find_folder(char *folder, size_t size)
+{
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    int n = 0;
+    if (cache && *cache == '/')
+        n = snprintf(folder, size, "%s/spar", cache);
+    else if (home && *home == '/')
+        n = snprintf(folder, size, "%s/.cache/spar", home);
+    if (n <= 0 || (size_t)n >= size)
+        return 0;
+    for (char *slash = folder + 1; (slash = strchr(slash, '/')); *slash++ = '/') {
+        *slash = 0;
+        mkdir(folder, 0700);
+    }
+    return mkdir(folder, 0700) == 0 || errno == EEXIST;
+}
+
+static int read_all(int file, void *data, size_t size)
+{
+    for (ssize_t n; size; data = (char *)data + n, size -= (size_t)n)
+        if ((n = read(file, data, size)) <= 0)
+            return 0;
+    return 1;
+}
+
+static int write_all(int file, const void *data, size_t size)
+{
+    for (ssize_t n; size; data = (const char *)data + n, size -= (size_t)n)
+        if ((n = write(file, data, size)) <= 0)
+            return 0;
+    return 1;
+}
+
+/* The file's code, or NULL where there is none that is to be trusted. */
+static char *load(const char *path, uint64_t key, size_t *size)
+{
+    struct stat is;
+    header head;
+    char *code = NULL;
+    int file = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (file < 0)
+        return NULL;
+    if (fstat(file, &is) == 0 && S_ISREG(is.st_mode) && is.st_uid == geteuid() &&
+        (is.st_mode & (S_IWGRP | S_IWOTH)) == 0 && read_all(file, &head, sizeof head) &&
+        memcmp(head.magic, magic, sizeof magic) == 0 && head.key == key && head.size > 0 &&
+        head.size < MOST && is.st_size == (off_t)(sizeof head + head.size) &&
+        (code = malloc(head.size)) != NULL) {
+        *size = head.size;
+        if (!read_all(file, code, head.size) || mix(key, code, head.size) != head.hash) {
+            free(code);
+            code = NULL;
+        }
+    }
+    close(file);
+    return code;
+}
+
+/* Under a name of its own first: a reader sees a whole file or none. Nothing here must succeed. */
+static void store(const char *path, uint64_t key, const char *code, size_t size)
+{
+    char temporary[4200];
+    struct timespec now;
+    header head = {.key = key, .size = size, .hash = mix(key, code, size)};
+    memcpy(head.magic, magic, sizeof magic);
+    clock_gettime(CLOCK_REALTIME, &now);
+    snprintf(temporary, sizeof temporary, "%s.%d.%lx", path, (int)getpid(), now.tv_nsec);
+    int file = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file < 0)
+        return;
+    int whole =
+        write_all(file, &head, sizeof head) && write_all(file, code, size) && fsync(file) == 0;
+    if (close(file) != 0 || !whole || rename(temporary, path) != 0)
+        unlink(temporary);
+}
+
+spar_status spar_cubin_get(const char *source, int capability, char **cubin, size_t *size,
+                           int *compiled)
+{
+    char folder[4096], path[4160] = "";
+    int version, arch;
+    SPAR_TRY(spar_compiler_open());
+    SPAR_TRY(spar_compiler_version(&version));
+    SPAR_TRY(spar_compiler_arch(capability, &arch));
+    uint64_t key = mix(0xcbf29ce484222325u, source, strlen(source));
+    key = mix(key, spar_compiler_options, strlen(spar_compiler_options));
+    key = mix(mix(key, &version, sizeof version), &arch, sizeof arch);
+    if (find_folder(folder, sizeof folder)) {
+        snprintf(path, sizeof path, "%s/sm_%d-%016llx.cubin", folder, arch,
+                 (unsigned long long)key);
+        *cubin = load(path, key, size);
+    } else {
+        *cubin = NULL;
+    }
+    if (compiled)
+        *compiled = !*cubin;
+    if (*cubin)
+        return SPAR_OK;
+    SPAR_TRY(spar_compile(source, arch, cubin, size));
+    if (*path)
+        store(path, key, *cubin, *size);
+    return SPAR_OK;
+}

@@ -1,0 +1,501 @@
+/* Strided copies in a CUDA device's memory, by the kernels of kernels.cu, in a stream. */
+#include "../compiler.h"
+#include "../cubin.h"
+#include "../device.h"
+#include "../driver.h"
+#include "../tables.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    GPUS = 64,
+    RETIRED =
+        1024, /* tables of plans that are gone: so many are given back together, since that waits */
+};
+
+static const spar_driver *cu;
+
+#define TRY_CU(name, ...) SPAR_TRY(spar_driver_check(cu->name(__VA_ARGS__), "cu" #name))
+
+/* Tables on the device, and what they were made of. */
+typedef struct uploaded {
+    spar_attached attached; /* to the plan; comes first */
+    struct gpu *gpu;
+    spar_table table;
+    CUdeviceptr memory; /* blocks, then loops */
+    CUevent arrives;
+    int arrived, captured; /* atomic. Captured: a graph may read it whenever it is replayed */
+    struct uploaded *next; /* among the retired ones */
+} uploaded;
+
+typedef struct gpu {
+    CUcontext context;
+    CUfunction kernels[SPAR_KERNEL_COUNT];
+    CUstream uploads;
+    pthread_mutex_t lock; /* of what follows, and around an upload */
+    uploaded *retired;
+    int nretired;
+} gpu;
+
+static struct {
+    pthread_mutex_t lock;
+    gpu *by_ordinal[GPUS]; /* atomic; never freed */
+} gpus = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static spar_status open_libraries(void)
+{
+    const spar_driver *driver;
+    SPAR_TRY(spar_driver_open(&driver));
+    cu = driver; /* the same for whoever comes */
+    return spar_compiler_open();
+}
+
+/* ---- tables on the device ---- */
+
+/* What a retired table's plan was is gone; its kernels may still run. Neither CUDA nor a wait here: any thread frees
+ * plans. */
+static void retire(spar_attached *attached)
+{
+    uploaded *u = (uploaded *)attached;
+    gpu *g = u->gpu;
+    spar_table_free(&u->table);
+    if (u->captured)
+        return;
+    pthread_mutex_lock(&g->lock);
+    u->next = g->retired;
+    g->retired = u;
+    g->nretired++;
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Gives retired tables back, when there are many. With the lock held. */
+static void give_back(gpu *g)
+{
+    if (g->nretired < RETIRED || cu->CtxSynchronize() != SPAR_CU_SUCCESS)
+        return; /* somebody captures: later */
+    while (g->retired) {
+        uploaded *u = g->retired;
+        g->retired = u->next;
+        cu->MemFree(u->memory);
+        cu->EventDestroy(u->arrives);
+        free(u);
+    }
+    g->nretired = 0;
+}
+
+/* Fills u->memory from u->table. In this thread captures allow what does not concern their streams. */
+static spar_status upload_relaxed(gpu *g, uploaded *u)
+{
+    size_t blocks = (size_t)u->table.nblocks * sizeof *u->table.blocks;
+    size_t loops = (size_t)u->table.nloops * sizeof *u->table.loops;
+    give_back(g);
+    TRY_CU(MemAlloc, &u->memory, blocks + loops ? blocks + loops : 1);
+    if (blocks)
+        TRY_CU(MemcpyHtoDAsync, u->memory, u->table.blocks, blocks, g->uploads);
+    if (loops)
+        TRY_CU(MemcpyHtoDAsync, u->memory + blocks, u->table.loops, loops, g->uploads);
+    TRY_CU(EventCreate, &u->arrives, SPAR_CU_EVENT_DISABLE_TIMING);
+    return spar_driver_check(cu->EventRecord(u->arrives, g->uploads), "cuEventRecord");
+}
+
+static spar_status upload(gpu *g, uploaded *u)
+{
+    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
+    TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
+    spar_status status = upload_relaxed(g, u);
+    cu->ThreadExchangeStreamCaptureMode(&mode);
+    if (status == SPAR_OK)
+        return SPAR_OK;
+    if (u->arrives)
+        cu->EventDestroy(u->arrives);
+    if (u->memory)
+        cu->MemFree(u->memory); /* waits, if a copy is under way */
+    return status;
+}
+
+static uploaded *find_uploaded(const gpu *g, const spar_plan *plan)
+{
+    for (spar_attached *each = spar_plan_attached(plan); each; each = each->next)
+        if (each->free == retire && ((uploaded *)each)->gpu == g)
+            return (uploaded *)each;
+    return NULL;
+}
+
+/* With the lock held. */
+static spar_status make_uploaded(gpu *g, const spar_plan *plan, uploaded **made)
+{
+    uploaded *u = calloc(1, sizeof *u);
+    if (!u)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for the tables of a plan");
+    u->attached.free = retire;
+    u->gpu = g;
+    spar_status status = spar_table_build(&u->table, plan);
+    if (status == SPAR_OK && (status = upload(g, u)) != SPAR_OK)
+        spar_table_free(&u->table);
+    if (status != SPAR_OK) {
+        free(u);
+        return status;
+    }
+    spar_plan_attach(plan, &u->attached);
+    *made = u;
+    return SPAR_OK;
+}
+
+static spar_status get_uploaded(gpu *g, const spar_plan *plan, uploaded **found)
+{
+    spar_status status = SPAR_OK;
+    if ((*found = find_uploaded(g, plan)) != NULL)
+        return SPAR_OK;
+    pthread_mutex_lock(&g->lock);
+    if (!(*found = find_uploaded(g, plan)))
+        status = make_uploaded(g, plan, found);
+    pthread_mutex_unlock(&g->lock);
+    return status;
+}
+
+/* What the stream does from now on may read the tables. */
+static spar_status await_upload(uploaded *u, void *stream)
+{
+    int capturing;
+    SPAR_TRY(spar_driver_capturing(stream, &capturing));
+    if (capturing)
+        __atomic_store_n(&u->captured, 1, __ATOMIC_RELAXED);
+    if (__atomic_load_n(&u->arrived, __ATOMIC_ACQUIRE))
+        return SPAR_OK;
+    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
+    TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
+    /* a capture cannot wait for what is not in it; the copy takes microseconds, and waits for no kernel */
+    CUresult result = capturing ? cu->EventSynchronize(u->arrives) : cu->EventQuery(u->arrives);
+    cu->ThreadExchangeStreamCaptureMode(&mode);
+    if (result == SPAR_CU_SUCCESS)
+        __atomic_store_n(&u->arrived, 1, __ATOMIC_RELEASE);
+    else if ((int)result == SPAR_CU_NOT_READY)
+        TRY_CU(StreamWaitEvent, stream, u->arrives, 0);
+    else
+        return spar_driver_check(result, "cuEventQuery");
+    return SPAR_OK;
+}
+
+/* ---- launches ---- */
+
+/* What a span is by the tables. */
+typedef struct {
+    const spar_table_list *list;
+    int64_t low, high;
+    char *wire;
+} part;
+
+/* What all launches of a copy share. */
+typedef struct {
+    gpu *gpu;
+    const uploaded *tables;
+    spar_route route;
+    const void *const *from;
+    void *const *to;
+    int ntensors;
+    spar_scale scale;
+    void *stream;
+} copy;
+
+/* The widest kernel for addresses in which these bits are set. */
+static spar_status choose(const copy *c, uint64_t bits, int *kernel, int64_t *tile)
+{
+    static const char *const factors[] = {
+        [SPAR_UNSCALED] = "as_is", [SPAR_F16] = "f16", [SPAR_BF16] = "bf16", [SPAR_F32] = "f32",
+        [SPAR_F64] = "f64",        [SPAR_C64] = "c64", [SPAR_C128] = "c128",
+    };
+    int64_t item = spar_scale_item(c->scale.dtype);
+    for (int i = 0; i < SPAR_KERNEL_COUNT; i++) {
+        const spar_kernel_row *row = &spar_kernel_rows[i];
+        if (strcmp(row->factor, factors[c->scale.dtype]) != 0 || bits & (uint64_t)(row->width - 1))
+            continue;
+        *kernel = i;
+        *tile = (row->width > item ? row->width : item) * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS;
+        return SPAR_OK;
+    }
+    return spar_fail(SPAR_INVALID,
+                     "a factor for items of %lld bytes, but a tensor or a span does not begin or "
+                     "step at a multiple of that",
+                     (long long)item);
+}
+
+/* At most SPAR_KERNEL_SPANS parts, of tensors `tensor` and up. */
+static spar_status launch(const copy *c, const part *parts, int count, int tensor)
+{
+    spar_kernel_copy k = {.tensor = tensor, .spans = count};
+    uint64_t bits = 0;
+    int64_t tile = 0, tiles = 0;
+    int kernel = 0, last = c->ntensors - tensor;
+    if (count == 0)
+        return SPAR_OK;
+    if (last > SPAR_KERNEL_TENSORS)
+        last = SPAR_KERNEL_TENSORS;
+    k.blocks = (const spar_kernel_block *)(uintptr_t)c->tables->memory;
+    k.loops = (const spar_kernel_loop *)(k.blocks + c->tables->table.nblocks);
+    k.factor = c->scale.factor;
+    k.divide = c->scale.divide;
+    k.packs = c->route == SPAR_PACK;
+    k.unpacks = c->route == SPAR_UNPACK;
+    for (int i = 0; i < last; i++) {
+        if (!k.unpacks)
+            bits |= (uintptr_t)(k.from[i] = c->from[tensor + i]);
+        if (!k.packs)
+            bits |= (uintptr_t)(k.to[i] = c->to[tensor + i]);
+    }
+    for (int i = 0; i < count; i++) {
+        bits |= (uint64_t)parts[i].low | (uint64_t)parts[i].high | (uintptr_t)parts[i].wire;
+        bits |= (k.unpacks ? 0 : parts[i].list->src_bits) | (k.packs ? 0 : parts[i].list->dst_bits);
+    }
+    SPAR_TRY(choose(c, bits, &kernel, &tile));
+    for (int i = 0; i < count; i++) {
+        k.span[i] = (spar_kernel_span){.low = parts[i].low,
+                                       .high = parts[i].high,
+                                       .wire = parts[i].wire,
+                                       .first = parts[i].list->first,
+                                       .count = parts[i].list->count,
+                                       .tile = (unsigned)tiles};
+        tiles += (parts[i].high - parts[i].low + tile - 1) / tile;
+    }
+    if (tiles > INT32_MAX)
+        return spar_fail(SPAR_INVALID, "a copy in %lld pieces of %lld bytes; expected below 2^31",
+                         (long long)tiles, (long long)tile);
+    void *parameters[] = {&k};
+    return spar_driver_check(cu->LaunchKernel(c->gpu->kernels[kernel], (unsigned)tiles, 1, 1,
+                                              SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters,
+                                              NULL),
+                             "cuLaunchKernel");
+}
+
+/* The tensors in groups that a launch can name, and of each group the parts in runs that it can take. */
+static spar_status launch_all(const copy *c, const part *parts, int count)
+{
+    const spar_table *table = &c->tables->table;
+    for (int tensor = 0; tensor < c->ntensors; tensor += SPAR_KERNEL_TENSORS) {
+        part some[SPAR_KERNEL_SPANS];
+        int n = 0;
+        for (int i = 0; i < count; i++) {
+            part p = parts[i];
+            if (c->ntensors > SPAR_KERNEL_TENSORS) {
+                int64_t begin = spar_table_begin(table, p.list, tensor);
+                int64_t end = spar_table_begin(table, p.list, tensor + SPAR_KERNEL_TENSORS);
+                p.low = p.low > begin ? p.low : begin;
+                p.high = p.high < end ? p.high : end;
+                p.wire = p.wire ? p.wire + (p.low - parts[i].low) : NULL;
+            }
+            if (p.low >= p.high)
+                continue;
+            some[n++] = p;
+            if (n == SPAR_KERNEL_SPANS) {
+                SPAR_TRY(launch(c, some, n, tensor));
+                n = 0;
+            }
+        }
+        SPAR_TRY(launch(c, some, n, tensor));
+    }
+    return SPAR_OK;
+}
+
+/* ---- the device ---- */
+
+/* The prepared device whose context is current. */
+static spar_status current(gpu **found)
+{
+    CUcontext context = NULL;
+    if (cu)
+        TRY_CU(CtxGetCurrent, &context);
+    for (int i = 0; i < GPUS && context; i++)
+        if ((*found = __atomic_load_n(&gpus.by_ordinal[i], __ATOMIC_ACQUIRE)) != NULL &&
+            (*found)->context == context)
+            return SPAR_OK;
+    return spar_fail(SPAR_INTERNAL, "no prepared CUDA device is this thread's current one");
+}
+
+static spar_status copy_spans(const spar_plan *plan, spar_route route, const spar_span *spans,
+                              int count, const void *const *inputs, void *const *outputs,
+                              const spar_scale *scale, void *stream)
+{
+    enum { ON_STACK = 64 };
+    part on_stack[ON_STACK], *parts = on_stack;
+    gpu *g;
+    uploaded *u;
+    SPAR_TRY(current(&g));
+    SPAR_TRY(get_uploaded(g, plan, &u));
+    const spar_table_list *lists = route == SPAR_UNPACK ? u->table.pull : u->table.push;
+    if (!lists)
+        return spar_fail(SPAR_INTERNAL, "the plan was built without what is pulled");
+    for (int i = 0; i < count; i++)
+        if (spans[i].peer < 0 || spans[i].peer >= plan->world || spans[i].low < 0 ||
+            spans[i].low > spans[i].high || spans[i].high > lists[spans[i].peer].bytes)
+            return spar_fail(SPAR_INVALID, "a copy of bytes %lld to %lld of rank %d of %d",
+                             (long long)spans[i].low, (long long)spans[i].high, spans[i].peer,
+                             plan->world);
+    if (count > ON_STACK && !(parts = malloc((size_t)count * sizeof *parts)))
+        return spar_fail(SPAR_NO_MEMORY, "no memory for %d spans", count);
+    for (int i = 0; i < count; i++)
+        parts[i] = (part){&lists[spans[i].peer], spans[i].low, spans[i].high, spans[i].wire};
+    const copy c = {g, u, route, inputs, outputs, plan->ntensors, spar_scale_simple(scale), stream};
+    spar_status status = await_upload(u, stream);
+    if (status == SPAR_OK)
+        status = launch_all(&c, parts, count);
+    if (parts != on_stack)
+        free(parts);
+    return status;
+}
+
+/* Blocks without a plan: the tables are made for this one copy. */
+static spar_status copy_blocks(const spar_block *blocks, int64_t count, const spar_dim *dims,
+                               const void *const *from, void *const *const *to, int targets,
+                               const spar_scale *scale, void *stream)
+{
+    spar_table_list list;
+    gpu *g;
+    SPAR_TRY(current(&g));
+    uploaded *u = calloc(1, sizeof *u);
+    if (!u)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for a table of %lld blocks", (long long)count);
+    u->gpu = g;
+    spar_status status = spar_table_add(&u->table, blocks, count, dims, &list);
+    if (status == SPAR_OK) {
+        pthread_mutex_lock(&g->lock);
+        status = upload(g, u);
+        pthread_mutex_unlock(&g->lock);
+    }
+    if (status != SPAR_OK) {
+        spar_table_free(&u->table);
+        free(u);
+        return status;
+    }
+    int ntensors = 0;
+    for (int64_t i = 0; i < count; i++)
+        ntensors = blocks[i].tensor < ntensors ? ntensors : blocks[i].tensor + 1;
+    const part whole = {&list, 0, list.bytes, NULL};
+    status = await_upload(u, stream);
+    for (int target = 0; target < targets && status == SPAR_OK; target++) {
+        const copy c = {g,     u, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale),
+                        stream};
+        status = launch_all(&c, &whole, 1);
+    }
+    retire(&u->attached);
+    return status;
+}
+
+static spar_status load_kernels(gpu *g, CUdevice device)
+{
+    int major = 0, minor = 0;
+    size_t size;
+    char *cubin;
+    CUmodule module;
+    TRY_CU(DeviceGetAttribute, &major, SPAR_CU_COMPUTE_MAJOR, device);
+    TRY_CU(DeviceGetAttribute, &minor, SPAR_CU_COMPUTE_MINOR, device);
+    SPAR_TRY(spar_cubin_get(spar_kernel_source, 10 * major + minor, &cubin, &size, NULL));
+    CUresult loaded = cu->ModuleLoadData(&module, cubin);
+    free(cubin);
+    SPAR_TRY(spar_driver_check(loaded, "cuModuleLoadData"));
+    for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
+        TRY_CU(ModuleGetFunction, &g->kernels[i], module, spar_kernel_rows[i].name);
+    /* A kernel that the driver loads only at its first launch may wait for others that run. */
+    spar_kernel_copy nothing = {.spans = 0};
+    void *parameters[] = {&nothing};
+    for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
+        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, g->uploads,
+               parameters, NULL);
+    TRY_CU(StreamSynchronize, g->uploads);
+    return SPAR_OK;
+}
+
+/* With the device's primary context, which is torch's too, current. */
+static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
+{
+    gpu *g = calloc(1, sizeof *g);
+    if (!g)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for a device");
+    g->context = context;
+    pthread_mutex_init(&g->lock, NULL);
+    spar_status status = spar_driver_check(
+        cu->StreamCreate(&g->uploads, SPAR_CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+    if (status == SPAR_OK && (status = load_kernels(g, device)) != SPAR_OK)
+        cu->StreamDestroy(g->uploads);
+    if (status == SPAR_OK)
+        *made = g;
+    else
+        free(g);
+    return status;
+}
+
+/* With the lock held. */
+static spar_status prepare_first(int ordinal)
+{
+    CUdevice device;
+    CUcontext context, before;
+    gpu *g = NULL;
+    TRY_CU(Init, 0);
+    TRY_CU(DeviceGet, &device, ordinal);
+    TRY_CU(DevicePrimaryCtxRetain, &context, device); /* kept until the process ends */
+    TRY_CU(CtxGetCurrent, &before);
+    TRY_CU(CtxSetCurrent, context);
+    spar_status status = make_ready(device, context, &g);
+    cu->CtxSetCurrent(before);
+    if (status == SPAR_OK)
+        __atomic_store_n(&gpus.by_ordinal[ordinal], g, __ATOMIC_RELEASE);
+    return status;
+}
+
+static spar_status prepare(int ordinal)
+{
+    if (ordinal < 0 || ordinal >= GPUS)
+        return spar_fail(SPAR_INVALID, "CUDA device %d; expected 0 to %d", ordinal, GPUS - 1);
+    SPAR_TRY(open_libraries());
+    pthread_mutex_lock(&gpus.lock);
+    spar_status status = gpus.by_ordinal[ordinal] ? SPAR_OK : prepare_first(ordinal);
+    pthread_mutex_unlock(&gpus.lock);
+    return status;
+}
+
+static spar_status enter(int ordinal, void **before)
+{
+    gpu *g = ordinal < 0 || ordinal >= GPUS
+                 ? NULL
+                 : __atomic_load_n(&gpus.by_ordinal[ordinal], __ATOMIC_ACQUIRE);
+    CUcontext context;
+    if (!g)
+        return spar_fail(SPAR_INTERNAL, "CUDA device %d is not prepared", ordinal);
+    TRY_CU(CtxGetCurrent, &context);
+    if (context != g->context)
+        TRY_CU(CtxSetCurrent, g->context);
+    *before = context;
+    return SPAR_OK;
+}
+
+static void leave(void *before)
+{
+    CUcontext context;
+    if (cu->CtxGetCurrent(&context) == SPAR_CU_SUCCESS && context != before)
+        cu->CtxSetCurrent(before);
+}
+
+static spar_status alloc(int64_t bytes, void **memory)
+{
+    CUdeviceptr address;
+    TRY_CU(MemAlloc, &address, (size_t)bytes);
+    *memory = (void *)(uintptr_t)address;
+    return SPAR_OK;
+}
+
+static void give(void *memory)
+{
+    cu->MemFree((CUdeviceptr)(uintptr_t)memory);
+}
+
+const spar_device spar_device_cuda = {
+    .name = "cuda",
+    .copy_blocks = copy_blocks,
+    .open = open_libraries,
+    .prepare = prepare,
+    .enter = enter,
+    .leave = leave,
+    .copy_spans = copy_spans,
+    .alloc = alloc,
+    .free = give,
+};

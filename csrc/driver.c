@@ -1,0 +1,89 @@
+#include "driver.h"
+#include "library.h"
+
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LEGACY_STREAM = 1 }; /* what NULL as a stream means; as for torch */
+
+typedef CUresult (*get_address)(const char *name, void **function, int version, uint64_t flags);
+typedef CUresult (*get_address_v2)(const char *name, void **function, int version, uint64_t flags,
+                                   int *status);
+
+static struct {
+    pthread_mutex_t lock;
+    int tried;
+    spar_status status;
+    char why[256];
+    spar_driver functions;
+} driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static spar_status find_functions(void *handle)
+{
+    static const struct {
+        const char *name;
+        int version;
+        size_t at;
+    } wanted[] = {
+#define ROW(name, version, parameters) {"cu" #name, version, offsetof(spar_driver, name)},
+        SPAR_DRIVER_FUNCTIONS(ROW)
+#undef ROW
+    };
+    get_address get = NULL;
+    get_address_v2 get_v2 = NULL;
+    if (spar_library_function(handle, "libcuda", "cuGetProcAddress_v2", &get_v2) != SPAR_OK)
+        SPAR_TRY(spar_library_function(handle, "libcuda", "cuGetProcAddress", &get));
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        void *function = NULL;
+        int status = 0;
+        CUresult result =
+            get_v2 ? get_v2(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM, &status)
+                   : get(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM);
+        if (result != SPAR_CU_SUCCESS || !function)
+            return spar_fail(SPAR_TRANSPORT,
+                             "this libcuda is too old: it has no %s of CUDA %d.%d (error %d)",
+                             wanted[i].name, wanted[i].version / 1000,
+                             wanted[i].version % 1000 / 10, (int)result);
+        memcpy((char *)&driver.functions + wanted[i].at, &function, sizeof function);
+    }
+    return SPAR_OK;
+}
+
+spar_status spar_driver_open(const spar_driver **opened)
+{
+    static const char *const names[] = {"libcuda.so.1", NULL};
+    void *handle;
+    pthread_mutex_lock(&driver.lock);
+    if (!driver.tried) {
+        driver.status = spar_library_open("libcuda", names, &handle);
+        if (driver.status == SPAR_OK)
+            driver.status = find_functions(handle);
+        if (driver.status != SPAR_OK)
+            strncpy(driver.why, spar_last_error(), sizeof driver.why - 1);
+        driver.tried = 1;
+    }
+    pthread_mutex_unlock(&driver.lock);
+    *opened = &driver.functions;
+    return driver.status == SPAR_OK ? SPAR_OK : spar_fail(driver.status, "%s", driver.why);
+}
+
+spar_status spar_driver_check(CUresult result, const char *what)
+{
+    const char *name = "an unknown error", *text = "";
+    if (result == SPAR_CU_SUCCESS)
+        return SPAR_OK;
+    driver.functions.GetErrorName(result, &name);
+    driver.functions.GetErrorString(result, &text);
+    return spar_fail((int)result == SPAR_CU_OUT_OF_MEMORY ? SPAR_NO_MEMORY : SPAR_TRANSPORT,
+                     "%s: %s (%s)", what, text, name);
+}
+
+spar_status spar_driver_capturing(void *stream, int *capturing)
+{
+    CUstreamCaptureStatus status = SPAR_CU_CAPTURE_NONE;
+    SPAR_TRY(spar_driver_check(driver.functions.StreamIsCapturing(stream, &status),
+                               "cuStreamIsCapturing"));
+    *capturing = (int)status != SPAR_CU_CAPTURE_NONE;
+    return SPAR_OK;
+}

@@ -1,0 +1,264 @@
+/* The copy kernels, one source: NVRTC compiles it for the device, C reads the structs, the tests run it as host
+ * code. What includes it defines three macros, each for the sections that it does or does not want; as text, too
+ * (kernels.c), which is why there are no directives here.
+ *
+ * A kernel copies spans: bytes low to high of a list of blocks in packed order. A CTA copies a tile of one span;
+ * each of its threads several units, THREADS apart, all of them loaded before the first is stored: 4 x 16 bytes in
+ * flight. Where a byte lies follows from its place in packed order: the block by binary search, once for the tile
+ * where that is all of one block; the run and the loops by divisions that are a multiplication and a shift. */
+
+SPAR_SHARED(
+enum {
+    SPAR_KERNEL_THREADS = 256, /* of a CTA */
+    SPAR_KERNEL_SPANS = 32, /* of a launch, */
+    SPAR_KERNEL_UNITS = 4, /* that a thread moves: of WIDTH bytes, or an item where that is larger */
+    SPAR_KERNEL_TENSORS = 16, /* and the tensors that they belong to */
+};
+
+/* n / number, for n below 2^31: (high 32 bits of (n * magic) + n) >> shift. */
+typedef struct {
+    unsigned number, magic, shift;
+} spar_divisor;
+
+typedef struct {
+    long long src, dst; /* bytes from one turn to the next */
+    spar_divisor extent;
+    unsigned unused;
+} spar_kernel_loop;
+
+/* Fewer than 2^31 bytes: `run` contiguous ones, repeated over loops. */
+typedef struct {
+    long long at; /* where it begins in the packed order of its list */
+    long long src, dst; /* of its first byte in the tensors */
+    spar_divisor run;
+    unsigned bytes;
+    int loops; /* index of the first, the outermost */
+    short ndim, tensor;
+} spar_kernel_block;
+
+typedef struct {
+    long long low, high; /* in packed order */
+    char *wire; /* byte `low`; unused where both sides are tensors */
+    int first, count; /* the list's blocks */
+    unsigned tile; /* the first CTA that is this span's */
+    unsigned unused;
+} spar_kernel_span;
+
+/* A kernel's only parameter. */
+typedef struct {
+    const spar_kernel_block *blocks;
+    const spar_kernel_loop *loops;
+    const char *from[SPAR_KERNEL_TENSORS]; /* of tensors `tensor` and up */
+    char *to[SPAR_KERNEL_TENSORS];
+    double factor;
+    int divide, tensor;
+    short packs, unpacks; /* the wire takes the place of `to`, of `from` */
+    int spans; /* 0: a launch that does nothing */
+    spar_kernel_span span[SPAR_KERNEL_SPANS];
+} spar_kernel_copy;
+)
+
+SPAR_PTX(
+__device__ __forceinline__ float from_f16(unsigned short bits)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ unsigned short to_f16(float value)
+{
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+)
+
+SPAR_DEVICE(
+template <int WIDTH> struct vector;
+template <> struct vector<1> { typedef unsigned char type; };
+template <> struct vector<2> { typedef unsigned short type; };
+template <> struct vector<4> { typedef unsigned int type; };
+template <> struct vector<8> { typedef uint2 type; };
+template <> struct vector<16> { typedef uint4 type; };
+
+/* Factors: an item's type, and what becomes of one. All as csrc/scale.c does it, to the bit. */
+
+struct as_is {
+    typedef unsigned char item;
+    __device__ __forceinline__ as_is(const spar_kernel_copy &) {}
+    __device__ __forceinline__ item operator()(item x) const { return x; }
+};
+
+template <class WIDE> struct real {
+    typedef WIDE item;
+    WIDE by;
+    bool divide;
+    __device__ __forceinline__ real(const spar_kernel_copy &c) : by(WIDE(c.factor)), divide(c.divide) {}
+    __device__ __forceinline__ WIDE operator()(WIDE x) const { return divide ? x / by : x * by; }
+};
+
+typedef real<float> f32;
+typedef real<double> f64;
+
+struct f16 {
+    typedef unsigned short item;
+    f32 wide;
+    __device__ __forceinline__ f16(const spar_kernel_copy &c) : wide(c) {}
+    __device__ __forceinline__ item operator()(item x) const { return to_f16(wide(from_f16(x))); }
+};
+
+struct bf16 {
+    typedef unsigned short item;
+    f32 wide;
+    __device__ __forceinline__ bf16(const spar_kernel_copy &c) : wide(c) {}
+    __device__ __forceinline__ item operator()(item x) const
+    {
+        unsigned bits = __float_as_uint(wide(__uint_as_float(unsigned(x) << 16)));
+        if ((bits & 0x7fffffff) > 0x7f800000)
+            return 0x7fc0;
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+};
+
+/* With the terms of the zero imaginary part, and a division as a product with the reciprocal. */
+template <class REAL> struct complex {
+    struct item {
+        REAL re, im;
+    };
+    REAL by, inverse, ratio;
+    bool divide;
+    __device__ __forceinline__ complex(const spar_kernel_copy &c)
+        : by(REAL(c.factor)), inverse(1 / by), ratio(0 / by), divide(c.divide)
+    {
+    }
+    __device__ __forceinline__ item operator()(item x) const
+    {
+        const REAL zero = 0;
+        item y;
+        y.re = divide ? (x.re + x.im * ratio) * inverse : x.re * by - x.im * zero;
+        y.im = divide ? (x.im - x.re * ratio) * inverse : x.re * zero + x.im * by;
+        return y;
+    }
+};
+
+typedef complex<float> c64;
+typedef complex<double> c128;
+
+__device__ __forceinline__ unsigned divided(unsigned n, const spar_divisor &by)
+{
+    return (__umulhi(n, by.magic) + n) >> by.shift;
+}
+
+__host__ __device__ constexpr int unit_of(int width, int item) { return width > item ? width : item; }
+
+/* The last of blocks low to high - 1 that begins at or before x; that of `low` does. */
+__device__ __forceinline__ int block_of(const spar_kernel_block *blocks, int low, int high, long long x)
+{
+    while (high - low > 1) {
+        int middle = low + (high - low) / 2;
+        if (blocks[middle].at <= x)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+__device__ __forceinline__ int span_of(const spar_kernel_copy &c, unsigned tile)
+{
+    int low = 0, high = c.spans;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (c.span[middle].tile <= tile)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* COUNT units of one block, STEP bytes apart; the first is byte x in packed order. All are loaded before one is
+ * stored. */
+template <int WIDTH, int COUNT, class SCALE>
+__device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kernel_span &span,
+                                     const spar_kernel_block &block, const SCALE &scale, long long x)
+{
+    typedef typename vector<WIDTH>::type part;
+    typedef typename SCALE::item item;
+    constexpr int UNIT = unit_of(WIDTH, sizeof(item)), STEP = SPAR_KERNEL_THREADS * UNIT;
+    union unit {
+        part parts[UNIT / WIDTH];
+        item items[UNIT / sizeof(item)];
+    };
+    const int left = span.high - x > COUNT * STEP ? COUNT : int((span.high - x + STEP - 1) / STEP);
+    unsigned turn[COUNT];
+    long long src[COUNT], dst[COUNT];
+    unit data[COUNT];
+    _Pragma("unroll")
+    for (int u = 0; u < COUNT; u++) {
+        const unsigned at = unsigned(x - block.at) + u * STEP;
+        turn[u] = divided(at, block.run);
+        src[u] = dst[u] = at - turn[u] * block.run.number;
+    }
+    for (int k = block.loops + block.ndim - 1; k >= block.loops; k--) {
+        const spar_kernel_loop loop = c.loops[k];
+        _Pragma("unroll")
+        for (int u = 0; u < COUNT; u++) {
+            const unsigned rest = divided(turn[u], loop.extent);
+            const unsigned index = turn[u] - rest * loop.extent.number;
+            src[u] += index * loop.src;
+            dst[u] += index * loop.dst;
+            turn[u] = rest;
+        }
+    }
+    const char *from = c.unpacks ? span.wire + (x - span.low) : c.from[block.tensor - c.tensor] + block.src;
+    char *to = c.packs ? span.wire + (x - span.low) : c.to[block.tensor - c.tensor] + block.dst;
+    _Pragma("unroll")
+    for (int u = 0; u < COUNT; u++) {
+        const part *parts = (const part *)(from + (c.unpacks ? u * STEP : src[u]));
+        _Pragma("unroll")
+        for (int i = 0; i < UNIT / WIDTH; i++)
+            if (u < left)
+                data[u].parts[i] = parts[i];
+    }
+    _Pragma("unroll")
+    for (int u = 0; u < COUNT; u++) {
+        part *parts = (part *)(to + (c.packs ? u * STEP : dst[u]));
+        _Pragma("unroll")
+        for (int i = 0; i < int(UNIT / sizeof(item)); i++)
+            data[u].items[i] = scale(data[u].items[i]);
+        _Pragma("unroll")
+        for (int i = 0; i < UNIT / WIDTH; i++)
+            if (u < left)
+                parts[i] = data[u].parts[i];
+    }
+}
+
+template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spar_kernel_copy &c)
+{
+    constexpr int UNIT = unit_of(WIDTH, sizeof(typename SCALE::item)), STEP = SPAR_KERNEL_THREADS * UNIT;
+    if (c.spans == 0)
+        return;
+    const SCALE scale(c);
+    const spar_kernel_span &span = c.span[span_of(c, blockIdx.x)];
+    const long long tile = span.low + (long long)(blockIdx.x - span.tile) * (SPAR_KERNEL_UNITS * STEP);
+    const long long last = (span.high - tile > SPAR_KERNEL_UNITS * STEP ? tile + SPAR_KERNEL_UNITS * STEP : span.high);
+    const int end = span.first + span.count;
+    int which = block_of(c.blocks, span.first, end, tile);
+    spar_kernel_block block = c.blocks[which];
+    long long x = tile + threadIdx.x * UNIT;
+    if (last - block.at <= block.bytes) {
+        if (x < last)
+            move<WIDTH, SPAR_KERNEL_UNITS>(c, span, block, scale, x);
+        return;
+    }
+    for (; x < last; x += STEP) {
+        if (x - block.at >= block.bytes) {
+            which = block_of(c.blocks, which + 1, end, x);
+            block = c.blocks[which];
+        }
+        move<WIDTH, 1>(c, span, block, scale, x);
+    }
+}
+)

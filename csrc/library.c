@@ -1,0 +1,69 @@
+#include "library.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST = 8 };
+
+static struct {
+    pthread_mutex_t lock;
+    char *names[MOST], *paths[MOST];
+} found = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+void spar_library_found(const char *library, const char *path)
+{
+    int i = 0;
+    pthread_mutex_lock(&found.lock);
+    while (i < MOST - 1 && found.names[i] && strcmp(found.names[i], library) != 0)
+        i++;
+    if (!found.names[i])
+        found.names[i] = strdup(library);
+    free(found.paths[i]);
+    found.paths[i] = path ? strdup(path) : NULL;
+    pthread_mutex_unlock(&found.lock);
+}
+
+static void *open_found(const char *library)
+{
+    void *handle = NULL;
+    pthread_mutex_lock(&found.lock);
+    for (int i = 0; i < MOST && !handle; i++)
+        if (found.names[i] && found.paths[i] && strcmp(found.names[i], library) == 0)
+            handle = dlopen(found.paths[i], RTLD_NOW | RTLD_LOCAL);
+    pthread_mutex_unlock(&found.lock);
+    return handle;
+}
+
+spar_status spar_library_open(const char *library, const char *const *names, void **handle)
+{
+    char reasons[256] = "";
+    *handle = NULL;
+    /* what somebody, as torch, has loaded already fits the rest of this process */
+    for (int i = 0; names[i] && !*handle; i++)
+        *handle = dlopen(names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (!*handle)
+        *handle = open_found(library);
+    for (int i = 0; names[i] && !*handle; i++) {
+        *handle = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+        const char *why = *handle ? "" : dlerror();
+        size_t used = strlen(reasons);
+        snprintf(reasons + used, sizeof reasons - used, "%s%s", used ? "; " : "",
+                 why ? why : "it cannot be opened");
+    }
+    if (*handle)
+        return SPAR_OK;
+    return spar_fail(SPAR_TRANSPORT, "no %s: %s", library, reasons);
+}
+
+spar_status spar_library_function(void *handle, const char *library, const char *name,
+                                  void *function)
+{
+    void *address = dlsym(handle, name);
+    if (!address)
+        return spar_fail(SPAR_TRANSPORT, "this %s is too old: it has no %s", library, name);
+    memcpy(function, &address, sizeof address); /* C has no cast from data to function */
+    return SPAR_OK;
+}
