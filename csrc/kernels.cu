@@ -225,13 +225,14 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
         part *parts = (part *)(to + (c.packs ? u * STEP : dst[u]));
+        if (u >= left)
+            break;
         _Pragma("unroll")
         for (int i = 0; i < int(UNIT / sizeof(item)); i++)
             data[u].items[i] = scale(data[u].items[i]);
         _Pragma("unroll")
         for (int i = 0; i < UNIT / WIDTH; i++)
-            if (u < left)
-                parts[i] = data[u].parts[i];
+            parts[i] = data[u].parts[i];
     }
 }
 

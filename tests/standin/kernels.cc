@@ -1,0 +1,83 @@
+/* The copy kernels as host code: what they need of CUDA, and one function that runs a kernel's CTA. */
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#define __host__
+#define __device__
+#define __forceinline__ inline
+
+struct uint2 {
+    unsigned x, y;
+} __attribute__((aligned(8)));
+struct uint4 {
+    unsigned x, y, z, w;
+} __attribute__((aligned(16)));
+
+static thread_local struct {
+    unsigned x;
+} threadIdx, blockIdx;
+
+static unsigned __umulhi(unsigned a, unsigned b)
+{
+    return unsigned((uint64_t)a * b >> 32);
+}
+
+static unsigned __float_as_uint(float value)
+{
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static float __uint_as_float(unsigned bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static float from_f16(unsigned short bits)
+{
+    int exponent = bits >> 10 & 31, rest = bits & 1023;
+    float value = exponent == 0    ? std::ldexp(float(rest), -24)
+                  : exponent == 31 ? (rest ? NAN : INFINITY)
+                                   : std::ldexp(float(rest + 1024), exponent - 25);
+    return std::copysign(value, bits >> 15 ? -1.0f : 1.0f);
+}
+
+/* To the nearest, ties to even, as the processor rounds by default. */
+static unsigned short to_f16(float value)
+{
+    unsigned short sign = std::signbit(value) ? 0x8000 : 0;
+    float size = std::fabs(value);
+    if (std::isnan(size))
+        return 0x7fff;
+    if (size >= 65520)
+        return sign | 0x7c00;
+    if (size < 0x1p-14f)
+        return sign | (unsigned short)std::nearbyint(std::ldexp(size, 24));
+    int exponent = std::ilogb(size);
+    return sign | (unsigned short)(((exponent + 14) << 10) +
+                                   (int)std::nearbyint(std::ldexp(size, 10 - exponent)));
+}
+
+#define SPAR_SHARED(...)
+#define SPAR_PTX(...)
+#define SPAR_DEVICE(...) __VA_ARGS__
+#include "kernels.cu"
+
+#define KERNEL(width, factor) copy<width, factor>,
+
+/* One CTA of kernel `which` (a row of SPAR_KERNELS), its threads one after another from some on. */
+extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned tile, unsigned from)
+{
+    static void (*const kernels[])(const spar_kernel_copy &) = {SPAR_KERNELS(KERNEL)};
+    blockIdx.x = tile;
+    for (unsigned i = 0; i < SPAR_KERNEL_THREADS; i++) {
+        threadIdx.x = (i * 77 + from) % SPAR_KERNEL_THREADS;
+        kernels[which](*c);
+    }
+}
