@@ -23,7 +23,7 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
     cxx = {"gcc": "g++", "clang": "clang++"}[compiler]
     kernels = folder / "kernels.o"
     cuda = [compiler, "-std=c11", *FLAGS, *options, "-fvisibility=hidden", "-shared"]
-    _run(cxx, "-std=c++17", *FLAGS, "-Wno-unknown-pragmas", *options, "-c", FOLDER / "kernels.cc", "-o", kernels)
+    _run(cxx, "-std=c++17", "-fno-exceptions", *FLAGS, "-Wno-unknown-pragmas", *options, "-c", FOLDER / "kernels.cc", "-o", kernels)
     _run(*cuda, FOLDER / "libcuda.c", kernels, "-lm", "-o", folder / "libcuda.so.1")
     nvrtc = [compiler, "-std=c11", *FLAGS, *options, "-shared"]
     _run(*nvrtc, FOLDER / "libnvrtc.c", "-o", folder / "libnvrtc.so.12")

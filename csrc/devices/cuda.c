@@ -34,8 +34,8 @@ typedef struct gpu {
     CUcontext context;
     CUfunction kernels[SPAR_KERNEL_COUNT];
     CUstream uploads;
-    pthread_mutex_t lock; /* of what follows, and around an upload */
-    uploaded *retired;
+    pthread_mutex_t lock;         /* of what follows, and around an upload */
+    uploaded *retired, *captured; /* of plans that are gone; the captured ones stay */
     int nretired;
 } gpu;
 
@@ -60,13 +60,12 @@ static void retire(spar_attached *attached)
 {
     uploaded *u = (uploaded *)attached;
     gpu *g = u->gpu;
+    uploaded **list = u->captured ? &g->captured : &g->retired;
     spar_table_free(&u->table);
-    if (u->captured)
-        return;
     pthread_mutex_lock(&g->lock);
-    u->next = g->retired;
-    g->retired = u;
-    g->nretired++;
+    u->next = *list;
+    *list = u;
+    g->nretired += !u->captured;
     pthread_mutex_unlock(&g->lock);
 }
 

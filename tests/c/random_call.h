@@ -209,7 +209,7 @@ static buffer make_buffer(const part *p, int rank, const cut *c, int gap)
 }
 
 /* Writes into each cell what its place in the whole says, or expects to find it there. */
-static void visit(const part *p, const buffer *b, int check)
+static inline void visit(const part *p, const buffer *b, int check)
 {
     int64_t cells = 1;
     for (int i = 0; i < p->ndim; i++)

@@ -1,5 +1,6 @@
 /* A factor applied with each width that this processor has, and on its way past the caches: the same bits, at every
  * alignment and length, and nothing beside. That the bits are torch's is shown in test_scales.py. */
+#define spar_scale_simple simple_of_test
 #define spar_scale_items items_of_test
 #define spar_scale_stream stream_of_test
 #define spar_scale_item item_of_test

@@ -1,0 +1,302 @@
+/* The CUDA device against the CPU's copies, over the stand-ins of tests/standin: random plans, spans that begin and
+ * end anywhere, every factor, streams that do their work later, captured graphs.
+ *
+ *   test_cuda THREADS PLANS   each thread runs so many plans, the same ones at about the same time */
+#include "driver.h"
+#include "pack.h"
+#include "random_call.h"
+#include "tables.h"
+
+#include <dlfcn.h>
+#include <math.h>
+#include <pthread.h>
+
+enum { SPANS = 3 * WORLD, MOST_SHIFT = 16 };
+
+static const spar_device *const gpu = &spar_device_cuda;
+static const spar_driver *cu;
+static CUresult (*begin_capture)(CUstream stream, int mode);
+static CUresult (*end_capture)(CUstream stream, void **graph);
+static CUresult (*launch_graph)(void *graph, CUstream stream);
+static CUresult (*destroy_graph)(void *graph);
+
+typedef struct {
+    uint64_t seed;
+    int captures; /* whether this one may be captured: not while another thread waits for a stream */
+    CUstream stream;
+    spar_scale scale;
+    int64_t item; /* what a span's bounds are multiples of */
+    spar_plan *plan;
+    const void *inputs[TENSORS];
+} turn;
+
+static void find(const char *name, void *function)
+{
+    CUresult (*get)(const char *, void **, int, uint64_t, int *);
+    int status;
+    void *address = dlsym(RTLD_DEFAULT, "cuGetProcAddress_v2");
+    if (!address)
+        address = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuGetProcAddress_v2");
+    memcpy(&get, &address, sizeof get);
+    EXPECT(get(name, function, 10010, 0, &status) == 0);
+}
+
+static void fill(uint64_t *seed, unsigned char *bytes, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        bytes[i] = (unsigned char)draw(seed, 256);
+}
+
+/* `data` begins anywhere that a factor allows; the byte behind its end must not change. */
+typedef struct {
+    unsigned char *memory, *data;
+} room;
+
+static room make(turn *t, int64_t bytes, int contents)
+{
+    room r = {.memory = malloc((size_t)bytes + MOST_SHIFT + 1)};
+    EXPECT(r.memory);
+    r.data = r.memory + draw(&t->seed, MOST_SHIFT) / t->item * t->item;
+    memset(r.memory, NOT_WRITTEN, (size_t)bytes + MOST_SHIFT + 1);
+    if (contents)
+        fill(&t->seed, r.data, bytes);
+    return r;
+}
+
+static int is_nan(spar_dtype dtype, const unsigned char *real, int64_t size)
+{
+    uint64_t bits = 0;
+    memcpy(&bits, real, (size_t)size);
+    if (size == 2)
+        return (bits & 0x7fff) > (dtype == SPAR_F16 ? 0x7c00 : 0x7f80);
+    return size == 4 ? (bits & 0x7fffffff) > 0x7f800000 : bits << 1 > 0xffe0000000000000u;
+}
+
+/* To the bit, but that a NaN is a NaN; and the byte behind. */
+static void expect_same(const turn *t, const unsigned char *got, const unsigned char *wanted,
+                        int64_t bytes)
+{
+    spar_dtype dtype = t->scale.dtype;
+    int64_t size = t->item >> (dtype == SPAR_C64 || dtype == SPAR_C128);
+    EXPECT(got[bytes] == NOT_WRITTEN);
+    for (int64_t i = 0; i + size <= bytes; i += size)
+        if (memcmp(got + i, wanted + i, (size_t)size) != 0) {
+            EXPECT(dtype != SPAR_UNSCALED);
+            EXPECT(is_nan(dtype, got + i, size) && is_nan(dtype, wanted + i, size));
+        }
+}
+
+/* Cuts [0, bytes) of a peer's packed bytes into up to three spans. */
+static int cut_up(turn *t, spar_span *spans, int peer, int64_t bytes, unsigned char *wire)
+{
+    int count = 0;
+    for (int64_t low = 0, high; low < bytes; low = high) {
+        high = low + (1 + draw(&t->seed, (int)(bytes / t->item))) * t->item;
+        if (count == 2 || high > bytes || draw(&t->seed, 2))
+            high = bytes;
+        spans[count++] = (spar_span){peer, low, high, wire ? wire + low : NULL};
+    }
+    return count;
+}
+
+/* The spans in one call or in several, on a stream; all is done on return. */
+static void copy(turn *t, spar_route route, const spar_span *spans, int count, void *const *outputs)
+{
+    void *graph = NULL;
+    int captures = t->captures && draw(&t->seed, 4) == 0, step = 1 + draw(&t->seed, SPANS);
+    if (captures)
+        EXPECT(begin_capture(t->stream, 0) == 0);
+    for (int i = 0; i < count; i += step)
+        EXPECT(!gpu->copy_spans(t->plan, route, spans + i, count - i < step ? count - i : step,
+                                t->inputs, outputs, &t->scale, t->stream));
+    if (captures) {
+        EXPECT(end_capture(t->stream, &graph) == 0);
+        EXPECT(launch_graph(graph, t->stream) == 0);
+    }
+    EXPECT(cu->StreamSynchronize(t->stream) == 0);
+    if (captures)
+        EXPECT(destroy_graph(graph) == 0);
+}
+
+static void pack(turn *t)
+{
+    const spar_plan *plan = t->plan;
+    spar_span spans[SPANS];
+    room wires[WORLD];
+    int count = 0;
+    for (int peer = 0; peer < plan->world; peer++) {
+        wires[peer] = make(t, plan->push[peer].bytes, 0);
+        count += cut_up(t, spans + count, peer, plan->push[peer].bytes, wires[peer].data);
+    }
+    copy(t, SPAR_PACK, spans, count, NULL);
+    for (int peer = 0; peer < plan->world; peer++) {
+        int64_t bytes = plan->push[peer].bytes;
+        unsigned char *wanted = malloc((size_t)bytes + 1);
+        EXPECT(!spar_pack(plan, &spar_device_cpu, peer, t->inputs, wanted, NULL));
+        if (t->scale.dtype != SPAR_UNSCALED && bytes)
+            spar_scale_items(&t->scale, (char *)wanted, (char *)wanted, bytes / t->item, t->item,
+                             t->item);
+        expect_same(t, wires[peer].data, wanted, bytes);
+        free(wanted);
+        free(wires[peer].memory);
+    }
+}
+
+/* What the peers sent, or this rank's own part, into outputs. */
+static void fetch(turn *t, int how)
+{
+    const spar_plan *plan = t->plan;
+    spar_span spans[SPANS];
+    room wires[WORLD];
+    room rooms[2 * TENSORS];
+    void *got[TENSORS], *wanted[TENSORS];
+    int count = 0;
+    for (int i = 0; i < 2 * plan->ntensors; i++) {
+        rooms[i] = make(t, plan->tensors[i / 2].out_bytes, 0);
+        (i % 2 ? wanted : got)[i / 2] = rooms[i].data;
+    }
+    for (int peer = 0; how == SPAR_UNPACK && peer < plan->world; peer++) {
+        wires[peer] = make(t, plan->pull[peer].bytes, 1);
+        count += cut_up(t, spans + count, peer, plan->pull[peer].bytes, wires[peer].data);
+        EXPECT(
+            !spar_unpack(plan, &spar_device_cpu, peer, wires[peer].data, wanted, &t->scale, NULL));
+    }
+    if (how == SPAR_PUSH) {
+        const spar_range *own = &plan->push[plan->rank];
+        void *const *targets = got;
+        EXPECT(!spar_copy_own(plan, &spar_device_cpu, t->inputs, wanted, &t->scale, NULL));
+        if (draw(&t->seed, 4)) {
+            count = cut_up(t, spans, plan->rank, own->bytes, NULL);
+        } else {
+            EXPECT(!gpu->copy_blocks(plan->blocks + own->first, own->count, plan->dims, t->inputs,
+                                     &targets, 1, &t->scale, t->stream));
+            EXPECT(cu->StreamSynchronize(t->stream) == 0);
+        }
+    }
+    copy(t, (spar_route)how, spans, count, got);
+    for (int i = 0; i < plan->ntensors; i++)
+        expect_same(t, got[i], wanted[i], plan->tensors[i].out_bytes);
+    for (int i = 0; i < 2 * plan->ntensors; i++)
+        free(rooms[i].memory);
+    for (int peer = 0; how == SPAR_UNPACK && peer < plan->world; peer++)
+        free(wires[peer].memory);
+}
+
+static void draw_scale(turn *t)
+{
+    static const double factors[] = {2, 3, 0.1, -4, 7, 64};
+    t->scale = (spar_scale){(spar_dtype)draw(&t->seed, SPAR_C128 + 1), draw(&t->seed, 2),
+                            factors[draw(&t->seed, 6)]};
+    if (draw(&t->seed, 3) == 0)
+        t->scale.dtype = SPAR_UNSCALED;
+    t->item = spar_scale_item(t->scale.dtype);
+}
+
+static void run_turn(turn *t)
+{
+    static const int large[] = {24, 48, 112, 640, 4096};
+    part parts[TENSORS];
+    spar_tensor tensors[TENSORS];
+    buffer layouts[TENSORS];
+    room rooms[TENSORS];
+    int world = 1 + draw(&t->seed, WORLD), rank = draw(&t->seed, world), count;
+    const spar_op *op = draw_call(t->seed, world, &count, parts);
+    draw_scale(t);
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        if (t->scale.dtype != SPAR_UNSCALED)
+            p->item = (int)t->item;
+        else if (draw(&t->seed, 4) == 0)
+            p->item = large[draw(&t->seed, i ? 3 : 5)];
+        layouts[i] = make_buffer(p, rank, &p->in, p->gap);
+        rooms[i] = make(t, layouts[i].bytes, 1);
+        t->inputs[i] = rooms[i].data;
+        tensors[i] = (spar_tensor){p->item,  p->ndim, layouts[i].extents, layouts[i].strides,
+                                   p->nargs, p->args};
+    }
+    spar_request request = {op, world, rank, SPAR_SIDE_PULL, count, tensors};
+    EXPECT(!spar_plan_get(&request, &t->plan));
+    pack(t);
+    fetch(t, SPAR_UNPACK);
+    fetch(t, SPAR_PUSH);
+    for (int i = 0; i < count; i++) {
+        free(rooms[i].memory);
+        free(layouts[i].data);
+    }
+    spar_plan_release(t->plan);
+}
+
+typedef struct {
+    int turns, alone;
+} order;
+
+static void *run(void *argument)
+{
+    const order *o = argument;
+    CUstream streams[2];
+    void *before;
+    EXPECT(!gpu->enter(0, &before) && !before);
+    for (int i = 0; i < 2; i++)
+        EXPECT(cu->StreamCreate(&streams[i], SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    for (int i = 0; i < o->turns; i++) {
+        turn t = {.seed = scramble((uint64_t)i), .captures = o->alone, .stream = streams[i % 2]};
+        run_turn(&t);
+    }
+    for (int i = 0; i < 2; i++)
+        EXPECT(cu->StreamDestroy(streams[i]) == 0);
+    gpu->leave(before);
+    return NULL;
+}
+
+/* Blocks past 2^30 bytes are cut up: in order, without a gap, each byte of the run where it belongs. */
+static void test_large_blocks(void)
+{
+    const int64_t giga = 1 << 30;
+    const spar_dim dims[] = {{3, 5 * giga, 3 * giga}, {5, giga, giga / 2}, {7, 1, 2}};
+    const spar_block blocks[] = {
+        {.src = 16, .dst = 32, .run = 3 * giga + 48, .tensor = 0},
+        {.src = 0, .dst = 0, .run = giga / 4, .ndim = 2, .tensor = 1},
+        {.src = 0, .dst = 0, .run = 2 * giga, .ndim = 1, .tensor = 2},
+        {.src = 0, .dst = 0, .run = 1, .ndim = 1, .dims = 2, .tensor = 3},
+    };
+    spar_table table = {0};
+    spar_table_list list;
+    EXPECT(!spar_table_add(&table, blocks, 4, dims, &list));
+    int64_t at = 0;
+    for (int i = 0; i < list.count; i++) {
+        const spar_kernel_block *b = &table.blocks[i];
+        int64_t bytes = b->run.number;
+        for (int k = 0; k < b->ndim; k++)
+            bytes *= table.loops[b->loops + k].extent.number;
+        EXPECT(b->at == at && bytes == b->bytes && bytes <= giga);
+        at += bytes;
+    }
+    EXPECT(at == list.bytes && at == 3 * giga + 48 + 15 * (giga / 4) + 6 * giga + 7);
+    EXPECT(list.count == 4 + 3 * 2 + 3 * 2 + 1);
+    EXPECT(table.blocks[2].src == 16 + 2 * giga && table.blocks[3].run.number == 48);
+    EXPECT(table.blocks[5].src == 4 * giga && table.blocks[5].dst == 2 * giga);
+    EXPECT(table.blocks[13].src == 6 * giga);
+    EXPECT(spar_table_begin(&table, &list, 2) == 3 * giga + 48 + 15 * (giga / 4));
+    EXPECT(spar_table_begin(&table, &list, 9) == list.bytes);
+    spar_table_free(&table);
+}
+
+int test_cuda(int argc, char **argv)
+{
+    EXPECT(argc == 3);
+    int threads = atoi(argv[1]);
+    order o = {atoi(argv[2]), threads == 1};
+    pthread_t others[WORLD];
+    test_large_blocks();
+    EXPECT(!spar_driver_open(&cu) && !gpu->open() && !gpu->prepare(0));
+    find("cuStreamBeginCapture", &begin_capture);
+    find("cuStreamEndCapture", &end_capture);
+    find("cuGraphLaunch", &launch_graph);
+    find("cuGraphDestroy", &destroy_graph);
+    for (int i = 0; i < threads; i++)
+        EXPECT(!pthread_create(&others[i], NULL, run, &o));
+    for (int i = 0; i < threads; i++)
+        pthread_join(others[i], NULL);
+    spar_plan_cache_limit(0);
+    return 0;
+}
