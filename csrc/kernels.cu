@@ -155,6 +155,7 @@ __host__ __device__ constexpr int unit_of(int width, int item) { return width > 
 /* The last of blocks low to high - 1 that begins at or before x; that of `low` does. */
 __device__ __forceinline__ int block_of(const spar_kernel_block *blocks, int low, int high, long long x)
 {
+    _Pragma("unroll 1")
     while (high - low > 1) {
         int middle = low + (high - low) / 2;
         if (blocks[middle].at <= x)
@@ -168,6 +169,7 @@ __device__ __forceinline__ int block_of(const spar_kernel_block *blocks, int low
 __device__ __forceinline__ int span_of(const spar_kernel_copy &c, unsigned tile)
 {
     int low = 0, high = c.spans;
+    _Pragma("unroll 1")
     while (high - low > 1) {
         int middle = (low + high) / 2;
         if (c.span[middle].tile <= tile)
@@ -201,6 +203,7 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
         turn[u] = divided(at, block.run);
         src[u] = dst[u] = at - turn[u] * block.run.number;
     }
+    _Pragma("unroll 1")
     for (int k = block.loops + block.ndim - 1; k >= block.loops; k--) {
         const spar_kernel_loop loop = c.loops[k];
         _Pragma("unroll")
@@ -254,6 +257,7 @@ template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spa
             move<WIDTH, SPAR_KERNEL_UNITS>(c, span, block, scale, x);
         return;
     }
+    _Pragma("unroll 1")
     for (; x < last; x += STEP) {
         if (x - block.at >= block.bytes) {
             which = block_of(c.blocks, which + 1, end, x);

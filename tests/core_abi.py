@@ -138,6 +138,41 @@ class Scale(ctypes.Structure):
     _fields_ = (("dtype", c_int), ("divide", c_int), ("factor", c_double))
 
 
+class Span(ctypes.Structure):
+    _fields_ = (("peer", c_int), ("low", c_int64), ("high", c_int64), ("wire", c_void_p))
+
+
+class Device(ctypes.Structure):
+    _fields_ = (
+        ("name", c_char_p),
+        ("copy_blocks", c_void_p),
+        ("open", ctypes.CFUNCTYPE(c_int)),
+        ("prepare", ctypes.CFUNCTYPE(c_int, c_int)),
+        ("enter", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p))),
+        ("leave", ctypes.CFUNCTYPE(None, c_void_p)),
+        (
+            "copy_spans",
+            ctypes.CFUNCTYPE(
+                c_int,
+                POINTER(PlanStruct),
+                c_int,
+                POINTER(Span),
+                c_int,
+                POINTER(c_void_p),
+                POINTER(c_void_p),
+                POINTER(Scale),
+                c_void_p,
+            ),
+        ),
+        ("alloc", c_void_p),
+        ("free", c_void_p),
+    )
+
+
+class Route(enum.IntEnum):
+    PUSH, PACK, UNPACK = range(3)
+
+
 class Endpoint(ctypes.Structure):
     _fields_ = (("pid", c_int64), ("nonce", c_uint64))
 
@@ -241,6 +276,8 @@ _STRUCTS = {
     "request": Request,
     "plan_stats": PlanStats,
     "scale": Scale,
+    "span": Span,
+    "device": Device,
     "endpoint": Endpoint,
     "patience": Patience,
     "facts": Facts,
@@ -255,6 +292,7 @@ _STRUCTS = {
 
 _FUNCTIONS = {  # name: (result, arguments)
     "last_error": (c_char_p, []),
+    "library_found": (None, [c_char_p, c_char_p]),
     "op_find": (POINTER(Op), [c_char_p]),
     "share": (c_int64, [c_int64, c_int, c_int]),
     "plan_build": (c_int, [POINTER(Request), POINTER(POINTER(PlanStruct))]),
@@ -293,6 +331,7 @@ def _expected_abi() -> list[tuple[str, int]]:
     """What C calls each size, offset and code, and what it is here."""
     abi = [(f"SPAR_{status.name}", status.value) for status in Status]
     abi += [(f"SPAR_{kind.name}", kind.value) for kind in ScaleType]
+    abi += [(f"SPAR_{route.name}", route.value) for route in Route]
     abi += [("SPAR_SIDE_PULL", SIDE_PULL)]
     for name, struct in _STRUCTS.items():
         abi.append((f"sizeof(spar_{name})", ctypes.sizeof(struct)))
@@ -307,7 +346,7 @@ def library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "abi.c")
         table.write_text(
-            '#include "env.h"\n#include "spar.h"\n'
+            '#include "env.h"\n#include "library.h"\n#include "spar.h"\n'
             f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
         )
         compile_core(Path(folder, "core.so"), "-O2", "-fPIC", "-shared", table)

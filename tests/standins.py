@@ -1,7 +1,7 @@
 """Stand-ins for the libraries of a GPU, built from tests/standin: what the tests run instead of CUDA.
 
-They are found as the real ones are, by name: a process is started with the folder in LD_LIBRARY_PATH. They prove
-what is asked of the libraries, and in which order; nothing about the hardware.
+They are found as the real ones are, by name: processes are started with the folder in LD_LIBRARY_PATH. They
+prove what is asked of the libraries, and in which order; nothing about the hardware.
 """
 
 from __future__ import annotations
@@ -23,7 +23,18 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
     cxx = {"gcc": "g++", "clang": "clang++"}[compiler]
     kernels = folder / "kernels.o"
     cuda = [compiler, "-std=c11", *FLAGS, *options, "-fvisibility=hidden", "-shared"]
-    _run(cxx, "-std=c++17", "-fno-exceptions", *FLAGS, "-Wno-unknown-pragmas", *options, "-c", FOLDER / "kernels.cc", "-o", kernels)
+    _run(
+        cxx,
+        "-std=c++17",
+        "-fno-exceptions",
+        *FLAGS,
+        "-Wno-unknown-pragmas",
+        *options,
+        "-c",
+        FOLDER / "kernels.cc",
+        "-o",
+        kernels,
+    )
     _run(*cuda, FOLDER / "libcuda.c", kernels, "-lm", "-o", folder / "libcuda.so.1")
     nvrtc = [compiler, "-std=c11", *FLAGS, *options, "-shared"]
     _run(*nvrtc, FOLDER / "libnvrtc.c", "-o", folder / "libnvrtc.so.12")

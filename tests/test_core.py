@@ -1,4 +1,7 @@
-"""c/*.c: the core without Python, plain and under the sanitizers, and what a plan costs."""
+"""c/*.c: the core without Python, plain and under the sanitizers, and what a plan costs.
+
+The CUDA device runs over stand-ins for CUDA's libraries: standins.py.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import core
 import pytest
+import standins
 
 FOLDER = Path(__file__).resolve().parent / "c"
 SANITIZER = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
@@ -29,8 +33,9 @@ ENVIRONMENT = {
 }
 
 
-def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**ENVIRONMENT, **environment}
+    return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, timeout=120)
 
 
 def build(folder: Path, compiler: str, kind: str) -> Path | str:
@@ -68,6 +73,32 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
             return built
 
         yield get
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """stand_ins(kind): the libraries of a GPU, built as the program is, and all side by side."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = {kind: pool.submit(standins.build, folder, *KINDS[kind]) for kind, folder in folders.items()}
+
+        def get(kind: str) -> Path:
+            builds[kind].result()
+            return folders[kind]
+
+        yield get
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("threads", "plans", "delay"), [(1, 1200, 0), (3, 150, 50)])
+def test_cuda_device(
+    program: Builder, stand_ins: Callable[[str], Path], kind: str, threads: int, plans: int, delay: int
+) -> None:
+    """Random plans, spans, factors, streams, graphs: the kernels' host build gives what the CPU's copies do."""
+    get = program("gcc", kind)
+    environment = {**standins.environment(stand_ins(kind)), "STANDIN_DELAY_US": str(delay)}
+    done = run(get, "cuda", str(threads), str(plans), **environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("kind", KINDS)

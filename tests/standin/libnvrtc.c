@@ -1,4 +1,5 @@
 /* A stand-in for libnvrtc: its "machine code" is a name that the stand-in for libcuda knows. */
+#include <locale.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -34,6 +35,7 @@ int nvrtcCreateProgram(void **program, const char *source, const char *name, int
 int nvrtcCompileProgram(void *program, int count, const char *const *options)
 {
     (void)program, (void)count, (void)options;
+    setlocale(LC_ALL, "C"); /* as the compilers before 12.6.2 */
     return getenv("STANDIN_NVRTC_FAILS") ? 6 : 0;
 }
 

@@ -1,0 +1,273 @@
+"""CUDA's libraries, opened at run time: declarations, reasons, machine code, and what is kept on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import standins
+from core_abi import CSRC, FLAGS
+
+ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
+PARTS = ("library", "error", "driver", "compiler", "cubin", "kernels")
+CHILD = """
+import ctypes, locale, sys
+folder, nvrtc, what, *rest = sys.argv[1:]
+core = ctypes.CDLL(folder + "/part.so")
+core.spar_last_error.restype = ctypes.c_char_p
+if nvrtc:
+    core.spar_library_found(b"libnvrtc", nvrtc.encode())
+if what == "driver":
+    status = core.spar_driver_open(ctypes.byref(ctypes.c_void_p()))
+else:
+    locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    source = ctypes.addressof(ctypes.c_char.in_dll(core, "spar_kernel_source"))
+    code, size, compiled = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int(-1)
+    status = core.spar_cubin_get(
+        ctypes.c_void_p(source), int(rest[0]), ctypes.byref(code), ctypes.byref(size), ctypes.byref(compiled)
+    )
+    assert locale.setlocale(locale.LC_ALL) == "C.UTF-8", locale.setlocale(locale.LC_ALL)
+    if status == 0:
+        sys.stdout.buffer.write(b"compiled " if compiled.value else b"found ")
+        sys.stdout.buffer.write(ctypes.string_at(code, size.value))
+if status:
+    sys.stdout.buffer.write(core.spar_last_error())
+sys.exit(status)
+"""
+
+
+def packaged(*patterns: str) -> list[Path]:
+    """What packages of CUDA's parts have brought along, and the system's toolkit."""
+    roots = [Path(root, "nvidia") for root in sys.path] + [Path("/usr/local/cuda")]
+    return [path for root in roots for pattern in patterns for path in sorted(root.glob(pattern))]
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with part.so: what of the core opens libraries."""
+    folder = tmp_path_factory.mktemp("part")
+    sources = [str(CSRC / f"{name}.c") for name in PARTS]
+    command = ["cc", *FLAGS, "-O1", "-fPIC", "-shared", *sources, "-o", str(folder / "part.so")]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def ask(part: Path, *words: str, nvrtc: str = "", **environment: str) -> tuple[int, bytes]:
+    """The status of a new process, and what it wrote."""
+    command = [sys.executable, "-c", CHILD, str(part), nvrtc, *words]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **environment}, timeout=120)
+    assert done.stderr == b"", done.stderr.decode()
+    return done.returncode, done.stdout
+
+
+# ---- declarations ----
+
+
+def check_declarations(tmp_path: Path, header: str, text: str) -> None:
+    folders = {path.parent for path in packaged(f"include/{header}", f"*/include/{header}")}
+    if not folders:
+        pytest.skip(f"no {header} here: neither a toolkit nor the package nvidia-cuda-runtime or -nvrtc")
+    source = tmp_path / "check.c"
+    source.write_text(text)
+    for folder in folders:
+        command = ["cc", "-std=c11", "-fsyntax-only", "-isystem", str(folder), f"-I{CSRC}", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{folder}: {done.stderr}"
+
+
+CONSTANTS = {
+    "SPAR_CU_SUCCESS": "CUDA_SUCCESS",
+    "SPAR_CU_OUT_OF_MEMORY": "CUDA_ERROR_OUT_OF_MEMORY",
+    "SPAR_CU_NOT_READY": "CUDA_ERROR_NOT_READY",
+    "SPAR_CU_COMPUTE_MAJOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
+    "SPAR_CU_COMPUTE_MINOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
+    "SPAR_CU_POINTER_ORDINAL": "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL",
+    "SPAR_CU_STREAM_NON_BLOCKING": "CU_STREAM_NON_BLOCKING",
+    "SPAR_CU_EVENT_DISABLE_TIMING": "CU_EVENT_DISABLE_TIMING",
+    "SPAR_CU_CAPTURE_NONE": "CU_STREAM_CAPTURE_STATUS_NONE",
+    "SPAR_CU_CAPTURE_RELAXED": "CU_STREAM_CAPTURE_MODE_RELAXED",
+}
+
+
+def test_the_driver_is_declared_as_in_cuda_h(tmp_path: Path) -> None:
+    """Each function is the one of the version by which it is asked for; what we call int is as large."""
+    lines = ["#include <cuda.h>", "#include <cudaTypedefs.h>", '#include "driver.h"']
+    lines.append(
+        "#define CHECK(name, version, parameters) _Static_assert(__builtin_types_compatible_p("
+        "__typeof__(((spar_driver *)0)->name), PFN_cu##name##_v##version), #name);"
+    )
+    lines.append("SPAR_DRIVER_FUNCTIONS(CHECK)")
+    lines += [f'_Static_assert({ours} == {theirs}, "{ours}");' for ours, theirs in CONSTANTS.items()]
+    for name in (
+        "CUresult",
+        "CUdevice",
+        "CUdevice_attribute",
+        "CUstreamCaptureStatus",
+        "CUstreamCaptureMode",
+    ):
+        lines.append(f'_Static_assert(sizeof({name}) == sizeof(int), "{name}");')
+    lines.append("static CUdeviceptr pointer; static unsigned long long *same = &pointer;")
+    declared = (CSRC / "driver.h").read_text()
+    assert all(f"{ours} =" in declared for ours in CONSTANTS)
+    assert declared.count("SPAR_CU_") == len(CONSTANTS), "a constant that is not held against cuda.h"
+    check_declarations(tmp_path, "cuda.h", "\n".join(lines) + "\n")
+
+
+def test_the_compiler_is_declared_as_in_nvrtc_h(tmp_path: Path) -> None:
+    lines = ["#include <nvrtc.h>", '#include "compiler.h"']
+    lines.append(
+        "#define CHECK(name, parameters) _Static_assert(__builtin_types_compatible_p("
+        "nvrtcResult (*) parameters, __typeof__(&nvrtc##name)), #name);"
+    )
+    lines.append("SPAR_COMPILER_FUNCTIONS(CHECK)")
+    lines.append('_Static_assert(sizeof(nvrtcResult) == sizeof(int) && NVRTC_SUCCESS == 0, "nvrtcResult");')
+    check_declarations(tmp_path, "nvrtc.h", "\n".join(lines) + "\n")
+
+
+# ---- reasons ----
+
+
+def test_a_missing_or_old_driver_is_a_reason(part: Path) -> None:
+    folder = standins.built()
+    assert ask(part, "driver", LD_LIBRARY_PATH=str(folder)) == (0, b"")
+    status, text = ask(part, "driver", LD_LIBRARY_PATH=str(folder), STANDIN_LACKS="cuStreamIsCapturing")
+    assert status and b"too old: it has no cuStreamIsCapturing of CUDA 10.0" in text, text
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a driver")
+def test_no_driver_is_a_reason(part: Path) -> None:
+    status, text = ask(part, "driver", LD_LIBRARY_PATH="/nowhere")
+    assert status and text.startswith(b"no libcuda: libcuda.so.1: cannot open shared object file"), text
+
+
+def test_a_compiler_that_is_missing_or_fails_is_a_reason(part: Path, tmp_path: Path) -> None:
+    nvrtc = str(standins.built() / "libnvrtc.so.12")
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    status, text = ask(part, "cubin", "90", LD_LIBRARY_PATH="/nowhere", **cache)
+    assert status and text.startswith(b"no libnvrtc: libnvrtc.so.13: cannot open"), text
+    status, text = ask(part, "cubin", "90", nvrtc=nvrtc, STANDIN_NVRTC_FAILS="1", **cache)
+    assert status and b"NVRTC_ERROR_COMPILATION: a line of the log" in text, text
+    status, text = ask(part, "cubin", "120", nvrtc=nvrtc, **cache)
+    assert status and text == b"NVRTC 12.9 makes no code for compute capability 12.0"
+    assert not list(tmp_path.rglob("*.cubin"))
+    assert ask(part, "cubin", "89", nvrtc=nvrtc, **cache)[0] == 0
+    (made,) = tmp_path.rglob("*.cubin")
+    assert made.name.startswith("sm_80-"), "an earlier minor's code runs on a later one"
+
+
+# ---- machine code ----
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> str:
+    found = packaged("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12", "lib64/libnvrtc.so.1*")
+    if not found:
+        pytest.skip("no libnvrtc here: neither a toolkit nor the package nvidia-cuda-nvrtc")
+    return str(found[0])
+
+
+def test_every_kernel_is_machine_code_for_every_architecture(part: Path, nvrtc: str, tmp_path: Path) -> None:
+    def compiled(architecture: str) -> bytes:
+        status, code = ask(part, "cubin", architecture, nvrtc=nvrtc, XDG_CACHE_HOME=str(tmp_path))
+        assert status == 0, code.decode()
+        return code
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        codes = list(pool.map(compiled, ARCHITECTURES))
+    rows = (CSRC / "kernels.h").read_text()
+    names = [f"copy_{width}_{factor}" for width in (1, 2, 4, 8, 16) for factor in factors(rows, width)]
+    assert len(names) == 18
+    for architecture, code in zip(ARCHITECTURES, codes, strict=True):
+        assert code.startswith(b"compiled \x7fELF"), architecture
+        assert int.from_bytes(code[9 + 18 : 9 + 20], "little") == 190, "the machine is CUDA"
+        assert all(f".text.{name}\0".encode() in code for name in names), architecture
+    status, again = ask(part, "cubin", "90", nvrtc=nvrtc, XDG_CACHE_HOME=str(tmp_path))
+    assert status == 0 and again == codes[ARCHITECTURES.index("90")].replace(b"compiled", b"found", 1)
+
+
+def factors(rows: str, width: int) -> Sequence[str]:
+    """Of the kernels of this width: the rows of SPAR_KERNELS."""
+    return [row.split(")")[0] for row in rows.split(f"X({width}, ")[1:]]
+
+
+# ---- on disk ----
+
+
+def test_what_is_kept_is_found_and_what_is_not_right_is_made_anew(part: Path, tmp_path: Path) -> None:
+    nvrtc = str(standins.built() / "libnvrtc.so.12")
+
+    def get(**environment: str) -> str:
+        status, text = ask(
+            part, "cubin", "90", nvrtc=nvrtc, **{"XDG_CACHE_HOME": str(tmp_path), **environment}
+        )
+        assert status == 0, text
+        return text.decode().strip("\0")
+
+    assert get() == "compiled stand-in"
+    (kept,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    whole = kept.read_bytes()
+    assert kept.stat().st_mode & 0o777 == 0o600 and kept.parent.stat().st_mode & 0o777 == 0o700
+    assert get() == "found stand-in"
+
+    def spoil(what: str) -> None:
+        if what == "a link":
+            target = tmp_path / "target"
+            target.write_bytes(whole)
+            kept.unlink()
+            kept.symlink_to(target)
+        elif what == "others may write it":
+            kept.chmod(0o620)
+        elif what == "another's":
+            os.chown(kept, 1, -1)
+        elif what == "a folder":
+            kept.unlink()
+            kept.mkdir()
+        else:
+            new = {
+                "a byte": whole[:-2] + b"!" + whole[-1:],
+                "its end": whole[:-1],
+                "more": whole + b"x",
+                "nothing": b"",
+                "a length": whole[:16] + b"\xff" * 8 + whole[24:],
+                "another source's": whole[:8] + b"12345678" + whole[16:],
+            }
+            kept.write_bytes(new[what])
+
+    cases = ["a byte", "its end", "more", "nothing", "a length", "another source's", "a link"]
+    cases += ["others may write it"] + ["another's"] * (os.geteuid() == 0)
+    for case in cases:
+        spoil(case)
+        assert get() == "compiled stand-in", case
+        assert not kept.is_symlink() and kept.read_bytes() == whole, case
+        assert get() == "found stand-in", case
+    spoil("a folder")
+    assert get() == "compiled stand-in", "what cannot be replaced is no failure"
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name], "no temporary file stays"
+
+
+def test_where_nothing_can_be_kept_it_is_compiled(part: Path, tmp_path: Path) -> None:
+    nvrtc = str(standins.built() / "libnvrtc.so.12")
+    (tmp_path / "file").touch()
+    for place in ({"HOME": str(tmp_path / "file")}, {"HOME": ""}, {"HOME": "relative"}):
+        status, text = ask(part, "cubin", "90", nvrtc=nvrtc, XDG_CACHE_HOME="", **place)
+        assert (status, text) == (0, b"compiled stand-in\0")
+    status, text = ask(part, "cubin", "90", nvrtc=nvrtc, XDG_CACHE_HOME="", HOME=str(tmp_path))
+    assert (status, text) == (0, b"compiled stand-in\0")
+    assert list((tmp_path / ".cache" / "spar").iterdir())
+
+
+def test_writers_at_the_same_time_leave_one_whole_file(part: Path, tmp_path: Path) -> None:
+    nvrtc = str(standins.built() / "libnvrtc.so.12")
+    with ThreadPoolExecutor(8) as pool:
+        places = [{"XDG_CACHE_HOME": str(tmp_path)}] * 8
+        results = list(pool.map(lambda place: ask(part, "cubin", "90", nvrtc=nvrtc, **place), places))
+    assert {status for status, _ in results} == {0}
+    assert {text.split(b" ")[1] for _, text in results} == {b"stand-in\0"}
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+    assert ask(part, "cubin", "90", nvrtc=nvrtc, XDG_CACHE_HOME=str(tmp_path)) == (0, b"found stand-in\0")
