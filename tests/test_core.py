@@ -94,7 +94,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 def test_cuda_device(
     program: Builder, stand_ins: Callable[[str], Path], kind: str, threads: int, plans: int, delay: int
 ) -> None:
-    """Random plans, spans, factors, streams, graphs: the kernels' host build gives what the CPU's copies do."""
+    """Random plans, spans, factors, graphs: the kernels' host build gives what the CPU's copies give."""
     get = program("gcc", kind)
     environment = {**standins.environment(stand_ins(kind)), "STANDIN_DELAY_US": str(delay)}
     done = run(get, "cuda", str(threads), str(plans), **environment)
