@@ -11,7 +11,7 @@ SPAR_SHARED(
 enum {
     SPAR_KERNEL_THREADS = 256, /* of a CTA */
     SPAR_KERNEL_SPANS = 32, /* of a launch, */
-    SPAR_KERNEL_UNITS = 4, /* that a thread moves: of WIDTH bytes, or an item where that is larger */
+    SPAR_KERNEL_UNITS = 4, /* of WIDTH bytes, that a thread moves */
     SPAR_KERNEL_TENSORS = 16, /* and the tensors that they belong to */
 };
 
@@ -150,8 +150,6 @@ __device__ __forceinline__ unsigned divided(unsigned n, const spar_divisor &by)
     return (__umulhi(n, by.magic) + n) >> by.shift;
 }
 
-__host__ __device__ constexpr int unit_of(int width, int item) { return width > item ? width : item; }
-
 /* The last of blocks low to high - 1 that begins at or before x; that of `low` does. */
 __device__ __forceinline__ int block_of(const spar_kernel_block *blocks, int low, int high, long long x)
 {
@@ -188,10 +186,10 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
 {
     typedef typename vector<WIDTH>::type part;
     typedef typename SCALE::item item;
-    constexpr int UNIT = unit_of(WIDTH, sizeof(item)), STEP = SPAR_KERNEL_THREADS * UNIT;
+    constexpr int STEP = SPAR_KERNEL_THREADS * WIDTH, ITEMS = WIDTH / int(sizeof(item));
     union unit {
-        part parts[UNIT / WIDTH];
-        item items[UNIT / sizeof(item)];
+        part whole;
+        item items[ITEMS];
     };
     const int left = span.high - x > COUNT * STEP ? COUNT : int((span.high - x + STEP - 1) / STEP);
     unsigned turn[COUNT];
@@ -219,39 +217,33 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
     char *to = c.packs ? span.wire + (x - span.low) : c.to[block.tensor - c.tensor] + block.dst;
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
-        const part *parts = (const part *)(from + (c.unpacks ? u * STEP : src[u]));
-        _Pragma("unroll")
-        for (int i = 0; i < UNIT / WIDTH; i++)
-            if (u < left)
-                data[u].parts[i] = parts[i];
+        if (u < left)
+            data[u].whole = *(const part *)(from + (c.unpacks ? u * STEP : src[u]));
     }
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
-        part *parts = (part *)(to + (c.packs ? u * STEP : dst[u]));
         if (u >= left)
             break;
         _Pragma("unroll")
-        for (int i = 0; i < int(UNIT / sizeof(item)); i++)
+        for (int i = 0; i < ITEMS; i++)
             data[u].items[i] = scale(data[u].items[i]);
-        _Pragma("unroll")
-        for (int i = 0; i < UNIT / WIDTH; i++)
-            parts[i] = data[u].parts[i];
+        *(part *)(to + (c.packs ? u * STEP : dst[u])) = data[u].whole;
     }
 }
 
 template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spar_kernel_copy &c)
 {
-    constexpr int UNIT = unit_of(WIDTH, sizeof(typename SCALE::item)), STEP = SPAR_KERNEL_THREADS * UNIT;
+    constexpr int STEP = SPAR_KERNEL_THREADS * WIDTH, TILE = SPAR_KERNEL_UNITS * STEP;
     if (c.spans == 0)
         return;
     const SCALE scale(c);
     const spar_kernel_span &span = c.span[span_of(c, blockIdx.x)];
-    const long long tile = span.low + (long long)(blockIdx.x - span.tile) * (SPAR_KERNEL_UNITS * STEP);
-    const long long last = (span.high - tile > SPAR_KERNEL_UNITS * STEP ? tile + SPAR_KERNEL_UNITS * STEP : span.high);
+    const long long tile = span.low + (long long)(blockIdx.x - span.tile) * TILE;
+    const long long last = span.high - tile > TILE ? tile + TILE : span.high;
     const int end = span.first + span.count;
     int which = block_of(c.blocks, span.first, end, tile);
     spar_kernel_block block = c.blocks[which];
-    long long x = tile + threadIdx.x * UNIT;
+    long long x = tile + threadIdx.x * WIDTH;
     if (last - block.at <= block.bytes) {
         if (x < last)
             move<WIDTH, SPAR_KERNEL_UNITS>(c, span, block, scale, x);

@@ -15,8 +15,9 @@
 #define SPAR_KERNELS(X)                                                                            \
     X(16, as_is)                                                                                   \
     X(8, as_is)                                                                                    \
-    X(4, as_is) X(2, as_is) X(1, as_is) X(16, f16) X(4, f16) X(2, f16) X(16, bf16) X(4, bf16)      \
-        X(2, bf16) X(16, f32) X(4, f32) X(16, f64) X(8, f64) X(16, c64) X(8, c64) X(16, c128)
+    X(4, as_is)                                                                                    \
+    X(2, as_is) X(1, as_is) X(16, f16) X(4, f16) X(2, f16) X(16, bf16) X(4, bf16) X(2, bf16)       \
+        X(16, f32) X(4, f32) X(16, f64) X(8, f64) X(16, c64) X(8, c64) X(16, c128)
 
 typedef struct {
     const char *name, *factor;

@@ -211,7 +211,7 @@ static spar_status choose(const copy *c, uint64_t bits, int *kernel, int64_t *ti
         if (strcmp(row->factor, factors[c->scale.dtype]) != 0 || bits & (uint64_t)(row->width - 1))
             continue;
         *kernel = i;
-        *tile = (row->width > item ? row->width : item) * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS;
+        *tile = row->width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS;
         return SPAR_OK;
     }
     return spar_fail(SPAR_INVALID,
