@@ -281,6 +281,39 @@ static void test_large_blocks(void)
     spar_table_free(&table);
 }
 
+/* A graph reads its plan's tables whenever it is replayed, also when the plan and many others are long gone. */
+static void test_graph_outlives_its_plan(void)
+{
+    enum { ROWS = 3, ROW = 5, MANY = 1200 };
+    const int64_t extents[] = {ROWS, ROW}, strides[] = {1, ROWS}, dim = 0;
+    const spar_tensor tensor = {1, 2, extents, strides, 1, &dim};
+    const spar_request request = {spar_op_find("split"), 1, 0, SPAR_SIDE_PULL, 1, &tensor};
+    const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+    const spar_span whole = {0, 0, ROWS * ROW, NULL};
+    const spar_block block = {.run = ROW};
+    const spar_dim none = {0};
+    unsigned char from[ROWS * ROW], to[ROWS * ROW] = {0};
+    const void *inputs[] = {from};
+    void *outputs[] = {to}, *const *targets = outputs, *graph, *before;
+    spar_plan *plan;
+    CUstream stream;
+    EXPECT(!gpu->enter(0, &before) && !spar_plan_build(&request, &plan));
+    EXPECT(cu->StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    EXPECT(begin_capture(stream, 0) == 0);
+    EXPECT(!gpu->copy_spans(plan, SPAR_PUSH, &whole, 1, inputs, outputs, &unscaled, stream));
+    EXPECT(end_capture(stream, &graph) == 0);
+    spar_plan_release(plan);
+    for (int i = 0; i < MANY; i++)
+        EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
+    for (int i = 0; i < ROWS * ROW; i++)
+        from[i] = (unsigned char)i;
+    EXPECT(launch_graph(graph, stream) == 0 && cu->StreamSynchronize(stream) == 0);
+    for (int i = 0; i < ROWS * ROW; i++)
+        EXPECT(to[i] == i % ROW * ROWS + i / ROW);
+    EXPECT(destroy_graph(graph) == 0 && cu->StreamDestroy(stream) == 0);
+    gpu->leave(before);
+}
+
 int test_cuda(int argc, char **argv)
 {
     EXPECT(argc == 3);
@@ -293,6 +326,8 @@ int test_cuda(int argc, char **argv)
     find("cuStreamEndCapture", &end_capture);
     find("cuGraphLaunch", &launch_graph);
     find("cuGraphDestroy", &destroy_graph);
+    if (o.alone)
+        test_graph_outlives_its_plan();
     for (int i = 0; i < threads; i++)
         EXPECT(!pthread_create(&others[i], NULL, run, &o));
     for (int i = 0; i < threads; i++)
