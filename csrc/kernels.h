@@ -12,12 +12,16 @@
 
 /* X(width, factor): copy_WIDTH_FACTOR moves WIDTH bytes at a time. Bytes may lie anywhere; what a factor is applied
  * to lies at multiples of its size, as torch's own kernels want it. */
+/* clang-format off */
 #define SPAR_KERNELS(X)                                                                            \
-    X(16, as_is)                                                                                   \
-    X(8, as_is)                                                                                    \
-    X(4, as_is)                                                                                    \
-    X(2, as_is) X(1, as_is) X(16, f16) X(4, f16) X(2, f16) X(16, bf16) X(4, bf16) X(2, bf16)       \
-        X(16, f32) X(4, f32) X(16, f64) X(8, f64) X(16, c64) X(8, c64) X(16, c128)
+    X(16, as_is) X(8, as_is) X(4, as_is) X(2, as_is) X(1, as_is)                                   \
+    X(16, f16) X(4, f16) X(2, f16)                                                                 \
+    X(16, bf16) X(4, bf16) X(2, bf16)                                                              \
+    X(16, f32) X(4, f32)                                                                           \
+    X(16, f64) X(8, f64)                                                                           \
+    X(16, c64) X(8, c64)                                                                           \
+    X(16, c128)
+/* clang-format on */
 
 typedef struct {
     const char *name, *factor;

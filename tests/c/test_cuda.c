@@ -22,6 +22,7 @@ static CUresult (*destroy_graph)(void *graph);
 
 typedef struct {
     uint64_t seed;
+    int aligned;  /* all buffers begin at multiples of 16: for the wide kernels */
     int captures; /* whether this one may be captured: not while another thread waits for a stream */
     CUstream stream;
     spar_scale scale;
@@ -56,7 +57,7 @@ static room make(turn *t, int64_t bytes, int contents)
 {
     room r = {.memory = malloc((size_t)bytes + MOST_SHIFT + 1)};
     EXPECT(r.memory);
-    r.data = r.memory + draw(&t->seed, MOST_SHIFT) / t->item * t->item;
+    r.data = r.memory + (t->aligned ? 0 : draw(&t->seed, MOST_SHIFT) / t->item * t->item);
     memset(r.memory, NOT_WRITTEN, (size_t)bytes + MOST_SHIFT + 1);
     if (contents)
         fill(&t->seed, r.data, bytes);
@@ -103,7 +104,8 @@ static int cut_up(turn *t, spar_span *spans, int peer, int64_t bytes, unsigned c
 static void copy(turn *t, spar_route route, const spar_span *spans, int count, void *const *outputs)
 {
     void *graph = NULL;
-    int captures = t->captures && draw(&t->seed, 4) == 0, step = 1 + draw(&t->seed, SPANS);
+    int captures = t->captures && draw(&t->seed, 4) == 0,
+        step = 1 + draw(&t->seed, SPANS) * draw(&t->seed, 2);
     if (captures)
         EXPECT(begin_capture(t->stream, 0) == 0);
     for (int i = 0; i < count; i += step)
@@ -202,6 +204,7 @@ static void run_turn(turn *t)
     int world = 1 + draw(&t->seed, WORLD), rank = draw(&t->seed, world), count;
     const spar_op *op = draw_call(t->seed, world, &count, parts);
     draw_scale(t);
+    t->aligned = draw(&t->seed, 2);
     for (int i = 0; i < count; i++) {
         part *p = &parts[i];
         if (t->scale.dtype != SPAR_UNSCALED)
