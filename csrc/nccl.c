@@ -1,0 +1,51 @@
+#include "nccl.h"
+
+#include "library.h"
+
+#include <pthread.h>
+#include <string.h>
+
+spar_nccl_table spar_nccl;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int opened;
+
+static spar_status open_locked(void)
+{
+    static const char *const names[] = {"libnccl.so.2", NULL};
+    void *library;
+    spar_nccl_table table;
+    SPAR_TRY(spar_library_open("libnccl", names, &library));
+#define FIND(name, result, parameters)                                                             \
+    SPAR_TRY(spar_library_function(library, "libnccl", "nccl" #name, &table.name));
+    SPAR_NCCL_FUNCTIONS(FIND)
+#undef FIND
+    if (table.GetVersion(&table.version) != SPAR_NCCL_SUCCESS)
+        return spar_fail(SPAR_TRANSPORT, "libnccl does not tell its version");
+    if (table.version < SPAR_NCCL_LEAST)
+        return spar_fail(SPAR_TRANSPORT, "libnccl is NCCL %d.%d.%d; expected 2.21.5 or newer",
+                         table.version / 10000, table.version / 100 % 100, table.version % 100);
+    spar_nccl = table;
+    __atomic_store_n(&opened, 1, __ATOMIC_RELEASE);
+    return SPAR_OK;
+}
+
+spar_status spar_nccl_open(void)
+{
+    if (__atomic_load_n(&opened, __ATOMIC_ACQUIRE))
+        return SPAR_OK;
+    pthread_mutex_lock(&lock);
+    spar_status status = opened ? SPAR_OK : open_locked();
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+spar_status spar_nccl_check(spar_nccl_result result, struct ncclComm *comm, const char *what)
+{
+    if (result == SPAR_NCCL_SUCCESS || result == SPAR_NCCL_IN_PROGRESS)
+        return SPAR_OK;
+    const char *last = spar_nccl.GetLastError(comm);
+    return spar_fail(SPAR_TRANSPORT, "%.*s: %s%s%s", (int)strcspn(what, "("), what,
+                     spar_nccl.GetErrorString(result), last && *last ? ": " : "",
+                     last && *last ? last : "");
+}

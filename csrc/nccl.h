@@ -1,0 +1,69 @@
+/* The functions of NCCL that spar calls, in declarations of its own: neither NCCL nor its headers are needed to
+ * build. The library is opened at run time, once; tests hold the declarations against nccl.h. */
+#ifndef SPAR_NCCL_H
+#define SPAR_NCCL_H
+
+#include "error.h"
+
+#include <stddef.h>
+
+/* NCCL's and CUDA's own tags, so that their types and these are the same. */
+struct ncclComm;
+struct CUstream_st;
+
+typedef unsigned spar_nccl_result; /* ncclResult_t */
+
+enum {
+    SPAR_NCCL_SUCCESS = 0,
+    SPAR_NCCL_IN_PROGRESS = 7,
+    SPAR_NCCL_UINT8 = 1,      /* ncclUint8 */
+    SPAR_NCCL_ID_BYTES = 128, /* NCCL_UNIQUE_ID_BYTES */
+    SPAR_NCCL_LEAST = 22105,  /* 2.21.5, that of torch 2.6 */
+};
+
+typedef struct {
+    char internal[SPAR_NCCL_ID_BYTES];
+} spar_nccl_id; /* ncclUniqueId */
+
+/* name, result, parameters */
+#define SPAR_NCCL_FUNCTIONS(F)                                                                     \
+    F(GetVersion, spar_nccl_result, (int *version))                                                \
+    F(GetErrorString, const char *, (spar_nccl_result result))                                     \
+    F(GetLastError, const char *, (struct ncclComm * comm))                                        \
+    F(GetUniqueId, spar_nccl_result, (spar_nccl_id * id))                                          \
+    F(CommInitRank, spar_nccl_result,                                                              \
+      (struct ncclComm * *comm, int world, spar_nccl_id id, int rank))                             \
+    F(CommCount, spar_nccl_result, (struct ncclComm *const comm, int *world))                      \
+    F(CommUserRank, spar_nccl_result, (struct ncclComm *const comm, int *rank))                    \
+    F(CommGetAsyncError, spar_nccl_result, (struct ncclComm * comm, spar_nccl_result * error))     \
+    F(GroupStart, spar_nccl_result, (void))                                                        \
+    F(GroupEnd, spar_nccl_result, (void))                                                          \
+    F(Send, spar_nccl_result,                                                                      \
+      (const void *from, size_t count, unsigned dtype, int peer, struct ncclComm *comm,            \
+       struct CUstream_st *stream))                                                                \
+    F(Recv, spar_nccl_result,                                                                      \
+      (void *to, size_t count, unsigned dtype, int peer, struct ncclComm *comm,                    \
+       struct CUstream_st *stream))                                                                \
+    F(CommDestroy, spar_nccl_result, (struct ncclComm * comm))                                     \
+    F(CommAbort, spar_nccl_result, (struct ncclComm * comm))
+
+typedef struct {
+#define SPAR_NCCL_FIELD(name, result, parameters) result(*name) parameters;
+    SPAR_NCCL_FUNCTIONS(SPAR_NCCL_FIELD)
+#undef SPAR_NCCL_FIELD
+    int version; /* as 22105 is 2.21.5 */
+} spar_nccl_table;
+
+/* Valid from the first spar_nccl_open that succeeded. */
+extern spar_nccl_table spar_nccl;
+
+/* Opens libnccl.so.2 (mapped already where torch's CUDA build is imported; else where Python found it), or tells in
+ * the last error's text why that cannot be: SPAR_TRANSPORT. Only the first success costs time. */
+spar_status spar_nccl_open(void);
+
+/* SPAR_OK, or SPAR_TRANSPORT with NCCL's words; `comm` may be NULL. In progress counts as well. */
+spar_status spar_nccl_check(spar_nccl_result result, struct ncclComm *comm, const char *what);
+
+#define SPAR_NCCL_TRY(comm, call) SPAR_TRY(spar_nccl_check(spar_nccl.call, comm, "nccl" #call))
+
+#endif
