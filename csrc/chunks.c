@@ -1,0 +1,156 @@
+#include "chunks.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* A block of at least so many bytes is a message of its own, which need not be packed where it lies in one piece;
+ * smaller ones go together: a message costs about as much as moving so many bytes. */
+static const int64_t ALONE = 1 << 16;
+
+static spar_status room_for(void **array, int64_t *room, int64_t needed, size_t item)
+{
+    if (needed <= *room)
+        return SPAR_OK;
+    int64_t larger = needed < 8 ? 8 : 2 * needed;
+    void *moved = realloc(*array, (size_t)larger * item);
+    if (!moved)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for a step of %lld parts", (long long)needed);
+    *array = moved;
+    *room = larger;
+    return SPAR_OK;
+}
+
+int64_t spar_chunks_steps(const spar_plan *plan, int64_t chunk)
+{
+    int64_t most = 0;
+    for (int rank = 0; rank < plan->world; rank++) {
+        if (rank == plan->rank)
+            continue;
+        most = plan->push[rank].bytes > most ? plan->push[rank].bytes : most;
+        most = plan->pull[rank].bytes > most ? plan->pull[rank].bytes : most;
+    }
+    return most / chunk + (most % chunk != 0);
+}
+
+spar_status spar_chunks_begin(spar_chunks *side, const spar_plan *plan, int pulls, int all,
+                              int64_t chunk)
+{
+    side->plan = plan;
+    side->pulls = pulls;
+    side->all = all;
+    side->chunk = chunk;
+    SPAR_TRY(
+        room_for((void **)&side->cursors, &side->cursor_room, plan->world, sizeof *side->cursors));
+    memset(side->cursors, 0, (size_t)plan->world * sizeof *side->cursors);
+    return SPAR_OK;
+}
+
+void spar_chunks_free(spar_chunks *side)
+{
+    free(side->messages);
+    free(side->spans);
+    free(side->cursors);
+    *side = (spar_chunks){0};
+}
+
+static spar_status add_message(spar_chunks *side, int peer, int tensor, int64_t at, int64_t bytes)
+{
+    SPAR_TRY(room_for((void **)&side->messages, &side->message_room, side->nmessages + 1,
+                      sizeof *side->messages));
+    side->messages[side->nmessages++] = (spar_message){peer, tensor, at, bytes};
+    return SPAR_OK;
+}
+
+/* Bytes low to high of a stream, staged from byte `at` on. */
+static spar_status add_span(spar_chunks *side, int peer, int64_t low, int64_t high, int64_t at)
+{
+    spar_span *last = side->nspans ? &side->spans[side->nspans - 1] : NULL;
+    if (last && last->peer == peer && last->high == low) {
+        last->high = high;
+        return SPAR_OK;
+    }
+    SPAR_TRY(
+        room_for((void **)&side->spans, &side->span_room, side->nspans + 1, sizeof *side->spans));
+    side->spans[side->nspans++] = (spar_span){peer, low, high, side->staging + at};
+    return SPAR_OK;
+}
+
+/* How long a block is, and whether it lies in one piece in this rank's tensor. */
+static int64_t measure(const spar_chunks *side, const spar_block *block, int *in_one_piece)
+{
+    int64_t bytes = block->run;
+    *in_one_piece = 1;
+    for (int k = block->ndim - 1; k >= 0; k--) {
+        const spar_dim *loop = &side->plan->dims[block->dims + k];
+        *in_one_piece &= (side->pulls ? loop->dst : loop->src) == bytes;
+        bytes *= loop->extent;
+    }
+    return bytes;
+}
+
+/* The bytes of one stream in a step, low to high; they are staged from byte `area` on. */
+static spar_status step_stream(spar_chunks *side, int peer, int64_t low, int64_t high, int64_t area)
+{
+    const spar_range *range = &(side->pulls ? side->plan->pull : side->plan->push)[peer];
+    spar_cursor *cursor = &side->cursors[peer];
+    int64_t joined = low; /* where the blocks begin that make the next message together */
+    for (int64_t at = low, until; at < high; at = until) {
+        const spar_block *block = &side->plan->blocks[range->first + cursor->block];
+        int in_one_piece;
+        int64_t bytes = measure(side, block, &in_one_piece), end = cursor->start + bytes;
+        int alone = bytes >= ALONE || range->count == 1;
+        until = end < high ? end : high;
+        if (alone && at > joined)
+            SPAR_TRY(add_message(side, peer, -1, area + joined - low, at - joined));
+        if (alone && in_one_piece && !side->all) {
+            int64_t begin = side->pulls ? block->dst : block->src;
+            SPAR_TRY(
+                add_message(side, peer, block->tensor, begin + at - cursor->start, until - at));
+        } else {
+            SPAR_TRY(add_span(side, peer, at, until, area + at - low));
+            if (alone)
+                SPAR_TRY(add_message(side, peer, -1, area + at - low, until - at));
+        }
+        if (alone)
+            joined = until;
+        if (until == end) {
+            cursor->block++;
+            cursor->start = end;
+        }
+    }
+    return high > joined ? add_message(side, peer, -1, area + joined - low, high - joined)
+                         : SPAR_OK;
+}
+
+/* Whether both are sent the same, which is then packed once. */
+static int is_shared(const spar_chunks *side, int first, int peer)
+{
+    const spar_range *a = &side->plan->push[first], *b = &side->plan->push[peer];
+    return !side->pulls && a->first == b->first && a->count == b->count;
+}
+
+spar_status spar_chunks_step(spar_chunks *side, int64_t step, char *staging)
+{
+    const spar_plan *plan = side->plan;
+    int world = plan->world, first = (plan->rank + 1) % world;
+    int64_t low = step * side->chunk, messages = 0;
+    side->staging = staging;
+    side->nmessages = side->nspans = 0;
+    for (int i = 1; i < world; i++) { /* not everybody to the same peer at once */
+        int peer = side->pulls ? (plan->rank - i + world) % world : (plan->rank + i) % world;
+        int64_t bytes = (side->pulls ? plan->pull : plan->push)[peer].bytes;
+        int64_t high = bytes - low < side->chunk ? bytes : low + side->chunk;
+        if (i > 1 && is_shared(side, first, peer)) {
+            for (int64_t k = 0; k < messages; k++) {
+                spar_message same = side->messages[k];
+                SPAR_TRY(add_message(side, peer, same.tensor, same.at, same.bytes));
+            }
+            continue;
+        }
+        if (low < high)
+            SPAR_TRY(step_stream(side, peer, low, high, (i - 1) * side->chunk));
+        if (i == 1)
+            messages = side->nmessages;
+    }
+    return SPAR_OK;
+}
