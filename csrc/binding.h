@@ -1,5 +1,5 @@
-/* The binding: parse, release the GIL, run, raise. module.c and plan_object.c alone know Python; they keep to
- * the limited API of CPython 3.10. Addresses travel as integers. */
+/* The binding: parse, release the GIL, run, raise. module.c and the files named after what they bind alone know
+ * Python; they keep to the limited API of CPython 3.10. Addresses travel as integers. */
 #ifndef SPAR_BINDING_H
 #define SPAR_BINDING_H
 
@@ -30,6 +30,17 @@ PyObject *spar_comm_type(void);
 PyObject *spar_py_comm(PyObject *module, PyObject *args);
 extern const char spar_py_comm_doc[];
 
+/* Until a deadline in seconds, as time.monotonic counts them; asks about signals. */
+spar_patience spar_py_patience(double deadline);
+
+/* Raises as spar_raise does, but for SPAR_INTERRUPTED, where a signal's handler has set an exception. */
+PyObject *spar_py_raise_after_wait(spar_status status);
+
+/* Comm.run and Comm.wait: calls that go into a device's stream. */
+PyObject *spar_py_run(spar_comm *comm, PyObject *args);
+PyObject *spar_py_wait(spar_comm *comm, PyObject *args);
+extern const char spar_py_run_doc[];
+
 /* What an op that communicates nothing selects, in memory of the arena. */
 PyObject *spar_py_select(PyObject *module, PyObject *args);
 extern const char spar_py_select_doc[];
@@ -38,5 +49,8 @@ extern const char spar_py_select_doc[];
 PyObject *spar_plan_type(void);
 PyObject *spar_py_plan(PyObject *module, PyObject *args);
 extern const char spar_py_plan_doc[];
+
+/* The plan of a spar._C.Plan, which holds it; NULL and an exception for other objects. */
+const spar_plan *spar_py_plan_of(PyObject *object);
 
 #endif

@@ -100,14 +100,12 @@ static int signal_came(void *context)
     return came;
 }
 
-/* SPAR_INTERRUPTED: the signal's handler has set an exception. */
-static PyObject *raise_after_wait(spar_status status)
+PyObject *spar_py_raise_after_wait(spar_status status)
 {
     return status == SPAR_INTERRUPTED && PyErr_Occurred() ? NULL : spar_raise(status);
 }
 
-/* `deadline` in seconds, as time.monotonic counts them. */
-static spar_patience patience_until(double deadline)
+spar_patience spar_py_patience(double deadline)
 {
     return (spar_patience){.deadline_ns = (int64_t)(deadline * 1e9), .interrupted = signal_came};
 }
@@ -115,17 +113,22 @@ static spar_patience patience_until(double deadline)
 /* ---- set-up ---- */
 
 const char spar_py_comm_doc[] = PyDoc_STR(
-    "comm(transport, facts, rank, local_ranks, group) -> Comm\n\nFirst stage; see verdict.");
+    "comm(transport, facts, rank, local_ranks, group, ordinal=0, native=0) -> Comm\n\n"
+    "First stage; see verdict. On device `ordinal`; native: torch's ncclComm_t, if it has one.");
 
 PyObject *spar_py_comm(PyObject *module, PyObject *args)
 {
     const char *name, *bytes, *group;
     Py_ssize_t size;
     int rank, local_ranks;
+    unsigned long long comm = 0;
+    spar_native native = {0};
     const spar_transport *const *row = spar_transports;
     (void)module;
-    if (!PyArg_ParseTuple(args, "sy#iis", &name, &bytes, &size, &rank, &local_ranks, &group))
+    if (!PyArg_ParseTuple(args, "sy#iis|iK", &name, &bytes, &size, &rank, &local_ranks, &group,
+                          &native.ordinal, &comm))
         return NULL;
+    native.comm = (void *)(uintptr_t)comm;
     while (*row && strcmp((*row)->name, name) != 0)
         row++;
     int world = (int)(size / (Py_ssize_t)sizeof(spar_facts));
@@ -143,8 +146,8 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
     object->name = (*row)->name;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(facts, bytes, (size_t)size);
-    spar_status status =
-        spar_comm_open(*row, facts, world, rank, local_ranks, &object->comm, &object->verdict);
+    spar_status status = spar_comm_open(*row, facts, world, rank, local_ranks, &native,
+                                        &object->comm, &object->verdict);
     free(facts);
     if (status == SPAR_OK)
         return (PyObject *)object;
@@ -205,14 +208,14 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
     if (!verdicts)
         return PyErr_NoMemory();
     memcpy(verdicts, bytes, (size_t)size);
-    spar_patience patience = patience_until(deadline);
+    spar_patience patience = spar_py_patience(deadline);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_connect(comm, verdicts, &patience, &((comm_object *)self)->verdict);
     Py_END_ALLOW_THREADS;
     free(verdicts);
     if (status != SPAR_OK)
-        return raise_after_wait(status);
+        return spar_py_raise_after_wait(status);
     Py_RETURN_NONE;
 }
 
@@ -276,7 +279,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .blocks = &block,
                       .device = &spar_device_cpu,
                       .text = text,
-                      .patience = patience_until(deadline),
+                      .patience = spar_py_patience(deadline),
                       .group = ((comm_object *)self)->group,
                       .op = op};
     if (read_request(&asked, tuple, op, comm->world, comm->rank) < 0 ||
@@ -292,7 +295,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     if (status == SPAR_OK)
         result = output_capsule(block, &plan->tensors[0], dtype);
     else
-        raise_after_wait(status);
+        spar_py_raise_after_wait(status);
     if (plan)
         spar_plan_release(plan);
 done:
@@ -361,7 +364,7 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     spar_call call = {.failed = for_good ? SPAR_INTERRUPTED : SPAR_INVALID,
                       .why = why,
                       .device = &spar_device_cpu,
-                      .patience = patience_until(deadline),
+                      .patience = spar_py_patience(deadline),
                       .group = ((comm_object *)self)->group,
                       .op = op};
     spar_status status;
@@ -369,7 +372,7 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status != call.failed) /* the failure itself is what was asked for */
-        return raise_after_wait(status);
+        return spar_py_raise_after_wait(status);
     Py_RETURN_NONE;
 }
 
@@ -379,7 +382,8 @@ static PyObject *comm_shown(PyObject *self, PyObject *args)
     int rank;
     if (!comm || !PyArg_ParseTuple(args, "i", &rank))
         return NULL;
-    const char *text = rank >= 0 && rank < comm->world ? comm->transport->shown(comm, rank) : NULL;
+    int known = comm->transport->shown && rank >= 0 && rank < comm->world;
+    const char *text = known ? comm->transport->shown(comm, rank) : NULL;
     if (!text)
         Py_RETURN_NONE;
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
@@ -398,6 +402,28 @@ static PyObject *comm_where(PyObject *self, PyObject *args)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
+static PyObject *comm_run(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    return comm ? spar_py_run(comm, args) : NULL;
+}
+
+static PyObject *comm_wait(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    return comm ? spar_py_wait(comm, args) : NULL;
+}
+
+static PyObject *comm_broken(PyObject *self, void *closure)
+{
+    const spar_comm *comm = ((comm_object *)self)->comm;
+    (void)closure;
+    const char *why = comm && comm->transport->broken ? comm->transport->broken(comm) : NULL;
+    if (!why)
+        Py_RETURN_NONE;
+    return PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
+}
+
 static PyObject *comm_transport(PyObject *self, void *closure)
 {
     (void)closure;
@@ -406,6 +432,7 @@ static PyObject *comm_transport(PyObject *self, void *closure)
 
 static PyGetSetDef comm_getset[] = {
     {"transport", comm_transport, NULL, "its transport's name", NULL},
+    {"broken", comm_broken, NULL, "what broke it behind the calls' back, or None", NULL},
     {"verdict", comm_verdict, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -413,6 +440,9 @@ static PyGetSetDef comm_getset[] = {
 static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(all ranks' verdicts, deadline)"},
     {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
+    {"run", comm_run, METH_VARARGS, spar_py_run_doc},
+    {"wait", comm_wait, METH_VARARGS,
+     "wait(deadline): returns when all that was given to a stream is over; raises what broke it."},
     {"fail", comm_fail, METH_VARARGS,
      "fail(op, why, for_good, deadline): this rank cannot make its next call, or any, and tells the\n"
      "others."},

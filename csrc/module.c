@@ -2,6 +2,7 @@
 #include "binding.h"
 #include "cores.h"
 #include "env.h"
+#include "library.h"
 #include "team.h"
 #include "whereabouts.h"
 
@@ -287,6 +288,25 @@ static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
     return PyLong_FromLongLong((long long)spar_arena_trim());
 }
 
+static PyObject *module_staging_stats(PyObject *module, PyObject *unused)
+{
+    int64_t cap, allocated;
+    (void)module;
+    (void)unused;
+    spar_staging_stats(&cap, &allocated);
+    return Py_BuildValue("LL", (long long)cap, (long long)allocated);
+}
+
+static PyObject *module_library_found(PyObject *module, PyObject *args)
+{
+    const char *library, *path;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "sz", &library, &path))
+        return NULL;
+    spar_library_found(library, path);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"plan", spar_py_plan, METH_VARARGS, spar_py_plan_doc},
     {"comm", spar_py_comm, METH_VARARGS, spar_py_comm_doc},
@@ -294,6 +314,10 @@ static PyMethodDef methods[] = {
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
+    {"staging_stats", module_staging_stats, METH_NOARGS,
+     "(cap, allocated) of the open groups' staging memory, in bytes"},
+    {"library_found", module_library_found, METH_VARARGS,
+     "library_found(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
     {"facts", module_facts, METH_NOARGS, "What this rank tells all others about itself, as bytes."},
     {"choose", module_choose, METH_VARARGS,
      "choose(all ranks' facts, device, ((refused name, reason), ...))\n"

@@ -62,6 +62,15 @@ enum { MAX_TENSORS = 16 };
 
 static PyTypeObject *plan_type;
 
+const spar_plan *spar_py_plan_of(PyObject *object)
+{
+    if (Py_TYPE(object) != plan_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a spar._C.Plan");
+        return NULL;
+    }
+    return ((plan_object *)object)->plan;
+}
+
 /* One tensor: (item size, extents, strides, args); its numbers go into `room`. */
 int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size)
 {

@@ -14,7 +14,8 @@ static spar_status tell(spar_status status, spar_verdict *verdict)
 }
 
 spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,
-                           int rank, int local_ranks, spar_comm **comm, spar_verdict *verdict)
+                           int rank, int local_ranks, const spar_native *native, spar_comm **comm,
+                           spar_verdict *verdict)
 {
     if (world < 1 || rank < 0 || rank >= world)
         return spar_fail(SPAR_INVALID, "a comm for rank %d of %d", rank, world);
@@ -31,6 +32,8 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_facts *fa
                         .rank = rank,
                         .local_ranks = local_ranks,
                         .facts = copy};
+    if (native)
+        made->native = *native;
     memset(verdict, 0, sizeof *verdict);
     *comm = made;
     return tell(transport->setup ? transport->setup(made, copy, verdict) : SPAR_OK, verdict);

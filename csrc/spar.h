@@ -17,6 +17,7 @@
  *   tables.h     the blocks as the kernels read them
  *   device.h, devices/          how blocks are copied
  *   pack.h       packing, for transports that move runs of bytes
+ *   chunks.h     an exchange in steps, for transports that stage
  *   patience.h   how long to wait
  *   arena.h      the memory that ranks of one host share
  *   whereabouts.h  which call each process is in, for messages
@@ -24,9 +25,12 @@
  *   hello.h      what they tell each other when they connect
  *   group.h      mailboxes: the order of a group's calls, verdicts
  *   mailbox.h    what they hold; wait.c: waiting, and what ends it
+ *   nccl.h       NCCL, opened at run time
  *   transport.h, transports/    who moves the bytes, and the choice
+ *   lane.h       a rank's way through NCCL: staging memory, streams
+ *   watch.h      calls under way on a GPU: their errors and limits
  *   spar.h       a rank's part in a group: open, connect, run
- *   binding.h    module.c, plan_object.c, comm_object.c: what knows Python
+ *   binding.h    module.c, plan_object.c, comm_object.c, stream_object.c: what knows Python
  *
  * Includes point upwards in this list only. */
 #ifndef SPAR_H
@@ -35,10 +39,11 @@
 #include "pack.h"
 #include "transport.h"
 
-/* A rank's part in a group, over a transport that spar_choose named. The verdict is for all other ranks: it
- * says whether this rank failed, and why; the status is about memory alone. */
+/* A rank's part in a group, over a transport that spar_choose named; `native` may be NULL. The verdict is for all
+ * other ranks: it says whether this rank failed, and why; the status is about memory alone. */
 spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,
-                           int rank, int local_ranks, spar_comm **comm, spar_verdict *verdict);
+                           int rank, int local_ranks, const spar_native *native, spar_comm **comm,
+                           spar_verdict *verdict);
 
 /* Second stage, from everybody's verdicts [world]; gives another verdict. Where no rank's says that it failed,
  * the comm can run. */

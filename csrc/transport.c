@@ -1,6 +1,7 @@
 #include "transport.h"
 
 #include "env.h"
+#include "nccl.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -9,7 +10,7 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_facts) == 320 && sizeof(spar_verdict) == 128, "they travel as bytes");
+_Static_assert(sizeof(spar_facts) == 416 && sizeof(spar_verdict) == 256, "they travel as bytes");
 
 static int torch_serves(const spar_facts *facts, int world, const char *device, char *reason,
                         size_t size)
@@ -24,7 +25,7 @@ static int torch_serves(const spar_facts *facts, int world, const char *device, 
 static const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves};
 
 #ifdef __linux__
-extern const spar_transport spar_transport_shm;
+extern const spar_transport spar_transport_shm, spar_transport_nccl;
 #endif
 #ifdef SPAR_LOCAL
 extern const spar_transport spar_transport_local;
@@ -35,10 +36,9 @@ const spar_transport *const spar_transports[] = {
     &spar_transport_local,
 #endif
 #ifdef __linux__
-    &spar_transport_shm,
+    &spar_transport_shm,   &spar_transport_nccl,
 #endif
-    &spar_transport_torch,
-    NULL,
+    &spar_transport_torch, NULL,
 };
 
 void spar_facts_read(spar_facts *facts)
@@ -61,6 +61,8 @@ void spar_facts_read(spar_facts *facts)
 #ifdef __linux__
     if (spar_peers_listen(&facts->endpoint) != SPAR_OK)
         snprintf(facts->no_shm, sizeof facts->no_shm, "%s", spar_last_error());
+    if (spar_device_cuda.open() != SPAR_OK || spar_nccl_open() != SPAR_OK)
+        snprintf(facts->no_nccl, sizeof facts->no_nccl, "%s", spar_last_error());
 #endif
 }
 

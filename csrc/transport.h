@@ -20,14 +20,15 @@ typedef struct {
     uint64_t local_world;   /* where all ranks are threads of one process: the world's address */
     spar_endpoint endpoint; /* where its process can be met; none: see no_shm */
     char no_shm[64];        /* why it has none */
+    char no_nccl[96];       /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
 } spar_facts;
 
 /* What a rank tells after a stage of a transport's set-up: all go on, or all leave it. */
 typedef struct {
     int32_t failed;
     char reason[92];
-    int64_t offset; /* shm: of its mailbox */
-    char reserved[24];
+    int64_t offset;  /* shm: of its mailbox */
+    char token[152]; /* nccl: see there */
 } spar_verdict;
 
 typedef struct {
@@ -41,11 +42,18 @@ typedef struct {
     spar_scale scale;
     const char *text; /* what else must be equal on all ranks: the dtype, the factor, ... */
     void *stream;     /* the device's queue; NULL on a CPU */
+    void *native;     /* the caller's own communicator, as spar_native has it, now */
     spar_patience patience;
     spar_status failed;     /* other than SPAR_OK: only to be told to the others, with `why`; */
     const char *why;        /* SPAR_INTERRUPTED: the group is broken with it */
     const char *group, *op; /* for whom asks where this rank is */
 } spar_call;
+
+/* What a rank has on its device. */
+typedef struct {
+    int ordinal; /* of the device in this process */
+    void *comm;  /* a communicator of the caller's that may be used (torch's ncclComm_t), or NULL */
+} spar_native;
 
 typedef struct spar_comm spar_comm;
 
@@ -70,6 +78,8 @@ typedef struct {
     const char *(*shown)(const spar_comm *comm, int rank);
     /* Which call `rank` is in, on any group: "is in gather, call 3 on group 'x'". NULL where it cannot be known. */
     void (*where)(const spar_comm *comm, int rank, char *text, size_t size);
+    /* What broke the group behind its calls' back, or NULL. NULL where nothing can. */
+    const char *(*broken)(const spar_comm *comm);
     /* Frees what setup made. Never waits. */
     void (*close)(spar_comm *comm);
 } spar_transport;
@@ -77,7 +87,8 @@ typedef struct {
 struct spar_comm {
     const spar_transport *transport;
     int world, rank;
-    int local_ranks;   /* of this job on this host */
+    int local_ranks; /* of this job on this host */
+    spar_native native;
     spar_facts *facts; /* [world] */
     void *state;       /* the transport's own */
 };
@@ -102,6 +113,9 @@ typedef struct {
     int count;
     const char *names[16], *reasons[16];
 } spar_refusal;
+
+/* Device memory in which pieces wait for the wire: what open groups may have of it, and have. */
+void spar_staging_stats(int64_t *cap, int64_t *allocated);
 
 /* The transport for these ranks and this device type. Fails where ranks disagree, or where the one that is
  * forced cannot serve. */

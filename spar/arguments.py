@@ -54,7 +54,7 @@ class Call:
         if not torch.compiler.is_compiling():
             for place in self.places():
                 with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
-                    by_handle(place.handle).fail(self.name, text)
+                    by_handle(place.handle).fail(self.name, self.input.device.type, text)
         return text
 
     def places(self) -> tuple[Place, ...]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _C, fallback, whereabouts, wire
+from . import _C, cuda, fallback, whereabouts, wire
 from .errors import ExchangeTimeoutError, GroupBrokenError, MismatchError, SparError
 from .fallback import SCALE_TYPES, apply_scale, call_text, mismatch
 
@@ -74,10 +74,12 @@ class Communicator:
         self.calls = 0
         self.broken: str | None = None
         self.check = True
+        self.synchronous = False  # the nccl transport's comparisons
         self.timeout: float | None = None
         self._facts: bytes | None = None
         self._transports: dict[str, Transport] = {}
-        self._comms: dict[str, _C.Comm] = {}  # of the transports that the C core runs
+        self._comms: dict[str, _C.Comm] = {}  # by device, of the transports that the C core runs
+        self._device: cuda.Device  # set up with the nccl transport
         self.own_output = False
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose call it is
@@ -97,17 +99,37 @@ class Communicator:
         """The transport for a device type, as far as it is known; never communicates."""
         if self.world == 1:
             return Transport(None, "a group of one exchanges nothing", device, 1)
-        unknown = Transport(None, "the group has not exchanged anything yet", device, self.world)
-        return self._transports.get(device, unknown)
+        known = self._transports.get(device)
+        if known is not None:
+            return known
+        reason = "the group has not exchanged anything yet"
+        return Transport(None, reason, device, self.world, self._rejected(device))
+
+    def _rejected(self, device: str) -> tuple[tuple[str, str], ...]:
+        """What is known not to serve CUDA tensors, before the other ranks are met by this rank alone."""
+        if device != "cuda":
+            return ()
+        cuda.find_libraries()
+        own = _C.facts() * self.world if self._facts is None else self._facts
+        try:
+            rejected = _C.choose(own, device, ())[2]
+        except (ValueError, SparError):  # settings that the first exchange will tell of
+            return ()
+        if self._facts is None:
+            return tuple((name, re.sub(r"^rank 0\b", f"rank {self.rank}", why)) for name, why in rejected)
+        return rejected
 
     def set_up(self, op: str, device: torch.device, deadline: float) -> None:
         """Meets the other ranks, once per group, and sets a transport up; collective the first time."""
         if device.type in self._transports:
             return
+        cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
+        cuda.find_libraries()
         if self._facts is None:
             facts = self._all_gather(_C.facts(), op, deadline)
             _C.choose(facts, device.type, ())  # raises, on all ranks, where they disagree
             self.check = _C.env("check") != "0"
+            self.synchronous = _C.env("check") == "1"
             self.own_output = _C.env("output") == "torch"
             self._facts = facts
             _C.plan_limit(int(_C.env("plan_cache")))
@@ -119,18 +141,27 @@ class Communicator:
             if name == "torch":
                 whereabouts.watch(self)
                 break
-            comm, failure = self._connect(name, op, deadline)
+            comm, failure = self._connect(name, device, op, deadline)
             if comm is not None:
                 self._comms[device.type] = comm
+                if device.type == "cuda":
+                    cuda.watch(self, self._device)
                 break
             refused += ((name, failure),)
         _log.info("group %s: transport %s: %s", self.name, name, reason)
         self._transports[device.type] = Transport(name, reason, device.type, self.world, rejected)
 
-    def _connect(self, name: str, op: str, deadline: float) -> tuple[_C.Comm | None, str]:
+    def _connect(
+        self, name: str, device: torch.device, op: str, deadline: float
+    ) -> tuple[_C.Comm | None, str]:
         """A transport of the C core, set up on all ranks; or None on all ranks, and why."""
         assert self._facts is not None
-        comm = _C.comm(name, self._facts, self.rank, self._local_ranks(), self.name)
+        place = (self._facts, self.rank, self._local_ranks(), self.name)
+        if device.type == "cuda":
+            self._device = cuda.Device(self, device, op, deadline)
+            comm = _C.comm(name, *place, self._device.index, self._device.native())
+        else:
+            comm = _C.comm(name, *place)
         for stage in ("opened", "connected"):
             verdicts = self._all_gather(comm.verdict, op, deadline)
             size = len(verdicts) // self.world
@@ -203,11 +234,10 @@ class Communicator:
         text = call_text(input_.dtype, device, factor, divide, records)
         tensor = (input_.element_size(), input_.shape, input_.stride(), args)
         comm = self._comms.get(device)
-        if comm is None:
+        if comm is None or device == "cuda":
             plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
             output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
-            fallback.run(self, fallback.Call(op, plan, input_, output, factor, divide, text, deadline))
-            CALLS["torch"] += 1
+            self._run(comm, fallback.Call(op, plan, input_, output, factor, divide, text, deadline))
             return output
         kind = SCALE_TYPES.get(input_.dtype, 0)
         try:
@@ -221,6 +251,19 @@ class Communicator:
                 output = output.view(input_.dtype)
             apply_scale(output, factor, divide)
         return output.clone() if self.own_output else output
+
+    def _run(self, comm: _C.Comm | None, call: fallback.Call) -> None:
+        """A call whose output is torch's."""
+        if comm is None:
+            cuda.refuse_capture(call.op, call.input.device, "the torch transport waits for the device")
+            fallback.run(self, call)
+            CALLS["torch"] += 1
+            return
+        try:
+            cuda.exchange(self, comm, self._device, call)
+        except SparError as error:
+            raise error if error.op is not None else self._explain(comm, call.op, error) from None
+        CALLS[comm.transport] += 1
 
     def _explain(self, comm: _C.Comm, op: str, error: SparError) -> SparError:
         """An error of the C core with what only this side knows."""
@@ -239,13 +282,22 @@ class Communicator:
             ranks=tuple(int(first or other) for first, other in ranks),
         )
 
-    def fail(self, op: str, why: str) -> None:
+    def fail(self, op: str, device: str, why: str) -> None:
         """This rank cannot make its next call: the others are told, where there is a way to."""
-        if not self._comms:
+        if device not in self._comms:
             return
         with self.turn(op):
             self.calls += 1
-            next(iter(self._comms.values())).fail(op, why, False, self.deadline())
+            self._comms[device].fail(op, why, False, self.deadline())
+
+    def abort_if_broken(self) -> bool:
+        """Ends what hangs in torch's communicator; whether there is nothing to look at any more."""
+        comm = self._comms.get("cuda")
+        if comm is not None and comm.broken is None:
+            return False
+        if comm is not None:
+            self._device.abort()
+        return True
 
     def close(self) -> None:
         with self._lock:

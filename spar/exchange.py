@@ -75,7 +75,7 @@ def _run_unheard(
     except BaseException as error:  # the others of those groups shall not wait for it
         for handle in then:
             with contextlib.suppress(SparError):
-                by_handle(handle).fail(op, f"the exchange before it failed: {error!r}")
+                by_handle(handle).fail(op, input_.device.type, f"the exchange before it failed: {error!r}")
         raise
 
 

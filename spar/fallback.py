@@ -141,7 +141,7 @@ def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
     )
 
 
-def _compare(comm: Communicator, call: Call) -> None:
+def compare(comm: Communicator, call: Call) -> None:
     """Raises MismatchError on all ranks where they do not make the same call."""
     own = torch.tensor([comm.calls, call.plan.signature(call.text)])
     rows = [row.tolist() for row in wire.all_gather(comm, own, call.op, call.deadline)]
@@ -166,7 +166,7 @@ def run(comm: Communicator, call: Call) -> None:
     copies = packer(device, comm.rank)
     copies.pack(call, sent)
     if comm.check:
-        _compare(comm, call)
+        compare(comm, call)
     wire.all_to_all(
         comm, call.op, received, sent.to(via), list(received_sizes), list(sent_sizes), call.deadline
     )

@@ -189,7 +189,7 @@ def memory_stats() -> dict[str, int]:
     """Counters of this process: arena.*_bytes, staging.*_bytes, plans.* and calls.* (by transport)."""
     arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
     stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}
-    stats |= {"staging.cap_bytes": 0, "staging.allocated_bytes": 0}
+    stats |= dict(zip(("staging.cap_bytes", "staging.allocated_bytes"), _C.staging_stats(), strict=True))
     stats |= {
         f"plans.{name}": n for name, n in zip(("cached", "hits", "misses"), _C.plan_stats(), strict=True)
     }

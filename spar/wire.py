@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from . import _C, whereabouts
 from .errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
@@ -166,6 +166,16 @@ def all_gather(comm: Communicator, own: torch.Tensor, op: str, deadline: float) 
     options = _options(AllgatherOptions, comm, op, deadline)
     _run(comm, op, (own, *rows), deadline, lambda: group.allgather([rows], [own], options))
     return [row.cpu() for row in rows]
+
+
+def meet(comm: Communicator, device: torch.device, op: str, deadline: float) -> None:
+    """A tiny collective on a device: in a group's first one there torch makes its communicator."""
+    group = comm.group
+    with torch.cuda.device(device):
+        one = torch.zeros(1, device=device)
+        options = _options(AllreduceOptions, comm, op, deadline)
+        _run(comm, op, (one,), deadline, lambda: group.allreduce([one], options))
+        one.cpu()
 
 
 def all_to_all(

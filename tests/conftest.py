@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,7 +21,17 @@ from spar import _C
 
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell; of test_fault_matrix.py
 WORLDS = (1, 2, 3, 4, 7)
-TRANSPORTS = _C.transports()
+
+
+def _for_cpu_tensors() -> list[str]:
+    """The rows of the table that can serve the CPU tensors of one rank, in their order."""
+    names: list[str] = []
+    while not names or names[-1] != "torch":  # which serves whatever the others do not
+        names.append(_C.choose(_C.facts(), "cpu", tuple((name, "seen") for name in names))[0])
+    return names
+
+
+TRANSPORTS = _for_cpu_tensors()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -36,7 +47,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(line.rstrip())
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, worlds: tuple[int, ...], store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -44,7 +55,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    groups = {key: dist.new_group(list(range(key[1]))) for key in itertools.product(TRANSPORTS, WORLDS)}
+    groups = {key: dist.new_group(list(range(key[1]))) for key in itertools.product(TRANSPORTS, worlds)}
     while (task := pipe.recv()) is not None:
         world, transport, function, args = task
         os.environ["SPAR_TRANSPORT"] = transport  # forced: a test must not pass over another one
@@ -62,7 +73,9 @@ class Ranks:
     Returns their results in rank order; fails with the first rank's traceback. The function is importable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worlds: tuple[int, ...] = WORLDS, environment: dict[str, str] | None = None) -> None:
+        self.worlds = worlds
+        self.environment = environment or {}  # of its processes, from their beginning
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.transport = TRANSPORTS[-1]
@@ -70,10 +83,14 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         store = os.path.join(tempfile.mkdtemp(), "store")
-        for rank in range(max(WORLDS)):
+        size = max(self.worlds)
+        for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, max(WORLDS), store, theirs), daemon=True)
-            process.start()
+            process = context.Process(
+                target=_serve, args=(rank, size, self.worlds, store, theirs), daemon=True
+            )
+            with mock.patch.dict(os.environ, self.environment):
+                process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)

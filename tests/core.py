@@ -260,7 +260,11 @@ class World:
             own.local_world, own.transport = self.shared, b"local"
         self.comms = [POINTER(Comm)() for _ in range(size)]
         for rank, comm in enumerate(self.comms):
-            check(core.spar_comm_open(local(), facts, size, rank, size, byref(comm), byref(verdicts[rank])))
+            check(
+                core.spar_comm_open(
+                    local(), facts, size, rank, size, None, byref(comm), byref(verdicts[rank])
+                )
+            )
         for comm in self.comms:
             check(core.spar_comm_connect(comm, verdicts, byref(Patience()), byref(last)))
             assert not last.failed, last.reason

@@ -190,11 +190,12 @@ class Facts(ctypes.Structure):
         ("local_world", c_uint64),
         ("endpoint", Endpoint),
         ("no_shm", c_char * 64),
+        ("no_nccl", c_char * 96),
     )
 
 
 class Verdict(ctypes.Structure):
-    _fields_ = (("failed", c_int32), ("reason", c_char * 92), ("offset", c_int64), ("reserved", c_char * 24))
+    _fields_ = (("failed", c_int32), ("reason", c_char * 92), ("offset", c_int64), ("token", c_char * 152))
 
 
 class Call(ctypes.Structure):
@@ -207,12 +208,17 @@ class Call(ctypes.Structure):
         ("scale", Scale),
         ("text", c_char_p),
         ("stream", c_void_p),
+        ("native", c_void_p),
         ("patience", Patience),
         ("failed", c_int),
         ("why", c_char_p),
         ("group", c_char_p),
         ("op", c_char_p),
     )
+
+
+class Native(ctypes.Structure):
+    _fields_ = (("ordinal", c_int), ("comm", c_void_p))
 
 
 class Comm(ctypes.Structure):
@@ -233,6 +239,7 @@ class Transport(ctypes.Structure):
         ("wait", _CallFunction),
         ("shown", c_void_p),
         ("where", c_void_p),
+        ("broken", c_void_p),
         ("close", c_void_p),
     )
 
@@ -242,6 +249,7 @@ Comm._fields_ = (
     ("world", c_int),
     ("rank", c_int),
     ("local_ranks", c_int),
+    ("native", Native),
     ("facts", POINTER(Facts)),
     ("state", c_void_p),
 )
@@ -283,6 +291,7 @@ _STRUCTS = {
     "facts": Facts,
     "verdict": Verdict,
     "refusal": Refusal,
+    "native": Native,
     "call": Call,
     "comm": Comm,
     "transport": Transport,
@@ -317,7 +326,10 @@ _FUNCTIONS = {  # name: (result, arguments)
     "env_field": (c_int, [c_char_p, POINTER(c_char_p)]),
     "comm_open": (
         c_int,
-        [POINTER(Transport), POINTER(Facts), c_int, c_int, c_int, POINTER(POINTER(Comm)), POINTER(Verdict)],
+        [
+            *(POINTER(Transport), POINTER(Facts), c_int, c_int, c_int, POINTER(Native)),
+            *(POINTER(POINTER(Comm)), POINTER(Verdict)),
+        ],
     ),
     "comm_connect": (c_int, [POINTER(Comm), POINTER(Verdict), POINTER(Patience), POINTER(Verdict)]),
     "comm_run": (c_int, [POINTER(Comm), POINTER(Call)]),

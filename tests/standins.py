@@ -20,7 +20,7 @@ FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-ftls-model=initial-exec
 
 
 def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
-    """Builds libcuda.so.1 and libnvrtc.so.12 into the folder; `options`: as -fsanitize=thread."""
+    """Builds libcuda.so.1, libnvrtc.so.12 and libnccl.so.2 into it; `options`: as -fsanitize=thread."""
     cxx = {"gcc": "g++", "clang": "clang++"}[compiler]
     kernels = folder / "kernels.o"
     cuda = [compiler, "-std=c11", *FLAGS, *options, "-fvisibility=hidden", "-shared"]
@@ -39,6 +39,7 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
     _run(*cuda, FOLDER / "libcuda.c", kernels, "-lm", "-o", folder / "libcuda.so.1")
     nvrtc = [compiler, "-std=c11", *FLAGS, *options, "-shared"]
     _run(*nvrtc, FOLDER / "libnvrtc.c", "-o", folder / "libnvrtc.so.12")
+    _run(*cuda, FOLDER / "libnccl.c", "-o", folder / "libnccl.so.2")
 
 
 def _run(*command: str | Path) -> None:

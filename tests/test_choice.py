@@ -59,7 +59,11 @@ def test_rejected_rows_are_told_with_their_reasons() -> None:
     apart[2].local_world = 6
     choice = Choice(apart)
     assert choice.name == "torch" and "cpu" in choice.reason
-    assert choice.rejected == {"local": "rank 2 is not in rank 0's process", "shm": "rank 0: no socket"}
+    assert choice.rejected == {
+        "local": "rank 2 is not in rank 0's process",
+        "shm": "rank 0: no socket",
+        "nccl": "cpu tensors do not lie on CUDA devices",
+    }
 
 
 def test_a_row_whose_set_up_failed_is_passed_over() -> None:
@@ -81,12 +85,23 @@ def test_shm_needs_host_memory_and_a_process_for_each_rank() -> None:
     assert Choice(ranks).rejected["shm"] == "ranks 1 and 2 are one process"
 
 
+def test_nccl_needs_cuda_on_each_rank() -> None:
+    ranks = facts()
+    assert Choice(ranks, "cuda").name == "nccl"
+    ranks[1].no_nccl = b"no libcuda: libcuda.so.1: cannot open"
+    choice = Choice(ranks, "cuda")
+    assert choice.name == "torch"
+    assert choice.rejected["nccl"] == "rank 1: no libcuda: libcuda.so.1: cannot open"
+    ctypes.memset(ctypes.addressof(ranks[1]) + core.Facts.no_nccl.offset, ord("x"), core.Facts.no_nccl.size)
+    assert Choice(ranks, "cuda").rejected["nccl"] == "rank 1: " + 95 * "x"
+
+
 @pytest.mark.parametrize("name", core.transports())
 def test_a_transport_can_be_forced(name: str) -> None:
     ranks = facts(local_world=5, transport=name.encode())
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
-    choice = Choice(ranks)
+    choice = Choice(ranks, "cuda" if name == "nccl" else "cpu")
     assert choice.name == name
     earlier = core.transports()[: core.transports().index(name)]
     assert choice.rejected == dict.fromkeys(earlier, f"SPAR_TRANSPORT={name}")
@@ -154,7 +169,9 @@ def test_the_choice_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_comm_of_an_impossible_rank_is_refused(world: int, rank: int) -> None:
     array = (core.Facts * 4)(*facts(4, local_world=5))
     comm, verdict = ctypes.POINTER(core.Comm)(), core.Verdict()
-    status = core.library().spar_comm_open(core.local(), array, world, rank, 1, byref(comm), byref(verdict))
+    status = core.library().spar_comm_open(
+        core.local(), array, world, rank, 1, None, byref(comm), byref(verdict)
+    )
     assert status == Status.INVALID
     assert f"rank {rank} of {world}" in core.last_error()
 
@@ -162,7 +179,7 @@ def test_a_comm_of_an_impossible_rank_is_refused(world: int, rank: int) -> None:
 def test_a_failed_verdict_is_told_on_all() -> None:
     array = (core.Facts * 2)(*facts(2, local_world=5))
     comm, own = ctypes.POINTER(core.Comm)(), core.Verdict()
-    core.check(core.library().spar_comm_open(core.local(), array, 2, 0, 1, byref(comm), byref(own)))
+    core.check(core.library().spar_comm_open(core.local(), array, 2, 0, 1, None, byref(comm), byref(own)))
     verdicts = (core.Verdict * 2)(own, core.Verdict(failed=1, reason=b"no descriptors", offset=1))
     core.check(core.library().spar_comm_connect(comm, verdicts, byref(core.Patience()), byref(own)))
     assert own.failed and own.reason == b"rank 1: no descriptors"

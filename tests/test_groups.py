@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks
+from conftest import TRANSPORTS, Ranks
 from reference import assert_same, rule
 
 import spar
-from spar import _C
 from spar.groups import by_handle, place_of
 
 Group = dist.ProcessGroup
@@ -222,14 +221,14 @@ def check_forced(rank: int, world: int, group: Group) -> None:
     before = os.environ["SPAR_TRANSPORT"]
     os.environ["SPAR_CHECK"] = "0"
     try:
-        for name in _C.transports():
+        for name in TRANSPORTS:
             fresh = dist.new_group(list(range(ALL)))
             os.environ["SPAR_TRANSPORT"] = name
             assert spar.gather_forward_split_backward(torch.zeros(1), fresh, 0).shape == (ALL,)
             assert spar.transport(fresh).name == name
             fresh = dist.new_group(list(range(ALL)))
             os.environ["SPAR_TRANSPORT"] = f"^{name}"
-            if len(_C.transports()) == 1:
+            if len(TRANSPORTS) == 1:
                 with pytest.raises(spar.TransportError, match="leaves no transport"):
                     spar.gather_forward_split_backward(torch.zeros(1), fresh, 0)
             else:

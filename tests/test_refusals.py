@@ -79,7 +79,7 @@ def refused(rank: int, folder: Path, fault: str) -> None:
     assert_same(y, torch.arange(3.0).repeat_interleave(3))
     chosen = spar.transport()
     assert chosen.name == "torch", chosen
-    assert [name for name, _ in chosen.rejected] == ["shm"]
+    assert [name for name, _ in chosen.rejected] == ["shm", "nccl"]
     assert re.search(why, chosen.rejected[0][1]), chosen.rejected
     told_all: list[object] = [None] * 3
     dist.all_gather_object(told_all, (chosen.reason, chosen.rejected))

@@ -154,8 +154,8 @@ static void test_world(int size)
         members[rank] = (member){rank, size, NULL, &barrier, wires};
     }
     for (int rank = 0; rank < size; rank++)
-        EXPECT(!spar_comm_open(&spar_transport_local, facts, size, rank, size, &members[rank].comm,
-                               &verdicts[rank]));
+        EXPECT(!spar_comm_open(&spar_transport_local, facts, size, rank, size, NULL,
+                               &members[rank].comm, &verdicts[rank]));
     for (int rank = 0; rank < size; rank++)
         EXPECT(!spar_comm_connect(members[rank].comm, verdicts, &forever, &last) && !last.failed);
     in_threads(call_often, members, sizeof *members, size);

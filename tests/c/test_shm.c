@@ -52,7 +52,7 @@ static spar_comm *join_processes(meeting *m, int rank)
     const spar_patience patience = {.deadline_ns = now_ns() + 20000000000};
     spar_facts_read(&m->facts[rank]);
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_comm_open(&spar_transport_shm, m->facts, m->world, rank, m->world, &comm,
+    EXPECT(!spar_comm_open(&spar_transport_shm, m->facts, m->world, rank, m->world, NULL, &comm,
                            &m->opened[rank]));
     pthread_barrier_wait(&m->barrier);
     EXPECT(!spar_comm_connect(comm, m->opened, &patience, &m->connected[rank]));

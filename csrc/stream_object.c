@@ -1,0 +1,61 @@
+/* Calls of a spar._C.Comm that go into a device's stream: torch allocates their outputs. */
+#include "binding.h"
+
+const char spar_py_run_doc[] = PyDoc_STR(
+    "run(plan, input, output, stream, native, scale_type, divide, factor, text, deadline)\n\n"
+    "One exchange of one tensor, given to the stream: returns before its bytes have moved. Addresses are\n"
+    "integers; native as of comm(), now.");
+
+PyObject *spar_py_run(spar_comm *comm, PyObject *args)
+{
+    PyObject *object;
+    const char *text;
+    unsigned long long from, to, stream, native;
+    int dtype, divide;
+    double factor, deadline;
+    spar_scale scale;
+    if (!PyArg_ParseTuple(args, "OKKKKipdsd", &object, &from, &to, &stream, &native, &dtype,
+                          &divide, &factor, &text, &deadline) ||
+        spar_read_scale(dtype, divide, factor, &scale) < 0)
+        return NULL;
+    const spar_plan *plan = spar_py_plan_of(object);
+    if (!plan)
+        return NULL;
+    if (plan->ntensors != 1)
+        return PyErr_Format(PyExc_ValueError, "a plan of %d tensors", plan->ntensors);
+    const void *input = (const void *)(uintptr_t)from;
+    void *output = (void *)(uintptr_t)to;
+    spar_call call = {.plan = plan,
+                      .inputs = &input,
+                      .outputs = &output,
+                      .device = &spar_device_cuda,
+                      .scale = scale,
+                      .text = text,
+                      .stream = (void *)(uintptr_t)stream,
+                      .native = (void *)(uintptr_t)native,
+                      .patience = spar_py_patience(deadline)};
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_comm_run(comm, &call);
+    Py_END_ALLOW_THREADS;
+    if (status != SPAR_OK)
+        return spar_py_raise_after_wait(status);
+    Py_RETURN_NONE;
+}
+
+PyObject *spar_py_wait(spar_comm *comm, PyObject *args)
+{
+    double deadline;
+    if (!PyArg_ParseTuple(args, "d", &deadline))
+        return NULL;
+    if (!comm->transport->wait)
+        Py_RETURN_NONE; /* its calls return when all is over */
+    spar_call call = {.patience = spar_py_patience(deadline)};
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = comm->transport->wait(comm, &call);
+    Py_END_ALLOW_THREADS;
+    if (status != SPAR_OK)
+        return spar_py_raise_after_wait(status);
+    Py_RETURN_NONE;
+}

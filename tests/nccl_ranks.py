@@ -1,0 +1,391 @@
+"""The nccl transport over stand-in libraries: what its ranks do. Their tensors are on the CPU, as the
+stand-in's memory is.
+
+A rank's process is started with the stand-ins in LD_LIBRARY_PATH (standins.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import spar
+from spar import _C, cuda
+from spar.communicator import Communicator
+from spar.fallback import Call, call_text
+
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+def driver(name: str, *args: Any) -> None:
+    """Calls a function of the stand-in libcuda that only cuGetProcAddress tells."""
+    library = ctypes.CDLL("libcuda.so.1")
+    function, found = ctypes.c_void_p(), ctypes.c_int()
+    library.cuGetProcAddress_v2(
+        name.encode(), ctypes.byref(function), 12000, ctypes.c_uint64(0), ctypes.byref(found)
+    )
+    assert function.value, name
+    result = ctypes.CFUNCTYPE(ctypes.c_int, *map(type, args))(function.value)(*args)
+    assert result == 0, f"{name}: {result}"
+
+
+class Stream:
+    """A stream of the stand-in, for the calls inside `with`."""
+
+    def __init__(self) -> None:
+        self.handle = ctypes.c_void_p()
+        driver("cuStreamCreate", ctypes.pointer(self.handle), ctypes.c_uint(1))
+
+    def __enter__(self) -> Stream:
+        self.before = cuda._stream_of
+        cuda._stream_of = lambda index: self.handle.value or 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        cuda._stream_of = self.before
+
+    def synchronize(self) -> None:
+        driver("cuStreamSynchronize", self.handle)
+
+
+def set_up(group: dist.ProcessGroup, **environment: object) -> Communicator:
+    """A communicator that has met the others for CUDA tensors, with these settings."""
+    for name in ("libcuda.so.1", "libnccl.so.2", "libnvrtc.so.12"):
+        ctypes.CDLL(name)  # before packages of the real ones are looked for
+    os.environ.pop("SPAR_TRANSPORT", None)
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    comm = Communicator(group)
+    try:
+        with comm.turn("init"):
+            comm.set_up("init", DEVICE, comm.deadline())
+    finally:
+        for name in environment:
+            os.environ.pop(name)
+    return comm
+
+
+_kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+def give(
+    comm: Communicator,
+    op: str,
+    args: tuple[int, ...],
+    x: torch.Tensor,
+    factor: float = 1.0,
+    divide: bool = False,
+) -> torch.Tensor:
+    """One exchange, given to the stream."""
+    tensor = (x.element_size(), x.shape, x.stride(), args)
+    plan = _C.plan(op, comm.world, comm.rank, _C.SIDE_PULL, (tensor,))
+    output = torch.full(plan.out_shapes[0], 7).to(x.dtype)
+    on_device: Any = SimpleNamespace(
+        data_ptr=x.data_ptr, get_device=lambda: 0, dtype=x.dtype, device=DEVICE, kept=x
+    )
+    text = call_text(x.dtype, "cuda", factor, divide, False)
+    _kept.append((x, output))  # unlike CUDA's, the CPU's memory is anybody's as soon as it is freed
+    comm.calls += 1
+    comm._run(
+        comm._comms["cuda"],
+        Call(op, plan, on_device, output, factor, divide, text, comm.deadline()),
+    )
+    return output
+
+
+def wait(comm: Communicator) -> None:
+    comm._comms["cuda"].wait(time.monotonic() + 30)
+
+
+Cell = tuple[str, tuple[int, ...], list[torch.Tensor], list[torch.Tensor], float, bool]
+
+
+def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, cells: list[Cell]) -> str:
+    """Gives all calls to one stream, one after another, and looks at the outputs when all are over."""
+    comm = set_up(group, SPAR_STAGING_MAX=staging)
+    transport = comm.transport("cuda")
+    assert transport.name == "nccl", transport
+    stats = spar.memory_stats()
+    assert 0 < stats["staging.allocated_bytes"] <= stats["staging.cap_bytes"] == staging
+    kept = []
+    with Stream() as stream:
+        for op, args, inputs, outputs, factor, divide in cells:
+            before = inputs[rank].clone()
+            got = give(comm, op, args, inputs[rank], factor, divide)
+            kept.append((op, got, outputs[rank], inputs[rank], before))
+        stream.synchronize()
+    for op, got, wanted, x, before in kept:
+        assert got.shape == wanted.shape, op
+        assert torch.equal(bits(got), bits(wanted)), f"{op}: {got} {wanted}"
+        assert torch.equal(bits(x), bits(before)), f"{op}: an input was modified"
+    wait(comm)
+    assert spar.memory_stats()["staging.allocated_bytes"] == stats["staging.allocated_bytes"]
+    comm.close()
+    return transport.reason
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.005)
+
+
+# ---- streams ----
+
+
+def check_streams(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Each call reads its input when its stream comes to it; two streams of one group do not mix."""
+    comm = set_up(group, SPAR_STAGING_MAX=1024 * (world - 1))
+    streams = [Stream(), Stream()]
+    kept = []
+    for turn in range(12):
+        x = torch.arange(600, dtype=torch.int16).view(30, 20) + 1000 * turn + 100 * rank
+        with streams[turn % 2]:
+            kept.append((x, give(comm, "all_to_all", (1, 0, 30 * world), x)))
+    for stream in streams:
+        stream.synchronize()
+    for turn, (_, got) in enumerate(kept):
+        whole = [
+            torch.arange(600, dtype=torch.int16).view(30, 20) + 1000 * turn + 100 * p for p in range(world)
+        ]
+        wanted = torch.cat([x.tensor_split(world, 1)[rank] for x in whole])
+        assert torch.equal(got, wanted), turn
+    wait(comm)
+    comm.close()
+
+
+def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int) -> None:
+    """A captured call moves nothing; each replay reads the inputs of then. Calls beside it go on."""
+    comm = set_up(group, SPAR_STAGING_MAX=staging)
+    graph = ctypes.c_void_p()
+    x = torch.empty(40, 12)
+    with Stream() as stream, Stream() as other:
+        give(comm, "all_to_all", (1, 0, 40 * world), x)
+        stream.synchronize()
+        other.synchronize()
+    with stream:
+        driver("cuStreamBeginCapture", stream.handle, ctypes.c_int(0))
+        got = give(comm, "all_to_all", (1, 0, 40 * world), x, 0.5)
+        driver("cuStreamEndCapture", stream.handle, ctypes.pointer(graph))
+    for turn in range(3):
+        x.copy_(torch.arange(480.0).view(40, 12) + 1000 * rank + turn)
+        driver("cuGraphLaunch", graph, stream.handle)
+        stream.synchronize()
+        wanted = [(torch.arange(480.0).view(40, 12) + 1000 * p + turn) * 0.5 for p in range(world)]
+        assert torch.equal(got, torch.cat([w.tensor_split(world, 1)[rank] for w in wanted])), turn
+    driver("cuGraphDestroy", graph)
+    wait(comm)
+    comm.close()
+
+
+def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A communicator of the caller's is used, and neither aborted nor destroyed; a gone one is an error."""
+    library = ctypes.CDLL("libnccl.so.2")
+
+    class Id(ctypes.Structure):
+        _fields_ = (("internal", ctypes.c_char * 128),)
+
+    own, native = Id(), ctypes.c_void_p()
+    library.ncclGetUniqueId(ctypes.byref(own))
+    ids: list[Any] = [bytes(own)]
+    dist.broadcast_object_list(ids, group_src=0, group=group)
+    library.ncclCommInitRank.argtypes = (ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int)
+    library.ncclCommInitRank(ctypes.byref(native), world, Id.from_buffer_copy(ids[0]), rank)
+    pointers, aborted = [native.value], []
+    backend = SimpleNamespace(_comm_ptr=lambda: pointers[-1], abort=lambda: aborted.append(1))
+    before = cuda._nccl_backend, cuda.wire.meet
+    cuda._nccl_backend, cuda.wire.meet = lambda group: backend, lambda *args: None
+    os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"  # no other is made
+    try:
+        comm = set_up(group)
+    finally:
+        cuda._nccl_backend, cuda.wire.meet = before
+        os.environ.pop("STANDIN_NCCL_FAIL")
+    x = torch.full((3, 5), float(rank))
+    with Stream() as stream:
+        got = give(comm, "gather", (0, 3 * world), x)
+        stream.synchronize()
+        assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(3))
+        pointers.append(0)
+        with pytest.raises(spar.TransportError, match="torch's communicator is gone"):
+            give(comm, "gather", (0, 3 * world), x)
+        pointers.pop()
+        comm.timeout = 0.5
+        with stalled():
+            give(comm, "gather", (0, 3 * world), x)
+        within(3, lambda: bool(aborted))
+        assert "did not end in time" in str(comm._comms["cuda"].broken)
+        expect_broken(comm, spar.ExchangeTimeoutError, r"did not end in time \(limit 0.5 s, SPAR_TIMEOUT\)")
+        dist.barrier(group)
+        library.ncclCommAbort(native)  # as torch would have
+        stream.synchronize()
+    comm.close()
+
+
+def check_check(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """SPAR_CHECK=1: ranks compare before anything is in a stream, and a call returns when it is over."""
+    comm = set_up(group, SPAR_CHECK="1")
+    with Stream():
+        for _ in range(2):  # the group stays usable
+            with pytest.raises(spar.MismatchError, match="different calls") as caught:
+                give(comm, "gather", (0,), torch.zeros(2, 3 if rank == 0 else 4))
+            assert caught.value.ranks == (0,)
+        got = give(comm, "gather", (0,), torch.full((2,), float(rank)))
+        assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
+    wait(comm)
+    comm.close()
+
+
+# ---- faults ----
+
+
+@contextlib.contextmanager
+def stalled(how: str = "stall") -> Iterator[None]:
+    os.environ["STANDIN_NCCL_LATER"] = how
+    try:
+        yield
+    finally:
+        os.environ.pop("STANDIN_NCCL_LATER")
+
+
+def expect_broken(comm: Communicator, error: type[spar.SparError], text: str) -> None:
+    """The next call tells what broke the group, those after it that it is broken."""
+    for kind in (error, spar.GroupBrokenError, spar.GroupBrokenError):
+        with pytest.raises(kind, match=text if kind is error else text.split(" \\(limit")[0]) as caught:
+            give(comm, "gather", (0,), torch.zeros(2))
+        assert type(caught.value) is kind
+        assert (caught.value.op, caught.value.rank) == ("gather", comm.rank)
+
+
+def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A rank that does not come: the call has returned; the stream goes on when the limit is over."""
+    comm = set_up(group)
+    comm.timeout = 1.0
+    if rank != 0:
+        with Stream() as stream:
+            begin = time.monotonic()
+            give(comm, "gather", (0,), torch.zeros(2))
+            stream.synchronize()  # ended by the abort
+            assert 0.9 < time.monotonic() - begin < 2.0
+            expect_broken(comm, spar.ExchangeTimeoutError, r"in time \(limit 1 s, SPAR_TIMEOUT\)")
+    dist.barrier(group)
+    comm.close()
+
+
+def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """wait returns when all is over, and tells what broke."""
+    comm = set_up(group)
+    x = torch.full((1000,), float(rank))
+    with Stream():
+        got = give(comm, "gather", (0,), x)
+        wait(comm)
+        assert torch.equal(got, torch.arange(float(world)).repeat_interleave(1000))
+        dist.barrier(group)
+        with stalled():
+            give(comm, "gather", (0,), x)
+        with pytest.raises(spar.ExchangeTimeoutError, match="did not come to the end of call 2"):
+            comm._comms["cuda"].wait(time.monotonic() + 0.2)
+    dist.barrier(group)
+    comm.close()
+
+
+def check_error_at_once(rank: int, world: int, group: dist.ProcessGroup, function: str) -> None:
+    """What NCCL refuses in the call: its last error's text, on the rank where it happens."""
+    comm = set_up(group)
+    comm.timeout = 1.0
+    with Stream() as stream:
+        if rank == world - 1:
+            os.environ["STANDIN_NCCL_FAIL"] = f"{function}:1"
+            with pytest.raises(
+                spar.TransportError, match=f"nccl{function}: system error: the stand-in"
+            ) as caught:
+                give(comm, "gather", (0,), torch.zeros(2))
+            os.environ.pop("STANDIN_NCCL_FAIL")
+            assert caught.value.op == "gather"
+            with pytest.raises(spar.GroupBrokenError, match=f"nccl{function}: system error"):
+                give(comm, "gather", (0,), torch.zeros(2))
+        else:
+            give(comm, "gather", (0,), torch.zeros(2))
+            stream.synchronize()
+            within(3, lambda: comm._comms["cuda"].broken is not None)
+            with pytest.raises((spar.ExchangeTimeoutError, spar.PeerLostError)):
+                give(comm, "gather", (0,), torch.zeros(2))
+    dist.barrier(group)
+    comm.close()
+
+
+def check_error_later(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """What only ncclCommGetAsyncError tells: seen without a call; the stream goes on, a call raises."""
+    comm = set_up(group)
+    with Stream() as stream:
+        with stalled("remote"):
+            give(comm, "gather", (0,), torch.zeros(2))
+        begin = time.monotonic()
+        stream.synchronize()
+        assert time.monotonic() - begin < 1.0
+        expect_broken(comm, spar.TransportError, "remote error: the stand-in's remote error")
+    dist.barrier(group)
+    comm.close()
+
+
+def check_refused(
+    rank: int, world: int, group: dist.ProcessGroup, variable: str, fault: str, why: str
+) -> None:
+    """Where one rank cannot, all leave the transport together, and know why."""
+    if rank == 0:
+        os.environ[variable] = fault
+    comm = set_up(group)
+    os.environ.pop(variable, None)
+    chosen = comm.transport("cuda")
+    assert chosen.name == "torch", chosen
+    assert [name for name, _ in chosen.rejected] == ["shm", "nccl"]
+    assert re.search(f"rank 0: .*{why}", chosen.rejected[1][1]), chosen
+    assert spar.memory_stats()["staging.allocated_bytes"] == 0
+    comm.close()
+
+
+def check_no_meeting(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A rank whose NCCL cannot be connected: nobody waits longer than the limit."""
+    if rank == 0:
+        os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"
+    begin = time.monotonic()
+    with pytest.raises(spar.ExchangeTimeoutError):
+        set_up(group, SPAR_TIMEOUT=1.5)
+    assert time.monotonic() - begin < 4
+    os.environ.pop("STANDIN_NCCL_FAIL", None)
+
+
+def check_death(rank: int, world: int, group: dist.ProcessGroup, folder: str) -> None:
+    """A peer that is killed: its stream, and its word, never come."""
+    comm = set_up(group)
+    comm.timeout = 1.0
+    with Stream() as stream:
+        give(comm, "gather", (0,), torch.zeros(2))
+        stream.synchronize()
+        dist.barrier(group)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        give(comm, "gather", (0,), torch.zeros(2))
+        stream.synchronize()
+        waited = time.monotonic() - begin
+        expect_broken(comm, spar.ExchangeTimeoutError, r"in time \(limit 1 s, SPAR_TIMEOUT\)")
+    comm.close()
+    Path(folder, str(rank)).write_text(str(waited))

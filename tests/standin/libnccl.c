@@ -1,0 +1,406 @@
+/* A stand-in for libnccl.so.2: groups of sends and receives between processes, over shared host memory, executed later
+ * by the stand-in libcuda's streams.
+ *
+ * As in NCCL: what a group holds makes progress together; messages of a pair of ranks match in their order; the
+ * groups of a communicator run one after another, whatever their streams; a group whose peer does not come goes on
+ * until the communicator is aborted; ncclCommInitRank waits for all ranks. Other than in NCCL, lengths that do not match
+ * are an error at once. What goes wrong is asked for by environment variables, read at each call:
+ *
+ *   STANDIN_NCCL_VERSION=22000   what ncclGetVersion says
+ *   STANDIN_NCCL_FAIL=Send:3     the third ncclSend from now on fails: ncclSystemError, with a last error
+ *   STANDIN_NCCL_LATER=remote    a group's work ends in ncclRemoteError, which only ncclCommGetAsyncError tells
+ *   STANDIN_NCCL_LATER=stall     it makes no progress */
+#include "../../csrc/nccl.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
+enum { PIPE = 1 << 16, MOST_RANKS = 16 };
+
+/* Bytes on their way from one rank to another. Each message is its length, and then itself. */
+typedef struct {
+    _Alignas(64) uint64_t written, read; /* atomic; in all */
+    char bytes[PIPE];
+} pipe_memory;
+
+typedef struct {
+    uint32_t attached; /* atomic: ranks */
+    pipe_memory pipes[];
+} shared_memory;
+
+struct ncclComm {
+    int world, rank;
+    shared_memory *shared;
+    uint32_t aborted, running; /* atomic: whether; groups given to streams and not over */
+    uint32_t error;            /* atomic: a later error */
+    uint64_t given,
+        over; /* groups: the order of a communicator's is that in which they were given */
+};
+
+typedef struct {
+    struct ncclComm *comm;
+    struct CUstream_st *stream;
+    char *bytes;
+    int sends, peer;
+    uint64_t length, head,
+        at; /* of the message; bytes of its length, and of itself, that have moved */
+} operation;
+
+typedef struct {
+    struct ncclComm *comm;
+    uint64_t turn;
+    int count, mode;
+    int captured; /* it is run by each replay, and its turn is then */
+    operation operations[];
+} group;
+
+static _Thread_local operation *open_operations;
+static _Thread_local int depth, open_count, open_room;
+static _Thread_local spar_nccl_result
+    open_error; /* a group in which something failed does nothing */
+static char last_error[256];
+
+static spar_nccl_result fail(spar_nccl_result result, const char *text)
+{
+    snprintf(last_error, sizeof last_error, "%s", text);
+    open_error = depth ? result : SPAR_NCCL_SUCCESS;
+    return result;
+}
+
+/* STANDIN_NCCL_FAIL. */
+static int is_to_fail(const char *function)
+{
+    static char counted[64];
+    static int calls;
+    const char *wanted = getenv("STANDIN_NCCL_FAIL");
+    size_t length = strlen(function);
+    if (!wanted || strncmp(wanted, function, length) != 0 || wanted[length] != ':')
+        return 0;
+    if (strcmp(counted, wanted) != 0) {
+        snprintf(counted, sizeof counted, "%s", wanted);
+        calls = 0;
+    }
+    return ++calls == atoi(wanted + length + 1);
+}
+
+static void pause_shortly(void)
+{
+    const struct timespec moment = {0, 20000};
+    nanosleep(&moment, NULL);
+}
+
+/* ---- what a stream does ---- */
+
+static pipe_memory *pipe_of(const struct ncclComm *comm, int from, int to)
+{
+    return &comm->shared->pipes[from * comm->world + to];
+}
+
+/* Moves what can be moved between memory and a pipe: whole bytes, as many as there is room for. */
+static uint64_t move(pipe_memory *pipe, int sends, char *bytes, uint64_t length)
+{
+    uint64_t written = __atomic_load_n(&pipe->written, __ATOMIC_ACQUIRE);
+    uint64_t read = __atomic_load_n(&pipe->read, __ATOMIC_ACQUIRE);
+    uint64_t possible = sends ? PIPE - (written - read) : written - read;
+    uint64_t count = length < possible ? length : possible;
+    for (uint64_t done = 0; done < count;) {
+        uint64_t place = ((sends ? written : read) + done) % PIPE;
+        uint64_t part = count - done < PIPE - place ? count - done : PIPE - place;
+        if (sends)
+            memcpy(pipe->bytes + place, bytes + done, part);
+        else
+            memcpy(bytes + done, pipe->bytes + place, part);
+        done += part;
+    }
+    if (sends)
+        __atomic_store_n(&pipe->written, written + count, __ATOMIC_RELEASE);
+    else
+        __atomic_store_n(&pipe->read, read + count, __ATOMIC_RELEASE);
+    return count;
+}
+
+/* Whether the operation moved anything; *error where the lengths do not match. */
+static int advance(operation *o, spar_nccl_result *error)
+{
+    struct ncclComm *c = o->comm;
+    pipe_memory *pipe = o->sends ? pipe_of(c, c->rank, o->peer) : pipe_of(c, o->peer, c->rank);
+    uint64_t before = o->head + o->at, length = o->length;
+    if (o->head < sizeof length) {
+        if (!o->sends && __atomic_load_n(&pipe->written, __ATOMIC_ACQUIRE) -
+                                 __atomic_load_n(&pipe->read, __ATOMIC_ACQUIRE) <
+                             sizeof length)
+            return 0;
+        if (o->sends && PIPE - (__atomic_load_n(&pipe->written, __ATOMIC_ACQUIRE) -
+                                __atomic_load_n(&pipe->read, __ATOMIC_ACQUIRE)) <
+                            sizeof length)
+            return 0;
+        o->head += move(pipe, o->sends, (char *)&length, sizeof length);
+        if (length != o->length) {
+            snprintf(last_error, sizeof last_error, "rank %d sent %llu bytes, rank %d expects %llu",
+                     o->peer, (unsigned long long)length, c->rank, (unsigned long long)o->length);
+            *error = INVALID_USAGE;
+            return 0;
+        }
+    }
+    o->at += move(pipe, o->sends, o->bytes + o->at, o->length - o->at);
+    return o->head + o->at > before;
+}
+
+static int is_over(const operation *o)
+{
+    return o->head == sizeof o->length && o->at == o->length;
+}
+
+static uint64_t take_turn(struct ncclComm *c)
+{
+    __atomic_add_fetch(&c->running, 1, __ATOMIC_RELAXED);
+    return __atomic_fetch_add(&c->given, 1, __ATOMIC_RELAXED);
+}
+
+/* The first of each pair that is not over, until none is. */
+static void run_group(void *context)
+{
+    group *g = context;
+    struct ncclComm *c = g->comm;
+    spar_nccl_result error = SPAR_NCCL_SUCCESS;
+    if (g->captured) {
+        g->turn = take_turn(c);
+        for (int i = 0; i < g->count; i++)
+            g->operations[i].head = g->operations[i].at = 0;
+    }
+    while (__atomic_load_n(&c->over, __ATOMIC_ACQUIRE) != g->turn)
+        pause_shortly();
+    if (g->mode == 'r') {
+        snprintf(last_error, sizeof last_error, "the stand-in's remote error");
+        error = REMOTE_ERROR;
+    }
+    for (int left = g->count; left > 0 && !__atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE);) {
+        char busy[2][MOST_RANKS] = {{0}};
+        int moved = 0;
+        left = 0;
+        for (int i = 0; i < g->count && !error && g->mode != 's'; i++) {
+            operation *o = &g->operations[i];
+            if (is_over(o) || busy[o->sends][o->peer])
+                continue;
+            moved |= advance(o, &error);
+            if (is_over(o))
+                continue;
+            busy[o->sends][o->peer] = 1;
+            left++;
+        }
+        if (error) /* the kernel goes on in vain, until it is aborted */
+            __atomic_store_n(&c->error, error, __ATOMIC_RELEASE);
+        left += error || g->mode == 's';
+        if (left && !moved)
+            pause_shortly();
+    }
+    __atomic_store_n(&c->over, g->turn + 1, __ATOMIC_RELEASE);
+    __atomic_sub_fetch(&c->running, 1, __ATOMIC_RELEASE);
+    if (!g->captured)
+        free(g);
+}
+
+static int is_captured(struct CUstream_st *stream)
+{
+    static unsigned (*find)(const char *, void *, int, uint64_t, int *);
+    unsigned (*is_capturing)(struct CUstream_st *, int *) = NULL;
+    int found, status = 0;
+    void *address = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuGetProcAddress_v2");
+    memcpy(&find, &address, sizeof address);
+    find("cuStreamIsCapturing", &is_capturing, 12000, 0, &found);
+    is_capturing(stream, &status);
+    return status != 0;
+}
+
+static spar_nccl_result launch(struct ncclComm *c, const operation *all, int total)
+{
+    static unsigned (*launch_host)(struct CUstream_st *, void (*)(void *), void *);
+    if (!launch_host) {
+        void *address = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuLaunchHostFunc");
+        memcpy(&launch_host, &address, sizeof address);
+    }
+    const char *later = getenv("STANDIN_NCCL_LATER");
+    group *g = malloc(sizeof *g + (size_t)total * sizeof *all);
+    struct CUstream_st *stream = NULL;
+    g->comm = c;
+    g->count = 0;
+    g->mode = later ? later[0] : 0;
+    for (int i = 0; i < total; i++)
+        if (all[i].comm == c) {
+            g->operations[g->count++] = all[i];
+            stream = all[i].stream;
+        }
+    g->captured = is_captured(stream);
+    if (!g->captured)
+        g->turn = take_turn(c);
+    return launch_host(stream, run_group, g) ? fail(SYSTEM_ERROR, "cuLaunchHostFunc failed")
+                                             : SPAR_NCCL_SUCCESS;
+}
+
+/* ---- NCCL's functions ---- */
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT spar_nccl_result ncclGetVersion(int *version)
+{
+    const char *wanted = getenv("STANDIN_NCCL_VERSION");
+    *version = wanted ? atoi(wanted) : 22907;
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT const char *ncclGetErrorString(spar_nccl_result result)
+{
+    static const char *const texts[] = {"no error",       "unhandled cuda error", "system error",
+                                        "internal error", "invalid argument",     "invalid usage",
+                                        "remote error",   "in progress"};
+    return result < 8 ? texts[result] : "unknown result code";
+}
+
+EXPORT const char *ncclGetLastError(struct ncclComm *comm)
+{
+    (void)comm;
+    return last_error;
+}
+
+EXPORT spar_nccl_result ncclGetUniqueId(spar_nccl_id *id)
+{
+    struct timespec now;
+    if (is_to_fail("GetUniqueId"))
+        return fail(SYSTEM_ERROR, "the stand-in has no id");
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    memset(id, 0, sizeof *id);
+    snprintf(id->internal, sizeof id->internal, "/spar-standin-%d-%lld%09ld", (int)getpid(),
+             (long long)now.tv_sec, now.tv_nsec);
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar_nccl_id id,
+                                         int rank)
+{
+    size_t bytes = sizeof(shared_memory) + (size_t)(world * world) * sizeof(pipe_memory);
+    if (is_to_fail("CommInitRank"))
+        return fail(SYSTEM_ERROR, "the stand-in cannot be connected");
+    if (world > MOST_RANKS || rank < 0 || rank >= world)
+        return fail(INVALID_ARGUMENT, "an impossible rank");
+    int descriptor = shm_open(id.internal, O_RDWR | O_CREAT, 0600);
+    if (descriptor < 0 || ftruncate(descriptor, (off_t)bytes) != 0)
+        return fail(SYSTEM_ERROR, "no shared memory");
+    struct ncclComm *c = calloc(1, sizeof *c);
+    c->world = world;
+    c->rank = rank;
+    c->shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    close(descriptor);
+    if (__atomic_add_fetch(&c->shared->attached, 1, __ATOMIC_ACQ_REL) == (uint32_t)world)
+        shm_unlink(id.internal);
+    while (__atomic_load_n(&c->shared->attached, __ATOMIC_ACQUIRE) < (uint32_t)world)
+        pause_shortly();
+    *comm = c;
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclCommCount(struct ncclComm *const comm, int *world)
+{
+    *world = comm->world;
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclCommUserRank(struct ncclComm *const comm, int *rank)
+{
+    *rank = comm->rank;
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclCommGetAsyncError(struct ncclComm *comm, spar_nccl_result *error)
+{
+    *error = __atomic_load_n(&comm->error, __ATOMIC_ACQUIRE);
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclGroupStart(void)
+{
+    if (is_to_fail("GroupStart"))
+        return fail(SYSTEM_ERROR, "the stand-in cannot start a group");
+    depth++;
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclGroupEnd(void)
+{
+    spar_nccl_result result = SPAR_NCCL_SUCCESS;
+    if (depth == 0)
+        return fail(INVALID_USAGE, "no group was started");
+    if (depth == 1 && is_to_fail("GroupEnd"))
+        fail(SYSTEM_ERROR, "the stand-in cannot end a group");
+    if (--depth)
+        return SPAR_NCCL_SUCCESS;
+    result = open_error;
+    open_error = SPAR_NCCL_SUCCESS;
+    for (int i = 0; i < open_count && !result; i++) {
+        int is_first = 1;
+        for (int j = 0; j < i; j++)
+            is_first &= open_operations[j].comm != open_operations[i].comm;
+        if (is_first)
+            result = launch(open_operations[i].comm, open_operations, open_count);
+    }
+    open_count = 0;
+    return result;
+}
+
+static spar_nccl_result add(struct ncclComm *comm, struct CUstream_st *stream, int sends,
+                            void *bytes, size_t count, unsigned dtype, int peer)
+{
+    if (comm->aborted || dtype != SPAR_NCCL_UINT8 || peer < 0 || peer >= comm->world || !count)
+        return fail(INVALID_ARGUMENT, "an impossible message");
+    if (open_count == open_room) {
+        open_room = open_room ? 2 * open_room : 16;
+        open_operations = realloc(open_operations, (size_t)open_room * sizeof *open_operations);
+    }
+    open_operations[open_count++] = (operation){comm, stream, bytes, sends, peer, count, 0, 0};
+    if (depth)
+        return SPAR_NCCL_SUCCESS;
+    ncclGroupStart();
+    return ncclGroupEnd();
+}
+
+EXPORT spar_nccl_result ncclSend(const void *from, size_t count, unsigned dtype, int peer,
+                                 struct ncclComm *comm, struct CUstream_st *stream)
+{
+    if (is_to_fail("Send"))
+        return fail(SYSTEM_ERROR, "the stand-in's connection was reset");
+    return add(comm, stream, 1, (void *)(uintptr_t)from, count, dtype, peer);
+}
+
+EXPORT spar_nccl_result ncclRecv(void *to, size_t count, unsigned dtype, int peer,
+                                 struct ncclComm *comm, struct CUstream_st *stream)
+{
+    if (is_to_fail("Recv"))
+        return fail(SYSTEM_ERROR, "the stand-in's connection was reset");
+    return add(comm, stream, 0, to, count, dtype, peer);
+}
+
+EXPORT spar_nccl_result ncclCommAbort(struct ncclComm *comm)
+{
+    __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE);
+    while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
+        pause_shortly();
+    munmap(comm->shared,
+           sizeof(shared_memory) + (size_t)(comm->world * comm->world) * sizeof(pipe_memory));
+    free(comm);
+    return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclCommDestroy(struct ncclComm *comm)
+{
+    while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
+        pause_shortly();
+    return ncclCommAbort(comm);
+}

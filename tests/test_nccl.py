@@ -1,0 +1,197 @@
+"""The nccl transport without a GPU: all operations over stand-in libraries, asynchronously, with faults."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cases
+import nccl_ranks
+import pytest
+import standins
+import torch
+import torch.distributed as dist
+from cases import OPS, Cut
+from conftest import Ranks
+from nccl_ranks import Cell
+from reference import in_runs, zigzag
+
+import spar
+from spar import _C
+
+SPAR = Path(_C.__file__).parent
+WORLDS = (2, 3, 4)
+SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Ranks]:
+    """Ranks over the stand-ins; they last for the module."""
+    ranks = Ranks(WORLDS, standins.environment(standins.built()))
+    yield ranks
+    ranks.stop()
+
+
+ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def cells_of(op: str, world: int, seed: int) -> list[Cell]:
+    """A call of random arguments: of items of any size, laid out anyhow; and of a dtype, with a factor."""
+    part, draw = cases.seeded_case(op, world, seed).parts[0], random.Random(f"{op} {world} {seed}")
+    args, cells = tuple(part.move.args), []
+    if part.item in ITEMS:
+        inputs, outputs = (
+            [part.laid_out(x).view(ITEMS[part.item]).squeeze(-1) for x in cut.parts(part.whole(), world)]
+            for cut in (part.move.before, part.move.after)
+        )
+        cells.append((op, args, inputs, outputs, 1.0, False))
+    whole = torch.randn(*part.shape, dtype=torch.float64, generator=torch.manual_seed(seed))
+    whole = whole.to(draw.choice(SCALED))
+    factor, divide = draw.choice([(3.0, True), (0.3, False), (float(world), True)])
+    outputs = [x / factor if divide else x * factor for x in part.move.after.parts(whole, world)]
+    cells.append((op, args, list(part.move.before.parts(whole, world)), outputs, factor, divide))
+    return cells
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("chunk", [256, 4096])
+def test_all_ops(gpus: Ranks, world: int, chunk: int) -> None:
+    """Uneven shapes, all item sizes, strided inputs; in many steps, or few."""
+    cells = [cell for op in OPS for seed in range(6) for cell in cells_of(op, world, seed)]
+    (reason,) = set(gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * chunk, cells))
+    assert f"{world} ranks" in reason
+
+
+def large_cells(world: int) -> list[Cell]:
+    """Blocks long enough to be messages of their own: moved in place, where they lie in one piece."""
+    total = 64 * world + 3
+    ways = {
+        "gather": ((0, total), Cut(0, in_runs(cases.by_rule(total, world))), Cut()),
+        "all_to_all": (
+            (1, 0, total),
+            Cut(0, in_runs(cases.by_rule(total, world))),
+            Cut(1, in_runs(cases.by_rule(20, world))),
+        ),
+        "zigzag_gather": ((0, 1, 128 * world), Cut(0, zigzag(128 * world, world, 1)), Cut()),
+    }
+    cells: list[Cell] = []
+    for op, (args, before, after) in ways.items():
+        extent = args[-1]
+        whole = torch.randn(extent, 20, 101, generator=torch.manual_seed(7))
+        inputs, outputs = before.parts(whole, world), after.parts(whole, world)
+        cells.append((op, args, list(inputs), list(outputs), 1.0, False))
+        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+        cells.append((op, args, strided, [x / world for x in outputs], float(world), True))
+    return cells
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_large_blocks(gpus: Ranks, world: int) -> None:
+    gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * 80 * 256, large_cells(world))
+
+
+def test_streams(gpus: Ranks) -> None:
+    gpus(3, nccl_ranks.check_streams)
+
+
+@pytest.mark.parametrize("staging", [2048, 1 << 20])  # with a siding, and without
+def test_graphs(gpus: Ranks, staging: int) -> None:
+    gpus(3, nccl_ranks.check_capture, staging)
+
+
+def test_torch_communicator(gpus: Ranks) -> None:
+    gpus(2, nccl_ranks.check_native)
+
+
+def test_checks(gpus: Ranks) -> None:
+    gpus(3, nccl_ranks.check_check)
+
+
+def test_a_rank_that_does_not_come(gpus: Ranks) -> None:
+    gpus(3, nccl_ranks.check_absent)
+
+
+def test_wait(gpus: Ranks) -> None:
+    gpus(2, nccl_ranks.check_wait)
+
+
+@pytest.mark.parametrize("function", ["Send", "Recv", "GroupStart", "GroupEnd"])
+def test_errors_of_a_call(gpus: Ranks, function: str) -> None:
+    gpus(2, nccl_ranks.check_error_at_once, function)
+
+
+def test_errors_that_come_later(gpus: Ranks) -> None:
+    gpus(3, nccl_ranks.check_error_later)
+
+
+@pytest.mark.parametrize(
+    ("variable", "fault", "why"),
+    [
+        ("STANDIN_NCCL_FAIL", "GetUniqueId:1", "ncclGetUniqueId: system error: the stand-in has no id"),
+        ("SPAR_STAGING_MAX", "1000", "SPAR_STAGING_MAX is 1000; 2 ranks need at least 1024"),
+    ],
+)
+def test_one_rank_that_cannot(gpus: Ranks, variable: str, fault: str, why: str) -> None:
+    gpus(2, nccl_ranks.check_refused, variable, fault, why)
+
+
+def test_a_set_up_that_does_not_end(gpus: Ranks) -> None:
+    gpus(2, nccl_ranks.check_no_meeting)
+
+
+def test_a_peer_that_dies(gpus: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="rank 0 of 3:\nthe process is gone"):
+        gpus(3, nccl_ranks.check_death, str(tmp_path))
+    assert {path.name: 0.9 < float(path.read_text()) < 2.0 for path in tmp_path.iterdir()} == {
+        "1": True,
+        "2": True,
+    }
+
+
+# ---- libraries that are not there, or too old ----
+
+CHOOSE = "from spar import _C; print(_C.choose(_C.facts() * 2, 'cuda', ()))"
+
+
+@pytest.mark.parametrize(
+    ("missing", "version", "why"),
+    [
+        ("libcuda.so.1", "", "no libcuda: libcuda.so.1: cannot open"),
+        ("libnccl.so.2", "", "no libnccl: libnccl.so.2: cannot open"),
+        ("", "22005", "libnccl is NCCL 2.20.5; expected 2.21.5 or newer"),
+        ("", "22105", "all 2 ranks have CUDA and NCCL"),
+    ],
+)
+def test_what_is_missing_is_a_reason(tmp_path: Path, missing: str, version: str, why: str) -> None:
+    for path in standins.built().glob("*.so.*"):
+        if path.name != missing:
+            (tmp_path / path.name).symlink_to(path)
+    environment = standins.environment(tmp_path, STANDIN_NCCL_VERSION=version or "22907")
+    # a folder without the package's __init__, which imports torch
+    code = "import sys, types; sys.modules['spar'] = spar = types.ModuleType('spar'); "
+    code += f"spar.__path__ = [{str(SPAR)!r}]; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + CHOOSE], env=environment, capture_output=True, text=True, check=True
+    )
+    assert why in done.stdout
+    assert done.stdout.startswith("('nccl'" if version == "22105" else "('torch'")
+
+
+def check_reason(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Without a GPU: before the group has met anybody, and after."""
+    os.environ.pop("SPAR_TRANSPORT")
+    fresh = dist.new_group(list(range(7)))
+    rejected = dict(spar.transport(fresh, "cuda").rejected)
+    assert re.match(rf"rank {rank}: no libcuda: libcuda.so.1: ", rejected["nccl"]), rejected
+    assert spar.transport(fresh, "cuda").name is None
+    dist.destroy_process_group(fresh)
+
+
+def test_transport_tells_why(pool: Ranks) -> None:
+    pool.transport = "torch"
+    pool(7, check_reason)
