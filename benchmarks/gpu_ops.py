@@ -1,0 +1,294 @@
+"""All operations between real GPUs, and how long they take: python benchmarks/gpu_ops.py [--out FILE].
+
+Needs spar and torch with CUDA. A rank for each GPU; with one GPU, two ranks on it, which wants NCCL
+2.30. Ends with 1 where something is wrong, with 2 where there is nothing to run on. `--device cpu` runs
+the same operations over shared memory, without the times.
+
+Correct: forward and backward of every operation, uneven pieces and several dtypes, against the whole tensors;
+a call's replay out of a CUDA graph; a rank that does not come. Fast: the host's time for a call; all_to_all
+beside what people write today (permute, all_to_all_single, permute).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import formulations
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+
+import spar
+
+MIB = 1 << 20
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+
+
+def check(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(f"rank {dist.get_rank()}: {what}")
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    check(got.shape == wanted.shape and torch.equal(got.cpu(), wanted), what)
+
+
+def there_and_back(
+    name: str,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    wanted: torch.Tensor,
+    grad: torch.Tensor,
+    wanted_grad: torch.Tensor,
+    device: torch.device,
+) -> None:
+    """Both directions of one operation; tensors on the CPU say what is given and wanted."""
+    leaf = x.clone().to(device).requires_grad_()
+    y = forward(leaf)
+    y.backward(grad.to(device))
+    same(y.detach(), wanted, f"{name} of {x.dtype}")
+    assert leaf.grad is not None
+    same(leaf.grad, wanted_grad, f"the gradient of {name} of {x.dtype}")
+
+
+def check_operations(device: torch.device) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for turn, dtype in enumerate(DTYPES):
+        random = torch.Generator().manual_seed(turn)  # the same on all ranks
+        seq, heads = 400 * world + 3, 3 * world + 1
+        whole, grads = (torch.randn(2, seq, heads, 24, generator=random).to(dtype) for _ in range(2))
+        sizes = spar.cal_split_sizes(seq, world)
+
+        def part(x: torch.Tensor, dim: int) -> torch.Tensor:
+            return x.tensor_split(world, dim)[rank].contiguous()
+
+        there_and_back(
+            "all_to_all",
+            lambda x: spar.all_to_all(x, None, 2, 1, gather_size=seq),  # noqa: B023
+            part(whole, 1),
+            part(whole, 2),
+            part(grads, 2),
+            part(grads, 1),
+            device,
+        )
+        there_and_back(
+            "split",
+            lambda x: spar.split_forward_gather_backward(x, None, 1),
+            whole,
+            part(whole, 1),
+            part(grads, 1),
+            grads / world,
+            device,
+        )
+        there_and_back(
+            "gather",
+            lambda x: spar.gather_forward_split_backward(x, None, 1, sizes),  # noqa: B023
+            part(whole, 1),
+            whole,
+            grads,
+            part(grads, 1) * world,
+            device,
+        )
+        total = 2 * world * 90
+        chunks = [x[:, :total].chunk(2 * world, 1) for x in (whole, grads)]
+        own, own_grads = (torch.cat([c[rank], c[-1 - rank]], 1) for c in chunks)
+        there_and_back(
+            "zigzag split",
+            lambda x: spar.load_balanced_split_forward_gather_backward(x, None, 1),
+            whole[:, :total],
+            own,
+            own_grads,
+            grads[:, :total] / world,
+            device,
+        )
+        there_and_back(
+            "zigzag gather",
+            lambda x: spar.load_balanced_gather_forward_split_backward(x, None, 1),
+            own,
+            whole[:, :total],
+            grads[:, :total],
+            own_grads * world,
+            device,
+        )
+        lengths = [5, seq - 12, 7]
+        own, own_grads = (torch.cat([part(s, 1) for s in x.split(lengths, 1)], 1) for x in (whole, grads))
+        table = spar.cal_split_sizes_multi(lengths, world)
+        there_and_back(
+            "packed split",
+            lambda x: spar.packed_data_split_forward_gather_backward(x, None, lengths, 1),  # noqa: B023
+            whole,
+            own,
+            own_grads,
+            grads / world,
+            device,
+        )
+        there_and_back(
+            "packed gather",
+            lambda x: spar.packed_data_gather_forward_split_backward(x, table, None, 1),  # noqa: B023
+            own,
+            whole,
+            grads,
+            own_grads * world,
+            device,
+        )
+
+
+def check_graph(device: torch.device) -> None:
+    """Small, and large enough for steps beside the wire."""
+    world = dist.get_world_size()
+    for seq in (64, 16 * 1024):
+        x = torch.zeros(1, seq, 8 * world, 64, device=device)
+        spar.all_to_all(x, None)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = spar.all_to_all(x, None)
+        for value in (1.0, 2.0):
+            x.fill_(value + dist.get_rank())
+            graph.replay()
+            torch.cuda.synchronize()
+            wanted = torch.arange(world).repeat_interleave(seq).add(value)
+            same(y[0, :, 0, 0], wanted, f"a replay with {seq} tokens")
+
+
+def check_absence(device: torch.device) -> None:
+    """Rank 0 does not come; the others' streams go on within the limit, and their next call tells."""
+    os.environ["SPAR_TIMEOUT"] = "3"
+    group = dist.new_group()
+    x = torch.zeros(4, device=device)
+    spar.gather_forward_split_backward(x, group, 0)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        time.sleep(6)
+        return
+    begin = time.monotonic()
+    spar.gather_forward_split_backward(x, group, 0)
+    check(time.monotonic() - begin < 1, "the call waited")
+    torch.cuda.synchronize()
+    waited = time.monotonic() - begin
+    check(2.5 < waited < 4.5, f"the stream went on after {waited:.1f} s; the limit is 3")
+    try:
+        spar.gather_forward_split_backward(x, group, 0)
+    except spar.ExchangeTimeoutError:
+        return
+    check(False, "nobody told of the call that did not end")
+
+
+def microseconds(call: Callable[[], object], rounds: int) -> float:
+    """A call's time on the device, the median of rounds."""
+    times = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return float(statistics.median(times))
+
+
+def times(device: torch.device) -> list[str]:
+    world = dist.get_world_size()
+    small = torch.zeros(1, 16, world, 8, device=device, dtype=torch.bfloat16)
+    for _ in range(20):
+        spar.all_to_all(small, None)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(50):
+        spar.all_to_all(small, None)
+    host = (time.perf_counter() - begin) / 50 * 1e6
+    torch.cuda.synchronize()
+    lines = [f"The host's time for a call: {host:.1f} us (goal: below 20).", ""]
+    lines += ["| bytes of a rank | spar | permute + all_to_all_single + permute | its permutes alone |"]
+    lines += ["|---|---|---|---|"]
+    for size in (MIB // 4, 4 * MIB, 32 * MIB, 256 * MIB):
+        x = torch.zeros(1, size // (2 * 128 * 8 * world), 8 * world, 128, device=device, dtype=torch.bfloat16)
+
+        def permutes(x: torch.Tensor = x) -> torch.Tensor:
+            parts = x.unflatten(2, (world, -1)).movedim(2, 0).contiguous()
+            back: torch.Tensor = parts.movedim(0, 1).flatten(1, 2).contiguous()
+            return back
+
+        calls: list[Callable[[], object]] = [
+            lambda x=x: spar.all_to_all(x, None),  # type: ignore[misc]
+            lambda x=x: formulations.exchange(x, 2, 1),  # type: ignore[misc]
+            permutes,
+        ]
+        rows = []
+        for call in calls:
+            for _ in range(3):
+                call()
+            rows.append(f"{microseconds(call, 20):.0f} us")
+        lines.append(f"| {size // 1024} KiB | {' | '.join(rows)} |")
+    return lines
+
+
+def run(rank: int, world: int, kind: str, store: str, out: str | None) -> None:
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", f"file://{store}", limit, rank=rank, world_size=world
+    )
+    check_operations(device)
+    transport = spar.transport(None, device)
+    check(transport.name == ("nccl" if kind == "cuda" else "shm"), str(transport))
+    lines = [f"{world} ranks, transport {transport.name}: all operations are correct, forward and backward."]
+    if kind == "cuda":
+        check_graph(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        name = torch.cuda.get_device_name(device)
+        lines = [f"## {name} x {world}, {datetime.date.today()}", "", *lines]
+        lines += [f"Replays out of CUDA graphs are correct. torch {torch.__version__}, NCCL {version}.", ""]
+        lines += times(device)
+        check_absence(device)
+        lines += ["", "A rank that does not come: the stream goes on at the limit, and the next call raises."]
+    if rank == 0:
+        print("\n".join(lines), flush=True)
+        if out:
+            Path(out).write_text("\n".join(lines) + "\n")
+    if kind == "cpu":
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, help="instead of one for each GPU")
+    parser.add_argument("--out", help="write the page there too")
+    options = parser.parse_args()
+    world = options.ranks or 2
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            print("gpu_ops: torch sees no CUDA device here; nothing was checked", file=sys.stderr)
+            return 2
+        world = options.ranks or max(2, torch.cuda.device_count())
+        if world > torch.cuda.device_count():
+            if torch.cuda.nccl.version() < (2, 30):
+                print("gpu_ops: one GPU, and NCCL before 2.30: no two ranks on it", file=sys.stderr)
+                return 2
+            os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(run, (world, options.device, f"{folder}/store", options.out), nprocs=world)
+        except ProcessRaisedException as error:
+            print(f"gpu_ops: wrong:\n{error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
