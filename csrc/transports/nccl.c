@@ -67,13 +67,16 @@ static void release(void *context)
     free(s);
 }
 
-static void release_entered(state *s)
+/* Of a set-up that failed. On a thread of its own: freeing memory waits for the device, and other groups' calls. */
+static void *release_entered(void *context)
 {
+    state *s = context;
     void *before;
     if (spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
-        return; /* the device is gone: so is what lay on it */
+        return NULL; /* the device is gone: so is what lay on it */
     release(s);
     spar_device_cuda.leave(before);
+    return NULL;
 }
 
 /* ---- set-up ---- */
@@ -367,11 +370,14 @@ static const char *broken(const spar_comm *comm)
 static void close_comm(spar_comm *comm)
 {
     state *s = comm->state;
+    pthread_t thread;
     comm->state = NULL;
     if (!s)
         return;
     if (s->watch)
         spar_watch_close(s->watch); /* it releases when the calls are over */
+    else if (pthread_create(&thread, NULL, release_entered, s) == 0)
+        pthread_detach(thread);
     else
         release_entered(s);
 }
