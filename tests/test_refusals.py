@@ -5,6 +5,7 @@ Each fault is really injected into one rank, after its ProcessGroup is made and 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -14,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,15 @@ def leave_the_network() -> None:
     must(libc.unshare(0x40000000))
 
 
+def leave_little_address_space() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "memfd": (refuse_memfd, "memfd_create: Operation not permitted"),
+    "address space": (leave_little_address_space, "an arena of .* bytes: Cannot allocate memory|mapping"),
     "user": (become_nobody, "user 65534"),
     "namespace": (leave_the_network, "cannot be reached on this host|did not answer|hung up"),
 }
@@ -101,7 +109,8 @@ def refused_and_forced(rank: int, folder: Path, fault: str) -> None:
 
 
 each_fault = pytest.mark.parametrize(
-    "fault", ["memfd", pytest.param("user", marks=root), pytest.param("namespace", marks=root)]
+    "fault",
+    ["memfd", "address space", *(pytest.param(name, marks=root) for name in ("user", "namespace"))],
 )
 
 
@@ -119,6 +128,19 @@ def test_a_forced_transport_is_an_error_on_all(tmp_path: Path, fault: str) -> No
 # ---- no descriptors left ----
 
 
+@contextlib.contextmanager
+def free_descriptors(left: int) -> Iterator[None]:
+    """This process can open so many more and no others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    plugs = [os.open("/dev/null", os.O_RDONLY) for _ in set(range(max(used) + 1)) - used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + left, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for plug in plugs:
+        os.close(plug)
+
+
 def few_descriptors(rank: int, folder: Path) -> None:
     """With 0, 1, 2, ... descriptors left: each stage of the set-up fails once, and none leaves any behind."""
     seen = set()
@@ -126,20 +148,8 @@ def few_descriptors(rank: int, folder: Path) -> None:
     for left in range(8):
         group = dist.new_group([0, 1])
         dist.barrier(group)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if rank == 1:
-            free = set(range(max(map(int, os.listdir("/proc/self/fd"))) + 1)) - set(
-                map(int, os.listdir("/proc/self/fd"))
-            )
-            plugs = [os.open("/dev/null", os.O_RDONLY) for _ in free]
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + left, hard)
-            )
-        y = gather(torch.full((3,), float(rank)), group, 0)
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for plug in plugs:
-                os.close(plug)
+        with free_descriptors(left) if rank == 1 else contextlib.nullcontext():
+            y = gather(torch.full((3,), float(rank)), group, 0)
         assert_same(y, torch.tensor([0.0] * 3 + [1.0] * 3))
         chosen = spar.transport(group)
         seen.add(chosen.name)
@@ -153,10 +163,49 @@ def few_descriptors(rank: int, folder: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) < len(before) + 60  # the groups' own connections
 
 
+def recovers(rank: int, folder: Path, left: int) -> None:
+    """Whatever is left of a set-up that failed, the next one is served."""
+    group, fresh = (dist.new_group([0, 1]) for _ in range(2))
+    dist.barrier()
+    with free_descriptors(left) if rank == 1 else contextlib.nullcontext():
+        gather(torch.zeros(1), group, 0)
+    gather(torch.zeros(1), fresh, 0)
+    assert spar.transport(fresh).name == "shm", spar.transport(fresh)
+    dist.barrier()
+
+
+def test_a_set_up_after_one_that_failed(tmp_path: Path) -> None:
+    worlds = []
+    for left in range(6):
+        (tmp_path / str(left)).mkdir()
+        worlds.append(start(recovers, 2, tmp_path / str(left), left, meet=False))
+    assert [finish(world, 60) for world in worlds] == [[0, 0]] * 6
+
+
 def test_few_descriptors(tmp_path: Path) -> None:
     assert finish(start(few_descriptors, 2, tmp_path, meet=False), 90) == [0, 0]
     texts = {told(tmp_path, 20 + left, 1) for left in range(8)}
     assert len(texts) >= 3, "several stages have failed"
+
+
+@root
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000", 0), ("50000 100000", 1), ("100000 100000", 1), ("rubbish", 0), ("", 0)],
+)
+def test_the_cores_of_a_cgroup(tmp_path: Path, quota: str, cores: int) -> None:
+    """A quota below one core is one; no quota, or one that cannot be read, leaves those of the affinity."""
+    import core_abi
+
+    library, child = core_abi.library(), os.fork()
+    if child == 0:
+        must(libc.unshare(0x00020000))  # mounts of its own
+        must(libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None))
+        (tmp_path / "cpu.max").write_text(quota)
+        must(libc.mount(str(tmp_path).encode(), b"/sys/fs/cgroup", None, 0x1000, None))
+        os._exit(library.spar_cores())
+    expected = cores or len(os.sched_getaffinity(0))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected
 
 
 # ---- strangers ----
