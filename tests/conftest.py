@@ -21,13 +21,17 @@ from spar import _C
 
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell; of test_fault_matrix.py
 WORLDS = (1, 2, 3, 4, 7)
+PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
 
 
 def _for_cpu_tensors() -> list[str]:
     """The rows of the table that can serve the CPU tensors of one rank, in their order."""
     names: list[str] = []
+    with mock.patch.dict(os.environ):
+        os.environ.pop("SPAR_TRANSPORT", None)  # a test's own process may import this
+        facts = _C.facts()
     while not names or names[-1] != "torch":  # which serves whatever the others do not
-        names.append(_C.choose(_C.facts(), "cpu", tuple((name, "seen") for name in names))[0])
+        names.append(_C.choose(facts, "cpu", tuple((name, "seen") for name in names))[0])
     return names
 
 
@@ -81,7 +85,10 @@ class Ranks:
         self.transport = TRANSPORTS[-1]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        # A fork of a process that only imported torch is as good as new, and quicker; the loader's variables
+        # must be there when a process begins.
+        context = mp.get_context("spawn" if self.environment else "forkserver")
+        mp.set_forkserver_preload(PRELOAD)
         store = os.path.join(tempfile.mkdtemp(), "store")
         size = max(self.worlds)
         for rank in range(size):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS
+from conftest import PRELOAD, TRANSPORTS
 
 import spar
 
@@ -32,7 +32,7 @@ def start(
 ) -> list[Any]:
     """Runs function(rank, folder, *args) on fresh ranks, in a group of their own that has met."""
     context = mp.get_context("forkserver")  # which only imports torch: a fork of it is as good as new
-    context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "spar"])
+    context.set_forkserver_preload(PRELOAD)
     processes = [
         context.Process(
             target=_enter,

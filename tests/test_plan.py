@@ -34,6 +34,7 @@ def test_every_op_has_a_generator() -> None:
 
 
 def test_every_op_has_an_inverse() -> None:
+    assert core.ops() == OPS
     assert {OPS[inverse] for inverse in OPS.values()} == set(OPS)
     assert all(OPS[inverse] == name for name, inverse in OPS.items())
 

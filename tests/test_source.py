@@ -220,7 +220,7 @@ def core_messages() -> list[str]:
         for status, quoted in calls:
             if status not in ("SPAR_INVALID", "SPAR_TYPE"):
                 whole = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', quoted))
-                found.append(re.sub(r"%[-.\d]*(?:ll|z)?[a-z]", "...", whole).strip())
+                found.append(re.sub(r"%[-.*\d]*(?:ll|z)?[a-z]", "...", whole).strip())
     return [message for message in found if message != "..."]
 
 
