@@ -272,7 +272,8 @@ static void set_up(void)
     EXPECT(choice.transport == &spar_transport_shm || !now.honest);
     if (choice.transport != &spar_transport_shm)
         return;
-    EXPECT(!spar_comm_open(choice.transport, facts, now.world, now.rank, now.world, &comm,
+    static const spar_native none;
+    EXPECT(!spar_comm_open(choice.transport, facts, now.world, now.rank, now.world, &none, &comm,
                            &verdicts[now.rank]));
     EXPECT(!verdicts[now.rank].failed || !now.honest);
     spoil(verdicts, sizeof *verdicts * (size_t)now.world, (size_t)now.rank, sizeof *verdicts);

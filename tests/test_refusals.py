@@ -39,9 +39,9 @@ def must(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def refuse_memfd() -> None:
-    """A filter of system calls, as sandboxes have: memfd_create fails with EPERM."""
-    number = {"x86_64": 319, "aarch64": 279}[platform.machine()]
+def refuse(x86_64: int, aarch64: int) -> None:
+    """A filter of system calls, as sandboxes have: the one of this number fails with EPERM."""
+    number = {"x86_64": x86_64, "aarch64": aarch64}[platform.machine()]
     code = (
         (0x20, 0, 0, 0),  # the call's number
         (0x15, 0, 1, number),
@@ -52,6 +52,15 @@ def refuse_memfd() -> None:
     program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters))
     must(libc.prctl(38, 1, 0, 0, 0))  # no new privileges
     must(libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0))
+
+
+def refuse_memfd() -> None:
+    refuse(319, 279)
+
+
+def refuse_messages() -> None:
+    """Of sendmsg: descriptors can go no other way."""
+    refuse(46, 211)
 
 
 def become_nobody() -> None:
@@ -73,6 +82,7 @@ def leave_little_address_space() -> None:
 
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "memfd": (refuse_memfd, "memfd_create: Operation not permitted"),
+    "descriptor passing": (refuse_messages, "the arena's descriptor could not be sent: |hung up"),
     "address space": (leave_little_address_space, "an arena of .* bytes: Cannot allocate memory|mapping"),
     "user": (become_nobody, "user 65534"),
     "namespace": (leave_the_network, "cannot be reached on this host|did not answer|hung up"),
@@ -110,13 +120,30 @@ def refused_and_forced(rank: int, folder: Path, fault: str) -> None:
 
 each_fault = pytest.mark.parametrize(
     "fault",
-    ["memfd", "address space", *(pytest.param(name, marks=root) for name in ("user", "namespace"))],
+    ["memfd", "descriptor passing", "address space", *(pytest.param(name, marks=root) for name in ("user", "namespace"))],
 )
 
 
 @each_fault
 def test_all_ranks_take_the_next_transport(tmp_path: Path, fault: str) -> None:
     assert finish(start(refused, 3, tmp_path, fault, meet=False), 60) == [0, 0, 0]
+
+
+def has_a_small_dev_shm(rank: int, folder: Path) -> None:
+    """Containers have one of 64 MB: memory that comes from memfd is not counted there."""
+    private, new_namespace = 0x44000, 0x20000
+    must(libc.unshare(new_namespace))
+    must(libc.mount(b"none", b"/", None, private, None))
+    must(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64m"))
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
+    y = gather(torch.full((10 << 20,), float(rank)), None, 0)
+    assert y.nbytes == 80 << 20 and spar.transport().name == "shm"
+    assert_same(y[:: 10 << 20], torch.arange(2.0))
+
+
+@root
+def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
+    assert finish(start(has_a_small_dev_shm, 2, tmp_path, meet=False), 60) == [0, 0]
 
 
 @each_fault
