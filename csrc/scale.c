@@ -129,19 +129,21 @@ INLINE shift shift_of(float by)
     return (shift){(uint16_t)(lowest << 7), (uint16_t)(span << 7), (uint16_t)((unsigned)more << 7)};
 }
 
-/* Two lines of them; 0 where there are others. */
+/* Two lines of them; 0, and nothing is written, where there are others. */
 INLINE int shift_bf16(char *d, const char *s, shift by)
 {
-    uint16_t others = 0;
-    for (int i = 0; i < STEP; i += 2) {
+    uint16_t done[STEP / 2], others = 0;
+    for (int i = 0; i < STEP / 2; i++) {
         uint16_t item;
-        memcpy(&item, s + i, sizeof item);
+        memcpy(&item, s + 2 * i, sizeof item);
         uint16_t size = item & 0x7fff;
         others |= (size != 0) & ((uint16_t)(size - by.lowest) >= by.span);
-        item = size ? (uint16_t)(item + by.more) : item;
-        memcpy(d + i, &item, sizeof item);
+        done[i] = size ? (uint16_t)(item + by.more) : item;
     }
-    return !others;
+    if (others)
+        return 0;
+    memcpy(d, done, sizeof done);
+    return 1;
 }
 
 INLINE void scale_bf16(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,

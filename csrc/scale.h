@@ -28,7 +28,7 @@ int64_t spar_scale_item(spar_dtype dtype);
 /* The same factor, as a product where that gives the same bits: x / 2^k is x * 2^-k, several times faster. */
 spar_scale spar_scale_simple(const spar_scale *scale);
 
-/* n items, `ds` and `ss` bytes apart, of a dtype that is scaled. */
+/* n items, `ds` and `ss` bytes apart, of a dtype that is scaled; also in place. */
 void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64_t n, int64_t ds,
                       int64_t ss);
 

@@ -40,6 +40,8 @@ _LOOK = 0.1  # seconds
 @functools.cache
 def find_libraries() -> None:
     """Tells the core where libraries lie that torch's import has not brought in."""
+    if not _cuda:  # a torch without CUDA has no tensors for them
+        return
     for library, (names, packages) in _LIBRARIES.items():
         if not any(map(_is_mapped, names)):
             _C.library_found(library, _in_packages(names, packages) or _by_pathfinder(library))
@@ -57,7 +59,7 @@ def _in_packages(names: tuple[str, ...], packages: tuple[str, ...]) -> str | Non
     for package in packages:
         try:
             spec = importlib.util.find_spec(package)
-        except ModuleNotFoundError:
+        except (ImportError, OSError):  # no such package, or no descriptor is left to read one
             continue
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             for name in names:

@@ -27,15 +27,14 @@ PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
 def _for_cpu_tensors() -> list[str]:
     """The rows of the table that can serve the CPU tensors of one rank, in their order."""
     names: list[str] = []
-    with mock.patch.dict(os.environ):
-        os.environ.pop("SPAR_TRANSPORT", None)  # a test's own process may import this
-        facts = _C.facts()
+    facts = _C.facts()
     while not names or names[-1] != "torch":  # which serves whatever the others do not
         names.append(_C.choose(facts, "cpu", tuple((name, "seen") for name in names))[0])
     return names
 
 
-TRANSPORTS = _for_cpu_tensors()
+# In a rank of a test, which imports this too, nothing of spar shall have begun before the test says so.
+TRANSPORTS = _for_cpu_tensors() if mp.current_process().name == "MainProcess" else []
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -51,7 +50,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(line.rstrip())
 
 
-def _serve(rank: int, size: int, worlds: tuple[int, ...], store: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, size: int, transports: list[str], worlds: tuple[int, ...], store: str, pipe: Connection
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -59,7 +60,7 @@ def _serve(rank: int, size: int, worlds: tuple[int, ...], store: str, pipe: Conn
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    groups = {key: dist.new_group(list(range(key[1]))) for key in itertools.product(TRANSPORTS, worlds)}
+    groups = {key: dist.new_group(list(range(key[1]))) for key in itertools.product(transports, worlds)}
     while (task := pipe.recv()) is not None:
         world, transport, function, args = task
         os.environ["SPAR_TRANSPORT"] = transport  # forced: a test must not pass over another one
@@ -94,7 +95,9 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, self.worlds, store, theirs), daemon=True
+                target=_serve,
+                args=(rank, size, TRANSPORTS, self.worlds, store, theirs),
+                daemon=True,
             )
             with mock.patch.dict(os.environ, self.environment):
                 process.start()

@@ -216,19 +216,19 @@ def test_settings_fail_on_all_ranks(ranks: Ranks, variable: str, values: list[st
     ranks(ALL, check_settings, variable, values, text)
 
 
-def check_forced(rank: int, world: int, group: Group) -> None:
+def check_forced(rank: int, world: int, group: Group, transports: list[str]) -> None:
     """Each transport can be forced; each can be excluded, and another serves, or none is left."""
     before = os.environ["SPAR_TRANSPORT"]
     os.environ["SPAR_CHECK"] = "0"
     try:
-        for name in TRANSPORTS:
+        for name in transports:
             fresh = dist.new_group(list(range(ALL)))
             os.environ["SPAR_TRANSPORT"] = name
             assert spar.gather_forward_split_backward(torch.zeros(1), fresh, 0).shape == (ALL,)
             assert spar.transport(fresh).name == name
             fresh = dist.new_group(list(range(ALL)))
             os.environ["SPAR_TRANSPORT"] = f"^{name}"
-            if len(TRANSPORTS) == 1:
+            if len(transports) == 1:
                 with pytest.raises(spar.TransportError, match="leaves no transport"):
                     spar.gather_forward_split_backward(torch.zeros(1), fresh, 0)
             else:
@@ -240,4 +240,4 @@ def check_forced(rank: int, world: int, group: Group) -> None:
 
 
 def test_forced_and_excluded_transports(ranks: Ranks) -> None:
-    ranks(ALL, check_forced)
+    ranks(ALL, check_forced, TRANSPORTS)

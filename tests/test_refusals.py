@@ -120,7 +120,12 @@ def refused_and_forced(rank: int, folder: Path, fault: str) -> None:
 
 each_fault = pytest.mark.parametrize(
     "fault",
-    ["memfd", "descriptor passing", "address space", *(pytest.param(name, marks=root) for name in ("user", "namespace"))],
+    [
+        "memfd",
+        "descriptor passing",
+        "address space",
+        *(pytest.param(name, marks=root) for name in ("user", "namespace")),
+    ],
 )
 
 

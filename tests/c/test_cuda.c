@@ -298,7 +298,7 @@ static void test_graph_outlives_its_plan(void)
     unsigned char from[ROWS * ROW], to[ROWS * ROW] = {0};
     const void *inputs[] = {from};
     void *outputs[] = {to}, *const *targets = outputs, *graph, *before;
-    spar_plan *plan;
+    spar_plan *plan = NULL;
     CUstream stream;
     EXPECT(!gpu->enter(0, &before) && !spar_plan_build(&request, &plan));
     EXPECT(cu->StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
