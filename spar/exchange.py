@@ -37,7 +37,9 @@ _library = torch.library.Library("spar", "DEF")
 # world and rank are part of the call: ranks share inductor's cache of graphs, and may hold other shapes
 _library.define(
     "exchange(Tensor input, int group, int world, int rank, str op, SymInt[] args, float factor, bool divide,"
-    " bool records, int[] then) -> Tensor"
+    " bool records, int[] then) -> Tensor",
+    # else a tracer runs it at once where the input is a constant: ranks that trace at other times would hang
+    tags=(torch.Tag.nondeterministic_seeded,),
 )
 
 

@@ -137,3 +137,20 @@ def check_opcheck(rank: int, world: int, group: Group) -> None:
 
 def test_opcheck(ranks: Ranks) -> None:
     ranks(3, check_opcheck)
+
+
+def check_constants(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A tracer computes at once what it can of constants; an exchange of one waits until it is run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    spar.init(group)
+    before = spar.memory_stats()
+    with FakeTensorMode():
+        y = spar.gather_forward_split_backward(torch.tensor([rank]), group, 0)
+    assert y.shape == (world,)
+    assert spar.memory_stats()["calls.torch"] == before["calls.torch"]
+    assert spar.memory_stats()["calls.shm"] == before["calls.shm"]
+
+
+def test_a_constant_is_not_exchanged_while_tracing(ranks: Ranks) -> None:
+    ranks(2, check_constants)
