@@ -47,7 +47,7 @@ RANKS ?= 2
 bench: build
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/bench.py $(ARGS)
 
-# How long random calls go on under random faults.
+# How long random calls go on under random faults, and each fuzzer looks for new inputs, after the stored ones.
 SECONDS ?= 60
 soak: build
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py $(SECONDS) $(ARGS)
@@ -68,8 +68,6 @@ test-asan: build
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	PYTHONPATH=$(CURDIR)/$(ASAN) $(BIN)/pytest $(ARGS)
 
-# How long each fuzzer looks for new inputs, after the stored ones.
-SECONDS ?= 60
 fuzz:
 	@fuzz/run $(SECONDS)
 
