@@ -1,7 +1,7 @@
 """Where the ranks are, for the message of a call that does not end.
 
 With shared memory a rank looks into its peers' (csrc/whereabouts.h). Elsewhere each tells it through the
-store that torch.distributed's ranks met in, of calls that have waited for half a second, and when it gives up.
+store that its ranks met in, of calls that have waited for half a second, and when it gives up.
 Threads use the store: one whose server is stopped or gone does not answer.
 """
 
