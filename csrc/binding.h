@@ -37,7 +37,7 @@ spar_patience spar_py_patience(double deadline);
 PyObject *spar_py_raise_after_wait(spar_status status);
 
 /* Comm.run and Comm.wait: calls that go into a device's stream. */
-PyObject *spar_py_run(spar_comm *comm, PyObject *args);
+PyObject *spar_py_run(spar_comm *comm, const char *group, PyObject *args);
 PyObject *spar_py_wait(spar_comm *comm, PyObject *args);
 extern const char spar_py_run_doc[];
 

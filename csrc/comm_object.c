@@ -405,7 +405,7 @@ static PyObject *comm_where(PyObject *self, PyObject *args)
 static PyObject *comm_run(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
-    return comm ? spar_py_run(comm, args) : NULL;
+    return comm ? spar_py_run(comm, ((comm_object *)self)->group, args) : NULL;
 }
 
 static PyObject *comm_wait(PyObject *self, PyObject *args)

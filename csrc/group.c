@@ -133,7 +133,13 @@ void spar_group_fail(spar_group *g, spar_status status, const char *text)
 
 /* ---- life ---- */
 
-spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **result,
+/* From a mailbox to what lies behind it. */
+static int64_t own_length(int world)
+{
+    return ((int64_t)sizeof(mailbox) + world + 63) / 64 * 64;
+}
+
+spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, spar_group **result,
                             int64_t *offset)
 {
     spar_group *g = calloc(1, sizeof *g);
@@ -146,7 +152,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **r
     if (!g || !g->peers || !g->boxes || !g->texts)
         spar_fail(status, "no memory for a group of %d ranks", world);
     else
-        status = spar_arena_take((int64_t)sizeof *g->own + world, &g->memory);
+        status = spar_arena_take(own_length(world) + room, &g->memory);
     if (status != SPAR_OK) {
         if (g) {
             free(g->peers);
@@ -159,12 +165,13 @@ spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **r
     pthread_mutex_init(&g->lock, NULL);
     g->world = world;
     g->rank = rank;
+    g->room = room;
     g->refs = 2;
     g->uses = 1;
     spar_group_spin(g, LOOKS_NS);
     g->own_core = local_ranks <= spar_cores();
     g->own = spar_memory_address(g->memory);
-    memset(g->own, 0, sizeof *g->own + (size_t)world);
+    memset(g->own, 0, (size_t)(own_length(world) + room));
     g->own->world = world;
     g->own->rank = rank;
     memcpy(g->own->magic, MAGIC, sizeof MAGIC);
@@ -180,8 +187,8 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
     for (int rank = 0; rank < g->world; rank++) {
         if (rank == g->rank)
             continue;
-        int64_t room = peers[rank]->length - (int64_t)sizeof(mailbox) - g->world;
-        if (offsets[rank] < 0 || offsets[rank] > room || offsets[rank] % _Alignof(mailbox))
+        int64_t most = peers[rank]->length - own_length(g->world) - g->room;
+        if (offsets[rank] < 0 || offsets[rank] > most || offsets[rank] % _Alignof(mailbox))
             return spar_fail(SPAR_TRANSPORT, "rank %d's mailbox is said to lie at %lld of %lld",
                              rank, (long long)offsets[rank], (long long)peers[rank]->length);
         mailbox *box = (mailbox *)(peers[rank]->base + offsets[rank]);
@@ -197,6 +204,21 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
 const char *spar_group_text(const spar_group *g, int rank)
 {
     return g->disagreed ? g->texts + (size_t)rank * SPAR_GROUP_TEXT : NULL;
+}
+
+void *spar_group_room(const spar_group *g, int rank)
+{
+    return (char *)g->boxes[rank] + own_length(g->world);
+}
+
+spar_peer *spar_group_peer(const spar_group *g, int rank)
+{
+    return g->peers[rank];
+}
+
+int spar_group_has_left(const spar_group *g, int rank)
+{
+    return __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) != 0;
 }
 
 char *spar_group_arena(const spar_group *g, int rank, int64_t *length)

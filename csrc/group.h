@@ -24,8 +24,8 @@ typedef struct {
     int64_t offsets[SPAR_GROUP_TENSORS]; /* of its outputs in its arena */
 } spar_words;
 
-/* A rank's mailbox, in its own arena; *offset is what the others need. */
-spar_status spar_group_open(int world, int rank, int local_ranks, spar_group **group,
+/* A rank's mailbox, in its own arena, and `room` bytes behind it; *offset is what the others need. */
+spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, spar_group **group,
                             int64_t *offset);
 
 /* The other ranks' processes and their mailboxes' offsets [world]; takes over the peers, also on failure. */
@@ -58,6 +58,15 @@ void spar_group_spin(spar_group *group, int64_t spin_ns);
 
 /* Taken around a whole call, after the GIL is released. */
 pthread_mutex_t *spar_group_lock(spar_group *group);
+
+/* The bytes behind a rank's mailbox, at a bound of 64: zeros at first. For what else its ranks tell each other. */
+void *spar_group_room(const spar_group *group, int rank);
+
+/* The process that a rank is; NULL: this one. */
+spar_peer *spar_group_peer(const spar_group *group, int rank);
+
+/* Whether a rank has closed the group, or given it up. */
+int spar_group_has_left(const spar_group *group, int rank);
 
 /* The base and length of a rank's arena. */
 char *spar_group_arena(const spar_group *group, int rank, int64_t *length);

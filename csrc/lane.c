@@ -1,7 +1,6 @@
 #include "lane.h"
 
 #include <sched.h>
-#include <time.h>
 
 static struct {
     int64_t cap, allocated;
@@ -73,13 +72,6 @@ void spar_lane_close(spar_lane *lane)
 
 /* ---- the wire ---- */
 
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
 /* A communicator of torch's may be one whose calls return before they are in the stream. */
 static spar_status settle(struct ncclComm *comm, const spar_patience *patience)
 {
@@ -88,7 +80,7 @@ static spar_status settle(struct ncclComm *comm, const spar_patience *patience)
         SPAR_NCCL_TRY(comm, CommGetAsyncError(comm, &result));
         if (result != SPAR_NCCL_IN_PROGRESS)
             return spar_nccl_check(result, comm, "ncclGroupEnd");
-        if (patience->deadline_ns && now_ns() >= patience->deadline_ns)
+        if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
             return spar_fail(SPAR_TIMEOUT, "NCCL did not take the call in time");
         sched_yield();
     }

@@ -16,14 +16,15 @@ typedef struct {
     int64_t offsets[SPAR_GROUP_TENSORS];
     char text[SPAR_GROUP_TEXT];   /* of the call, where ranks disagree; valid when told or failed */
     char reason[SPAR_GROUP_TEXT]; /* of `broken` */
-    unsigned char goodbye[];      /* [world] each member's last write */
+    unsigned char goodbye[];      /* [world] each member's last write; then the room */
 } mailbox;
 
 struct spar_group {
     pthread_mutex_t lock;
     int world, rank;
-    int refs; /* atomic: the owner, each block held back, the mailbox */
-    int uses; /* atomic: the same without the mailbox; at 0 goodbye is said */
+    int64_t room; /* bytes */
+    int refs;     /* atomic: the owner, each block held back, the mailbox */
+    int uses;     /* atomic: the same without the mailbox; at 0 goodbye is said */
     uint32_t call;
     int failed;                  /* this rank failed `call`, whose end it has not awaited */
     int disagreed;               /* the newest call ended in a disagreement: texts holds it */

@@ -1,6 +1,7 @@
 #include "hello.h"
 
 #include "arena.h"
+#include "patience.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -16,7 +17,6 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { MOST_PEERS = 1024 };
@@ -28,13 +28,6 @@ static struct {
     int count;
     spar_peer *peers[MOST_PEERS];
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .listener = -1};
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
 
 /* The abstract address of an endpoint; returns its length. */
 static socklen_t address_of(const spar_endpoint *endpoint, struct sockaddr_un *address)
@@ -120,7 +113,7 @@ static spar_peer *add(int socket, int state)
     peer->socket = socket;
     peer->pidfd = -1;
     peer->state = state;
-    peer->since_ns = now_ns();
+    peer->since_ns = spar_now_ns();
     table.peers[table.count++] = peer;
     return peer;
 }
@@ -142,7 +135,7 @@ static void take_call(spar_peer *peer)
 {
     spar_status read = spar_hello_read(peer, &table.own);
     if (read == SPAR_OK && peer->state == STRANGER) {
-        if (now_ns() - peer->since_ns > 5000000000LL)
+        if (spar_now_ns() - peer->since_ns > 5000000000LL)
             drop(peer);
         return;
     }

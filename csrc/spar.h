@@ -27,6 +27,8 @@
  *   mailbox.h    what they hold; wait.c: waiting, and what ends it
  *   nccl.h       NCCL, opened at run time
  *   transport.h, transports/    who moves the bytes, and the choice
+ *   meeting.h    how the ranks of one host find each other's mailboxes
+ *   ledger.h     what they tell each other of calls on GPUs
  *   lane.h       a rank's way through NCCL: staging memory, streams
  *   watch.h      calls under way on a GPU: their errors and limits
  *   spar.h       a rank's part in a group: open, connect, run

@@ -6,7 +6,7 @@ const char spar_py_run_doc[] = PyDoc_STR(
     "One exchange of one tensor, given to the stream: returns before its bytes have moved. Addresses are\n"
     "integers; native as of comm(), now.");
 
-PyObject *spar_py_run(spar_comm *comm, PyObject *args)
+PyObject *spar_py_run(spar_comm *comm, const char *group, PyObject *args)
 {
     PyObject *object;
     const char *text;
@@ -33,7 +33,9 @@ PyObject *spar_py_run(spar_comm *comm, PyObject *args)
                       .text = text,
                       .stream = (void *)(uintptr_t)stream,
                       .native = (void *)(uintptr_t)native,
-                      .patience = spar_py_patience(deadline)};
+                      .patience = spar_py_patience(deadline),
+                      .group = group,
+                      .op = plan->op->name};
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_run(comm, &call);

@@ -17,13 +17,6 @@
 
 static const int64_t SLICE_NS = 50000000;
 
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
 static uint32_t *word_of(mailbox *box, enum spar_word which)
 {
     return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DONE ? &box->done : &box->told;
@@ -85,7 +78,7 @@ static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
         spar_group_give_up(g, SPAR_BROKEN, text);
         return spar_fail(SPAR_INTERRUPTED, "%s", text);
     }
-    if (patience->deadline_ns && now_ns() >= patience->deadline_ns)
+    if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
         return miss(g, SPAR_TIMEOUT, 0, which, call, " did not come to call %u in time");
     return SPAR_OK;
 }
@@ -95,7 +88,7 @@ static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
 static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
 {
     int64_t most = g->own_core ? g->look_ns : g->looking_ns;
-    for (int64_t until = most ? now_ns() + most : 0; until && now_ns() < until;) {
+    for (int64_t until = most ? spar_now_ns() + most : 0; until && spar_now_ns() < until;) {
         for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
             if (spar_has_come(word, call)) {
                 g->looking_ns = 4 * most < g->look_ns ? 4 * most : g->look_ns;
@@ -120,15 +113,15 @@ static spar_status await_one(spar_group *g, int rank, enum spar_word which, uint
     if (looks_suffice(g, word, call))
         return SPAR_OK;
     __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
-    int64_t looked = now_ns();
+    int64_t looked = spar_now_ns();
     while (status == SPAR_OK) {
         uint32_t seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
         if ((int32_t)(seen - call) >= 0)
             break;
         const struct timespec slice = {0, SLICE_NS};
         syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, NULL, 0);
-        if (now_ns() - looked >= SLICE_NS || __atomic_load_n(&box->broken, __ATOMIC_RELAXED)) {
-            looked = now_ns();
+        if (spar_now_ns() - looked >= SLICE_NS || __atomic_load_n(&box->broken, __ATOMIC_RELAXED)) {
+            looked = spar_now_ns();
             if (!spar_has_come(word, call))
                 status = look_up(g, which, call, patience);
         }

@@ -18,19 +18,19 @@ enum { SLOTS = 64, LOOK_NS = 100000000 };
 typedef struct {
     CUevent event; /* behind it */
     int64_t deadline_ns;
-    unsigned long long call;
+    uint64_t call;
 } slot;
 
 struct spar_watch {
     spar_watch *next;
     spar_watched what;
-    unsigned long long call;
+    uint64_t call;
     int64_t
         inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
     slot slots[SLOTS];
     int first, count;   /* of the slots in use */
     spar_status status; /* other than SPAR_OK: broken, with the reason */
-    char reason[512];
+    char reason[SPAR_GROUP_TEXT];
     int told, closing, ending, aborted;
 };
 
@@ -41,13 +41,6 @@ static struct {
     int running, stop;
     pid_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
 
 static const spar_driver *driver(void)
 {
@@ -62,6 +55,8 @@ static void give_up(spar_watch *w, spar_status status, const char *text)
         return;
     w->status = status;
     snprintf(w->reason, sizeof w->reason, "%s", text);
+    if (w->what.ledger)
+        spar_ledger_give_up(w->what.ledger, status, text);
     pthread_cond_broadcast(&all.moved);
 }
 
@@ -70,48 +65,65 @@ static slot *newest(spar_watch *w)
     return w->count ? &w->slots[(w->first + w->count - 1) % SLOTS] : NULL;
 }
 
-/* One look, with the lock held and the device entered. */
-static void look(spar_watch *w)
+/* Takes the calls off that are over; SPAR_TRANSPORT where the device ended one with an error. */
+static spar_status take_off(spar_watch *w)
 {
-    spar_nccl_result error = SPAR_NCCL_SUCCESS;
-    if (w->status != SPAR_OK)
-        return;
-    while (w->count) {
+    uint64_t over = 0;
+    spar_status status = SPAR_OK;
+    for (; w->count; w->count--, w->first = (w->first + 1) % SLOTS) {
         CUresult result = driver()->EventQuery(w->slots[w->first].event);
         if (result == SPAR_CU_NOT_READY)
             break;
-        if (spar_driver_check(result, "a call on the GPU") != SPAR_OK) {
-            give_up(w, SPAR_TRANSPORT, spar_last_error());
-            return;
-        }
-        w->first = (w->first + 1) % SLOTS;
-        w->count--;
+        status = spar_driver_check(result, "a call on the GPU");
+        if (status != SPAR_OK)
+            break;
+        over = w->slots[w->first].call;
     }
-    if (w->what.comm && (spar_nccl_check(spar_nccl.CommGetAsyncError(w->what.comm, &error),
-                                         w->what.comm, "ncclCommGetAsyncError") != SPAR_OK ||
-                         spar_nccl_check(error, w->what.comm, "NCCL, later") != SPAR_OK)) {
-        give_up(w, SPAR_TRANSPORT, spar_last_error());
-        return;
-    }
-    if (!w->count && !w->inside_ns)
-        return;
-    if (w->what.alive) {
-        spar_status status = w->what.alive(w->what.context);
-        if (status != SPAR_OK) {
-            give_up(w, status, spar_last_error());
-            return;
-        }
-    }
+    if (over && w->what.ledger)
+        spar_ledger_over(w->what.ledger, over);
+    return status;
+}
+
+static spar_status ask_nccl(spar_watch *w)
+{
+    spar_nccl_result error = SPAR_NCCL_SUCCESS;
+    if (!w->what.comm)
+        return SPAR_OK;
+    SPAR_NCCL_TRY(w->what.comm, CommGetAsyncError(w->what.comm, &error));
+    return spar_nccl_check(error, w->what.comm, "NCCL, later");
+}
+
+static spar_status check_limits(const spar_watch *w)
+{
     const slot *oldest = &w->slots[w->first];
-    int64_t now = now_ns(), limit = w->count ? oldest->deadline_ns : 0;
-    unsigned long long late = w->count && limit && now >= limit         ? oldest->call
-                              : w->inside_ns > 0 && now >= w->inside_ns ? w->call
-                                                                        : 0;
-    if (late) {
-        char text[96];
-        snprintf(text, sizeof text, "call %llu of this group on the GPU did not end in time", late);
-        give_up(w, SPAR_TIMEOUT, text);
-    }
+    int64_t now = spar_now_ns(), limit = w->count ? oldest->deadline_ns : 0;
+    uint64_t late = limit && now >= limit                     ? oldest->call
+                    : w->inside_ns > 0 && now >= w->inside_ns ? w->call
+                                                              : 0;
+    char absent[SPAR_GROUP_TEXT / 2] = "";
+    if (!late)
+        return SPAR_OK;
+    if (w->what.ledger)
+        spar_ledger_absent(w->what.ledger, late, absent, sizeof absent);
+    return spar_fail(SPAR_TIMEOUT, "call %llu of this group on the GPU did not end in time%s%s",
+                     (unsigned long long)late, *absent ? "; not come to it: " : "", absent);
+}
+
+/* One look, with the lock held and the device entered. */
+static void look(spar_watch *w)
+{
+    if (w->status != SPAR_OK)
+        return;
+    spar_status status = take_off(w);
+    if (status == SPAR_OK)
+        status = ask_nccl(w);
+    int under_way = w->count || w->inside_ns;
+    if (status == SPAR_OK && under_way && w->what.ledger)
+        status = spar_ledger_look(w->what.ledger, w->count ? w->slots[w->first].call : w->call);
+    if (status == SPAR_OK && under_way)
+        status = check_limits(w);
+    if (status != SPAR_OK)
+        give_up(w, status, spar_last_error());
 }
 
 /* The same on a caller's thread, which, or another, may be capturing: a query must not spoil that. */
@@ -213,7 +225,7 @@ static int attend(spar_watch **link)
 
 static struct timespec in_a_while(int64_t ns)
 {
-    int64_t then = now_ns() + ns;
+    int64_t then = spar_now_ns() + ns;
     return (struct timespec){then / 1000000000, then % 1000000000};
 }
 
@@ -224,12 +236,12 @@ static void *keep_watch(void *unused)
     (void)unused;
     driver()->ThreadExchangeStreamCaptureMode(&mode);
     pthread_mutex_lock(&all.lock);
-    while (all.first && !all.stop) {
-        struct timespec until;
+    for (int last = 0; all.first && !last;) { /* the last look tells the others what is over */
+        last = all.stop;
         for (spar_watch **link = &all.first; *link;)
             if (!attend(link))
                 link = &(*link)->next;
-        until = in_a_while(LOOK_NS);
+        struct timespec until = in_a_while(LOOK_NS);
         if (all.first && !all.stop)
             pthread_cond_timedwait(&all.moved, &all.lock, &until);
     }
@@ -309,7 +321,7 @@ static spar_status tell(spar_watch *w)
     return spar_fail(w->told++ ? SPAR_BROKEN : w->status, "%s", w->reason);
 }
 
-spar_status spar_watch_begin(spar_watch *w, const spar_patience *patience)
+spar_status spar_watch_begin(spar_watch *w, uint64_t n, const spar_patience *patience)
 {
     if (all.owner != getpid())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
@@ -317,7 +329,7 @@ spar_status spar_watch_begin(spar_watch *w, const spar_patience *patience)
     look_relaxed(w);
     spar_status status = tell(w);
     if (status == SPAR_OK) {
-        w->call++;
+        w->call = n;
         w->inside_ns = patience->deadline_ns ? patience->deadline_ns : -1;
     }
     pthread_mutex_unlock(&all.lock);
@@ -384,11 +396,12 @@ spar_status spar_watch_wait(spar_watch *w, const spar_patience *patience)
         pthread_mutex_unlock(&all.lock);
         if (status != SPAR_OK || over)
             return status;
-        if (patience->deadline_ns && now_ns() >= patience->deadline_ns)
+        if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
             return spar_fail(SPAR_TIMEOUT, "the GPU did not come to the end of call %llu in time",
-                             w->call);
+                             (unsigned long long)w->call);
         if (looks % 2500 == 0 && patience->interrupted && patience->interrupted(patience->context))
-            return spar_fail(SPAR_INTERRUPTED, "interrupted in call %llu", w->call);
+            return spar_fail(SPAR_INTERRUPTED, "interrupted in call %llu",
+                             (unsigned long long)w->call);
         nanosleep(&moment, NULL);
     }
 }

@@ -1,14 +1,15 @@
 /* What has been given to GPUs and is not over yet, watched without holding up who gave it.
  *
  * A call on a GPU returns before its bytes have moved. One thread of this process looks every 100 ms, as long as
- * there is something to look at: at communicators' own errors, at events behind the calls, at time limits. What fails
+ * there is something to look at: at communicators' own errors, at events behind the calls, at the others, at time limits. What fails
  * breaks its watch for good: an own communicator is aborted, so that its kernels end and the stream goes on, and the
  * next call tells. Graph replays are not watched. */
 #ifndef SPAR_WATCH_H
 #define SPAR_WATCH_H
 
+#include "group.h"
+#include "ledger.h"
 #include "nccl.h"
-#include "patience.h"
 
 typedef struct spar_watch spar_watch;
 
@@ -16,8 +17,7 @@ typedef struct {
     struct ncclComm
         *comm;   /* aborted when the watch breaks or ends; NULL: somebody else's, not touched */
     int ordinal; /* device */
-    /* Whether the others live, as far as this rank can see; asked while calls are under way. NULL: cannot. */
-    spar_status (*alive)(void *context);
+    spar_ledger *ledger; /* of the ranks of one host; NULL: none */
     /* Frees what the calls use: on the watching thread, when none is under way any more. */
     void (*release)(void *context);
     void *context;
@@ -26,8 +26,8 @@ typedef struct {
 /* On failure nothing is kept. */
 spar_status spar_watch_open(const spar_watched *what, spar_watch **watch);
 
-/* A call begins: fails where the watch is broken, the first time with what broke it, then SPAR_BROKEN. */
-spar_status spar_watch_begin(spar_watch *watch, const spar_patience *patience);
+/* Call n begins: fails where the watch is broken, the first time with what broke it, then SPAR_BROKEN. */
+spar_status spar_watch_begin(spar_watch *watch, uint64_t n, const spar_patience *patience);
 
 /* The call is in `stream`; watched from now on, unless it is captured. */
 spar_status spar_watch_end(spar_watch *watch, void *stream, int captured);

@@ -235,8 +235,16 @@ class Communicator:
         tensor = (input_.element_size(), input_.shape, input_.stride(), args)
         comm = self._comms.get(device)
         if comm is None or device == "cuda":
-            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
-            output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
+            try:
+                if comm is not None:
+                    cuda.check_place(self, self._device, input_, op)
+                plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
+                output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
+            except Exception as error:
+                if comm is not None:  # the others, if this one's is the only failure, shall not wait
+                    with contextlib.suppress(SparError):
+                        comm.fail(op, f"{type(error).__name__}: {error}", False, deadline)
+                raise
             self._run(comm, fallback.Call(op, plan, input_, output, factor, divide, text, deadline))
             return output
         kind = SCALE_TYPES.get(input_.dtype, 0)

@@ -130,15 +130,18 @@ def refuse_capture(op: str, device: torch.device, why: str) -> None:
         raise SparError(f"{op} cannot be captured into a CUDA graph: {why}")
 
 
+def check_place(comm: Communicator, device: Device, input_: torch.Tensor, op: str) -> None:
+    """The group's memory and communicator are on one device."""
+    if input_.get_device() != device.index:
+        raise SparError(
+            f"{op} on rank {comm.rank}: the tensor is on cuda:{input_.get_device()}; "
+            f"group {comm.name!r} was set up on cuda:{device.index}",
+            **comm.where(op),
+        )
+
+
 def exchange(comm: Communicator, core: _C.Comm, device: Device, call: fallback.Call) -> None:
     """One exchange of CUDA tensors: returns when it is in the current stream."""
-    index = call.input.get_device()
-    if index != device.index:
-        raise SparError(
-            f"{call.op} on rank {comm.rank}: the tensor is on cuda:{index}; "
-            f"group {comm.name!r} was set up on cuda:{device.index}",
-            **comm.where(call.op),
-        )
     check = comm.synchronous and not is_capturing(call.input.device)
     if check:
         fallback.compare(comm, call)
@@ -147,7 +150,7 @@ def exchange(comm: Communicator, core: _C.Comm, device: Device, call: fallback.C
         call.plan,
         call.input.data_ptr(),
         call.output.data_ptr(),
-        _stream_of(index),
+        _stream_of(device.index),
         device.native(),
         kind,
         call.divide,

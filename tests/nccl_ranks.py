@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
-import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +144,24 @@ def within(seconds: float, condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@contextlib.contextmanager
+def stalled(how: str = "stall") -> Iterator[None]:
+    os.environ["STANDIN_NCCL_LATER"] = how
+    try:
+        yield
+    finally:
+        os.environ.pop("STANDIN_NCCL_LATER")
+
+
+def expect_broken(comm: Communicator, error: type[spar.SparError], text: str) -> None:
+    """The next call tells what broke the group, those after it that it is broken."""
+    for kind in (error, spar.GroupBrokenError, spar.GroupBrokenError):
+        with pytest.raises(kind, match=text if kind is error else text.split(" \\(limit")[0]) as caught:
+            give(comm, "gather", (0,), torch.zeros(2))
+        assert type(caught.value) is kind
+        assert (caught.value.op, caught.value.rank) == ("gather", comm.rank)
+
+
 # ---- streams ----
 
 
@@ -251,143 +266,3 @@ def check_check(rank: int, world: int, group: dist.ProcessGroup) -> None:
         assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
     wait(comm)
     comm.close()
-
-
-# ---- faults ----
-
-
-@contextlib.contextmanager
-def stalled(how: str = "stall") -> Iterator[None]:
-    os.environ["STANDIN_NCCL_LATER"] = how
-    try:
-        yield
-    finally:
-        os.environ.pop("STANDIN_NCCL_LATER")
-
-
-def expect_broken(comm: Communicator, error: type[spar.SparError], text: str) -> None:
-    """The next call tells what broke the group, those after it that it is broken."""
-    for kind in (error, spar.GroupBrokenError, spar.GroupBrokenError):
-        with pytest.raises(kind, match=text if kind is error else text.split(" \\(limit")[0]) as caught:
-            give(comm, "gather", (0,), torch.zeros(2))
-        assert type(caught.value) is kind
-        assert (caught.value.op, caught.value.rank) == ("gather", comm.rank)
-
-
-def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank that does not come: the call has returned; the stream goes on when the limit is over."""
-    comm = set_up(group)
-    comm.timeout = 1.0
-    if rank != 0:
-        with Stream() as stream:
-            begin = time.monotonic()
-            give(comm, "gather", (0,), torch.zeros(2))
-            stream.synchronize()  # ended by the abort
-            assert 0.9 < time.monotonic() - begin < 2.0
-            expect_broken(comm, spar.ExchangeTimeoutError, r"in time \(limit 1 s, SPAR_TIMEOUT\)")
-    dist.barrier(group)
-    comm.close()
-
-
-def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """wait returns when all is over, and tells what broke."""
-    comm = set_up(group)
-    x = torch.full((1000,), float(rank))
-    with Stream():
-        got = give(comm, "gather", (0,), x)
-        wait(comm)
-        assert torch.equal(got, torch.arange(float(world)).repeat_interleave(1000))
-        dist.barrier(group)
-        comm.timeout = 1.0
-        with stalled():
-            give(comm, "gather", (0,), x)
-        with pytest.raises(spar.ExchangeTimeoutError, match="did not come to the end of call 2"):
-            comm._comms["cuda"].wait(time.monotonic() + 0.2)
-        within(3, lambda: comm._comms["cuda"].broken is not None)  # or it would hold the device until then
-    dist.barrier(group)
-    comm.close()
-
-
-def check_error_at_once(rank: int, world: int, group: dist.ProcessGroup, function: str) -> None:
-    """What NCCL refuses in the call: its last error's text, on the rank where it happens."""
-    comm = set_up(group)
-    comm.timeout = 1.0
-    with Stream() as stream:
-        if rank == world - 1:
-            os.environ["STANDIN_NCCL_FAIL"] = f"{function}:1"
-            with pytest.raises(
-                spar.TransportError, match=f"nccl{function}: system error: the stand-in"
-            ) as caught:
-                give(comm, "gather", (0,), torch.zeros(2))
-            os.environ.pop("STANDIN_NCCL_FAIL")
-            assert caught.value.op == "gather"
-            with pytest.raises(spar.GroupBrokenError, match=f"nccl{function}: system error"):
-                give(comm, "gather", (0,), torch.zeros(2))
-        else:
-            give(comm, "gather", (0,), torch.zeros(2))
-            stream.synchronize()
-            within(3, lambda: comm._comms["cuda"].broken is not None)
-            with pytest.raises((spar.ExchangeTimeoutError, spar.PeerLostError)):
-                give(comm, "gather", (0,), torch.zeros(2))
-    dist.barrier(group)
-    comm.close()
-
-
-def check_error_later(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """What only ncclCommGetAsyncError tells: seen without a call; the stream goes on, a call raises."""
-    comm = set_up(group)
-    with Stream() as stream:
-        with stalled("remote"):
-            give(comm, "gather", (0,), torch.zeros(2))
-        begin = time.monotonic()
-        stream.synchronize()
-        assert time.monotonic() - begin < 1.0
-        expect_broken(comm, spar.TransportError, "remote error: the stand-in's remote error")
-    dist.barrier(group)
-    comm.close()
-
-
-def check_refused(
-    rank: int, world: int, group: dist.ProcessGroup, variable: str, fault: str, why: str
-) -> None:
-    """Where one rank cannot, all leave the transport together, and know why."""
-    if rank == 0:
-        os.environ[variable] = fault
-    comm = set_up(group)
-    os.environ.pop(variable, None)
-    chosen = comm.transport("cuda")
-    assert chosen.name == "torch", chosen
-    assert [name for name, _ in chosen.rejected] == ["shm", "nccl"]
-    assert re.search(f"rank 0: .*{why}", chosen.rejected[1][1]), chosen
-    within(3, lambda: spar.memory_stats()["staging.allocated_bytes"] == 0)
-    comm.close()
-
-
-def check_no_meeting(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank whose NCCL cannot be connected: nobody waits longer than the limit."""
-    if rank == 0:
-        os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"
-    begin = time.monotonic()
-    with pytest.raises(spar.ExchangeTimeoutError):
-        set_up(group, SPAR_TIMEOUT=1.5)
-    assert time.monotonic() - begin < 4
-    os.environ.pop("STANDIN_NCCL_FAIL", None)
-
-
-def check_death(rank: int, world: int, group: dist.ProcessGroup, folder: str) -> None:
-    """A peer that is killed: its stream, and its word, never come."""
-    comm = set_up(group)
-    comm.timeout = 1.0
-    with Stream() as stream:
-        give(comm, "gather", (0,), torch.zeros(2))
-        stream.synchronize()
-        dist.barrier(group)
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        give(comm, "gather", (0,), torch.zeros(2))
-        stream.synchronize()
-        waited = time.monotonic() - begin
-        expect_broken(comm, spar.ExchangeTimeoutError, r"in time \(limit 1 s, SPAR_TIMEOUT\)")
-    comm.close()
-    Path(folder, str(rank)).write_text(str(waited))

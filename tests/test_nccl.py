@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cases
+import nccl_faults
 import nccl_ranks
 import pytest
 import standins
@@ -113,20 +114,20 @@ def test_checks(gpus: Ranks) -> None:
 
 
 def test_a_rank_that_does_not_come(gpus: Ranks) -> None:
-    gpus(3, nccl_ranks.check_absent)
+    gpus(3, nccl_faults.check_absent)
 
 
 def test_wait(gpus: Ranks) -> None:
-    gpus(2, nccl_ranks.check_wait)
+    gpus(2, nccl_faults.check_wait)
 
 
 @pytest.mark.parametrize("function", ["Send", "Recv", "GroupStart", "GroupEnd"])
 def test_errors_of_a_call(gpus: Ranks, function: str) -> None:
-    gpus(2, nccl_ranks.check_error_at_once, function)
+    gpus(2, nccl_faults.check_error_at_once, function)
 
 
 def test_errors_that_come_later(gpus: Ranks) -> None:
-    gpus(3, nccl_ranks.check_error_later)
+    gpus(3, nccl_faults.check_error_later)
 
 
 @pytest.mark.parametrize(
@@ -137,20 +138,59 @@ def test_errors_that_come_later(gpus: Ranks) -> None:
     ],
 )
 def test_one_rank_that_cannot(gpus: Ranks, variable: str, fault: str, why: str) -> None:
-    gpus(2, nccl_ranks.check_refused, variable, fault, why)
+    gpus(2, nccl_faults.check_refused, variable, fault, why)
 
 
 def test_a_set_up_that_does_not_end(gpus: Ranks) -> None:
-    gpus(2, nccl_ranks.check_no_meeting)
+    gpus(2, nccl_faults.check_no_meeting)
 
 
-def test_a_peer_that_dies(gpus: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="rank 0 of 3:\nthe process is gone"):
-        gpus(3, nccl_ranks.check_death, str(tmp_path))
-    assert {path.name: 0.9 < float(path.read_text()) < 2.0 for path in tmp_path.iterdir()} == {
+@pytest.mark.parametrize("when", ["before it", "in it"])
+def test_a_peer_that_dies(gpus: Ranks, tmp_path: Path, when: str) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 3:\nthe process is gone"):
+        gpus(3, nccl_faults.check_death, str(tmp_path), when)
+    assert {path.name: float(path.read_text()) < 2.0 for path in tmp_path.iterdir()} == {
         "1": True,
         "2": True,
     }
+
+
+def test_a_peer_that_ends(gpus: Ranks) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"^rank 2 of 3:\nthe process is gone") as caught:
+        gpus(3, nccl_faults.check_end)
+    assert "rank 1" not in str(caught.value)
+
+
+# ---- what ranks of one host tell each other ----
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_disagreement(gpus: Ranks, late: int) -> None:
+    gpus(3, nccl_faults.check_disagreement, late)
+
+
+def test_calls_are_not_compared_where_nobody_wants_it(gpus: Ranks) -> None:
+    gpus(2, nccl_faults.check_unchecked)
+
+
+def test_calls_that_cannot_be_made(gpus: Ranks) -> None:
+    gpus(3, nccl_faults.check_failures)
+
+
+def test_a_failure_before_the_call(gpus: Ranks) -> None:
+    gpus(3, nccl_faults.check_own_failure)
+
+
+def test_interrupt(gpus: Ranks) -> None:
+    gpus(3, nccl_faults.check_interrupt)
+
+
+def test_a_rank_far_ahead(gpus: Ranks) -> None:
+    gpus(2, nccl_faults.check_far_ahead)
+
+
+def test_a_group_that_a_rank_has_closed(gpus: Ranks) -> None:
+    gpus(3, nccl_faults.check_closed)
 
 
 # ---- libraries that are not there, or too old ----

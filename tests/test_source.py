@@ -49,6 +49,8 @@ LAYERS = [
     "mailbox",
     "nccl",
     "transport",
+    "meeting",
+    "ledger",
     "lane",
     "watch",
 ]

@@ -5,7 +5,9 @@
  * buffers again. */
 #include "../env.h"
 #include "../lane.h"
+#include "../meeting.h"
 #include "../watch.h"
+#include "../whereabouts.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -30,6 +32,9 @@ typedef struct {
     spar_nccl_id id;
     spar_lane lane;
     int has_lane;
+    spar_ledger *ledger; /* NULL: the ranks are not all on one host */
+    int compare;
+    uint64_t calls;
     struct ncclComm *own, *native; /* native: as it was when the ranks met */
     spar_watch *watch;
     void *stream; /* of the newest call */
@@ -62,6 +67,7 @@ static void release(void *context)
         return;
     if (s->has_lane)
         spar_lane_close(&s->lane);
+    spar_ledger_close(s->ledger);
     pthread_cond_destroy(&s->met);
     pthread_mutex_destroy(&s->lock);
     free(s);
@@ -83,7 +89,9 @@ static void *release_entered(void *context)
 
 static spar_status make(state *s, const spar_native *native, token *own)
 {
-    const char *most;
+    const char *most, *check;
+    SPAR_TRY(spar_env_field("check", &check));
+    s->compare = strcmp(check, "0") != 0;
     SPAR_TRY(spar_env_field("staging_max", &most));
     SPAR_TRY(spar_lane_open(&s->lane, s->world, s->rank, strtoll(most, NULL, 10)));
     s->has_lane = 1;
@@ -101,7 +109,8 @@ static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict 
 {
     token own = {0};
     void *before;
-    (void)facts;
+    char reason[96];
+    verdict->offset = -1;
     SPAR_TRY(spar_device_cuda.open());
     SPAR_TRY(spar_nccl_open());
     SPAR_TRY(spar_device_cuda.prepare(comm->native.ordinal));
@@ -119,6 +128,9 @@ static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict 
     s->rank = comm->rank;
     s->ordinal = comm->native.ordinal;
     comm->state = s;
+    if (spar_meeting_possible(facts, s->world, reason, sizeof reason) &&
+        spar_ledger_open(comm, facts, &s->ledger, &verdict->offset) != SPAR_OK)
+        verdict->offset = -1; /* it is not needed for moving bytes */
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
     spar_device_cuda.leave(before);
@@ -168,19 +180,12 @@ static void *meet(void *context)
     return NULL;
 }
 
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
 /* Other than SPAR_OK where the wait shall end. */
 static spar_status go_on(const spar_patience *patience)
 {
     if (patience->interrupted && patience->interrupted(patience->context))
         return spar_fail(SPAR_INTERRUPTED, "interrupted while NCCL was set up");
-    if (patience->deadline_ns && now_ns() >= patience->deadline_ns)
+    if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
         return spar_fail(SPAR_TIMEOUT, "a rank did not come while NCCL was set up");
     return SPAR_OK;
 }
@@ -190,7 +195,7 @@ static spar_status await_meeting(state *s, const spar_patience *patience)
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&s->lock);
     while (!s->over && status == SPAR_OK) {
-        int64_t until = now_ns() + 50000000;
+        int64_t until = spar_now_ns() + 50000000;
         const struct timespec slice = {until / 1000000000, until % 1000000000};
         pthread_cond_timedwait(&s->met, &s->lock, &slice);
         if (s->over)
@@ -256,6 +261,22 @@ static spar_status agree(state *s, const spar_verdict *verdicts)
     return SPAR_OK;
 }
 
+/* Where one rank has no ledger, none uses it. */
+static spar_status connect_ledger(state *s, const spar_comm *comm, const spar_verdict *verdicts,
+                                  const spar_patience *patience)
+{
+    int all = s->ledger != NULL;
+    for (int rank = 0; rank < s->world; rank++)
+        all = all && verdicts[rank].offset >= 0;
+    spar_status status =
+        all ? spar_ledger_connect(s->ledger, comm, verdicts, patience) : SPAR_TRANSPORT;
+    if (status == SPAR_OK)
+        return SPAR_OK;
+    spar_ledger_close(s->ledger);
+    s->ledger = NULL;
+    return status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED ? status : SPAR_OK;
+}
+
 static spar_status meet_and_greet(state *s, const spar_patience *patience)
 {
     pthread_t thread;
@@ -281,9 +302,10 @@ static spar_status connect_all(spar_comm *comm, const spar_verdict *verdicts,
     state *s = comm->state;
     void *before;
     SPAR_TRY(agree(s, verdicts));
+    SPAR_TRY(connect_ledger(s, comm, verdicts, patience));
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     spar_status status = meet_and_greet(s, patience);
-    const spar_watched what = {s->own, s->ordinal, NULL, release, s};
+    const spar_watched what = {s->own, s->ordinal, s->ledger, release, s};
     if (status == SPAR_OK)
         status = spar_watch_open(&what, &s->watch);
     spar_device_cuda.leave(before);
@@ -303,16 +325,36 @@ static spar_status check_call(const state *s, const spar_call *call)
     return SPAR_OK;
 }
 
+/* This rank cannot make call n: the others are told. */
+static spar_status fail_alone(state *s, uint64_t n, const spar_call *call, spar_status status)
+{
+    char why[SPAR_GROUP_TEXT];
+    spar_call told = *call;
+    snprintf(why, sizeof why, "%s", spar_last_error());
+    told.failed = status;
+    told.why = why;
+    if (status == SPAR_INTERRUPTED)
+        spar_watch_break(s->watch, SPAR_BROKEN, why);
+    else if (s->ledger && spar_ledger_enter(s->ledger, n, &told, s->compare) != SPAR_OK)
+        spar_watch_break(s->watch, SPAR_MISMATCH, spar_last_error());
+    return spar_fail(status, "%s", why);
+}
+
 static spar_status enqueue(state *s, const spar_call *call)
 {
     struct ncclComm *comm = s->own ? s->own : call->native;
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
+    uint64_t n = ++s->calls;
     int captured;
-    SPAR_TRY(check_call(s, call));
-    SPAR_TRY(spar_driver_capturing(call->stream, &captured));
-    SPAR_TRY(spar_watch_begin(s->watch, &call->patience));
-    spar_status status = SPAR_OK;
-    if (!s->own) { /* the watch does not know whether torch's is still there */
+    spar_status status = check_call(s, call);
+    if (status == SPAR_OK)
+        status = spar_driver_capturing(call->stream, &captured);
+    if (status != SPAR_OK)
+        return fail_alone(s, n, call, status);
+    SPAR_TRY(spar_watch_begin(s->watch, n, &call->patience));
+    if (s->ledger)
+        status = spar_ledger_enter(s->ledger, n, call, s->compare);
+    if (status == SPAR_OK && !s->own) { /* the watch does not know whether torch's is still there */
         status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), comm,
                                  "ncclCommGetAsyncError");
         if (status == SPAR_OK)
@@ -343,7 +385,9 @@ static spar_status start(spar_comm *comm, spar_call *call)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     pthread_mutex_lock(&s->lock);
+    uint32_t begun = spar_whereabouts_begin(call->group, call->op, (uint32_t)s->calls + 1);
     spar_status status = enqueue(s, call);
+    spar_whereabouts_end(begun, status != SPAR_OK);
     pthread_mutex_unlock(&s->lock);
     spar_device_cuda.leave(before);
     return status;
@@ -359,6 +403,14 @@ static spar_status wait_for(spar_comm *comm, spar_call *call)
     spar_status status = spar_watch_wait(s->watch, &call->patience);
     spar_device_cuda.leave(before);
     return status;
+}
+
+static void where(const spar_comm *comm, int rank, char *text, size_t size)
+{
+    const state *s = comm->state;
+    *text = 0;
+    if (s->ledger)
+        spar_ledger_where(s->ledger, rank, text, size);
 }
 
 static const char *broken(const spar_comm *comm)
@@ -390,6 +442,7 @@ const spar_transport spar_transport_nccl = {
     .run = start,
     .start = start,
     .wait = wait_for,
+    .where = where,
     .broken = broken,
     .close = close_comm,
 };

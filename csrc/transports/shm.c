@@ -1,18 +1,13 @@
 /* Shared memory: each rank pushes its regions straight into its peers' outputs, which are blocks of their arenas.
  *
  * One read and one write per byte, the permutation included; no staging. */
-#include "../env.h"
-#include "../group.h"
+#include "../meeting.h"
 #include "../pack.h"
-#include "../transport.h"
 #include "../whereabouts.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-static const int64_t LONGEST_MEETING_NS = 30000000000;
 
 static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
 {
@@ -20,95 +15,24 @@ static int serves(const spar_facts *facts, int world, const char *device, char *
         snprintf(reason, size, "%s tensors do not lie in host memory", device);
         return 0;
     }
-    for (int rank = 0; rank < world; rank++) {
-        if (facts[rank].endpoint.pid <= 0) {
-            snprintf(reason, size, "rank %d: %.60s", rank, facts[rank].no_shm);
-            return 0;
-        }
-        for (int other = 0; other < rank; other++)
-            if (facts[other].endpoint.nonce == facts[rank].endpoint.nonce) {
-                snprintf(reason, size, "ranks %d and %d are one process", other, rank);
-                return 0;
-            }
-    }
+    if (!spar_meeting_possible(facts, world, reason, size))
+        return 0;
     snprintf(reason, size, "all %d ranks share this host's memory", world);
     return 1;
 }
 
 static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict)
 {
-    spar_group *group;
-    const char *arena_max, *spin;
-    SPAR_TRY(spar_env_field("arena_max", &arena_max));
-    SPAR_TRY(spar_env_field("spin_us", &spin));
-    SPAR_TRY(spar_arena_open(strtoll(arena_max, NULL, 10), comm->local_ranks));
-    SPAR_TRY(spar_group_open(comm->world, comm->rank, comm->local_ranks, &group, &verdict->offset));
-    if (*spin)
-        spar_group_spin(group, strtoll(spin, NULL, 10) * 1000);
+    spar_group *group = NULL;
+    spar_status status = spar_meeting_begin(comm, facts, 0, &group, &verdict->offset);
     comm->state = group;
-    for (int rank = 0; rank < comm->world; rank++)
-        if (rank != comm->rank)
-            SPAR_TRY(spar_peers_dial(&facts[rank].endpoint));
-    return SPAR_OK;
-}
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
-static spar_status meet(const spar_comm *comm, int rank, const spar_patience *patience,
-                        spar_peer **peer)
-{
-    const struct timespec moment = {0, 500000};
-    int64_t begin = now_ns();
-    for (int looks = 1;; looks++) {
-        SPAR_TRY(spar_peers_meet(&comm->facts[rank].endpoint, peer));
-        if (*peer)
-            return SPAR_OK;
-        if (patience->deadline_ns && now_ns() > patience->deadline_ns)
-            return spar_fail(SPAR_TIMEOUT, "rank %d did not answer", rank);
-        if (now_ns() - begin >
-            LONGEST_MEETING_NS) /* all are here: another transport is better than this wait */
-            return spar_fail(SPAR_TRANSPORT, "rank %d did not answer for 30 s", rank);
-        if (looks % 100 == 0 && patience->interrupted && patience->interrupted(patience->context))
-            return spar_fail(SPAR_INTERRUPTED, "interrupted while meeting rank %d", rank);
-        nanosleep(&moment, NULL);
-    }
+    return status;
 }
 
 static spar_status connect_all(spar_comm *comm, const spar_verdict *verdicts,
                                const spar_patience *patience)
 {
-    spar_status status = SPAR_OK;
-    spar_peer **peers = calloc((size_t)comm->world, sizeof *peers);
-    int64_t *offsets = calloc((size_t)comm->world, sizeof *offsets);
-    if (!peers || !offsets)
-        status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
-    for (int rank = 0; peers && offsets && rank < comm->world; rank++) {
-        offsets[rank] = verdicts[rank].offset;
-        if (rank == comm->rank || status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED)
-            continue;
-        char first[sizeof verdicts->reason];
-        snprintf(first, sizeof first, "%s", spar_last_error());
-        spar_status met =
-            meet(comm, rank, patience, &peers[rank]); /* also after a failure: they wait */
-        if (status != SPAR_OK && met != SPAR_TIMEOUT && met != SPAR_INTERRUPTED)
-            spar_fail(status, "%s", first);
-        else
-            status = met;
-    }
-    if (status == SPAR_OK)
-        status = spar_group_attach(comm->state, peers, offsets);
-    else
-        for (int rank = 0; peers && rank < comm->world; rank++)
-            if (peers[rank])
-                spar_peers_leave(peers[rank]);
-    free(peers);
-    free(offsets);
-    return status;
+    return spar_meeting_end(comm, comm->state, verdicts, patience);
 }
 
 static void describe(void *context, char *text, size_t size)

@@ -1,0 +1,98 @@
+#include "meeting.h"
+
+#include "env.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+static const int64_t LONGEST_NS = 30000000000;
+
+int spar_meeting_possible(const spar_facts *facts, int world, char *reason, size_t size)
+{
+    for (int rank = 0; rank < world; rank++) {
+        if (facts[rank].endpoint.pid <= 0) {
+            snprintf(reason, size, "rank %d: %.60s", rank, facts[rank].no_shm);
+            return 0;
+        }
+        for (int other = 0; other < rank; other++)
+            if (facts[other].endpoint.nonce == facts[rank].endpoint.nonce) {
+                snprintf(reason, size, "ranks %d and %d are one process", other, rank);
+                return 0;
+            }
+    }
+    return 1;
+}
+
+spar_status spar_meeting_begin(const spar_comm *comm, const spar_facts *facts, int64_t room,
+                               spar_group **group, int64_t *offset)
+{
+    const char *arena_max, *spin;
+    SPAR_TRY(spar_env_field("arena_max", &arena_max));
+    SPAR_TRY(spar_env_field("spin_us", &spin));
+    SPAR_TRY(spar_arena_open(strtoll(arena_max, NULL, 10), comm->local_ranks));
+    SPAR_TRY(spar_group_open(comm->world, comm->rank, comm->local_ranks, room, group, offset));
+    if (*spin)
+        spar_group_spin(*group, strtoll(spin, NULL, 10) * 1000);
+    for (int rank = 0; rank < comm->world; rank++) {
+        spar_status status = rank == comm->rank ? SPAR_OK : spar_peers_dial(&facts[rank].endpoint);
+        if (status != SPAR_OK) {
+            spar_group_close(*group);
+            *group = NULL;
+            return status;
+        }
+    }
+    return SPAR_OK;
+}
+
+static spar_status meet(const spar_comm *comm, int rank, const spar_patience *patience,
+                        spar_peer **peer)
+{
+    const struct timespec moment = {0, 500000};
+    int64_t begin = spar_now_ns();
+    for (int looks = 1;; looks++) {
+        SPAR_TRY(spar_peers_meet(&comm->facts[rank].endpoint, peer));
+        if (*peer)
+            return SPAR_OK;
+        if (patience->deadline_ns && spar_now_ns() > patience->deadline_ns)
+            return spar_fail(SPAR_TIMEOUT, "rank %d did not answer", rank);
+        if (spar_now_ns() - begin >
+            LONGEST_NS) /* all are here: going without is better than this wait */
+            return spar_fail(SPAR_TRANSPORT, "rank %d did not answer for 30 s", rank);
+        if (looks % 100 == 0 && patience->interrupted && patience->interrupted(patience->context))
+            return spar_fail(SPAR_INTERRUPTED, "interrupted while meeting rank %d", rank);
+        nanosleep(&moment, NULL);
+    }
+}
+
+spar_status spar_meeting_end(const spar_comm *comm, spar_group *group, const spar_verdict *verdicts,
+                             const spar_patience *patience)
+{
+    spar_status status = SPAR_OK;
+    spar_peer **peers = calloc((size_t)comm->world, sizeof *peers);
+    int64_t *offsets = calloc((size_t)comm->world, sizeof *offsets);
+    if (!peers || !offsets)
+        status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
+    for (int rank = 0; peers && offsets && rank < comm->world; rank++) {
+        offsets[rank] = verdicts[rank].offset;
+        if (rank == comm->rank || status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED)
+            continue;
+        char first[sizeof verdicts->reason];
+        snprintf(first, sizeof first, "%s", spar_last_error());
+        spar_status met =
+            meet(comm, rank, patience, &peers[rank]); /* also after a failure: they wait */
+        if (status != SPAR_OK && met != SPAR_TIMEOUT && met != SPAR_INTERRUPTED)
+            spar_fail(status, "%s", first);
+        else
+            status = met;
+    }
+    if (status == SPAR_OK)
+        status = spar_group_attach(group, peers, offsets);
+    else
+        for (int rank = 0; peers && rank < comm->world; rank++)
+            if (peers[rank])
+                spar_peers_leave(peers[rank]);
+    free(peers);
+    free(offsets);
+    return status;
+}
