@@ -7,7 +7,8 @@ something is wrong, with 2 where there is no GPU.
 Correct: each kernel against the CPU's copies, to the bit, with spans that begin anywhere; multiplication
 against torch on the device; capture and replay; tables that are first needed inside a capture.
 Fast: packing and unpacking against a device-to-device copy of the same bytes, and against the permute that
-the usual formulation does; the host's time for a call.
+the usual formulation does; the host's time for a call. Then all operations between as many ranks as there can be
+(gpu_ops.py), over the extension: the one that is built, or one that is built for it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -345,6 +349,42 @@ def time_host(gpu: Gpu) -> None:
     say(f"The host's time for one launch of 8 spans, this page's own Python included: {best:.1f} us.")
 
 
+def built_package(folder: str) -> str:
+    """Where `spar` can be imported from; its extension is built there if this repository has none."""
+    root = Path(__file__).resolve().parent.parent
+    if list(root.glob("spar/_C*.so")):
+        return str(root)
+    shutil.copytree(root / "spar", Path(folder, "spar"))
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp", folder]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the extension could not be built: {done.stderr.strip()[-500:]}")
+    return folder
+
+
+def check_operations(device: str = DEVICE) -> None:
+    """In processes of their own, one for a rank."""
+    say()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = os.pathsep.join([built_package(folder), os.environ.get("PYTHONPATH", "")])
+        except RuntimeError as error:
+            say(f"Operations between ranks were not run: {error}")
+            return
+        script = Path(__file__).resolve().with_name("gpu_ops.py")
+        done = subprocess.run(
+            [sys.executable, str(script), "--device", device],
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 2:
+        say(f"Operations between ranks were not run: {done.stderr.strip()}.")
+        return
+    say(done.stdout.strip())
+    expect(done.returncode == 0, f"operations between ranks: {done.stderr.strip()[-2000:]}")
+
+
 def check_sanitizer() -> None:
     found = shutil.which("compute-sanitizer")
     say()
@@ -394,6 +434,7 @@ def main() -> int:
         time_copies(gpu, (16 * MIB, 64 * MIB, 256 * MIB), 20)
         time_scales(gpu, 64 * MIB, 20)
         time_host(gpu)
+        check_operations()
         check_sanitizer()
     say()
     say(f"{len(failures)} wrong." if failures else "All correct.")
