@@ -58,13 +58,18 @@ class Stream:
         driver("cuStreamSynchronize", self.handle)
 
 
-def set_up(group: dist.ProcessGroup, **environment: object) -> Communicator:
-    """A communicator that has met the others for CUDA tensors, with these settings."""
+def communicator(group: dist.ProcessGroup) -> Communicator:
+    """One that will choose its transport by itself."""
     for name in ("libcuda.so.1", "libnccl.so.2", "libnvrtc.so.12"):
         ctypes.CDLL(name)  # before packages of the real ones are looked for
     os.environ.pop("SPAR_TRANSPORT", None)
+    return Communicator(group)
+
+
+def set_up(group: dist.ProcessGroup, **environment: object) -> Communicator:
+    """A communicator that has met the others for CUDA tensors, with these settings."""
+    comm = communicator(group)
     os.environ.update({name: str(value) for name, value in environment.items()})
-    comm = Communicator(group)
     try:
         with comm.turn("init"):
             comm.set_up("init", DEVICE, comm.deadline())
@@ -265,4 +270,26 @@ def check_check(rank: int, world: int, group: dist.ProcessGroup) -> None:
         got = give(comm, "gather", (0,), torch.full((2,), float(rank)))
         assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
     wait(comm)
+    comm.close()
+
+
+def check_uncapturable(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A group that is not set up cannot be set up in a capture: an error before anything is captured or sent."""
+    comm = communicator(group)
+    capturing, cuda._capturing = cuda._capturing, lambda: rank == 0
+    try:
+        for _ in range(2 if rank == 0 else 0):
+            with pytest.raises(
+                spar.SparError, match=r"init cannot be captured .* not set up yet; call spar.init"
+            ):
+                comm.set_up("init", DEVICE, comm.deadline())
+            assert comm.transport("cuda").name is None
+    finally:
+        cuda._capturing = capturing
+    with comm.turn("init"):  # nobody was kept waiting, and nothing is broken
+        comm.set_up("init", DEVICE, comm.deadline())
+    with Stream():
+        got = give(comm, "gather", (0,), torch.full((2,), float(rank)))
+        wait(comm)
+    assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
     comm.close()

@@ -105,6 +105,10 @@ def test_graphs(gpus: Ranks, staging: int) -> None:
     gpus(3, nccl_ranks.check_capture, staging)
 
 
+def test_a_capture_before_the_set_up(gpus: Ranks) -> None:
+    gpus(2, nccl_ranks.check_uncapturable)
+
+
 def test_torch_communicator(gpus: Ranks) -> None:
     gpus(2, nccl_ranks.check_native)
 
