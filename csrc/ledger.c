@@ -1,19 +1,20 @@
 #include "ledger.h"
 
 #include "meeting.h"
+#include "text.h"
 #include "whereabouts.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { ENTRIES = 1024, TEXT = 240, KNOWN = 16 };
+enum { ENTRIES = 1024, WORDS = 30, TEXT = WORDS * sizeof(uint64_t), KNOWN = 16 };
 static const int64_t LOOK_NS = 50000000, GRACE_NS = 1000000000;
 
 typedef struct {
     uint64_t call;      /* written last, and first set to 0 */
     uint64_t signature; /* 0: it could not be made */
-    char text[TEXT];
+    uint64_t text[WORDS];
 } entry;
 
 /* Each rank writes its own, in its arena. */
@@ -90,7 +91,8 @@ void spar_ledger_close(spar_ledger *l)
 
 /* ---- a call ---- */
 
-static void describe(spar_ledger *l, const spar_call *call, uint64_t signature, char *text)
+/* A call in words, kept for the next of its like. */
+static const char *describe(spar_ledger *l, const spar_call *call, uint64_t signature)
 {
     char *known = l->known[signature % KNOWN].text;
     if (l->known[signature % KNOWN].signature != signature || !*known) {
@@ -100,22 +102,25 @@ static void describe(spar_ledger *l, const spar_call *call, uint64_t signature, 
         snprintf(known + used, TEXT - used, "%s%s", used + 1 == room ? "..." : "", call->text);
         l->known[signature % KNOWN].signature = signature;
     }
-    memcpy(text, known, TEXT);
+    return known;
 }
 
 static void write_down(spar_ledger *l, uint64_t n, const spar_call *call)
 {
     book *own = book_of(l, l->rank);
     entry *e = &own->entries[n % ENTRIES];
-    __atomic_store_n(&e->call, 0, __ATOMIC_RELAXED); /* who reads it now, finds out */
-    __atomic_thread_fence(__ATOMIC_RELEASE);
+    char failure[TEXT];
+    const char *text = failure;
+    uint64_t signature = 0;
     if (call->failed != SPAR_OK) {
-        e->signature = 0;
-        snprintf(e->text, TEXT, "failed: %s", call->why);
+        snprintf(failure, sizeof failure, "failed: %s", call->why);
     } else {
-        e->signature = spar_plan_signature(call->plan, call->text) | 1;
-        describe(l, call, e->signature, e->text);
+        signature = spar_plan_signature(call->plan, call->text) | 1;
+        text = describe(l, call, signature);
     }
+    __atomic_store_n(&e->call, 0, __ATOMIC_RELAXED); /* who reads what follows sees it */
+    __atomic_store_n(&e->signature, signature, __ATOMIC_RELEASE);
+    spar_text_write(e->text, WORDS, text);
     /* seq_cst: of two ranks that write and then read, one at least sees the other's */
     __atomic_store_n(&e->call, n, __ATOMIC_SEQ_CST);
     __atomic_store_n(&own->newest, n, __ATOMIC_SEQ_CST);
@@ -128,12 +133,9 @@ static int read_entry(const spar_ledger *l, int rank, uint64_t n, uint64_t *sign
     const entry *e = &book_of(l, rank)->entries[n % ENTRIES];
     if (__atomic_load_n(&e->call, __ATOMIC_SEQ_CST) != n)
         return 0;
-    *signature = e->signature;
-    if (text) {
-        memcpy(text, e->text, TEXT);
-        text[TEXT - 1] = 0;
-    }
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    *signature = __atomic_load_n(&e->signature, __ATOMIC_ACQUIRE);
+    if (text)
+        spar_text_read(e->text, WORDS, text);
     return __atomic_load_n(&e->call, __ATOMIC_RELAXED) == n;
 }
 

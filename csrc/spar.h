@@ -20,6 +20,7 @@
  *   chunks.h     an exchange in steps, for transports that stage
  *   patience.h   how long to wait
  *   arena.h      the memory that ranks of one host share
+ *   text.h       texts in it
  *   whereabouts.h  which call each process is in, for messages
  *   peers.h      the other processes of this host, and who of them lives
  *   hello.h      what they tell each other when they connect

@@ -1,7 +1,8 @@
 #include "whereabouts.h"
 
+#include "text.h"
+
 #include <stdio.h>
-#include <string.h>
 
 enum { GROUP = 8, OP = 4 }; /* words of 8 bytes */
 
@@ -13,24 +14,6 @@ typedef struct {
 } whereabouts;
 
 _Static_assert(sizeof(whereabouts) <= SPAR_ARENA_TAIL, "it lies behind the arena");
-
-/* Readers may come in the middle: who sees one word of it (acquire) sees, too, that the turn is odd or another. */
-static void write_text(uint64_t *target, int count, const char *text)
-{
-    uint64_t whole[GROUP] = {0};
-    snprintf((char *)whole, (size_t)count * sizeof *whole, "%s", text);
-    for (int i = 0; i < count; i++)
-        __atomic_store_n(&target[i], whole[i], __ATOMIC_RELEASE);
-}
-
-static void read_text(const uint64_t *source, int count, char *text)
-{
-    for (int i = 0; i < count; i++) {
-        uint64_t part = __atomic_load_n(&source[i], __ATOMIC_ACQUIRE);
-        memcpy(text + (size_t)i * sizeof part, &part, sizeof part);
-    }
-    text[(size_t)count * sizeof(uint64_t) - 1] = 0;
-}
 
 static whereabouts *own(void)
 {
@@ -47,8 +30,8 @@ uint32_t spar_whereabouts_begin(const char *group, const char *op, uint32_t call
                                                  __ATOMIC_RELAXED))
         return 0; /* another thread begins a call just now: that one is as new */
     __atomic_store_n(&w->call, call, __ATOMIC_RELEASE);
-    write_text(w->group, GROUP, group ? group : "unnamed");
-    write_text(w->op, OP, op ? op : "a call");
+    spar_text_write(w->group, GROUP, group ? group : "unnamed");
+    spar_text_write(w->op, OP, op ? op : "a call");
     __atomic_store_n(&w->turn, turn + 2, __ATOMIC_RELEASE);
     return turn + 2;
 }
@@ -68,8 +51,8 @@ void spar_whereabouts_read(const char *base, int64_t length, char *text, size_t 
         uint32_t turn = __atomic_load_n(&w->turn, __ATOMIC_ACQUIRE);
         uint32_t call = __atomic_load_n(&w->call, __ATOMIC_ACQUIRE);
         uint32_t ended = __atomic_load_n(&w->ended, __ATOMIC_ACQUIRE);
-        read_text(w->group, GROUP, group);
-        read_text(w->op, OP, op);
+        spar_text_read(w->group, GROUP, group);
+        spar_text_read(w->op, OP, op);
         if (turn % 2 || __atomic_load_n(&w->turn, __ATOMIC_RELAXED) != turn)
             continue;
         if (turn == 0)

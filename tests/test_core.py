@@ -134,6 +134,13 @@ def test_shared_memory_between_threads(program: Builder, kind: str, world: int) 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ranks_write_down(program: Builder, kind: str) -> None:
+    """Entries that are read while they are written over; differences, lies, a death."""
+    done = run(program("gcc", kind), "ledger", "3", "20000")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("which", range(5))
 @pytest.mark.parametrize("how", ["processes", "threads"])
 def test_a_rank_that_lies_about_its_output(program: Builder, how: str, which: int) -> None:

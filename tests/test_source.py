@@ -42,6 +42,7 @@ LAYERS = [
     "chunks",
     "patience",
     "arena",
+    "text",
     "whereabouts",
     "peers",
     "hello",

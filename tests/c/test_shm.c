@@ -3,15 +3,13 @@
  *
  * test_shm processes|threads WORLD CALLS: prints the median and the 99th percentile of a call in microseconds. */
 #include "group.h"
+#include "processes.h"
 #include "spar.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -269,27 +267,12 @@ static spar_memory *work(meeting *m, spar_comm *comm)
 
 /* ---- processes and threads ---- */
 
-static int run_processes(meeting *m)
+static void be_process(void *context, int rank)
 {
-    pid_t ranks[MOST];
-    int failed = 0;
-    for (int rank = 0; rank < m->world; rank++)
-        if ((ranks[rank] = fork()) == 0) {
-            spar_comm *comm = join_processes(m, rank);
-            spar_memory_free(work(m, comm));
-            spar_comm_close(comm);
-            return 0;
-        }
-    for (int left = m->world; left; left--) {
-        int status;
-        EXPECT(wait(&status) > 0);
-        if (WIFEXITED(status) && WEXITSTATUS(status) == 0)
-            continue;
-        failed = 1;
-        for (int rank = 0; rank < m->world; rank++) /* they would wait at the barrier */
-            kill(ranks[rank], SIGKILL);
-    }
-    return failed;
+    meeting *m = context;
+    spar_comm *comm = join_processes(m, rank);
+    spar_memory_free(work(m, comm));
+    spar_comm_close(comm);
 }
 
 typedef struct {
@@ -334,14 +317,11 @@ static int run_threads(meeting *m)
 
 int test_shm(int argc, char **argv)
 {
-    pthread_barrierattr_t shared;
-    meeting *m = mmap(NULL, sizeof *m, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    EXPECT(m != MAP_FAILED && argc == 4);
+    meeting *m = shared_memory(sizeof *m);
+    EXPECT(m && argc == 4);
     m->world = atoi(argv[2]);
     m->calls = atoi(argv[3]);
     EXPECT(m->world >= 1 && m->world <= MOST && m->calls >= 1);
-    pthread_barrierattr_init(&shared);
-    pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
-    pthread_barrier_init(&m->barrier, &shared, (unsigned)m->world);
-    return strcmp(argv[1], "threads") == 0 ? run_threads(m) : run_processes(m);
+    share_barrier(&m->barrier, m->world);
+    return strcmp(argv[1], "threads") == 0 ? run_threads(m) : run_ranks(m->world, be_process, m);
 }

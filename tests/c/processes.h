@@ -1,0 +1,54 @@
+/* Ranks as processes of a test: forks that share what was mapped before. */
+#ifndef PROCESSES_H
+#define PROCESSES_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* Zeros that forks share; NULL: there are none. */
+static inline void *shared_memory(size_t size)
+{
+    void *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+/* A barrier in such memory. */
+static inline void share_barrier(pthread_barrier_t *barrier, int world)
+{
+    pthread_barrierattr_t shared;
+    pthread_barrierattr_init(&shared);
+    pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
+    pthread_barrier_init(barrier, &shared, (unsigned)world);
+}
+
+/* Runs work(context, rank) in a process for each rank; 0: all ended well. In a fork it does not return. */
+static inline int run_ranks(int world, void (*work)(void *context, int rank), void *context)
+{
+    enum { MOST_RANKS = 64 };
+    pid_t ranks[MOST_RANKS];
+    int failed = world > MOST_RANKS, started = 0;
+    for (; !failed && started < world; started++) {
+        if ((ranks[started] = fork()) == 0) {
+            work(context, started);
+            exit(0);
+        }
+        failed = ranks[started] < 0;
+    }
+    for (int left = started; left; left--) {
+        int status;
+        if (wait(&status) > 0 && WIFEXITED(status) && WEXITSTATUS(status) == 0)
+            continue;
+        failed = 1;
+        for (int rank = 0; rank < started; rank++) /* they would wait at a barrier */
+            if (ranks[rank] > 0)
+                kill(ranks[rank], SIGKILL);
+    }
+    return failed;
+}
+
+#endif

@@ -1,0 +1,261 @@
+/* The ledger between processes: entries that are read while they change, calls that differ, a rank that dies, one
+ * whose memory holds anything.
+ *
+ * test_ledger WORLD CALLS */
+#include "ledger.h"
+
+#include "mailbox.h"
+#include "processes.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+
+#define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
+
+enum { MOST = 8 };
+
+typedef struct {
+    pthread_barrier_t barrier;
+    int world, calls, ended;
+    int at[MOST]; /* each rank's call */
+    spar_facts facts[MOST];
+    spar_verdict opened[MOST];
+} meeting;
+
+/* A rank's ledger, and what it needs to misuse it. */
+typedef struct {
+    meeting *m;
+    int rank;
+    spar_ledger *ledger;
+    char *room; /* what the others read */
+    uint64_t n;
+    pthread_t watcher;
+    int stop;
+} rank_state;
+
+static void wrong(int line, const char *condition)
+{
+    fprintf(stderr, "line %d: %s; last error: %s\n", line, condition, spar_last_error());
+    abort();
+}
+
+static void join(rank_state *r)
+{
+    meeting *m = r->m;
+    const spar_patience patience = {.deadline_ns = spar_now_ns() + 20000000000};
+    const spar_comm comm = {
+        .world = m->world, .rank = r->rank, .local_ranks = m->world, .facts = m->facts};
+    EXPECT(!spar_peers_listen(&m->facts[r->rank].endpoint));
+    pthread_barrier_wait(&m->barrier);
+    EXPECT(!spar_ledger_open(&comm, m->facts, &r->ledger, &m->opened[r->rank].offset));
+    pthread_barrier_wait(&m->barrier);
+    EXPECT(!spar_ledger_connect(r->ledger, &comm, m->opened, &patience));
+    int64_t mailbox_length = ((int64_t)sizeof(mailbox) + m->world + 63) / 64 * 64;
+    r->room = spar_arena_base() + m->opened[r->rank].offset + mailbox_length;
+    r->n = 0;
+    pthread_barrier_wait(&m->barrier);
+}
+
+/* A call of `items` items; `why` is NULL, or why this rank cannot make it. */
+static spar_status enter(rank_state *r, int64_t items, const char *text, const char *why)
+{
+    const int64_t one = 1, dim = 0;
+    spar_tensor tensor = {1, 1, &items, &one, 1, &dim};
+    spar_request request = {spar_op_find("gather"), r->m->world, r->rank, 0, 1, &tensor};
+    spar_plan *plan;
+    EXPECT(!spar_plan_get(&request, &plan));
+    spar_call call = {.plan = why ? NULL : plan,
+                      .text = text,
+                      .failed = why ? SPAR_INVALID : SPAR_OK,
+                      .why = why};
+    spar_status status = spar_ledger_enter(r->ledger, ++r->n, &call, 1);
+    spar_plan_release(plan);
+    return status;
+}
+
+/* ---- what goes well ---- */
+
+static void *watch(void *argument)
+{
+    rank_state *r = argument;
+    const struct timespec moment = {0, 100000};
+    char text[300];
+    for (uint64_t n = 1; !__atomic_load_n(&r->stop, __ATOMIC_ACQUIRE); n += 7) {
+        EXPECT(!spar_ledger_look(r->ledger, n));
+        spar_ledger_absent(r->ledger, n, text, sizeof text);
+        spar_ledger_where(r->ledger, (r->rank + 1) % r->m->world, text, sizeof text);
+        spar_ledger_over(r->ledger, n);
+        nanosleep(&moment, NULL);
+    }
+    return NULL;
+}
+
+/* The others are a ledger's length behind rank 0: they read what it is just writing over. */
+static void keep_behind(const rank_state *r, int i)
+{
+    meeting *m = r->m;
+    __atomic_store_n(&m->at[r->rank], i, __ATOMIC_RELEASE);
+    for (int rank = r->rank ? 0 : 1; rank < (r->rank ? 1 : m->world); rank++)
+        for (int ahead = 0, looks = 0;; looks++) {
+            int at = __atomic_load_n(&m->at[rank], __ATOMIC_ACQUIRE);
+            ahead = r->rank ? at - i : i - at;
+            if (r->rank ? ahead >= 1022 || at == m->calls : ahead <= 1026)
+                break;
+            if (looks > 1000)
+                sched_yield();
+        }
+}
+
+static void agree(rank_state *r)
+{
+    join(r);
+    r->stop = 0;
+    EXPECT(pthread_create(&r->watcher, NULL, watch, r) == 0);
+    for (int i = 0; i < r->m->calls; i++) {
+        char text[40];
+        snprintf(text, sizeof text, ", number %d", i % 3000);
+        keep_behind(r, i);
+        EXPECT(!enter(r, 1 + i % 7, text, i % 11 == 5 ? "all of them" : NULL));
+    }
+    __atomic_store_n(&r->m->at[r->rank], r->m->calls, __ATOMIC_RELEASE);
+    pthread_barrier_wait(&r->m->barrier);
+    __atomic_store_n(&r->stop, 1, __ATOMIC_RELEASE);
+    EXPECT(pthread_join(r->watcher, NULL) == 0);
+    spar_ledger_close(r->ledger);
+}
+
+/* ---- what does not ---- */
+
+static void one_after_another(rank_state *r, void (*act)(rank_state *r))
+{
+    for (int turn = 0; turn < r->m->world; turn++) {
+        if (turn == r->rank)
+            act(r);
+        pthread_barrier_wait(&r->m->barrier);
+    }
+}
+
+static void differ(rank_state *r)
+{
+    int last = r->rank == r->m->world - 1;
+    spar_status status = enter(r, 4, last ? " otherwise" : " so", NULL);
+    EXPECT(status == (last ? SPAR_MISMATCH : SPAR_OK));
+    if (last) {
+        EXPECT(strstr(spar_last_error(), " so\n") && strstr(spar_last_error(), " otherwise"));
+        spar_ledger_give_up(r->ledger, SPAR_MISMATCH, spar_last_error());
+        spar_ledger_give_up(r->ledger, SPAR_TIMEOUT, "a second reason");
+    }
+}
+
+static void hear_of_it(rank_state *r)
+{
+    if (r->rank == r->m->world - 1)
+        return;
+    EXPECT(spar_ledger_look(r->ledger, 1) == SPAR_MISMATCH);
+    EXPECT(strstr(spar_last_error(), " otherwise"));
+    EXPECT(enter(r, 4, " so", NULL) == SPAR_MISMATCH);
+}
+
+static void come_too_late(rank_state *r)
+{
+    char who[100];
+    spar_ledger_absent(r->ledger, 1, who, sizeof who);
+    EXPECT((r->rank == r->m->world - 1) == !strstr(who, "(process"));
+    EXPECT(enter(r, 4, "", r->rank ? NULL : "no room") == (r->rank ? SPAR_MISMATCH : SPAR_OK));
+    EXPECT(!r->rank || strstr(spar_last_error(), "rank 0: failed: no room"));
+}
+
+/* Rank 0's memory is written over with anything: the others come to an end, and the texts have one. */
+static void scribble(rank_state *r, unsigned seed)
+{
+    size_t size = 250000; /* all that the others read */
+    if (seed == 0) {      /* its call alone: the signature is another, and the text has no end */
+        char *text = memmem(r->room, size, "gather", 6);
+        EXPECT(text);
+        memset(text - sizeof(uint64_t), 0xff, 240 + sizeof(uint64_t));
+        return;
+    }
+    for (size_t i = 0; i < size; i++)
+        r->room[i] = seed == 1 ? (char)0xff : (char)rand_r(&seed);
+}
+
+static void lie(rank_state *r, unsigned seed)
+{
+    join(r);
+    if (r->rank == 0) {
+        EXPECT(!enter(r, 4, "", NULL));
+        scribble(r, seed);
+    }
+    pthread_barrier_wait(&r->m->barrier);
+    for (int i = 0; r->rank && i < 1100; i++) {
+        char text[64];
+        spar_status status = enter(r, 4, "", NULL);
+        EXPECT(seed == 0 ? status == (i ? SPAR_OK : SPAR_MISMATCH) : status != SPAR_OK);
+        if (status != SPAR_OK)
+            EXPECT(strchr(spar_last_error(), '\xff') || seed > 1);
+        if (i == 0)
+            EXPECT(strlen(spar_last_error()) < 1200);
+        EXPECT((spar_ledger_look(r->ledger, r->n) == SPAR_OK) == (seed == 0));
+        spar_ledger_absent(r->ledger, r->n, text, sizeof text);
+        EXPECT(strlen(text) < sizeof text);
+        spar_ledger_where(r->ledger, 0, text, sizeof text);
+    }
+    pthread_barrier_wait(&r->m->barrier);
+    spar_ledger_close(r->ledger);
+    pthread_barrier_wait(&r->m->barrier);
+}
+
+/* Rank 0 dies: told at once where it had not come, after a second where it had, not at all of what was over. */
+static void lose(rank_state *r)
+{
+    const struct timespec moment = {0, 20000000};
+    spar_status status;
+    join(r);
+    EXPECT(!enter(r, 4, "", NULL) && !enter(r, 4, "", NULL));
+    spar_ledger_over(r->ledger, 1);
+    pthread_barrier_wait(&r->m->barrier);
+    if (r->rank == 0)
+        exit(0);
+    for (int looks = 0; looks < 10; looks++, nanosleep(&moment, NULL))
+        EXPECT(!spar_ledger_look(r->ledger, 1));
+    int64_t begin = spar_now_ns();
+    while ((status = spar_ledger_look(r->ledger, 2)) == SPAR_OK &&
+           spar_now_ns() - begin < 5000000000)
+        nanosleep(&moment, NULL);
+    EXPECT(status == SPAR_PEER_LOST && strstr(spar_last_error(), "died before the end of call 2"));
+    EXPECT(spar_now_ns() - begin > 500000000);
+    nanosleep(&(struct timespec){0, 60000000}, NULL);
+    EXPECT(spar_ledger_look(r->ledger, 3) == SPAR_PEER_LOST);
+    __atomic_add_fetch(&r->m->ended, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&r->m->ended, __ATOMIC_SEQ_CST) < r->m->world - 1)
+        nanosleep(&moment, NULL);
+    spar_ledger_close(r->ledger);
+}
+
+static void work(void *context, int rank)
+{
+    rank_state r = {.m = context, .rank = rank};
+    agree(&r);
+    join(&r);
+    one_after_another(&r, differ);
+    one_after_another(&r, hear_of_it);
+    spar_ledger_close(r.ledger);
+    join(&r);
+    one_after_another(&r, come_too_late);
+    spar_ledger_close(r.ledger);
+    for (unsigned seed = 0; seed < 5; seed++)
+        lie(&r, seed);
+    lose(&r);
+}
+
+int test_ledger(int argc, char **argv)
+{
+    meeting *m = shared_memory(sizeof *m);
+    EXPECT(m && argc == 3);
+    m->world = atoi(argv[1]);
+    m->calls = atoi(argv[2]);
+    EXPECT(m->world >= 2 && m->world <= MOST && m->calls >= 1);
+    share_barrier(&m->barrier, m->world);
+    return run_ranks(m->world, work, m);
+}
