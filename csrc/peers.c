@@ -95,13 +95,24 @@ spar_status spar_peers_listen(spar_endpoint *own)
     return status;
 }
 
-/* Who is known by this endpoint, beside `other`. With the lock held, as all below. */
+static int connection_ended(const spar_peer *peer)
+{
+    struct pollfd end = {peer->socket, POLLIN, 0};
+    return poll(&end, 1, 0) > 0 && end.revents & (POLLHUP | POLLERR);
+}
+
+/* Who is known by this endpoint, beside `other`; not by a connection that the living other side gave up, as one
+ * that could not map our arena does: groups may hold it for long. With the lock held, as all below. */
 static spar_peer *find(const spar_endpoint *endpoint, const spar_peer *other)
 {
-    for (int i = 0; i < table.count; i++)
-        if (table.peers[i] != other && table.peers[i]->state != STRANGER &&
-            spar_endpoint_same(&table.peers[i]->endpoint, endpoint))
-            return table.peers[i];
+    for (int i = 0; i < table.count; i++) {
+        spar_peer *peer = table.peers[i];
+        if (peer == other || peer->state == STRANGER ||
+            !spar_endpoint_same(&peer->endpoint, endpoint))
+            continue;
+        if (peer->state != CONNECTED || !connection_ended(peer) || spar_peer_is_dead(peer))
+            return peer;
+    }
     return NULL;
 }
 
@@ -182,12 +193,6 @@ int spar_peers_watch(const spar_endpoint *endpoint)
     int fd = call(endpoint), pidfd = fd >= 0 ? spar_hello_pidfd(fd) : -1;
     close_fd(&fd);
     return pidfd;
-}
-
-static int connection_ended(const spar_peer *peer)
-{
-    struct pollfd end = {peer->socket, POLLIN, 0};
-    return poll(&end, 1, 0) > 0 && end.revents & (POLLHUP | POLLERR);
 }
 
 spar_status spar_peers_dial(const spar_endpoint *endpoint)

@@ -135,6 +135,14 @@ def test_shared_memory_between_threads(program: Builder, kind: str, world: int) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_processes_that_meet(program: Builder, kind: str) -> None:
+    """Set-ups on several threads of each at once; and who had no descriptor for a call meets at the next."""
+    for arguments in (("groups", "3", "6", "60"), ("refused",)):
+        done = run(program("gcc", kind), "peers", *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_ranks_write_down(program: Builder, kind: str) -> None:
     """Entries that are read while they are written over; differences, lies, a death."""
     done = run(program("gcc", kind), "ledger", "3", "20000")

@@ -1,0 +1,203 @@
+/* Processes that meet: the table of peers under many threads, and calls that could not be taken.
+ *
+ * test_peers groups WORLD THREADS ROUNDS: each process sets groups up on several threads at once, a thread's ranks
+ * being those of the same number in the other processes; makes a call on each; and closes it.
+ * test_peers refused: two processes, of which now one, now the other has no descriptor left. */
+#include "group.h"
+#include "hello.h"
+#include "processes.h"
+#include "spar.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
+
+enum { MOST = 4, THREADS = 8 };
+
+extern const spar_transport spar_transport_shm;
+
+/* What the ranks of one group know of each other without spar. */
+typedef struct {
+    pthread_barrier_t barrier;
+    spar_facts facts[MOST];
+    spar_verdict opened[MOST], connected[MOST];
+} meeting;
+
+typedef struct {
+    int world, threads, rounds;
+    pthread_barrier_t everybody; /* a thread of each process */
+    meeting meetings[THREADS];
+} plan;
+
+typedef struct {
+    plan *all;
+    int process, thread;
+} place;
+
+static void wrong(int line, const char *condition)
+{
+    fprintf(stderr, "line %d: %s; last error: %s\n", line, condition, spar_last_error());
+    abort();
+}
+
+static spar_patience soon(void)
+{
+    return (spar_patience){.deadline_ns = spar_now_ns() + 20000000000};
+}
+
+/* ---- groups ---- */
+
+static void say_nothing(void *context, char *text, size_t size)
+{
+    (void)context;
+    snprintf(text, size, "a call");
+}
+
+static void one_call(spar_group *group, int world, int rank, int round)
+{
+    const spar_patience patience = soon();
+    spar_words own = {.signature = (uint64_t)round + 1, .offsets = {rank, round}}, all[MOST];
+    uint32_t call;
+    EXPECT(!spar_group_begin(group, &patience, &call) && call == 1);
+    EXPECT(!spar_group_publish(group, &own, say_nothing, NULL, all, &patience));
+    for (int p = 0; p < world; p++)
+        EXPECT(all[p].offsets[0] == p && all[p].offsets[1] == round);
+    EXPECT(!spar_group_finish(group, &patience));
+}
+
+static void *be_thread(void *argument)
+{
+    const place *at = argument;
+    meeting *m = &at->all->meetings[at->thread];
+    for (int round = 0; round < at->all->rounds; round++) {
+        const spar_patience patience = soon();
+        spar_comm *comm;
+        spar_facts_read(&m->facts[at->process]);
+        pthread_barrier_wait(&m->barrier);
+        EXPECT(!spar_comm_open(&spar_transport_shm, m->facts, at->all->world, at->process,
+                               at->all->world, NULL, &comm, &m->opened[at->process]));
+        pthread_barrier_wait(&m->barrier);
+        EXPECT(!spar_comm_connect(comm, m->opened, &patience, &m->connected[at->process]));
+        pthread_barrier_wait(&m->barrier);
+        for (int p = 0; p < at->all->world; p++)
+            EXPECT(!m->connected[p].failed);
+        one_call(comm->state, at->all->world, at->process, round);
+        spar_comm_close(comm);
+    }
+    return NULL;
+}
+
+/* Threads that set groups up at once; then everybody's mailboxes are free again. */
+static void be_process(void *context, int process)
+{
+    plan *all = context;
+    pthread_t threads[THREADS];
+    place places[THREADS];
+    spar_arena_stats stats;
+    for (int t = 0; t < all->threads; t++) {
+        places[t] = (place){all, process, t};
+        EXPECT(pthread_create(&threads[t], NULL, be_thread, &places[t]) == 0);
+    }
+    for (int t = 0; t < all->threads; t++)
+        EXPECT(pthread_join(threads[t], NULL) == 0);
+    pthread_barrier_wait(&all->everybody); /* all have said goodbye */
+    spar_arena_trim();
+    spar_arena_read_stats(&stats);
+    EXPECT(stats.allocated == 0 && stats.quarantined == 0);
+    pthread_barrier_wait(&all->everybody);
+}
+
+/* ---- refused ---- */
+
+/* From now on this process gets no descriptor more; returns what the limit was. */
+static struct rlimit no_more_descriptors(void)
+{
+    struct rlimit was, none;
+    int next = dup(0);
+    EXPECT(next >= 0 && close(next) == 0 && getrlimit(RLIMIT_NOFILE, &was) == 0);
+    none = was;
+    none.rlim_cur = (rlim_t)next;
+    EXPECT(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    return was;
+}
+
+/* Looks until the other is there, or cannot be. */
+static spar_status meet(const spar_endpoint *other, spar_peer **peer)
+{
+    const struct timespec moment = {0, 500000};
+    for (int64_t until = spar_now_ns() + 10000000000; spar_now_ns() < until;) {
+        spar_status status = spar_peers_meet(other, peer);
+        if (status != SPAR_OK || *peer)
+            return status;
+        nanosleep(&moment, NULL);
+    }
+    return spar_fail(SPAR_TIMEOUT, "nobody came");
+}
+
+static void be_refused(void *context, int process)
+{
+    plan *all = context;
+    spar_endpoint *own = &all->meetings[0].facts[process].endpoint;
+    const spar_endpoint *other = &all->meetings[0].facts[!process].endpoint;
+    spar_peer *peer, *again;
+    EXPECT(!spar_arena_open(1 << 20, 2) && !spar_peers_listen(own));
+    pthread_barrier_wait(&all->everybody);
+    int calls = own->pid < other->pid;
+
+    /* who is called cannot take it, and who calls does not look: another set-up calls again */
+    EXPECT(!spar_peers_dial(other));
+    pthread_barrier_wait(&all->everybody);
+    if (!calls) {
+        struct rlimit was = no_more_descriptors();
+        EXPECT(spar_peers_meet(other, &peer) == SPAR_TRANSPORT);
+        EXPECT(strstr(spar_last_error(), "taking a call: Too many open files"));
+        EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
+    }
+    pthread_barrier_wait(&all->everybody);
+
+    /* it is taken, but who called cannot take the answer, while the other thinks that they have met */
+    EXPECT(!spar_peers_dial(other));
+    pthread_barrier_wait(&all->everybody);
+    if (!calls)
+        EXPECT(!meet(other, &peer));
+    pthread_barrier_wait(&all->everybody);
+    if (calls) {
+        struct rlimit was = no_more_descriptors();
+        EXPECT(meet(other, &peer) == SPAR_TRANSPORT);
+        EXPECT(strstr(spar_last_error(), "could not be received: too many open files"));
+        EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
+    }
+    pthread_barrier_wait(&all->everybody);
+
+    /* once more, also while a group of the other still holds what it took for the peer */
+    EXPECT(!spar_peers_dial(other));
+    EXPECT(!meet(other, &again) && spar_endpoint_same(&again->endpoint, other));
+    EXPECT(calls || (spar_peer_hung_up(peer) && !spar_peer_is_dead(peer)));
+    EXPECT(!spar_peer_hung_up(again));
+    pthread_barrier_wait(&all->everybody);
+    spar_peers_leave(again);
+    if (!calls)
+        spar_peers_leave(peer);
+    pthread_barrier_wait(&all->everybody);
+}
+
+int test_peers(int argc, char **argv)
+{
+    int groups = argc == 5 && strcmp(argv[1], "groups") == 0;
+    plan *all = shared_memory(sizeof *all);
+    EXPECT(all && (groups || (argc == 2 && strcmp(argv[1], "refused") == 0)));
+    all->world = groups ? atoi(argv[2]) : 2;
+    all->threads = groups ? atoi(argv[3]) : 1;
+    all->rounds = groups ? atoi(argv[4]) : 1;
+    EXPECT(all->world >= 2 && all->world <= MOST && all->threads >= 1 && all->threads <= THREADS);
+    share_barrier(&all->everybody, all->world);
+    for (int t = 0; t < all->threads; t++)
+        share_barrier(&all->meetings[t].barrier, all->world);
+    return run_ranks(all->world, groups ? be_process : be_refused, all);
+}
