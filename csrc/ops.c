@@ -51,8 +51,8 @@ spar_status spar_op_spread(const spar_op *op, const spar_tensor *tensor, int ran
         spar_layout_free(spread);
         return spar_fail(
             SPAR_INVALID,
-            "%s: by its sizes rank %d holds %lld of dim %d; its input's dim %d has %lld", op->name,
-            rank, (long long)expected, dim, dim, (long long)has);
+            "%s: by its sizes rank %d holds %lld of dim %d; its input's dim %d has %lld, expected as many",
+            op->name, rank, (long long)expected, dim, dim, (long long)has);
     }
     memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
     global[dim] = spread->total;

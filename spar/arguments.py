@@ -99,6 +99,8 @@ class Call:
             raise self.type_error(what, repr(lengths)[:200], "a list of whole numbers")
         if least < 0:
             raise self.error(what, f"a list with {least} in it", "lengths of at least 0")
+        if total >= 2**63:
+            raise self.error(what, f"a list that sums to {total}", "a sum below 2^63")
         return tuple(lengths)
 
     def check_sum(self, what: str, total: int, dim: int) -> None:

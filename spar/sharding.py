@@ -44,11 +44,15 @@ def shard_with_padding(call: Call, dim: int, pad_value: float) -> tuple[torch.Te
         return call.apply("split", (dim,), scale), 0
     each = (total + padding) // call.world
     sizes = [min(max(total - rank * each, 0), each) for rank in range(call.world)]
+    try:  # on ranks that need none, too
+        pad = call.input.new_full((1,) * call.input.dim(), pad_value)
+    except (RuntimeError, OverflowError):
+        raise call.error("pad_value", f"{pad_value!r:.100}", f"a value of {call.input.dtype}") from None
     part = call.apply("split", (dim, *sizes), scale)
     shape = list(part.shape)
     shape[dim] = each - sizes[call.rank]
     if shape[dim]:
-        part = torch.cat([part, part.new_full(shape, pad_value)], dim)
+        part = torch.cat([part, pad.expand(shape)], dim)
     return part, padding
 
 
@@ -125,7 +129,7 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
         This rank's part, and how much was added to the whole: 0 to P - 1.
 
     Raises:
-        ValueError: a dim out of range.
+        ValueError: a dim out of range, a pad_value that the dtype has not.
         TypeError: a pad_value that is no number; a gradient is recorded that its dtype cannot scale.
     """
     call = Call("sp_shard_with_padding", tensor, sequence_place(), "tensor")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+_MOST_RANKS = 1 << 20  # a list for more would take all memory
 
 
 def share(total: int, world_size: int, rank: int) -> int:
@@ -13,6 +18,25 @@ def share(total: int, world_size: int, rank: int) -> int:
     Without a branch, so that a symbolic total stays symbolic under torch.compile.
     """
     return (total + world_size - 1 - rank) // world_size
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number; a symbolic one stays so under torch.compile."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = value.item()
+    if not isinstance(value, bool):
+        if isinstance(value, (int, torch.SymInt)):
+            return value  # type: ignore[return-value]
+        with contextlib.suppress(TypeError):
+            return operator.index(value)  # numpy's are no int
+    raise TypeError(f"{name} is {value!r:.200}; expected a whole number")
+
+
+def _ranks(world_size: Any) -> int:
+    count = _whole("world_size", world_size)
+    if not 1 <= count <= _MOST_RANKS:
+        raise ValueError(f"world_size is {count}; expected at least 1, and at most {_MOST_RANKS}")
+    return count
 
 
 def cal_split_sizes(dim_size: int | torch.Tensor, world_size: int) -> list[int]:
@@ -26,14 +50,13 @@ def cal_split_sizes(dim_size: int | torch.Tensor, world_size: int) -> list[int]:
         `world_size` sizes that sum to `dim_size`; the first `dim_size % world_size` are one larger.
 
     Raises:
-        ValueError: a size below 0, or no ranks.
+        ValueError: a size below 0, no ranks, or more than 2**20.
+        TypeError: no whole number.
     """
-    total = int(dim_size.item()) if isinstance(dim_size, torch.Tensor) else dim_size
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; expected at least 1")
+    total, world = _whole("dim_size", dim_size), _ranks(world_size)
     if total < 0:
         raise ValueError(f"dim_size is {total}; expected at least 0")
-    return [share(total, world_size, rank) for rank in range(world_size)]
+    return [share(total, world, rank) for rank in range(world)]
 
 
 def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) -> torch.Tensor:
@@ -47,12 +70,25 @@ def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) 
         int64 tensor [world_size, len(sizes)]: row r holds rank r's share of each sequence.
 
     Raises:
-        ValueError: a size below 0, or no ranks.
+        ValueError: a size below 0 or from 2**63 on, no ranks, or more than 2**20.
+        TypeError: no whole numbers.
     """
-    totals = torch.as_tensor(sizes, dtype=torch.int64).reshape(1, -1)
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; expected at least 1")
+    given, world = _lengths(sizes), _ranks(world_size)
+    totals = given.to(torch.int64).reshape(1, -1)
     if bool((totals < 0).any()):
         raise ValueError(f"a size is {int(totals.min())}; expected at least 0")
-    ranks = torch.arange(world_size, dtype=torch.int64, device=totals.device).reshape(-1, 1)
-    return totals // world_size + (ranks < totals % world_size)
+    ranks = torch.arange(world, dtype=torch.int64, device=totals.device).reshape(-1, 1)
+    return totals // world + (ranks < totals % world)
+
+
+def _lengths(sizes: Any) -> torch.Tensor:
+    """As integers of any width; an empty list has no dtype of its own."""
+    try:
+        given = torch.as_tensor(sizes)
+    except (OverflowError, RuntimeError):
+        raise ValueError(f"sizes is {sizes!r:.200}; expected whole numbers from 0 to 2**63 - 1") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"sizes is {sizes!r:.200}; expected a list of whole numbers") from None
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise TypeError(f"sizes is {sizes!r:.200}; expected a list of whole numbers")
+    return given

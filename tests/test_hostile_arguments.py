@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from test_faults import finish, start
 
 import spar
+import spar.sharding
+from spar import parallel_state
 
 HUGE, LOW = 2**62, -(2**63)
+NUMPYS: list[object] = [numpy.int64(1), numpy.uint8(2), numpy.float32(1), numpy.bool_(True), numpy.array(1)]
 NUMBERS: list[object] = [HUGE, LOW, 2**63, 2**64 + 1, -(2**200), 10**4000, -1, 0, 1, 2, 1000, True, False]
-NUMBERS += [0.0, 1.5, -2.0, float("nan"), float("inf"), 1j, None, "1", b"\xff", "\udcff", (), object(), torch]
+NUMBERS += [
+    0.0,
+    1.5,
+    -2.0,
+    float("nan"),
+    float("inf"),
+    1j,
+    None,
+    *NUMPYS,
+    "1",
+    b"\xff",
+    "\udcff",
+    (),
+    object(),
+    torch,
+]
 NUMBERS += [torch.tensor(1), torch.tensor([2]), torch.tensor(1.5), torch.tensor([]), torch.float32]
 LISTS: list[object] = [[], (), [[]], {}, {1: 2}, "ab", range(2), [2], [1, 1, 1], [3, 1], (2, 2), [-2, 6]]
 LISTS += [[HUGE, HUGE], [HUGE, 4 - HUGE], [2**63, 0], [2**64, 4 - 2**64], [LOW, LOW], [True, 3], [True, True]]
@@ -49,12 +72,15 @@ TABLES += [
 TABLES += [torch.full((2, 1), 2), torch.full((2, 1), 2.0), torch.full((2, 3), HUGE), torch.ones(2, 4).bool()]
 
 
+Calls = list[tuple[str, Callable[..., Any], list[object]]]
+
+
 def an_input() -> torch.Tensor:
     return torch.arange(64.0).view(4, 4, 4)
 
 
 @functools.cache
-def calls() -> list[tuple[str, Callable[..., torch.Tensor], list[object]]]:
+def calls() -> Calls:
     """Each parameter of each function: a call in which it is what was asked for, and what to ask."""
     by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
     by_table = [*by_list, *TABLES, *([[value], [value]] for value in NUMBERS)]
@@ -102,34 +128,50 @@ def plain(value: object) -> Any:
     return value if value is None or isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
 
 
-def ask(rank: int, world: int, group: dist.ProcessGroup) -> Iterator[str]:
-    """What is wrong with how each value was answered. All ranks ask the same, so none may mismatch."""
-    for name, call, values in calls():
+def same(one: Any, other: Any) -> bool:
+    """Tensors, lists of numbers, or pairs of a tensor and a number; NaN is itself."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if isinstance(one, tuple):
+        return all(map(same, one, other))
+    return bool(type(one) is type(other) and one == other)
+
+
+def ask(rank: int | None, group: dist.ProcessGroup | None, calls: Calls) -> Iterator[str]:
+    """What is wrong with how each value was answered. All ranks ask the same, so none may mismatch.
+
+    rank None: the functions know of none.
+    """
+    for name, call, values in calls:
         for value in values:
             told = f"{name} = {repr(value)[:60]}: "
             try:
                 result = call(group, value)
             except (ValueError, TypeError) as error:
                 text = str(error)
-                if f"rank {rank}" not in text and "is a " not in text:
+                if rank is not None and f"rank {rank}" not in text and "is a " not in text:
                     yield f"{told}{text[:200]!r} names no rank"
                 if "expected" not in text:
                     yield f"{told}{text[:200]!r} says nothing of what was expected"
             except spar.OutOfMemoryError:
                 pass
+            except (
+                spar.MismatchError
+            ) as error:  # a size of which this rank holds its part, and another does not
+                if not re.search(r"rank \d failed: .* expected", str(error), re.DOTALL):
+                    yield f"{told}{error}"
             except BaseException as error:
                 yield f"{told}{type(error).__name__}: {str(error)[:200]}"
             else:
                 try:
-                    wanted = call(group, plain(value))
-                    if not torch.equal(result, wanted):
+                    if not same(result, call(group, plain(value))):
                         yield f"{told}not what the whole number gives"
                 except Exception as error:
                     yield f"{told}taken, but its whole number is refused: {error!r:.200}"
 
 
 def probe(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
-    wrong = list(ask(rank, world, group))
+    wrong = list(ask(rank, group, calls()))
     x = torch.full((1, 2), float(rank))
     y = spar.gather_forward_split_backward(x, group, 0)
     assert y[:, 0].tolist() == [float(r) for r in range(world)], "the group is out of step"
@@ -139,6 +181,73 @@ def probe(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
 def test_hostile_arguments(ranks: Ranks) -> None:
     for rank, wrong in enumerate(ranks(2, probe)):
         assert not wrong, f"rank {rank}: {len(wrong)} answers\n" + "\n".join(wrong)
+
+
+def by_topology() -> Calls:
+    """The same of functions that take no group; half of the sequence is this rank's."""
+    by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
+    whole, part = torch.arange(8.0).view(4, 2), torch.arange(4.0).view(2, 2)
+    pad = lambda x, v: spar.sharding.sp_shard_with_padding(x, 0, v)  # noqa: E731
+    split = spar.packed_data_split_forward_gather_backward_with_cp
+    gather = spar.packed_data_gather_forward_split_backward_with_cp
+    one: list[tuple[str, Callable[..., Any]]] = [
+        ("sp_shard: dim", lambda g, v: spar.sharding.sp_shard(whole, v)),
+        ("sp_shard: tensor", lambda g, v: spar.sharding.sp_shard(v, 0, False)),
+        ("sp_gather: dim", lambda g, v: spar.sharding.sp_gather(part, v)),
+        ("sp_gather: dim, unseen", lambda g, v: spar.sharding.sp_gather(part, v, False)),
+        ("sp_gather: tensor", lambda g, v: spar.sharding.sp_gather(v, 0)),
+        ("sp_shard_with_padding: dim", lambda g, v: spar.sharding.sp_shard_with_padding(whole[:3], v)),
+        ("sp_shard_with_padding: tensor", lambda g, v: spar.sharding.sp_shard_with_padding(v, 0)),
+        *(
+            (f"sp_shard_with_padding: pad_value of {dtype}", functools.partial(lambda x, g, v: pad(x, v), x))
+            for dtype in (torch.float32, torch.float16, torch.int8, torch.int64, torch.bool, torch.complex64)
+            for x in [torch.ones(3, dtype=dtype)]
+        ),
+        ("split with cp: dim", lambda g, v: spar.split_forward_gather_backward_with_cp(whole, v)),
+        ("split with cp: input_", lambda g, v: spar.split_forward_gather_backward_with_cp(v, 0)),
+        ("gather with cp: dim", lambda g, v: spar.gather_forward_split_backward_with_cp(part, v, 4)),
+        ("gather with cp: gather_size", lambda g, v: spar.gather_forward_split_backward_with_cp(part, 0, v)),
+        ("gather with cp: input_", lambda g, v: spar.gather_forward_split_backward_with_cp(v, 0, 4)),
+        ("packed split with cp: dim", lambda g, v: split(whole, v, [4])),
+        ("packed gather with cp: dim", lambda g, v: gather(part, v, [4])),
+        ("packed split with cp: x", lambda g, v: split(v, 0, [4])),
+    ]
+    lists: list[tuple[str, Callable[..., Any]]] = [
+        ("packed split with cp: seq_lens", lambda g, v: split(whole, 0, v)),
+        ("packed gather with cp: seq_lens", lambda g, v: gather(part, 0, v)),
+    ]
+    return [*((name, call, NUMBERS) for name, call in one), *((name, call, by_list) for name, call in lists)]
+
+
+def probe_by_topology(rank: int, folder: Path, ring: int, ulysses: int) -> None:
+    parallel_state.init_parallel_state(ring_attention_size=ring, ulysses_parallel_size=ulysses)
+    parallel_state.set_sequence_parallel_group(dist.group.WORLD)
+    wrong = list(ask(rank, None, by_topology()))
+    (folder / f"{rank}.wrong").write_text("\n".join(wrong))
+    y = spar.gather_forward_split_backward_with_cp(torch.full((2,), float(rank)), 0, 4)
+    assert y.tolist() == ([0, 1, 1, 0] if ring > 1 else [0, 0, 1, 1]), "the group is out of step"
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+def test_functions_that_go_by_the_topology(tmp_path: Path, ring: int, ulysses: int) -> None:
+    codes = finish(start(probe_by_topology, 2, tmp_path, ring, ulysses, SPAR_TRANSPORT="shm"), 100)
+    for rank in range(2):
+        wrong = (tmp_path / f"{rank}.wrong").read_text()
+        assert not wrong, f"rank {rank}: {wrong}"
+    assert codes == [0, 0]
+
+
+def test_the_size_rule() -> None:
+    by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
+    sizes, multi = spar.cal_split_sizes, spar.cal_split_sizes_multi
+    calls: Calls = [
+        ("cal_split_sizes: dim_size", lambda g, v: sizes(v, 3), NUMBERS),
+        ("cal_split_sizes: world_size", lambda g, v: sizes(10, v), NUMBERS),
+        ("cal_split_sizes_multi: sizes", lambda g, v: multi(v, 3), by_list),
+        ("cal_split_sizes_multi: world_size", lambda g, v: multi([10, 3], v), NUMBERS),
+    ]
+    wrong = list(ask(None, None, calls))
+    assert not wrong, "\n".join(wrong)
 
 
 def tell_too_much(rank: int, world: int, group: dist.ProcessGroup, blanks: int) -> str:
