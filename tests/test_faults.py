@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from conftest import PRELOAD, TRANSPORTS
 
 import spar
+from spar.groups import communicator
 
 # torch's own threads sometimes abort a process that has ended well (seen without spar, under load)
 TEARDOWN = "terminate called without an active exception"
@@ -239,3 +242,43 @@ def threads(rank: int, folder: Path) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_threads_with_a_group_each(tmp_path: Path, transport: str) -> None:
     assert finish(start(threads, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+
+
+def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
+    """The signal comes when the lock is taken, before this thread has done anything more."""
+    for begin in ("exchange", "turn"):
+        group = dist.new_group([0])
+        comm = communicator(group)
+        lock, main = comm._lock, threading.main_thread().ident
+        assert main is not None
+
+        def lend(lock: threading.Lock = lock, main: int = main) -> None:
+            time.sleep(0.1)  # the main thread waits for the lock
+            lock.release()
+            until = time.perf_counter() + 0.05
+            while time.perf_counter() < until:  # it has it by now, but not the interpreter
+                pass
+            signal.pthread_kill(main, signal.SIGINT)
+
+        lock.acquire()
+        switch = sys.getswitchinterval()
+        sys.setswitchinterval(60)
+        lender = threading.Thread(target=lend)
+        lender.start()
+        with pytest.raises(KeyboardInterrupt):
+            if begin == "exchange":
+                comm.exchange("gather", torch.zeros(1), (0,), (1.0, False), False)
+            with comm.turn("init"):
+                time.sleep(5)
+        lender.join()
+        sys.setswitchinterval(switch)
+        assert lock.acquire(timeout=1), "nobody holds it"
+        lock.release()
+        with pytest.raises(spar.GroupBrokenError, match="was interrupted"):
+            comm.exchange("gather", torch.zeros(1), (0,), (1.0, False), False)
+        spar.close(group)
+    dist.destroy_process_group()
+
+
+def test_an_interrupt_between_the_lock_and_the_call(tmp_path: Path) -> None:
+    assert finish(start(is_interrupted_on_its_way_in, 1, tmp_path, meet=False), 30) == [0]

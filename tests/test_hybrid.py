@@ -143,11 +143,14 @@ def first_of_two_fails(rank: int, folder: Path) -> None:
     state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
     del state._meshes["cp"]
     x = torch.zeros(2)
-    gather(x, 0, None, 8)  # both groups have met
     wrong = x.int() if rank == 3 else x
-    with pytest.raises(spar.MismatchError) as caught:
-        gather(wrong, 0, None, 8)
-    assert ("the exchange before it failed" in str(caught.value)) == (rank in (0, 2)), caught.value
+    whole = lambda x: gather(x, 0, None, 8)  # noqa: E731
+    for function in (whole, torch.compile(whole, fullgraph=True, backend="aot_eager")):
+        function(x)  # both groups have met
+        with pytest.raises(spar.MismatchError) as caught:
+            function(wrong)
+        assert ("the exchange before it failed" in str(caught.value)) == (rank in (0, 2)), caught.value
+        assert_same(function(x), torch.zeros(8))  # usable after it
     with pytest.raises(ValueError if rank == 3 else spar.MismatchError) as caught:
         gather(x, 0, None, 12 if rank == 3 else 8)  # a bad argument is told in both groups
     assert "gather_size is 12" in str(caught.value), caught.value
