@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import core
@@ -225,3 +226,15 @@ def test_describe() -> None:
 def test_a_long_description_is_cut_off() -> None:
     plan = Plan(request("gather", 64, 0, [contiguous([3] * 30, [2])] * 4))
     assert len(plan.describe(1024)) == 1023
+
+
+def test_a_description_that_is_full_is_not_written_on() -> None:
+    """Of 100,000 ranks the rest would take 10 ms, and of a million as many times as long."""
+    plan = Plan(request("gather", 100_000, 0, [contiguous([3], [0])]))
+    took = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        text = plan.describe(1000)
+        took.append(time.perf_counter() - begin)
+    assert text == ("gather [300000]: dim 0 in [" + "3, " * 400)[:999]
+    assert min(took) < 0.003

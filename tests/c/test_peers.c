@@ -71,6 +71,18 @@ static void one_call(spar_group *group, int world, int rank, int round)
     EXPECT(!spar_group_finish(group, &patience));
 }
 
+/* Rank 0 gives up, and does not say why. */
+static void without_a_reason(spar_group *group, meeting *m, int rank)
+{
+    const spar_patience patience = soon();
+    uint32_t call;
+    if (rank == 0)
+        spar_group_break(group, "");
+    pthread_barrier_wait(&m->barrier);
+    EXPECT(spar_group_begin(group, &patience, &call) == SPAR_BROKEN);
+    EXPECT(strcmp(spar_last_error(), "rank 0 gave up") == 0);
+}
+
 static void *be_thread(void *argument)
 {
     const place *at = argument;
@@ -88,6 +100,8 @@ static void *be_thread(void *argument)
         for (int p = 0; p < at->all->world; p++)
             EXPECT(!m->connected[p].failed);
         one_call(comm->state, at->all->world, at->process, round);
+        if (round % 8 == 7)
+            without_a_reason(comm->state, m, at->process);
         spar_comm_close(comm);
     }
     return NULL;
