@@ -30,6 +30,12 @@ WORLDS = (2, 3, 4)
 SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    standins.sweep()
+
+
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
     """Ranks over the stand-ins; they last for the module."""
