@@ -381,6 +381,39 @@ def test_ten_thousand_groups(tmp_path: Path) -> None:
     assert finish(ranks, 200) == [0, 0]
 
 
+def mapped() -> int:
+    """Arenas of this process and its peers."""
+    return Path("/proc/self/maps").read_text().count("memfd:spar")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def makes_and_destroys(rank: int, folder: Path, rounds: int) -> None:
+    """ProcessGroups of torch's own, each from its beginning to its end."""
+    for i in range(rounds + 20):
+        if i == 20:
+            growth, maps, before = Growth(), mapped(), resident()
+        group = dist.new_group([0, 1])
+        y = gather(torch.full((1,), float(rank)), group, 0)
+        assert y.tolist() == [0.0, 1.0]
+        spar.close(group)
+        dist.destroy_process_group(group)
+        del group
+    dist.barrier()
+    growth.check()
+    assert mapped() == maps == 2, "one's own arena and the other's"
+    grown = resident() - before
+    (folder / f"{rank}.grown").write_text(f"{grown} bytes in {rounds} groups")
+    assert grown < (4 << 20) + rounds * 20_000, grown  # gloo alone keeps 10 KB of each group
+
+
+def test_groups_of_torchs_own(tmp_path: Path) -> None:
+    ranks = start(makes_and_destroys, 2, tmp_path, 80, SPAR_TRANSPORT="shm")
+    assert finish(ranks, 120) == [0, 0]
+
+
 def has_many_groups(rank: int, folder: Path) -> None:
     """32 groups at once; 8 threads with a group each; calls of any length among them."""
     groups = [dist.new_group([0, 1, 2]) for _ in range(32)]
