@@ -1,5 +1,5 @@
 /* CUDA's run-time compiler, NVRTC, as far as spar uses it: declared here, opened at run time. It needs neither a
- * device nor a driver. tests/test_cuda_compiler.py holds the declarations against nvrtc.h. */
+ * device nor a driver. tests/test_cuda_libraries.py holds the declarations against nvrtc.h. */
 #ifndef SPAR_COMPILER_H
 #define SPAR_COMPILER_H
 

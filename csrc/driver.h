@@ -1,7 +1,7 @@
 /* CUDA's driver, libcuda.so.1, as far as spar uses it: declared here, opened at run time.
  *
  * Each function is asked for by its name and the version of CUDA that gave it the parameters below
- * (cuGetProcAddress): later versions keep it so. tests/test_cuda_driver.py holds all of it against cuda.h. */
+ * (cuGetProcAddress): later versions keep it so. tests/test_cuda_libraries.py holds all of it against cuda.h. */
 #ifndef SPAR_DRIVER_H
 #define SPAR_DRIVER_H
 
