@@ -25,6 +25,10 @@ int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssi
 /* A factor, and the type it is fused for. */
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
 
+/* A DLPack capsule of an output in the arena. Takes the block over, also on failure. Items of dtypes that the core
+ * does not know are unsigned integers of their size; of 16 bytes, complex. */
+PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype);
+
 /* The type spar._C.Comm, and its maker. */
 PyObject *spar_comm_type(void);
 PyObject *spar_py_comm(PyObject *module, PyObject *args);

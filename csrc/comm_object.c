@@ -1,4 +1,4 @@
-/* spar._C.Comm: a rank's part in a group, and the outputs that it hands to Python as DLPack capsules. */
+/* spar._C.Comm: a rank's part in a group. */
 #include "binding.h"
 
 #include <stdio.h>
@@ -14,80 +14,6 @@ typedef struct {
 } comm_object;
 
 static PyTypeObject *comm_type;
-
-/* ---- DLPack, as its specification lays it out (version 0) ---- */
-
-typedef struct {
-    void *data;
-    struct {
-        int32_t type, id;
-    } device;
-    int32_t ndim;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} dl_tensor;
-
-typedef struct dl_managed {
-    dl_tensor tensor;
-    void *context;
-    void (*deleter)(struct dl_managed *);
-} dl_managed;
-
-enum { DL_CPU = 1, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
-
-/* Of the dtypes that the core knows; of others it knows the item's size alone. */
-static const uint8_t dl_codes[] = {
-    [SPAR_F16] = DL_FLOAT, [SPAR_BF16] = DL_BFLOAT, [SPAR_F32] = DL_FLOAT,
-    [SPAR_F64] = DL_FLOAT, [SPAR_C64] = DL_COMPLEX, [SPAR_C128] = DL_COMPLEX,
-};
-
-/* Runs on any thread, without the GIL, also when the interpreter is gone. */
-static void free_output(dl_managed *managed)
-{
-    spar_memory_free(managed->context);
-    free(managed);
-}
-
-static void free_capsule(PyObject *capsule)
-{
-    if (!PyCapsule_IsValid(capsule, "dltensor"))
-        return; /* torch took it, and renamed it */
-    dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
-    managed->deleter(managed);
-}
-
-/* Takes the block over, also on failure. Items of other dtypes are unsigned integers of their size; of 16 bytes,
- * complex. */
-static PyObject *output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype)
-{
-    size_t extents = (size_t)tensor->ndim * sizeof(int64_t);
-    dl_managed *managed = malloc(sizeof *managed + extents);
-    if (!managed) {
-        spar_memory_free(block);
-        return PyErr_NoMemory();
-    }
-    memset(managed, 0, sizeof *managed);
-    managed->context = block;
-    managed->deleter = free_output;
-    managed->tensor.data = spar_memory_address(block);
-    managed->tensor.device.type = DL_CPU;
-    managed->tensor.ndim = tensor->ndim;
-    managed->tensor.dtype.code = dtype                     ? dl_codes[dtype]
-                                 : tensor->item_size == 16 ? DL_COMPLEX
-                                                           : DL_UINT;
-    managed->tensor.dtype.bits = (uint8_t)(tensor->item_size * 8);
-    managed->tensor.dtype.lanes = 1;
-    managed->tensor.shape = (int64_t *)(managed + 1);
-    memcpy(managed->tensor.shape, tensor->out, extents);
-    PyObject *capsule = PyCapsule_New(managed, "dltensor", free_capsule);
-    if (!capsule)
-        free_output(managed);
-    return capsule;
-}
 
 /* ---- waiting ---- */
 
@@ -293,7 +219,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = output_capsule(block, &plan->tensors[0], dtype);
+        result = spar_output_capsule(block, &plan->tensors[0], dtype);
     else
         spar_py_raise_after_wait(status);
     if (plan)
@@ -341,7 +267,7 @@ PyObject *spar_py_select(PyObject *module, PyObject *args)
     }
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = block ? output_capsule(block, &plan->tensors[0], dtype) : Py_NewRef(Py_None);
+        result = block ? spar_output_capsule(block, &plan->tensors[0], dtype) : Py_NewRef(Py_None);
     else if (block)
         spar_memory_free(block);
     if (status != SPAR_OK)

@@ -33,7 +33,7 @@
  *   lane.h       a rank's way through NCCL: staging memory, streams
  *   watch.h      calls under way on a GPU: their errors and limits
  *   spar.h       a rank's part in a group: open, connect, run
- *   binding.h    module.c, plan_object.c, comm_object.c, stream_object.c: what knows Python
+ *   binding.h    module.c, plan_object.c, comm_object.c, stream_object.c, capsule.c: what knows Python
  *
  * Includes point upwards in this list only. */
 #ifndef SPAR_H

@@ -1,0 +1,76 @@
+/* Outputs in shared memory, handed to Python as DLPack capsules. */
+#include "binding.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* As DLPack's specification lays it out (version 0). */
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_managed {
+    dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed *);
+} dl_managed;
+
+enum { DL_CPU = 1, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
+
+/* Of the dtypes that the core knows; of others it knows the item's size alone. */
+static const uint8_t dl_codes[] = {
+    [SPAR_F16] = DL_FLOAT, [SPAR_BF16] = DL_BFLOAT, [SPAR_F32] = DL_FLOAT,
+    [SPAR_F64] = DL_FLOAT, [SPAR_C64] = DL_COMPLEX, [SPAR_C128] = DL_COMPLEX,
+};
+
+/* Runs on any thread, without the GIL, also when the interpreter is gone. */
+static void free_output(dl_managed *managed)
+{
+    spar_memory_free(managed->context);
+    free(managed);
+}
+
+static void free_capsule(PyObject *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, "dltensor"))
+        return; /* torch took it, and renamed it */
+    dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+    managed->deleter(managed);
+}
+
+PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype)
+{
+    size_t extents = (size_t)tensor->ndim * sizeof(int64_t);
+    dl_managed *managed = malloc(sizeof *managed + extents);
+    if (!managed) {
+        spar_memory_free(block);
+        return PyErr_NoMemory();
+    }
+    memset(managed, 0, sizeof *managed);
+    managed->context = block;
+    managed->deleter = free_output;
+    managed->tensor.data = spar_memory_address(block);
+    managed->tensor.device.type = DL_CPU;
+    managed->tensor.ndim = tensor->ndim;
+    managed->tensor.dtype.code = dtype                     ? dl_codes[dtype]
+                                 : tensor->item_size == 16 ? DL_COMPLEX
+                                                           : DL_UINT;
+    managed->tensor.dtype.bits = (uint8_t)(tensor->item_size * 8);
+    managed->tensor.dtype.lanes = 1;
+    managed->tensor.shape = (int64_t *)(managed + 1);
+    memcpy(managed->tensor.shape, tensor->out, extents);
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", free_capsule);
+    if (!capsule)
+        free_output(managed);
+    return capsule;
+}
