@@ -92,4 +92,7 @@ spar_status spar_driver_check(CUresult result, const char *what);
 /* Whether work given to the stream is captured into a graph instead of done. */
 spar_status spar_driver_capturing(void *stream, int *capturing);
 
+#define SPAR_DRIVER_TRY(driver, name, ...)                                                         \
+    SPAR_TRY(spar_driver_check((driver)->name(__VA_ARGS__), "cu" #name))
+
 #endif

@@ -15,6 +15,7 @@
  *   ops.h, ops/  operations: each a pair of layouts
  *   plan.h       blocks of bytes that follow from them; cache
  *   tables.h     the blocks as the kernels read them
+ *   uploads.h    those tables in a CUDA device's memory
  *   device.h, devices/          how blocks are copied
  *   pack.h       packing, for transports that move runs of bytes
  *   chunks.h     an exchange in steps, for transports that stage

@@ -37,6 +37,7 @@ LAYERS = [
     "ops",
     "plan",
     "tables",
+    "uploads",
     "device",
     "pack",
     "chunks",

@@ -3,40 +3,22 @@
 #include "../cubin.h"
 #include "../device.h"
 #include "../driver.h"
-#include "../tables.h"
+#include "../uploads.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    GPUS = 64,
-    RETIRED =
-        1024, /* tables of plans that are gone: so many are given back together, since that waits */
-};
+enum { GPUS = 64 };
 
 static const spar_driver *cu;
 
-#define TRY_CU(name, ...) SPAR_TRY(spar_driver_check(cu->name(__VA_ARGS__), "cu" #name))
-
-/* Tables on the device, and what they were made of. */
-typedef struct uploaded {
-    spar_attached attached; /* to the plan; comes first */
-    struct gpu *gpu;
-    spar_table table;
-    CUdeviceptr memory; /* blocks, then loops */
-    CUevent arrives;
-    int arrived, captured; /* atomic. Captured: a graph may read it whenever it is replayed */
-    struct uploaded *next; /* among the retired ones */
-} uploaded;
+#define TRY_CU(name, ...) SPAR_DRIVER_TRY(cu, name, __VA_ARGS__)
 
 typedef struct gpu {
     CUcontext context;
     CUfunction kernels[SPAR_KERNEL_COUNT];
-    CUstream uploads;
-    pthread_mutex_t lock;         /* of what follows, and around an upload */
-    uploaded *retired, *captured; /* of plans that are gone; the captured ones stay */
-    int nretired;
+    spar_uploads uploads;
 } gpu;
 
 static struct {
@@ -52,131 +34,6 @@ static spar_status open_libraries(void)
     return spar_compiler_open();
 }
 
-/* ---- tables on the device ---- */
-
-/* What a retired table's plan was is gone; its kernels may still run. Neither CUDA nor a wait here: any thread frees
- * plans. */
-static void retire(spar_attached *attached)
-{
-    uploaded *u = (uploaded *)attached;
-    gpu *g = u->gpu;
-    uploaded **list = u->captured ? &g->captured : &g->retired;
-    spar_table_free(&u->table);
-    pthread_mutex_lock(&g->lock);
-    u->next = *list;
-    *list = u;
-    g->nretired += !u->captured;
-    pthread_mutex_unlock(&g->lock);
-}
-
-/* Gives retired tables back, when there are many. With the lock held. */
-static void give_back(gpu *g)
-{
-    if (g->nretired < RETIRED || cu->CtxSynchronize() != SPAR_CU_SUCCESS)
-        return; /* somebody captures: later */
-    while (g->retired) {
-        uploaded *u = g->retired;
-        g->retired = u->next;
-        cu->MemFree(u->memory);
-        cu->EventDestroy(u->arrives);
-        free(u);
-    }
-    g->nretired = 0;
-}
-
-/* Fills u->memory from u->table. In this thread captures allow what does not concern their streams. */
-static spar_status upload_relaxed(gpu *g, uploaded *u)
-{
-    size_t blocks = (size_t)u->table.nblocks * sizeof *u->table.blocks;
-    size_t loops = (size_t)u->table.nloops * sizeof *u->table.loops;
-    give_back(g);
-    TRY_CU(MemAlloc, &u->memory, blocks + loops ? blocks + loops : 1);
-    if (blocks)
-        TRY_CU(MemcpyHtoDAsync, u->memory, u->table.blocks, blocks, g->uploads);
-    if (loops)
-        TRY_CU(MemcpyHtoDAsync, u->memory + blocks, u->table.loops, loops, g->uploads);
-    TRY_CU(EventCreate, &u->arrives, SPAR_CU_EVENT_DISABLE_TIMING);
-    return spar_driver_check(cu->EventRecord(u->arrives, g->uploads), "cuEventRecord");
-}
-
-static spar_status upload(gpu *g, uploaded *u)
-{
-    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
-    TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
-    spar_status status = upload_relaxed(g, u);
-    cu->ThreadExchangeStreamCaptureMode(&mode);
-    if (status == SPAR_OK)
-        return SPAR_OK;
-    if (u->arrives)
-        cu->EventDestroy(u->arrives);
-    if (u->memory)
-        cu->MemFree(u->memory); /* waits, if a copy is under way */
-    return status;
-}
-
-static uploaded *find_uploaded(const gpu *g, const spar_plan *plan)
-{
-    for (spar_attached *each = spar_plan_attached(plan); each; each = each->next)
-        if (each->free == retire && ((uploaded *)each)->gpu == g)
-            return (uploaded *)each;
-    return NULL;
-}
-
-/* With the lock held. */
-static spar_status make_uploaded(gpu *g, const spar_plan *plan, uploaded **made)
-{
-    uploaded *u = calloc(1, sizeof *u);
-    if (!u)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for the tables of a plan");
-    u->attached.free = retire;
-    u->gpu = g;
-    spar_status status = spar_table_build(&u->table, plan);
-    if (status == SPAR_OK && (status = upload(g, u)) != SPAR_OK)
-        spar_table_free(&u->table);
-    if (status != SPAR_OK) {
-        free(u);
-        return status;
-    }
-    spar_plan_attach(plan, &u->attached);
-    *made = u;
-    return SPAR_OK;
-}
-
-static spar_status get_uploaded(gpu *g, const spar_plan *plan, uploaded **found)
-{
-    spar_status status = SPAR_OK;
-    if ((*found = find_uploaded(g, plan)) != NULL)
-        return SPAR_OK;
-    pthread_mutex_lock(&g->lock);
-    if (!(*found = find_uploaded(g, plan)))
-        status = make_uploaded(g, plan, found);
-    pthread_mutex_unlock(&g->lock);
-    return status;
-}
-
-/* What the stream does from now on may read the tables. */
-static spar_status await_upload(uploaded *u, void *stream)
-{
-    int capturing;
-    SPAR_TRY(spar_driver_capturing(stream, &capturing));
-    if (capturing)
-        __atomic_store_n(&u->captured, 1, __ATOMIC_RELAXED);
-    if (__atomic_load_n(&u->arrived, __ATOMIC_ACQUIRE))
-        return SPAR_OK;
-    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
-    TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
-    /* a capture cannot wait for what is not in it; the copy takes microseconds, and waits for no kernel */
-    CUresult result = capturing ? cu->EventSynchronize(u->arrives) : cu->EventQuery(u->arrives);
-    cu->ThreadExchangeStreamCaptureMode(&mode);
-    if (result == SPAR_CU_SUCCESS)
-        __atomic_store_n(&u->arrived, 1, __ATOMIC_RELEASE);
-    else if ((int)result == SPAR_CU_NOT_READY)
-        TRY_CU(StreamWaitEvent, stream, u->arrives, 0);
-    else
-        return spar_driver_check(result, "cuEventQuery");
-    return SPAR_OK;
-}
-
 /* ---- launches ---- */
 
 /* What a span is by the tables. */
@@ -189,7 +46,7 @@ typedef struct {
 /* What all launches of a copy share. */
 typedef struct {
     gpu *gpu;
-    const uploaded *tables;
+    const spar_upload *tables;
     spar_route route;
     const void *const *from;
     void *const *to;
@@ -318,9 +175,9 @@ static spar_status copy_spans(const spar_plan *plan, spar_route route, const spa
     enum { ON_STACK = 64 };
     part on_stack[ON_STACK], *parts = on_stack;
     gpu *g;
-    uploaded *u;
+    spar_upload *u;
     SPAR_TRY(current(&g));
-    SPAR_TRY(get_uploaded(g, plan, &u));
+    SPAR_TRY(spar_upload_of(&g->uploads, plan, &u));
     const spar_table_list *lists = route == SPAR_UNPACK ? u->table.pull : u->table.push;
     if (!lists)
         return spar_fail(SPAR_INTERNAL, "the plan was built without what is pulled");
@@ -335,7 +192,7 @@ static spar_status copy_spans(const spar_plan *plan, spar_route route, const spa
     for (int i = 0; i < count; i++)
         parts[i] = (part){&lists[spans[i].peer], spans[i].low, spans[i].high, spans[i].wire};
     const copy c = {g, u, route, inputs, outputs, plan->ntensors, spar_scale_simple(scale), stream};
-    spar_status status = await_upload(u, stream);
+    spar_status status = spar_upload_await(u, stream);
     if (status == SPAR_OK)
         status = launch_all(&c, parts, count);
     if (parts != on_stack)
@@ -350,33 +207,20 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
 {
     spar_table_list list;
     gpu *g;
+    spar_upload *u;
     SPAR_TRY(current(&g));
-    uploaded *u = calloc(1, sizeof *u);
-    if (!u)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a table of %lld blocks", (long long)count);
-    u->gpu = g;
-    spar_status status = spar_table_add(&u->table, blocks, count, dims, &list);
-    if (status == SPAR_OK) {
-        pthread_mutex_lock(&g->lock);
-        status = upload(g, u);
-        pthread_mutex_unlock(&g->lock);
-    }
-    if (status != SPAR_OK) {
-        spar_table_free(&u->table);
-        free(u);
-        return status;
-    }
+    SPAR_TRY(spar_upload_blocks(&g->uploads, blocks, count, dims, &list, &u));
     int ntensors = 0;
     for (int64_t i = 0; i < count; i++)
         ntensors = blocks[i].tensor < ntensors ? ntensors : blocks[i].tensor + 1;
     const part whole = {&list, 0, list.bytes, NULL};
-    status = await_upload(u, stream);
+    spar_status status = spar_upload_await(u, stream);
     for (int target = 0; target < targets && status == SPAR_OK; target++) {
         const copy c = {g,     u, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale),
                         stream};
         status = launch_all(&c, &whole, 1);
     }
-    retire(&u->attached);
+    spar_upload_retire(u);
     return status;
 }
 
@@ -398,9 +242,9 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     spar_kernel_copy nothing = {.spans = 0};
     void *parameters[] = {&nothing};
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
-        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, g->uploads,
-               parameters, NULL);
-    TRY_CU(StreamSynchronize, g->uploads);
+        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0,
+               g->uploads.stream, parameters, NULL);
+    TRY_CU(StreamSynchronize, g->uploads.stream);
     return SPAR_OK;
 }
 
@@ -411,11 +255,9 @@ static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
     if (!g)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a device");
     g->context = context;
-    pthread_mutex_init(&g->lock, NULL);
-    spar_status status = spar_driver_check(
-        cu->StreamCreate(&g->uploads, SPAR_CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+    spar_status status = spar_uploads_open(&g->uploads, cu);
     if (status == SPAR_OK && (status = load_kernels(g, device)) != SPAR_OK)
-        cu->StreamDestroy(g->uploads);
+        spar_uploads_close(&g->uploads);
     if (status == SPAR_OK)
         *made = g;
     else

@@ -1,0 +1,51 @@
+/* Tables in a CUDA device's memory, where its kernels read them. A plan's go there at its first use and stay as long
+ * as the plan does; what a captured graph may read stays until the process ends.
+ *
+ * All but retiring wants the device to be this thread's current one. */
+#ifndef SPAR_UPLOADS_H
+#define SPAR_UPLOADS_H
+
+#include "driver.h"
+#include "tables.h"
+
+#include <pthread.h>
+
+/* Those of one device. */
+typedef struct {
+    const spar_driver *driver;
+    CUstream stream;                        /* they go there in it, beside what others do */
+    pthread_mutex_t lock;                   /* of what follows, and around an upload */
+    struct spar_upload *retired, *captured; /* of plans that are gone; the captured ones stay */
+    int nretired;
+} spar_uploads;
+
+/* Tables on the device, and what they were made of. */
+typedef struct spar_upload {
+    spar_attached attached; /* to the plan; comes first */
+    spar_uploads *uploads;
+    spar_table table;
+    CUdeviceptr memory; /* blocks, then loops */
+    CUevent arrives;
+    int arrived, captured;    /* atomic. Captured: a graph may read it whenever it is replayed */
+    struct spar_upload *next; /* among the retired ones */
+} spar_upload;
+
+spar_status spar_uploads_open(spar_uploads *uploads, const spar_driver *driver);
+
+/* Of uploads that nothing was uploaded to. */
+void spar_uploads_close(spar_uploads *uploads);
+
+/* The plan's tables, which its first use uploads: that allocates, also during a capture. */
+spar_status spar_upload_of(spar_uploads *uploads, const spar_plan *plan, spar_upload **upload);
+
+/* A table of blocks without a plan, and its list; the caller retires it. */
+spar_status spar_upload_blocks(spar_uploads *uploads, const spar_block *blocks, int64_t count,
+                               const spar_dim *dims, spar_table_list *list, spar_upload **upload);
+
+/* What the stream does from now on may read the tables. */
+spar_status spar_upload_await(spar_upload *upload, void *stream);
+
+/* Nobody asks for it any more; kernels that run may still read it. On any thread. */
+void spar_upload_retire(spar_upload *upload);
+
+#endif
