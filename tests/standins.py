@@ -36,7 +36,7 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
         "-o",
         kernels,
     )
-    _run(*cuda, FOLDER / "libcuda.c", kernels, "-lm", "-o", folder / "libcuda.so.1")
+    _run(*cuda, FOLDER / "libcuda.c", FOLDER / "streams.c", kernels, "-lm", "-o", folder / "libcuda.so.1")
     nvrtc = [compiler, "-std=c11", *FLAGS, *options, "-shared"]
     _run(*nvrtc, FOLDER / "libnvrtc.c", "-o", folder / "libnvrtc.so.12")
     _run(*cuda, FOLDER / "libnccl.c", "-o", folder / "libnccl.so.2")

@@ -1,0 +1,204 @@
+#include "streams.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+void standin_kernel(int which, const spar_kernel_copy *c, unsigned tile, unsigned from);
+
+pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
+stream *streams;
+int captures;
+_Thread_local int mode;
+static stream *legacy;
+static int live;
+
+EXPORT int standin_live(void);
+EXPORT int standin_live(void)
+{
+    return __atomic_load_n(&live, __ATOMIC_SEQ_CST);
+}
+
+void count(int by)
+{
+    __atomic_add_fetch(&live, by, __ATOMIC_SEQ_CST);
+}
+
+int failure(const char *name)
+{
+    static int calls;
+    static char counted[128];
+    const char *plan = getenv("STANDIN_FAIL");
+    size_t length = strlen(name);
+    int nth = 0, code = 0;
+    if (!plan || strncmp(plan, name, length) != 0 || plan[length] != ':')
+        return 0;
+    pthread_mutex_lock(&lock);
+    if (strncmp(counted, plan, sizeof counted) != 0) { /* a new plan */
+        calls = 0;
+        snprintf(counted, sizeof counted, "%s", plan);
+    }
+    int call = ++calls;
+    pthread_mutex_unlock(&lock);
+    sscanf(plan + length, ":%d:%d", &nth, &code);
+    return call == nth ? code : 0;
+}
+
+int forbidden(void)
+{
+    if (!captures || mode == 2)
+        return 0;
+    for (stream *s = streams; s; s = s->next)
+        if (s->capture)
+            s->capture->spoiled = 1;
+    return UNSUPPORTED;
+}
+
+/* The tiles from `owned` on, every other one, in some order; on two threads, so that races between tiles show. */
+static void *run_tiles(void *argument)
+{
+    work *w = argument;
+    size_t half = w->bytes / 2 + (w->owned == 0 && w->bytes % 2), seed = (uintptr_t)w >> 4;
+    for (size_t i = 0; i < half; i++)
+        standin_kernel(w->kernel, &w->copy,
+                       (unsigned)(2 * ((i + seed) % half)) + (unsigned)w->owned,
+                       (unsigned)(seed + i) % SPAR_KERNEL_THREADS);
+    return NULL;
+}
+
+void run_kernel(work *w)
+{
+    work odd = *w;
+    pthread_t thread;
+    odd.owned = 1;
+    int threads = w->bytes > 1 && pthread_create(&thread, NULL, run_tiles, &odd) == 0;
+    run_tiles(w);
+    if (threads)
+        pthread_join(thread, NULL);
+}
+
+void run_copy(work *w)
+{
+    memcpy(w->to, w->from, w->bytes);
+}
+
+void run_host(work *w)
+{
+    w->host(w->context);
+}
+
+void drop_event(event *e)
+{
+    if (--e->refs == 0) {
+        free(e);
+        count(-1);
+    }
+}
+
+void run_record(work *w)
+{
+    pthread_mutex_lock(&lock);
+    if (w->event->done < w->bytes)
+        w->event->done = w->bytes;
+    drop_event(w->event);
+    pthread_cond_broadcast(&moved);
+    pthread_mutex_unlock(&lock);
+}
+
+void run_wait(work *w)
+{
+    pthread_mutex_lock(&lock);
+    while (w->event->done < w->bytes)
+        pthread_cond_wait(&moved, &lock);
+    drop_event(w->event);
+    pthread_mutex_unlock(&lock);
+}
+
+void free_work(work *w)
+{
+    if (w->owned)
+        free((void *)w->from);
+    free(w);
+}
+
+static void *serve(void *argument)
+{
+    stream *s = argument;
+    unsigned seed = (unsigned)(uintptr_t)s;
+    const char *text = getenv("STANDIN_DELAY_US");
+    unsigned delay = text ? (unsigned)atoi(text) : 50;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        while (!s->first && !s->ends)
+            pthread_cond_wait(&moved, &lock);
+        work *w = s->first;
+        if (!w)
+            break;
+        if (!(s->first = w->next))
+            s->last = &s->first;
+        s->busy = 1;
+        pthread_mutex_unlock(&lock);
+        if (delay)
+            usleep((unsigned)rand_r(&seed) % delay);
+        w->run(w);
+        free_work(w);
+        pthread_mutex_lock(&lock);
+        s->busy = 0;
+        pthread_cond_broadcast(&moved);
+    }
+    stream **link = &streams;
+    while (*link != s)
+        link = &(*link)->next;
+    *link = s->next;
+    free(s);
+    count(-1);
+    pthread_mutex_unlock(&lock);
+    return NULL;
+}
+
+stream *new_stream(void)
+{
+    stream *s = calloc(1, sizeof *s);
+    s->last = &s->first;
+    s->next = streams;
+    streams = s;
+    pthread_create(&s->thread, NULL, serve, s);
+    pthread_detach(s->thread);
+    count(1);
+    return s;
+}
+
+stream *stream_of(void *handle)
+{
+    if (!handle && !legacy) {
+        legacy = new_stream();
+        count(-1);
+    }
+    return handle ? handle : legacy;
+}
+
+void append(void *handle, work w)
+{
+    stream *s = stream_of(handle);
+    work *kept = malloc(sizeof *kept), ***last = s->capture ? &s->capture->last : &s->last;
+    *kept = w;
+    kept->next = NULL;
+    **last = kept;
+    *last = &kept->next;
+    pthread_cond_broadcast(&moved);
+}
+
+int give(void *handle, work w)
+{
+    pthread_mutex_lock(&lock);
+    append(handle, w);
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int quiet(const stream *s)
+{
+    return !s->first && !s->busy;
+}
