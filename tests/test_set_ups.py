@@ -1,0 +1,137 @@
+"""Settings and set-ups: what environment variables change, groups that meet at once, init and close."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import assert_same
+from test_faults import finish, start
+
+import spar
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+
+gather = spar.gather_forward_split_backward
+
+
+# ---- settings ----
+
+
+def owns_outputs(rank: int, folder: Path) -> None:
+    """SPAR_OUTPUT=torch: torch's own memory, which can be resized."""
+    y = gather(torch.full((4,), float(rank)), None, 0)
+    assert spar.transport().name == "shm"
+    assert_same(y, torch.tensor([0.0] * 4 + [1.0] * 4))
+    y.resize_(100)
+    y.untyped_storage().resize_(0)
+    assert spar.memory_stats()["arena.allocated_bytes"] < 4096, "the mailbox alone"
+
+
+def test_outputs_in_torchs_memory(tmp_path: Path) -> None:
+    assert finish(start(owns_outputs, 2, tmp_path, SPAR_OUTPUT="torch"), 40) == [0, 0]
+
+
+def spins(rank: int, folder: Path) -> None:
+    for i in range(200):
+        assert_same(
+            gather(torch.full((1,), float(rank + i)), None, 0), torch.tensor([0.0 + i, 1.0 + i, 2.0 + i])
+        )
+
+
+@pytest.mark.parametrize("microseconds", ["0", "1", "300"])
+def test_spinning_and_sleeping(tmp_path: Path, microseconds: str) -> None:
+    ranks = start(spins, 3, tmp_path, SPAR_SPIN_US=microseconds, SPAR_TRANSPORT="shm")
+    assert finish(ranks, 60) == [0, 0, 0]
+
+
+def caps(rank: int, folder: Path) -> None:
+    stats = spar.memory_stats()
+    assert stats["arena.cap_bytes"] == 3 << 20
+    y = gather(torch.zeros(1 << 18), None, 0)
+    assert spar.memory_stats()["arena.allocated_bytes"] >= y.nbytes
+    assert 2 << 20 <= spar.memory_stats()["arena.reserved_bytes"] <= 3 << 20
+    with pytest.raises(torch.OutOfMemoryError):
+        gather(torch.zeros(1 << 18), None, 0)
+    with pytest.raises(spar.OutOfMemoryError, match="more than the arena's 3145728"):
+        gather(torch.zeros(1 << 20), None, 0)
+
+
+def test_the_cap(tmp_path: Path) -> None:
+    assert finish(start(caps, 2, tmp_path, SPAR_ARENA_MAX=str(3 << 20)), 40) == [0, 0]
+
+
+def share_of_memory(rank: int, folder: Path) -> None:
+    """By default half of the memory, over the ranks of this host, of which the launcher tells the number."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    cap = spar.memory_stats()["arena.cap_bytes"]
+    assert 0 <= min(limits) // 2 // 8 - cap < 1 << 18
+
+
+def test_the_default_cap(tmp_path: Path) -> None:
+    assert finish(start(share_of_memory, 2, tmp_path, LOCAL_WORLD_SIZE="8"), 40) == [0, 0]
+
+
+def meets_twice_at_once(rank: int, folder: Path) -> None:
+    """Groups of one pair of processes, set up by threads at the same time, share one connection."""
+    groups = [dist.new_group([0, 1]) for _ in range(4)]
+    results: list[torch.Tensor] = []
+
+    def work(group: dist.ProcessGroup) -> None:
+        results.extend(gather(torch.full((2,), float(rank)), group, 0) for _ in range(20))
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 80
+    for y in results:
+        assert_same(y, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert all(spar.transport(group).name == "shm" for group in groups)
+    maps = Path("/proc/self/maps").read_text().count("memfd:spar")
+    assert maps == 2, "each arena is mapped once"
+    dist.barrier()
+
+
+def test_set_ups_at_once(tmp_path: Path) -> None:
+    assert finish(start(meets_twice_at_once, 2, tmp_path, meet=False), 60) == [0, 0]
+
+
+# ---- init, close ----
+
+
+def warms_up(rank: int, folder: Path) -> None:
+    assert spar.transport().name is None
+    chosen = spar.init()
+    assert chosen.name == "shm" and chosen == spar.transport()
+    calls = spar.memory_stats()["calls.shm"]
+    assert spar.init(device="cpu") == chosen  # again: nothing happens
+    assert spar.memory_stats()["calls.shm"] == calls == 0
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    assert spar.init(alone).reason == "a group of one exchanges nothing"
+    if rank == 1:
+        spar.close()
+    dist.barrier()
+    if rank == 0:  # the others' calls end at once
+        with pytest.raises(spar.GroupBrokenError, match="a rank closed the group"):
+            gather(torch.zeros(1), None, 0)
+        spar.close()
+        spar.close()  # twice is once
+    dist.barrier()
+    assert spar.transport().name is None
+    assert spar.init().name == "shm"
+    assert_same(gather(torch.full((1,), float(rank)), None, 0), torch.tensor([0.0, 1.0]))
+
+
+def test_init_and_close(tmp_path: Path) -> None:
+    assert finish(start(warms_up, 2, tmp_path, meet=False), 40) == [0, 0]
