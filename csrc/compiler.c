@@ -2,7 +2,6 @@
 #include "library.h"
 
 #include <locale.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,15 +13,11 @@
 const char spar_compiler_options[] = NO_CONTRACTION " " STANDARD;
 
 static struct {
-    pthread_mutex_t lock;
-    int tried;
-    spar_status status;
-    char why[256];
 #define FIELD(name, parameters) nvrtcResult(*name) parameters;
     SPAR_COMPILER_FUNCTIONS(FIELD)
 #undef FIELD
     const char *(*GetErrorString)(nvrtcResult result);
-} compiler = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} compiler;
 
 static spar_status find_functions(void *handle)
 {
@@ -38,18 +33,8 @@ spar_status spar_compiler_open(void)
 {
     static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2",
                                         "libnvrtc.so", NULL};
-    void *handle;
-    pthread_mutex_lock(&compiler.lock);
-    if (!compiler.tried) {
-        compiler.status = spar_library_open("libnvrtc", names, &handle);
-        if (compiler.status == SPAR_OK)
-            compiler.status = find_functions(handle);
-        if (compiler.status != SPAR_OK)
-            strncpy(compiler.why, spar_last_error(), sizeof compiler.why - 1);
-        compiler.tried = 1;
-    }
-    pthread_mutex_unlock(&compiler.lock);
-    return compiler.status == SPAR_OK ? SPAR_OK : spar_fail(compiler.status, "%s", compiler.why);
+    static spar_library_once once = SPAR_LIBRARY_ONCE("libnvrtc", names, find_functions);
+    return spar_library_open_once(&once);
 }
 
 static spar_status check(nvrtcResult result, const char *what)

@@ -1,7 +1,6 @@
 #include "driver.h"
 #include "library.h"
 
-#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -11,13 +10,7 @@ typedef CUresult (*get_address)(const char *name, void **function, int version, 
 typedef CUresult (*get_address_v2)(const char *name, void **function, int version, uint64_t flags,
                                    int *status);
 
-static struct {
-    pthread_mutex_t lock;
-    int tried;
-    spar_status status;
-    char why[256];
-    spar_driver functions;
-} driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
+static spar_driver functions;
 
 static spar_status find_functions(void *handle)
 {
@@ -45,7 +38,7 @@ static spar_status find_functions(void *handle)
                              "this libcuda is too old: it has no %s of CUDA %d.%d (error %d)",
                              wanted[i].name, wanted[i].version / 1000,
                              wanted[i].version % 1000 / 10, (int)result);
-        memcpy((char *)&driver.functions + wanted[i].at, &function, sizeof function);
+        memcpy((char *)&functions + wanted[i].at, &function, sizeof function);
     }
     return SPAR_OK;
 }
@@ -53,19 +46,9 @@ static spar_status find_functions(void *handle)
 spar_status spar_driver_open(const spar_driver **opened)
 {
     static const char *const names[] = {"libcuda.so.1", NULL};
-    void *handle;
-    pthread_mutex_lock(&driver.lock);
-    if (!driver.tried) {
-        driver.status = spar_library_open("libcuda", names, &handle);
-        if (driver.status == SPAR_OK)
-            driver.status = find_functions(handle);
-        if (driver.status != SPAR_OK)
-            strncpy(driver.why, spar_last_error(), sizeof driver.why - 1);
-        driver.tried = 1;
-    }
-    pthread_mutex_unlock(&driver.lock);
-    *opened = &driver.functions;
-    return driver.status == SPAR_OK ? SPAR_OK : spar_fail(driver.status, "%s", driver.why);
+    static spar_library_once once = SPAR_LIBRARY_ONCE("libcuda", names, find_functions);
+    *opened = &functions;
+    return spar_library_open_once(&once);
 }
 
 spar_status spar_driver_check(CUresult result, const char *what)
@@ -73,8 +56,8 @@ spar_status spar_driver_check(CUresult result, const char *what)
     const char *name = "an unknown error", *text = "";
     if (result == SPAR_CU_SUCCESS)
         return SPAR_OK;
-    driver.functions.GetErrorName(result, &name);
-    driver.functions.GetErrorString(result, &text);
+    functions.GetErrorName(result, &name);
+    functions.GetErrorString(result, &text);
     return spar_fail((int)result == SPAR_CU_OUT_OF_MEMORY ? SPAR_NO_MEMORY : SPAR_TRANSPORT,
                      "%s: %s (%s)", what, text, name);
 }
@@ -82,8 +65,8 @@ spar_status spar_driver_check(CUresult result, const char *what)
 spar_status spar_driver_capturing(void *stream, int *capturing)
 {
     CUstreamCaptureStatus status = SPAR_CU_CAPTURE_NONE;
-    SPAR_TRY(spar_driver_check(driver.functions.StreamIsCapturing(stream, &status),
-                               "cuStreamIsCapturing"));
+    SPAR_TRY(
+        spar_driver_check(functions.StreamIsCapturing(stream, &status), "cuStreamIsCapturing"));
     *capturing = (int)status != SPAR_CU_CAPTURE_NONE;
     return SPAR_OK;
 }

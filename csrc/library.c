@@ -67,3 +67,19 @@ spar_status spar_library_function(void *handle, const char *library, const char 
     memcpy(function, &address, sizeof address); /* C has no cast from data to function */
     return SPAR_OK;
 }
+
+spar_status spar_library_open_once(spar_library_once *once)
+{
+    void *handle;
+    pthread_mutex_lock(&once->lock);
+    if (!once->tried) {
+        once->status = spar_library_open(once->library, once->names, &handle);
+        if (once->status == SPAR_OK)
+            once->status = once->find(handle);
+        if (once->status != SPAR_OK)
+            strncpy(once->why, spar_last_error(), sizeof once->why - 1);
+        once->tried = 1;
+    }
+    pthread_mutex_unlock(&once->lock);
+    return once->status == SPAR_OK ? SPAR_OK : spar_fail(once->status, "%s", once->why);
+}

@@ -4,6 +4,8 @@
 
 #include "error.h"
 
+#include <pthread.h>
+
 /* Where Python found a library, as "libnvrtc" in a package of its own: tried before the names that the system
  * knows. Kept until the process ends; NULL forgets it. Only before the library is first opened does it matter. */
 void spar_library_found(const char *library, const char *path);
@@ -14,5 +16,22 @@ spar_status spar_library_open(const char *library, const char *const *names, voi
 /* The function of this name; its absence is an error that names the library. */
 spar_status spar_library_function(void *handle, const char *library, const char *name,
                                   void *function);
+
+/* A library that is opened once for the process; begins with SPAR_LIBRARY_ONCE. */
+typedef struct {
+    const char *library;
+    const char *const *names;          /* as of spar_library_open */
+    spar_status (*find)(void *handle); /* its functions */
+    pthread_mutex_t lock;
+    int tried;
+    spar_status status;
+    char why[256];
+} spar_library_once;
+
+#define SPAR_LIBRARY_ONCE(library, names, find)                                                    \
+    {(library), (names), (find), PTHREAD_MUTEX_INITIALIZER, 0, SPAR_OK, ""}
+
+/* Opens it and finds its functions; what failed the first time is told again. */
+spar_status spar_library_open_once(spar_library_once *once);
 
 #endif
