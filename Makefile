@@ -33,7 +33,7 @@ help:
 	@echo 'make soak    random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
 	@echo 'make lint    clang-format, ruff, mypy'
 	@echo 'make format  let clang-format and ruff rewrite the files'
-	@echo 'make build   only install spar and what the demo and the tests need, into .venv'
+	@echo 'make build   only install spar and what the demo needs, into .venv'
 	@echo 'make wheel   source distribution, and a wheel built from it, into dist'
 	@echo 'make clean   remove .venv and everything built'
 
@@ -49,17 +49,17 @@ bench: build
 
 # How long random calls go on under random faults, and each fuzzer looks for new inputs, after the stored ones.
 SECONDS ?= 60
-soak: build
+soak: build .venv/.test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py $(SECONDS) $(ARGS)
 
-test: build
+test: build .venv/.test
 	@$(BIN)/pytest $(ARGS)
 
 # The extension that .venv does not have: in a folder of its own, before the installed one on Python's path. The
 # interpreter itself is not sanitized, so the sanitizer is preloaded, with libstdc++, whose exceptions it must
 # know; and what Python never frees is no leak.
 ASAN := build/asan
-test-asan: build
+test-asan: build .venv/.test
 	@rm -rf $(ASAN) && mkdir -p $(ASAN) && cp -r spar $(ASAN)/ && rm -f $(ASAN)/spar/*.so
 	@echo 'building spar under AddressSanitizer'
 	@log=$$(SPAR_SANITIZE=address,undefined $(BIN)/python setup.py -q build_ext --build-lib $(ASAN) \
@@ -97,7 +97,7 @@ build: .venv/.spar
 # rebuilt when it changes or its library is gone. .ci/run tests the wheel, installed elsewhere.
 .venv/.spar: $(BUILT_FROM) $(if $(wildcard spar/_C.*so),,gone) | .venv/.torch
 	@echo 'building spar'
-	@$(PIP) install -e '.[test,demo]'
+	@$(PIP) install -e '.[demo]'
 	@touch $@
 
 .venv/.torch: | $(BIN)/pip
@@ -105,9 +105,10 @@ build: .venv/.spar
 	{ echo 'installing $(TORCH) (this may take minutes)'; $(PIP) install '$(TORCH)'; }
 	@touch $@
 
-.venv/.lint: pyproject.toml | .venv/.spar
-	@echo 'installing the linters'
-	@$(PIP) install -e '.[lint]'
+# What spar, which is installed already, names as its extras.
+.venv/.test .venv/.lint: .venv/.%: pyproject.toml | .venv/.spar
+	@echo 'installing what make $* needs'
+	@$(PIP) install 'spar-torch[$*]'
 	@touch $@
 
 $(BIN)/pip:
