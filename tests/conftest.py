@@ -22,6 +22,9 @@ from spar import _C
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell; of test_fault_matrix.py
 WORLDS = (1, 2, 3, 4, 7)
 PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
+COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]  # which each rank would import, by torch.compile
+# Else each rank starts processes that import torch, to see that what was compiled for this CPU can be loaded.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def _for_cpu_tensors() -> list[str]:
@@ -35,6 +38,11 @@ def _for_cpu_tensors() -> list[str]:
 
 # In a rank of a test, which imports this too, nothing of spar shall have begun before the test says so.
 TRANSPORTS = _for_cpu_tensors() if mp.current_process().name == "MainProcess" else []
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("compile" in item.nodeid for item in session.items):
+        PRELOAD.extend(COMPILERS)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from reference import assert_same, rule
+from test_faults import finish, start
 
 import spar
 
@@ -88,7 +88,7 @@ def test_one_function_with_two_groups(ranks: Ranks) -> None:
     ranks(7, check_two_groups)
 
 
-def alone_again(folder: Path) -> None:
+def alone_again(rank: int, folder: Path) -> None:
     """destroy and init: compiled code must not go on with the group that is gone."""
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -107,10 +107,7 @@ def alone_again(folder: Path) -> None:
 
 
 def test_after_destroy_and_init(tmp_path: Path) -> None:
-    process = mp.get_context("spawn").Process(target=alone_again, args=(tmp_path,))
-    process.start()
-    process.join(120)
-    process.kill()
+    assert finish(start(alone_again, 1, tmp_path, initialize=False), 120) == [0]
     assert (tmp_path / "well").exists()
 
 
