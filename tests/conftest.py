@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import itertools
 import multiprocessing as mp
@@ -10,10 +11,10 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -59,11 +60,21 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _serve(
-    rank: int, size: int, transports: list[str], worlds: tuple[int, ...], store: str, pipe: Connection
+    rank: int,
+    size: int,
+    transports: list[str],
+    worlds: tuple[int, ...],
+    environment: dict[str, str],
+    libraries: Sequence[Path],
+    store: str,
+    pipe: Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    os.environ.update(environment)
+    for library in libraries:
+        ctypes.CDLL(str(library))
     faulthandler.register(signal.SIGUSR1)  # where a rank is that does not answer
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
@@ -86,29 +97,30 @@ class Ranks:
     Returns their results in rank order; fails with the first rank's traceback. The function is importable.
     """
 
-    def __init__(self, worlds: tuple[int, ...] = WORLDS, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        worlds: tuple[int, ...] = WORLDS,
+        environment: dict[str, str] | None = None,
+        libraries: Sequence[Path] = (),
+    ) -> None:
         self.worlds = worlds
-        self.environment = environment or {}  # of its processes, from their beginning
+        self.environment = environment or {}
+        self.libraries = libraries  # which its processes load before anything else does
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.transport = TRANSPORTS[-1]
 
     def _start(self) -> None:
-        # A fork of a process that only imported torch is as good as new, and quicker; the loader's variables
-        # must be there when a process begins.
-        context = mp.get_context("spawn" if self.environment else "forkserver")
-        mp.set_forkserver_preload(PRELOAD)
+        # A fork of a process that only imported torch is as good as new, and quicker.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         store = os.path.join(tempfile.mkdtemp(), "store")
         size = max(self.worlds)
+        settings = (size, TRANSPORTS, self.worlds, self.environment, self.libraries, store)
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, size, TRANSPORTS, self.worlds, store, theirs),
-                daemon=True,
-            )
-            with mock.patch.dict(os.environ, self.environment):
-                process.start()
+            process = context.Process(target=_serve, args=(rank, *settings, theirs), daemon=True)
+            process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)

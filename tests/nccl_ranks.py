@@ -1,7 +1,7 @@
 """The nccl transport over stand-in libraries: what its ranks do. Their tensors are on the CPU, as the
 stand-in's memory is.
 
-A rank's process is started with the stand-ins in LD_LIBRARY_PATH (standins.py).
+A rank's process has loaded the stand-ins (standins.py), before packages of the real ones are looked for.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class Stream:
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
     """One that will choose its transport by itself."""
-    for name in ("libcuda.so.1", "libnccl.so.2", "libnvrtc.so.12"):
-        ctypes.CDLL(name)  # before packages of the real ones are looked for
     os.environ.pop("SPAR_TRANSPORT", None)
     return Communicator(group)
 

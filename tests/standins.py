@@ -1,7 +1,8 @@
 """Stand-ins for the libraries of a GPU, built from tests/standin: what the tests run instead of CUDA.
 
-They are found as the real ones are, by name: processes are started with the folder in LD_LIBRARY_PATH. They
-prove what is asked of the libraries, and in which order; nothing about the hardware.
+They are found as the real ones are, by name: in processes that are started with the folder in
+LD_LIBRARY_PATH, or have loaded them. They prove what is asked of the libraries, and in which order; nothing
+about the hardware.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "standin"
 CSRC = FOLDER.parent.parent / "csrc"
+NAMES = ("libcuda.so.1", "libnvrtc.so.12", "libnccl.so.2")
 FLAGS = ["-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-D_GNU_SOURCE"]
 # initial-exec: else the C library frees a thread's variables where TSan sees no order
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-ftls-model=initial-exec"]
@@ -23,7 +25,6 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
     """Builds libcuda.so.1, libnvrtc.so.12 and libnccl.so.2 into it; `options`: as -fsanitize=thread."""
     cxx = {"gcc": "g++", "clang": "clang++"}[compiler]
     kernels = folder / "kernels.o"
-    cuda = [compiler, "-std=c11", *FLAGS, *options, "-fvisibility=hidden", "-shared"]
     _run(
         cxx,
         "-std=c++17",
@@ -36,10 +37,11 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
         "-o",
         kernels,
     )
-    _run(*cuda, FOLDER / "libcuda.c", FOLDER / "streams.c", kernels, "-lm", "-o", folder / "libcuda.so.1")
-    nvrtc = [compiler, "-std=c11", *FLAGS, *options, "-shared"]
-    _run(*nvrtc, FOLDER / "libnvrtc.c", "-o", folder / "libnvrtc.so.12")
-    _run(*cuda, FOLDER / "libnccl.c", "-o", folder / "libnccl.so.2")
+    shared = [compiler, "-std=c11", *FLAGS, *options, "-shared"]
+    cuda, nvrtc, nccl = ([*shared, f"-Wl,-soname,{name}", "-o", folder / name] for name in NAMES)
+    _run(*cuda, "-fvisibility=hidden", FOLDER / "libcuda.c", FOLDER / "streams.c", kernels, "-lm")
+    _run(*nvrtc, FOLDER / "libnvrtc.c")
+    _run(*nccl, "-fvisibility=hidden", FOLDER / "libnccl.c")
 
 
 def _run(*command: str | Path) -> None:

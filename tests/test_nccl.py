@@ -39,7 +39,10 @@ def nothing_stays() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
     """Ranks over the stand-ins; they last for the module."""
-    ranks = Ranks(WORLDS, standins.environment(standins.built()))
+    folder = standins.built()
+    ranks = Ranks(
+        WORLDS, {"XDG_CACHE_HOME": str(folder / "cache")}, [folder / name for name in standins.NAMES]
+    )
     yield ranks
     ranks.stop()
 
