@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import beforehand
 import pytest
 
 from spar import _C
@@ -41,9 +42,22 @@ def _for_cpu_tensors() -> list[str]:
 TRANSPORTS = _for_cpu_tensors() if mp.current_process().name == "MainProcess" else []
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What has something compiled comes last."""
+    items.sort(key=lambda item: hasattr(_module(item), "BEFOREHAND"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("compile" in item.nodeid for item in session.items):
         PRELOAD.extend(COMPILERS)
+    if not session.config.option.collectonly:
+        modules = dict.fromkeys(_module(item) for item in session.items)
+        calls = [call for module in modules for call in getattr(module, "BEFOREHAND", ())]
+        session.config.add_cleanup(beforehand.begin(calls))
+
+
+def _module(item: pytest.Item) -> object:
+    return item.getparent(pytest.Module).obj  # type: ignore[union-attr]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

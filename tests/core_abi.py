@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import functools
 import re
 import subprocess
 import tempfile
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+
+from beforehand import once
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-DSPAR_LOCAL", '-DSPAR_VERSION="test"', f"-I{CSRC}"]
@@ -352,7 +353,7 @@ def _expected_abi() -> list[tuple[str, int]]:
     return abi
 
 
-@functools.cache
+@once
 def library() -> ctypes.CDLL:
     abi = _expected_abi()
     with tempfile.TemporaryDirectory() as folder:

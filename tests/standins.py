@@ -7,11 +7,12 @@ about the hardware.
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import tempfile
 from pathlib import Path
+
+from beforehand import once
 
 FOLDER = Path(__file__).resolve().parent / "standin"
 CSRC = FOLDER.parent.parent / "csrc"
@@ -50,13 +51,16 @@ def _run(*command: str | Path) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
 
 
-@functools.cache
-def built() -> Path:
-    """A folder with all of them; it stays until the process ends."""
-    folder = tempfile.TemporaryDirectory()
-    built.folder = folder  # type: ignore[attr-defined]
-    build(Path(folder.name))
-    return Path(folder.name)
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # they stay until the process ends
+
+
+@once
+def built(*options: str) -> Path:
+    """A folder with all of them, built with the options."""
+    _folders.append(tempfile.TemporaryDirectory())
+    folder = Path(_folders[-1].name)
+    build(folder, *options)
+    return folder
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:

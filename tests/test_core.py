@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import core
 import pytest
 import standins
+from beforehand import once
 
 FOLDER = Path(__file__).resolve().parent / "c"
 SANITIZER = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
@@ -38,10 +39,15 @@ def run(program: Path, *arguments: str, **environment: str) -> subprocess.Comple
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, timeout=120)
 
 
-def build(folder: Path, compiler: str, kind: str) -> Path | str:
+_folder = tempfile.TemporaryDirectory()
+
+
+@once
+def build(compiler: str, kind: str) -> Path | str:
     """The program, or the reason why this machine cannot have it."""
     if not shutil.which(compiler):
         return f"{compiler} is not installed"
+    folder = Path(_folder.name)
     probe, program = folder / f"probe-{compiler}-{kind}", folder / f"tests-{compiler}-{kind}"
     (folder / f"{probe.name}.c").write_text("int main(void) { return 0; }\n")
     command = [compiler, *KINDS[kind], f"{probe}.c", "-o", str(probe)]
@@ -54,50 +60,32 @@ def build(folder: Path, compiler: str, kind: str) -> Path | str:
     return program
 
 
+BEFOREHAND = [partial(build, compiler, kind) for compiler, kind in BUILDS]
+BEFOREHAND += [partial(standins.built, *flags) for flags in KINDS.values()]
+
+
 Builder = Callable[[str, str], Path]
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    """program(compiler, kind); all are compiled side by side from the first use on."""
-    folder = tmp_path_factory.mktemp("core")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds: dict[tuple[str, str], Future[Path | str]] = {
-            which: pool.submit(partial(build, folder, *which)) for which in BUILDS
-        }
+@pytest.fixture
+def program() -> Builder:
+    """program(compiler, kind)"""
 
-        def get(compiler: str, kind: str) -> Path:
-            built = builds[compiler, kind].result()
-            if isinstance(built, str):
-                pytest.skip(built)
-            return built
+    def get(compiler: str, kind: str) -> Path:
+        built = build(compiler, kind)
+        if isinstance(built, str):
+            pytest.skip(built)
+        return built
 
-        yield get
-
-
-@pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
-    """stand_ins(kind): the libraries of a GPU, built as the program is, and all side by side."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds = {kind: pool.submit(standins.build, folder, *KINDS[kind]) for kind, folder in folders.items()}
-
-        def get(kind: str) -> Path:
-            builds[kind].result()
-            return folders[kind]
-
-        yield get
+    return get
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("threads", "plans", "delay"), [(1, 1200, 0), (3, 150, 50)])
-def test_cuda_device(
-    program: Builder, stand_ins: Callable[[str], Path], kind: str, threads: int, plans: int, delay: int
-) -> None:
+def test_cuda_device(program: Builder, kind: str, threads: int, plans: int, delay: int) -> None:
     """Random plans, spans, factors, graphs: the kernels' host build gives what the CPU's copies give."""
-    get = program("gcc", kind)
-    environment = {**standins.environment(stand_ins(kind)), "STANDIN_DELAY_US": str(delay)}
-    done = run(get, "cuda", str(threads), str(plans), **environment)
+    environment = {**standins.environment(standins.built(*KINDS[kind])), "STANDIN_DELAY_US": str(delay)}
+    done = run(program("gcc", kind), "cuda", str(threads), str(plans), **environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import standins
+from beforehand import once
 from core_abi import CSRC, FLAGS
 
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
@@ -48,14 +51,22 @@ def packaged(*patterns: str) -> list[Path]:
     return [path for root in roots for pattern in patterns for path in sorted(root.glob(pattern))]
 
 
-@pytest.fixture(scope="module")
-def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+_folder = tempfile.TemporaryDirectory()
+
+
+@once
+def build() -> Path:
     """A folder with part.so: what of the core opens libraries."""
-    folder = tmp_path_factory.mktemp("part")
+    folder = Path(_folder.name)
     sources = [str(CSRC / f"{name}.c") for name in PARTS]
     command = ["cc", *FLAGS, "-O1", "-fPIC", "-shared", *sources, "-o", str(folder / "part.so")]
     subprocess.run(command, check=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def part() -> Path:
+    return build()
 
 
 def ask(part: Path, *words: str, nvrtc: str = "", **environment: str) -> tuple[int, bytes]:
@@ -164,22 +175,22 @@ def test_a_compiler_that_is_missing_or_fails_is_a_reason(part: Path, tmp_path: P
 # ---- machine code ----
 
 
-@pytest.fixture(scope="module")
-def nvrtc() -> str:
+def machine_code(architecture: str) -> tuple[int, bytes]:
     found = packaged("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12", "lib64/libnvrtc.so.1*")
     if not found:
         pytest.skip("no libnvrtc here: neither a toolkit nor the package nvidia-cuda-nvrtc")
-    return str(found[0])
+    return ask(build(), "cubin", architecture, nvrtc=str(found[0]), XDG_CACHE_HOME=f"{_folder.name}/kept")
 
 
-def test_every_kernel_is_machine_code_for_every_architecture(part: Path, nvrtc: str, tmp_path: Path) -> None:
-    def compiled(architecture: str) -> bytes:
-        status, code = ask(part, "cubin", architecture, nvrtc=nvrtc, XDG_CACHE_HOME=str(tmp_path))
-        assert status == 0, code.decode()
-        return code
+compiled = once(machine_code)
+BEFOREHAND = [partial(compiled, architecture) for architecture in ARCHITECTURES]
 
+
+def test_every_kernel_is_machine_code_for_every_architecture(part: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        codes = list(pool.map(compiled, ARCHITECTURES))
+        results = list(pool.map(compiled, ARCHITECTURES))
+    assert {status for status, _ in results} == {0}, results
+    codes = [code for _, code in results]
     rows = (CSRC / "kernels.h").read_text()
     names = [f"copy_{width}_{factor}" for width in (1, 2, 4, 8, 16) for factor in factors(rows, width)]
     assert len(names) == 18
@@ -187,7 +198,7 @@ def test_every_kernel_is_machine_code_for_every_architecture(part: Path, nvrtc: 
         assert code.startswith(b"compiled \x7fELF"), architecture
         assert int.from_bytes(code[9 + 18 : 9 + 20], "little") == 190, "the machine is CUDA"
         assert all(f".text.{name}\0".encode() in code for name in names), architecture
-    status, again = ask(part, "cubin", "90", nvrtc=nvrtc, XDG_CACHE_HOME=str(tmp_path))
+    status, again = machine_code("90")
     assert status == 0 and again == codes[ARCHITECTURES.index("90")].replace(b"compiled", b"found", 1)
 
 
