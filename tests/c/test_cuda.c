@@ -308,6 +308,7 @@ static void test_graph_outlives_its_plan(void)
     spar_plan_release(plan);
     for (int i = 0; i < MANY; i++)
         EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
+    EXPECT(cu->StreamSynchronize(stream) == 0); /* they read it */
     for (int i = 0; i < ROWS * ROW; i++)
         from[i] = (unsigned char)i;
     EXPECT(launch_graph(graph, stream) == 0 && cu->StreamSynchronize(stream) == 0);
