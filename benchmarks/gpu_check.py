@@ -7,8 +7,8 @@ something is wrong, with 2 where there is no GPU.
 Correct: each kernel against the CPU's copies, to the bit, with spans that begin anywhere; multiplication
 against torch on the device; capture and replay; tables that are first needed inside a capture.
 Fast: packing and unpacking against a device-to-device copy of the same bytes, and against the permute that
-the usual formulation does; the host's time for a call. Then all operations between as many ranks as there can be
-(gpu_ops.py), over the extension: the one that is built, or one that is built for it.
+the usual formulation does; the host's time for a call. Then all operations between as many ranks as there can
+be (gpu_ops.py), over the extension: the one that is built, or one that is built for it.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def check_check(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_uncapturable(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A group that is not set up cannot be set up in a capture: an error before anything is captured or sent."""
+    """A group cannot be set up in a capture: an error before anything is captured or sent."""
     comm = communicator(group)
     capturing, cuda._capturing = cuda._capturing, lambda: rank == 0
     try:
