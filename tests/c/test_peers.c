@@ -132,7 +132,7 @@ static void be_process(void *context, int process)
 /* From now on this process gets no descriptor more; returns what the limit was. */
 static struct rlimit no_more_descriptors(void)
 {
-    struct rlimit was, none;
+    struct rlimit was = {0}, none;
     int next = dup(0);
     EXPECT(next >= 0 && close(next) == 0 && getrlimit(RLIMIT_NOFILE, &was) == 0);
     none = was;
