@@ -66,7 +66,7 @@ test-asan: build .venv/.test
 	--build-temp $(ASAN)/objects 2>&1) || { echo "$$log"; exit 1; }
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	PYTHONPATH=$(CURDIR)/$(ASAN) $(BIN)/pytest $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(ASAN) $(BIN)/pytest -m 'not not_under_asan' $(ARGS)
 
 fuzz:
 	@fuzz/run $(SECONDS)

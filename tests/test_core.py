@@ -18,6 +18,8 @@ import pytest
 import standins
 from beforehand import once
 
+pytestmark = pytest.mark.not_under_asan("programs without Python, which have sanitizers of their own")
+
 FOLDER = Path(__file__).resolve().parent / "c"
 SANITIZER = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 KINDS = {
