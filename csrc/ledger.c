@@ -4,6 +4,7 @@
 #include "text.h"
 #include "whereabouts.h"
 
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -170,22 +171,40 @@ static spar_status leavers(const spar_ledger *l, uint64_t n)
     return SPAR_OK;
 }
 
-static void append(char *text, size_t size, const char *format, int rank, const char *what)
+static void append(char *text, size_t size, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+static void append(char *text, size_t size, const char *format, ...)
 {
     size_t used = strlen(text);
-    snprintf(text + used, size - used, format, rank, what);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text + used, size - used, format, args);
+    va_end(args);
 }
 
-/* All ranks' calls n, side by side. */
+/* All ranks' calls n, each different one once: there may be many ranks. */
 static spar_status differ(const spar_ledger *l, uint64_t n, int other)
 {
-    char text[SPAR_GROUP_TEXT], theirs[TEXT];
-    uint64_t signature;
+    char text[SPAR_GROUP_TEXT], call[TEXT];
+    uint64_t signatures[2] = {0}, found;
+    int shown[2] = {l->rank, other};
     snprintf(text, sizeof text, "rank %d's call %llu over the GPU is not rank %d's:", l->rank,
              (unsigned long long)n, other);
-    for (int rank = 0; rank < l->world; rank++)
-        append(text, sizeof text, "\n  rank %d: %s", rank,
-               read_entry(l, rank, n, &signature, theirs) ? theirs : "not seen there");
+    for (int i = 0; i < 2; i++)
+        if (read_entry(l, shown[i], n, &signatures[i], call))
+            append(text, sizeof text, "\n  rank %d: %s", shown[i], call);
+    for (int rank = 0; rank < l->world; rank++) {
+        if (rank == l->rank || rank == other)
+            continue;
+        if (!read_entry(l, rank, n, &found, call))
+            append(text, sizeof text, "\n  rank %d: not seen there", rank);
+        else if (found && (found == signatures[0] || found == signatures[1]))
+            append(text, sizeof text, "\n  rank %d: as rank %d", rank,
+                   shown[found == signatures[1]]);
+        else
+            append(text, sizeof text, "\n  rank %d: %s", rank, call);
+    }
     return spar_fail(SPAR_MISMATCH, "%s", text);
 }
 
@@ -235,11 +254,9 @@ void spar_ledger_absent(const spar_ledger *l, uint64_t n, char *text, size_t siz
     *text = 0;
     for (int rank = 0; rank < l->world; rank++) {
         const spar_peer *peer = spar_group_peer(l->group, rank);
-        char process[40];
-        if (!peer || newest_of(l, rank) >= n)
-            continue;
-        snprintf(process, sizeof process, "(process %lld)", (long long)peer->endpoint.pid);
-        append(text, size, *text ? ", rank %d %s" : "rank %d %s", rank, process);
+        if (peer && newest_of(l, rank) < n)
+            append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank,
+                   (long long)peer->endpoint.pid);
     }
 }
 

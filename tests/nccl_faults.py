@@ -187,10 +187,12 @@ def check_disagreement(rank: int, world: int, group: dist.ProcessGroup, late: in
                 give(comm, "gather", (0,), x)
             text = str(caught.value)
             assert f"rank {late}'s call 1 over the GPU is not rank {int(late == 0)}'s" in text
-            for other in range(world):
-                shape = f"[{2 * world}, {3 + (other == late)}]"
-                assert f"rank {other}: gather {shape}: dim 0 in" in text, text
-                assert "of torch.float32 on cuda" in text
+            first, *others = [other for other in range(world) if other != late]
+            for one in (late, first):
+                shape = f"[{2 * world}, {3 + (one == late)}]"
+                assert f"rank {one}: gather {shape}: dim 0 in" in text, text
+            assert text.count("of torch.float32 on cuda") == 2
+            assert all(f"rank {other}: as rank {first}" in text for other in others), text
         stream.synchronize()  # ended by the abort
         within(2, lambda: comm._comms["cuda"].broken is not None)
         if rank != late:
