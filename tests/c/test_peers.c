@@ -40,7 +40,7 @@ typedef struct {
     int process, thread;
 } place;
 
-static void wrong(int line, const char *condition)
+static _Noreturn void wrong(int line, const char *condition)
 {
     fprintf(stderr, "line %d: %s; last error: %s\n", line, condition, spar_last_error());
     abort();
