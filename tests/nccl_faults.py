@@ -58,6 +58,16 @@ def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
+def expect_told(comm: Communicator, stream: Stream, text: str) -> None:
+    """Another rank gives up: this one's call ends half a second later at most, and the next says why."""
+    with contextlib.suppress(spar.GroupBrokenError):  # if the other was earlier
+        give(comm, "gather", (0,), torch.zeros(2))
+    within(0.5, lambda: comm._comms["cuda"].broken is not None)
+    stream.synchronize()
+    with pytest.raises(spar.GroupBrokenError, match=text):
+        give(comm, "gather", (0,), torch.zeros(2))
+
+
 def check_error_at_once(rank: int, world: int, group: dist.ProcessGroup, function: str) -> None:
     """What NCCL refuses in the call: its last error's text, on the rank where it happens."""
     comm = set_up(group)
@@ -75,12 +85,7 @@ def check_error_at_once(rank: int, world: int, group: dist.ProcessGroup, functio
                 give(comm, "gather", (0,), torch.zeros(2))
         else:
             text = f"rank {world - 1}: nccl{function}: system error: the stand-in"
-            with contextlib.suppress(spar.GroupBrokenError):  # if it comes after the other's failure
-                give(comm, "gather", (0,), torch.zeros(2))
-            within(0.5, lambda: comm._comms["cuda"].broken is not None)
-            stream.synchronize()
-            with pytest.raises(spar.GroupBrokenError, match=text):
-                give(comm, "gather", (0,), torch.zeros(2))
+            expect_told(comm, stream, text)
     dist.barrier(group)
     comm.close()
 
@@ -272,11 +277,7 @@ def check_interrupt(rank: int, world: int, group: dist.ProcessGroup) -> None:
             with pytest.raises(KeyboardInterrupt), comm.turn("gather"):
                 raise KeyboardInterrupt
         else:
-            with contextlib.suppress(spar.GroupBrokenError):  # if rank 0 was earlier
-                give(comm, "gather", (0,), torch.zeros(2))
-            stream.synchronize()
-            with pytest.raises(spar.GroupBrokenError, match="was interrupted on rank 0"):
-                give(comm, "gather", (0,), torch.zeros(2))
+            expect_told(comm, stream, "was interrupted on rank 0")
     dist.barrier(group)
     comm.close()
 

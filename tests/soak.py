@@ -30,7 +30,6 @@ from test_faults import finish, start
 
 import spar
 from spar import _C
-from spar.groups import communicator
 
 Group = dist.ProcessGroup
 LIMIT = 1.5  # seconds, of calls that do not end
@@ -238,10 +237,10 @@ def works(rank: int, folder: Path, world: int, transport: str, seed: int) -> Non
     steps = [dist.new_group(list(range(world))) for _ in range(3)]  # of which two are broken
     everybody = dist.group.WORLD
     assert everybody is not None
-    os.environ["SPAR_TIMEOUT"] = "30"
+    os.environ["SPAR_TIMEOUT"] = str(LIMIT)
     for group in steps:
         tiny(group)
-        communicator(group).timeout = LIMIT  # after the set-up: gloo's may take longer beside other work
+    os.environ["SPAR_TIMEOUT"] = "30"
     before = descriptors()
     begin = time.monotonic()
     broken, done = 0, False
@@ -308,8 +307,7 @@ def descriptors() -> collections.Counter[str]:
 
 
 def shared_files() -> set[str]:
-    """What spar might make; a stand-in's are of other tests."""
-    return {name for name in os.listdir("/dev/shm") if "spar" in name and "standin" not in name}
+    return {name for name in os.listdir("/dev/shm") if "spar" in name}
 
 
 def play(seed: int, counts: collections.Counter[str], troubles: dict[str, list[str]]) -> None:
