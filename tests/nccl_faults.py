@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nccl_ranks import DEVICE, Stream, expect_broken, give, set_up, stalled, wait, within
 
 import spar
+from spar.communicator import Communicator
 
 
 def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
