@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +15,30 @@ import pytest
 from spar.utils import StatelessProcessGroup
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, 0), family=family) as server:
-            return int(server.getsockname()[1])
-    except OSError as error:
-        pytest.skip(f"this host has no {host}: {error}")
+    """A port below those that the kernel hands out, which would go to the next socket of any process."""
+    if not is_free(host, 0):
+        pytest.skip(f"this machine has no {host}")
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = (random.SystemRandom().randrange(first // 2, first) for _ in range(1000))
+    return next(port for port in ports if is_free(host, port))
+
+
+@contextlib.contextmanager
+def taken(host: str, port: int) -> Iterator[None]:
+    """The port of that host is nobody else's meanwhile, and nobody listens there."""
+    with socket.socket(family_of(host)) as held:
+        held.bind((host, port))
+        yield
 
 
 def is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        socket.create_server((host, port), family=family_of(host)).close()
     except OSError:
         return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from stateless import answers, at_once, free_port, groups, is_free
+from stateless import answers, at_once, free_port, groups, is_free, taken
 from test_faults import finish, start, tell, told
 
 import spar
@@ -384,11 +385,14 @@ def test_a_port_that_is_taken() -> None:
 @pytest.mark.parametrize(("host", "others"), [("127.0.0.1", ["127.0.0.2", "::1"]), ("::1", ["127.0.0.1"])])
 def test_the_port_listens_on_the_given_host_only(host: str, others: list[str]) -> None:
     port = free_port(host)
-    group = StatelessProcessGroup.create(host, port, 0, 1)
-    assert group.socket is not None and group.socket.getsockname()[:2] == (host, port)
-    assert answers(host, port)
-    for other in others:
-        assert not answers(other, port)
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            if is_free(other, 0):  # this machine has it
+                stack.enter_context(taken(other, port))  # who asked for all interfaces would fail here
+        group = StatelessProcessGroup.create(host, port, 0, 1)
+        assert group.socket is not None and group.socket.getsockname()[:2] == (host, port)
+        assert answers(host, port)
+        assert not any(answers(other, port) for other in others)
     group.barrier()
     del group
     assert is_free(host, port), "it goes with the group"
