@@ -16,6 +16,9 @@
 #endif
 
 static const int64_t SLICE_NS = 50000000;
+/* Of a turn of looking: from LENT_NS on another process had the core, from KEPT_NS on no rank that
+ * waits in between. */
+static const int64_t LENT_NS = 3000, KEPT_NS = 1000000;
 
 static uint32_t *word_of(mailbox *box, enum spar_word which)
 {
@@ -83,12 +86,14 @@ static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
     return SPAR_OK;
 }
 
-/* Before sleeping. Where ranks share cores, looking takes the core from the rank that is awaited, if others want
- * it too: after a sleep there are fewer looks, after a success more. */
+/* Before sleeping. Each turn lends the core to who wants it. Where ranks share cores that may be the
+ * rank that is awaited: its time is not counted, unless it keeps the core for long; sleepers come
+ * before who does. After a sleep there are fewer looks then, after a success more. */
 static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
 {
     int64_t most = g->own_core ? g->look_ns : g->looking_ns;
-    for (int64_t until = most ? spar_now_ns() + most : 0; until && spar_now_ns() < until;) {
+    int64_t now = most ? spar_now_ns() : 0;
+    for (int64_t left = most; left > 0;) {
         for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
             if (spar_has_come(word, call)) {
                 g->looking_ns = 4 * most < g->look_ns ? 4 * most : g->look_ns;
@@ -97,6 +102,11 @@ static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
             relax();
         }
         sched_yield();
+        int64_t begun = now;
+        now = spar_now_ns();
+        int64_t turn = now - begun;
+        if (g->own_core || turn < LENT_NS || turn > KEPT_NS)
+            left -= turn;
     }
     g->looking_ns = most / 2 > g->look_ns / 16 ? most / 2 : g->look_ns / 16;
     return 0;
