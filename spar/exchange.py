@@ -207,33 +207,39 @@ def run_steps(
     return run(input_, *steps[-1], scale, records)
 
 
+# An operation as autograd sees it: its steps, scale and grad_scale, and whether somebody listens. It is one
+# argument, since torch spends time on each, forward and backward.
+Recorded = tuple[tuple[Step, ...], Scale, Scale, bool]
+
+
 class SparExchange(torch.autograd.Function):
     """y = scale * op(x), op in one or more steps; the gradient of x is grad_scale * inverse(that of y)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, heard: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, input_: torch.Tensor, call: Recorded) -> torch.Tensor:
+        steps, scale, _, heard = call
         # groups that nobody else holds must live until backward
-        groups = None if torch.compiler.is_compiling() else [by_handle(step[0][0]).group for step in steps]
-        ctx.call = steps, input_.shape, scale, grad_scale, groups
+        groups: tuple[object, ...] = ()
+        if not (heard and torch.compiler.is_compiling()):
+            for place, _, _ in steps:
+                groups += (by_handle(place[0]).group,)
+        ctx.call = call, input_.shape, groups
         return run_steps(input_, steps, scale, True, heard)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        steps, shape, scale, grad_scale, _ = ctx.call
-        back = []
+        (steps, scale, grad_scale, _), shape, _ = ctx.call
+        inverse: tuple[Step, ...] = ()
         for place, op, args in steps:
-            back.append((place, *OPS[op].inverse(shape, args, place.world)))
+            inverse = ((place, *OPS[op].inverse(shape, args, place.world)), *inverse)
             if len(steps) > 1:
                 extents = list(shape)
                 OPS[op].shape(extents, args, place.world, place.rank)
                 shape = tuple(extents)
-        inverse = tuple(reversed(back))
         if torch.is_grad_enabled() and grad.requires_grad:
-            return recorded(grad, inverse, grad_scale, scale), None, None, None, None
-        return run_steps(grad, inverse, grad_scale, False), None, None, None, None
+            return recorded(grad, inverse, grad_scale, scale), None
+        return run_steps(grad, inverse, grad_scale, False), None
 
 
 # Function.apply without its look at functorch's wrappers, which takes as long as the rest of it
@@ -243,5 +249,5 @@ _apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, SparE
 def recorded(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale) -> torch.Tensor:
     """`run_steps`, with a gradient."""
     if _is_listened_to(input_):
-        return cast(torch.Tensor, SparExchange.apply(input_, steps, scale, grad_scale, True))  # type: ignore[no-untyped-call]
-    return _apply_plain(input_, steps, scale, grad_scale, False)
+        return cast(torch.Tensor, SparExchange.apply(input_, (steps, scale, grad_scale, True)))  # type: ignore[no-untyped-call]
+    return _apply_plain(input_, (steps, scale, grad_scale, False))

@@ -51,7 +51,7 @@ def all_to_all(
             f"{scatter_dim} and gather_dim is {gather_dim}",
             f"two different dims of an input with {input_.dim()}",
         )
-    local = input_.size(gather)
+    local = input_.shape[gather]
     if gather_size is None:
         gather_size = local * call.world
     elif not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
