@@ -1,6 +1,5 @@
 #include "mailbox.h"
 
-#include "cores.h"
 #include "stream.h"
 
 #include <limits.h>
@@ -101,6 +100,7 @@ spar_status spar_group_publish(spar_group *g, const spar_words *own,
     g->own->signature = own->signature;
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
+    spar_group_note_core(g);
     publish(g->own, &g->own->published, g->call);
     SPAR_TRY(spar_group_await(g, SPAR_PUBLISHED, g->call, patience));
     for (int rank = 0; rank < g->world; rank++) {
@@ -109,6 +109,7 @@ spar_status spar_group_publish(spar_group *g, const spar_words *own,
         all[rank].status = (spar_status)box->status;
         memcpy(all[rank].offsets, box->offsets, sizeof box->offsets);
     }
+    spar_group_spread(g);
     spar_status status = judge(g, describe, context, all, patience);
     if (status != SPAR_MISMATCH && status != SPAR_NO_MEMORY)
         return status;
@@ -169,7 +170,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
     g->refs = 2;
     g->uses = 1;
     spar_group_spin(g, LOOKS_NS);
-    g->own_core = local_ranks <= spar_cores();
+    spar_group_share_cores(g, local_ranks);
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, (size_t)(own_length(world) + room));
     g->own->world = world;

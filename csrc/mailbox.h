@@ -1,4 +1,4 @@
-/* What group.c and wait.c alone know: mailboxes, and a group's state.
+/* What group.c, wait.c and spread.c alone know: mailboxes, and a group's state.
  *
  * A rank writes its own mailbox only, but for the waiters' counts and its goodbye. */
 #ifndef SPAR_MAILBOX_H
@@ -13,6 +13,7 @@ typedef struct {
     uint32_t broken; /* the owner gave up, for good: the status with which */
     _Alignas(64) uint64_t signature;
     uint32_t status;
+    int32_t core; /* on which the rank runs, where ranks share cores */
     int64_t offsets[SPAR_GROUP_TENSORS];
     char text[SPAR_GROUP_TEXT];   /* of the call, where ranks disagree; valid when told or failed */
     char reason[SPAR_GROUP_TEXT]; /* of `broken` */
@@ -30,6 +31,8 @@ struct spar_group {
     int disagreed;               /* the newest call ended in a disagreement: texts holds it */
     int64_t look_ns, looking_ns; /* before sleeping: at most; now, where ranks share cores */
     int own_core;                /* whether each rank of this host has one */
+    int fair_share;              /* ranks on a core, where it has more than one */
+    int64_t rests_until_ns;      /* before it moves to another core again */
     spar_memory *memory;
     mailbox *own;
     char *texts;       /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
@@ -51,6 +54,16 @@ enum spar_word { SPAR_PUBLISHED, SPAR_DONE, SPAR_TOLD };
 /* Until every member's word has come to `call`; the status of whoever gave up, or why this rank does. */
 spar_status spar_group_await(spar_group *group, enum spar_word which, uint32_t call,
                              const spar_patience *patience);
+
+/* How the ranks of this host, of all groups, share its cores. */
+void spar_group_share_cores(spar_group *group, int local_ranks);
+
+/* Before this rank's words are shown: says on which core it runs. */
+void spar_group_note_core(spar_group *group);
+
+/* After everybody's words were read: moves this thread where more ranks than its fair share are on its core. It may run
+ * on the same cores as before. */
+void spar_group_spread(spar_group *group);
 
 /* The status and reason of whoever gave up; SPAR_OK where nobody did. */
 spar_status spar_group_check(spar_group *group);

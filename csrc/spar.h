@@ -26,7 +26,7 @@
  *   peers.h      the other processes of this host, and who of them lives
  *   hello.h      what they tell each other when they connect
  *   group.h      mailboxes: the order of a group's calls, verdicts
- *   mailbox.h    what they hold; wait.c: waiting, and what ends it
+ *   mailbox.h    what they hold; wait.c: waiting, and what ends it; spread.c: ranks that share cores
  *   nccl.h       NCCL, opened at run time
  *   transport.h, transports/    who moves the bytes, and the choice
  *   meeting.h    how the ranks of one host find each other's mailboxes

@@ -1,0 +1,191 @@
+/* Spreading over cores: from any placement, with whatever the others say, in a world whose cores are numbers. */
+#define spar_group_share_cores share_cores_of_test
+#define spar_group_note_core note_core_of_test
+#define spar_group_spread spread_of_test
+#define spar_cores cores_of_test
+#define sched_getcpu core_of_test
+#define sched_getaffinity affinity_of_test
+#define sched_setaffinity set_affinity_of_test
+#define clock_gettime clock_of_test
+#include "../../csrc/spread.c"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
+
+enum { MOST_RANKS = 24, MOST_CORES = 8 };
+
+static struct {
+    int world, cores, rank; /* whose turn it is */
+    int at[MOST_RANKS], moves;
+    cpu_set_t allowed, mask;
+    int64_t now_ns;
+} now;
+
+static _Noreturn void wrong(int line, const char *condition)
+{
+    fprintf(stderr, "line %d: %s; %d ranks, %d cores, at", line, condition, now.world, now.cores);
+    for (int rank = 0; rank < now.world; rank++)
+        fprintf(stderr, " %d", now.at[rank]);
+    fprintf(stderr, "\n");
+    abort();
+}
+
+int cores_of_test(void)
+{
+    return now.cores;
+}
+
+int core_of_test(void)
+{
+    return now.at[now.rank];
+}
+
+int affinity_of_test(pid_t pid, size_t size, cpu_set_t *set)
+{
+    EXPECT(pid == 0 && size == sizeof *set);
+    *set = now.mask;
+    return 0;
+}
+
+/* Moves the rank that runs to the only core of the set; or gives it its cores back. */
+int set_affinity_of_test(pid_t pid, size_t size, const cpu_set_t *set)
+{
+    EXPECT(pid == 0 && size == sizeof *set);
+    int back = !CPU_EQUAL(&now.mask, &now.allowed);
+    now.mask = *set;
+    if (back)
+        return 0;
+    EXPECT(CPU_COUNT(set) == 1 && !CPU_ISSET(now.at[now.rank], set));
+    for (int core = 0; core < CPU_SETSIZE; core++)
+        if (CPU_ISSET(core, set))
+            now.at[now.rank] = core;
+    now.moves++;
+    return 0;
+}
+
+int clock_of_test(clockid_t clock, struct timespec *time)
+{
+    (void)clock;
+    *time = (struct timespec){now.now_ns / 1000000000, now.now_ns % 1000000000};
+    return 0;
+}
+
+static spar_group groups[MOST_RANKS];
+static mailbox boxes[MOST_RANKS];
+static mailbox *all[MOST_RANKS];
+
+static void begin(int world, int cores, int local_ranks)
+{
+    now.world = world;
+    now.cores = cores;
+    CPU_ZERO(&now.allowed);
+    for (int core = 0; core < cores; core++)
+        CPU_SET(core, &now.allowed);
+    now.mask = now.allowed;
+    memset(groups, 0, sizeof groups);
+    memset(boxes, 0, sizeof boxes);
+    for (int rank = 0; rank < world; rank++) {
+        all[rank] = &boxes[rank];
+        groups[rank] = (spar_group){
+            .world = world, .rank = rank, .boxes = all, .own = all[rank], .look_ns = 200000};
+        share_cores_of_test(&groups[rank], local_ranks);
+    }
+}
+
+/* One call of all ranks; how many of them move. */
+static int call(void)
+{
+    int before = now.moves, on[MOST_CORES] = {0};
+    for (now.rank = 0; now.rank < now.world; now.rank++)
+        note_core_of_test(&groups[now.rank]);
+    for (int rank = 0; rank < now.world; rank++)
+        on[now.at[rank]]++;
+    for (now.rank = 0; now.rank < now.world; now.rank++) {
+        int from = now.at[now.rank];
+        spread_of_test(&groups[now.rank]);
+        EXPECT(CPU_EQUAL(&now.mask, &now.allowed));
+        EXPECT(now.at[now.rank] == from || on[now.at[now.rank]] + 2 <= on[from]);
+    }
+    return now.moves - before;
+}
+
+static int most_on_a_core(void)
+{
+    int on[MOST_CORES] = {0}, most = 0;
+    for (int rank = 0; rank < now.world; rank++)
+        if (++on[now.at[rank]] > most)
+            most = on[now.at[rank]];
+    return most;
+}
+
+static void place(unsigned *seed)
+{
+    for (int rank = 0; rank < now.world; rank++)
+        now.at[rank] = rand_r(seed) % (1 + rand_r(seed) % now.cores);
+}
+
+int test_spread(int argc, char **argv)
+{
+    unsigned seed = 1;
+    (void)argc;
+    (void)argv;
+    now.now_ns = 1;
+    for (int turn = 0; turn < 20000; turn++) {
+        int cores = 1 + rand_r(&seed) % MOST_CORES, world = 2 + rand_r(&seed) % (MOST_RANKS - 1);
+        int fair_share = (world + cores - 1) / cores;
+        now.now_ns += 1000000000;
+        begin(world, cores, world);
+        place(&seed);
+        int crowded = world > cores && most_on_a_core() > fair_share;
+        EXPECT((call() > 0) == crowded);
+        for (int calls = 0; calls < world; calls++) {
+            now.now_ns += 10000000;
+            call();
+        }
+        EXPECT(world <= cores || most_on_a_core() <= fair_share);
+        int settled = now.moves;
+        now.now_ns += 10000000;
+        EXPECT(!call());
+        EXPECT(now.moves == settled);
+
+        begin(world, cores, world + 1); /* there are other groups */
+        place(&seed);
+        EXPECT(!call());
+        begin(world, cores, world);
+        place(&seed);
+        for (int rank = 0; rank < world; rank++)
+            groups[rank].look_ns = 0; /* who sleeps at once is placed by the kernel */
+        EXPECT(!call());
+
+        begin(world, cores, world); /* since the group was opened, its cores have become one */
+        place(&seed);
+        CPU_ZERO(&now.allowed);
+        CPU_SET(now.at[0], &now.allowed);
+        now.mask = now.allowed;
+        for (int rank = 0; rank < world; rank++)
+            now.at[rank] = now.at[0];
+        EXPECT(!call());
+
+        begin(world, cores, world); /* the others' words may be anything */
+        place(&seed);
+        for (now.rank = 0; now.rank < world; now.rank++)
+            note_core_of_test(&groups[now.rank]);
+        for (int rank = 1; rank < world; rank++)
+            boxes[rank].core =
+                rand_r(&seed) % 2 ? now.at[0] : (int32_t)((unsigned)rand_r(&seed) * 2u);
+        now.rank = 0;
+        spread_of_test(&groups[0]);
+        EXPECT(CPU_EQUAL(&now.mask, &now.allowed) && now.at[0] < cores);
+    }
+    begin(3, 2, 3);
+    now.now_ns += 1000000000;
+    for (int moved = 0; moved < 2; moved++) { /* within a rest: once */
+        now.at[0] = now.at[1] = now.at[2] = 0;
+        EXPECT(call() == !moved);
+        now.now_ns += 1000000;
+    }
+    return 0;
+}
