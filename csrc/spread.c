@@ -31,7 +31,7 @@ static int core_of(const spar_group *g, int rank)
 void spar_group_spread(spar_group *g)
 {
     int here = core_of(g, g->rank), crowd = 0;
-    if (g->own_core || !g->look_ns || g->world <= g->fair_share)
+    if (g->own_core || here < 0 || !g->look_ns || g->world <= g->fair_share)
         return;
     for (int rank = 0; rank < g->world; rank++)
         if (core_of(g, rank) == here) {

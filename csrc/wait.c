@@ -87,13 +87,14 @@ static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
 }
 
 /* Before sleeping. Each turn lends the core to who wants it. Where ranks share cores that may be the
- * rank that is awaited: its time is not counted, unless it keeps the core for long; sleepers come
- * before who does. After a sleep there are fewer looks then, after a success more. */
+ * rank that is awaited: its time is not counted, unless it keeps the core for long (sleepers come
+ * before who does) or takes it until it is time to look up. After a sleep there are fewer looks
+ * then, after a success more. */
 static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
 {
     int64_t most = g->own_core ? g->look_ns : g->looking_ns;
-    int64_t now = most ? spar_now_ns() : 0;
-    for (int64_t left = most; left > 0;) {
+    int64_t now = most ? spar_now_ns() : 0, end = now + SLICE_NS;
+    for (int64_t left = most; left > 0 && now < end;) {
         for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
             if (spar_has_come(word, call)) {
                 g->looking_ns = 4 * most < g->look_ns ? 4 * most : g->look_ns;

@@ -6,7 +6,7 @@
 #define sched_getcpu core_of_test
 #define sched_getaffinity affinity_of_test
 #define sched_setaffinity set_affinity_of_test
-#define clock_gettime clock_of_test
+#define clock_gettime spread_clock_of_test
 #include "../../csrc/spread.c"
 
 #include <stdio.h>
@@ -66,7 +66,7 @@ int set_affinity_of_test(pid_t pid, size_t size, const cpu_set_t *set)
     return 0;
 }
 
-int clock_of_test(clockid_t clock, struct timespec *time)
+int spread_clock_of_test(clockid_t clock, struct timespec *time)
 {
     (void)clock;
     *time = (struct timespec){now.now_ns / 1000000000, now.now_ns % 1000000000};
