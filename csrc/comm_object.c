@@ -7,7 +7,7 @@
 
 typedef struct {
     PyObject_HEAD
-    const char *name;
+    PyObject *name; /* its transport's */
     char group[64]; /* for messages */
     spar_comm *comm;
     spar_verdict verdict;
@@ -61,15 +61,16 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
     if (!*row || size % (Py_ssize_t)sizeof(spar_facts) || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, facts of %zd bytes", name,
                             rank, size);
-    comm_object *object = PyObject_New(comm_object, comm_type);
+    PyObject *interned = PyUnicode_InternFromString((*row)->name);
     spar_facts *facts = malloc((size_t)size);
-    if (!object || !facts) {
+    comm_object *object = interned && facts ? PyObject_New(comm_object, comm_type) : NULL;
+    if (!object) {
         free(facts);
-        Py_XDECREF(object);
+        Py_XDECREF(interned);
         return PyErr_NoMemory();
     }
     object->comm = NULL;
-    object->name = (*row)->name;
+    object->name = interned;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(facts, bytes, (size_t)size);
     spar_status status = spar_comm_open(*row, facts, world, rank, local_ranks, &native,
@@ -100,6 +101,7 @@ static void comm_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     comm_close((comm_object *)self);
+    Py_DECREF(((comm_object *)self)->name);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -353,7 +355,7 @@ static PyObject *comm_broken(PyObject *self, void *closure)
 static PyObject *comm_transport(PyObject *self, void *closure)
 {
     (void)closure;
-    return PyUnicode_FromString(((comm_object *)self)->name);
+    return Py_NewRef(((comm_object *)self)->name);
 }
 
 static PyGetSetDef comm_getset[] = {

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -206,10 +206,12 @@ class Communicator:
     ) -> torch.Tensor:
         """One exchange of one tensor: the output is new, contiguous, and this rank's own."""
         deadline = self.deadline()
-        self._refuse_nesting(op)
+        thread = self._enter(op)
         with self._lock:  # Python looks for signals after it, and not before its release is sure
             try:
-                self._take_turn(op)
+                self._owner = thread
+                if self.broken is not None:
+                    self._refuse(op)
                 return self._exchange(op, input_, args, scale, records, deadline)
             except BaseException as error:
                 self._note(op, error)
@@ -228,12 +230,13 @@ class Communicator:
     ) -> torch.Tensor:
         factor, divide = scale
         device = "cpu" if input_.is_cpu else input_.device.type
-        if device not in self._transports:
+        comm = self._comms.get(device)
+        if comm is None and device not in self._transports:
             self.set_up(op, input_.device, deadline)
+            comm = self._comms.get(device)
         self.calls += 1
         text = call_text(input_.dtype, device, factor, divide, records)
         tensor = (input_.element_size(), input_.shape, input_.stride(), args)
-        comm = self._comms.get(device)
         if comm is None or device == "cuda":
             try:
                 if comm is not None:
@@ -314,30 +317,31 @@ class Communicator:
             self._comms.clear()
             self.broken = "it was closed"
 
-    def _refuse_nesting(self, op: str) -> None:
-        """A call from inside a call on the same group, by a signal's handler, say: the one around it could
-        never end."""
-        if self._owner == threading.get_ident():
+    def _enter(self, op: str) -> int:
+        """The thread that asks for a turn. A call from inside a call on the same group, by a signal handler,
+        say, is refused: the one around it could never end."""
+        thread = threading.get_ident()
+        if self._owner == thread:
             raise SparError(
                 f"{op} on rank {self.rank}: called from inside a call on the same group {self.name!r}"
             )
+        return thread
 
-    def _take_turn(self, op: str) -> None:
-        """The group's calls run one at a time; with the lock held."""
-        self._owner = threading.get_ident()
-        if self.broken is not None:
-            raise GroupBrokenError(
-                f"{op} on rank {self.rank}: group {self.name!r} is broken: {self.broken}",
-                **self.where(op),
-            )
+    def _refuse(self, op: str) -> NoReturn:
+        raise GroupBrokenError(
+            f"{op} on rank {self.rank}: group {self.name!r} is broken: {self.broken}",
+            **self.where(op),
+        )
 
     @contextlib.contextmanager
     def turn(self, op: str) -> Iterator[None]:
-        """Around what is no exchange, but has a place in the group's order."""
-        self._refuse_nesting(op)
+        """Around what is no exchange, but has a place in the group's order: its calls run one at a time."""
+        thread = self._enter(op)
         with self._lock:
             try:
-                self._take_turn(op)
+                self._owner = thread
+                if self.broken is not None:
+                    self._refuse(op)
                 yield
             except BaseException as error:
                 self._note(op, error)

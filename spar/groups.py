@@ -81,7 +81,8 @@ def constant(function: _F) -> _F:
 
 @constant
 def place_of(group: dist.ProcessGroup) -> Place:
-    return communicator(group).place
+    found = _by_group.get(id(group))
+    return (communicator(group) if found is None else found).place
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
