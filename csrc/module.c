@@ -4,6 +4,7 @@
 #include "env.h"
 #include "library.h"
 #include "team.h"
+#include "uploads.h"
 #include "whereabouts.h"
 
 #include <limits.h>
@@ -288,13 +289,14 @@ static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
     return PyLong_FromLongLong((long long)spar_arena_trim());
 }
 
-static PyObject *module_staging_stats(PyObject *module, PyObject *unused)
+static PyObject *module_device_stats(PyObject *module, PyObject *unused)
 {
     int64_t cap, allocated;
     (void)module;
     (void)unused;
     spar_staging_stats(&cap, &allocated);
-    return Py_BuildValue("LL", (long long)cap, (long long)allocated);
+    return Py_BuildValue("LLL", (long long)cap, (long long)allocated,
+                         (long long)spar_uploads_allocated());
 }
 
 static PyObject *module_library_found(PyObject *module, PyObject *args)
@@ -314,8 +316,8 @@ static PyMethodDef methods[] = {
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
-    {"staging_stats", module_staging_stats, METH_NOARGS,
-     "(cap, allocated) of the open groups' staging memory, in bytes"},
+    {"device_stats", module_device_stats, METH_NOARGS,
+     "(cap, allocated) of the open groups' staging memory, and what plans' tables take on GPUs; in bytes"},
     {"library_found", module_library_found, METH_VARARGS,
      "library_found(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
     {"facts", module_facts, METH_NOARGS, "What this rank tells all others about itself, as bytes."},

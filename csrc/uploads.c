@@ -4,6 +4,8 @@
 
 enum { RETIRED = 1024 }; /* tables of plans that are gone are given back together: that waits */
 
+static int64_t allocated; /* atomic */
+
 #define TRY_CU(name, ...) SPAR_DRIVER_TRY(s->driver, name, __VA_ARGS__)
 
 spar_status spar_uploads_open(spar_uploads *s, const spar_driver *driver)
@@ -17,6 +19,17 @@ spar_status spar_uploads_open(spar_uploads *s, const spar_driver *driver)
 void spar_uploads_close(spar_uploads *s)
 {
     s->driver->StreamDestroy(s->stream);
+}
+
+int64_t spar_uploads_allocated(void)
+{
+    return __atomic_load_n(&allocated, __ATOMIC_RELAXED);
+}
+
+static void free_memory(const spar_upload *u)
+{
+    u->uploads->driver->MemFree(u->memory);
+    __atomic_sub_fetch(&allocated, u->bytes, __ATOMIC_RELAXED);
 }
 
 /* Neither CUDA nor a wait here: any thread frees plans. */
@@ -46,7 +59,7 @@ static void give_back(spar_uploads *s)
     while (s->retired) {
         spar_upload *u = s->retired;
         s->retired = u->next;
-        s->driver->MemFree(u->memory);
+        free_memory(u);
         s->driver->EventDestroy(u->arrives);
         free(u);
     }
@@ -59,7 +72,9 @@ static spar_status upload_relaxed(spar_uploads *s, spar_upload *u)
     size_t blocks = (size_t)u->table.nblocks * sizeof *u->table.blocks;
     size_t loops = (size_t)u->table.nloops * sizeof *u->table.loops;
     give_back(s);
-    TRY_CU(MemAlloc, &u->memory, blocks + loops ? blocks + loops : 1);
+    u->bytes = blocks + loops ? (int64_t)(blocks + loops) : 1;
+    TRY_CU(MemAlloc, &u->memory, (size_t)u->bytes);
+    __atomic_add_fetch(&allocated, u->bytes, __ATOMIC_RELAXED);
     if (blocks)
         TRY_CU(MemcpyHtoDAsync, u->memory, u->table.blocks, blocks, s->stream);
     if (loops)
@@ -80,7 +95,7 @@ static spar_status upload(spar_uploads *s, spar_upload *u)
     if (u->arrives)
         s->driver->EventDestroy(u->arrives);
     if (u->memory)
-        s->driver->MemFree(u->memory); /* waits, if a copy is under way */
+        free_memory(u); /* waits, if a copy is under way */
     return status;
 }
 

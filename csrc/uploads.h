@@ -25,6 +25,7 @@ typedef struct spar_upload {
     spar_uploads *uploads;
     spar_table table;
     CUdeviceptr memory; /* blocks, then loops */
+    int64_t bytes;      /* of it */
     CUevent arrives;
     int arrived, captured;    /* atomic. Captured: a graph may read it whenever it is replayed */
     struct spar_upload *next; /* among the retired ones */
@@ -44,6 +45,9 @@ spar_status spar_upload_blocks(spar_uploads *uploads, const spar_block *blocks, 
 
 /* What the stream does from now on may read the tables. */
 spar_status spar_upload_await(spar_upload *upload, void *stream);
+
+/* Bytes of device memory that tables take, on all devices. */
+int64_t spar_uploads_allocated(void);
 
 /* Nobody asks for it any more; kernels that run may still read it. On any thread. */
 void spar_upload_retire(spar_upload *upload);

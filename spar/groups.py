@@ -187,10 +187,15 @@ def empty_cache() -> None:
 
 
 def memory_stats() -> dict[str, int]:
-    """Counters of this process: arena.*_bytes, staging.*_bytes, plans.* and calls.* (by transport)."""
+    """Counters of this process, by name.
+
+    arena.*_bytes are of shared memory; staging.*_bytes and tables.allocated_bytes of GPUs; calls.* are
+    counted by transport; plans.* is about the cache of plans.
+    """
     arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
     stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}
-    stats |= dict(zip(("staging.cap_bytes", "staging.allocated_bytes"), _C.staging_stats(), strict=True))
+    device = ("staging.cap", "staging.allocated", "tables.allocated")
+    stats |= {f"{name}_bytes": n for name, n in zip(device, _C.device_stats(), strict=True)}
     stats |= {
         f"plans.{name}": n for name, n in zip(("cached", "hits", "misses"), _C.plan_stats(), strict=True)
     }

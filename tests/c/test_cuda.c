@@ -6,6 +6,7 @@
 #include "pack.h"
 #include "random_call.h"
 #include "tables.h"
+#include "uploads.h"
 
 #include <dlfcn.h>
 #include <math.h>
@@ -287,7 +288,7 @@ static void test_large_blocks(void)
 /* A graph reads its plan's tables whenever it is replayed, also when the plan and many others are long gone. */
 static void test_graph_outlives_its_plan(void)
 {
-    enum { ROWS = 3, ROW = 5, MANY = 1200 };
+    enum { ROWS = 3, ROW = 5, MANY = 1200, COLLECTED = 1024 };
     const int64_t extents[] = {ROWS, ROW}, strides[] = {1, ROWS}, dim = 0;
     const spar_tensor tensor = {1, 2, extents, strides, 1, &dim};
     const spar_request request = {spar_op_find("split"), 1, 0, SPAR_SIDE_PULL, 1, &tensor};
@@ -306,8 +307,13 @@ static void test_graph_outlives_its_plan(void)
     EXPECT(!gpu->copy_spans(plan, SPAR_PUSH, &whole, 1, inputs, outputs, &unscaled, stream));
     EXPECT(end_capture(stream, &graph) == 0);
     spar_plan_release(plan);
-    for (int i = 0; i < MANY; i++)
+    int64_t kept = spar_uploads_allocated(), each = 0;
+    EXPECT(kept > 0);
+    for (int i = 0; i < MANY; i++) {
         EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
+        each = i ? each : spar_uploads_allocated() - kept;
+    }
+    EXPECT(each > 0 && spar_uploads_allocated() == kept + (MANY - COLLECTED) * each);
     EXPECT(cu->StreamSynchronize(stream) == 0); /* they read it */
     for (int i = 0; i < ROWS * ROW; i++)
         from[i] = (unsigned char)i;
