@@ -34,15 +34,15 @@ PyObject *spar_comm_type(void);
 PyObject *spar_py_comm(PyObject *module, PyObject *args);
 extern const char spar_py_comm_doc[];
 
-/* Until a deadline in seconds, as time.monotonic counts them; asks about signals. */
-spar_patience spar_py_patience(double deadline);
+/* Until a deadline in seconds, as time.monotonic counts them; ends at a signal, and when `comm` is closed. */
+spar_patience spar_py_patience(PyObject *comm, double deadline);
 
 /* Raises as spar_raise does, but for SPAR_INTERRUPTED, where a signal's handler has set an exception. */
 PyObject *spar_py_raise_after_wait(spar_status status);
 
-/* Comm.run and Comm.wait: calls that go into a device's stream. */
-PyObject *spar_py_run(spar_comm *comm, const char *group, PyObject *args);
-PyObject *spar_py_wait(spar_comm *comm, PyObject *args);
+/* Comm.run and Comm.wait, of `self`: calls that go into a device's stream. */
+PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObject *args);
+PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args);
 extern const char spar_py_run_doc[];
 
 /* What an op that communicates nothing selects, in memory of the arena. */

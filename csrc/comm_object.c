@@ -9,6 +9,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *name; /* its transport's */
     char group[64]; /* for messages */
+    int closing;    /* atomic: a call under way must end */
     spar_comm *comm;
     spar_verdict verdict;
 } comm_object;
@@ -17,13 +18,15 @@ static PyTypeObject *comm_type;
 
 /* ---- waiting ---- */
 
-static int signal_came(void *context)
+static int must_stop(void *context)
 {
-    (void)context;
+    comm_object *self = context;
     PyGILState_STATE state = PyGILState_Ensure();
     int came = PyErr_CheckSignals(); /* does nothing but on the main thread */
     PyGILState_Release(state);
-    return came;
+    if (came)
+        return SPAR_STOP_SIGNAL;
+    return __atomic_load_n(&self->closing, __ATOMIC_RELAXED) ? SPAR_STOP_CLOSED : SPAR_GO_ON;
 }
 
 PyObject *spar_py_raise_after_wait(spar_status status)
@@ -31,9 +34,10 @@ PyObject *spar_py_raise_after_wait(spar_status status)
     return status == SPAR_INTERRUPTED && PyErr_Occurred() ? NULL : spar_raise(status);
 }
 
-spar_patience spar_py_patience(double deadline)
+spar_patience spar_py_patience(PyObject *comm, double deadline)
 {
-    return (spar_patience){.deadline_ns = (int64_t)(deadline * 1e9), .interrupted = signal_came};
+    return (spar_patience){
+        .deadline_ns = (int64_t)(deadline * 1e9), .interrupted = must_stop, .context = comm};
 }
 
 /* ---- set-up ---- */
@@ -70,6 +74,7 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
         return PyErr_NoMemory();
     }
     object->comm = NULL;
+    object->closing = 0;
     object->name = interned;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(facts, bytes, (size_t)size);
@@ -97,6 +102,13 @@ static PyObject *comm_close_method(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *comm_abort(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    __atomic_store_n(&((comm_object *)self)->closing, 1, __ATOMIC_RELAXED);
+    Py_RETURN_NONE;
+}
+
 static void comm_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -109,8 +121,11 @@ static void comm_dealloc(PyObject *self)
 static spar_comm *open_comm(PyObject *self)
 {
     spar_comm *comm = ((comm_object *)self)->comm;
-    if (!comm)
-        PyErr_SetString(PyExc_ValueError, "the group was closed");
+    if (!comm || __atomic_load_n(&((comm_object *)self)->closing, __ATOMIC_RELAXED)) {
+        spar_fail(SPAR_BROKEN, "the group was closed on this rank");
+        spar_raise(SPAR_BROKEN);
+        return NULL;
+    }
     return comm;
 }
 
@@ -136,7 +151,7 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
     if (!verdicts)
         return PyErr_NoMemory();
     memcpy(verdicts, bytes, (size_t)size);
-    spar_patience patience = spar_py_patience(deadline);
+    spar_patience patience = spar_py_patience(self, deadline);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_connect(comm, verdicts, &patience, &((comm_object *)self)->verdict);
@@ -179,6 +194,26 @@ static void free_request(parsed *p)
         free(p->numbers);
 }
 
+/* Reports the exception that is set, as the failure of this rank's call, to the peers; it stays set. */
+static void report_exception(spar_comm *comm, spar_call *call)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyObject *name = type ? PyObject_GetAttrString(type, "__name__") : NULL;
+    PyObject *text = name ? PyUnicode_FromFormat("%U: %S", name, value) : NULL;
+    const char *why = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
+    PyErr_Clear();
+    call->failed = SPAR_INVALID;
+    call->why = why ? why : "its arguments cannot be read";
+    Py_BEGIN_ALLOW_THREADS;
+    spar_comm_run(comm, call);
+    Py_END_ALLOW_THREADS;
+    Py_XDECREF(name);
+    Py_XDECREF(text);
+    PyErr_Restore(type, value, trace);
+}
+
 PyDoc_STRVAR(
     exchange_doc,
     "exchange(op, (item size, extents, strides, args), input, scale_type, divide, factor, text,\n"
@@ -207,12 +242,14 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .blocks = &block,
                       .device = &spar_device_cpu,
                       .text = text,
-                      .patience = spar_py_patience(deadline),
+                      .patience = spar_py_patience(self, deadline),
                       .group = ((comm_object *)self)->group,
                       .op = op};
     if (read_request(&asked, tuple, op, comm->world, comm->rank) < 0 ||
-        spar_read_scale(dtype, divide, factor, &call.scale) < 0)
+        spar_read_scale(dtype, divide, factor, &call.scale) < 0) {
+        report_exception(comm, &call);
         goto done;
+    }
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     call.failed = spar_plan_get(&asked.request, &plan);
@@ -285,14 +322,16 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
     const char *op, *why;
-    int for_good;
+    int memory, for_good;
     double deadline;
-    if (!comm || !PyArg_ParseTuple(args, "sspd", &op, &why, &for_good, &deadline))
+    if (!comm || !PyArg_ParseTuple(args, "ssppd", &op, &why, &memory, &for_good, &deadline))
         return NULL;
-    spar_call call = {.failed = for_good ? SPAR_INTERRUPTED : SPAR_INVALID,
+    spar_call call = {.failed = for_good ? SPAR_INTERRUPTED
+                                : memory ? SPAR_NO_MEMORY
+                                         : SPAR_INVALID,
                       .why = why,
                       .device = &spar_device_cpu,
-                      .patience = spar_py_patience(deadline),
+                      .patience = spar_py_patience(self, deadline),
                       .group = ((comm_object *)self)->group,
                       .op = op};
     spar_status status;
@@ -333,13 +372,13 @@ static PyObject *comm_where(PyObject *self, PyObject *args)
 static PyObject *comm_run(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
-    return comm ? spar_py_run(comm, ((comm_object *)self)->group, args) : NULL;
+    return comm ? spar_py_run(comm, self, ((comm_object *)self)->group, args) : NULL;
 }
 
 static PyObject *comm_wait(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
-    return comm ? spar_py_wait(comm, args) : NULL;
+    return comm ? spar_py_wait(comm, self, args) : NULL;
 }
 
 static PyObject *comm_broken(PyObject *self, void *closure)
@@ -372,8 +411,11 @@ static PyMethodDef comm_methods[] = {
     {"wait", comm_wait, METH_VARARGS,
      "wait(deadline): returns when all that was given to a stream is over; raises what broke it."},
     {"fail", comm_fail, METH_VARARGS,
-     "fail(op, why, for_good, deadline): this rank cannot make its next call, or any, and tells the\n"
-     "others."},
+     "fail(op, why, memory, for_good, deadline): report to the peers that this rank cannot make its next\n"
+     "call (for want of memory, or otherwise), or any call."},
+    {"abort", comm_abort, METH_NOARGS,
+     "End a call under way on another thread, or around a signal's handler: it raises GroupBrokenError\n"
+     "within 50 ms. For good; close() follows."},
     {"shown", comm_shown, METH_VARARGS,
      "shown(rank): its call, where the newest one ended in a disagreement; else None"},
     {"where", comm_where, METH_VARARGS,

@@ -32,10 +32,11 @@ static void publish(mailbox *box, uint32_t *word, uint32_t value)
 
 /* ---- giving up ---- */
 
-void spar_group_give_up(spar_group *g, spar_status status, const char *reason)
+void spar_group_give_up(spar_group *g, spar_status status, uint32_t call, const char *reason)
 {
-    if (__atomic_load_n(&g->own->broken, __ATOMIC_RELAXED))
+    if (__atomic_exchange_n(&g->gave_up, 1, __ATOMIC_RELAXED))
         return;
+    g->own->broken_call = call;
     snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
     publish(g->own, &g->own->broken, (uint32_t)status);
     wake(&g->own->published);
@@ -45,14 +46,20 @@ void spar_group_give_up(spar_group *g, spar_status status, const char *reason)
 
 void spar_group_break(spar_group *g, const char *reason)
 {
-    spar_group_give_up(g, SPAR_BROKEN, reason);
+    spar_group_give_up(g, SPAR_BROKEN, g->call, reason);
 }
 
 /* ---- a call ---- */
 
 spar_status spar_group_begin(spar_group *g, const spar_patience *patience, uint32_t *call)
 {
-    if (spar_group_check(g) != SPAR_OK)
+    uint32_t broken_call;
+    spar_status status = spar_group_check(g, &broken_call);
+    if (status == SPAR_PEER_LOST && broken_call == g->call + 1) {
+        g->call++; /* others found the death in this very call */
+        return status;
+    }
+    if (status != SPAR_OK)
         return spar_fail(SPAR_BROKEN, "%s", spar_last_error());
     if (g->failed) { /* the others may still be reading why */
         SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, patience));

@@ -10,7 +10,8 @@ typedef struct {
     char magic[8];
     int32_t world, rank;
     _Alignas(64) uint32_t published, done, told, waiters; /* futexes: call numbers */
-    uint32_t broken; /* the owner gave up, for good: the status with which */
+    uint32_t broken;      /* the owner gave up, for good: the status with which */
+    uint32_t broken_call; /* in which call the first rank did */
     _Alignas(64) uint64_t signature;
     uint32_t status;
     int32_t core; /* on which the rank runs, where ranks share cores */
@@ -26,6 +27,7 @@ struct spar_group {
     int64_t room; /* bytes */
     int refs;     /* atomic: the owner, each block held back, the mailbox */
     int uses;     /* atomic: the same without the mailbox; at 0 goodbye is said */
+    int gave_up;  /* atomic: a thread has, or is about to, write why */
     uint32_t call;
     int failed;                  /* this rank failed `call`, whose end it has not awaited */
     int disagreed;               /* the newest call ended in a disagreement: texts holds it */
@@ -46,8 +48,8 @@ static inline int spar_has_come(const uint32_t *word, uint32_t call)
     return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - call) >= 0;
 }
 
-/* Gives up, for good; whoever is in the same call does so with the same status. The first reason stays. */
-void spar_group_give_up(spar_group *group, spar_status status, const char *reason);
+/* Breaks the group because of `call`: a rank that is in that call raises the same status. The first reason stays. */
+void spar_group_give_up(spar_group *group, spar_status status, uint32_t call, const char *reason);
 
 enum spar_word { SPAR_PUBLISHED, SPAR_DONE, SPAR_TOLD };
 
@@ -65,7 +67,7 @@ void spar_group_note_core(spar_group *group);
  * on the same cores as before. */
 void spar_group_spread(spar_group *group);
 
-/* The status and reason of whoever gave up; SPAR_OK where nobody did. */
-spar_status spar_group_check(spar_group *group);
+/* The status, reason and call of a rank that gave up; SPAR_OK where none did. This rank then gives up, too. */
+spar_status spar_group_check(spar_group *group, uint32_t *call);
 
 #endif

@@ -59,8 +59,8 @@ static spar_status meet(const spar_comm *comm, int rank, const spar_patience *pa
         if (spar_now_ns() - begin >
             LONGEST_NS) /* all are here: going without is better than this wait */
             return spar_fail(SPAR_TRANSPORT, "rank %d did not answer for 30 s", rank);
-        if (looks % 100 == 0 && patience->interrupted && patience->interrupted(patience->context))
-            return spar_fail(SPAR_INTERRUPTED, "interrupted while meeting rank %d", rank);
+        if (looks % 100 == 0)
+            SPAR_TRY(spar_patience_poll(patience, "during the rendezvous"));
         nanosleep(&moment, NULL);
     }
 }
@@ -75,13 +75,13 @@ spar_status spar_meeting_end(const spar_comm *comm, spar_group *group, const spa
         status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
     for (int rank = 0; peers && offsets && rank < comm->world; rank++) {
         offsets[rank] = verdicts[rank].offset;
-        if (rank == comm->rank || status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED)
+        if (rank == comm->rank || spar_ends_wait(status))
             continue;
         char first[sizeof verdicts->reason];
         snprintf(first, sizeof first, "%s", spar_last_error());
         spar_status met =
             meet(comm, rank, patience, &peers[rank]); /* also after a failure: they wait */
-        if (status != SPAR_OK && met != SPAR_TIMEOUT && met != SPAR_INTERRUPTED)
+        if (status != SPAR_OK && !spar_ends_wait(met))
             spar_fail(status, "%s", first);
         else
             status = met;

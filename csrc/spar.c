@@ -10,7 +10,7 @@ static spar_status tell(spar_status status, spar_verdict *verdict)
     verdict->failed = status != SPAR_OK;
     snprintf(verdict->reason, sizeof verdict->reason, "%s",
              status == SPAR_OK ? "" : spar_last_error());
-    return status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED ? status : SPAR_OK;
+    return spar_ends_wait(status) ? status : SPAR_OK;
 }
 
 spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,

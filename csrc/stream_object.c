@@ -6,7 +6,7 @@ const char spar_py_run_doc[] = PyDoc_STR(
     "One exchange of one tensor, given to the stream: returns before its bytes have moved. Addresses are\n"
     "integers; native as of comm(), now.");
 
-PyObject *spar_py_run(spar_comm *comm, const char *group, PyObject *args)
+PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObject *args)
 {
     PyObject *object;
     const char *text;
@@ -33,7 +33,7 @@ PyObject *spar_py_run(spar_comm *comm, const char *group, PyObject *args)
                       .text = text,
                       .stream = (void *)(uintptr_t)stream,
                       .native = (void *)(uintptr_t)native,
-                      .patience = spar_py_patience(deadline),
+                      .patience = spar_py_patience(self, deadline),
                       .group = group,
                       .op = plan->op->name};
     spar_status status;
@@ -45,14 +45,14 @@ PyObject *spar_py_run(spar_comm *comm, const char *group, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyObject *spar_py_wait(spar_comm *comm, PyObject *args)
+PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args)
 {
     double deadline;
     if (!PyArg_ParseTuple(args, "d", &deadline))
         return NULL;
     if (!comm->transport->wait)
         Py_RETURN_NONE; /* its calls return when all is over */
-    spar_call call = {.patience = spar_py_patience(deadline)};
+    spar_call call = {.patience = spar_py_patience(self, deadline)};
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = comm->transport->wait(comm, &call);

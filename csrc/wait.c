@@ -25,7 +25,7 @@ static uint32_t *word_of(mailbox *box, enum spar_word which)
     return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DONE ? &box->done : &box->told;
 }
 
-spar_status spar_group_check(spar_group *g)
+spar_status spar_group_check(spar_group *g, uint32_t *call)
 {
     char reason[SPAR_GROUP_TEXT];
     for (int i = 0; i < g->world; i++) {
@@ -39,7 +39,8 @@ spar_status spar_group_check(spar_group *g)
         reason[sizeof reason - 1] = 0;
         if (!*reason)
             snprintf(reason, sizeof reason, "rank %d gave up", rank);
-        spar_group_give_up(g, status, reason);
+        *call = g->boxes[rank]->broken_call;
+        spar_group_give_up(g, status, *call, reason);
         return spar_fail(status, "%s", reason);
     }
     return SPAR_OK;
@@ -63,7 +64,7 @@ static spar_status miss(spar_group *g, spar_status status, int gone, enum spar_w
     if (!used)
         return SPAR_OK;
     snprintf(text + used, sizeof text - used, what, (unsigned)call);
-    spar_group_give_up(g, status, text);
+    spar_group_give_up(g, status, g->call, text);
     return spar_fail(status, "%s", text);
 }
 
@@ -71,15 +72,18 @@ static spar_status miss(spar_group *g, spar_status status, int gone, enum spar_w
 static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
                            const spar_patience *patience)
 {
+    uint32_t broken_call;
     /* first: all survivors shall tell of a death */
     SPAR_TRY(miss(g, SPAR_PEER_LOST, 1, which, call, " died before the end of call %u"));
-    SPAR_TRY(spar_group_check(g));
-    if (patience->interrupted && patience->interrupted(patience->context)) {
+    SPAR_TRY(spar_group_check(g, &broken_call));
+    int stop = patience->interrupted ? patience->interrupted(patience->context) : SPAR_GO_ON;
+    if (stop != SPAR_GO_ON) {
         char text[64];
-        snprintf(text, sizeof text, "rank %d was interrupted in call %u", g->rank,
+        snprintf(text, sizeof text, "rank %d %s in call %u", g->rank,
+                 stop == SPAR_STOP_CLOSED ? "closed the group" : "was interrupted",
                  (unsigned)g->call);
-        spar_group_give_up(g, SPAR_BROKEN, text);
-        return spar_fail(SPAR_INTERRUPTED, "%s", text);
+        spar_group_give_up(g, SPAR_BROKEN, g->call, text);
+        return spar_fail(stop == SPAR_STOP_CLOSED ? SPAR_BROKEN : SPAR_INTERRUPTED, "%s", text);
     }
     if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
         return miss(g, SPAR_TIMEOUT, 0, which, call, " did not come to call %u in time");

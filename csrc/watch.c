@@ -399,9 +399,8 @@ spar_status spar_watch_wait(spar_watch *w, const spar_patience *patience)
         if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
             return spar_fail(SPAR_TIMEOUT, "the GPU did not come to the end of call %llu in time",
                              (unsigned long long)w->call);
-        if (looks % 2500 == 0 && patience->interrupted && patience->interrupted(patience->context))
-            return spar_fail(SPAR_INTERRUPTED, "interrupted in call %llu",
-                             (unsigned long long)w->call);
+        if (looks % 2500 == 0)
+            SPAR_TRY(spar_patience_poll(patience, "while the GPU was awaited"));
         nanosleep(&moment, NULL);
     }
 }

@@ -4,7 +4,6 @@ from . import data as data
 from . import parallel_state as parallel_state
 from . import sharding as sharding
 from ._version import __version__
-from .communicator import Transport
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (
     ExchangeTimeoutError,
@@ -32,6 +31,7 @@ from .ops import (
     reorder_output,
     split_forward_gather_backward,
 )
+from .rendezvous import Transport
 from .sizes import cal_split_sizes, cal_split_sizes_multi
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,9 +10,8 @@ import torch
 
 from . import _C
 from .communicator import Place
-from .errors import SparError
-from .exchange import ONE, SCALABLE, Scale, Step, recorded, run_steps
-from .groups import by_handle, place_of, process_group
+from .exchange import ONE, SCALABLE, Scale, Step, recorded, report_failure, run_steps
+from .groups import place_of, process_group
 from .layouts import Args
 
 if TYPE_CHECKING:
@@ -25,17 +23,36 @@ _STRIDED = torch.strided
 class Call:
     """A public operation's arguments, checked: each error names the value, the rank and what was expected."""
 
-    __slots__ = ("input", "name", "ndim", "place", "rank", "world")
+    __slots__ = ("exchanges", "input", "name", "ndim", "place", "rank", "world")
 
-    def __init__(self, name: str, input_: torch.Tensor, group: Group | Place, what: str = "input_") -> None:
+    def __init__(
+        self,
+        name: str,
+        input_: torch.Tensor,
+        group: Group | Place,
+        what: str = "input_",
+        exchanges: bool = True,
+    ) -> None:
+        """exchanges: whether forward communicates, so that the peers wait for a rank that fails here."""
         self.name = name
-        if not isinstance(input_, torch.Tensor):
-            raise TypeError(f"{name}: {what} is a {type(input_).__name__}; expected a tensor")
         self.input = input_
+        self.exchanges = exchanges
         self.place = group if isinstance(group, Place) else place_of(process_group(group))
         _, self.world, self.rank = self.place
+        try:
+            self._check_tensor(what)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _check_tensor(self, what: str) -> None:
+        input_ = self.input
+        if not isinstance(input_, torch.Tensor):
+            raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
         if input_.layout is not _STRIDED:
             raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
+        if input_.is_nested:
+            raise self.type_error(what, "a nested tensor", "a strided tensor: each of its parts, say")
         if input_.is_quantized:  # its scale and zero point are no part of its bytes
             raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
         self.ndim = input_.dim()
@@ -43,19 +60,19 @@ class Call:
             raise self.error(what, "a tensor without dims", "at least one dim")
 
     def error(self, what: str, value: object, expected: str) -> ValueError:
-        return ValueError(self._told(what, value, expected))
+        return ValueError(self._message(what, value, expected))
 
     def type_error(self, what: str, value: object, expected: str) -> TypeError:
-        return TypeError(self._told(what, value, expected))
+        return TypeError(self._message(what, value, expected))
 
-    def _told(self, what: str, value: object, expected: str) -> str:
-        """The text of an error, which the other ranks are told too."""
-        text = f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
-        if not torch.compiler.is_compiling():
-            for place in self.places():
-                with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
-                    by_handle(place.handle).fail(self.name, self.input.device.type, text)
-        return text
+    def _message(self, what: str, value: object, expected: str) -> str:
+        return f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
+
+    def fail(self, error: BaseException) -> None:
+        """Report to the peers what this rank failed with before its exchange, unless they know."""
+        if self.exchanges:
+            device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
+            report_failure(self.places(), self.name, device, error)
 
     def places(self) -> tuple[Place, ...]:
         """In all groups in which this call would exchange."""
@@ -80,6 +97,8 @@ class Call:
         for size in sizes:
             if not isinstance(size, (int, torch.SymInt)) or size is True or size is False or size < 0:
                 raise self.error(what, sizes, "whole numbers of at least 0")
+        if not torch.compiler.is_compiling() and sum(sizes) >= 2**63:
+            raise self.error(what, sizes, "sizes that sum to less than 2^63")
         return tuple(sizes)
 
     def lengths(self, what: str, lengths: Sequence[int] | torch.Tensor) -> Args:

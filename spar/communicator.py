@@ -7,47 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import os
 import re
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from . import _C, cuda, fallback, whereabouts, wire
+from . import _C, cuda, fallback, rendezvous, whereabouts, wire
+from .agreement import (
+    Progress,
+    announce_failure,
+    failure_text,
+    is_out_of_memory,
+    mark_reported,
+    mismatch,
+)
 from .errors import ExchangeTimeoutError, GroupBrokenError, MismatchError, SparError
-from .fallback import SCALE_TYPES, apply_scale, call_text, mismatch
+from .fallback import SCALE_TYPES, apply_scale, call_text
+from .rendezvous import Transport
 
 CALLS = dict.fromkeys(_C.transports(), 0)  # by each transport, in this process
-_log = logging.getLogger("spar")
-_BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE"}
 _handles = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class Transport:
-    """Which transport moves a group's bytes, and why.
-
-    Attributes:
-        name: its name; None before the group's first exchange.
-        reason: why this one.
-        device: the device type it was chosen for.
-        world_size: ranks of the group.
-        rejected: (name, reason) of each transport that was looked at before it.
-    """
-
-    name: str | None
-    reason: str
-    device: str
-    world_size: int
-    rejected: tuple[tuple[str, str], ...] = ()
 
 
 class Place(NamedTuple):
@@ -72,14 +56,17 @@ class Communicator:
         self.place = Place(next(_handles), self.world, self.rank)
         self.name = wire.group_name(group)
         self.calls = 0
+        self.progress = Progress.OVER  # of the newest call
         self.broken: str | None = None
+        self.closing = False  # by a thread that found a call under way, which closes when it ends
         self.check = True
         self.synchronous = False  # the nccl transport's comparisons
         self.timeout: float | None = None
-        self._facts: bytes | None = None
-        self._transports: dict[str, Transport] = {}
-        self._comms: dict[str, _C.Comm] = {}  # by device, of the transports that the C core runs
-        self._device: cuda.Device  # set up with the nccl transport
+        self.facts: bytes | None = None
+        self.transports: dict[str, Transport] = {}
+        self.comms: dict[str, _C.Comm] = {}  # by device, of the transports that the C core runs
+        self.connecting: _C.Comm | None = None  # in its set-up
+        self.device: cuda.Device  # set up with the nccl transport
         self.own_output = False
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose call it is
@@ -95,11 +82,20 @@ class Communicator:
         """The details that spar's errors carry."""
         return {"op": op, "group": self.name, "call": self.calls, "rank": self.rank}
 
+    def moment(self, op: str) -> str:
+        """When something happened, for a message."""
+        return f"call {self.calls} ({op})" if self.calls else f"the group's set-up ({op})"
+
+    def title(self, op: str) -> str:
+        """What an error's message begins with."""
+        when = f"call {self.calls} on" if self.calls else "set-up of"
+        return f"{op}, {when} group {self.name!r}, rank {self.rank} of {self.world}"
+
     def transport(self, device: str) -> Transport:
         """The transport for a device type, as far as it is known; never communicates."""
         if self.world == 1:
             return Transport(None, "a group of one exchanges nothing", device, 1)
-        known = self._transports.get(device)
+        known = self.transports.get(device)
         if known is not None:
             return known
         reason = "the group has not exchanged anything yet"
@@ -110,82 +106,24 @@ class Communicator:
         if device != "cuda":
             return ()
         cuda.find_libraries()
-        own = _C.facts() * self.world if self._facts is None else self._facts
+        own = _C.facts() * self.world if self.facts is None else self.facts
         try:
             rejected = _C.choose(own, device, ())[2]
         except (ValueError, SparError):  # settings that the first exchange will tell of
             return ()
-        if self._facts is None:
+        if self.facts is None:
             return tuple((name, re.sub(r"^rank 0\b", f"rank {self.rank}", why)) for name, why in rejected)
         return rejected
 
     def set_up(self, op: str, device: torch.device, deadline: float) -> None:
-        """Meets the other ranks, once per group, and sets a transport up; collective the first time."""
-        if device.type in self._transports:
-            return
-        cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
-        cuda.find_libraries()
-        if self._facts is None:
-            facts = self._all_gather(_C.facts(), op, deadline)
-            _C.choose(facts, device.type, ())  # raises, on all ranks, where they disagree
-            self.check = _C.env("check") != "0"
-            self.synchronous = _C.env("check") == "1"
-            self.own_output = _C.env("output") == "torch"
-            self._facts = facts
-            _C.plan_limit(int(_C.env("plan_cache")))
-            _C.threads(torch.get_num_threads(), self._local_ranks())
-            _read_log_setting(self.rank)
-        refused: tuple[tuple[str, str], ...] = ()
-        while True:
-            name, reason, rejected = _C.choose(self._facts, device.type, refused)
-            if name == "torch":
-                whereabouts.watch(self)
-                break
-            comm, failure = self._connect(name, device, op, deadline)
-            if comm is not None:
-                self._comms[device.type] = comm
-                if device.type == "cuda":
-                    cuda.watch(self, self._device)
-                break
-            refused += ((name, failure),)
-        _log.info("group %s: transport %s: %s", self.name, name, reason)
-        self._transports[device.type] = Transport(name, reason, device.type, self.world, rejected)
-
-    def _connect(
-        self, name: str, device: torch.device, op: str, deadline: float
-    ) -> tuple[_C.Comm | None, str]:
-        """A transport of the C core, set up on all ranks; or None on all ranks, and why."""
-        assert self._facts is not None
-        place = (self._facts, self.rank, self._local_ranks(), self.name)
-        if device.type == "cuda":
-            self._device = cuda.Device(self, device, op, deadline)
-            comm = _C.comm(name, *place, self._device.index, self._device.native())
-        else:
-            comm = _C.comm(name, *place)
-        for stage in ("opened", "connected"):
-            verdicts = self._all_gather(comm.verdict, op, deadline)
-            size = len(verdicts) // self.world
-            for rank in range(self.world):
-                failed, reason = struct.unpack_from("=i92s", verdicts, rank * size)
-                if failed:
-                    comm.close()
-                    return None, f"rank {rank}: " + reason.rstrip(b"\0").decode(errors="replace")
-            if stage == "opened":
-                comm.connect(verdicts, deadline)
-        return comm, ""
+        """Set a transport for the device type up, with all ranks, where there is none yet."""
+        if device.type not in self.transports:
+            rendezvous.set_up(self, op, device, deadline)
 
     def processes(self) -> list[tuple[int, int]]:
         """(id, nonce) of each rank's process; empty before the set-up, or where some are not known."""
-        found = _C.processes(self._facts) if self._facts is not None else []
+        found = _C.processes(self.facts) if self.facts is not None else []
         return found if all(process for process, _ in found) else []
-
-    def _local_ranks(self) -> int:
-        """Ranks of all groups on this host, as far as the launcher says."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-
-    def _all_gather(self, own: bytes, op: str, deadline: float) -> bytes:
-        row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        return b"".join(bytes(r.tolist()) for r in wire.all_gather(self, row, op, deadline))
 
     def deadline(self) -> float:
         """When a call that is entered now must have ended (time.monotonic)."""
@@ -207,17 +145,23 @@ class Communicator:
         """One exchange of one tensor: the output is new, contiguous, and this rank's own."""
         deadline = self.deadline()
         thread = self._enter(op)
-        with self._lock:  # Python looks for signals after it, and not before its release is sure
-            try:
-                self._owner = thread
-                if self.broken is not None:
-                    self._refuse(op)
-                return self._exchange(op, input_, args, scale, records, deadline)
-            except BaseException as error:
-                self._note(op, error)
-                raise
-            finally:
-                self._owner = None
+        try:
+            with self._lock:  # Python looks for signals after it, and not before its release is sure
+                before = self.calls
+                try:
+                    self._owner = thread
+                    self.progress = Progress.LOCAL
+                    if self.broken is not None:
+                        raise self.broken_error(op)
+                    return self._exchange(op, input_, args, scale, records, deadline)
+                except BaseException as error:
+                    self._account(op, input_.device.type, error, deadline, before)
+                    raise
+                finally:
+                    self._owner = None
+        finally:
+            if self.closing:
+                self._close_when_idle()
 
     def _exchange(
         self,
@@ -229,30 +173,27 @@ class Communicator:
         deadline: float,
     ) -> torch.Tensor:
         factor, divide = scale
+        if input_.is_conj() or input_.is_neg():
+            input_ = input_.resolve_conj().resolve_neg()
         device = "cpu" if input_.is_cpu else input_.device.type
-        comm = self._comms.get(device)
-        if comm is None and device not in self._transports:
+        comm = self.comms.get(device)
+        if comm is None and device not in self.transports:
             self.set_up(op, input_.device, deadline)
-            comm = self._comms.get(device)
+            comm = self.comms.get(device)
         self.calls += 1
         text = call_text(input_.dtype, device, factor, divide, records)
         tensor = (input_.element_size(), input_.shape, input_.stride(), args)
         if comm is None or device == "cuda":
-            try:
-                if comm is not None:
-                    cuda.check_place(self, self._device, input_, op)
-                plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
-                output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
-            except Exception as error:
-                if comm is not None:  # the others, if this one's is the only failure, shall not wait
-                    with contextlib.suppress(SparError):
-                        comm.fail(op, f"{type(error).__name__}: {error}", False, deadline)
-                raise
+            if comm is not None:
+                cuda.check_place(self, self.device, input_, op)
+            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
+            output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
             self._run(comm, fallback.Call(op, plan, input_, output, factor, divide, text, deadline))
             return output
-        kind = SCALE_TYPES.get(input_.dtype, 0)
+        kind, address = SCALE_TYPES.get(input_.dtype, 0), input_.data_ptr()
         try:
-            capsule = comm.exchange(op, tensor, input_.data_ptr(), kind, divide, factor, text, deadline)
+            self.progress = Progress.OVER  # C reports whatever fails in it
+            capsule = comm.exchange(op, tensor, address, kind, divide, factor, text, deadline)
         except SparError as error:
             raise self._explain(comm, op, error) from None
         CALLS[comm.transport] += 1
@@ -271,7 +212,7 @@ class Communicator:
             CALLS["torch"] += 1
             return
         try:
-            cuda.exchange(self, comm, self._device, call)
+            cuda.exchange(self, comm, self.device, call)
         except SparError as error:
             raise error if error.op is not None else self._explain(comm, call.op, error) from None
         CALLS[comm.transport] += 1
@@ -288,34 +229,93 @@ class Communicator:
             rows = whereabouts.listing(places) if all(places) else ""
         ranks = re.findall(r"^rank (\d+)|rank (\d+) \(process", text)
         return type(error)(
-            f"{op}, call {self.calls} on group {self.name!r}, rank {self.rank} of {self.world}: {text}{rows}",
+            f"{self.title(op)}: {text}{rows}",
             **self.where(op),
             ranks=tuple(int(first or other) for first, other in ranks),
         )
 
-    def fail(self, op: str, device: str, why: str) -> None:
-        """This rank cannot make its next call: the others are told, where there is a way to."""
-        if device not in self._comms:
+    # ---- what ends a call early ----
+
+    def fail(self, op: str, device: str | None, error: BaseException, why: str = "") -> None:
+        """Report that this rank fails before its next call on the group, which counts as that call.
+
+        It does not wait for the peers, unless an earlier failure has not reached them yet.
+
+        Args:
+            op: the operation's name.
+            device: the type of the device where the call's tensors lie; None: not known.
+            error: what this rank raises.
+            why: what the peers read instead of the error's text.
+        """
+        with contextlib.suppress(SparError), self.turn(op):
+            self._account(op, device, error, self.deadline(), self.calls, why)
+
+    def _account(
+        self, op: str, device: str | None, error: BaseException, deadline: float, before: int, why: str = ""
+    ) -> None:
+        """Report this rank's exception to the peers as the failure of its call, or break the group.
+
+        before: how many calls there were before this one.
+        """
+        mark_reported(error)
+        if self.broken is not None or self.progress is Progress.OVER:
             return
-        with self.turn(op):
+        devices = [device] if device is not None else list(self.transports)
+        if self.calls == before and any(kind in self.transports for kind in devices):
             self.calls += 1
-            self._comms[device].fail(op, why, False, self.deadline())
+        if self.progress is Progress.SHARED or not isinstance(error, Exception) or self._is_unchecked(device):
+            self._break(op, error)
+            return
+        why = why or failure_text(error)
+        comms = [self.comms[kind] for kind in devices if kind in self.comms]
+        with contextlib.suppress(SparError):
+            for comm in comms:
+                comm.fail(op, why, is_out_of_memory(error), False, deadline)
+            if len(comms) < max(len(devices), 1):
+                announce_failure(self, op, error, why, deadline)
+
+    def _is_unchecked(self, device: str | None) -> bool:
+        """Whether peers would take no notice of a failure: the torch transport without its comparison."""
+        known = self.transports.get(device or "cpu")
+        return known is not None and known.name == "torch" and not self.check
+
+    def _break(self, op: str, error: BaseException) -> None:
+        """Break the group for good, on all ranks that can be told; the others reach their limit."""
+        if isinstance(error, Exception):
+            self.broken = f"{self.moment(op)} failed on rank {self.rank}: {failure_text(error)}"
+        else:
+            self.broken = f"{self.moment(op)} was interrupted on rank {self.rank}"
+        for comm in self.comms.values():
+            comm.fail(op, self.broken, False, True, time.monotonic())
 
     def abort_if_broken(self) -> bool:
         """Ends what hangs in torch's communicator; whether there is nothing to look at any more."""
-        comm = self._comms.get("cuda")
+        comm = self.comms.get("cuda")
         if comm is not None and comm.broken is None:
             return False
         if comm is not None:
-            self._device.abort()
+            self.device.abort()
         return True
 
     def close(self) -> None:
-        with self._lock:
-            for comm in self._comms.values():
-                comm.close()
-            self._comms.clear()
-            self.broken = "it was closed"
+        """End spar's use of the group, without waiting; a call under way raises GroupBrokenError."""
+        self.broken = "it was closed"
+        self.closing = True
+        for comm in (*self.comms.values(), self.connecting):
+            if comm is not None:
+                comm.abort()
+        self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        """Close what the group has in C, unless a call uses it: that call then does so at its end."""
+        while self.closing and self._lock.acquire(blocking=False):
+            try:
+                for comm in self.comms.values():
+                    comm.close()
+                self.comms.clear()
+                self.closing = False
+            finally:
+                self._lock.release()
 
     def _enter(self, op: str) -> int:
         """The thread that asks for a turn. A call from inside a call on the same group, by a signal handler,
@@ -327,47 +327,30 @@ class Communicator:
             )
         return thread
 
-    def _refuse(self, op: str) -> NoReturn:
-        raise GroupBrokenError(
+    def broken_error(self, op: str) -> GroupBrokenError:
+        return GroupBrokenError(
             f"{op} on rank {self.rank}: group {self.name!r} is broken: {self.broken}",
             **self.where(op),
         )
 
     @contextlib.contextmanager
-    def turn(self, op: str) -> Iterator[None]:
+    def turn(self, op: str, device: str | None = None) -> Iterator[None]:
         """Around what is no exchange, but has a place in the group's order: its calls run one at a time."""
         thread = self._enter(op)
-        with self._lock:
-            try:
-                self._owner = thread
-                if self.broken is not None:
-                    self._refuse(op)
-                yield
-            except BaseException as error:
-                self._note(op, error)
-                raise
-            finally:
-                self._owner = None
-
-    def _note(self, op: str, error: BaseException) -> None:
-        """An interrupted call breaks the group, on all ranks that can be told."""
-        if isinstance(error, Exception):
-            return
-        self.broken = f"call {self.calls} ({op}) was interrupted on rank {self.rank}"
-        for comm in self._comms.values():
-            comm.fail(op, self.broken, True, time.monotonic())
-
-
-def _read_log_setting(rank: int) -> None:
-    """SPAR_LOG, and a word about variables that look like a setting and are none."""
-    level = _C.env("log")
-    _log.setLevel(logging.CRITICAL + 1 if level == "off" else level.upper())
-    if not _log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"spar rank {rank} %(levelname)s: %(message)s"))
-        _log.addHandler(handler)
-        _log.propagate = False
-        known = {variable for _, variable, *_ in _C.env_rows()}
-        for name in sorted(set(os.environ) - known - _BUILD_SETTINGS):
-            if name.startswith("SPAR_"):
-                _log.warning("%s is no setting of spar; known: %s", name, ", ".join(sorted(known)))
+        try:
+            with self._lock:
+                before = self.calls
+                try:
+                    self._owner = thread
+                    self.progress = Progress.LOCAL
+                    if self.broken is not None:
+                        raise self.broken_error(op)
+                    yield
+                except BaseException as error:
+                    self._account(op, device, error, self.deadline(), before)
+                    raise
+                finally:
+                    self._owner = None
+        finally:
+            if self.closing:
+                self._close_when_idle()

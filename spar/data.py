@@ -117,12 +117,24 @@ class _Unpickler(pickle.Unpickler):
 
 def _of_all_ranks(data: Any, place: Place) -> list[Any]:
     """Two exchanges for what is pickled, and one for the tensors of each device type."""
-    file = io.BytesIO()
+    call = Call(_NAME, torch.empty(0), place)
+    try:
+        rows = _exchanged(data, call)
+    except BaseException as error:
+        call.fail(error)
+        raise
+    return [
+        _Unpickler(rest, [next(of_rank[kind[0]]) for kind in kinds]).load() for of_rank, kinds, rest in rows
+    ]
+
+
+def _exchanged(data: Any, call: Call) -> list[tuple[dict[str, Iterator[torch.Tensor]], list[_Kind], bytes]]:
+    """Of each rank: its tensors by device type, what they are, and the rest, pickled."""
+    file, place = io.BytesIO(), call.place
     pickler = _Pickler(file)
     try:
         pickler.dump(data)
-    except Exception as error:  # told to the others, who would wait
-        call = Call(_NAME, torch.empty(0), place)
+    except Exception as error:
         raise call.type_error("data", f"a {type(data).__name__}", f"what pickle takes ({error})") from error
     kinds: list[_Kind] = [(t.device.type, t.dtype, tuple(t.shape)) for t in pickler.tensors]
     packed = pickle.dumps((kinds, file.getvalue()))
@@ -139,10 +151,7 @@ def _of_all_ranks(data: Any, place: Place) -> list[Any]:
         held = _gather(own, [sum(map(_bytes, of_rank)) for of_rank in wanted], place)
         for rank, of_rank in enumerate(wanted):
             tensors[rank][device] = _cut(held[rank], of_rank)
-    return [
-        _Unpickler(rest, [next(of_rank[kind[0]]) for kind in kinds]).load()
-        for of_rank, (kinds, rest) in zip(tensors, parts, strict=True)
-    ]
+    return [(of_rank, kinds, rest) for of_rank, (kinds, rest) in zip(tensors, parts, strict=True)]
 
 
 def _gather(own: torch.Tensor, sizes: list[int], place: Place) -> list[torch.Tensor]:
@@ -245,7 +254,7 @@ def sp_slice_and_pad_input(
         ValueError: input_ids with other than 2 dims, position_ids of another shape.
         TypeError: position_ids that are no tensor.
     """
-    call = Call("sp_slice_and_pad_input", input_ids, sequence_place(), "input_ids")
+    call = Call("sp_slice_and_pad_input", input_ids, sequence_place(), "input_ids", exchanges=False)
     if call.ndim != 2:
         raise call.error("input_ids", f"of shape {list(input_ids.shape)}", "[bsz, seqlen]")
     if position_ids is not None:
@@ -286,15 +295,24 @@ def gather_forward_split_backward_and_unpad(
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = Call("gather_forward_split_backward_and_unpad", input_, group)
-    dim = call.dim("dim", dim)
-    if not isinstance(padding_size, (int, torch.SymInt)) or isinstance(padding_size, bool):
-        raise call.type_error("padding_size", repr(padding_size), "a whole number")
-    if padding_size == 0:
-        return call.apply("gather", (dim,), ONE)
-    if unpad_dim is None:
-        raise call.type_error("unpad_dim", f"None and padding_size is {padding_size}", "the dim with padding")
-    unpad_dim = call.dim("unpad_dim", unpad_dim)
-    kept = input_.size(unpad_dim) * (call.world if unpad_dim == dim else 1) - padding_size
-    if padding_size < 0 or kept < 0:
-        raise call.error("padding_size", padding_size, f"0 to {kept + padding_size}, the extent of unpad_dim")
-    return call.apply("gather", (dim,), ONE).narrow(unpad_dim, 0, kept)
+    try:
+        dim = call.dim("dim", dim)
+        if not isinstance(padding_size, (int, torch.SymInt)) or isinstance(padding_size, bool):
+            raise call.type_error("padding_size", repr(padding_size), "a whole number")
+        if padding_size == 0:
+            return call.apply("gather", (dim,), ONE)
+        if unpad_dim is None:
+            raise call.type_error(
+                "unpad_dim", f"None and padding_size is {padding_size}", "the dim with padding"
+            )
+        unpad_dim = call.dim("unpad_dim", unpad_dim)
+        kept = input_.size(unpad_dim) * (call.world if unpad_dim == dim else 1) - padding_size
+        if padding_size < 0 or kept < 0:
+            raise call.error(
+                "padding_size", padding_size, f"0 to {kept + padding_size}, the extent of unpad_dim"
+            )
+        whole = call.apply("gather", (dim,), ONE)
+    except BaseException as error:
+        call.fail(error)
+        raise
+    return whole.narrow(unpad_dim, 0, kept)

@@ -9,12 +9,13 @@ gradients as the loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 
 from . import _C
+from .agreement import failure_text, is_reported
 from .communicator import Place
 from .errors import SparError
 from .fallback import ITEMS, SCALE_TYPES, apply_scale
@@ -68,17 +69,31 @@ def _run_unheard(
     records: bool,
     then: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    if input_.is_conj() or input_.is_neg():
-        input_ = input_.resolve_conj().resolve_neg()
+    local = OPS[op].local
     try:
-        if OPS[op].local:
+        if local:
+            if input_.is_conj() or input_.is_neg():
+                input_ = input_.resolve_conj().resolve_neg()
             return _copy_part(input_, place, op, args, scale)
         return by_handle(place[0]).exchange(op, input_, args, scale, records)
-    except BaseException as error:  # the others of those groups shall not wait for it
+    except BaseException as error:
+        if not local:
+            report_failure((place,), op, input_.device.type, error)
         for handle in then:
+            why = f"the exchange before it failed: {failure_text(error)}"
             with contextlib.suppress(SparError):
-                by_handle(handle).fail(op, input_.device.type, f"the exchange before it failed: {error!r}")
+                by_handle(handle).fail(op, input_.device.type, error, why)
         raise
+
+
+def report_failure(places: Iterable[Place], op: str, device: str | None, error: BaseException) -> None:
+    """Report to each group's peers that this rank does not come to its next exchange, unless they know."""
+    if torch.compiler.is_compiling() or is_reported(error):
+        return
+    for place in places:
+        if place.world > 1:
+            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
+                by_handle(place.handle).fail(op, device, error)
 
 
 def _exchange_shape(
@@ -198,13 +213,18 @@ def run_steps(
     input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, heard: bool | None = None
 ) -> torch.Tensor:
     """One exchange after another, the whole factor in the last."""
-    if len(steps) == 1:
-        place, op, args = steps[0]
-        return run(input_, place, op, args, scale, records, heard)
-    for i in range(len(steps) - 1):
-        then = tuple(place.handle for place, op, _ in steps[i + 1 :] if not OPS[op].local)
-        input_ = run(input_, *steps[i], ONE, records, None, then)
-    return run(input_, *steps[-1], scale, records)
+    try:
+        if len(steps) == 1:
+            place, op, args = steps[0]
+            return run(input_, place, op, args, scale, records, heard)
+        for i in range(len(steps) - 1):
+            then = tuple(place.handle for place, op, _ in steps[i + 1 :] if not OPS[op].local)
+            input_ = run(input_, *steps[i], ONE, records, None, then)
+        return run(input_, *steps[-1], scale, records)
+    except BaseException as error:
+        places = (place for place, op, _ in steps if not OPS[op].local)
+        report_failure(places, steps[0][1], input_.device.type, error)
+        raise
 
 
 # An operation as autograd sees it: its steps, scale and grad_scale, and whether somebody listens. It is one

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from . import wire
-from .errors import MismatchError, by_rank
+from .agreement import TEXT, Progress, agree
 
 if TYPE_CHECKING:
     from . import _C
     from .communicator import Communicator
 
-_TEXT = 1024  # bytes of a call's description that ranks show each other
 # by the codes of csrc/device.h: what a factor is fused for
 SCALE_TYPES = {
     torch.float16: 1,
@@ -130,30 +129,13 @@ def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, reco
     return f" of {dtype} on {device}{scale}{', gradient recorded' if records else ''}"
 
 
-def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
-    """The error that shows each rank's call; texts in rank order."""
-    fewest = min(texts, key=texts.count)
-    return MismatchError(
-        f"{op} on rank {comm.rank}: the ranks of group {comm.name!r} make different calls; "
-        "nothing was exchanged:\n" + by_rank(texts),
-        **comm.where(op),
-        ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
-    )
-
-
 def compare(comm: Communicator, call: Call) -> None:
-    """Raises MismatchError on all ranks where they do not make the same call."""
-    own = torch.tensor([comm.calls, call.plan.signature(call.text)])
-    rows = [row.tolist() for row in wire.all_gather(comm, own, call.op, call.deadline)]
-    if all(row == rows[0] for row in rows):
-        return
-    text = f"{call.plan.describe()[: _TEXT - 200]}{call.text}".encode()[:_TEXT]
-    own = torch.frombuffer(bytearray(text.ljust(_TEXT, b"\0")), dtype=torch.uint8)
-    texts = [
-        bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
-        for row in wire.all_gather(comm, own, call.op, call.deadline)
-    ]
-    raise mismatch(comm, call.op, texts)
+    """Raise on all ranks where they do not make the same call, or one failed."""
+
+    def describe() -> str:
+        return f"{call.plan.describe()[: TEXT - 200]}{call.text}"
+
+    agree(comm, call.op, call.plan.signature(call.text), describe, call.deadline)
 
 
 def run(comm: Communicator, call: Call) -> None:
@@ -165,9 +147,10 @@ def run(comm: Communicator, call: Call) -> None:
     received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=via)
     copies = packer(device, comm.rank)
     copies.pack(call, sent)
+    sent = sent.to(via)
     if comm.check:
         compare(comm, call)
-    wire.all_to_all(
-        comm, call.op, received, sent.to(via), list(received_sizes), list(sent_sizes), call.deadline
-    )
+    comm.progress = Progress.SHARED
+    wire.all_to_all(comm, call.op, received, sent, list(received_sizes), list(sent_sizes), call.deadline)
+    comm.progress = Progress.OVER
     copies.unpack(call, received.to(device))

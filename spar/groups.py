@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from . import _C, topology
-from .communicator import CALLS, Communicator, Place, Transport
+from .communicator import CALLS, Communicator, Place
 from .errors import SparError
+from .rendezvous import Transport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -162,15 +163,16 @@ def init(group: Group = None, device: torch.device | str | None = None) -> Trans
     comm = communicator(process_group(group))
     kind = torch.device(device if device is not None else "cpu")
     if comm.world > 1:
-        with comm.turn("init"):
+        with comm.turn("init", kind.type):
             comm.set_up("init", kind, comm.deadline())
     return comm.transport(kind.type)
 
 
 def close(group: Group = None) -> None:
-    """Ends spar's use of a group on this rank. Neither waits nor is collective; outputs stay valid.
+    """End spar's use of a group on this rank. Neither waits nor is collective; outputs stay valid.
 
-    Calls of ranks that go on raise GroupBrokenError. When all have closed it, the group can be used anew.
+    A call under way on this rank, on another thread or around a signal's handler, raises GroupBrokenError.
+    So do the calls of ranks that go on. When all have closed it, the group can be used anew.
     """
     real = _real(process_group(group))
     with _create:

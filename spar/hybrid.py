@@ -36,12 +36,12 @@ class _Hybrid(Call):
 
     __slots__ = ("in_ring", "in_ulysses", "inner", "ring", "ulysses")
 
-    def __init__(self, name: str, x: torch.Tensor, what: str) -> None:
+    def __init__(self, name: str, x: torch.Tensor, what: str, exchanges: bool = True) -> None:
         self.in_ring, self.in_ulysses, in_cp = _places(get_parallel_state())
         self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
         self.inner = self.ulysses if in_cp.world > 1 else 1
         outer = in_cp if in_cp.world > 1 else self.in_ring
-        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what)
+        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what, exchanges)
 
     def places(self) -> tuple[Place, ...]:
         two = self.ring > 1 and self.ulysses > self.inner
@@ -93,7 +93,7 @@ def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> tor
     Raises:
         ValueError: a dim out of range, an extent that is no multiple of 2 * ring.
     """
-    call = _Hybrid("split_forward_gather_backward_with_cp", input_, "input_")
+    call = _Hybrid("split_forward_gather_backward_with_cp", input_, "input_", exchanges=False)
     dim = call.dim("dim", dim)
     total = input_.size(dim)
     if call.ring > 1:
@@ -122,19 +122,23 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = _Hybrid("gather_forward_split_backward_with_cp", input_, "input_")
-    dim = call.dim("dim", dim)
-    if not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
-        raise call.type_error("gather_size", repr(gather_size), "a whole number")
-    if call.ring > 1:
-        call.zigzag("gather_size", gather_size, call.ring)
-    held = gather_size // call.ring
-    if gather_size < 0 or input_.size(dim) != share(held, call.ulysses, call.in_ulysses.rank):
-        raise call.error(
-            "gather_size",
-            gather_size,
-            f"a total of which this rank's part is the {input_.size(dim)} that its input has in dim {dim}",
-        )
-    return call.gather("zigzag_gather", dim, (gather_size,), held)
+    try:
+        dim = call.dim("dim", dim)
+        if not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
+            raise call.type_error("gather_size", repr(gather_size), "a whole number")
+        if call.ring > 1:
+            call.zigzag("gather_size", gather_size, call.ring)
+        held = gather_size // call.ring
+        if gather_size < 0 or input_.size(dim) != share(held, call.ulysses, call.in_ulysses.rank):
+            raise call.error(
+                "gather_size",
+                gather_size,
+                f"a total of which this rank's part is the {input_.size(dim)} of its input's dim {dim}",
+            )
+        return call.gather("zigzag_gather", dim, (gather_size,), held)
+    except BaseException as error:
+        call.fail(error)
+        raise
 
 
 def packed_data_split_forward_gather_backward_with_cp(
@@ -157,7 +161,7 @@ def packed_data_split_forward_gather_backward_with_cp(
         ValueError: a dim out of range, lengths below 0, or that do not sum to the extent.
         TypeError: lengths that are no whole numbers.
     """
-    call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x")
+    call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x", exchanges=False)
     dim = call.dim("dim", dim)
     lengths = call.lengths("seq_lens", seq_lens)
     call.check_sum("seq_lens", sum(lengths), dim)
@@ -187,8 +191,12 @@ def packed_data_gather_forward_split_backward_with_cp(
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = _Hybrid("packed_data_gather_forward_split_backward_with_cp", x, "x")
-    dim = call.dim("dim", dim)
-    lengths = call.lengths("seq_lens", seq_lens)
-    if call.ring == call.ulysses == 1:
-        call.check_sum("seq_lens", sum(lengths), dim)
-    return call.gather("packed_gather", dim, (len(lengths), *lengths), call.held(lengths))
+    try:
+        dim = call.dim("dim", dim)
+        lengths = call.lengths("seq_lens", seq_lens)
+        if call.ring == call.ulysses == 1:
+            call.check_sum("seq_lens", sum(lengths), dim)
+        return call.gather("packed_gather", dim, (len(lengths), *lengths), call.held(lengths))
+    except BaseException as error:
+        call.fail(error)
+        raise

@@ -43,26 +43,30 @@ def all_to_all(
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = Call("all_to_all", input_, process_group)
-    scatter = call.dim("scatter_dim", scatter_dim)
-    gather = call.dim("gather_dim", gather_dim)
-    if scatter == gather:
-        raise call.error(
-            "scatter_dim",
-            f"{scatter_dim} and gather_dim is {gather_dim}",
-            f"two different dims of an input with {input_.dim()}",
-        )
-    local = input_.shape[gather]
-    if gather_size is None:
-        gather_size = local * call.world
-    elif not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
-        raise call.type_error("gather_size", repr(gather_size), "a whole number or None")
-    elif gather_size < 0 or share(gather_size, call.world, call.rank) != local:
-        raise call.error(
-            "gather_size",
-            gather_size,
-            f"a total of which this rank's share is the {local} that its input has in dim {gather}",
-        )
-    return call.apply("all_to_all", (scatter, gather, gather_size), ONE)
+    try:
+        scatter = call.dim("scatter_dim", scatter_dim)
+        gather = call.dim("gather_dim", gather_dim)
+        if scatter == gather:
+            raise call.error(
+                "scatter_dim",
+                f"{scatter_dim} and gather_dim is {gather_dim}",
+                f"two different dims of an input with {input_.dim()}",
+            )
+        local = input_.shape[gather]
+        if gather_size is None:
+            gather_size = local * call.world
+        elif not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
+            raise call.type_error("gather_size", repr(gather_size), "a whole number or None")
+        elif gather_size < 0 or share(gather_size, call.world, call.rank) != local:
+            raise call.error(
+                "gather_size",
+                gather_size,
+                f"a total of which this rank's share is the {local} that its input has in dim {gather}",
+            )
+        return call.apply("all_to_all", (scatter, gather, gather_size), ONE)
+    except BaseException as error:
+        call.fail(error)
+        raise
 
 
 def split_forward_gather_backward(
@@ -93,7 +97,7 @@ def split_forward_gather_backward(
             grad_scale.
         TypeError: a gradient is recorded that its dtype cannot scale.
     """
-    call = Call("split_forward_gather_backward", input_, process_group)
+    call = Call("split_forward_gather_backward", input_, process_group, exchanges=False)
     dim = call.dim("dim", dim)
     sizes = call.sizes("split_sizes", split_sizes)
     if sizes and sum(sizes) != input_.size(dim):
@@ -132,15 +136,19 @@ def gather_forward_split_backward(
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = Call("gather_forward_split_backward", input_, process_group)
-    dim = call.dim("dim", dim)
-    sizes = call.sizes("gather_sizes", gather_sizes)
-    if sizes and sizes[call.rank] != input_.size(dim):
-        raise call.error(
-            "gather_sizes",
-            list(sizes),
-            f"{input_.size(dim)} for this rank, the extent of its input's dim {dim}",
-        )
-    return call.apply("gather", (dim, *sizes), call.grad_scale(grad_scale))
+    try:
+        dim = call.dim("dim", dim)
+        sizes = call.sizes("gather_sizes", gather_sizes)
+        if sizes and sizes[call.rank] != input_.size(dim):
+            raise call.error(
+                "gather_sizes",
+                list(sizes),
+                f"{input_.size(dim)} for this rank, the extent of its input's dim {dim}",
+            )
+        return call.apply("gather", (dim, *sizes), call.grad_scale(grad_scale))
+    except BaseException as error:
+        call.fail(error)
+        raise
 
 
 def load_balanced_split_forward_gather_backward(
@@ -162,7 +170,7 @@ def load_balanced_split_forward_gather_backward(
     Raises:
         ValueError: a dim out of range, an extent that is no multiple of 2P.
     """
-    call = Call("load_balanced_split_forward_gather_backward", input_, process_group)
+    call = Call("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=False)
     dim = call.dim("dim", dim)
     total = call.zigzag("input_", input_.size(dim), call.world)
     return call.apply("zigzag_split", (dim, 1, total), (float(call.world), True))
@@ -189,9 +197,13 @@ def load_balanced_gather_forward_split_backward(
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = Call("load_balanced_gather_forward_split_backward", input_, process_group)
-    dim = call.dim("dim", dim)
-    total = call.zigzag("input_", input_.size(dim) * call.world, call.world)
-    return call.apply("zigzag_gather", (dim, 1, total), (float(call.world), False))
+    try:
+        dim = call.dim("dim", dim)
+        total = call.zigzag("input_", input_.size(dim) * call.world, call.world)
+        return call.apply("zigzag_gather", (dim, 1, total), (float(call.world), False))
+    except BaseException as error:
+        call.fail(error)
+        raise
 
 
 def packed_data_split_forward_gather_backward(
@@ -219,7 +231,8 @@ def packed_data_split_forward_gather_backward(
         ValueError: a dim out of range, a length below 0, lengths that do not sum to the extent.
         TypeError: lengths that are no whole numbers.
     """
-    call = Call("packed_data_split_forward_gather_backward", hidden_states, process_group, "hidden_states")
+    name = "packed_data_split_forward_gather_backward"
+    call = Call(name, hidden_states, process_group, "hidden_states", exchanges=False)
     dim = call.dim("dim", dim)
     lengths = call.lengths("sequence_lengths", sequence_lengths)
     call.check_sum("sequence_lengths", sum(lengths), dim)
@@ -255,15 +268,19 @@ def packed_data_gather_forward_split_backward(
     """
     name = "packed_data_gather_forward_split_backward"
     call = Call(name, local_hidden_states, process_group, "local_hidden_states")
-    dim = call.dim("dim", dim)
-    sequences, own, numbers = call.table("all_split_sizes", all_split_sizes)
-    if own != local_hidden_states.size(dim):
-        raise call.error(
-            "all_split_sizes",
-            f"a table whose row {call.rank} sums to {own}",
-            f"{local_hidden_states.size(dim)}, the extent of this rank's local_hidden_states in dim {dim}",
-        )
-    return call.apply("packed_gather", (dim, 1, sequences, *numbers), (float(call.world), False))
+    try:
+        dim = call.dim("dim", dim)
+        sequences, own, numbers = call.table("all_split_sizes", all_split_sizes)
+        if own != local_hidden_states.size(dim):
+            raise call.error(
+                "all_split_sizes",
+                f"a table whose row {call.rank} sums to {own}",
+                f"{local_hidden_states.size(dim)}, the extent of dim {dim} of its local_hidden_states",
+            )
+        return call.apply("packed_gather", (dim, 1, sequences, *numbers), (float(call.world), False))
+    except BaseException as error:
+        call.fail(error)
+        raise
 
 
 def reorder_output(

@@ -74,7 +74,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
         ValueError: a dim out of range; with validate an extent that is no multiple of P.
         TypeError: a gradient is recorded that its dtype cannot scale.
     """
-    call = Call("sp_shard", tensor, sequence_place(), "tensor")
+    call = Call("sp_shard", tensor, sequence_place(), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
     if validate and tensor.size(dim) % call.world:
         raise call.error(
@@ -107,11 +107,15 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = Call("sp_gather", tensor, sequence_place(), "tensor")
-    dim = call.dim("dim", dim)
-    sizes: list[int] = []
-    if validate and call.world > 1:
-        sizes = held_by_each("sp_gather", call.place, tensor.size(dim))
-    return call.apply("gather", (dim, *sizes), call.grad_scale("up"))
+    try:
+        dim = call.dim("dim", dim)
+        sizes: list[int] = []
+        if validate and call.world > 1:
+            sizes = held_by_each("sp_gather", call.place, tensor.size(dim))
+        return call.apply("gather", (dim, *sizes), call.grad_scale("up"))
+    except BaseException as error:
+        call.fail(error)
+        raise
 
 
 def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0) -> tuple[torch.Tensor, int]:
@@ -132,7 +136,7 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
         ValueError: a dim out of range, a pad_value that the dtype has not.
         TypeError: a pad_value that is no number; a gradient is recorded that its dtype cannot scale.
     """
-    call = Call("sp_shard_with_padding", tensor, sequence_place(), "tensor")
+    call = Call("sp_shard_with_padding", tensor, sequence_place(), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
     if not isinstance(pad_value, (int, float)):
         raise call.type_error("pad_value", repr(pad_value), "a number")

@@ -1,15 +1,18 @@
-"""Waiting on a ProcessGroup so that Ctrl-C and time limits hold, and its errors in spar's words.
+"""Wait on a ProcessGroup so that Ctrl-C and time limits hold, and translate its errors into spar's.
 
-A blocking gloo call ignores Ctrl-C, and one that is abandoned holds the process's exit until its own time
-limit: so each is issued with the remaining limit, and waited for in slices.
+A blocking gloo call ignores Ctrl-C, so each collective is issued with the remaining limit and polled.
+Destroying a group waits for its collectives, so one that may never end keeps its group alive, also at exit.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import datetime
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +28,29 @@ if TYPE_CHECKING:
 _SLICE = datetime.timedelta(milliseconds=50)
 _DEFAULT_TIMEOUT = 1800.0
 _TELL_AFTER = 0.5  # seconds of waiting, before this rank tells where it is and looks at the others' processes
-_abandoned: list[tuple[dist.Work | None, tuple[torch.Tensor, ...]]] = []  # their threads may still touch them
+
+
+@dataclass(frozen=True, eq=False)
+class Unfinished:
+    """A collective that this rank issued and did not wait for: the backend's threads still use it."""
+
+    group: dist.ProcessGroup
+    work: dist.Work | None  # None: an exception came while it was issued
+    buffers: tuple[torch.Tensor, ...]
+
+    def is_over(self) -> bool:
+        return self.work is not None and self.work.is_completed()
+
+
+_unfinished: list[Unfinished] = []
+
+
+@atexit.register
+def _outlive_the_process() -> None:
+    """Leak what is unfinished: its group's destructor would hold the exit until the collective's limit."""
+    for collective in _unfinished:
+        if not collective.is_over():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(collective))
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -74,13 +99,12 @@ def _give_up(comm: Communicator, op: str, error: type[SparError], text: str) -> 
     if error is PeerLostError and said is not None and said.somebody(comm, ExchangeTimeoutError.__name__):
         error = ExchangeTimeoutError  # who reached its limit hung up
     why, ranks = _causes(comm, error, said)
-    comm.broken = f"call {comm.calls} ({op}): {why}: {text}" if text else f"call {comm.calls} ({op}): {why}"
-    words = comm.broken.split(": ", 1)[1]
+    words = f"{why}: {text}" if text else why
+    comm.broken = f"{comm.moment(op)}: {words}"
     limit = f" (limit {comm.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
     rows = str(said) if said is not None and error is ExchangeTimeoutError else ""
     return error(
-        f"{op}, call {comm.calls} on group {comm.name!r}, rank {comm.rank} of {comm.world}: "
-        f"{words}{limit}{rows}",
+        f"{comm.title(op)}: {words}{limit}{rows}",
         **comm.where(op),
         ranks=ranks,
     )
@@ -111,34 +135,43 @@ def _translate(comm: Communicator, op: str, error: Exception) -> SparError:
     return _give_up(comm, op, TransportError, text)
 
 
-def _ended(work: dist.Work) -> bool:
-    """Waits one slice. Raises what the work failed with."""
+def _is_from_handler(error: Exception) -> bool:
+    """Whether a Python function raised it, as a signal's handler does, and not the call in this frame."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is not None
+
+
+def _ended(comm: Communicator, op: str, work: dist.Work) -> bool:
+    """Wait one slice; raise what the work failed with, in spar's terms."""
     try:
         work.wait(_SLICE)
-    except RuntimeError:
+    except RuntimeError as error:
+        if _is_from_handler(error):
+            raise
         if not work.is_completed():
             return False
-        work.wait()  # it ended while the slice did: now it tells how
+        try:
+            work.wait()  # it ended while the slice did: now it reports how
+        except RuntimeError as reason:
+            raise _translate(comm, op, reason) from reason
     return True
 
 
-def _run(
-    comm: Communicator,
-    op: str,
-    buffers: tuple[torch.Tensor, ...],
-    deadline: float,
-    issue: Callable[[], dist.Work],
-) -> None:
-    """Issues one collective and waits for it; whatever ends the wait early keeps its buffers alive."""
-    work = None
+def _wait(comm: Communicator, op: str, collective: Unfinished, deadline: float) -> None:
+    """Wait for one collective; what ends the wait early breaks the group and keeps the buffers alive."""
+    work = collective.work
+    if work is None:
+        raise _give_up(
+            comm, op, TransportError, "an exception interrupted an earlier collective of this group"
+        )
     begun = _C.begin(comm.name, op, comm.calls)
     told, tell_at = False, time.monotonic() + _TELL_AFTER
     try:
-        work = issue()
-        if buffers[0].device.type != "cpu":
+        if collective.buffers[0].device.type != "cpu":
             work.wait()  # puts the wait into the device's own queue
             return
-        while not _ended(work):
+        while not _ended(comm, op, work):
+            if comm.closing:
+                raise comm.broken_error(op)
             if time.monotonic() > deadline + 1.0:  # its own limit is the deadline: let it speak first
                 raise _give_up(comm, op, ExchangeTimeoutError, "")
             if not told and time.monotonic() > tell_at:
@@ -148,23 +181,55 @@ def _run(
                 raise _give_up(comm, op, PeerLostError, "")
         if told:
             whereabouts.tell(comm, op, "has ended")
-    except BaseException as error:
-        if work is None or not work.is_completed():
-            _abandoned.append((work, buffers))
-        if isinstance(error, RuntimeError) and not isinstance(error, SparError):
-            raise _translate(comm, op, error) from error
+    except BaseException:
+        if not work.is_completed() and collective not in _unfinished:
+            _unfinished.append(collective)
         raise
     finally:
         _C.end(begun, comm.broken is not None)
 
 
-def all_gather(comm: Communicator, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
-    """Everybody's `own` (same shape and dtype), on the CPU, in rank order."""
+def _issue(
+    comm: Communicator, op: str, buffers: tuple[torch.Tensor, ...], issue: Callable[[], dist.Work]
+) -> Unfinished:
+    """Issue one collective; its buffers outlive an exception that comes meanwhile."""
+    group, work = comm.group, None
+    try:
+        work = issue()
+    except RuntimeError as error:
+        raise error if _is_from_handler(error) else _translate(comm, op, error) from error
+    finally:
+        if work is None:
+            _unfinished.append(Unfinished(group, None, buffers))
+    return Unfinished(group, work, buffers)
+
+
+def _issue_all_gather(
+    comm: Communicator, own: torch.Tensor, op: str, deadline: float
+) -> tuple[Unfinished, list[torch.Tensor]]:
     group = comm.group
     own = own.to(wire_device(group))
     rows = [torch.empty_like(own) for _ in range(comm.world)]
     options = _options(AllgatherOptions, comm, op, deadline)
-    _run(comm, op, (own, *rows), deadline, lambda: group.allgather([rows], [own], options))
+    return _issue(comm, op, (own, *rows), lambda: group.allgather([rows], [own], options)), rows
+
+
+def announce(comm: Communicator, rows: list[torch.Tensor], op: str, deadline: float) -> None:
+    """Take part in an all_gather of each row without waiting for the peers; `settle` does so later."""
+    _unfinished.extend(_issue_all_gather(comm, own, op, deadline)[0] for own in rows)
+
+
+def settle(comm: Communicator, op: str, deadline: float) -> None:
+    """Wait for the collectives of this group that this rank issued earlier and did not wait for."""
+    for collective in [found for found in _unfinished if found.group is comm.group]:
+        _wait(comm, op, collective, deadline)
+        _unfinished.remove(collective)
+
+
+def all_gather(comm: Communicator, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
+    """Gather every rank's `own` (same shape and dtype) on the CPU, in rank order."""
+    collective, rows = _issue_all_gather(comm, own, op, deadline)
+    _wait(comm, op, collective, deadline)
     return [row.cpu() for row in rows]
 
 
@@ -174,7 +239,7 @@ def meet(comm: Communicator, device: torch.device, op: str, deadline: float) -> 
     with torch.cuda.device(device):
         one = torch.zeros(1, device=device)
         options = _options(AllreduceOptions, comm, op, deadline)
-        _run(comm, op, (one,), deadline, lambda: group.allreduce([one], options))
+        _wait(comm, op, _issue(comm, op, (one,), lambda: group.allreduce([one], options)), deadline)
         one.cpu()
 
 
@@ -190,10 +255,10 @@ def all_to_all(
     """One uneven all_to_all of bytes: flat uint8 tensors, sizes for each rank."""
     group = comm.group
     options = _options(AllToAllOptions, comm, op, deadline)
-    _run(
+    collective = _issue(
         comm,
         op,
         (received, sent),
-        deadline,
         lambda: group.alltoall_base(received, sent, received_sizes, sent_sizes, options),
     )
+    _wait(comm, op, collective, deadline)

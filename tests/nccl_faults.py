@@ -53,8 +53,8 @@ def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
         with stalled():
             give(comm, "gather", (0,), x)
         with pytest.raises(spar.ExchangeTimeoutError, match="did not come to the end of call 2"):
-            comm._comms["cuda"].wait(time.monotonic() + 0.2)
-        within(3, lambda: comm._comms["cuda"].broken is not None)  # or it would hold the device until then
+            comm.comms["cuda"].wait(time.monotonic() + 0.2)
+        within(3, lambda: comm.comms["cuda"].broken is not None)  # or it would hold the device until then
     dist.barrier(group)
     comm.close()
 
@@ -63,7 +63,7 @@ def expect_told(comm: Communicator, stream: Stream, text: str) -> None:
     """Another rank gives up: this one's call ends half a second later at most, and the next says why."""
     with contextlib.suppress(spar.GroupBrokenError):  # if the other was earlier
         give(comm, "gather", (0,), torch.zeros(2))
-    within(0.5, lambda: comm._comms["cuda"].broken is not None)
+    within(0.5, lambda: comm.comms["cuda"].broken is not None)
     stream.synchronize()
     with pytest.raises(spar.GroupBrokenError, match=text):
         give(comm, "gather", (0,), torch.zeros(2))
@@ -172,7 +172,7 @@ def check_end(rank: int, world: int, group: dist.ProcessGroup) -> None:
         stream.synchronize()
         assert time.monotonic() - begin > 2
     assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(2))
-    assert comm._comms["cuda"].broken is None
+    assert comm.comms["cuda"].broken is None
     comm.close()
 
 
@@ -200,7 +200,7 @@ def check_disagreement(rank: int, world: int, group: dist.ProcessGroup, late: in
             assert text.count("of torch.float32 on cuda") == 2
             assert all(f"rank {other}: as rank {first}" in text for other in others), text
         stream.synchronize()  # ended by the abort
-        within(2, lambda: comm._comms["cuda"].broken is not None)
+        within(2, lambda: comm.comms["cuda"].broken is not None)
         if rank != late:
             with pytest.raises(spar.MismatchError, match=f"rank {late}'s call 1 over the GPU is not rank"):
                 give(comm, "gather", (0,), x)
@@ -226,21 +226,21 @@ def check_failures(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm = set_up(group)
     x = torch.full((2,), float(rank))
     with Stream() as stream:
-        comm.fail("gather", "cuda", "all of them")
+        comm.fail("gather", "cuda", ValueError("all of them"))
         dist.barrier(group)
         got = give(comm, "gather", (0,), x)
         stream.synchronize()
         assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
         dist.barrier(group)
         if rank == 0:
-            comm.fail("gather", "cuda", "no memory for it")
+            comm.fail("gather", "cuda", RuntimeError("no memory for it"))
         else:
             with contextlib.suppress(spar.MismatchError):  # rank 0 may have been earlier
                 give(comm, "gather", (0,), x)
-        within(2, lambda: comm._comms["cuda"].broken is not None or rank == 0)
+        within(2, lambda: comm.comms["cuda"].broken is not None or rank == 0)
         stream.synchronize()
         dist.barrier(group)
-        with pytest.raises(spar.SparError, match="failed: no memory for it"):
+        with pytest.raises(spar.SparError, match="failed: RuntimeError: no memory for it"):
             give(comm, "gather", (0,), x)
     dist.barrier(group)
     comm.close()
@@ -252,6 +252,8 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
     if rank == 0:
         x: Any = SimpleNamespace(
             is_cpu=False,
+            is_conj=lambda: False,
+            is_neg=lambda: False,
             device=DEVICE,
             dtype=torch.float32,
             shape=(2,),

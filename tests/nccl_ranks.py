@@ -99,14 +99,14 @@ def give(
     _kept.append((x, output))  # unlike CUDA's, the CPU's memory is anybody's as soon as it is freed
     comm.calls += 1
     comm._run(
-        comm._comms["cuda"],
+        comm.comms["cuda"],
         Call(op, plan, on_device, output, factor, divide, text, comm.deadline()),
     )
     return output
 
 
 def wait(comm: Communicator) -> None:
-    comm._comms["cuda"].wait(time.monotonic() + 30)
+    comm.comms["cuda"].wait(time.monotonic() + 30)
 
 
 Cell = tuple[str, tuple[int, ...], list[torch.Tensor], list[torch.Tensor], float, bool]
@@ -249,7 +249,7 @@ def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
         with stalled():
             give(comm, "gather", (0, 3 * world), x)
         within(3, lambda: bool(aborted))
-        assert "did not end in time" in str(comm._comms["cuda"].broken)
+        assert "did not end in time" in str(comm.comms["cuda"].broken)
         expect_broken(comm, spar.ExchangeTimeoutError, r"did not end in time \(limit 0.5 s, SPAR_TIMEOUT\)")
         dist.barrier(group)
         library.ncclCommAbort(native)  # as torch would have

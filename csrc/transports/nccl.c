@@ -183,8 +183,7 @@ static void *meet(void *context)
 /* Other than SPAR_OK where the wait shall end. */
 static spar_status go_on(const spar_patience *patience)
 {
-    if (patience->interrupted && patience->interrupted(patience->context))
-        return spar_fail(SPAR_INTERRUPTED, "interrupted while NCCL was set up");
+    SPAR_TRY(spar_patience_poll(patience, "while NCCL was set up"));
     if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
         return spar_fail(SPAR_TIMEOUT, "a rank did not come while NCCL was set up");
     return SPAR_OK;
@@ -274,7 +273,7 @@ static spar_status connect_ledger(state *s, const spar_comm *comm, const spar_ve
         return SPAR_OK;
     spar_ledger_close(s->ledger);
     s->ledger = NULL;
-    return status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED ? status : SPAR_OK;
+    return spar_ends_wait(status) ? status : SPAR_OK;
 }
 
 static spar_status meet_and_greet(state *s, const spar_patience *patience)

@@ -1,0 +1,115 @@
+"""How the ranks of a group agree over its ProcessGroup: before each step, one all_gather of a few numbers.
+
+A rank that fails takes part in the next agreement all the same, with the failure instead of its step, and
+does not wait: so its peers learn why, and every rank's collectives stay in step. Shared memory has the same
+protocol in C (csrc/group.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import wire
+from .errors import MismatchError, OutOfMemoryError, by_rank
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+TEXT = 1024  # bytes of a description or a reason
+_OK, _FAILED, _OUT_OF_MEMORY = range(3)
+
+
+class Progress(enum.IntEnum):
+    """How far a rank's call has come, which decides what an exception in it means for the peers."""
+
+    LOCAL = 0  # the peers know nothing of it: they must be told that it failed
+    SHARED = 1  # the peers count on this rank: an exception breaks the group
+    OVER = 2  # the call has ended for every rank, or its transport reports failures by itself
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short; torch's allocator for the CPU raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def agree(comm: Communicator, op: str, step: int, describe: Callable[[], str], deadline: float) -> None:
+    """Return when every rank has come to the same step of the same call.
+
+    The caller has done what can fail on one rank alone, and goes on without failing.
+
+    Args:
+        comm: the group's communicator.
+        op: the operation's name, for messages.
+        step: what must be equal on all ranks: a call's signature, or a number for a stage of the set-up.
+        describe: this rank's step in words, asked for where ranks differ.
+        deadline: as time.monotonic counts.
+
+    Raises:
+        MismatchError: the ranks differ, or one failed; the same on every rank that did not fail.
+        OutOfMemoryError: a rank failed for want of memory.
+    """
+    comm.progress = Progress.SHARED
+    wire.settle(comm, op, deadline)
+    rows = [row.tolist() for row in wire.all_gather(comm, _header(comm, step, _OK), op, deadline)]
+    if all(row == rows[0] for row in rows):
+        return
+    numbered = f"call {comm.calls}: " if any(row[0] != rows[0][0] for row in rows) else ""
+    texts = [
+        bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+        for row in wire.all_gather(comm, _row(numbered + describe()), op, deadline)
+    ]
+    comm.progress = Progress.OVER
+    for rank, (*_, status) in enumerate(rows):
+        if status != _OK:
+            kind = OutOfMemoryError if status == _OUT_OF_MEMORY else MismatchError
+            text = f"{comm.title(op)}: rank {rank} failed: {texts[rank]}"
+            raise kind(text, **comm.where(op), ranks=(rank,))
+    raise mismatch(comm, op, texts)
+
+
+def announce_failure(comm: Communicator, op: str, error: BaseException, why: str, deadline: float) -> None:
+    """Take part in the peers' next agreement with a failure, without waiting for them."""
+    comm.progress = Progress.SHARED
+    wire.settle(comm, op, deadline)
+    status = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
+    wire.announce(comm, [_header(comm, 0, status), _row(why)], op, deadline)
+    comm.progress = Progress.OVER
+
+
+def _header(comm: Communicator, step: int, status: int) -> torch.Tensor:
+    return torch.tensor([comm.calls, step, status])
+
+
+def _row(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
+
+
+def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
+    """The error that shows each rank's call; texts in rank order."""
+    fewest = min(texts, key=texts.count)
+    return MismatchError(
+        f"{op} on rank {comm.rank}: the ranks of group {comm.name!r} make different calls; "
+        "nothing was exchanged:\n" + by_rank(texts),
+        **comm.where(op),
+        ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
+    )
+
+
+def failure_text(error: BaseException) -> str:
+    """What the peers are told."""
+    return f"{type(error).__name__}: {error}"
+
+
+def mark_reported(error: BaseException) -> None:
+    """Note that the exception has been reported to the peers of the call in which it was raised."""
+    with contextlib.suppress(AttributeError):
+        error._spar_reported = True  # type: ignore[attr-defined]
+
+
+def is_reported(error: BaseException) -> bool:
+    return getattr(error, "_spar_reported", False)

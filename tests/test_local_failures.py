@@ -1,0 +1,281 @@
+"""What fails on one rank alone is reported to its peers in that call, or breaks the group on every rank.
+
+Never is a group off by one: after each failure either all later calls pair up, or all raise.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TRANSPORTS
+from test_faults import finish, start, tell, told
+
+import spar
+
+gather = spar.gather_forward_split_backward
+REPORTED_WITHIN = 2.0  # seconds
+Group = dist.ProcessGroup
+
+
+class Alarm(Exception):
+    """What a SIGALRM handler raises."""
+
+
+def sound(*_: object) -> None:
+    raise Alarm("the alarm went off")
+
+
+class Sounding(int):
+    """A dim that sounds the alarm when it is checked, as a signal that comes then."""
+
+    def __mod__(self, other: int) -> int:
+        raise Alarm("the alarm went off")
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+HUGE = 2**64
+LOCAL: dict[str, tuple[Callable[[Group], object], type[Exception], str]] = {
+    "a dim": (lambda g: gather(torch.zeros(2), g, 7), ValueError, "dim is 7"),
+    "not a tensor": (lambda g: gather([1.0], g, 0), TypeError, "input_ is a list"),  # type: ignore[arg-type]
+    "a huge size": (lambda g: gather(torch.zeros(2), g, 0, [HUGE, 2, 0]), ValueError, "less than 2.63"),
+    "a huge product": (
+        lambda g: spar.all_to_all(torch.zeros(1).expand(1, 2**62), g, 0, 1),
+        OverflowError,
+        "",
+    ),
+    "a huge total": (
+        lambda g: spar.all_to_all(torch.zeros(4, 2), g, 0, 1, HUGE),
+        ValueError,
+        "gather_size is 18446744073709551616",
+    ),
+    "a nested tensor": (lambda g: gather(nested(), g, 0), TypeError, "a nested tensor"),
+    "an alarm": (lambda g: gather(torch.zeros(2), g, Sounding(0)), Alarm, "went off"),
+}
+
+
+def in_step(rank: int, world: int, group: Group) -> None:
+    """Calls of one signature pair up as they were made."""
+    for i in range(5):
+        whole = gather(torch.tensor([100.0 * i + rank]), group, 0)
+        assert whole.tolist() == [100.0 * i + peer for peer in range(world)]
+
+
+def fails_alone(rank: int, folder: Path, world: int, kind: str, odd: int) -> None:
+    call, error, text = LOCAL[kind]
+    for warm in (False, True):
+        group = dist.new_group(list(range(world)))
+        if warm:
+            in_step(rank, world, group)
+        dist.barrier()
+        begin = time.monotonic()
+        if rank == odd:
+            with pytest.raises(error, match=text):
+                call(group)
+        else:
+            with pytest.raises(
+                spar.MismatchError, match=f"rank {odd} failed: {error.__name__}: .*{text}"
+            ) as caught:
+                gather(torch.zeros(2), group, 0)
+            assert caught.value.ranks == (odd,)
+        assert time.monotonic() - begin < REPORTED_WITHIN
+        in_step(rank, world, group)
+        spar.close(group)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", LOCAL)
+def test_a_local_failure_is_reported_in_its_call(tmp_path: Path, transport: str, kind: str) -> None:
+    world, odd = 3, 1
+    processes = start(
+        fails_alone, world, tmp_path, world, kind, odd, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="20"
+    )
+    assert finish(processes, 60) == [0] * world
+
+
+def wants_memory(rank: int, folder: Path) -> None:
+    """torch's allocator refuses on one rank what it grants on the others."""
+    in_step(rank, 2, dist.group.WORLD)
+    wide = torch.zeros(1).expand(1 << 26)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (64 << 20), limits[1]))
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            gather(wide, None, 0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    else:
+        with pytest.raises(spar.OutOfMemoryError, match=r"rank 1 failed: .*allocate memory"):
+            gather(wide, None, 0)
+    in_step(rank, 2, dist.group.WORLD)
+
+
+def test_want_of_memory_over_torch(tmp_path: Path) -> None:
+    processes = start(wants_memory, 2, tmp_path, SPAR_TRANSPORT="torch", SPAR_TIMEOUT="20")
+    assert finish(processes, 60) == [0, 0]
+
+
+def fails_twice(rank: int, folder: Path) -> None:
+    """A rank that fails twice in a row reports both; its peers raise twice."""
+    for _ in range(2):
+        with pytest.raises((ValueError, spar.MismatchError), match="dim is 7"):
+            gather(torch.zeros(2), None, 7 if rank == 0 else 0)
+    in_step(rank, 2, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_local_failures_in_a_row(tmp_path: Path, transport: str) -> None:
+    assert finish(start(fails_twice, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+
+
+def fails_unchecked(rank: int, folder: Path) -> None:
+    """Without comparisons the peers cannot be told: the group breaks on every rank within the limit."""
+    in_step(rank, 2, dist.group.WORLD)
+    if rank == 1:
+        with pytest.raises(ValueError, match="dim is 7"):
+            gather(torch.zeros(2), None, 7)
+        with pytest.raises(spar.GroupBrokenError, match="failed on rank 1: ValueError"):
+            gather(torch.zeros(2), None, 0)
+        told(folder, 0)
+    else:
+        with pytest.raises(spar.ExchangeTimeoutError):
+            gather(torch.zeros(2), None, 0)
+        tell(folder, 0, "")
+
+
+def test_a_local_failure_without_comparisons(tmp_path: Path) -> None:
+    settings = {"SPAR_TRANSPORT": "torch", "SPAR_CHECK": "0", "SPAR_TIMEOUT": "1.5"}
+    assert finish(start(fails_unchecked, 2, tmp_path, **settings), 60) == [0, 0]
+
+
+def fails_and_exits(rank: int, folder: Path) -> None:
+    if rank == 1:
+        with pytest.raises(ValueError, match="dim is 7"):
+            gather(torch.zeros(2), None, 7)
+        if os.environ["DESTROY"] == "1":
+            dist.destroy_process_group()
+        return
+    assert not told(folder, 9)
+    with pytest.raises(spar.SparError):  # the peer's report, or its end
+        gather(torch.zeros(2), None, 0)
+
+
+@pytest.mark.parametrize("destroy", ["0", "1"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failed_rank_exits_without_waiting(tmp_path: Path, transport: str, destroy: str) -> None:
+    processes = start(fails_and_exits, 2, tmp_path, SPAR_TRANSPORT=transport, DESTROY=destroy)
+    assert finish(processes[1:], 20) == [0], "its exit does not wait for the peers"
+    tell(tmp_path, 9, "")
+    processes[0].join(30)
+    assert processes[0].exitcode == 0
+
+
+# ---- exceptions from signal handlers ----
+
+
+def is_alarmed(rank: int, folder: Path, where: str) -> None:
+    group = dist.new_group([0, 1])
+    if where == "a call":
+        in_step(rank, 2, group)
+    dist.barrier()
+    if rank == 1:
+        assert not told(folder, 0)
+        with pytest.raises(spar.SparError) as caught:
+            gather(torch.zeros(2), group, 0)
+        assert isinstance(
+            caught.value, (spar.GroupBrokenError, spar.ExchangeTimeoutError, spar.PeerLostError)
+        )
+        return
+    signal.signal(signal.SIGALRM, sound)
+    signal.setitimer(signal.ITIMER_REAL, 0.4)
+    begin = time.monotonic()
+    with pytest.raises(Alarm):
+        gather(torch.zeros(2), group, 0)
+    assert time.monotonic() - begin < 1.5
+    tell(folder, 0, "")
+    with pytest.raises(spar.GroupBrokenError, match=r"went off|interrupted"):
+        gather(torch.zeros(2), group, 0)
+
+
+@pytest.mark.parametrize("where", ["the set-up", "a call"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_exception_from_a_signal_handler_breaks_the_group(
+    tmp_path: Path, transport: str, where: str
+) -> None:
+    processes = start(is_alarmed, 2, tmp_path, where, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="3")
+    assert finish(processes, 30) == [0, 0]
+
+
+# ---- close during a call ----
+
+
+def is_closed(rank: int, folder: Path, where: str, who: str) -> None:
+    group = dist.new_group([0, 1])
+    if where == "a call":
+        in_step(rank, 2, group)
+    dist.barrier()
+    if rank == 1:
+        assert not told(folder, 0)
+        return
+    took: list[float] = []
+
+    def close(*_: object) -> None:
+        begin = time.monotonic()
+        spar.close(group)
+        took.append(time.monotonic() - begin)
+
+    if who == "a handler":
+        signal.signal(signal.SIGALRM, close)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
+    else:
+        threading.Timer(0.4, close).start()
+    begin = time.monotonic()
+    with pytest.raises(spar.GroupBrokenError, match="closed"):
+        gather(torch.zeros(2), group, 0)
+    assert time.monotonic() - begin < 1.0
+    assert took[0] < 0.3
+    tell(folder, 0, "")
+
+
+@pytest.mark.parametrize("who", ["a handler", "another thread"])
+@pytest.mark.parametrize("where", ["the set-up", "a call"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_close_ends_a_call_under_way(tmp_path: Path, transport: str, where: str, who: str) -> None:
+    processes = start(is_closed, 2, tmp_path, where, who, SPAR_TRANSPORT=transport)
+    assert finish(processes, 30) == [0, 0]
+
+
+# ---- a death that another rank found first ----
+
+
+def comes_after_a_death(rank: int, folder: Path) -> None:
+    in_step(rank, 3, dist.group.WORLD)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        assert not told(folder, 0)
+    with pytest.raises(spar.PeerLostError, match=r"rank 2 \(process") as caught:
+        gather(torch.zeros(2), None, 0)
+    assert caught.value.ranks == (2,)
+    if rank == 0:
+        tell(folder, 0, "")
+    with pytest.raises(spar.GroupBrokenError):
+        gather(torch.zeros(2), None, 0)
+    tell(folder, 10 + rank, "")
+    told(folder, 11 - rank)
+
+
+def test_a_rank_that_comes_to_the_call_after_a_death_was_found(tmp_path: Path) -> None:
+    processes = start(comes_after_a_death, 3, tmp_path, SPAR_TRANSPORT="shm")
+    assert finish(processes, 30) == [0, 0, -signal.SIGKILL]
