@@ -1,20 +1,41 @@
-/* The environment variables of env.def, as text. */
+/* The environment variables of env.def, read by one parser: Python gets numbers, not texts. */
 #ifndef SPAR_ENV_H
 #define SPAR_ENV_H
 
 #include "error.h"
 
+#include <stdint.h>
+
+/* The longest time limit: a year. Deadlines in nanoseconds stay far from overflow. */
+#define SPAR_LONGEST_S INT64_C(31536000)
+/* The largest count: sums of two do not overflow. */
+#define SPAR_MOST (INT64_C(1) << 62)
+
 typedef struct {
-    const char *field, *variable, *kind, *fallback, *help;
+    const char *field, *variable, *kind;
+    int64_t least, most; /* of a count; of seconds `most` alone, as the limit above 0 */
+    const char *fallback, *help;
 } spar_env_row;
+
+/* A variable's value, or its default. UNSET: both are empty; `text` is "" and the numbers are 0. */
+typedef struct {
+    enum { SPAR_ENV_UNSET, SPAR_ENV_TEXT, SPAR_ENV_SECONDS, SPAR_ENV_COUNT } holds;
+    const char *text; /* of every value */
+    double seconds;
+    int64_t count;
+} spar_env_value;
 
 /* Ends in a row of NULLs. */
 extern const spar_env_row spar_env_rows[];
 
-/* The variable's value, or its default; SPAR_INVALID names the variable, its value and what is known. */
-spar_status spar_env_get(const spar_env_row *row, const char **value);
+/* SPAR_INVALID names the variable, its value and what is expected. */
+spar_status spar_env_get(const spar_env_row *row, spar_env_value *value);
 
-/* The same by field name; an unknown field is SPAR_INTERNAL. */
-spar_status spar_env_field(const char *field, const char **value);
+/* The same by field name; "local_ranks" is the launcher's LOCAL_WORLD_SIZE, which is no row. An unknown field is
+ * SPAR_INTERNAL. */
+spar_status spar_env_field(const char *field, spar_env_value *value);
+
+/* Every row and LOCAL_WORLD_SIZE: the first failure. */
+spar_status spar_env_check(void);
 
 #endif

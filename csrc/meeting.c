@@ -27,13 +27,13 @@ int spar_meeting_possible(const spar_facts *facts, int world, char *reason, size
 spar_status spar_meeting_begin(const spar_comm *comm, const spar_facts *facts, int64_t room,
                                spar_group **group, int64_t *offset)
 {
-    const char *arena_max, *spin;
+    spar_env_value arena_max, spin;
     SPAR_TRY(spar_env_field("arena_max", &arena_max));
     SPAR_TRY(spar_env_field("spin_us", &spin));
-    SPAR_TRY(spar_arena_open(strtoll(arena_max, NULL, 10), comm->local_ranks));
+    SPAR_TRY(spar_arena_open(arena_max.count, comm->local_ranks));
     SPAR_TRY(spar_group_open(comm->world, comm->rank, comm->local_ranks, room, group, offset));
-    if (*spin)
-        spar_group_spin(*group, strtoll(spin, NULL, 10) * 1000);
+    if (spin.holds)
+        spar_group_spin(*group, spin.count * 1000);
     for (int rank = 0; rank < comm->world; rank++) {
         spar_status status = rank == comm->rank ? SPAR_OK : spar_peers_dial(&facts[rank].endpoint);
         if (status != SPAR_OK) {

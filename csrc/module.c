@@ -88,12 +88,25 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
 
 static PyObject *module_env(PyObject *module, PyObject *args)
 {
-    const char *field, *value;
+    const char *field;
+    spar_env_value value;
     (void)module;
     if (!PyArg_ParseTuple(args, "s", &field))
         return NULL;
     spar_status status = spar_env_field(field, &value);
-    return status == SPAR_OK ? PyUnicode_FromString(value) : spar_raise(status);
+    if (status != SPAR_OK)
+        return spar_raise(status);
+    switch (value.holds) {
+    case SPAR_ENV_UNSET:
+        Py_RETURN_NONE;
+    case SPAR_ENV_SECONDS:
+        return PyFloat_FromDouble(value.seconds);
+    case SPAR_ENV_COUNT:
+        return PyLong_FromLongLong((long long)value.count);
+    case SPAR_ENV_TEXT:
+        break;
+    }
+    return PyUnicode_FromString(value.text);
 }
 
 static PyObject *module_env_rows(PyObject *module, PyObject *unused)
@@ -207,7 +220,7 @@ static PyObject *module_plan_limit(PyObject *module, PyObject *args)
 static PyObject *module_threads(PyObject *module, PyObject *args)
 {
     int most, local_ranks;
-    const char *wanted;
+    spar_env_value wanted;
     (void)module;
     if (!PyArg_ParseTuple(args, "ii", &most, &local_ranks))
         return NULL;
@@ -215,7 +228,7 @@ static PyObject *module_threads(PyObject *module, PyObject *args)
     if (status != SPAR_OK)
         return spar_raise(status);
     int share = spar_cores() / (local_ranks > 0 ? local_ranks : 1);
-    long long asked = *wanted ? strtoll(wanted, NULL, 10) : share < most ? share : most;
+    int64_t asked = wanted.holds ? wanted.count : share < most ? share : most;
     spar_team_size(asked < INT_MAX ? (int)asked : INT_MAX);
     return PyLong_FromLong(spar_team_share(INT64_MAX));
 }
@@ -332,7 +345,8 @@ static PyMethodDef methods[] = {
      "begin(group, op, call) -> turn: this process's peers may see that it is in this call."},
     {"end", module_end, METH_VARARGS,
      "end(turn, gave_up): the call of this turn has ended, badly or well."},
-    {"env", module_env, METH_VARARGS, "env(field) -> the variable's value as text, or its default"},
+    {"env", module_env, METH_VARARGS,
+     "env(field) -> the variable's value or its default: float, int or str; None where both are empty"},
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
     {"ops", module_ops, METH_NOARGS, "[(name, inverse, args), ...]"},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
@@ -359,7 +373,8 @@ PyMODINIT_FUNC PyInit__C(void)
     if (!plan || !comm || PyModule_AddObjectRef(module, "Plan", plan) < 0 ||
         PyModule_AddObjectRef(module, "Comm", comm) < 0 ||
         PyModule_AddStringConstant(module, "version", SPAR_VERSION) < 0 ||
-        PyModule_AddIntConstant(module, "SIDE_PULL", SPAR_SIDE_PULL) < 0) {
+        PyModule_AddIntConstant(module, "SIDE_PULL", SPAR_SIDE_PULL) < 0 ||
+        PyModule_AddIntConstant(module, "LONGEST_S", SPAR_LONGEST_S) < 0) {
         Py_DECREF(module);
         return NULL;
     }

@@ -43,21 +43,19 @@ const spar_transport *const spar_transports[] = {
 
 void spar_facts_read(spar_facts *facts)
 {
-    const char *transport = "", *check = "", *ignored;
+    spar_env_value transport, check;
     memset(facts, 0, sizeof *facts);
     snprintf(facts->version, sizeof facts->version, "%s", SPAR_VERSION);
-    for (const spar_env_row *row = spar_env_rows; row->field; row++)
-        if (spar_env_get(row, &ignored) != SPAR_OK && !facts->error[0])
-            snprintf(facts->error, sizeof facts->error, "%s", spar_last_error());
-    if (facts->error[0])
+    if (spar_env_check() != SPAR_OK || spar_env_field("transport", &transport) != SPAR_OK ||
+        spar_env_field("check", &check) != SPAR_OK) {
+        snprintf(facts->error, sizeof facts->error, "%s", spar_last_error());
         return;
-    spar_env_field("transport", &transport);
-    spar_env_field("check", &check);
-    if (strlen(transport) >= sizeof facts->transport)
+    }
+    if (strlen(transport.text) >= sizeof facts->transport)
         snprintf(facts->error, sizeof facts->error, "SPAR_TRANSPORT has %zu characters",
-                 strlen(transport));
-    snprintf(facts->transport, sizeof facts->transport, "%s", transport);
-    snprintf(facts->check, sizeof facts->check, "%s", check);
+                 strlen(transport.text));
+    snprintf(facts->transport, sizeof facts->transport, "%s", transport.text);
+    snprintf(facts->check, sizeof facts->check, "%s", check.text);
 #ifdef __linux__
     if (spar_peers_listen(&facts->endpoint) != SPAR_OK)
         snprintf(facts->no_shm, sizeof facts->no_shm, "%s", spar_last_error());

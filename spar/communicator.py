@@ -63,6 +63,7 @@ class Communicator:
         self.synchronous = False  # the nccl transport's comparisons
         self.timeout: float | None = None
         self.facts: bytes | None = None
+        self.local_ranks = self.world  # of all groups on this host, as far as the launcher says
         self.transports: dict[str, Transport] = {}
         self.comms: dict[str, _C.Comm] = {}  # by device, of the transports that the C core runs
         self.connecting: _C.Comm | None = None  # in its set-up
@@ -128,10 +129,9 @@ class Communicator:
     def deadline(self) -> float:
         """When a call that is entered now must have ended (time.monotonic)."""
         if self.timeout is None:
-            seconds = ""
-            with contextlib.suppress(ValueError):  # a wrong value is told at the set-up, to all ranks
-                seconds = _C.env("timeout")
-            self.timeout = float(seconds) if seconds else wire.group_timeout(self.group)
+            with contextlib.suppress(ValueError):  # the set-up reports an invalid value on all ranks
+                self.timeout = _C.env("timeout")
+            self.timeout = self.timeout or wire.group_timeout(self.group)
         return time.monotonic() + self.timeout
 
     def exchange(

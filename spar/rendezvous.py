@@ -65,8 +65,9 @@ def _set_up(comm: Communicator, op: str, device: torch.device, deadline: float) 
         comm.synchronous = _C.env("check") == "1"
         comm.own_output = _C.env("output") == "torch"
         comm.facts = facts
-        _C.plan_limit(int(_C.env("plan_cache")))
-        _C.threads(torch.get_num_threads(), _local_ranks(comm))
+        comm.local_ranks = _C.env("local_ranks") or comm.world
+        _C.plan_limit(_C.env("plan_cache"))
+        _C.threads(torch.get_num_threads(), comm.local_ranks)
         _read_log_setting(comm.rank)
     core: _C.Comm | None = None
     refused: tuple[tuple[str, str], ...] = ()
@@ -104,7 +105,7 @@ def _connect(
 ) -> tuple[_C.Comm | None, str]:
     """A transport of the C core, set up on all ranks; or None on all ranks, and why."""
     assert comm.facts is not None
-    place = comm.facts, comm.rank, _local_ranks(comm), comm.name
+    place = comm.facts, comm.rank, comm.local_ranks, comm.name
     if device.type == "cuda":
         comm.device = cuda.Device(comm, device, op, deadline)
         core = _C.comm(name, *place, comm.device.index, comm.device.native())
@@ -136,11 +137,6 @@ def _failure(verdicts: bytes, world: int) -> str:
         if failed:
             return f"rank {rank}: {reason.rstrip(bytes(1)).decode(errors='replace')}"
     return ""
-
-
-def _local_ranks(comm: Communicator) -> int:
-    """Ranks of all groups on this host, as far as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", comm.world))
 
 
 def _all_gather(

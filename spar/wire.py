@@ -62,10 +62,13 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:
-    """The ProcessGroup's own limit in seconds; 1800 where it cannot be read."""
+    """The ProcessGroup's own limit in seconds, at most a year; 1800 where it cannot be read."""
     with contextlib.suppress(AttributeError, RuntimeError):
-        timeout: datetime.timedelta = group._get_backend(wire_device(group)).options._timeout
-        return timeout.total_seconds()
+        try:
+            timeout: datetime.timedelta = group._get_backend(wire_device(group)).options._timeout
+        except OverflowError:  # longer than any timedelta
+            return _C.LONGEST_S
+        return min(timeout.total_seconds(), _C.LONGEST_S)
     return _DEFAULT_TIMEOUT
 
 

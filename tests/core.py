@@ -49,6 +49,9 @@ from core_abi import (
     Endpoint as Endpoint,
 )
 from core_abi import (
+    EnvValue as EnvValue,
+)
+from core_abi import (
     PlanStats as PlanStats,
 )
 from core_abi import (

@@ -271,7 +271,15 @@ class Choice(ctypes.Structure):
 
 
 class EnvRow(ctypes.Structure):
-    _fields_ = tuple((name, c_char_p) for name in ("field", "variable", "kind", "fallback", "help"))
+    _fields_ = (
+        *((name, c_char_p) for name in ("field", "variable", "kind")),
+        *((name, c_int64) for name in ("least", "most")),
+        *((name, c_char_p) for name in ("fallback", "help")),
+    )
+
+
+class EnvValue(ctypes.Structure):
+    _fields_ = (("holds", c_int), ("text", c_char_p), ("seconds", c_double), ("count", c_int64))
 
 
 _STRUCTS = {
@@ -298,6 +306,7 @@ _STRUCTS = {
     "transport": Transport,
     "choice": Choice,
     "env_row": EnvRow,
+    "env_value": EnvValue,
 }
 
 _FUNCTIONS = {  # name: (result, arguments)
@@ -323,8 +332,8 @@ _FUNCTIONS = {  # name: (result, arguments)
     ),
     "facts_read": (None, [POINTER(Facts)]),
     "choose": (c_int, [POINTER(Facts), c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
-    "env_get": (c_int, [POINTER(EnvRow), POINTER(c_char_p)]),
-    "env_field": (c_int, [c_char_p, POINTER(c_char_p)]),
+    "env_get": (c_int, [POINTER(EnvRow), POINTER(EnvValue)]),
+    "env_field": (c_int, [c_char_p, POINTER(EnvValue)]),
     "comm_open": (
         c_int,
         [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import byref, c_char_p
+from ctypes import byref
 
 import core
 import pytest
 from core import CoreError, Status
+
+from spar import _C
 
 # ---- The choice of a transport ----------------------------------------------------------------------------
 
@@ -189,21 +191,57 @@ def test_a_failed_verdict_is_told_on_all() -> None:
 # ---- The environment --------------------------------------------------------------------------------------
 
 ROWS = {row.variable.decode(): row for row in core.env_rows()}
-BAD = {  # by kind: what is refused, and what is taken
-    "seconds": (["0", "-1", "x", "1s", "nan", "inf", "1e999", "--1"], ["1", "0.5", "1e3"]),
-    "count": (["-1", "1.5", "x", "1x", str(2**64), "--1"], ["0", "7", "100000"]),
+YEAR = 31536000
+BAD = {  # by kind: rejected values, and accepted ones
+    "seconds": (
+        [
+            *(
+                "0",
+                "0.0",
+                "-1",
+                "+1",
+                "--1",
+                "x",
+                "1s",
+                " 1",
+                "1 ",
+                "1\t",
+                ".",
+                "e3",
+                "1e",
+                "1e+",
+                "1_0",
+                "1,5",
+            ),
+            *("nan", "inf", "infinity", "0x10", "1e999", "0e999", "1e-999", "1e99999999999999999999"),
+            *("9e9", "1e10", "1e15", str(YEAR + 1), "31536000.1", "1" + "0" * 400),
+        ],
+        ["1", "0.5", ".5", "5.", "1e3", "1E3", "1e+3", "1e-3", "0.1", "123.456", "01", str(YEAR), "3.1536e7"],
+    ),
+    "count": (
+        ["-1", "+1", "--1", "1.5", "x", "1x", "0x10", "1e3", " 1", "1 ", "1_0", str(2**62 + 1), "9" * 30],
+        ["0", "7", "100000", "007", str(YEAR * 10**6)],
+    ),
     "text": ([], ["anything", "^x"]),
 }
 
 
 def env(row: core.EnvRow) -> str:
-    value = c_char_p()
+    value = read(row)
+    kind = row.kind.decode()
+    if kind == "seconds" and value.text:
+        assert value.seconds == float(value.text)
+    if kind == "count" and value.text:
+        assert value.count == int(value.text)
+    return value.text.decode()
+
+
+def read(row: core.EnvRow) -> core.EnvValue:
+    value, by_field = core.EnvValue(), core.EnvValue()
     core.check(core.library().spar_env_get(byref(row), byref(value)))
-    by_field = c_char_p()
     core.check(core.library().spar_env_field(row.field, byref(by_field)))
-    assert by_field.value == value.value
-    assert value.value is not None
-    return value.value.decode()
+    assert by_field.text == value.text
+    return value
 
 
 def values_of(row: core.EnvRow) -> tuple[list[str], list[str]]:
@@ -247,7 +285,7 @@ def test_unknown_values_are_an_error_that_lists_the_known(
         with pytest.raises(CoreError) as caught:
             env(row)
         assert caught.value.status == Status.INVALID
-        assert f"{variable} is '{value}'" in caught.value.text
+        assert f"{variable} is '{value[:40]}'" in caught.value.text
         if row.kind.decode() not in BAD:
             assert all(word in caught.value.text for word in known)
         own = core.Facts()  # the others are told
@@ -270,9 +308,36 @@ def test_facts_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert b"SPAR_TRANSPORT has 40" in own.error
 
 
+def test_python_gets_parsed_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*ROWS, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    assert [_C.env(field) for field in ("timeout", "plan_cache", "local_ranks", "check")] == [
+        *(None, 1024, None, "auto")
+    ]
+    monkeypatch.setenv("SPAR_TIMEOUT", "1e3")
+    monkeypatch.setenv("SPAR_PLAN_CACHE", "7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    values = [_C.env(field) for field in ("timeout", "plan_cache", "local_ranks")]
+    assert values == [1000.0, 7, 4] and [type(value) for value in values] == [float, int, int]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    assert _C.env("local_ranks") is None
+    monkeypatch.setenv("SPAR_TIMEOUT", "9e9")
+    with pytest.raises(ValueError, match=f"'9e9'; expected a number of seconds above 0 and at most {YEAR}"):
+        _C.env("timeout")
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "4x", "1e3", " 4", str(2**31)])
+def test_an_invalid_local_world_size_is_in_the_facts(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    own = core.Facts()
+    core.library().spar_facts_read(byref(own))
+    text = f"LOCAL_WORLD_SIZE is '{value}'; expected an integer from 1 to {2**31 - 1}"
+    assert own.error.decode() == text
+    assert "LOCAL_WORLD_SIZE" not in {variable for _, variable, *_ in _C.env_rows()}
+
+
 def test_an_unknown_field_is_a_bug() -> None:
-    value = c_char_p()
-    assert core.library().spar_env_field(b"bogus", byref(value)) == Status.INTERNAL
+    assert core.library().spar_env_field(b"bogus", byref(core.EnvValue())) == Status.INTERNAL
     assert "bogus" in core.last_error()
 
 

@@ -206,6 +206,14 @@ def check_settings(rank: int, world: int, group: Group, variable: str, values: l
         ("SPAR_CHECK", ["1", "0"], "SPAR_CHECK is '1' on rank 0 and '0' on rank 1"),
         ("SPAR_CHECK", ["auto", "maybe"], "rank 1: SPAR_CHECK is 'maybe'; known: auto|0|1"),
         ("SPAR_TIMEOUT", ["30", "soon"], "rank 1: SPAR_TIMEOUT is 'soon'; expected a number of seconds"),
+        *(
+            ("SPAR_TIMEOUT", ["30", value], f"rank 1: SPAR_TIMEOUT is '{value}'; expected a number")
+            for value in ("9e9", "1e10", "1e15", "0x10")
+        ),
+        *(
+            ("LOCAL_WORLD_SIZE", ["1", value], f"rank 1: LOCAL_WORLD_SIZE is '{value}'; expected an integer")
+            for value in ("abc", "0", "4x")
+        ),
         ("SPAR_PLAN_CACHE", ["8", "-8"], "rank 1: SPAR_PLAN_CACHE is '-8'"),
         ("SPAR_LOG", ["loud"] * 2, "known: off|warning|info|debug"),
     ],

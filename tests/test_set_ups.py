@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,21 @@ def spins(rank: int, folder: Path) -> None:
 def test_spinning_and_sleeping(tmp_path: Path, microseconds: str) -> None:
     ranks = start(spins, 3, tmp_path, SPAR_SPIN_US=microseconds, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, 0, 0]
+
+
+def waits_for_a_late_rank(rank: int, folder: Path) -> None:
+    """Limits beyond a year, of SPAR_TIMEOUT or of the group, neither overflow nor end a wait early."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(days=400_000))
+    for _ in range(2):  # with the set-up and without
+        time.sleep(0.3 * rank)
+        assert_same(gather(torch.full((1,), float(rank)), group, 0), torch.tensor([0.0, 1.0]))
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("timeout", ["", "31536000"])
+def test_the_longest_time_limits(tmp_path: Path, transport: str, timeout: str) -> None:
+    settings = {"SPAR_TIMEOUT": timeout, "SPAR_TRANSPORT": transport, "LOCAL_WORLD_SIZE": ""}
+    assert finish(start(waits_for_a_late_rank, 2, tmp_path, **settings), 40) == [0, 0]
 
 
 def caps(rank: int, folder: Path) -> None:

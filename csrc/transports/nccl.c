@@ -89,11 +89,11 @@ static void *release_entered(void *context)
 
 static spar_status make(state *s, const spar_native *native, token *own)
 {
-    const char *most, *check;
+    spar_env_value most, check;
     SPAR_TRY(spar_env_field("check", &check));
-    s->compare = strcmp(check, "0") != 0;
+    s->compare = strcmp(check.text, "0") != 0;
     SPAR_TRY(spar_env_field("staging_max", &most));
-    SPAR_TRY(spar_lane_open(&s->lane, s->world, s->rank, strtoll(most, NULL, 10)));
+    SPAR_TRY(spar_lane_open(&s->lane, s->world, s->rank, most.count));
     s->has_lane = 1;
     s->native = native->comm;
     own->has_native = native->comm != NULL;
