@@ -1,5 +1,7 @@
 #include "arena.h"
 
+#include "cgroup.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -55,29 +57,11 @@ static uint32_t now_s(void)
     return (uint32_t)now.tv_sec + 1; /* never 0 */
 }
 
-static int64_t read_number(const char *path)
-{
-    char text[64] = "";
-    FILE *file = fopen(path, "re");
-    if (!file)
-        return INT64_MAX;
-    size_t read = fread(text, 1, sizeof text - 1, file);
-    fclose(file);
-    if (read == 0 || text[0] < '0' || text[0] > '9')
-        return INT64_MAX; /* cgroups say "max" */
-    long long number = strtoll(text, NULL, 10);
-    return number > 0 ? number : INT64_MAX;
-}
-
 static int64_t default_cap(int local_ranks)
 {
-    int64_t limit = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    int64_t groups[] = {read_number("/sys/fs/cgroup/memory.max"),
-                        read_number("/sys/fs/cgroup/memory/memory.limit_in_bytes")};
-    for (int i = 0; i < 2; i++)
-        if (groups[i] < limit)
-            limit = groups[i];
-    return limit / 2 / local_ranks;
+    int64_t host = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    int64_t group = spar_cgroup_memory("");
+    return (group < host ? group : host) / 2 / local_ranks;
 }
 
 /* With the lock held. */

@@ -1,4 +1,4 @@
-/* How many cores this process may use: by its affinity, and its cgroup's quota. */
+/* How many cores this process may use: by its affinity, and its cgroup's quota. Reads files. */
 #ifndef SPAR_CORES_H
 #define SPAR_CORES_H
 

@@ -5,6 +5,7 @@
  *   scale.h      a factor, applied to items on their way
  *   team.h       threads that copy
  *   cores.h      how many cores there are to use
+ *   cgroup.h     the cgroup's limits, of memory and of cores
  *   env.h        environment variables (env.def)
  *   library.h    other libraries, opened at run time
  *   driver.h     CUDA's driver

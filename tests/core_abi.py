@@ -334,6 +334,8 @@ _FUNCTIONS = {  # name: (result, arguments)
     "choose": (c_int, [POINTER(Facts), c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
     "env_get": (c_int, [POINTER(EnvRow), POINTER(EnvValue)]),
     "env_field": (c_int, [c_char_p, POINTER(EnvValue)]),
+    "cgroup_memory": (c_int64, [c_char_p]),
+    "cgroup_cores": (c_int64, [c_char_p]),
     "comm_open": (
         c_int,
         [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import sys
@@ -10,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import core
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,12 +86,10 @@ def test_the_cap(tmp_path: Path) -> None:
 
 def share_of_memory(rank: int, folder: Path) -> None:
     """By default half of the memory, over the ranks of this host, of which the launcher tells the number."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min(host, core.library().spar_cgroup_memory(b""))
     cap = spar.memory_stats()["arena.cap_bytes"]
-    assert 0 <= min(limits) // 2 // 8 - cap < 1 << 18
+    assert 0 <= limit // 2 // 8 - cap < 1 << 18
 
 
 def test_the_default_cap(tmp_path: Path) -> None:
