@@ -108,11 +108,21 @@ static spar_status make(int64_t max_bytes, int local_ranks)
     return SPAR_OK;
 }
 
-static void close_in_child(void)
+/* The mapping stays, as an output that the child captured is live memory, but becomes private: the child's writes
+ * reach neither the parent nor its peers. Pages that the child has not written still show the parent's writes. Mapped
+ * elsewhere first: where the kernel refuses (strict overcommit), the shared mapping stays whole. */
+static void make_private_in_child(void)
 {
-    /* the mapping stays: an output that the child captured is live memory */
-    if (arena.fd >= 0)
-        close(arena.fd);
+    size_t whole = (size_t)arena.length + SPAR_ARENA_TAIL;
+    if (arena.fd < 0)
+        return;
+    void *copy =
+        mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, arena.fd, 0);
+    if (copy != MAP_FAILED) {
+        madvise(copy, whole, MADV_DONTDUMP);
+        mremap(copy, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED, arena.base);
+    }
+    close(arena.fd);
     arena.fd = -1;
 }
 
@@ -128,7 +138,7 @@ spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
             spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange: its parent, process %d, can",
                       (int)arena.owner);
     if (status == SPAR_OK && !registered)
-        registered = pthread_atfork(NULL, NULL, close_in_child) == 0;
+        registered = pthread_atfork(NULL, NULL, make_private_in_child) == 0;
     pthread_mutex_unlock(&arena.lock);
     return status;
 }
@@ -146,6 +156,12 @@ int64_t spar_arena_length(void)
 char *spar_arena_base(void)
 {
     return arena.base;
+}
+
+int spar_arena_has(const void *address)
+{
+    uintptr_t at = (uintptr_t)address, base = (uintptr_t)arena.base;
+    return base && at >= base && at - base < (uintptr_t)arena.length;
 }
 
 int spar_arena_is_own(void)

@@ -65,6 +65,9 @@ void spar_arena_idle(uint32_t seconds);
 
 void spar_arena_read_stats(spar_arena_stats *stats);
 
+/* Whether the address lies in the arena; in a forked child, in that of its parent. */
+int spar_arena_has(const void *address);
+
 /* Whether this process made the arena, and is not a forked child of the one that did. */
 int spar_arena_is_own(void);
 

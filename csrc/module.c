@@ -302,6 +302,15 @@ static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
     return PyLong_FromLongLong((long long)spar_arena_trim());
 }
 
+static PyObject *module_in_arena(PyObject *module, PyObject *args)
+{
+    unsigned long long address;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "K", &address))
+        return NULL;
+    return PyBool_FromLong(spar_arena_has((const void *)(uintptr_t)address));
+}
+
 static PyObject *module_device_stats(PyObject *module, PyObject *unused)
 {
     int64_t cap, allocated;
@@ -329,6 +338,8 @@ static PyMethodDef methods[] = {
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
+    {"in_arena", module_in_arena, METH_VARARGS,
+     "in_arena(address) -> whether it lies in the arena"},
     {"device_stats", module_device_stats, METH_NOARGS,
      "(cap, allocated) of the open groups' staging memory, and what plans' tables take on GPUs; in bytes"},
     {"library_found", module_library_found, METH_VARARGS,

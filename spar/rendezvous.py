@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import _C, cuda, whereabouts, wire
+from . import _C, cuda, forks, whereabouts, wire
 from .agreement import Progress, agree
 from .errors import SparError
 
@@ -87,6 +87,8 @@ def _set_up(comm: Communicator, op: str, device: torch.device, deadline: float) 
         comm.comms[device.type] = core
     if name == "nccl":
         cuda.watch(comm, comm.device)
+    elif name == "shm":
+        forks.watch()
 
 
 def _choose(

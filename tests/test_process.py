@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import multiprocessing
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,124 @@ def forks(rank: int, folder: Path) -> None:
 
 def test_a_forked_child_raises_and_harms_nothing(tmp_path: Path) -> None:
     assert finish(start(forks, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
+
+
+def is_not_dumped(tensor: torch.Tensor) -> bool:
+    """Whether the mapping of a tensor's memory is left out of core dumps."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, end = (int(bound, 16) for bound in bounds.groups())
+            inside = start <= tensor.data_ptr() < end
+        elif inside and line.startswith("VmFlags:"):
+            return "dd" in line.split()
+    return False
+
+
+def writes_in_a_child(rank: int, folder: Path) -> None:
+    """Neither the parent nor a peer sees what a forked child writes into an output; what it wrote stays."""
+    y = gather(torch.full((1000,), float(rank)), None, 0)
+    expected = y.clone()
+    in_child, in_parent = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        y[0] = 7
+        os.write(in_child[1], b"x")
+        os.read(in_parent[0], 1)
+        expected[0] = 7
+        os._exit(0 if torch.equal(y[:100], expected[:100]) and is_not_dumped(y) else 1)
+    os.read(in_child[0], 1)
+    assert_same(y, expected, "the child's write stays in the child")
+    y.fill_(9)
+    os.write(in_parent[1], b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_same(gather(y[:2], None, 0), torch.full((4,), 9.0))
+
+
+def test_a_forked_childs_writes_are_its_own(tmp_path: Path) -> None:
+    assert finish(start(writes_in_a_child, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
+
+
+def reads_in_a_child(rank: int, folder: Path) -> None:
+    """With SPAR_OUTPUT=torch a forked child's view of an output is a snapshot, as of any tensor."""
+    y = gather(torch.full((1000,), float(rank)), None, 0)
+    expected = y.clone()
+    after = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(after[0], 1)
+        os._exit(0 if torch.equal(y, expected) else 1)
+    y.fill_(9)
+    os.write(after[1], b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_child_with_torchs_outputs(tmp_path: Path) -> None:
+    settings = {"SPAR_TRANSPORT": "shm", "SPAR_OUTPUT": "torch"}
+    assert finish(start(reads_in_a_child, 2, tmp_path, **settings), 40) == [0, 0]
+
+
+class Holder(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def warns(rank: int, folder: Path) -> None:
+    """One warning, of the first worker whose dataset holds an output; none of other forks."""
+
+    def note(message: Warning | str, *_: object, **__: object) -> None:
+        with open(folder / f"warnings.{rank}", "a") as file:
+            file.write(f"{message}\n")
+
+    def load(dataset: Holder) -> str:
+        loader = torch.utils.data.DataLoader(dataset, num_workers=2, multiprocessing_context="fork")
+        assert len(list(loader)) == 2
+        file = folder / f"warnings.{rank}"
+        return file.read_text() if file.exists() else ""
+
+    warnings.showwarning = note  # also in children
+    warnings.simplefilter("always")
+    y = gather(torch.full((4,), float(rank)), None, 0)
+    assert load(Holder(None)) == ""
+    assert load(Holder([y.clone()])) == ""
+    assert load(Holder(list(range(1_000_000)))) == ""
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=os.getpid)
+    process.start()
+    process.join()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    subprocess.run([sys.executable, "-c", ""], check=True, preexec_fn=os.getpid)
+    text = load(Holder({"a": [Holder(y[1:])]}))
+    assert text.count("\n") == 1, text
+    assert "an output of spar" in text and "SPAR_OUTPUT=torch" in text and ".clone()" in text
+    assert load(Holder(y)) == text, "once per program"
+
+
+def test_a_worker_that_holds_an_output_warns_once(tmp_path: Path) -> None:
+    assert finish(start(warns, 2, tmp_path, SPAR_TRANSPORT="shm"), 60) == [0, 0]
+
+
+def does_not_warn(rank: int, folder: Path) -> None:
+    y = gather(torch.full((4,), float(rank)), None, 0)
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda *_, **__: (folder / "warned").touch()
+    loader = torch.utils.data.DataLoader(Holder(y), num_workers=1, multiprocessing_context="fork")
+    assert len(list(loader)) == 2
+
+
+def test_a_worker_that_holds_torchs_memory_does_not_warn(tmp_path: Path) -> None:
+    settings = {"SPAR_TRANSPORT": "shm", "SPAR_OUTPUT": "torch"}
+    assert finish(start(does_not_warn, 2, tmp_path, **settings), 60) == [0, 0]
+    assert not (tmp_path / "warned").exists()
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):

@@ -1,0 +1,73 @@
+"""A warning in forked workers that hold an output of spar, whose memory the parent goes on using.
+
+multiprocessing calls back in the children that it forks, such as DataLoader workers, but not in those of
+os.fork and subprocess. Only the worker's arguments are searched: most programs have live outputs when they
+fork workers that never see them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import mmap
+import multiprocessing
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from multiprocessing import util
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import _C
+
+_MOST = 1000  # objects to look at: reading one copies its page in the child
+
+
+@functools.cache
+def watch() -> None:
+    """Registers the callback, once per process; for when there is an arena."""
+    warned = mmap.mmap(-1, 1)  # children share it, so that one warns for all
+    util.register_after_fork(_look, functools.partial(_look, warned))
+
+
+def _look(warned: mmap.mmap, _: object) -> None:
+    process: Any = multiprocessing.current_process()
+    if warned[0] or not _holds_output([process._target, process._args, process._kwargs]):
+        return
+    warned[0] = 1
+    warnings.warn(
+        f"{process.name} was forked with an output of spar among its arguments (for a DataLoader: in its "
+        "dataset). Its values may change here when the parent writes to the tensor, or drops it and reuses "
+        "the memory. Set SPAR_OUTPUT=torch, or .clone() the tensor before the fork.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
+
+
+def _holds_output(roots: list[object]) -> bool:
+    """Whether a tensor in the arena is among the first objects that can be reached."""
+    pending, seen = deque(roots), set[int]()
+    while pending and len(seen) < _MOST:
+        found = pending.popleft()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, torch.Tensor):
+            if found.is_cpu and found.layout == torch.strided and _C.in_arena(found.data_ptr()):
+                return True
+        else:
+            pending.extend(itertools.islice(_referents(found), _MOST))
+    return False
+
+
+def _referents(found: object) -> Iterable[object]:
+    if isinstance(found, (type, ModuleType)):
+        return ()
+    if isinstance(found, dict):
+        return () if "__builtins__" in found else found.values()  # not a module's globals
+    if isinstance(found, (list, tuple, set, frozenset, deque)):
+        return found
+    return gc.get_referents(found)
