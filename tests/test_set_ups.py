@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import core
@@ -38,6 +39,36 @@ def owns_outputs(rank: int, folder: Path) -> None:
 
 def test_outputs_in_torchs_memory(tmp_path: Path) -> None:
     assert finish(start(owns_outputs, 2, tmp_path, SPAR_OUTPUT="torch"), 40) == [0, 0]
+
+
+def resizes(rank: int, folder: Path) -> None:
+    """spar's own memory cannot be resized; what needs no other storage works."""
+
+    def output() -> torch.Tensor:
+        return gather(torch.full((4,), float(rank)), None, 0)
+
+    refused: tuple[Callable[[torch.Tensor], object], ...] = (
+        lambda y: y.resize_(100),
+        lambda y: y.untyped_storage().resize_(0),
+        lambda y: y.untyped_storage().resize_(16),
+        lambda y: y.untyped_storage().resize_(400),
+        lambda y: torch.add(torch.ones(100), 1, out=y),
+    )
+    for call in refused:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            call(output())
+    assert_same(output().resize_(2), torch.zeros(2))
+    assert_same(output().resize_(2).resize_(8), torch.tensor([0.0] * 4 + [1.0] * 4))
+    before = spar.memory_stats()["arena.allocated_bytes"]
+    z = output()
+    z.set_()  # type: ignore[call-overload]
+    assert z.shape == (0,) and spar.memory_stats()["arena.allocated_bytes"] == before
+    z.resize_(100)
+    assert output().clone().resize_(100).shape == (100,)
+
+
+def test_outputs_cannot_be_resized(tmp_path: Path) -> None:
+    assert finish(start(resizes, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
 
 
 def spins(rank: int, folder: Path) -> None:
