@@ -26,6 +26,7 @@ if os.environ.get("SPAR_DEBUG") == "1":
     compile_args += ["-g", "-O0", "-UNDEBUG"]
 if sanitizers := os.environ.get("SPAR_SANITIZE"):
     compile_args += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g", "-O1", "-UNDEBUG"]
+    compile_args.append("-fno-wrapv")  # CPython's own flags have -fwrapv, which hides signed overflow
     link_args.append(f"-fsanitize={sanitizers}")
 
 version = runpy.run_path("spar/_version.py")["__version__"]
