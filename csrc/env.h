@@ -8,7 +8,7 @@
 
 /* The longest time limit: a year. Deadlines in nanoseconds stay far from overflow. */
 #define SPAR_LONGEST_S INT64_C(31536000)
-/* The largest count: sums of two do not overflow. */
+/* The largest count of any variable. */
 #define SPAR_MOST (INT64_C(1) << 62)
 
 typedef struct {
