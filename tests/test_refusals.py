@@ -230,12 +230,16 @@ def test_the_cores_of_a_cgroup(tmp_path: Path, quota: str, cores: int) -> None:
     """A quota below one core is one; no quota, or one that cannot be read, leaves those of the affinity."""
     import core_abi
 
+    (tmp_path / "cpu.max").write_text(quota)
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "mountinfo").write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
     library, child = core_abi.library(), os.fork()
     if child == 0:
         must(libc.unshare(0x00020000))  # mounts of its own
         must(libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None))
-        (tmp_path / "cpu.max").write_text(quota)
-        must(libc.mount(str(tmp_path).encode(), b"/sys/fs/cgroup", None, 0x1000, None))
+        for name in ("cgroup", "mountinfo"):
+            shown = f"/proc/{os.getpid()}/{name}".encode()
+            must(libc.mount(str(tmp_path / name).encode(), shown, None, 0x1000, None))
         os._exit(library.spar_cores())
     expected = cores or len(os.sched_getaffinity(0))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected
