@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,210 +23,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FAULT_TABLE
-from reference import rule
+from fault_cases import (
+    CAP,
+    DEATHS,
+    FAULTS,
+    LIMIT,
+    LOST_WITHIN,
+    NOT_THERE,
+    SIZES,
+    TRANSPORTS,
+    Scene,
+    gather,
+    odd_of,
+)
 from test_faults import finish, start
 
 import spar
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
-
-Group = dist.ProcessGroup
-TRANSPORTS = ("shm", "torch")
-SIZES = (2, 3, 4)
-LIMIT = 1.0  # seconds, of groups whose calls do not end
-CAP = 32 << 20
-LOST_WITHIN = 2.0  # seconds from a death to its error, on one host
-OVER = 1.5  # seconds that an error may come after the limit, on a machine that does other things, too
-
-gather = spar.gather_forward_split_backward
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What the odd rank does, or where it differs, and what everybody must see of it."""
-
-    call: Callable[[int, int, Group, Any], object]  # (rank, world, group, scene)
-    error: str  # the class on all ranks but the odd one, which is the last
-    words: tuple[str, ...]  # in every message
-    odd: str = ""  # the odd rank's class, where it is another; "-": it does not call
-    usable: bool = False  # the group, after it
-    seconds: tuple[float, float] = (0.0, 0.9)  # until the error
-    only: str = ""  # the transport that has it; the reason for the other is in NOT_THERE
-
-
-class Scene:
-    """What a fault needs beside its group: another one, the processes, a thread that acts meanwhile."""
-
-    def __init__(self, other: Group, processes: list[int], rank: int) -> None:
-        self.other, self.processes, self.rank = other, processes, rank
-
-    def after(self, seconds: float, act: Callable[[], object]) -> None:
-        """On rank 0, while all are in their calls."""
-        if self.rank == 0:
-            threading.Timer(seconds, act).start()
-
-    def signal(self, number: int) -> Callable[[], None]:
-        return lambda: os.kill(self.processes[-1], number)
-
-
-def part(world: int, rank: int) -> torch.Tensor:
-    return torch.zeros(4, rule(12, world)[rank], 12)
-
-
-def odd_of(rank: int, world: int) -> bool:
-    return rank == world - 1
-
-
-def another_shape(rank: int, world: int, group: Group, scene: Scene) -> object:
-    return spar.all_to_all(torch.zeros(4 + odd_of(rank, world), 4, 12), group, 2, 1)
-
-
-def another_dtype(rank: int, world: int, group: Group, scene: Scene) -> object:
-    return gather(
-        part(world, rank).to(torch.int32 if odd_of(rank, world) else torch.float32), group, 1, rule(12, world)
-    )
-
-
-def another_dim(rank: int, world: int, group: Group, scene: Scene) -> object:
-    return spar.all_to_all(torch.zeros(4, 4, 4, 4), group, 3 if odd_of(rank, world) else 2, 1)
-
-
-def other_sizes(rank: int, world: int, group: Group, scene: Scene) -> object:
-    sizes = [2] * world
-    sizes[0] += odd_of(rank, world)  # a size of another rank: what this one holds is right
-    return gather(torch.zeros(2), group, 0, sizes)
-
-
-def another_op(rank: int, world: int, group: Group, scene: Scene) -> object:
-    x = torch.zeros(2, 3)
-    return gather(x, group, 0) if odd_of(rank, world) else spar.all_to_all(x, group, 1, 0)
-
-
-def a_gradient(rank: int, world: int, group: Group, scene: Scene) -> object:
-    return gather(torch.zeros(2, requires_grad=odd_of(rank, world)), group, 0)
-
-
-def a_bad_argument(rank: int, world: int, group: Group, scene: Scene) -> object:
-    return gather(torch.zeros(2), group, 7 if odd_of(rank, world) else 0)
-
-
-def another_group(rank: int, world: int, group: Group, scene: Scene) -> object:
-    gather(torch.zeros(1), scene.other, 0)
-    if odd_of(rank, world):
-        return spar.all_to_all(torch.zeros(world, 2), scene.other, 0, 1)
-    return gather(torch.zeros(2), group, 0)
-
-
-def never_comes(rank: int, world: int, group: Group, scene: Scene) -> object:
-    if odd_of(rank, world):
-        time.sleep(LIMIT + 0.8)
-        return None
-    return gather(torch.zeros(2), group, 0)
-
-
-def comes_too_late(rank: int, world: int, group: Group, scene: Scene) -> object:
-    if odd_of(rank, world):
-        time.sleep(LIMIT + 0.8)
-    return gather(torch.zeros(2), group, 0)
-
-
-def is_stopped(rank: int, world: int, group: Group, scene: Scene) -> object:
-    scene.after(0.1, scene.signal(signal.SIGSTOP))
-    scene.after(LIMIT + 1.2, scene.signal(signal.SIGCONT))
-    for _ in range(10_000):
-        gather(torch.zeros(1000), group, 0)
-    return None
-
-
-def is_stopped_for_a_moment(rank: int, world: int, group: Group, scene: Scene) -> object:
-    scene.after(0.1, scene.signal(signal.SIGSTOP))
-    scene.after(0.4, scene.signal(signal.SIGCONT))
-    for i in range(60):
-        y = gather(torch.full((1000,), float(i)), group, 0)
-        assert bool((y == i).all())
-        time.sleep(0.005)
-    return None
-
-
-def is_interrupted(rank: int, world: int, group: Group, scene: Scene) -> object:
-    scene.after(0.3, scene.signal(signal.SIGINT))
-    if rank == 0:
-        time.sleep(0.6)
-    return gather(torch.zeros(2), group, 0)
-
-
-def wants_too_much(rank: int, world: int, group: Group, scene: Scene) -> object:
-    return gather(torch.zeros(1).expand(CAP // 4), group, 0)  # the input takes none
-
-
-def closes(rank: int, world: int, group: Group, scene: Scene) -> object:
-    if odd_of(rank, world):
-        time.sleep(0.1)
-        spar.close(group)
-        time.sleep(0.2)
-        return None
-    return gather(torch.zeros(2), group, 0)
-
-
-def different(*shown: str) -> dict[str, Any]:
-    words = (r"make different calls; nothing was exchanged:\n  rank 0.*: \w+ \[.*\n  rank \d: \w+ \[", *shown)
-    return {"error": "MismatchError", "words": words, "usable": True}
-
-
-COMING = r"rank {odd} \(process {process}\) did not come .*SPAR_TIMEOUT"
-PLACES = r"the newest call of each rank, on any group:\n  rank 0.*gather, call \d+ on group '{group}'"
-AT_THE_LIMIT = (LIMIT - 0.1, LIMIT + OVER)
-FAULTS = {
-    "another shape": Fault(another_shape, **different(r"\[5, \d+, 12\]")),
-    "another dtype": Fault(another_dtype, **different(r"torch\.int32")),
-    "another dim": Fault(another_dim, **different("dim 3")),
-    "other sizes": Fault(other_sizes, **different(r"\[3, 2")),
-    "another op": Fault(another_op, **different("gather", "all_to_all")),
-    "a gradient": Fault(a_gradient, **different("gradient recorded")),
-    "a bad argument": Fault(
-        a_bad_argument, "MismatchError", (r"dim is 7",), "ValueError", usable=True, only="shm"
-    ),
-    "too much memory": Fault(
-        wants_too_much, "OutOfMemoryError", ("SPAR_ARENA_MAX",), usable=True, only="shm"
-    ),
-    "stopped shortly": Fault(is_stopped_for_a_moment, "", (), usable=True, seconds=(0, 20)),
-    "another group": Fault(
-        another_group,
-        "ExchangeTimeoutError",
-        (r"did not come .*SPAR_TIMEOUT", r"all_to_all, call 2 on group '{other}'", PLACES),
-        seconds=AT_THE_LIMIT,
-    ),
-    "never comes": Fault(never_comes, "ExchangeTimeoutError", (COMING, PLACES), "-", seconds=AT_THE_LIMIT),
-    "comes too late": Fault(
-        comes_too_late,
-        "ExchangeTimeoutError",
-        (COMING, PLACES),
-        "GroupBrokenError|ExchangeTimeoutError",
-        seconds=AT_THE_LIMIT,
-    ),
-    "stopped": Fault(
-        is_stopped,
-        "ExchangeTimeoutError",
-        (COMING, "the newest call of each rank"),
-        r"GroupBrokenError|ExchangeTimeoutError|PeerLostError",
-        seconds=(LIMIT - 0.1, LIMIT + 0.1 + OVER),
-    ),
-    "interrupted": Fault(
-        is_interrupted,
-        "GroupBrokenError",
-        (r"rank {odd} was interrupted in call \d",),
-        "KeyboardInterrupt",
-        only="shm",
-    ),
-    "closed": Fault(closes, "GroupBrokenError", ("a rank closed the group",), "-", only="shm"),
-}
-NOT_THERE = {
-    "a bad argument": "its own",  # without a mailbox it is the rank's own error: test_groups.py
-    "too much memory": "none",  # torch allocates; what fails is torch's own error
-    "interrupted": "the limit",  # the others see a rank that does not come: test_faults.py
-    "closed": "a new one",  # without shared memory nothing is held open
-}
-DEATHS = ("killed waiting", "killed copying", "exits")
 
 
 # ---- on the ranks ----
@@ -243,10 +56,6 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
     return {**result, "seconds": time.monotonic() - begin}
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def goes_through(rank: int, folder: Path, world: int, transport: str) -> None:
     """All faults that leave the processes alive."""
     report: dict[str, Any] = {}
@@ -255,9 +64,9 @@ def goes_through(rank: int, folder: Path, world: int, transport: str) -> None:
     for name, fault in FAULTS.items():
         if fault.only not in ("", transport):
             continue
-        group, other = (dist.new_group(list(range(world))) for _ in range(2))
+        group, other, fresh = (dist.new_group(list(range(world))) for _ in range(3))
         os.environ["SPAR_TIMEOUT"] = "30" if fault.usable else str(LIMIT)
-        scene = Scene(other, processes, rank)
+        scene = Scene(other, fresh, processes, rank)
         warm = functools.partial(gather, torch.zeros(1), group, 0)
         warm()
         dist.barrier()
@@ -270,6 +79,7 @@ def goes_through(rank: int, folder: Path, world: int, transport: str) -> None:
         assert gather(torch.full((1,), 1.0 + rank), None, 0).sum() == world * (world + 1) / 2
         spar.close(group)
         spar.close(other)
+        spar.close(fresh)
         report[name] = result
     dist.barrier()
     (folder / f"{rank}.json").write_text(json.dumps(report))
