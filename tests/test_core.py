@@ -99,7 +99,7 @@ def test_core(program: Builder, compiler: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["arena", "scale", "spread", "stream", "wait"])
+@pytest.mark.parametrize("name", ["arena", "scale", "siphash", "spread", "stream", "wait"])
 def test_parts(program: Builder, name: str, kind: str) -> None:
     done = run(program("gcc", kind), name)
     assert (done.returncode, done.stderr) == (0, "")
