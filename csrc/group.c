@@ -147,6 +147,17 @@ static int64_t own_length(int world)
     return ((int64_t)sizeof(mailbox) + world + 63) / 64 * 64;
 }
 
+static void free_group(spar_group *g)
+{
+    if (g) {
+        free(g->peers);
+        free(g->boxes);
+        free(g->texts);
+        free(g->expected);
+    }
+    free(g);
+}
+
 spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, spar_group **result,
                             int64_t *offset)
 {
@@ -155,19 +166,15 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
         g->peers = calloc((size_t)world, sizeof *g->peers);
         g->boxes = calloc((size_t)world, sizeof *g->boxes);
         g->texts = calloc((size_t)world, SPAR_GROUP_TEXT);
+        g->expected = calloc((size_t)world, sizeof *g->expected);
     }
     spar_status status = SPAR_NO_MEMORY;
-    if (!g || !g->peers || !g->boxes || !g->texts)
+    if (!g || !g->peers || !g->boxes || !g->texts || !g->expected)
         spar_fail(status, "no memory for a group of %d ranks", world);
     else
         status = spar_arena_take(own_length(world) + room, &g->memory);
     if (status != SPAR_OK) {
-        if (g) {
-            free(g->peers);
-            free(g->boxes);
-            free(g->texts);
-        }
-        free(g);
+        free_group(g);
         return status;
     }
     pthread_mutex_init(&g->lock, NULL);
@@ -187,6 +194,23 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
     *offset = spar_memory_offset(g->memory);
     *result = g;
     return SPAR_OK;
+}
+
+spar_status spar_group_expect(spar_group *g, int rank, const spar_endpoint *endpoint,
+                              const spar_key *secret)
+{
+    SPAR_TRY(spar_peers_expect(endpoint, secret));
+    g->expected[rank] = *endpoint;
+    return SPAR_OK;
+}
+
+void spar_group_end_set_up(spar_group *g)
+{
+    for (int rank = 0; rank < g->world; rank++) {
+        if (g->expected[rank].pid)
+            spar_peers_end(&g->expected[rank]);
+        g->expected[rank].pid = 0;
+    }
 }
 
 spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *offsets)
@@ -277,6 +301,12 @@ static int mailbox_settled(void *group, uint32_t unused)
     return 1;
 }
 
+static void leave_peer(spar_peer *peer)
+{
+    spar_peers_unmap(peer);
+    spar_peers_leave(peer);
+}
+
 static void forget(void *group)
 {
     spar_group *g = group;
@@ -284,12 +314,9 @@ static void forget(void *group)
         return;
     for (int rank = 0; rank < g->world; rank++)
         if (g->peers[rank])
-            spar_peers_leave(g->peers[rank]);
+            leave_peer(g->peers[rank]);
     pthread_mutex_destroy(&g->lock);
-    free(g->peers);
-    free(g->boxes);
-    free(g->texts);
-    free(g);
+    free_group(g);
 }
 
 /* The last of those who look at the others' mailboxes says goodbye: nothing of theirs is touched after it. */
@@ -314,6 +341,7 @@ void spar_group_hold(spar_group *g)
 
 void spar_group_close(spar_group *g)
 {
+    spar_group_end_set_up(g);
     spar_group_break(g, "a rank closed the group");
     spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);
     spar_memory *memory = g->memory;

@@ -28,6 +28,11 @@ typedef struct {
 spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, spar_group **group,
                             int64_t *offset);
 
+/* In the set-up: expects a rank's process (spar_peers_expect) until spar_group_end_set_up, or the group is closed. */
+spar_status spar_group_expect(spar_group *group, int rank, const spar_endpoint *endpoint,
+                              const spar_key *secret);
+void spar_group_end_set_up(spar_group *group);
+
 /* The other ranks' processes and their mailboxes' offsets [world]; takes over the peers, also on failure. */
 spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_t *offsets);
 

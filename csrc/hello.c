@@ -1,4 +1,3 @@
-/* What two processes tell each other when they connect: who they are, and the descriptor of their arena. */
 #include "hello.h"
 
 #include "arena.h"
@@ -8,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -20,45 +20,153 @@
 #define SYS_pidfd_open 434
 #endif
 
+enum { CALL = 1, CHALLENGE, ARENA, REFUSAL, LATER };
+
 typedef struct {
     char magic[8];
+    uint64_t kind;
     spar_endpoint from, to;
-    int64_t length;   /* of the sender's arena, whose descriptor comes along */
-    char refusal[80]; /* else: why not */
-} hello;
+    spar_key challenge; /* the sender's, in CALL and CHALLENGE */
+    int64_t length;     /* of the sender's arena, in ARENA */
+    char refusal[80];   /* the reason, in REFUSAL */
+    spar_key proof;     /* last: over what precedes it; not in CALL and LATER */
+} message;
 
-static const char MAGIC[8] = "spar 1";
+_Static_assert(sizeof(message) == 168, "messages have no padding");
 
-spar_status spar_hello_send(int socket, const spar_endpoint *own, const spar_endpoint *to)
+static const char MAGIC[8] = "spar 2";
+static const char HUNG_UP[] = "the process hung up";
+
+/* ---- proofs ---- */
+
+spar_key spar_hello_key(const spar_endpoint *a, const spar_key *secret_a, const spar_endpoint *b,
+                        const spar_key *secret_b)
 {
-    hello words = {.from = *own, .to = *to, .length = spar_arena_length()};
+    int ordered = a->pid < b->pid || (a->pid == b->pid && a->nonce < b->nonce);
+    const spar_endpoint pair[2] = {ordered ? *a : *b, ordered ? *b : *a};
+    spar_key key = spar_siphash(secret_a, pair, sizeof pair);
+    spar_key other = spar_siphash(secret_b, pair, sizeof pair);
+    for (size_t i = 0; i < sizeof key.bytes; i++)
+        key.bytes[i] ^= other.bytes[i];
+    return key;
+}
+
+static spar_key prove(const spar_hello *h, const message *m)
+{
+    struct {
+        spar_key challenges[2];
+        char text[offsetof(message, proof)];
+    } whole;
+    memcpy(whole.challenges, h->challenges, sizeof whole.challenges);
+    memcpy(whole.text, m, sizeof whole.text);
+    return spar_siphash(&h->key, &whole, sizeof whole);
+}
+
+static int is_proven(const spar_hello *h, const spar_endpoint *own, const message *m)
+{
+    spar_key proof = prove(h, m);
+    return spar_endpoint_same(&m->from, &h->other) && spar_endpoint_same(&m->to, own) &&
+           spar_key_same(&proof, &m->proof);
+}
+
+/* ---- messages ---- */
+
+static message begin(const spar_hello *h, const spar_endpoint *own, uint64_t kind)
+{
+    message m = {.kind = kind, .from = *own, .to = h->other};
+    memcpy(m.magic, MAGIC, sizeof MAGIC);
+    return m;
+}
+
+/* Whether it was sent; a failure is in errno. Without sendmsg, which a sandbox may forbid: only descriptors need it. */
+static int send_plain(const spar_hello *h, const message *m)
+{
+    return send(h->socket, m, sizeof *m, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof *m;
+}
+
+static int send_arena(const spar_hello *h, const spar_endpoint *own)
+{
+    message m = begin(h, own, ARENA);
     char control[CMSG_SPACE(sizeof(int))] = {0};
-    struct iovec part = {&words, sizeof words};
-    struct msghdr message = {.msg_iov = &part,
-                             .msg_iovlen = 1,
-                             .msg_control = control,
-                             .msg_controllen = sizeof control};
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    struct iovec part = {&m, sizeof m};
+    struct msghdr envelope = {.msg_iov = &part,
+                              .msg_iovlen = 1,
+                              .msg_control = control,
+                              .msg_controllen = sizeof control};
+    struct cmsghdr *header = CMSG_FIRSTHDR(&envelope);
     int fd = spar_arena_fd();
-    memcpy(words.magic, MAGIC, sizeof MAGIC);
+    m.length = spar_arena_length();
+    m.proof = prove(h, &m);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof fd);
     memcpy(CMSG_DATA(header), &fd, sizeof fd);
-    if (sendmsg(socket, &message, MSG_NOSIGNAL) != sizeof words)
-        return spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s",
-                         strerror(errno));
-    return SPAR_OK;
+    return sendmsg(h->socket, &envelope, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof m;
 }
 
-void spar_hello_refuse(int socket, const spar_endpoint *own, const char *reason)
+/* This side cannot go on, as spar_last_error says; the other, which is proven, learns why. */
+static spar_hello_state refuse(const spar_hello *h, const spar_endpoint *own)
 {
-    hello words = {.from = *own};
-    memcpy(words.magic, MAGIC, sizeof MAGIC);
-    snprintf(words.refusal, sizeof words.refusal, "%s", reason);
-    if (send(socket, &words, sizeof words, MSG_NOSIGNAL) < 0)
-        return; /* then it sees the connection end */
+    message m = begin(h, own, REFUSAL);
+    snprintf(m.refusal, sizeof m.refusal, "%s", spar_last_error());
+    m.proof = prove(h, &m);
+    send_plain(h, &m); /* else it sees the connection end */
+    return SPAR_HELLO_REFUSED;
 }
+
+/* Looks at the next message and leaves it there, so that no descriptor arrives yet: 1 where there is one, 0 where
+ * there is none yet, -1 where none will come, or something else came. */
+static int peek(const spar_hello *h, message *m)
+{
+    ssize_t got = recv(h->socket, m, sizeof *m, MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR))
+        return 0;
+    if (got != sizeof *m || memcmp(m->magic, MAGIC, sizeof MAGIC) != 0)
+        return -1;
+    m->refusal[sizeof m->refusal - 1] = 0;
+    return 1;
+}
+
+/* Takes the message that was peeked at, without what descriptors may be with it: the system closes those. */
+static void take(const spar_hello *h)
+{
+    char byte;
+    if (recv(h->socket, &byte, 1, MSG_DONTWAIT) < 0)
+        return; /* it was there; if not, the next look will show it */
+}
+
+/* The same with its descriptor; -1 where it has none, or could not be received. */
+static int take_descriptor(const spar_hello *h)
+{
+    message m;
+    union {
+        struct cmsghdr header; /* for its alignment */
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec part = {&m, sizeof m};
+    struct msghdr envelope = {.msg_iov = &part,
+                              .msg_iovlen = 1,
+                              .msg_control = &control,
+                              .msg_controllen = CMSG_LEN(sizeof(int))}; /* room for one, no more */
+    ssize_t got = recvmsg(h->socket, &envelope, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    struct cmsghdr *header = got < 0 ? NULL : CMSG_FIRSTHDR(&envelope);
+    int fd = -1;
+    if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS &&
+        header->cmsg_len == CMSG_LEN(sizeof fd))
+        memcpy(&fd, CMSG_DATA(header), sizeof fd);
+    if (fd >= 0 && !(envelope.msg_flags & MSG_CTRUNC))
+        return fd;
+    spar_fail(SPAR_TRANSPORT, "%s",
+              fd >= 0                           ? "more than one descriptor"
+              : envelope.msg_flags & MSG_CTRUNC ? "the arena's descriptor could not be received: "
+                                                  "too many open files"
+                                                : "no descriptor");
+    if (fd >= 0)
+        close(fd);
+    return -1;
+}
+
+/* ---- arenas ---- */
 
 /* Maps what the descriptor is of, if it is an arena that cannot shrink under us. */
 static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
@@ -80,6 +188,32 @@ static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
     return SPAR_OK;
 }
 
+static spar_status take_arena(const spar_hello *h, spar_peer *peer, int64_t length)
+{
+    int fd = take_descriptor(h);
+    if (fd < 0)
+        return SPAR_TRANSPORT;
+    peer->endpoint = h->other;
+    spar_status status = map_arena(peer, fd, length);
+    close(fd);
+    return status;
+}
+
+static void release_arena(spar_peer *peer)
+{
+    munmap(peer->base, (size_t)peer->length + SPAR_ARENA_TAIL);
+    peer->base = NULL;
+}
+
+/* ---- who is at the other end ---- */
+
+int spar_hello_same_user(int socket, struct ucred *owner)
+{
+    socklen_t size = sizeof *owner;
+    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, owner, &size) == 0 &&
+           owner->uid == geteuid();
+}
+
 int spar_hello_pidfd(int socket)
 {
     struct ucred owner;
@@ -93,77 +227,121 @@ int spar_hello_pidfd(int socket)
     return (int)syscall(SYS_pidfd_open, owner.pid, 0);
 }
 
-static spar_status check_owner(spar_peer *peer)
+/* ---- the steps ---- */
+
+static int draw(spar_key *challenge)
 {
-    struct ucred owner;
-    socklen_t size = sizeof owner;
-    if (getsockopt(peer->socket, SOL_SOCKET, SO_PEERCRED, &owner, &size) != 0)
-        return spar_fail(SPAR_TRANSPORT, "SO_PEERCRED: %s", strerror(errno));
-    if (owner.uid != getuid())
-        return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d",
-                         (int)owner.pid, (int)owner.uid, (int)getuid());
-    peer->pidfd = spar_hello_pidfd(peer->socket);
+    return getrandom(challenge, sizeof *challenge, 0) == sizeof *challenge;
+}
+
+spar_status spar_hello_call(spar_hello *h, const spar_endpoint *own)
+{
+    message m = begin(h, own, CALL);
+    if (!draw(&h->challenges[0]))
+        return spar_fail(SPAR_TRANSPORT, "getrandom: %s", strerror(errno));
+    m.challenge = h->challenges[0];
+    if (!send_plain(h, &m))
+        return spar_fail(SPAR_TRANSPORT, "process %lld cannot be called: %s",
+                         (long long)h->other.pid, strerror(errno));
+    h->step = CALLED;
     return SPAR_OK;
 }
 
-/* What is wrong with words that came, or NULL. A stranger is told of nobody. */
-static const char *find_fault(const spar_peer *peer, const spar_endpoint *own, const hello *words,
-                              ssize_t got, int flags, int descriptors)
+spar_hello_state spar_hello_read_call(spar_hello *h, const spar_endpoint *own)
 {
-    if (got == 0)
-        return "the process hung up";
-    if (got < 0)
-        return strerror(errno);
-    if (got != sizeof *words || memcmp(words->magic, MAGIC, sizeof MAGIC) != 0)
-        return "not spar's words";
-    if (peer->state == DIALED && words->refusal[0])
-        return words->refusal;
-    if (!spar_endpoint_same(&words->to, own) ||
-        (peer->state == DIALED && !spar_endpoint_same(&words->from, &peer->endpoint)))
-        return "words for another process";
-    if (descriptors == 1)
-        return NULL;
-    return flags & MSG_CTRUNC ? "the arena's descriptor could not be received: too many open files"
-                              : "no descriptor";
+    message m;
+    int came = peek(h, &m);
+    if (came == 0)
+        return SPAR_HELLO_PENDING;
+    if (came < 0 || m.kind != CALL || !spar_endpoint_same(&m.to, own))
+        return SPAR_HELLO_DROPPED;
+    take(h);
+    h->other = m.from;
+    h->challenges[0] = m.challenge;
+    h->step = CLAIMED;
+    return SPAR_HELLO_PENDING;
 }
 
-spar_status spar_hello_read(spar_peer *peer, const spar_endpoint *own)
+spar_hello_state spar_hello_challenge(spar_hello *h, const spar_endpoint *own, const spar_key *key)
 {
-    hello words = {.magic = ""};
-    char control[CMSG_SPACE(sizeof(int) * 4)];
-    struct iovec part = {&words, sizeof words};
-    struct msghdr message = {.msg_iov = &part,
-                             .msg_iovlen = 1,
-                             .msg_control = control,
-                             .msg_controllen = sizeof control};
-    ssize_t got = recvmsg(peer->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR))
-        return SPAR_OK;
-    words.refusal[sizeof words.refusal - 1] = 0;
-    int fds[4], count = 0;
-    for (struct cmsghdr *h = CMSG_FIRSTHDR(&message); got > 0 && h; h = CMSG_NXTHDR(&message, h))
-        if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
-            for (size_t at = 0; count < 4 && CMSG_LEN(at + sizeof(int)) <= h->cmsg_len;
-                 at += sizeof(int))
-                memcpy(&fds[count++], CMSG_DATA(h) + at, sizeof(int));
-    spar_status status = SPAR_OK;
-    int answers = peer->state == STRANGER;
-    const char *fault = find_fault(peer, own, &words, got, message.msg_flags, count);
-    if (spar_endpoint_same(&words.to, own))
-        peer->endpoint = words.from;
-    if (fault)
-        status = spar_fail(SPAR_TRANSPORT, "%s", fault);
-    if (status == SPAR_OK)
-        status = check_owner(peer);
-    if (status == SPAR_OK)
-        status = map_arena(peer, fds[0], words.length);
-    if (status == SPAR_OK && answers)
-        status = spar_hello_send(peer->socket, own, &peer->endpoint);
-    if (status == SPAR_OK)
-        peer->state = CONNECTED;
-    else
-        snprintf(peer->reason, sizeof peer->reason, "%s", spar_last_error());
-    while (count)
-        close(fds[--count]);
-    return status;
+    message m = begin(h, own, CHALLENGE);
+    h->key = *key;
+    if (!draw(&h->challenges[1]))
+        return SPAR_HELLO_DROPPED;
+    m.challenge = h->challenges[1];
+    m.proof = prove(h, &m);
+    if (!send_plain(h, &m))
+        return SPAR_HELLO_DROPPED;
+    h->step = CHALLENGED;
+    return SPAR_HELLO_PENDING;
+}
+
+void spar_hello_postpone(spar_hello *h, const spar_endpoint *own)
+{
+    message m = begin(h, own, LATER);
+    if (h->step == ACCEPTED)
+        m.from = m.to = (spar_endpoint){0, 0};
+    send_plain(h, &m); /* else it sees the connection end */
+    close(h->socket);
+    h->socket = -1;
+}
+
+/* The dialer has read a CHALLENGE. */
+static spar_hello_state offer(spar_hello *h, const spar_endpoint *own)
+{
+    take(h);
+    h->step = OFFERED;
+    if (send_arena(h, own) || errno == EPIPE || errno == ECONNRESET)
+        return SPAR_HELLO_PENDING; /* where the answerer hung up, it may have said before what to do */
+    spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s", strerror(errno));
+    return refuse(h, own);
+}
+
+static spar_hello_state step_dialer(spar_hello *h, const spar_endpoint *own, spar_peer *peer)
+{
+    message m;
+    int came = peek(h, &m);
+    if (came == 0)
+        return SPAR_HELLO_PENDING;
+    if (came < 0)
+        spar_fail(SPAR_TRANSPORT, HUNG_UP);
+    if (came > 0 && m.kind == LATER)
+        return SPAR_HELLO_LATER;
+    if (came > 0 && h->step == CALLED)
+        h->challenges[1] = m.challenge;
+    if (came > 0 && !is_proven(h, own, &m))
+        spar_fail(SPAR_TRANSPORT, "the process did not prove that it is of this job");
+    else if (came > 0 && m.kind == CHALLENGE && h->step == CALLED)
+        return offer(h, own);
+    else if (came > 0 && m.kind == ARENA && h->step == OFFERED)
+        return take_arena(h, peer, m.length) == SPAR_OK ? SPAR_HELLO_CONNECTED : SPAR_HELLO_REFUSED;
+    else if (came > 0)
+        spar_fail(SPAR_TRANSPORT, "%s", m.kind == REFUSAL ? m.refusal : "an unknown message");
+    return SPAR_HELLO_REFUSED;
+}
+
+static spar_hello_state step_answerer(spar_hello *h, const spar_endpoint *own, spar_peer *peer)
+{
+    message m;
+    int came = peek(h, &m);
+    if (came == 0)
+        return SPAR_HELLO_PENDING;
+    if (came < 0 || !is_proven(h, own, &m) || (m.kind != ARENA && m.kind != REFUSAL))
+        return SPAR_HELLO_DROPPED;
+    if (m.kind == REFUSAL) {
+        spar_fail(SPAR_TRANSPORT, "%s", m.refusal);
+        return SPAR_HELLO_REFUSED;
+    }
+    if (take_arena(h, peer, m.length) != SPAR_OK)
+        return refuse(h, own);
+    if (send_arena(h, own))
+        return SPAR_HELLO_CONNECTED;
+    spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s", strerror(errno));
+    release_arena(peer);
+    return refuse(h, own);
+}
+
+spar_hello_state spar_hello_step(spar_hello *h, const spar_endpoint *own, spar_peer *peer)
+{
+    return h->step == CHALLENGED ? step_answerer(h, own, peer) : step_dialer(h, own, peer);
 }

@@ -1,33 +1,77 @@
-/* The first words between two processes, which carry their arenas' descriptors; for peers.c. */
+/* The handshake over one connection between two processes, for calls.c.
+ *
+ *     dialer   -> CALL      both endpoints, the dialer's challenge
+ *     answerer -> CHALLENGE the answerer's challenge, its proof
+ *     dialer   -> ARENA     the dialer's proof, and its arena's descriptor
+ *     answerer -> ARENA     the answerer's proof, and its arena's descriptor
+ *
+ * A proof is a code over the whole message and both challenges, by the key that only the two processes can derive:
+ * it shows that the sender knows the secrets that travel in the group's facts, and that the message is of this
+ * handshake. Neither side sends a descriptor, takes one, or says why it refuses, before the other has proved itself.
+ * No function here waits. */
 #ifndef SPAR_HELLO_H
 #define SPAR_HELLO_H
 
 #include "peers.h"
 
-/* spar_peer.state */
+#include <sys/socket.h>
+
+/* How far a handshake is. */
 enum {
-    STRANGER,  /* accepted, its hello not read */
-    DIALED,    /* hello sent, no answer */
-    CONNECTED, /* both read */
-    REFUSED,   /* it called and could not be served: `reason`, for whoever wants to meet it */
+    CONNECTING, /* dialer: the other's backlog was full */
+    CALLED,     /* dialer: sent CALL */
+    OFFERED,    /* dialer: sent ARENA */
+    ACCEPTED,   /* answerer: has read nothing */
+    CLAIMED,    /* answerer: read CALL: whose endpoint it claims is known */
+    CHALLENGED, /* answerer: sent CHALLENGE */
 };
+
+typedef struct {
+    int socket; /* -1: none */
+    int step;
+    int64_t since_ns;
+    spar_endpoint other; /* an answerer only knows what the other claims */
+    spar_key key;
+    spar_key challenges[2]; /* the dialer's, the answerer's */
+} spar_hello;
+
+typedef enum {
+    SPAR_HELLO_PENDING,
+    SPAR_HELLO_CONNECTED,
+    SPAR_HELLO_LATER,   /* dialer: the answerer had no room for it: dial again */
+    SPAR_HELLO_DROPPED, /* answerer: hung up, or unproven: not worth a word */
+    SPAR_HELLO_REFUSED, /* one side could not go on: spar_last_error */
+} spar_hello_state;
 
 static inline int spar_endpoint_same(const spar_endpoint *a, const spar_endpoint *b)
 {
     return a->pid == b->pid && a->nonce == b->nonce;
 }
 
-/* With this process's arena. */
-spar_status spar_hello_send(int socket, const spar_endpoint *own, const spar_endpoint *to);
+/* The key of a pair, from both processes' secrets; the same on both. */
+spar_key spar_hello_key(const spar_endpoint *a, const spar_key *secret_a, const spar_endpoint *b,
+                        const spar_key *secret_b);
 
-/* The caller shall not wait for an answer that never comes. */
-void spar_hello_refuse(int socket, const spar_endpoint *own, const char *reason);
+/* Whether the process at the other end has this process's user; *owner: its user and, where it can be seen, its id. */
+int spar_hello_same_user(int socket, struct ucred *owner);
 
-/* Of the process at the other end, the caller's; -1 where the system has none. */
+/* The dialer's first message; `hello->other` and `key` are set. */
+spar_status spar_hello_call(spar_hello *hello, const spar_endpoint *own);
+
+/* The answerer's first look: CLAIMED when the CALL has come. */
+spar_hello_state spar_hello_read_call(spar_hello *hello, const spar_endpoint *own);
+
+/* The answerer's first message, to an endpoint that is expected. */
+spar_hello_state spar_hello_challenge(spar_hello *hello, const spar_endpoint *own,
+                                      const spar_key *key);
+
+/* One look at what came in: either side's later steps. On SPAR_HELLO_CONNECTED the peer has the arena. */
+spar_hello_state spar_hello_step(spar_hello *hello, const spar_endpoint *own, spar_peer *peer);
+
+/* Asks a caller to dial again, and hangs up. */
+void spar_hello_postpone(spar_hello *hello, const spar_endpoint *own);
+
+/* Of the process at the other end, the caller's to close; -1 where the system has none. */
 int spar_hello_pidfd(int socket);
-
-/* Reads a hello, if it is there: the peer is CONNECTED after it. Where it fails, peer->reason says why, and
- * peer->endpoint is the caller's if that could be known. */
-spar_status spar_hello_read(spar_peer *peer, const spar_endpoint *own);
 
 #endif

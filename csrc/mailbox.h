@@ -37,9 +37,10 @@ struct spar_group {
     int64_t rests_until_ns;      /* before it moves to another core again */
     spar_memory *memory;
     mailbox *own;
-    char *texts;       /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
-    mailbox **boxes;   /* [world] */
-    spar_peer **peers; /* [world]; NULL: oneself */
+    spar_endpoint *expected; /* [world] in the set-up, whose processes are expected; pid 0: not */
+    char *texts;             /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
+    mailbox **boxes;         /* [world] */
+    spar_peer **peers;       /* [world]; NULL: oneself */
 };
 
 /* Call numbers wrap. */

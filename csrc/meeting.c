@@ -35,7 +35,10 @@ spar_status spar_meeting_begin(const spar_comm *comm, const spar_facts *facts, i
     if (spin.holds)
         spar_group_spin(*group, spin.count * 1000);
     for (int rank = 0; rank < comm->world; rank++) {
-        spar_status status = rank == comm->rank ? SPAR_OK : spar_peers_dial(&facts[rank].endpoint);
+        spar_status status =
+            rank == comm->rank
+                ? SPAR_OK
+                : spar_group_expect(*group, rank, &facts[rank].endpoint, &facts[rank].secret);
         if (status != SPAR_OK) {
             spar_group_close(*group);
             *group = NULL;
@@ -90,8 +93,11 @@ spar_status spar_meeting_end(const spar_comm *comm, spar_group *group, const spa
         status = spar_group_attach(group, peers, offsets);
     else
         for (int rank = 0; peers && rank < comm->world; rank++)
-            if (peers[rank])
+            if (peers[rank]) {
+                spar_peers_unmap(peers[rank]);
                 spar_peers_leave(peers[rank]);
+            }
+    spar_group_end_set_up(group);
     free(peers);
     free(offsets);
     return status;

@@ -8,7 +8,7 @@
 /* Whether each rank is a process of its own that can be met; else why not. */
 int spar_meeting_possible(const spar_facts *facts, int world, char *reason, size_t size);
 
-/* First stage: this rank's mailbox with `room` bytes behind it (spar_group_room), and calls on the others.
+/* First stage: this rank's mailbox with `room` bytes behind it (spar_group_room); the others are expected, and dialed.
  * Does not wait. On failure nothing is kept. */
 spar_status spar_meeting_begin(const spar_comm *comm, const spar_facts *facts, int64_t room,
                                spar_group **group, int64_t *offset);

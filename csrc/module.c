@@ -279,10 +279,23 @@ static PyObject *module_watch(PyObject *module, PyObject *args)
 {
     long long pid;
     unsigned long long nonce;
+    int pidfd;
     (void)module;
     if (!PyArg_ParseTuple(args, "LK", &pid, &nonce))
         return NULL;
-    return PyLong_FromLong(spar_peers_watch(&(spar_endpoint){pid, nonce}));
+    Py_BEGIN_ALLOW_THREADS;
+    pidfd = spar_peers_watch(&(spar_endpoint){pid, nonce});
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLong(pidfd);
+}
+
+static PyObject *module_connections(PyObject *module, PyObject *unused)
+{
+    spar_peers_counts counts = spar_peers_count();
+    (void)module;
+    (void)unused;
+    return Py_BuildValue("LLi", (long long)counts.foreign, (long long)counts.unproven,
+                         counts.pending);
 }
 
 static PyObject *module_arena_stats(PyObject *module, PyObject *unused)
@@ -350,6 +363,8 @@ static PyMethodDef methods[] = {
      "    -> (name, reason, ((rejected name, reason), ...))"},
     {"processes", module_processes, METH_O,
      "processes(all ranks' facts) -> [(process id, nonce), ...]; 0: not known"},
+    {"connections", module_connections, METH_NOARGS,
+     "connections() -> (closed: of another user, closed: unproven, open and not proven yet)"},
     {"watch", module_watch, METH_VARARGS,
      "watch(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1"},
     {"begin", module_begin, METH_VARARGS,

@@ -10,7 +10,7 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_facts) == 416 && sizeof(spar_verdict) == 256, "they travel as bytes");
+_Static_assert(sizeof(spar_facts) == 432 && sizeof(spar_verdict) == 256, "they travel as bytes");
 
 static int torch_serves(const spar_facts *facts, int world, const char *device, char *reason,
                         size_t size)
@@ -57,7 +57,7 @@ void spar_facts_read(spar_facts *facts)
     snprintf(facts->transport, sizeof facts->transport, "%s", transport.text);
     snprintf(facts->check, sizeof facts->check, "%s", check.text);
 #ifdef __linux__
-    if (spar_peers_listen(&facts->endpoint) != SPAR_OK)
+    if (spar_peers_listen(&facts->endpoint, &facts->secret) != SPAR_OK)
         snprintf(facts->no_shm, sizeof facts->no_shm, "%s", spar_last_error());
     if (spar_device_cuda.open() != SPAR_OK || spar_nccl_open() != SPAR_OK)
         snprintf(facts->no_nccl, sizeof facts->no_nccl, "%s", spar_last_error());

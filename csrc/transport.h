@@ -19,8 +19,9 @@ typedef struct {
     char check[8];          /* SPAR_CHECK */
     uint64_t local_world;   /* where all ranks are threads of one process: the world's address */
     spar_endpoint endpoint; /* where its process can be met; none: see no_shm */
-    char no_shm[64];        /* why it has none */
-    char no_nccl[96];       /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
+    spar_key secret;  /* by which the group's other processes on its host prove themselves to it */
+    char no_shm[64];  /* why it has none */
+    char no_nccl[96]; /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
 } spar_facts;
 
 /* What a rank tells after a stage of a transport's set-up: all go on, or all leave it. */

@@ -1,11 +1,12 @@
 /* A group's set-up: one rank, whose peers are sockets on which anything may come.
  *
- * Facts and verdicts are what a rank is handed of the others as bytes; hellos come over the socket, with whatever
- * descriptors. While the rank waits, the input lets the strangers call, answer, say something else or hang up. Each
+ * Facts and verdicts are what a rank is handed of the others as bytes; handshakes go over sockets, with whatever
+ * descriptors; some messages are wrong but bear a right proof, as a corrupt rank could send them. While the rank waits, the input lets the strangers call, answer, say something else or hang up. Each
  * step ends in time, in success or in an error, in success where all were honest; an arena that is taken for a
  * peer's can be touched from end to end; and at the end no memory, mapping or descriptor is left. */
-#include "../csrc/hello.c" /* the words of a hello are known to it alone, */
-#include "../csrc/peers.c" /* and the table to it */
+#include "../csrc/hello.c" /* messages and proofs are known to it alone, */
+#include "../csrc/calls.c" /* callers to it, */
+#include "../csrc/peers.c" /* and peers to it */
 
 #include "../csrc/spar.h"
 #include "fuzz.h"
@@ -26,18 +27,21 @@ enum {
 /* Some other process; of half of them this one is the lower, and calls. */
 typedef struct {
     spar_endpoint endpoint;
+    spar_key secret;
     int listener, arena, called;
 } stranger;
 
 static source input;
 static spar_endpoint own;
+static spar_key secret;
 static stranger strangers[RANKS];
 static int odd[5]; /* descriptors that are no arenas of LENGTH bytes */
 static struct {
     int world, rank, honest, waits, next;
-    int lines[LINES]; /* ends of connections; -1: free */
+    spar_hello lines[LINES]; /* ends of connections; socket -1: free */
+    int who[LINES];          /* each one's stranger */
     spar_peer *held[HELD];
-    int holds;
+    int holds, expects[RANKS];
 } now;
 
 static void wrong(int line, const char *condition)
@@ -50,23 +54,26 @@ static void wrong(int line, const char *condition)
 
 static void hang_up(int line)
 {
-    if (now.lines[line] >= 0)
-        close(now.lines[line]);
-    now.lines[line] = -1;
+    if (now.lines[line].socket >= 0)
+        close(now.lines[line].socket);
+    now.lines[line].socket = -1;
 }
 
 /* A free one; else one that must hang up for it. */
-static int new_line(int fd)
+static int new_line(int fd, int who, int step)
 {
     int line = 0;
-    while (line < LINES && now.lines[line] >= 0)
+    while (line < LINES && now.lines[line].socket >= 0)
         line++;
     if (line == LINES) {
         line = now.next++ % LINES;
         now.honest = 0;
     }
     hang_up(line);
-    now.lines[line] = fd;
+    now.lines[line] = (spar_hello){.socket = fd, .step = step, .other = own};
+    now.lines[line].key =
+        spar_hello_key(&own, &secret, &strangers[who].endpoint, &strangers[who].secret);
+    now.who[line] = who;
     return line;
 }
 
@@ -74,79 +81,122 @@ static void send_words(int line, const void *words, size_t size, const int *fds,
 {
     char control[CMSG_SPACE(sizeof(int) * 6)] = {0};
     struct iovec part = {(void *)(uintptr_t)words, size};
-    struct msghdr message = {.msg_iov = &part,
-                             .msg_iovlen = 1,
-                             .msg_control = control,
-                             .msg_controllen = CMSG_SPACE(sizeof(int) * (size_t)count)};
+    struct msghdr envelope = {.msg_iov = &part,
+                              .msg_iovlen = 1,
+                              .msg_control = control,
+                              .msg_controllen = CMSG_SPACE(sizeof(int) * (size_t)count)};
     if (count) {
-        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        struct cmsghdr *header = CMSG_FIRSTHDR(&envelope);
         header->cmsg_level = SOL_SOCKET;
         header->cmsg_type = SCM_RIGHTS;
         header->cmsg_len = CMSG_LEN(sizeof(int) * (size_t)count);
         memcpy(CMSG_DATA(header), fds, sizeof(int) * (size_t)count);
     } else {
-        message.msg_control = NULL;
-        message.msg_controllen = 0;
+        envelope.msg_control = NULL;
+        envelope.msg_controllen = 0;
     }
-    if (now.lines[line] >= 0 && sendmsg(now.lines[line], &message, MSG_NOSIGNAL) < 0)
+    if (now.lines[line].socket >= 0 &&
+        sendmsg(now.lines[line].socket, &envelope, MSG_NOSIGNAL | MSG_DONTWAIT) < 0)
         hang_up(line);
 }
 
-static hello hello_of(const stranger *s)
+static int call_in(int who)
 {
-    hello words = {.from = s->endpoint, .to = own, .length = LENGTH};
-    memcpy(words.magic, MAGIC, sizeof MAGIC);
-    return words;
-}
-
-static int call_in(void)
-{
-    struct sockaddr_un address;
-    socklen_t length = address_of(&own, &address);
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    EXPECT(fd >= 0 && connect(fd, (struct sockaddr *)&address, length) == 0);
-    return new_line(fd);
+    EXPECT(fd >= 0 && connect_to(fd, &own) == 0);
+    return new_line(fd, who, CONNECTING);
 }
 
-static int take_in(const stranger *s)
+static int take_one(int who)
 {
-    int fd = accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    return fd < 0 ? -1 : new_line(fd);
+    int fd = accept4(strangers[who].listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    return fd < 0 ? -1 : new_line(fd, who, ACCEPTED);
+}
+
+static void send_own_arena(int line)
+{
+    spar_hello *h = &now.lines[line];
+    const stranger *s = &strangers[now.who[line]];
+    message m = begin(h, &s->endpoint, ARENA);
+    m.length = LENGTH;
+    m.proof = prove(h, &m);
+    send_words(line, &m, sizeof m, &s->arena, 1);
+}
+
+/* What a right process does next on a connection. */
+static void go_on(int line)
+{
+    spar_hello *h = &now.lines[line];
+    const stranger *s = &strangers[now.who[line]];
+    message m;
+    if (h->step == CONNECTING)
+        spar_hello_call(h, &s->endpoint);
+    if (h->step == ACCEPTED && spar_hello_read_call(h, &s->endpoint) == SPAR_HELLO_DROPPED)
+        hang_up(line);
+    if (h->step == CLAIMED)
+        spar_hello_challenge(h, &s->endpoint, &h->key);
+    int came = h->socket >= 0 && h->step != ACCEPTED ? peek(h, &m) : 0;
+    if (came < 0 || (came && m.kind == LATER)) {
+        hang_up(line);
+        strangers[now.who[line]].called = 0;
+    } else if (came && (h->step == CALLED || h->step == CHALLENGED)) {
+        take(h);
+        if (h->step == CALLED)
+            h->challenges[1] = m.challenge;
+        h->step = OFFERED;
+        send_own_arena(line);
+    }
 }
 
 /* What a right process does: it calls if it is the lower, and answers if it is not. */
-static void behave(stranger *s)
+static void behave(int who)
 {
-    hello words = hello_of(s);
-    int line = s->listener >= 0 ? take_in(s) : s->called ? -1 : call_in();
+    stranger *s = &strangers[who];
+    if (s->listener >= 0)
+        take_one(who);
+    else if (!s->called)
+        call_in(who);
     s->called = 1;
-    if (line >= 0)
-        send_words(line, &words, sizeof words, &s->arena, 1);
+    for (int line = 0; line < LINES; line++)
+        if (now.lines[line].socket >= 0 && now.who[line] == who)
+            go_on(line);
 }
 
+/* Anything but what is right: where `what` says so, with a proof that is. */
 static void lie(int line)
 {
-    hello words = hello_of(&strangers[next_byte(&input) % RANKS]);
+    spar_hello *h = &now.lines[line];
     unsigned what = next_byte(&input), count = next_byte(&input);
+    message m = begin(h, &strangers[next_byte(&input) % RANKS].endpoint, next_byte(&input) % 8);
     int fds[6];
-    size_t size = sizeof words;
+    size_t size = sizeof m;
+    m.length = LENGTH;
     if (what & 1)
-        words.magic[next_byte(&input) % sizeof words.magic] = (char)next_byte(&input);
+        m.magic[next_byte(&input) % sizeof m.magic] = (char)next_byte(&input);
     if (what & 2)
-        words.from = (spar_endpoint){next_number(&input), next_word(&input)};
+        m.from = (spar_endpoint){next_number(&input), next_word(&input)};
     if (what & 4)
-        words.to = (spar_endpoint){next_number(&input), next_word(&input)};
+        m.to = (spar_endpoint){next_number(&input), next_word(&input)};
     if (what & 8)
-        words.length = next_number(&input);
+        m.length = next_number(&input);
     if (what & 16)
-        memset(words.refusal, (int)next_byte(&input), sizeof words.refusal);
+        memset(m.refusal, (int)next_byte(&input), sizeof m.refusal);
     if (what & 32)
-        size = next_byte(&input) % (sizeof words + 1);
+        size = next_byte(&input) % (sizeof m + 1);
+    if (what & 64) { /* the challenge that is there, if one is */
+        message seen;
+        if (h->socket >= 0 && peek(h, &seen) > 0)
+            h->challenges[h->step >= ACCEPTED ? 0 : 1] = seen.challenge;
+        m.challenge = h->challenges[h->step >= ACCEPTED ? 1 : 0];
+        m.proof = prove(h, &m);
+    }
+    if (what & 128 && h->socket >= 0)
+        take(h);
     for (int i = 0; i < 6; i++) {
         unsigned which = next_byte(&input) % 10;
         fds[i] = which < 5 ? odd[which] : strangers[which % RANKS].arena;
     }
-    send_words(line, &words, size, fds, (int)(count < 128 ? 1 : count % 7));
+    send_words(line, &m, size, fds, (int)(count < 128 ? 1 : count % 7));
 }
 
 /* What was taken for a peer's arena is there, from end to end. */
@@ -164,23 +214,24 @@ static void act(void)
     unsigned what = next_byte(&input);
     int line = (int)(what >> 3) % LINES, who = (int)(what >> 3) % RANKS;
     EXPECT(++now.waits < 20000);
-    for (int i = 0; i < table.count; i++)
-        if (table.peers[i]->state == CONNECTED)
-            touch(table.peers[i]);
+    EXPECT(table.ncallers <= MOST_CALLERS);
+    for (int i = 0; i < connected.count; i++)
+        if (connected.peers[i]->base)
+            touch(connected.peers[i]);
     switch (what % 8) {
     case 0:
         for (int i = 0; i < RANKS; i++)
-            behave(&strangers[i]);
+            behave(i);
         return;
     case 1:
-        behave(&strangers[who]);
+        behave(who);
         return;
     case 2: /* somebody calls, and says nothing yet */
-        call_in();
+        call_in(who);
         return;
     case 3: /* somebody is called, and says nothing yet */
         if (strangers[who].listener >= 0)
-            take_in(&strangers[who]);
+            take_one(who);
         break;
     case 4:
     case 5:
@@ -198,15 +249,26 @@ static void act(void)
 
 /* ---- the rank ---- */
 
+static void leave(spar_peer *peer)
+{
+    spar_peers_unmap(peer);
+    spar_peers_leave(peer);
+}
+
 /* Calls and meetings as they may come when several groups are set up at once. */
 static void meet_somebody(void)
 {
-    const stranger *s = &strangers[next_byte(&input) % RANKS];
-    unsigned what = next_byte(&input);
+    unsigned who = next_byte(&input) % RANKS, what = next_byte(&input);
+    const stranger *s = &strangers[who];
     if (what % 4 == 0) {
-        EXPECT(spar_peers_dial(&s->endpoint) == SPAR_OK || *spar_last_error());
+        spar_status status = spar_peers_expect(&s->endpoint, &s->secret);
+        EXPECT(status == SPAR_OK || *spar_last_error());
+        now.expects[who] += status == SPAR_OK;
+    } else if (what % 8 == 2 && now.expects[who]) {
+        now.expects[who]--;
+        spar_peers_end(&s->endpoint);
     } else if (what % 4 == 1 && now.holds) {
-        spar_peers_leave(now.held[--now.holds]);
+        leave(now.held[--now.holds]);
     } else if (now.holds < HELD) {
         spar_peer *peer;
         spar_status status = spar_peers_meet(&s->endpoint, &peer);
@@ -260,9 +322,11 @@ static void set_up(void)
         EXPECT(pwrite(strangers[rank].arena, &box, sizeof box, 64 * rank) == sizeof box &&
                pwrite(strangers[rank].arena, place, sizeof place, 64 * rank + 8) == sizeof place);
         if (rank != now.rank)
-            facts[rank].endpoint = strangers[rank].endpoint;
+            facts[rank].endpoint = strangers[rank].endpoint,
+            facts[rank].secret = strangers[rank].secret;
     }
     facts[now.rank].endpoint = own;
+    facts[now.rank].secret = secret;
     spoil(facts, sizeof *facts * (size_t)now.world, (size_t)now.rank, sizeof *facts);
     spar_status status = spar_choose(facts, now.world, "cpu", NULL, &choice);
     EXPECT(status == SPAR_OK || (!now.honest && *spar_last_error()));
@@ -294,11 +358,12 @@ static int make_memory(int64_t length, int seals)
     return fd;
 }
 
-static void begin(void)
+static void begin_input(void)
 {
     if (!own.pid) {
         int ends[2];
-        EXPECT(!spar_arena_open(1 << 20, 1) && !spar_peers_listen(&own) && pipe(ends) == 0);
+        EXPECT(!spar_arena_open(1 << 20, 1) && !spar_peers_listen(&own, &secret) &&
+               pipe(ends) == 0);
         odd[0] = ends[0];
         odd[MAY_SHRINK] = make_memory(WHOLE, 0);
         odd[2] = make_memory(WHOLE, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE);
@@ -310,12 +375,13 @@ static void begin(void)
     EXPECT(ftruncate(odd[MAY_SHRINK], WHOLE) == 0);
     now.honest = 1;
     for (int line = 0; line < LINES; line++)
-        now.lines[line] = -1;
+        now.lines[line].socket = -1;
     for (int i = 0; i < RANKS; i++) {
         struct sockaddr_un address;
         stranger *s = &strangers[i];
         uint64_t nonce = i % 2 ? own.nonce + 1 + (uint64_t)i : own.nonce - 1 - (uint64_t)i;
         s->endpoint = (spar_endpoint){own.pid, nonce};
+        memset(&s->secret, 1 + i, sizeof s->secret);
         s->listener = -1;
         s->called = 0;
         if (nonce < own.nonce)
@@ -334,19 +400,23 @@ static void end(void)
     for (int line = 0; line < LINES; line++)
         hang_up(line);
     for (int i = 0; i < RANKS; i++)
-        close_fd(&strangers[i].listener);
+        spar_close_fd(&strangers[i].listener);
     while (now.holds)
-        spar_peers_leave(now.held[--now.holds]);
-    for (int i = 0; i < table.count; i++) {
-        close_fd(&table.peers[i]->socket);
-        close_fd(&table.peers[i]->pidfd);
-        table.peers[i]->endpoint.pid = INT32_MAX;
+        leave(now.held[--now.holds]);
+    for (int i = 0; i < RANKS; i++)
+        for (; now.expects[i]; now.expects[i]--)
+            spar_peers_end(&strangers[i].endpoint);
+    EXPECT(table.nexpected == 0 && table.ncallers == 0);
+    for (int i = 0; i < connected.count; i++) {
+        spar_close_fd(&connected.peers[i]->socket);
+        spar_close_fd(&connected.peers[i]->pidfd);
+        connected.peers[i]->endpoint.pid = INT32_MAX;
     }
     for (int looks = 0; looks < 2; looks++)
         spar_arena_trim();
-    while (table.count) {
-        EXPECT(table.peers[0]->groups == 0);
-        drop(table.peers[0]);
+    while (connected.count) {
+        EXPECT(connected.peers[0]->groups == 0 && connected.peers[0]->readers == 0);
+        drop(connected.peers[0]);
     }
     for (int fd; (fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;)
         close(fd);
@@ -360,7 +430,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     input = (source){data, data + size};
     memset(&now, 0, sizeof now);
-    begin();
+    begin_input();
     int before = dup(odd[0]), after;
     now.world = 2 + (int)(next_byte(&input) % (RANKS - 1));
     now.rank = (int)(next_byte(&input) % (unsigned)now.world);

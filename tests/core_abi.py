@@ -190,6 +190,7 @@ class Facts(ctypes.Structure):
         ("check", c_char * 8),
         ("local_world", c_uint64),
         ("endpoint", Endpoint),
+        ("secret", ctypes.c_ubyte * 16),
         ("no_shm", c_char * 64),
         ("no_nccl", c_char * 96),
     )

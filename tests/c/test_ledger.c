@@ -46,7 +46,7 @@ static void join(rank_state *r)
     const spar_patience patience = {.deadline_ns = spar_now_ns() + 20000000000};
     const spar_comm comm = {
         .world = m->world, .rank = r->rank, .local_ranks = m->world, .facts = m->facts};
-    EXPECT(!spar_peers_listen(&m->facts[r->rank].endpoint));
+    EXPECT(!spar_peers_listen(&m->facts[r->rank].endpoint, &m->facts[r->rank].secret));
     pthread_barrier_wait(&m->barrier);
     EXPECT(!spar_ledger_open(&comm, m->facts, &r->ledger, &m->opened[r->rank].offset));
     pthread_barrier_wait(&m->barrier);

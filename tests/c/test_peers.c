@@ -154,18 +154,26 @@ static spar_status meet(const spar_endpoint *other, spar_peer **peer)
     return spar_fail(SPAR_TIMEOUT, "nobody came");
 }
 
+static void leave(spar_peer *peer)
+{
+    spar_peers_unmap(peer);
+    spar_peers_leave(peer);
+}
+
 static void be_refused(void *context, int process)
 {
     plan *all = context;
-    spar_endpoint *own = &all->meetings[0].facts[process].endpoint;
-    const spar_endpoint *other = &all->meetings[0].facts[!process].endpoint;
+    spar_facts *own_facts = &all->meetings[0].facts[process];
+    const spar_facts *other_facts = &all->meetings[0].facts[!process];
+    spar_endpoint *own = &own_facts->endpoint;
+    const spar_endpoint *other = &other_facts->endpoint;
     spar_peer *peer, *again;
-    EXPECT(!spar_arena_open(1 << 20, 2) && !spar_peers_listen(own));
+    EXPECT(!spar_arena_open(1 << 20, 2) && !spar_peers_listen(own, &own_facts->secret));
     pthread_barrier_wait(&all->everybody);
     int calls = own->pid < other->pid;
 
     /* who is called cannot take it, and who calls does not look: another set-up calls again */
-    EXPECT(!spar_peers_dial(other));
+    EXPECT(!spar_peers_expect(other, &other_facts->secret));
     pthread_barrier_wait(&all->everybody);
     if (!calls) {
         struct rlimit was = no_more_descriptors();
@@ -174,30 +182,32 @@ static void be_refused(void *context, int process)
         EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
     }
     pthread_barrier_wait(&all->everybody);
+    spar_peers_end(other);
 
     /* it is taken, but who called cannot take the answer, while the other thinks that they have met */
-    EXPECT(!spar_peers_dial(other));
-    pthread_barrier_wait(&all->everybody);
-    if (!calls)
-        EXPECT(!meet(other, &peer));
+    EXPECT(!spar_peers_expect(other, &other_facts->secret));
     pthread_barrier_wait(&all->everybody);
     if (calls) {
         struct rlimit was = no_more_descriptors();
         EXPECT(meet(other, &peer) == SPAR_TRANSPORT);
         EXPECT(strstr(spar_last_error(), "could not be received: too many open files"));
         EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
+    } else {
+        EXPECT(!meet(other, &peer));
     }
     pthread_barrier_wait(&all->everybody);
+    spar_peers_end(other);
 
     /* once more, also while a group of the other still holds what it took for the peer */
-    EXPECT(!spar_peers_dial(other));
+    EXPECT(!spar_peers_expect(other, &other_facts->secret));
     EXPECT(!meet(other, &again) && spar_endpoint_same(&again->endpoint, other));
     EXPECT(calls || (spar_peer_hung_up(peer) && !spar_peer_is_dead(peer)));
     EXPECT(!spar_peer_hung_up(again));
     pthread_barrier_wait(&all->everybody);
-    spar_peers_leave(again);
+    spar_peers_end(other);
+    leave(again);
     if (!calls)
-        spar_peers_leave(peer);
+        leave(peer);
     pthread_barrier_wait(&all->everybody);
 }
 

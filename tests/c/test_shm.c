@@ -82,7 +82,8 @@ static spar_comm *join_threads(meeting *m, int rank)
                                 .length = spar_arena_length(),
                                 .socket = m->quiet,
                                 .pidfd = -1,
-                                .groups = 1};
+                                .groups = 1,
+                                .readers = 1};
     }
     EXPECT(!spar_group_attach(group, peers, offsets));
     return comm;

@@ -1,0 +1,400 @@
+/* How processes of this host come to be connected: the listener, whom set-ups expect, and who calls. */
+#include "hello.h"
+#include "patience.h"
+#include "peer_table.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+enum { MOST_EXPECTED = 1024, MOST_CALLERS = 8, BACKLOG = 128, WATCH_TRIES = 100 };
+
+static const int64_t CALLER_NS = 5000000000, REDIAL_NS = 1000000;
+
+/* A process that set-ups expect. */
+typedef struct {
+    spar_endpoint endpoint;
+    spar_key key;
+    int setups;       /* that expect it */
+    spar_hello call;  /* this side's, where it is the dialer */
+    char failure[80]; /* of the newest handshake; empty: it goes on, or was not begun */
+} expected;
+
+static struct {
+    spar_endpoint own;
+    spar_key secret;
+    int listener;
+    int nexpected, ncallers;
+    expected *expected[MOST_EXPECTED];
+    spar_hello callers[MOST_CALLERS]; /* accepted, and not proven */
+    int64_t foreign, unproven;
+} table = {.listener = -1}; /* under spar_peers_lock */
+
+/* The abstract address of an endpoint; returns its length. */
+static socklen_t address_of(const spar_endpoint *endpoint, struct sockaddr_un *address)
+{
+    memset(address, 0, sizeof *address);
+    address->sun_family = AF_UNIX;
+    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "spar-%lld-%016llx",
+                     (long long)endpoint->pid, (unsigned long long)endpoint->nonce);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
+}
+
+/* A forked child must not hold its parent's connections open, nor speak for it. */
+static void close_in_child(void)
+{
+    spar_close_fd(&table.listener);
+    spar_peers_close_in_child();
+    for (int i = 0; i < table.nexpected; i++)
+        spar_close_fd(&table.expected[i]->call.socket);
+    while (table.ncallers)
+        spar_close_fd(&table.callers[--table.ncallers].socket);
+}
+
+/* With the lock held, as all below but what peers.h declares. */
+static spar_status start_listening(void)
+{
+    struct sockaddr_un address;
+    spar_endpoint own = {.pid = getpid(), .nonce = table.own.nonce};
+    if (!own.nonce && (getrandom(&own.nonce, sizeof own.nonce, 0) != sizeof own.nonce ||
+                       getrandom(&table.secret, sizeof table.secret, 0) != sizeof table.secret))
+        return spar_fail(SPAR_TRANSPORT, "getrandom: %s", strerror(errno));
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0)
+        return spar_fail(SPAR_TRANSPORT, "a socket: %s", strerror(errno));
+    socklen_t length = address_of(&own, &address);
+    if (bind(fd, (struct sockaddr *)&address, length) != 0 || listen(fd, BACKLOG) != 0) {
+        spar_status status = spar_fail(SPAR_TRANSPORT, "a listening socket: %s", strerror(errno));
+        close(fd);
+        return status;
+    }
+    table.listener = fd;
+    table.own = own;
+    return SPAR_OK;
+}
+
+spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
+{
+    static int registered;
+    spar_status status = SPAR_OK;
+    pthread_mutex_lock(&spar_peers_lock);
+    if (table.own.pid != 0 && table.own.pid != getpid())
+        status = spar_fail(SPAR_TRANSPORT,
+                           "a forked child cannot exchange: its parent, process %lld, can",
+                           (long long)table.own.pid);
+    else if (table.listener < 0)
+        status = start_listening();
+    if (status == SPAR_OK && !registered)
+        registered = pthread_atfork(NULL, NULL, close_in_child) == 0;
+    *own = status == SPAR_OK ? table.own : (spar_endpoint){0, 0};
+    *secret = status == SPAR_OK ? table.secret : (spar_key){{0}};
+    pthread_mutex_unlock(&spar_peers_lock);
+    return status;
+}
+
+/* ---- dialing ---- */
+
+/* One look at a handshake in which the other side may prove itself; connected, it is among the peers. */
+static spar_hello_state step(spar_hello *hello)
+{
+    spar_peer peer = {.key = hello->key};
+    spar_hello_state state = spar_hello_step(hello, &table.own, &peer);
+    if (state != SPAR_HELLO_CONNECTED)
+        return state;
+    peer.socket = hello->socket;
+    peer.pidfd = spar_hello_pidfd(hello->socket);
+    hello->socket = -1;
+    return spar_peers_add(&peer) == SPAR_OK ? SPAR_HELLO_CONNECTED : SPAR_HELLO_REFUSED;
+}
+
+static expected *find_expected(const spar_endpoint *endpoint)
+{
+    for (int i = 0; i < table.nexpected; i++)
+        if (spar_endpoint_same(&table.expected[i]->endpoint, endpoint))
+            return table.expected[i];
+    return NULL;
+}
+
+/* Connects to the endpoint's listener; 0, or errno. */
+static int connect_to(int fd, const spar_endpoint *endpoint)
+{
+    struct sockaddr_un address;
+    socklen_t length = address_of(endpoint, &address);
+    return connect(fd, (struct sockaddr *)&address, length) == 0 ? 0 : errno;
+}
+
+static spar_status call(expected *e)
+{
+    spar_hello *h = &e->call;
+    struct ucred owner = {0};
+    int why = connect_to(h->socket, &e->endpoint);
+    h->since_ns = spar_now_ns();
+    h->step = CONNECTING;
+    if (why == EAGAIN)
+        return SPAR_OK;
+    if (why)
+        return spar_fail(SPAR_TRANSPORT, "process %lld cannot be reached on this host: %s",
+                         (long long)e->endpoint.pid, strerror(why));
+    if (!spar_hello_same_user(h->socket, &owner))
+        return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d",
+                         (int)owner.pid, (int)owner.uid, (int)geteuid());
+    return spar_hello_call(h, &table.own);
+}
+
+static spar_status dial(expected *e)
+{
+    spar_close_fd(&e->call.socket);
+    e->call = (spar_hello){.other = e->endpoint, .key = e->key};
+    e->call.socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (e->call.socket < 0)
+        return spar_fail(SPAR_TRANSPORT, "a socket: %s", strerror(errno));
+    spar_status status = call(e);
+    if (status != SPAR_OK)
+        spar_close_fd(&e->call.socket);
+    return status;
+}
+
+/* The newest handshake failed, as spar_last_error says. */
+static void note_failure(expected *e)
+{
+    snprintf(e->failure, sizeof e->failure, "%s", spar_last_error());
+    spar_close_fd(&e->call.socket);
+}
+
+static void step_call(expected *e)
+{
+    spar_hello_state state = SPAR_HELLO_PENDING;
+    int waited = spar_now_ns() - e->call.since_ns >= REDIAL_NS;
+    if (e->call.step != CONNECTING)
+        state = step(&e->call);
+    else if (waited && call(e) != SPAR_OK)
+        state = SPAR_HELLO_REFUSED;
+    if (state == SPAR_HELLO_LATER && waited && dial(e) != SPAR_OK)
+        state = SPAR_HELLO_REFUSED;
+    if (state == SPAR_HELLO_REFUSED)
+        note_failure(e);
+}
+
+static expected *add_expected(const spar_endpoint *endpoint, const spar_key *key)
+{
+    expected *e = table.nexpected < MOST_EXPECTED ? calloc(1, sizeof *e) : NULL;
+    if (!e)
+        return NULL;
+    e->endpoint = *endpoint;
+    e->key = *key;
+    e->call.socket = -1;
+    table.expected[table.nexpected++] = e;
+    return e;
+}
+
+/* ---- callers ---- */
+
+/* A caller that must go: it may dial again. */
+static void postpone(int i)
+{
+    spar_hello_postpone(&table.callers[i], &table.own);
+    table.callers[i] = table.callers[--table.ncallers];
+}
+
+static void end_expected(expected *e)
+{
+    if (--e->setups)
+        return;
+    for (int i = 0; i < table.nexpected; i++)
+        if (table.expected[i] == e)
+            table.expected[i] = table.expected[--table.nexpected];
+    spar_close_fd(&e->call.socket);
+    free(e);
+    while (table.nexpected == 0 && table.ncallers)
+        postpone(0);
+}
+
+static spar_hello_state look_at(spar_hello *caller)
+{
+    spar_hello_state state = SPAR_HELLO_PENDING;
+    if (caller->step == ACCEPTED)
+        state = spar_hello_read_call(caller, &table.own);
+    expected *e = caller->step == ACCEPTED ? NULL : find_expected(&caller->other);
+    if (e && caller->step == CLAIMED)
+        return spar_hello_challenge(caller, &table.own, &e->key);
+    if (!e || caller->step != CHALLENGED)
+        return state;
+    state = step(caller);
+    if (state == SPAR_HELLO_CONNECTED)
+        e->failure[0] = 0;
+    if (state == SPAR_HELLO_REFUSED)
+        note_failure(e);
+    return state;
+}
+
+/* One look at a caller; it may be gone after it, and the last one be in its place. */
+static void attend(int i)
+{
+    spar_hello *caller = &table.callers[i];
+    spar_hello_state state = look_at(caller);
+    table.unproven += state == SPAR_HELLO_DROPPED;
+    if (state != SPAR_HELLO_PENDING) {
+        spar_close_fd(&caller->socket);
+        *caller = table.callers[--table.ncallers];
+    } else if (spar_now_ns() - caller->since_ns > CALLER_NS) {
+        table.unproven++;
+        postpone(i);
+    }
+}
+
+/* A connection from outside: unread, closed where it is another user's. */
+static void take_in(int fd)
+{
+    struct ucred owner;
+    int oldest = 0;
+    if (!spar_hello_same_user(fd, &owner)) {
+        table.foreign++;
+        close(fd);
+        return;
+    }
+    for (int i = 1; i < table.ncallers; i++)
+        if (table.callers[i].since_ns < table.callers[oldest].since_ns)
+            oldest = i;
+    if (table.ncallers == MOST_CALLERS)
+        postpone(oldest);
+    table.callers[table.ncallers++] =
+        (spar_hello){.socket = fd, .step = ACCEPTED, .since_ns = spar_now_ns()};
+    attend(table.ncallers - 1);
+}
+
+/* Without a descriptor for it a call cannot be taken: it ends with the socket that it came to. */
+static spar_status refuse_calls(void)
+{
+    spar_status status = spar_fail(SPAR_TRANSPORT, "taking a call: %s", strerror(errno));
+    char reason[128];
+    snprintf(reason, sizeof reason, "%s", spar_last_error());
+    spar_close_fd(&table.listener);
+    start_listening(); /* else at the next set-up */
+    return spar_fail(status, "%s", reason);
+}
+
+/* Takes calls that came in, at most as many as the backlog holds. */
+static spar_status take_calls(void)
+{
+    struct pollfd calls = {table.listener, POLLIN,
+                           0}; /* accept4 wants a descriptor even where nobody calls */
+    for (int taken = 0; taken <= BACKLOG && poll(&calls, 1, 0) > 0; taken++) {
+        int fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd >= 0)
+            take_in(fd);
+        else if (errno == EMFILE || errno == ENFILE)
+            return refuse_calls();
+        else
+            break;
+    }
+    return SPAR_OK;
+}
+
+/* One step of all handshakes. */
+static spar_status look_around(void)
+{
+    for (int i = table.ncallers - 1; i >= 0; i--)
+        attend(i);
+    for (int i = 0; i < table.nexpected; i++)
+        if (table.expected[i]->call.socket >= 0)
+            step_call(table.expected[i]);
+    return take_calls();
+}
+
+/* ---- what set-ups ask for ---- */
+
+spar_status spar_peers_expect(const spar_endpoint *endpoint, const spar_key *secret)
+{
+    spar_status status = SPAR_OK;
+    pthread_mutex_lock(&spar_peers_lock);
+    spar_peers_sweep_locked();
+    spar_key key = spar_hello_key(&table.own, &table.secret, endpoint, secret);
+    spar_peer *peer = spar_peers_find(endpoint);
+    expected *e = find_expected(endpoint);
+    if (!e)
+        e = add_expected(endpoint, &key);
+    int lower = table.own.pid < endpoint->pid ||
+                (table.own.pid == endpoint->pid && table.own.nonce < endpoint->nonce);
+    if (e)
+        e->setups++;
+    if (!e)
+        status = spar_fail(SPAR_TRANSPORT, "no room for another process");
+    else if (!spar_key_same(&e->key, &key) || (peer && !spar_key_same(&peer->key, &key)))
+        status = spar_fail(SPAR_TRANSPORT, "process %lld is known by another secret",
+                           (long long)endpoint->pid);
+    else if (lower && !peer && e->call.socket < 0)
+        status = dial(e);
+    if (e && status == SPAR_OK)
+        e->failure[0] = 0;
+    else if (e)
+        end_expected(e);
+    pthread_mutex_unlock(&spar_peers_lock);
+    return status;
+}
+
+spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **result)
+{
+    spar_status status = SPAR_OK;
+    pthread_mutex_lock(&spar_peers_lock);
+    spar_peer *peer = spar_peers_find(endpoint);
+    expected *e = find_expected(endpoint);
+    if (!e)
+        status =
+            spar_fail(SPAR_TRANSPORT, "process %lld is not expected", (long long)endpoint->pid);
+    else if (!peer && (status = look_around()) == SPAR_OK && !(peer = spar_peers_find(endpoint)) &&
+             e->failure[0])
+        status =
+            spar_fail(SPAR_TRANSPORT, "process %lld: %s", (long long)endpoint->pid, e->failure);
+    *result = status == SPAR_OK ? peer : NULL;
+    if (*result) {
+        peer->groups++;
+        peer->readers++;
+    }
+    pthread_mutex_unlock(&spar_peers_lock);
+    return status;
+}
+
+void spar_peers_end(const spar_endpoint *endpoint)
+{
+    pthread_mutex_lock(&spar_peers_lock);
+    expected *e = find_expected(endpoint);
+    if (e)
+        end_expected(e);
+    pthread_mutex_unlock(&spar_peers_lock);
+}
+
+int spar_peers_watch(const spar_endpoint *endpoint)
+{
+    const struct timespec moment = {0, 1000000};
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), pidfd = -1;
+    for (int tries = 0; fd >= 0 && tries < WATCH_TRIES; tries++) {
+        pthread_mutex_lock(&spar_peers_lock);
+        if (take_calls() != SPAR_OK) /* the others may be about to connect, too */
+            tries = WATCH_TRIES;
+        while (table.nexpected == 0 && table.ncallers)
+            postpone(0);
+        pthread_mutex_unlock(&spar_peers_lock);
+        int why = connect_to(fd, endpoint);
+        if (!why)
+            pidfd = spar_hello_pidfd(fd);
+        if (why != EAGAIN)
+            break;
+        nanosleep(&moment, NULL);
+    }
+    spar_close_fd(&fd);
+    return pidfd;
+}
+
+spar_peers_counts spar_peers_count(void)
+{
+    pthread_mutex_lock(&spar_peers_lock);
+    spar_peers_counts counts = {table.foreign, table.unproven, table.ncallers};
+    pthread_mutex_unlock(&spar_peers_lock);
+    return counts;
+}
