@@ -1,6 +1,7 @@
 #include "arena.h"
 
 #include "cgroup.h"
+#include "fork.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -128,7 +129,6 @@ static void make_private_in_child(void)
 
 spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
 {
-    static int registered;
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&arena.lock);
     if (!arena.base)
@@ -137,8 +137,6 @@ spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
         status =
             spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange: its parent, process %d, can",
                       (int)arena.owner);
-    if (status == SPAR_OK && !registered)
-        registered = pthread_atfork(NULL, NULL, make_private_in_child) == 0;
     pthread_mutex_unlock(&arena.lock);
     return status;
 }
@@ -396,4 +394,14 @@ void spar_arena_read_stats(spar_arena_stats *stats)
     pthread_mutex_lock(&arena.lock);
     *stats = arena.stats;
     pthread_mutex_unlock(&arena.lock);
+}
+
+void spar_arena_fork(spar_fork_stage stage)
+{
+    if (stage == SPAR_FORK_PREPARE)
+        pthread_mutex_lock(&arena.lock);
+    if (stage == SPAR_FORK_CHILD)
+        make_private_in_child();
+    if (stage != SPAR_FORK_PREPARE)
+        pthread_mutex_unlock(&arena.lock);
 }

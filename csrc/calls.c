@@ -1,4 +1,5 @@
 /* How processes of this host come to be connected: the listener, whom set-ups expect, and who calls. */
+#include "fork.h"
 #include "hello.h"
 #include "patience.h"
 #include "peer_table.h"
@@ -13,7 +14,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-enum { MOST_EXPECTED = 1024, MOST_CALLERS = 8, BACKLOG = 128, WATCH_TRIES = 100 };
+enum { MOST_EXPECTED = 1024, MOST_CALLERS = 8, BACKLOG = 128, WATCH_TRIES = 1000 };
 
 static const int64_t CALLER_NS = 5000000000, REDIAL_NS = 1000000;
 
@@ -81,7 +82,6 @@ static spar_status start_listening(void)
 
 spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
 {
-    static int registered;
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&spar_peers_lock);
     if (table.own.pid != 0 && table.own.pid != getpid())
@@ -90,8 +90,6 @@ spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
                            (long long)table.own.pid);
     else if (table.listener < 0)
         status = start_listening();
-    if (status == SPAR_OK && !registered)
-        registered = pthread_atfork(NULL, NULL, close_in_child) == 0;
     *own = status == SPAR_OK ? table.own : (spar_endpoint){0, 0};
     *secret = status == SPAR_OK ? table.secret : (spar_key){{0}};
     pthread_mutex_unlock(&spar_peers_lock);
@@ -397,4 +395,14 @@ spar_peers_counts spar_peers_count(void)
     spar_peers_counts counts = {table.foreign, table.unproven, table.ncallers};
     pthread_mutex_unlock(&spar_peers_lock);
     return counts;
+}
+
+void spar_peers_fork(spar_fork_stage stage)
+{
+    if (stage == SPAR_FORK_PREPARE)
+        pthread_mutex_lock(&spar_peers_lock);
+    if (stage == SPAR_FORK_CHILD)
+        close_in_child();
+    if (stage != SPAR_FORK_PREPARE)
+        pthread_mutex_unlock(&spar_peers_lock);
 }

@@ -1,5 +1,7 @@
 #include "library.h"
 
+#include "fork.h"
+
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -11,6 +13,7 @@ enum { MOST = 8 };
 static struct {
     pthread_mutex_t lock;
     char *names[MOST], *paths[MOST];
+    spar_library_once *tried; /* all that were, as a list */
 } found = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 void spar_library_found(const char *library, const char *path)
@@ -21,8 +24,9 @@ void spar_library_found(const char *library, const char *path)
         i++;
     if (!found.names[i])
         found.names[i] = strdup(library);
-    free(found.paths[i]);
+    char *before = found.paths[i];
     found.paths[i] = path ? strdup(path) : NULL;
+    free(before);
     pthread_mutex_unlock(&found.lock);
 }
 
@@ -71,6 +75,13 @@ spar_status spar_library_function(void *handle, const char *library, const char 
 spar_status spar_library_open_once(spar_library_once *once)
 {
     void *handle;
+    pthread_mutex_lock(&found.lock);
+    if (!once->listed) {
+        once->listed = 1;
+        once->next = found.tried;
+        found.tried = once;
+    }
+    pthread_mutex_unlock(&found.lock);
     pthread_mutex_lock(&once->lock);
     if (!once->tried) {
         once->status = spar_library_open(once->library, once->names, &handle);
@@ -82,4 +93,14 @@ spar_status spar_library_open_once(spar_library_once *once)
     }
     pthread_mutex_unlock(&once->lock);
     return once->status == SPAR_OK ? SPAR_OK : spar_fail(once->status, "%s", once->why);
+}
+
+/* Not taken before a fork: a library may fork while it is loaded. */
+void spar_library_fork(spar_fork_stage stage)
+{
+    if (stage != SPAR_FORK_CHILD)
+        return;
+    pthread_mutex_init(&found.lock, NULL);
+    for (spar_library_once *once = found.tried; once; once = once->next)
+        pthread_mutex_init(&once->lock, NULL);
 }

@@ -18,18 +18,19 @@ spar_status spar_library_function(void *handle, const char *library, const char 
                                   void *function);
 
 /* A library that is opened once for the process; begins with SPAR_LIBRARY_ONCE. */
-typedef struct {
+typedef struct spar_library_once {
     const char *library;
     const char *const *names;          /* as of spar_library_open */
     spar_status (*find)(void *handle); /* its functions */
     pthread_mutex_t lock;
-    int tried;
+    int tried, listed;
+    struct spar_library_once *next;
     spar_status status;
     char why[256];
 } spar_library_once;
 
 #define SPAR_LIBRARY_ONCE(library, names, find)                                                    \
-    {(library), (names), (find), PTHREAD_MUTEX_INITIALIZER, 0, SPAR_OK, ""}
+    {(library), (names), (find), PTHREAD_MUTEX_INITIALIZER, 0, 0, NULL, SPAR_OK, ""}
 
 /* Opens it and finds its functions; what failed the first time is told again. */
 spar_status spar_library_open_once(spar_library_once *once);

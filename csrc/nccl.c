@@ -1,5 +1,6 @@
 #include "nccl.h"
 
+#include "fork.h"
 #include "library.h"
 
 #include <pthread.h>
@@ -38,6 +39,13 @@ spar_status spar_nccl_open(void)
     spar_status status = opened ? SPAR_OK : open_locked();
     pthread_mutex_unlock(&lock);
     return status;
+}
+
+/* Not taken before a fork: the library may fork while it is loaded. */
+void spar_nccl_fork(spar_fork_stage stage)
+{
+    if (stage == SPAR_FORK_CHILD)
+        pthread_mutex_init(&lock, NULL);
 }
 
 spar_status spar_nccl_check(spar_nccl_result result, struct ncclComm *comm, const char *what)

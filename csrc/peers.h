@@ -49,7 +49,7 @@ spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **peer);
 void spar_peers_end(const spar_endpoint *endpoint);
 
 /* A pidfd of a process that answers on this host, the caller's to close; -1 where none does. Readable: it is dead.
- * Retries for 100 ms while the process's backlog is full. */
+ * Retries for a second while the process's backlog is full. */
 int spar_peers_watch(const spar_endpoint *endpoint);
 
 /* A group will not touch the peer's arena any more: unmaps it where the process is dead and no other group may. */

@@ -1,6 +1,8 @@
 /* The bounded least-recently-used cache of plans. Its key is the request itself, as a row of words. */
 #include "plan.h"
 
+#include "fork.h"
+
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -186,4 +188,12 @@ void spar_plan_cache_limit(int64_t capacity)
     entry *evicted = evict(cache.capacity, MOST_BYTES);
     pthread_mutex_unlock(&cache.lock);
     free_chain(evicted);
+}
+
+void spar_plan_cache_fork(spar_fork_stage stage)
+{
+    if (stage == SPAR_FORK_PREPARE)
+        pthread_mutex_lock(&cache.lock);
+    if (stage != SPAR_FORK_PREPARE)
+        pthread_mutex_unlock(&cache.lock);
 }

@@ -1,6 +1,7 @@
 #include "uploads.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 enum { RETIRED = 1024 }; /* tables of plans that are gone are given back together: that waits */
 
@@ -11,6 +12,7 @@ static int64_t allocated; /* atomic */
 spar_status spar_uploads_open(spar_uploads *s, const spar_driver *driver)
 {
     s->driver = driver;
+    s->owner = getpid();
     pthread_mutex_init(&s->lock, NULL);
     TRY_CU(StreamCreate, &s->stream, SPAR_CU_STREAM_NON_BLOCKING);
     return SPAR_OK;
@@ -36,6 +38,9 @@ static void free_memory(const spar_upload *u)
 void spar_upload_retire(spar_upload *u)
 {
     spar_uploads *s = u->uploads;
+    if (s->owner !=
+        getpid()) /* a forked child, with no device, and perhaps with a lock that nobody holds */
+        return;
     spar_upload **list = u->captured ? &s->captured : &s->retired;
     spar_table_free(&u->table);
     pthread_mutex_lock(&s->lock);

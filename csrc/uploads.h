@@ -14,6 +14,7 @@
 typedef struct {
     const spar_driver *driver;
     CUstream stream;                        /* they go there in it, beside what others do */
+    pid_t owner;                            /* the process; not a forked child */
     pthread_mutex_t lock;                   /* of what follows, and around an upload */
     struct spar_upload *retired, *captured; /* of plans that are gone; the captured ones stay */
     int nretired;

@@ -2,6 +2,7 @@
 
 #include "device.h"
 #include "driver.h"
+#include "fork.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -411,4 +412,13 @@ void spar_watch_close(spar_watch *w)
     w->closing = 1;
     pthread_cond_broadcast(&all.moved);
     pthread_mutex_unlock(&all.lock);
+}
+
+/* Not taken before a fork: the watchdog holds it while it asks the driver, which may not answer. */
+void spar_watch_fork(spar_fork_stage stage)
+{
+    if (stage != SPAR_FORK_CHILD)
+        return;
+    pthread_mutex_init(&all.lock, NULL);
+    pthread_cond_init(&all.moved, NULL);
 }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _C, cuda, fallback, rendezvous, whereabouts, wire
+from . import _C, cuda, fallback, inherited, rendezvous, whereabouts, wire
 from .agreement import (
     Progress,
     announce_failure,
@@ -26,7 +26,7 @@ from .agreement import (
     mark_reported,
     mismatch,
 )
-from .errors import ExchangeTimeoutError, GroupBrokenError, MismatchError, SparError
+from .errors import ExchangeTimeoutError, GroupBrokenError, MismatchError, SparError, TransportError
 from .fallback import SCALE_TYPES, apply_scale, call_text
 from .rendezvous import Transport
 
@@ -50,6 +50,7 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        self._process = inherited.maker(group)
         self.when_gone: weakref.finalize[[int, int], dist.ProcessGroup] | None = None  # forgets it
         self.world = group.size()
         self.rank = group.rank()
@@ -299,6 +300,8 @@ class Communicator:
 
     def close(self) -> None:
         """End spar's use of the group, without waiting; a call under way raises GroupBrokenError."""
+        if self._process != inherited.process:  # a thread of the parent may have held the lock at the fork
+            return
         self.broken = "it was closed"
         self.closing = True
         for comm in (*self.comms.values(), self.connecting):
@@ -320,6 +323,12 @@ class Communicator:
     def _enter(self, op: str) -> int:
         """The thread that asks for a turn. A call from inside a call on the same group, by a signal handler,
         say, is refused: the one around it could never end."""
+        if self._process != inherited.process:
+            raise TransportError(
+                f"{op} on rank {self.rank}: a forked child cannot exchange on group {self.name!r}, which its "
+                f"parent, process {self._process}, made; exchange in the parent, or make a group here",
+                **self.where(op),
+            )
         thread = threading.get_ident()
         if self._owner == thread:
             raise SparError(

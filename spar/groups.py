@@ -5,6 +5,7 @@ State hangs on the ProcessGroup object, weakly; names are reused after destroy a
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,15 @@ _distributed = dist.is_available()
 _create = threading.Lock()
 _by_group: dict[int, Communicator] = {}  # by the group's id, until the group is gone
 _by_handle: dict[int, Communicator] = {}
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: a thread of the parent may have held it."""
+    global _create
+    _create = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:

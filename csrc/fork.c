@@ -1,0 +1,35 @@
+#include "fork.h"
+
+#include <pthread.h>
+
+/* In the order in which a thread that holds several takes them. */
+static void (*const files[])(spar_fork_stage stage) = {
+    spar_plan_cache_fork, spar_arena_fork, spar_peers_fork,
+    spar_library_fork,    spar_nccl_fork,  spar_watch_fork,
+};
+
+enum { FILES = sizeof files / sizeof *files };
+
+static void prepare(void)
+{
+    for (int i = 0; i < FILES; i++)
+        files[i](SPAR_FORK_PREPARE);
+}
+
+static void in_parent(void)
+{
+    for (int i = FILES - 1; i >= 0; i--)
+        files[i](SPAR_FORK_PARENT);
+}
+
+static void in_child(void)
+{
+    for (int i = FILES - 1; i >= 0; i--)
+        files[i](SPAR_FORK_CHILD);
+}
+
+/* When the library is loaded: any of its functions may be the first that takes a lock. */
+__attribute__((constructor)) static void register_handlers(void)
+{
+    pthread_atfork(prepare, in_parent, in_child);
+}

@@ -1,0 +1,31 @@
+"""Process groups that a forked child inherits.
+
+It cannot exchange on them: their threads and connections stay with the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+
+import torch.distributed as dist
+
+process = os.getpid()
+_made_by: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # of inherited ones
+
+
+def maker(group: dist.ProcessGroup) -> int:
+    """Return the id of the process that made a group."""
+    return _made_by.get(group, process)
+
+
+def _note_groups() -> None:
+    global process
+    parent, process = process, os.getpid()
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    for group in list(c10d._world.pg_map) if c10d is not None else ():
+        _made_by.setdefault(group, parent)
+
+
+os.register_at_fork(after_in_child=_note_groups)

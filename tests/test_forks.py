@@ -1,0 +1,127 @@
+"""Forks while other threads are inside spar, and what a forked child may do with its parent's groups."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TRANSPORTS
+from test_faults import finish, start
+
+import spar
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of Linux")
+
+gather, split = spar.gather_forward_split_backward, spar.split_forward_gather_backward
+
+
+def in_child(work: Callable[[], None], seconds: float) -> int | None:
+    """The exit code of a forked child that works; None where it hangs."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            print(f"child: {error!r}", file=sys.stderr, flush=True)
+        os._exit(status)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def forks_beside_threads(rank: int, folder: Path) -> None:
+    over = threading.Event()
+    pair = dist.new_group([0, 1])
+
+    def allocate() -> None:
+        while not over.is_set():  # plans that are not cached yet, and shared memory
+            for rows in range(2, 600, 2):
+                split(torch.ones(rows, 3).t(), None, 1, grad_scale=None)
+            spar.empty_cache()
+
+    def read() -> None:
+        while not over.is_set():
+            spar.memory_stats()
+
+    def use() -> None:
+        assert spar.memory_stats()["arena.cap_bytes"] > 0
+        part = split(torch.arange(14.0).view(7, 2).t(), None, 1, split_sizes=[3, 4])
+        assert part.shape == (2, 3 + rank)
+        assert split(torch.zeros(2), pair, 0).shape == (1,)  # a group that spar has not seen
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (allocate, allocate, read)]
+    for thread in threads:
+        thread.start()
+    for n in range(200):
+        assert in_child(use, 20) == 0, n
+    over.set()
+    for thread in threads:
+        thread.join()
+    gather(torch.zeros(1), None, 0)
+
+
+def test_fork_beside_threads_inside_spar(tmp_path: Path) -> None:
+    assert finish(start(forks_beside_threads, 2, tmp_path, SPAR_TRANSPORT="shm"), 150) == [0, 0]
+
+
+def child_exchanges(rank: int, folder: Path, seen: bool) -> None:
+    """On a group that is set up, one that spar has not seen, and after spar.close: an error at once."""
+    fresh = dist.new_group([0, 1])
+    if seen:
+        gather(torch.zeros(1), None, 0)
+
+    def use() -> None:
+        for group in (None, fresh):
+            begin = time.monotonic()
+            with pytest.raises(spar.TransportError, match=r"forked child cannot exchange.*make a group"):
+                gather(torch.zeros(1), group, 0)
+            with pytest.raises(spar.TransportError, match="forked child"):
+                spar.init(group)
+            assert time.monotonic() - begin < 1
+            spar.close(group)
+            with pytest.raises(spar.TransportError, match="forked child"):
+                gather(torch.zeros(1), group, 0)
+
+    assert in_child(use, 20) == 0
+    for group in (None, fresh):
+        assert gather(torch.ones(2), group, 0).tolist() == [1.0] * 4
+    dist.barrier()
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["before the set-up", "after the set-up"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_forked_child_cannot_exchange(tmp_path: Path, transport: str, seen: bool) -> None:
+    ranks = start(child_exchanges, 2, tmp_path, seen, meet=False, SPAR_TRANSPORT=transport)
+    assert finish(ranks, 60) == [0, 0]
+
+
+def child_makes_a_group(rank: int, folder: Path) -> None:
+    """A child exchanges on the group that it makes, where its parent has none."""
+
+    def use() -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        assert gather(torch.full((1,), float(rank)), None, 0).tolist() == [0.0, 1.0]
+        assert spar.transport().name == "shm"
+        dist.destroy_process_group()
+
+    assert in_child(use, 30) == 0
+
+
+def test_forked_child_makes_a_group(tmp_path: Path) -> None:
+    assert finish(start(child_makes_a_group, 2, tmp_path, initialize=False), 60) == [0, 0]
