@@ -378,6 +378,13 @@ void spar_memory_free(spar_memory *block)
         rules->forget(group);
 }
 
+void spar_arena_release(void)
+{
+    pthread_mutex_lock(&arena.lock);
+    release_settled();
+    pthread_mutex_unlock(&arena.lock);
+}
+
 int64_t spar_arena_trim(void)
 {
     if (!arena.base || !spar_arena_is_own())

@@ -56,6 +56,9 @@ void spar_memory_settle(spar_memory *block);
 /* Gives a block back; it is quarantined as long as a peer may write to it. Does nothing in a forked child. */
 void spar_memory_free(spar_memory *block);
 
+/* Frees quarantined blocks that no peer may write to any more, as spar_arena_take does. */
+void spar_arena_release(void);
+
 /* Gives free pages back to the system; returns how many bytes. Those that were free for a minute go back by
  * themselves, inside later calls to spar_arena_take. */
 int64_t spar_arena_trim(void);

@@ -154,6 +154,7 @@ static void free_group(spar_group *g)
         free(g->boxes);
         free(g->texts);
         free(g->expected);
+        free(g->gone);
     }
     free(g);
 }
@@ -167,9 +168,10 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
         g->boxes = calloc((size_t)world, sizeof *g->boxes);
         g->texts = calloc((size_t)world, SPAR_GROUP_TEXT);
         g->expected = calloc((size_t)world, sizeof *g->expected);
+        g->gone = calloc((size_t)world, sizeof *g->gone);
     }
     spar_status status = SPAR_NO_MEMORY;
-    if (!g || !g->peers || !g->boxes || !g->texts || !g->expected)
+    if (!g || !g->peers || !g->boxes || !g->texts || !g->expected || !g->gone)
         spar_fail(status, "no memory for a group of %d ranks", world);
     else
         status = spar_arena_take(own_length(world) + room, &g->memory);
@@ -178,6 +180,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
         return status;
     }
     pthread_mutex_init(&g->lock, NULL);
+    pthread_mutex_init(&g->closing, NULL);
     g->world = world;
     g->rank = rank;
     g->room = room;
@@ -279,12 +282,15 @@ void spar_group_start_at(spar_group *g, uint32_t call)
 static int call_settled(void *group, uint32_t call)
 {
     spar_group *g = group;
-    for (int rank = 0; rank < g->world; rank++)
-        if (g->peers[rank] && !spar_has_come(&g->boxes[rank]->done, call) &&
-            !__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) &&
-            !spar_peer_is_dead(g->peers[rank]))
-            return 0;
-    return 1;
+    int settled = 1;
+    pthread_mutex_lock(&g->closing);
+    for (int rank = 0; settled && rank < g->world; rank++)
+        if (g->peers[rank] && !g->gone[rank])
+            settled = spar_has_come(&g->boxes[rank]->done, call) ||
+                      __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) ||
+                      spar_peer_is_dead(g->peers[rank]);
+    pthread_mutex_unlock(&g->closing);
+    return settled;
 }
 
 /* No member will look at our mailbox any more. */
@@ -301,21 +307,19 @@ static int mailbox_settled(void *group, uint32_t unused)
     return 1;
 }
 
-static void leave_peer(spar_peer *peer)
-{
-    spar_peers_unmap(peer);
-    spar_peers_leave(peer);
-}
-
 static void forget(void *group)
 {
     spar_group *g = group;
     if (__atomic_sub_fetch(&g->refs, 1, __ATOMIC_ACQ_REL))
         return;
     for (int rank = 0; rank < g->world; rank++)
-        if (g->peers[rank])
-            leave_peer(g->peers[rank]);
+        if (g->peers[rank]) {
+            if (!g->gone[rank])
+                spar_peers_unmap(g->peers[rank]);
+            spar_peers_leave(g->peers[rank]);
+        }
     pthread_mutex_destroy(&g->lock);
+    pthread_mutex_destroy(&g->closing);
     free_group(g);
 }
 
@@ -323,10 +327,13 @@ static void forget(void *group)
 static void leave(void *group)
 {
     spar_group *g = group;
-    if (__atomic_sub_fetch(&g->uses, 1, __ATOMIC_ACQ_REL) == 0)
+    if (__atomic_sub_fetch(&g->uses, 1, __ATOMIC_ACQ_REL) == 0) {
+        pthread_mutex_lock(&g->closing);
         for (int rank = 0; rank < g->world; rank++)
-            if (g->peers[rank] && g->boxes[rank])
+            if (g->peers[rank] && g->boxes[rank] && !g->gone[rank])
                 __atomic_store_n(&g->boxes[rank]->goodbye[g->rank], 1, __ATOMIC_RELEASE);
+        pthread_mutex_unlock(&g->closing);
+    }
     forget(group);
 }
 
@@ -339,12 +346,28 @@ void spar_group_hold(spar_group *g)
     __atomic_add_fetch(&g->uses, 1, __ATOMIC_RELAXED);
 }
 
+/* The arenas of ranks that died: blocks of ours may go on referring to the group for as long as others live. */
+static void unmap_dead(spar_group *g)
+{
+    for (int rank = 0; rank < g->world; rank++) {
+        if (!g->peers[rank] || !spar_peer_died(g->peers[rank]))
+            continue;
+        pthread_mutex_lock(&g->closing);
+        g->gone[rank] = 1;
+        pthread_mutex_unlock(&g->closing);
+        spar_peers_unmap(g->peers[rank]);
+    }
+}
+
 void spar_group_close(spar_group *g)
 {
     spar_group_end_set_up(g);
     spar_group_break(g, "a rank closed the group");
     spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);
     spar_memory *memory = g->memory;
+    unmap_dead(g);
     leave(g); /* the mailbox still holds the group */
     spar_memory_free(memory);
+    spar_arena_release();
+    spar_peers_sweep();
 }

@@ -40,7 +40,10 @@ struct spar_group {
     spar_endpoint *expected; /* [world] in the set-up, whose processes are expected; pid 0: not */
     char *texts;             /* [world][SPAR_GROUP_TEXT] of the newest disagreement */
     mailbox **boxes;         /* [world] */
-    spar_peer **peers;       /* [world]; NULL: oneself */
+    pthread_mutex_t
+        closing; /* of gone, and around looks at others' mailboxes outside of calls, on any thread */
+    unsigned char *gone; /* [world] ranks that were dead when the group was closed: unmapped */
+    spar_peer **peers;   /* [world]; NULL: oneself */
 };
 
 /* Call numbers wrap. */

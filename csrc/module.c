@@ -312,7 +312,12 @@ static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    return PyLong_FromLongLong((long long)spar_arena_trim());
+    int64_t returned;
+    Py_BEGIN_ALLOW_THREADS;
+    returned = spar_arena_trim();
+    spar_peers_sweep();
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLongLong((long long)returned);
 }
 
 static PyObject *module_in_arena(PyObject *module, PyObject *args)

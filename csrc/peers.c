@@ -108,6 +108,8 @@ void spar_peers_leave(spar_peer *peer)
 
 void spar_peers_sweep(void)
 {
+    if (!spar_arena_is_own())
+        return; /* a forked child's connections are closed, though the processes live */
     pthread_mutex_lock(&spar_peers_lock);
     spar_peers_sweep_locked();
     pthread_mutex_unlock(&spar_peers_lock);
@@ -127,4 +129,12 @@ int spar_peer_is_dead(spar_peer *peer)
     if (peer->pidfd >= 0)
         return poll(&end, 1, 0) > 0;
     return spar_peer_hung_up(peer) && kill((pid_t)peer->endpoint.pid, 0) != 0 && errno == ESRCH;
+}
+
+int spar_peer_died(spar_peer *peer)
+{
+    struct pollfd end = {peer->pidfd, POLLIN, 0};
+    if (peer->pidfd >= 0 && spar_peer_hung_up(peer))
+        return poll(&end, 1, 50) > 0;
+    return spar_peer_is_dead(peer);
 }

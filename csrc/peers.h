@@ -64,6 +64,9 @@ void spar_peers_sweep(void);
 /* Whether the process is gone: its pidfd says so, or its connection ended and no such process is left. */
 int spar_peer_is_dead(spar_peer *peer);
 
+/* The same; where only its connection ended yet, which an exit does shortly before, it waits for up to 50 ms. */
+int spar_peer_died(spar_peer *peer);
+
 /* Whether its connection ended, or it is dead: it will not come, though it may still be writing. */
 int spar_peer_hung_up(spar_peer *peer);
 
