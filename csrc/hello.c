@@ -35,7 +35,6 @@ typedef struct {
 _Static_assert(sizeof(message) == 168, "messages have no padding");
 
 static const char MAGIC[8] = "spar 2";
-static const char HUNG_UP[] = "the process hung up";
 
 /* ---- proofs ---- */
 
@@ -304,13 +303,13 @@ static spar_hello_state step_dialer(spar_hello *h, const spar_endpoint *own, spa
     if (came == 0)
         return SPAR_HELLO_PENDING;
     if (came < 0)
-        spar_fail(SPAR_TRANSPORT, HUNG_UP);
+        spar_fail(SPAR_TRANSPORT, "%s", "the process hung up");
     if (came > 0 && m.kind == LATER)
         return SPAR_HELLO_LATER;
     if (came > 0 && h->step == CALLED)
         h->challenges[1] = m.challenge;
     if (came > 0 && !is_proven(h, own, &m))
-        spar_fail(SPAR_TRANSPORT, "the process did not prove that it is of this job");
+        spar_fail(SPAR_TRANSPORT, "it did not prove that it is of this job");
     else if (came > 0 && m.kind == CHALLENGE && h->step == CALLED)
         return offer(h, own);
     else if (came > 0 && m.kind == ARENA && h->step == OFFERED)

@@ -1,6 +1,7 @@
 /* spar in C: the whole library, without Python.
  *
  *   error.h      status codes, the last error's text
+ *   fork.h       the process-wide locks, while some thread forks
  *   stream.h     copies past the caches
  *   scale.h      a factor, applied to items on their way
  *   team.h       threads that copy
@@ -24,8 +25,9 @@
  *   arena.h      the memory that ranks of one host share
  *   text.h       texts in it
  *   whereabouts.h  which call each process is in, for messages
- *   peers.h      the other processes of this host, and who of them lives
- *   hello.h      what they tell each other when they connect
+ *   siphash.h    a message authentication code
+ *   peers.h, peer_table.h  the other processes of this host, and which of them live; calls.c: how they connect
+ *   hello.h      the handshake between two of them
  *   group.h      mailboxes: the order of a group's calls, verdicts
  *   mailbox.h    what they hold; wait.c: waiting, and what ends it; spread.c: ranks that share cores
  *   nccl.h       NCCL, opened at run time

@@ -24,6 +24,7 @@ CSRC = ROOT / "csrc"
 # Each header, and those that it may include: the list in spar.h, top to bottom.
 LAYERS = [
     "error",
+    "fork",
     "stream",
     "scale",
     "team",
@@ -45,7 +46,9 @@ LAYERS = [
     "arena",
     "text",
     "whereabouts",
+    "siphash",
     "peers",
+    "peer_table",
     "hello",
     "group",
     "mailbox",
