@@ -14,7 +14,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-enum { MOST_EXPECTED = 1024, MOST_CALLERS = 8, BACKLOG = 128, WATCH_TRIES = 1000 };
+enum { MOST_EXPECTED = 1024, MOST_CALLERS = 8, BACKLOG = 128 };
 
 static const int64_t CALLER_NS = 5000000000, REDIAL_NS = 1000000;
 
@@ -369,24 +369,21 @@ void spar_peers_end(const spar_endpoint *endpoint)
 
 int spar_peers_watch(const spar_endpoint *endpoint)
 {
-    const struct timespec moment = {0, 1000000};
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), pidfd = -1;
-    for (int tries = 0; fd >= 0 && tries < WATCH_TRIES; tries++) {
-        pthread_mutex_lock(&spar_peers_lock);
-        if (take_calls() != SPAR_OK) /* the others may be about to connect, too */
-            tries = WATCH_TRIES;
-        while (table.nexpected == 0 && table.ncallers)
-            postpone(0);
-        pthread_mutex_unlock(&spar_peers_lock);
-        int why = connect_to(fd, endpoint);
-        if (!why)
-            pidfd = spar_hello_pidfd(fd);
-        if (why != EAGAIN)
-            break;
-        nanosleep(&moment, NULL);
-    }
+    if (fd < 0)
+        return SPAR_PEERS_UNKNOWN;
+    pthread_mutex_lock(&spar_peers_lock);
+    take_calls(); /* room in the backlog, for the others' watches; no descriptors left: they retry */
+    while (table.nexpected == 0 && table.ncallers)
+        postpone(0);
+    pthread_mutex_unlock(&spar_peers_lock);
+    int why = connect_to(fd, endpoint);
+    if (!why)
+        pidfd = spar_hello_pidfd(fd);
     spar_close_fd(&fd);
-    return pidfd;
+    if (why)
+        return why == EAGAIN ? SPAR_PEERS_BUSY : -1;
+    return pidfd < 0 ? SPAR_PEERS_UNKNOWN : pidfd;
 }
 
 spar_peers_counts spar_peers_count(void)

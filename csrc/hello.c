@@ -117,7 +117,11 @@ static spar_hello_state refuse(const spar_hello *h, const spar_endpoint *own)
  * there is none yet, -1 where none will come, or something else came. */
 static int peek(const spar_hello *h, message *m)
 {
-    ssize_t got = recv(h->socket, m, sizeof *m, MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT);
+    const int how = MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT;
+    ssize_t got = recv(h->socket, m, sizeof *m, how);
+    if (got < 0 &&
+        errno == ECONNRESET) /* reported before what the other sent last, a LATER perhaps */
+        got = recv(h->socket, m, sizeof *m, how);
     if (got < 0 && (errno == EAGAIN || errno == EINTR))
         return 0;
     if (got != sizeof *m || memcmp(m->magic, MAGIC, sizeof MAGIC) != 0)

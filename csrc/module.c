@@ -371,7 +371,8 @@ static PyMethodDef methods[] = {
     {"connections", module_connections, METH_NOARGS,
      "connections() -> (closed: of another user, closed: unproven, open and not proven yet)"},
     {"watch", module_watch, METH_VARARGS,
-     "watch(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1"},
+     "watch(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1.\n"
+     "-2: it does, and its backlog is full: call again; -3: it cannot be known"},
     {"begin", module_begin, METH_VARARGS,
      "begin(group, op, call) -> turn: this process's peers may see that it is in this call."},
     {"end", module_end, METH_VARARGS,

@@ -7,8 +7,8 @@
  *
  * A set-up expects its group's processes, then polls spar_peers_meet for each, then ends its expectations. Only
  * expected processes are answered. A connection of another user's process is closed unread; few unproven connections
- * of this user's are kept, for seconds, and none after the last expectation. Nothing here waits, but spar_peers_watch,
- * shortly. */
+ * of this user's are kept, for seconds, and none after the last expectation. Nothing here waits, but
+ * spar_peer_died, shortly. */
 #ifndef SPAR_PEERS_H
 #define SPAR_PEERS_H
 
@@ -49,7 +49,9 @@ spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **peer);
 void spar_peers_end(const spar_endpoint *endpoint);
 
 /* A pidfd of a process that answers on this host, the caller's to close; -1 where none does. Readable: it is dead.
- * Retries for a second while the process's backlog is full. */
+ * SPAR_PEERS_BUSY: it lives on this host, and its backlog is full for now; SPAR_PEERS_UNKNOWN: no descriptor is left, or
+ * the system has no pidfds. */
+enum { SPAR_PEERS_BUSY = -2, SPAR_PEERS_UNKNOWN = -3 };
 int spar_peers_watch(const spar_endpoint *endpoint);
 
 /* A group will not touch the peer's arena any more: unmaps it where the process is dead and no other group may. */

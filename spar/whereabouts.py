@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from .communicator import Communicator
 
-_pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce); -1: elsewhere
+_pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
+_ELSEWHERE, _BUSY, _DEAD = -1, -2, -3
 _PATIENCE = 0.5  # seconds, for what the others say when this rank gives up
 
 
@@ -140,11 +141,16 @@ def watch(comm: Communicator) -> None:
 
 def dead(comm: Communicator) -> tuple[int, ...]:
     """Ranks whose process lived on this host at the group's set-up, and does not any more."""
-    pidfds = [_pidfds.get(process, -1) for process in comm.processes()]
-    return tuple(rank for rank, pidfd in enumerate(pidfds) if pidfd >= 0 and _ended(pidfd))
+    return tuple(rank for rank, process in enumerate(comm.processes()) if _ended(process))
 
 
-def _ended(pidfd: int) -> bool:
+def _ended(process: tuple[int, int]) -> bool:
+    pidfd = _pidfds.get(process, _ELSEWHERE)
+    if pidfd == _BUSY:  # it lived; as long as it does, its address is in use
+        pidfd = _C.watch(*process)
+        _pidfds[process] = pidfd = _DEAD if pidfd == _ELSEWHERE else pidfd
+    if pidfd < 0:
+        return pidfd == _DEAD
     poll = select.poll()  # of any number, as select is not
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
@@ -153,5 +159,9 @@ def _ended(pidfd: int) -> bool:
 def unreachable(comm: Communicator, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Those among them that are dead, or do not answer on this host."""
     gone = dead(comm)
-    elsewhere = {rank for rank, process in enumerate(comm.processes()) if _pidfds.get(process, -1) < 0}
+    elsewhere = {
+        rank
+        for rank, process in enumerate(comm.processes())
+        if _pidfds.get(process, _ELSEWHERE) == _ELSEWHERE
+    }
     return tuple(rank for rank in ranks if rank in gone or rank in elsewhere)
