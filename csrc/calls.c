@@ -223,6 +223,8 @@ static spar_hello_state look_at(spar_hello *caller)
         return spar_hello_challenge(caller, &table.own, &e->key);
     if (!e || caller->step != CHALLENGED)
         return state;
+    if (spar_peers_find(&caller->other))
+        return SPAR_HELLO_DROPPED; /* one connection serves all groups */
     state = step(caller);
     if (state == SPAR_HELLO_CONNECTED)
         e->failure[0] = 0;
@@ -280,8 +282,8 @@ static spar_status refuse_calls(void)
 /* Takes calls that came in, at most as many as the backlog holds. */
 static spar_status take_calls(void)
 {
-    struct pollfd calls = {table.listener, POLLIN,
-                           0}; /* accept4 wants a descriptor even where nobody calls */
+    /* accept4 alone would fail for want of a descriptor where nobody calls */
+    struct pollfd calls = {table.listener, POLLIN, 0};
     for (int taken = 0; taken <= BACKLOG && poll(&calls, 1, 0) > 0; taken++) {
         int fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd >= 0)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .communicator import Communicator
 
 _pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
-_ELSEWHERE, _BUSY, _DEAD = -1, -2, -3
+_ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
 _PATIENCE = 0.5  # seconds, for what the others say when this rank gives up
 
 
@@ -136,7 +136,7 @@ def watch(comm: Communicator) -> None:
     """From now on the ends of the group's processes on this host are seen; a descriptor for each."""
     for process in comm.processes():
         if process not in _pidfds:
-            _pidfds[process] = _C.watch(*process)
+            _pidfds[process] = _C.watch(*process)  # of an _UNKNOWN one no death is seen
 
 
 def dead(comm: Communicator) -> tuple[int, ...]:
@@ -147,8 +147,8 @@ def dead(comm: Communicator) -> tuple[int, ...]:
 def _ended(process: tuple[int, int]) -> bool:
     pidfd = _pidfds.get(process, _ELSEWHERE)
     if pidfd == _BUSY:  # it lived; as long as it does, its address is in use
-        pidfd = _C.watch(*process)
-        _pidfds[process] = pidfd = _DEAD if pidfd == _ELSEWHERE else pidfd
+        found = _C.watch(*process)
+        pidfd = _pidfds[process] = {_ELSEWHERE: _DEAD, _UNKNOWN: _BUSY}.get(found, found)
     if pidfd < 0:
         return pidfd == _DEAD
     poll = select.poll()  # of any number, as select is not
@@ -162,6 +162,6 @@ def unreachable(comm: Communicator, ranks: tuple[int, ...]) -> tuple[int, ...]:
     elsewhere = {
         rank
         for rank, process in enumerate(comm.processes())
-        if _pidfds.get(process, _ELSEWHERE) == _ELSEWHERE
+        if _pidfds.get(process, _ELSEWHERE) in (_ELSEWHERE, _UNKNOWN)
     }
     return tuple(rank for rank in ranks if rank in gone or rank in elsewhere)
