@@ -226,8 +226,9 @@ static spar_hello_state look_at(spar_hello *caller)
     if (spar_peers_find(&caller->other))
         return SPAR_HELLO_DROPPED; /* one connection serves all groups */
     state = step(caller);
-    if (state == SPAR_HELLO_CONNECTED)
-        e->failure[0] = 0;
+    if (state ==
+        SPAR_HELLO_CONNECTED) /* what counts where the connection has ended before it is used */
+        snprintf(e->failure, sizeof e->failure, "the process hung up");
     if (state == SPAR_HELLO_REFUSED)
         note_failure(e);
     return state;
