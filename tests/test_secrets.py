@@ -1,0 +1,210 @@
+"""The secrets by which the processes of a job know each other, tried by a member that the test plays."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_faults import finish, start
+from test_strangers import (
+    ARENA,
+    CALL,
+    CHALLENGE,
+    FACTS_ENDPOINT,
+    MESSAGE,
+    connect,
+    descriptors,
+    expect_shm,
+    message,
+    receive,
+)
+
+import spar
+from spar import _C
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+
+
+def rotated(word: int, bits: int) -> int:
+    return (word << bits | word >> (64 - bits)) & (1 << 64) - 1
+
+
+def siphash(key: bytes, data: bytes) -> bytes:
+    """SipHash-2-4 of 128 bits."""
+    k0, k1 = struct.unpack("<QQ", key)
+    v = [
+        k0 ^ 0x736F6D6570736575,
+        k1 ^ 0x646F72616E646F6D ^ 0xEE,
+        k0 ^ 0x6C7967656E657261,
+        k1 ^ 0x7465646279746573,
+    ]
+
+    def mix(rounds: int) -> None:
+        for _ in range(rounds):
+            v[0] = v[0] + v[1] & (1 << 64) - 1
+            v[1] = rotated(v[1], 13) ^ v[0]
+            v[0] = rotated(v[0], 32)
+            v[2] = v[2] + v[3] & (1 << 64) - 1
+            v[3] = rotated(v[3], 16) ^ v[2]
+            v[0] = v[0] + v[3] & (1 << 64) - 1
+            v[3] = rotated(v[3], 21) ^ v[0]
+            v[2] = v[2] + v[1] & (1 << 64) - 1
+            v[1] = rotated(v[1], 17) ^ v[2]
+            v[2] = rotated(v[2], 32)
+
+    padded = data + bytes(7 - len(data) % 8) + bytes([len(data) & 255])
+    for (word,) in struct.iter_unpack("<Q", padded):
+        v[3] ^= word
+        mix(2)
+        v[0] ^= word
+    v[2] ^= 0xEE
+    mix(4)
+    first = v[0] ^ v[1] ^ v[2] ^ v[3]
+    v[1] ^= 0xDD
+    mix(4)
+    return struct.pack("<QQ", first, v[0] ^ v[1] ^ v[2] ^ v[3])
+
+
+class Member:
+    """A process that a rank's facts name, played by this test, with a secret of its own."""
+
+    def __init__(self, dials: bool, secret: bytes) -> None:
+        facts = _C.facts()
+        (self.rank,) = _C.processes(facts)
+        self.rank_secret = facts[FACTS_ENDPOINT + 16 : FACTS_ENDPOINT + 32]
+        self.secret, self.told_secret = secret, os.urandom(16)
+        self.own = (1 if dials else 1 << 40, int.from_bytes(os.urandom(8), "little"))  # the lower one dials
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(f"\0spar-{self.own[0]}-{self.own[1]:016x}")
+        self.listener.listen(8)
+        other = struct.pack("=qQ", *self.own) + self.told_secret
+        self.facts = facts + facts[:FACTS_ENDPOINT] + other + facts[FACTS_ENDPOINT + 32 :]
+
+    def key(self) -> bytes:
+        pair = struct.pack("=qQqQ", *self.own, *self.rank)
+        if self.rank < self.own:
+            pair = pair[16:] + pair[:16]
+        own, rank = siphash(self.secret, pair), siphash(self.rank_secret, pair)
+        return bytes(a ^ b for a, b in zip(own, rank, strict=True))
+
+    def prove(self, challenges: bytes, words: bytes) -> bytes:
+        return words[:-16] + siphash(self.key(), challenges + words[:-16])
+
+    @contextlib.contextmanager
+    def expected(self) -> Iterator[threading.Thread]:
+        """While the rank sets a group up in which this is the other process."""
+        comm = _C.comm("shm", self.facts, 0, 2, "test")
+        verdict = comm.verdict
+        assert verdict[:4] == bytes(4), verdict
+        other = bytes(len(verdict))
+        ended = threading.Thread(target=lambda: comm.connect(verdict + other, time.monotonic() + 20))
+        ended.start()
+        yield ended
+        self.listener.close()
+        ended.join(30)
+        assert not ended.is_alive()
+        self.verdict = comm.verdict
+        comm.close()
+
+
+def arena_of(length: int) -> int:
+    fd = os.memfd_create("stranger", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, length + 4096)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def dials_a_rank(member: Member, recorded: list[bytes] | None = None) -> tuple[list[bytes], bytes, int]:
+    """What it sent, the rank's last reply, and how many descriptors came."""
+    challenge = os.urandom(16)
+    line = connect(member.rank)
+    first = recorded[0] if recorded else message(CALL, member.own, member.rank, challenge)
+    line.send(first)
+    reply, count = receive(line, 5)
+    assert count == 0
+    if not reply or MESSAGE.unpack(reply)[1] != CHALLENGE:
+        return [first], reply, count
+    theirs = MESSAGE.unpack(reply)[6]
+    second = message(ARENA, member.own, member.rank, length=1 << 20)
+    second = recorded[1] if recorded else member.prove(challenge + theirs, second)
+    arena = arena_of(1 << 20)
+    socket.send_fds(line, [second], [arena])
+    os.close(arena)
+    return [first, second], *receive(line, 2)
+
+
+def wrong_secret_dials(rank: int, folder: Path) -> None:
+    member = Member(True, os.urandom(16))
+    before = descriptors(os.getpid())
+    with member.expected():
+        for _ in range(20):
+            assert dials_a_rank(member)[1:] == (b"", 0)
+        assert descriptors(os.getpid()) < before + 4
+        member.secret = member.told_secret  # the right one is served, after all of those
+        sent, reply, count = dials_a_rank(member)
+        assert (MESSAGE.unpack(reply)[1], count) == (ARENA, 1)
+        # a replay: against the connected pair, in a later set-up, and out of any
+        assert dials_a_rank(member, sent)[2] == 0
+    assert b"mailbox" in member.verdict  # all went well but what a stranger's arena lacks
+    with member.expected():
+        _, reply, count = dials_a_rank(member, sent)
+        assert (reply, count) == (b"", 0)
+    _, reply, count = dials_a_rank(member, sent)
+    assert (reply, count) == (b"", 0)
+
+
+def test_wrong_secret_and_replay_get_no_descriptor(tmp_path: Path) -> None:
+    ranks = start(wrong_secret_dials, 1, tmp_path, initialize=False)
+    assert finish(ranks, 90) == [0]
+
+
+def wrong_secret_answers(rank: int, folder: Path, right: bool) -> None:
+    member = Member(False, os.urandom(16))
+    if right:
+        member.secret = member.told_secret
+    with member.expected():
+        line, _ = member.listener.accept()
+        words, count = receive(line, 5)
+        assert (MESSAGE.unpack(words)[1], count) == (CALL, 0)
+        challenge = os.urandom(16)
+        reply = message(CHALLENGE, member.own, member.rank, challenge)
+        line.send(member.prove(MESSAGE.unpack(words)[6] + challenge, reply))
+        words, count = receive(line, 5)
+        if right:
+            assert (MESSAGE.unpack(words)[1], count) == (ARENA, 1)
+        else:
+            assert (words, count) == (b"", 0)
+        line.close()
+    assert (b"hung up" if right else b"did not prove") in member.verdict
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["wrong secret", "right secret"])
+def test_descriptor_goes_to_proven_listener_only(tmp_path: Path, right: bool) -> None:
+    ranks = start(wrong_secret_answers, 1, tmp_path, right, initialize=False)
+    assert finish(ranks, 60) == [0]
+
+
+def secret_is_nowhere(rank: int, folder: Path) -> None:
+    """Neither in the socket's name nor in what the process logs or shows of itself."""
+    facts = _C.facts()
+    secret = facts[FACTS_ENDPOINT + 16 : FACTS_ENDPOINT + 32]
+    assert secret not in (bytes(16), b"")
+    expect_shm(rank)
+    shown = Path("/proc/net/unix").read_bytes() + Path("/proc/self/maps").read_bytes()
+    shown += Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
+    shown += repr(spar.transport()).encode()
+    assert secret not in shown and secret.hex().encode() not in shown
+    assert secret[::-1].hex().encode() not in shown
+
+
+def test_secret_is_not_shown(tmp_path: Path) -> None:
+    assert finish(start(secret_is_nowhere, 2, tmp_path, meet=False, SPAR_LOG="debug"), 60) == [0, 0]
