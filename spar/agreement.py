@@ -8,7 +8,6 @@ protocol in C (csrc/group.h).
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,12 +23,10 @@ TEXT = 1024  # bytes of a description or a reason
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)
 
 
-class Progress(enum.IntEnum):
-    """How far a rank's call has come, which decides what an exception in it means for the peers."""
-
-    LOCAL = 0  # the peers know nothing of it: they must be told that it failed
-    SHARED = 1  # the peers count on this rank: an exception breaks the group
-    OVER = 2  # the call has ended for every rank, or its transport reports failures by itself
+# How far a rank's call has come, which decides what an exception in it means for the peers.
+LOCAL = 0  # the peers know nothing of it: the failure must be reported to them
+SHARED = 1  # the peers count on this rank: an exception breaks the group
+OVER = 2  # the call has ended for every rank, or its transport reports failures by itself
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -53,7 +50,7 @@ def agree(comm: Communicator, op: str, step: int, describe: Callable[[], str], d
         MismatchError: the ranks differ, or one failed; the same on every rank that did not fail.
         OutOfMemoryError: a rank failed for want of memory.
     """
-    comm.progress = Progress.SHARED
+    comm.progress = SHARED
     wire.settle(comm, op, deadline)
     rows = [row.tolist() for row in wire.all_gather(comm, _header(comm, step, _OK), op, deadline)]
     if all(row == rows[0] for row in rows):
@@ -63,7 +60,7 @@ def agree(comm: Communicator, op: str, step: int, describe: Callable[[], str], d
         bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
         for row in wire.all_gather(comm, _row(numbered + describe()), op, deadline)
     ]
-    comm.progress = Progress.OVER
+    comm.progress = OVER
     for rank, (*_, status) in enumerate(rows):
         if status != _OK:
             kind = OutOfMemoryError if status == _OUT_OF_MEMORY else MismatchError
@@ -74,11 +71,11 @@ def agree(comm: Communicator, op: str, step: int, describe: Callable[[], str], d
 
 def announce_failure(comm: Communicator, op: str, error: BaseException, why: str, deadline: float) -> None:
     """Take part in the peers' next agreement with a failure, without waiting for them."""
-    comm.progress = Progress.SHARED
+    comm.progress = SHARED
     wire.settle(comm, op, deadline)
     status = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
     wire.announce(comm, [_header(comm, 0, status), _row(why)], op, deadline)
-    comm.progress = Progress.OVER
+    comm.progress = OVER
 
 
 def _header(comm: Communicator, step: int, status: int) -> torch.Tensor:

@@ -40,24 +40,20 @@ class Call:
         self.place = group if isinstance(group, Place) else place_of(process_group(group))
         _, self.world, self.rank = self.place
         try:
-            self._check_tensor(what)
+            if not isinstance(input_, torch.Tensor):
+                raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
+            if input_.layout is not _STRIDED:
+                raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
+            if input_.is_nested:
+                raise self.type_error(what, "a nested tensor", "a strided tensor: each of its parts, say")
+            if input_.is_quantized:  # its scale and zero point are no part of its bytes
+                raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
+            self.ndim = input_.dim()
+            if self.ndim == 0:
+                raise self.error(what, "a tensor without dims", "at least one dim")
         except BaseException as error:
             self.fail(error)
             raise
-
-    def _check_tensor(self, what: str) -> None:
-        input_ = self.input
-        if not isinstance(input_, torch.Tensor):
-            raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
-        if input_.layout is not _STRIDED:
-            raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
-        if input_.is_nested:
-            raise self.type_error(what, "a nested tensor", "a strided tensor: each of its parts, say")
-        if input_.is_quantized:  # its scale and zero point are no part of its bytes
-            raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
-        self.ndim = input_.dim()
-        if self.ndim == 0:
-            raise self.error(what, "a tensor without dims", "at least one dim")
 
     def error(self, what: str, value: object, expected: str) -> ValueError:
         return ValueError(self._message(what, value, expected))

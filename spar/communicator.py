@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from . import _C, cuda, fallback, inherited, rendezvous, whereabouts, wire
 from .agreement import (
-    Progress,
+    LOCAL,
+    OVER,
+    SHARED,
     announce_failure,
     failure_text,
     is_out_of_memory,
@@ -57,7 +59,7 @@ class Communicator:
         self.place = Place(next(_handles), self.world, self.rank)
         self.name = wire.group_name(group)
         self.calls = 0
-        self.progress = Progress.OVER  # of the newest call
+        self.progress = OVER  # of the newest call
         self.broken: str | None = None
         self.closing = False  # by a thread that found a call under way, which closes when it ends
         self.check = True
@@ -151,7 +153,7 @@ class Communicator:
                 before = self.calls
                 try:
                     self._owner = thread
-                    self.progress = Progress.LOCAL
+                    self.progress = LOCAL
                     if self.broken is not None:
                         raise self.broken_error(op)
                     return self._exchange(op, input_, args, scale, records, deadline)
@@ -193,7 +195,7 @@ class Communicator:
             return output
         kind, address = SCALE_TYPES.get(input_.dtype, 0), input_.data_ptr()
         try:
-            self.progress = Progress.OVER  # C reports whatever fails in it
+            self.progress = OVER  # C reports whatever fails in it
             capsule = comm.exchange(op, tensor, address, kind, divide, factor, text, deadline)
         except SparError as error:
             raise self._explain(comm, op, error) from None
@@ -259,12 +261,12 @@ class Communicator:
         before: how many calls there were before this one.
         """
         mark_reported(error)
-        if self.broken is not None or self.progress is Progress.OVER:
+        if self.broken is not None or self.progress is OVER:
             return
         devices = [device] if device is not None else list(self.transports)
         if self.calls == before and any(kind in self.transports for kind in devices):
             self.calls += 1
-        if self.progress is Progress.SHARED or not isinstance(error, Exception) or self._is_unchecked(device):
+        if self.progress is SHARED or not isinstance(error, Exception) or self._is_unchecked(device):
             self._break(op, error)
             return
         why = why or failure_text(error)
@@ -351,7 +353,7 @@ class Communicator:
                 before = self.calls
                 try:
                     self._owner = thread
-                    self.progress = Progress.LOCAL
+                    self.progress = LOCAL
                     if self.broken is not None:
                         raise self.broken_error(op)
                     yield

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C, fallback, wire
-from .agreement import Progress
+from .agreement import OVER
 from .errors import SparError
 from .fallback import SCALE_TYPES, apply_scale
 
@@ -148,7 +148,7 @@ def exchange(comm: Communicator, core: _C.Comm, device: Device, call: fallback.C
         fallback.compare(comm, call)
     kind = SCALE_TYPES.get(call.input.dtype, 0)
     addresses = call.input.data_ptr(), call.output.data_ptr(), _stream_of(device.index), device.native()
-    comm.progress = Progress.OVER  # C reports whatever fails in it
+    comm.progress = OVER  # C reports whatever fails in it
     core.run(call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline)
     if kind == 0:
         apply_scale(call.output, call.factor, call.divide)

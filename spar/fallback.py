@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from . import wire
-from .agreement import TEXT, Progress, agree
+from .agreement import OVER, SHARED, TEXT, agree
 
 if TYPE_CHECKING:
     from . import _C
@@ -150,7 +150,7 @@ def run(comm: Communicator, call: Call) -> None:
     sent = sent.to(via)
     if comm.check:
         compare(comm, call)
-    comm.progress = Progress.SHARED
+    comm.progress = SHARED
     wire.all_to_all(comm, call.op, received, sent, list(received_sizes), list(sent_sizes), call.deadline)
-    comm.progress = Progress.OVER
+    comm.progress = OVER
     copies.unpack(call, received.to(device))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import _C, cuda, forks, whereabouts, wire
-from .agreement import Progress, agree
+from .agreement import LOCAL, OVER, SHARED, agree
 from .errors import SparError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def set_up(comm: Communicator, op: str, device: torch.device, deadline: float) -
         if not comm.transports:
             comm.facts = None
         raise
-    comm.progress = Progress.LOCAL
+    comm.progress = LOCAL
 
 
 def _set_up(comm: Communicator, op: str, device: torch.device, deadline: float) -> None:
@@ -98,7 +98,7 @@ def _choose(
     try:
         return _C.choose(facts, device.type, refused)
     except (ValueError, SparError):
-        comm.progress = Progress.OVER
+        comm.progress = OVER
         raise
 
 
@@ -119,9 +119,9 @@ def _connect(
         verdicts = _all_gather(comm, core.verdict, "opened", op, device, deadline)
         failure = _failure(verdicts, comm.world)
         if not failure:
-            comm.progress = Progress.SHARED
+            comm.progress = SHARED
             core.connect(verdicts, deadline)
-            comm.progress = Progress.LOCAL
+            comm.progress = LOCAL
             verdicts = _all_gather(comm, core.verdict, "connected", op, device, deadline)
             failure = _failure(verdicts, comm.world)
     finally:
@@ -149,7 +149,7 @@ def _all_gather(
     step = zlib.crc32(f"{stage} {device.type}".encode())
     agree(comm, op, step, lambda: f"sets up its {device.type} transport ({stage})", deadline)
     rows = wire.all_gather(comm, row, op, deadline)
-    comm.progress = Progress.LOCAL
+    comm.progress = LOCAL
     return b"".join(bytes(r.tolist()) for r in rows)
 
 
