@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,15 @@ def arenas() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:spar")
 
 
+def death_of(rank: int, world: int) -> select.poll:
+    """Readable when the rank's process is gone, which is shortly after its connections end. Collective."""
+    processes: list[int] = [0] * world
+    dist.all_gather_object(processes, os.getpid())
+    death = select.poll()
+    death.register(os.pidfd_open(processes[rank]), select.POLLIN)
+    return death
+
+
 def end(how: str) -> None:
     if how == "destroy":
         dist.destroy_process_group()
@@ -38,6 +48,7 @@ def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> 
     kept = [gather(torch.full((4 << 20,), float(rank)), group, 0) for group in (None, pair)]
     if not keeps:
         kept.clear()
+    death = death_of(world - 1, world)
     dist.barrier()
     if rank == world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,6 +56,7 @@ def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> 
         with pytest.raises(spar.PeerLostError):
             gather(torch.zeros(4 << 20), group, 0)
     assert arenas() == world
+    assert death.poll(30_000)
     if rank:
         told(folder, rank - 1)
     if how == "close":
@@ -76,6 +88,7 @@ def test_close_unmaps_dead_rank(tmp_path: Path, world: int, how: str, keeps: boo
 def stopped_rank_holds_quarantine(rank: int, folder: Path) -> None:
     """Blocks that a stopped rank may still write to stay; the dead rank's arena is unmapped all the same."""
     gather(torch.full((4 << 20,), float(rank)), None, 0)
+    death = death_of(2, 3)
     dist.barrier()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +99,7 @@ def stopped_rank_holds_quarantine(rank: int, folder: Path) -> None:
     told(folder, 1)
     with pytest.raises(spar.PeerLostError):
         gather(torch.zeros(4 << 20), None, 0)
+    assert death.poll(30_000)
     spar.close()
     assert arenas() == 2
     assert spar.memory_stats()["arena.quarantined_bytes"] > 32 << 20
