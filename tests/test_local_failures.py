@@ -243,8 +243,8 @@ def is_closed(rank: int, folder: Path, where: str, who: str) -> None:
     begin = time.monotonic()
     with pytest.raises(spar.GroupBrokenError, match="closed"):
         gather(torch.zeros(2), group, 0)
-    assert time.monotonic() - begin < 1.0
-    assert took[0] < 0.3
+    assert time.monotonic() - begin < 2.0
+    assert took[0] < 1.0
     tell(folder, 0, "")
 
 
