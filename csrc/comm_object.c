@@ -216,9 +216,9 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(op, (item size, extents, strides, args), input, scale_type, divide, factor, text,\n"
+    "exchange(op, (item size, extents, strides, args), input, scale_type, divide, factor, text, number,\n"
     "         deadline) -> DLPack capsule of the output\n\n"
-    "deadline: in seconds of time.monotonic. scale_type 0: the output is of unsigned integers, unscaled.");
+    "number: of the call, by the group's own count. deadline: in seconds of time.monotonic. scale_type 0: the output is of unsigned integers, unscaled.");
 
 static PyObject *comm_exchange(PyObject *self, PyObject *args)
 {
@@ -229,9 +229,10 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     int dtype, divide;
     double factor;
     double deadline;
+    long long number;
     parsed asked;
-    if (!comm || !PyArg_ParseTuple(args, "sOKipdsd", &op, &tuple, &address, &dtype, &divide,
-                                   &factor, &text, &deadline))
+    if (!comm || !PyArg_ParseTuple(args, "sOKipdsLd", &op, &tuple, &address, &dtype, &divide,
+                                   &factor, &text, &number, &deadline))
         return NULL;
     const void *input = (const void *)(uintptr_t)address;
     void *output = NULL;
@@ -242,6 +243,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .blocks = &block,
                       .device = &spar_device_cpu,
                       .text = text,
+                      .number = number,
                       .patience = spar_py_patience(self, deadline),
                       .group = ((comm_object *)self)->group,
                       .op = op};

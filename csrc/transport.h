@@ -42,6 +42,7 @@ typedef struct {
     const spar_device *device; /* whose memory they lie in */
     spar_scale scale;
     const char *text; /* what else must be equal on all ranks: the dtype, the factor, ... */
+    int64_t number;   /* by the caller's count of the group's calls; equal on all ranks, too */
     void *stream;     /* the device's queue; NULL on a CPU */
     void *native;     /* the caller's own communicator, as spar_native has it, now */
     spar_patience patience;

@@ -48,6 +48,7 @@ class Comm:
         divide: bool,
         factor: float,
         text: str,
+        number: int,
         deadline: float,
         /,
     ) -> object: ...

@@ -55,10 +55,9 @@ def agree(comm: Communicator, op: str, step: int, describe: Callable[[], str], d
     rows = [row.tolist() for row in wire.all_gather(comm, _header(comm, step, _OK), op, deadline)]
     if all(row == rows[0] for row in rows):
         return
-    numbered = f"call {comm.calls}: " if any(row[0] != rows[0][0] for row in rows) else ""
     texts = [
         bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
-        for row in wire.all_gather(comm, _row(numbered + describe()), op, deadline)
+        for row in wire.all_gather(comm, _row(describe()), op, deadline)
     ]
     comm.progress = OVER
     for rank, (*_, status) in enumerate(rows):

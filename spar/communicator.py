@@ -196,7 +196,7 @@ class Communicator:
         kind, address = SCALE_TYPES.get(input_.dtype, 0), input_.data_ptr()
         try:
             self.progress = OVER  # C reports whatever fails in it
-            capsule = comm.exchange(op, tensor, address, kind, divide, factor, text, deadline)
+            capsule = comm.exchange(op, tensor, address, kind, divide, factor, text, self.calls, deadline)
         except SparError as error:
             raise self._explain(comm, op, error) from None
         CALLS[comm.transport] += 1
@@ -261,26 +261,28 @@ class Communicator:
         before: how many calls there were before this one.
         """
         mark_reported(error)
-        if self.broken is not None or self.progress is OVER:
+        if self.broken is not None or self.progress == OVER:
             return
-        devices = [device] if device is not None else list(self.transports)
-        if self.calls == before and any(kind in self.transports for kind in devices):
+        if device is None and len(self.transports) == 1:
+            device = next(iter(self.transports))
+        if self.calls == before and (device in self.transports or (device is None and self.transports)):
             self.calls += 1
-        if self.progress is SHARED or not isinstance(error, Exception) or self._is_unchecked(device):
+        if self.progress == SHARED or not isinstance(error, Exception) or not self._can_report(device):
             self._break(op, error)
             return
-        why = why or failure_text(error)
-        comms = [self.comms[kind] for kind in devices if kind in self.comms]
+        comm, why = self.comms.get(device or ""), why or failure_text(error)
         with contextlib.suppress(SparError):
-            for comm in comms:
+            if comm is not None:
                 comm.fail(op, why, is_out_of_memory(error), False, deadline)
-            if len(comms) < max(len(devices), 1):
+            else:
                 announce_failure(self, op, error, why, deadline)
 
-    def _is_unchecked(self, device: str | None) -> bool:
-        """Whether peers would take no notice of a failure: the torch transport without its comparison."""
-        known = self.transports.get(device or "cpu")
-        return known is not None and known.name == "torch" and not self.check
+    def _can_report(self, device: str | None) -> bool:
+        """Whether the peers would take notice of a failure, on the way by which they wait for this call."""
+        if device is None and self.transports:
+            return False  # by several transports, and it is not known which
+        known = self.transports.get(device or "")
+        return self.check or known is None or known.name != "torch"
 
     def _break(self, op: str, error: BaseException) -> None:
         """Break the group for good, on all ranks that can be told; the others reach their limit."""

@@ -133,7 +133,7 @@ def compare(comm: Communicator, call: Call) -> None:
     """Raise on all ranks where they do not make the same call, or one failed."""
 
     def describe() -> str:
-        return f"{call.plan.describe()[: TEXT - 200]}{call.text}"
+        return f"{call.plan.describe()[: TEXT - 200]}{call.text} (call {comm.calls})"
 
     agree(comm, call.op, call.plan.signature(call.text), describe, call.deadline)
 

@@ -40,7 +40,7 @@ static void describe(void *context, char *text, size_t size)
     const spar_call *call = context;
     spar_plan_describe(call->plan, text, size - size / 4);
     size_t used = strlen(text);
-    snprintf(text + used, size - used, "%s", call->text);
+    snprintf(text + used, size - used, "%s (call %lld)", call->text, (long long)call->number);
 }
 
 /* Where each rank's output lies, checked against its arena: a word from another process may be anything. */
@@ -89,7 +89,7 @@ static spar_status prepare(const spar_call *call, spar_words *words)
         call->outputs[t] = spar_memory_address(call->blocks[t]);
         words->offsets[t] = spar_memory_offset(call->blocks[t]);
     }
-    words->signature = spar_plan_signature(call->plan, call->text);
+    words->signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number;
     return SPAR_OK;
 }
 
