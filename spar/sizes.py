@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -20,20 +19,39 @@ def share(total: int, world_size: int, rank: int) -> int:
     return (total + world_size - 1 - rank) // world_size
 
 
-def _whole(name: str, value: Any) -> int:
-    """A whole number; a symbolic one stays so under torch.compile."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
+def as_int(value: Any) -> int:
+    """Convert a numpy integer or anything else with `__index__` to an int; a SymInt stays symbolic.
+
+    Raises:
+        TypeError: a bool, or a value that is not an int.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, bool):
-        if isinstance(value, (int, torch.SymInt)):
-            return value  # type: ignore[return-value]
-        with contextlib.suppress(TypeError):
-            return operator.index(value)  # numpy's are no int
-    raise TypeError(f"{name} is {value!r:.200}; expected a whole number")
+    if isinstance(value, bool):
+        raise TypeError("a bool is not an int")
+    if isinstance(value, (int, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    return operator.index(value)
+
+
+def totals_of_share(size: int, world_size: int, rank: int) -> range:
+    """Return the totals of which `rank`'s share is `size`: the inverse of `share`."""
+    first = (size - 1) * world_size + rank + 1
+    return range(max(first, 0), first + world_size)
+
+
+def as_named_int(name: str, value: Any) -> int:
+    """`as_int`, whose error shows the argument's name and value."""
+    try:
+        return as_int(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r:.200}; expected an int") from None
 
 
 def _ranks(world_size: Any) -> int:
-    count = _whole("world_size", world_size)
+    count = as_named_int("world_size", world_size)
     if not 1 <= count <= _MOST_RANKS:
         raise ValueError(f"world_size is {count}; expected at least 1, and at most {_MOST_RANKS}")
     return count
@@ -51,9 +69,9 @@ def cal_split_sizes(dim_size: int | torch.Tensor, world_size: int) -> list[int]:
 
     Raises:
         ValueError: a size below 0, no ranks, or more than 2**20.
-        TypeError: no whole number.
+        TypeError: a size or a number of ranks that is not an int.
     """
-    total, world = _whole("dim_size", dim_size), _ranks(world_size)
+    total, world = as_named_int("dim_size", dim_size), _ranks(world_size)
     if total < 0:
         raise ValueError(f"dim_size is {total}; expected at least 0")
     return [share(total, world, rank) for rank in range(world)]
@@ -71,7 +89,7 @@ def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) 
 
     Raises:
         ValueError: a size below 0 or from 2**63 on, no ranks, or more than 2**20.
-        TypeError: no whole numbers.
+        TypeError: sizes that are not ints.
     """
     given, world = _lengths(sizes), _ranks(world_size)
     totals = given.to(torch.int64).reshape(1, -1)
@@ -86,9 +104,9 @@ def _lengths(sizes: Any) -> torch.Tensor:
     try:
         given = torch.as_tensor(sizes)
     except (OverflowError, RuntimeError):
-        raise ValueError(f"sizes is {sizes!r:.200}; expected whole numbers from 0 to 2**63 - 1") from None
+        raise ValueError(f"sizes is {sizes!r:.200}; expected ints from 0 to 2**63 - 1") from None
     except (TypeError, ValueError):
-        raise TypeError(f"sizes is {sizes!r:.200}; expected a list of whole numbers") from None
+        raise TypeError(f"sizes is {sizes!r:.200}; expected a list of ints") from None
     if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
-        raise TypeError(f"sizes is {sizes!r:.200}; expected a list of whole numbers")
+        raise TypeError(f"sizes is {sizes!r:.200}; expected a list of ints")
     return given
