@@ -66,8 +66,8 @@ class Call:
 
     def fail(self, error: BaseException) -> None:
         """Report to the peers what this rank failed with before its exchange, unless they know."""
-        if self.exchanges:
-            device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
+        device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
+        if self.exchanges and device != "meta":
             report_failure(self.places(), self.name, device, error)
 
     def places(self) -> tuple[Place, ...]:

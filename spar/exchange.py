@@ -76,6 +76,8 @@ def _run_unheard(
                 input_ = input_.resolve_conj().resolve_neg()
             return _copy_part(input_, place, op, args, scale)
         return by_handle(place[0]).exchange(op, input_, args, scale, records)
+        if input_.is_meta:  # shape inference: nothing to exchange
+            return _exchange_shape(input_, *place, op, args)
     except BaseException as error:
         if not local:
             report_failure((place,), op, input_.device.type, error)
