@@ -45,7 +45,7 @@ class SPDataProcessor:
 
     def __init__(self) -> None:
         self.sp_group = sequence_group()
-        self._place = sequence_place()
+        self._place = sequence_place("SPDataProcessor")
         self.sp_size, self.sp_rank = self._place.world, self._place.rank
 
     def __enter__(self) -> SPDataProcessor:
@@ -254,7 +254,8 @@ def sp_slice_and_pad_input(
         ValueError: input_ids with other than 2 dims, position_ids of another shape.
         TypeError: position_ids that are no tensor.
     """
-    call = Call("sp_slice_and_pad_input", input_ids, sequence_place(), "input_ids", exchanges=False)
+    name = "sp_slice_and_pad_input"
+    call = Call(name, input_ids, sequence_place(name), "input_ids", exchanges=False)
     if call.ndim != 2:
         raise call.error("input_ids", f"of shape {list(input_ids.shape)}", "[bsz, seqlen]")
     if position_ids is not None:

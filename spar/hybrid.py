@@ -16,14 +16,18 @@ from .communicator import ALONE, Place
 from .exchange import Scale, Step
 from .groups import constant, place_of
 from .layouts import Args
-from .parallel_state import ParallelState, get_parallel_state
-from .sizes import share
+from .sizes import share, totals_of_share
+from .state import ParallelState
+from .topology import current, warn_if_unsharded
 
 
 @constant
-def _places(state: ParallelState) -> tuple[Place, Place, Place]:
+def _places(name: str, state: ParallelState | None) -> tuple[Place, Place, Place]:
     """In the ring, the ulysses and the cp group; the last where both others have more than one rank, and its
     own are in the order that one exchange needs."""
+    if state is None:
+        warn_if_unsharded(name)
+        return ALONE, ALONE, ALONE
     ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
     in_ring = place_of(ring) if ring is not None and state.is_ring_enable() else ALONE
     in_ulysses = place_of(ulysses) if ulysses is not None and state.is_ulysses_enable() else ALONE
@@ -37,7 +41,7 @@ class _Hybrid(Call):
     __slots__ = ("in_ring", "in_ulysses", "inner", "ring", "ulysses")
 
     def __init__(self, name: str, x: torch.Tensor, what: str, exchanges: bool = True) -> None:
-        self.in_ring, self.in_ulysses, in_cp = _places(get_parallel_state())
+        self.in_ring, self.in_ulysses, in_cp = _places(name, current().state)
         self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
         self.inner = self.ulysses if in_cp.world > 1 else 1
         outer = in_cp if in_cp.world > 1 else self.in_ring

@@ -18,16 +18,22 @@ from .arguments import Call
 from .communicator import ALONE, Place
 from .errors import SparError
 from .exchange import ONE
-from .groups import by_handle, place_of
-from .topology import sequence_group
+from .groups import by_handle, constant, place_of
+from .topology import sequence_group, warn_if_unsharded
 
 __all__ = ["ShardingValidator", "get_sharding_validator", "sp_gather", "sp_shard", "sp_shard_with_padding"]
 
 
-def sequence_place() -> Place:
-    """This rank's place in the current topology's sequence group."""
+def sequence_place(name: str) -> Place:
+    """This rank's place in the current topology's sequence group; `name` is the operation that asks."""
     group = sequence_group()
-    return ALONE if group is None else place_of(group)
+    return _alone(name) if group is None else place_of(group)
+
+
+@constant
+def _alone(name: str) -> Place:
+    warn_if_unsharded(name)
+    return ALONE
 
 
 def held_by_each(name: str, place: Place, size: int) -> list[int]:
@@ -74,7 +80,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
         ValueError: a dim out of range; with validate an extent that is no multiple of P.
         TypeError: a gradient is recorded that its dtype cannot scale.
     """
-    call = Call("sp_shard", tensor, sequence_place(), "tensor", exchanges=False)
+    call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
     if validate and tensor.size(dim) % call.world:
         raise call.error(
@@ -106,11 +112,11 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
         TypeError: a gradient is recorded that its dtype cannot scale.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
-    call = Call("sp_gather", tensor, sequence_place(), "tensor")
+    call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor")
     try:
         dim = call.dim("dim", dim)
         sizes: list[int] = []
-        if validate and call.world > 1:
+        if validate and call.world > 1 and not tensor.is_meta:
             sizes = held_by_each("sp_gather", call.place, tensor.size(dim))
         return call.apply("gather", (dim, *sizes), call.grad_scale("up"))
     except BaseException as error:
@@ -136,13 +142,15 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
         ValueError: a dim out of range, a pad_value that the dtype has not.
         TypeError: a pad_value that is no number; a gradient is recorded that its dtype cannot scale.
     """
-    call = Call("sp_shard_with_padding", tensor, sequence_place(), "tensor", exchanges=False)
+    name = "sp_shard_with_padding"
+    call = Call(name, tensor, sequence_place(name), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
     if not isinstance(pad_value, (int, float)):
         raise call.type_error("pad_value", repr(pad_value), "a number")
     return shard_with_padding(call, dim, pad_value)
 
 
+_VALIDATOR = "ShardingValidator"
 _Cut = tuple[int, Place]  # the dim, counted from the front, and in which group
 
 
@@ -192,7 +200,7 @@ class ShardingValidator:
                 warnings.warn(f"spar: {name!r} is sharded again before it was gathered", stacklevel=2)
             self._sharded.add(name)
             self._open.add(name)
-            self._cuts[name] = (dim % tensor.dim(), sequence_place())
+            self._cuts[name] = (dim % tensor.dim(), sequence_place(_VALIDATOR))
         return part
 
     def gather(self, tensor: torch.Tensor, name: str, dim: int) -> torch.Tensor:
@@ -201,7 +209,7 @@ class ShardingValidator:
         if self._enabled:
             self._gathered.add(name)
             self._open.discard(name)
-            cut, own = self._cuts.get(name), (dim % tensor.dim(), sequence_place())
+            cut, own = self._cuts.get(name), (dim % tensor.dim(), sequence_place(_VALIDATOR))
             if cut is None:
                 warnings.warn(f"spar: {name!r} is gathered, but was not sharded", stacklevel=2)
             elif cut != own:
@@ -221,7 +229,7 @@ class ShardingValidator:
         if missing := sorted(self._open):
             wrong.insert(0, f"sharded, but never gathered: {', '.join(map(repr, missing))}")
         if wrong:
-            place = sequence_place()
+            place = sequence_place(_VALIDATOR)
             raise ValueError(
                 f"ShardingValidator on rank {place.rank} of {place.world}: {'; '.join(wrong)}; "
                 "expected for each shard a gather along its dim, in its group"

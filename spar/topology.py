@@ -26,6 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 in_use = False  # whether any topology ever had a sequence group; until then None is WORLD
+is_set = False  # whether the caller ever set a topology, one of size 1 included
+_warned = False
 _all: weakref.WeakSet[Topology] = weakref.WeakSet()
 
 
@@ -72,7 +74,8 @@ class Topology:
 
     def refresh(self) -> None:
         """After a spelling wrote: what the others read."""
-        global in_use
+        global in_use, is_set
+        is_set = True
         self.views = {}
         sp = self.coordinators.get("sp")
         if sp is not None:
@@ -124,6 +127,23 @@ def process_wide() -> Topology:
 def sequence_group() -> dist.ProcessGroup | None:
     """The current topology's sequence group; None where it has none (size 1)."""
     return current().sequence
+
+
+def warn_if_unsharded(name: str) -> None:
+    """Warn, once per process, that an operation returns its input because no topology was ever set."""
+    global _warned
+    if _warned or is_set or not (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    _warned = True
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "spar":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{name} returns its input unsharded: torch.distributed has {dist.get_world_size()} ranks, but no "
+        "topology was set, so the sequence group has size 1. First call init_parallel_state, take_over_mesh "
+        "or set_sequence_parallel_group of spar.parallel_state",
+        stacklevel=level,
+    )
 
 
 def forget_all() -> None:

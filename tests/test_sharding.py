@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +13,7 @@ from conftest import WORLDS, Ranks
 from reference import assert_same, cells, part, rule
 
 import spar
+from spar import topology
 from spar.parallel_state import set_sequence_parallel_group
 from spar.sharding import (
     ShardingValidator,
@@ -186,6 +187,56 @@ def check_disagreement(rank: int, world: int, group: Group) -> None:
 
 def test_ranks_that_disagree(ranks: Ranks) -> None:
     ranks(2, check_disagreement)
+
+
+def check_warning(rank: int, world: int, group: Group) -> None:
+    def warns_of(name: str, call: Callable[[], torch.Tensor]) -> None:
+        topology.is_set = topology._warned = False
+        with pytest.warns(UserWarning, match=rf"{name} returns its input .* ranks.*take_over_mesh") as caught:
+            assert_same(call(), x)
+        assert caught[0].filename == __file__
+
+    x = torch.ones(4)
+    before = topology.is_set
+    try:
+        warns_of("sp_shard", lambda: sp_shard(x, 0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sp_gather(x, 0)  # once per process
+        warns_of("sp_gather", lambda: sp_gather(x, 0))
+        with_cp = spar.split_forward_gather_backward_with_cp
+        warns_of("split_forward_gather_backward_with_cp", lambda: with_cp(x, 0))
+        topology._warned = False
+        for function in (lambda x: sp_shard(x * 1, 0), lambda x: with_cp(x * 1, 0)):
+            torch._dynamo.reset()
+            assert_same(torch.compile(function, fullgraph=True, backend="eager")(x), x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            topology._warned = False
+            set_sequence_parallel_group(None)  # size 1 on purpose
+            sp_shard(x, 0)
+            with_cp(x, 0)
+    finally:
+        topology.is_set = before
+
+
+def test_warning_without_a_topology(ranks: Ranks) -> None:
+    ranks(2, check_warning)
+
+
+def check_meta(rank: int, world: int, group: Group) -> None:
+    with sequence(group):
+        spar.init(group)
+        before = spar.memory_stats()
+        own = sp_shard(torch.zeros(5, 2, device="meta"), 0, validate=False)
+        assert own.shape == (3 - rank, 2)
+        for validate in (True, False):  # sizes are not exchanged: taken as equal
+            assert sp_gather(own, 0, validate).shape == (2 * (3 - rank), 2)
+        assert spar.memory_stats() == before
+
+
+def test_meta_tensors(ranks: Ranks) -> None:
+    ranks(2, check_meta)
 
 
 # ---- the validator ----
