@@ -8,18 +8,16 @@ import pickle
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .arguments import Call
 from .communicator import Place
 from .exchange import ONE
+from .groups import Group
 from .sharding import held_by_each, sequence_place, shard_with_padding
 from .topology import sequence_group
-
-if TYPE_CHECKING:
-    from .groups import Group
 
 __all__ = ["SPDataProcessor", "gather_forward_split_backward_and_unpad", "sp_slice_and_pad_input"]
 

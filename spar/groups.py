@@ -9,20 +9,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C, topology
 from .communicator import CALLS, Communicator, Place
 from .errors import SparError
 from .rendezvous import Transport
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    Group = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
+Group = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _distributed = dist.is_available()

@@ -6,13 +6,13 @@ They read and write one topology (`spar.topology`): the current one.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups as _groups
 from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
+from .groups import Group
 from .model_parallel import (
     HAS_FLASH_ATTN,
     destroy_distributed_env,
@@ -59,9 +59,6 @@ from .placement import (
 from .ranks import RankGenerator, generate_masked_orthogonal_rank_groups
 from .state import EXPERT_MESH, MESH, NAMES, ParallelState, check_fit, make_meshes, state_of
 from .topology import Topology, current, sequence_group
-
-if TYPE_CHECKING:
-    from .groups import Group
 
 __all__ = [
     "HAS_FLASH_ATTN",
