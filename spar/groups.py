@@ -119,23 +119,25 @@ def process_group(group: Group) -> dist.ProcessGroup:
         return world
     if isinstance(group, str):
         return _named(group)
-    if isinstance(group, tuple):
+    if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
         mesh, dim = group
         return mesh.get_group(dim)
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"process_group is not a group of this rank: global rank {dist.get_rank()} is not among its ranks"
         )
-    if hasattr(group, "get_group"):
+    if not isinstance(group, tuple) and hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(
                 f"process_group is a DeviceMesh of {group.ndim} dims {group.mesh_dim_names}; "
                 "expected one dim, or (mesh, dim)"
             )
         return group.get_group()
+    kind = type(group).__name__
     raise TypeError(
-        f"process_group is a {type(group).__name__}; "
+        f"process_group is {group!r:.80} ({'an' if kind[0] in 'aeiou' else 'a'} {kind}); "
         "expected a ProcessGroup, a DeviceMesh, (mesh, dim), a group's name or None"
+        + ("; did you forget the group argument?" if isinstance(group, int) else "")
     )
 
 

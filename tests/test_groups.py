@@ -34,9 +34,13 @@ def check_group_arguments(rank: int, world: int, group: Group) -> None:
         spar.all_to_all(torch.zeros(2, 2), plane, 0, 1)
     with pytest.raises(ValueError, match="no-such-group"):
         spar.all_to_all(torch.zeros(2, 2), "no-such-group", 0, 1)
-    with pytest.raises(TypeError, match="process_group is a float"):
+    with pytest.raises(TypeError, match=r"process_group is 0.5 \(a float\); expected a ProcessGroup"):
         spar.all_to_all(torch.zeros(2, 2), 0.5, 0, 1)  # type: ignore[arg-type]
     inner = dist.new_group([0, 1])
+    with pytest.raises(TypeError, match=r"process_group is 2 \(an int\);.*forget the group argument\?"):
+        spar.all_to_all(torch.zeros(2, 2), 2, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"process_group is \(1, 2\) \(a tuple\)"):
+        spar.all_to_all(torch.zeros(2, 2), (1, 2), 1)  # type: ignore[arg-type]
     if rank > 1:
         with pytest.raises(ValueError, match=f"global rank {rank} is not among its ranks"):
             spar.all_to_all(torch.zeros(2, 2), inner, 0, 1)
