@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import _C
+from .advice import name_operation
 from .communicator import Place
 from .exchange import ONE, SCALABLE, Scale, Step, recorded, report_failure, run_steps
 from .groups import place_of, process_group
@@ -83,6 +84,7 @@ class Call:
             raise self.error(what, dim, f"{-ndim} to {ndim - 1} for an input of shape {shape}")
         return dim % ndim
 
+        name_operation(error, self.name)
     def sizes(self, what: str, sizes: list[int] | None) -> Args:
         if sizes is None:
             return ()
@@ -190,5 +192,5 @@ class Call:
                 "a floating or complex dtype of at least 16 bits, or grad_scale=None",
             )
         if records:
-            return recorded(input_, steps, ONE, grad_scale)
+            return recorded(input_, steps, ONE, grad_scale, self.name)
         return input_ if self.world == 1 else run_steps(input_, steps, ONE, False)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from . import _C
+from .advice import name_operation
 from .agreement import failure_text, is_reported
 from .communicator import Place
 from .errors import SparError
@@ -75,9 +76,9 @@ def _run_unheard(
             if input_.is_conj() or input_.is_neg():
                 input_ = input_.resolve_conj().resolve_neg()
             return _copy_part(input_, place, op, args, scale)
-        return by_handle(place[0]).exchange(op, input_, args, scale, records)
         if input_.is_meta:  # shape inference: nothing to exchange
             return _exchange_shape(input_, *place, op, args)
+        return by_handle(place[0]).exchange(op, input_, args, scale, records)
     except BaseException as error:
         if not local:
             report_failure((place,), op, input_.device.type, error)
@@ -229,9 +230,9 @@ def run_steps(
         raise
 
 
-# An operation as autograd sees it: its steps, scale and grad_scale, and whether somebody listens. It is one
-# argument, since torch spends time on each, forward and backward.
-Recorded = tuple[tuple[Step, ...], Scale, Scale, bool]
+# An operation as autograd sees it: its steps, scale and grad_scale, whether its ops are dispatched, its name.
+# One argument, since torch spends time on each, forward and backward.
+Recorded = tuple[tuple[Step, ...], Scale, Scale, bool, str]
 
 
 class SparExchange(torch.autograd.Function):
@@ -239,7 +240,7 @@ class SparExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, call: Recorded) -> torch.Tensor:
-        steps, scale, _, heard = call
+        steps, scale, _, heard, _ = call
         # groups that nobody else holds must live until backward
         groups: tuple[object, ...] = ()
         if not (heard and torch.compiler.is_compiling()):
@@ -251,7 +252,7 @@ class SparExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        (steps, scale, grad_scale, _), shape, _ = ctx.call
+        (steps, scale, grad_scale, _, name), shape, _ = ctx.call
         inverse: tuple[Step, ...] = ()
         for place, op, args in steps:
             inverse = ((place, *OPS[op].inverse(shape, args, place.world)), *inverse)
@@ -259,17 +260,23 @@ class SparExchange(torch.autograd.Function):
                 extents = list(shape)
                 OPS[op].shape(extents, args, place.world, place.rank)
                 shape = tuple(extents)
-        if torch.is_grad_enabled() and grad.requires_grad:
-            return recorded(grad, inverse, grad_scale, scale), None
-        return run_steps(grad, inverse, grad_scale, False), None
+        try:
+            if torch.is_grad_enabled() and grad.requires_grad:
+                return recorded(grad, inverse, grad_scale, scale, name), None
+            return run_steps(grad, inverse, grad_scale, False), None
+        except SparError as error:
+            name_operation(error, f"backward of {name}")
+            raise
 
 
 # Function.apply without its look at functorch's wrappers, which takes as long as the rest of it
 _apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, SparExchange).apply
 
 
-def recorded(input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale) -> torch.Tensor:
-    """`run_steps`, with a gradient."""
+def recorded(
+    input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, name: str
+) -> torch.Tensor:
+    """`run_steps`, with a gradient; an error in backward shows the operation's name."""
     if _is_listened_to(input_):
-        return cast(torch.Tensor, SparExchange.apply(input_, (steps, scale, grad_scale, True)))  # type: ignore[no-untyped-call]
-    return _apply_plain(input_, (steps, scale, grad_scale, False))
+        return cast(torch.Tensor, SparExchange.apply(input_, (steps, scale, grad_scale, True, name)))  # type: ignore[no-untyped-call]
+    return _apply_plain(input_, (steps, scale, grad_scale, False, name))

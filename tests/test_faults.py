@@ -107,7 +107,7 @@ def never_comes(rank: int, folder: Path) -> None:
     if isinstance(error, spar.ExchangeTimeoutError):
         assert isinstance(error, TimeoutError)
         assert "SPAR_TIMEOUT" in str(error)
-    assert (error.op, error.rank, error.call) == ("gather", rank, 2)
+    assert (error.op, error.rank, error.call) == ("gather_forward_split_backward", rank, 2)
     with pytest.raises(spar.GroupBrokenError, match="call 2"):
         spar.gather_forward_split_backward(torch.zeros(4), None, 0)
     tell(folder, rank, f"{waited}")
