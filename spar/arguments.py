@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,13 +12,25 @@ from . import _C
 from .advice import name_operation
 from .communicator import Place
 from .exchange import ONE, SCALABLE, Scale, Step, recorded, report_failure, run_steps
-from .groups import place_of, process_group
+from .groups import Group, place_of, process_group
 from .layouts import Args
+from .sizes import as_int
 
-if TYPE_CHECKING:
-    from .groups import Group
-
+Sizes = Sequence[int] | torch.Tensor
 _STRIDED = torch.strided
+
+
+def from_cumulative(numbers: Sequence[int]) -> Sequence[int]:
+    """The lengths between cu_seqlens; empty where the numbers cannot be cumulative."""
+    if not numbers or numbers[0] != 0:
+        return ()
+    lengths = [end - begin for begin, end in itertools.pairwise(numbers)]
+    return lengths if min(lengths, default=-1) >= 0 else ()
+
+
+def cumulative_hint(lengths: Sequence[int]) -> str:
+    shown = f"[{', '.join(map(str, lengths[:16]))}{', ...' if len(lengths) > 16 else ''}]"
+    return f". These look like cu_seqlens, which are cumulative; pass the lengths: {shown}"
 
 
 class Call:
@@ -43,6 +55,9 @@ class Call:
         try:
             if not isinstance(input_, torch.Tensor):
                 raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
+            if type(input_) is not torch.Tensor and hasattr(input_, "to_local"):
+                kind = f"a {type(input_).__name__}"
+                raise self.type_error(what, kind, "a plain tensor; pass its .to_local()")
             if input_.layout is not _STRIDED:
                 raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
             if input_.is_nested:
@@ -70,63 +85,101 @@ class Call:
         device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
         if self.exchanges and device != "meta":
             report_failure(self.places(), self.name, device, error)
+        name_operation(error, self.name)
 
     def places(self) -> tuple[Place, ...]:
         """In all groups in which this call would exchange."""
         return (self.place,)
 
+    def integer(self, what: str, value: int, expected: str = "an int") -> int:
+        if type(value) is int:
+            return value
+        try:
+            return as_int(value)
+        except TypeError:
+            raise self.type_error(what, f"{value!r:.200}", expected) from None
+
     def dim(self, what: str, dim: int) -> int:
         ndim = self.ndim
-        if not isinstance(dim, int) or dim is True or dim is False:
-            raise self.type_error(what, repr(dim), "a whole number")
+        if type(dim) is not int:
+            dim = self.integer(what, dim)
         if not -ndim <= dim < ndim:
             shape = list(self.input.shape)
             raise self.error(what, dim, f"{-ndim} to {ndim - 1} for an input of shape {shape}")
         return dim % ndim
 
-        name_operation(error, self.name)
-    def sizes(self, what: str, sizes: list[int] | None) -> Args:
+    def sizes(self, what: str, sizes: Sizes | None) -> Args:
         if sizes is None:
             return ()
-        if not isinstance(sizes, list):
-            raise self.error(what, repr(sizes), "a list of one size for each rank, or None")
+        if isinstance(sizes, torch.Tensor):
+            sizes = self._from_tensor(what, sizes)
+        elif not isinstance(sizes, (list, tuple)):
+            expected = "a list, tuple or 1-D int tensor of one size for each rank, or None"
+            raise self.error(what, repr(sizes), expected)
         if len(sizes) != self.world:
-            raise self.error(what, sizes, f"{self.world} sizes, one for each rank")
-        for size in sizes:
-            if not isinstance(size, (int, torch.SymInt)) or size is True or size is False or size < 0:
-                raise self.error(what, sizes, "whole numbers of at least 0")
-        if not torch.compiler.is_compiling() and sum(sizes) >= 2**63:
-            raise self.error(what, sizes, "sizes that sum to less than 2^63")
-        return tuple(sizes)
+            raise self.error(what, list(sizes), f"{self.world} sizes, one for each rank")
+        checked = list(sizes)
+        for rank, size in enumerate(checked):
+            if type(size) is not int:
+                try:
+                    checked[rank] = size = as_int(size)
+                except TypeError:
+                    raise self.error(what, list(sizes), "ints of at least 0") from None
+            if size < 0:
+                raise self.error(what, list(sizes), "ints of at least 0")
+        if not torch.compiler.is_compiling() and sum(checked) >= 2**63:
+            raise self.error(what, checked, "sizes that sum to less than 2^63")
+        return tuple(checked)
+
+    def _from_tensor(self, what: str, sizes: torch.Tensor) -> list[int]:
+        kind = sizes.dtype
+        if sizes.dim() != 1 or kind.is_floating_point or kind.is_complex or kind is torch.bool:
+            raise self.type_error(what, f"a tensor of {kind} with {sizes.dim()} dims", "a 1-D int tensor")
+        numbers: list[int] = sizes.tolist()
+        return numbers
 
     def lengths(self, what: str, lengths: Sequence[int] | torch.Tensor) -> Args:
         """Of sequences that lie one behind the other."""
         if isinstance(lengths, torch.Tensor):
-            if lengths.is_floating_point() or lengths.dim() != 1:
-                kind = f"a tensor of {lengths.dtype} with {lengths.dim()} dims"
-                raise self.type_error(what, kind, "one dim of whole numbers")
-            lengths = lengths.tolist()
+            lengths = self._from_tensor(what, lengths)
         if torch.compiler.is_compiling():  # the core checks them when it runs
             return tuple(lengths)
+        total: object = None
+        with contextlib.suppress(TypeError, RuntimeError):
+            total = sum(lengths)
         try:
-            total, least = sum(lengths), min(lengths, default=0)
-        except (TypeError, RuntimeError):  # torch's own, where tensors are among them
-            raise self.type_error(what, repr(lengths)[:200], "a list of whole numbers") from None
-        if not isinstance(total, (int, torch.SymInt)):
-            raise self.type_error(what, repr(lengths)[:200], "a list of whole numbers")
+            if type(total) is not int:  # objects with __index__, such as numpy integers, are among them
+                lengths = [as_int(length) for length in lengths]
+                total = sum(lengths)
+            least = min(lengths, default=0)
+        except TypeError:
+            raise self.type_error(what, repr(lengths)[:200], "a list, tuple or 1-D tensor of ints") from None
         if least < 0:
             raise self.error(what, f"a list with {least} in it", "lengths of at least 0")
         if total >= 2**63:
             raise self.error(what, f"a list that sums to {total}", "a sum below 2^63")
         return tuple(lengths)
 
-    def check_sum(self, what: str, total: int, dim: int) -> None:
-        if total != self.input.size(dim):
-            raise self.error(
-                what,
-                f"a list that sums to {total}",
-                f"a sum of {self.input.size(dim)}, the extent of dim {dim}",
+    def check_sum(self, what: str, lengths: Args, dim: int) -> None:
+        total, size = sum(lengths), self.input.size(dim)
+        if total != size:
+            expected = f"lengths that sum to {size}, the size of dim {dim}"
+            if (cut := from_cumulative(lengths)) and lengths[-1] == size:
+                expected += cumulative_hint(cut)
+            raise self.error(what, f"a list that sums to {total}", expected)
+
+    def wrong_total(self, what: str, total: int, dim: int, fitting: Sequence[int]) -> ValueError:
+        """The error for a total of which the input is not this rank's part; of the fitting ones it is."""
+        local, expected = self.input.size(dim), "an input that is even in that dim"
+        if fitting:
+            first, last = fitting[0], fitting[-1]
+            expected = (
+                str(first) if first == last else f"{first} {'or' if len(fitting) == 2 else 'to'} {last}"
             )
+        expected += f", as rank {self.rank} of {self.world} holds {local} of dim {dim}"
+        if total == local:
+            expected += ". Did you pass the local size?"
+        return self.error(what, total, expected)
 
     def table(self, what: str, table: torch.Tensor | Sequence[Sequence[int]]) -> tuple[int, int, Args]:
         """Of what each rank holds of each sequence: their count, what this rank holds, the core's numbers.
@@ -136,14 +189,16 @@ class Call:
         if torch.compiler.is_compiling():
             rows = [list(row) for row in table]
             return len(rows[0]), sum(rows[self.rank]), tuple(itertools.chain(*rows))
+        if isinstance(table, (list, tuple)):
+            table = [row.tolist() if isinstance(row, torch.Tensor) else row for row in table]
         try:
             sizes = torch.as_tensor(table)
         except (TypeError, ValueError, RuntimeError):
-            raise self.type_error(what, repr(table)[:200], "a table of whole numbers") from None
+            raise self.type_error(what, repr(table)[:200], "a table of ints") from None
         if sizes.dim() != 2 or sizes.size(0) != self.world:
             raise self.error(what, f"of shape {list(sizes.shape)}", f"a row for each of {self.world} ranks")
         if sizes.numel() and (sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool):
-            raise self.type_error(what, f"a table of {sizes.dtype}", "whole numbers")
+            raise self.type_error(what, f"a table of {sizes.dtype}", "ints")
         sizes = sizes.to("cpu", torch.int64).contiguous()
         sequences = sizes.size(1)
         least, own, numbers = _C.table(sizes.data_ptr(), self.world, sequences, self.rank)
@@ -172,7 +227,7 @@ class Call:
             try:
                 return float(grad_scale), False
             except OverflowError:
-                what = "a whole number beyond a float's range"
+                what = "an int beyond a float's range"
                 raise self.error("grad_scale", what, '"up", "down", None or a float') from None
         raise self.type_error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
 

@@ -290,14 +290,13 @@ def gather_forward_split_backward_and_unpad(
 
     Raises:
         ValueError: a dim out of range, a padding_size below 0 or above what unpad_dim has.
-        TypeError: a padding_size that is no whole number, or not 0 and no unpad_dim.
+        TypeError: a padding_size that is not an int, or not 0 and no unpad_dim.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = Call("gather_forward_split_backward_and_unpad", input_, group)
     try:
         dim = call.dim("dim", dim)
-        if not isinstance(padding_size, (int, torch.SymInt)) or isinstance(padding_size, bool):
-            raise call.type_error("padding_size", repr(padding_size), "a whole number")
+        padding_size = call.integer("padding_size", padding_size)
         if padding_size == 0:
             return call.apply("gather", (dim,), ONE)
         if unpad_dim is None:

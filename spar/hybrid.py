@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .arguments import Call
+from .arguments import Call, cumulative_hint, from_cumulative
 from .communicator import ALONE, Place
 from .exchange import Scale, Step
 from .groups import constant, place_of
@@ -70,6 +70,22 @@ class _Hybrid(Call):
             steps.append((self.in_ulysses, inner_op, (dim, *sizes)))
         return tuple(steps)
 
+    def fitting_totals(self, local: int) -> Sequence[int]:
+        """The sequence lengths in zigzag order of which this rank holds `local`."""
+        held = totals_of_share(local, self.ulysses, self.in_ulysses.rank)
+        return held if self.ring == 1 else [size * self.ring for size in held if size % 2 == 0]
+
+    def check_cumulative(self, what: str, lengths: Args, dim: int) -> None:
+        """Raise where the lengths are cu_seqlens of packed sequences of which this rank holds its part."""
+        cut, size = from_cumulative(lengths), self.input.size(dim)
+        if cut and self._packed_part(lengths) != size == self._packed_part(cut):
+            held = f"a list of which rank {self.rank} holds {self._packed_part(lengths)}"
+            raise self.error(what, held, f"{size}, the size of dim {dim}{cumulative_hint(cut)}")
+
+    def _packed_part(self, lengths: Sequence[int]) -> int:
+        held = sum(share(length, self.ring, self.in_ring.rank) for length in lengths)
+        return share(held, self.ulysses, self.in_ulysses.rank)
+
     def _scale(self, divide: bool) -> Scale:
         return (float(self.ring * self.ulysses), divide)
 
@@ -121,24 +137,18 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
 
     Raises:
         ValueError: a dim out of range, a gather_size that is no multiple of 2 * ring, or of which this rank
-            holds
-            another part.
+            holds another part.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = _Hybrid("gather_forward_split_backward_with_cp", input_, "input_")
     try:
         dim = call.dim("dim", dim)
-        if not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
-            raise call.type_error("gather_size", repr(gather_size), "a whole number")
+        gather_size, local = call.integer("gather_size", gather_size), input_.size(dim)
+        held = gather_size // call.ring
+        if gather_size < 0 or local != share(held, call.ulysses, call.in_ulysses.rank):
+            raise call.wrong_total("gather_size", gather_size, dim, call.fitting_totals(local))
         if call.ring > 1:
             call.zigzag("gather_size", gather_size, call.ring)
-        held = gather_size // call.ring
-        if gather_size < 0 or input_.size(dim) != share(held, call.ulysses, call.in_ulysses.rank):
-            raise call.error(
-                "gather_size",
-                gather_size,
-                f"a total of which this rank's part is the {input_.size(dim)} of its input's dim {dim}",
-            )
         return call.gather("zigzag_gather", dim, (gather_size,), held)
     except BaseException as error:
         call.fail(error)
@@ -156,19 +166,19 @@ def packed_data_split_forward_gather_backward_with_cp(
     Args:
         x: the sequences, one behind the other, the same on all ranks of the cp group; any strided tensor.
         dim: the dim in which they lie.
-        seq_lens: their lengths, a list or 1-D tensor; they sum to the extent of dim.
+        seq_lens: their lengths, a list, tuple or 1-D int tensor; they sum to the extent of dim.
 
     Returns:
         A contiguous tensor; `x` itself where neither ring nor ulysses has more than one rank.
 
     Raises:
         ValueError: a dim out of range, lengths below 0, or that do not sum to the extent.
-        TypeError: lengths that are no whole numbers.
+        TypeError: lengths that are not ints.
     """
     call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x", exchanges=False)
     dim = call.dim("dim", dim)
     lengths = call.lengths("seq_lens", seq_lens)
-    call.check_sum("seq_lens", sum(lengths), dim)
+    call.check_sum("seq_lens", lengths, dim)
     return call.split("packed_split", dim, (len(lengths), *lengths), call.held(lengths))
 
 
@@ -184,14 +194,14 @@ def packed_data_gather_forward_split_backward_with_cp(
     Args:
         x: this rank's part; any strided tensor.
         dim: the dim in which the sequences lie.
-        seq_lens: the lengths of the whole sequences, a list or 1-D tensor.
+        seq_lens: the lengths of the whole sequences, a list, tuple or 1-D int tensor.
 
     Returns:
         A new contiguous tensor; `x` itself where neither ring nor ulysses has more than one rank.
 
     Raises:
         ValueError: a dim out of range, lengths below 0, or of which this rank holds another part.
-        TypeError: lengths that are no whole numbers.
+        TypeError: lengths that are not ints.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = _Hybrid("packed_data_gather_forward_split_backward_with_cp", x, "x")
@@ -199,7 +209,9 @@ def packed_data_gather_forward_split_backward_with_cp(
         dim = call.dim("dim", dim)
         lengths = call.lengths("seq_lens", seq_lens)
         if call.ring == call.ulysses == 1:
-            call.check_sum("seq_lens", sum(lengths), dim)
+            call.check_sum("seq_lens", lengths, dim)
+        elif not torch.compiler.is_compiling():
+            call.check_cumulative("seq_lens", lengths, dim)
         return call.gather("packed_gather", dim, (len(lengths), *lengths), call.held(lengths))
     except BaseException as error:
         call.fail(error)

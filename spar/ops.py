@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from .arguments import Call
+from .arguments import Call, cumulative_hint, from_cumulative
 from .exchange import ONE
-from .sizes import share
-
-if TYPE_CHECKING:
-    from .groups import Group
+from .groups import Group
+from .sizes import as_named_int, share, totals_of_share
 
 
 def all_to_all(
@@ -55,14 +52,11 @@ def all_to_all(
         local = input_.shape[gather]
         if gather_size is None:
             gather_size = local * call.world
-        elif not isinstance(gather_size, (int, torch.SymInt)) or isinstance(gather_size, bool):
-            raise call.type_error("gather_size", repr(gather_size), "a whole number or None")
-        elif gather_size < 0 or share(gather_size, call.world, call.rank) != local:
-            raise call.error(
-                "gather_size",
-                gather_size,
-                f"a total of which this rank's share is the {local} that its input has in dim {gather}",
-            )
+        else:
+            gather_size = call.integer("gather_size", gather_size, "an int or None")
+            if gather_size < 0 or share(gather_size, call.world, call.rank) != local:
+                fitting = totals_of_share(local, call.world, call.rank)
+                raise call.wrong_total("gather_size", gather_size, gather, fitting)
         return call.apply("all_to_all", (scatter, gather, gather_size), ONE)
     except BaseException as error:
         call.fail(error)
@@ -73,7 +67,7 @@ def split_forward_gather_backward(
     input_: torch.Tensor,
     process_group: Group,
     dim: int,
-    split_sizes: list[int] | None = None,
+    split_sizes: Sequence[int] | torch.Tensor | None = None,
     grad_scale: str | float | None = "down",
 ) -> torch.Tensor:
     """Keeps this rank's part of a tensor that all ranks hold; gradients are gathered. Source: seed 003.
@@ -93,9 +87,8 @@ def split_forward_gather_backward(
         `input_` itself.
 
     Raises:
-        ValueError: a dim out of range, sizes that are no list or do not sum to the extent, an unknown
-            grad_scale.
-        TypeError: a gradient is recorded that its dtype cannot scale.
+        ValueError: a dim out of range, sizes that do not sum to the extent, an unknown grad_scale.
+        TypeError: sizes that are not ints, a gradient is recorded that its dtype cannot scale.
     """
     call = Call("split_forward_gather_backward", input_, process_group, exchanges=False)
     dim = call.dim("dim", dim)
@@ -111,7 +104,7 @@ def gather_forward_split_backward(
     input_: torch.Tensor,
     process_group: Group,
     dim: int,
-    gather_sizes: list[int] | None = None,
+    gather_sizes: Sequence[int] | torch.Tensor | None = None,
     grad_scale: str | float | None = "up",
 ) -> torch.Tensor:
     """Concatenates all ranks' parts on every rank; each keeps its part of the gradient. Source: seed 003.
@@ -131,8 +124,8 @@ def gather_forward_split_backward(
         A new contiguous tensor; in a group of one `input_` itself.
 
     Raises:
-        ValueError: a dim out of range, sizes that are no list or not this rank's, another grad_scale.
-        TypeError: a gradient is recorded that its dtype cannot scale.
+        ValueError: a dim out of range, sizes of which another is this rank's, an unknown grad_scale.
+        TypeError: sizes that are not ints, a gradient is recorded that its dtype cannot scale.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     call = Call("gather_forward_split_backward", input_, process_group)
@@ -143,7 +136,8 @@ def gather_forward_split_backward(
             raise call.error(
                 "gather_sizes",
                 list(sizes),
-                f"{input_.size(dim)} for this rank, the extent of its input's dim {dim}",
+                f"{input_.size(dim)} at index {call.rank}, as rank {call.rank} holds that much of dim {dim}"
+                + (". Did you split the local size?" if sum(sizes) == input_.size(dim) else ""),
             )
         return call.apply("gather", (dim, *sizes), call.grad_scale(grad_scale))
     except BaseException as error:
@@ -221,7 +215,7 @@ def packed_data_split_forward_gather_backward(
     Args:
         hidden_states: the packed sequences, the same on all ranks; any strided tensor.
         process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
-        sequence_lengths: a list or 1-D tensor; they sum to the extent of dim. Any may be 0.
+        sequence_lengths: a list, tuple or 1-D int tensor; they sum to the extent of dim. Any may be 0.
         dim: the dim in which they lie.
 
     Returns:
@@ -229,13 +223,13 @@ def packed_data_split_forward_gather_backward(
 
     Raises:
         ValueError: a dim out of range, a length below 0, lengths that do not sum to the extent.
-        TypeError: lengths that are no whole numbers.
+        TypeError: lengths that are not ints.
     """
     name = "packed_data_split_forward_gather_backward"
     call = Call(name, hidden_states, process_group, "hidden_states", exchanges=False)
     dim = call.dim("dim", dim)
     lengths = call.lengths("sequence_lengths", sequence_lengths)
-    call.check_sum("sequence_lengths", sum(lengths), dim)
+    call.check_sum("sequence_lengths", lengths, dim)
     return call.apply("packed_split", (dim, 1, len(lengths), *lengths), (float(call.world), True))
 
 
@@ -263,7 +257,7 @@ def packed_data_gather_forward_split_backward(
 
     Raises:
         ValueError: a dim out of range, sizes below 0, not a row for each rank, a row that is not this rank's.
-        TypeError: sizes that are no whole numbers.
+        TypeError: sizes that are not ints.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
     name = "packed_data_gather_forward_split_backward"
@@ -271,12 +265,13 @@ def packed_data_gather_forward_split_backward(
     try:
         dim = call.dim("dim", dim)
         sequences, own, numbers = call.table("all_split_sizes", all_split_sizes)
-        if own != local_hidden_states.size(dim):
-            raise call.error(
-                "all_split_sizes",
-                f"a table whose row {call.rank} sums to {own}",
-                f"{local_hidden_states.size(dim)}, the extent of dim {dim} of its local_hidden_states",
-            )
+        local = local_hidden_states.size(dim)
+        if own != local:
+            expected = f"{local}, the size of dim {dim} of its local_hidden_states"
+            lengths = from_cumulative(numbers) if len(numbers) == sequences else ()
+            if lengths and sum(share(length, call.world, call.rank) for length in lengths) == local:
+                expected += cumulative_hint(lengths)
+            raise call.error("all_split_sizes", f"a table whose row {call.rank} sums to {own}", expected)
         return call.apply("packed_gather", (dim, 1, sequences, *numbers), (float(call.world), False))
     except BaseException as error:
         call.fail(error)
@@ -304,6 +299,9 @@ def reorder_output(
     Raises:
         ValueError: cp_size below 1, an extent that is no multiple of 2 * cp_size, a dim out of range.
     """
+    cp_size, dim = (
+        as_named_int(f"reorder_output: {name}", value) for name, value in (("cp_size", cp_size), ("dim", dim))
+    )
     if cp_size < 1:
         raise ValueError(f"reorder_output: cp_size is {cp_size}; expected at least 1")
     if not -output.dim() <= dim < output.dim():

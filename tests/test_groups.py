@@ -7,6 +7,7 @@ import os
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from conftest import TRANSPORTS, Ranks
 from reference import assert_same, rule
 
 import spar
-from spar.groups import by_handle, place_of
+from spar.groups import by_handle, communicator, place_of
 
 Group = dist.ProcessGroup
 ALL = 7
@@ -36,11 +37,11 @@ def check_group_arguments(rank: int, world: int, group: Group) -> None:
         spar.all_to_all(torch.zeros(2, 2), "no-such-group", 0, 1)
     with pytest.raises(TypeError, match=r"process_group is 0.5 \(a float\); expected a ProcessGroup"):
         spar.all_to_all(torch.zeros(2, 2), 0.5, 0, 1)  # type: ignore[arg-type]
-    inner = dist.new_group([0, 1])
     with pytest.raises(TypeError, match=r"process_group is 2 \(an int\);.*forget the group argument\?"):
         spar.all_to_all(torch.zeros(2, 2), 2, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"process_group is \(1, 2\) \(a tuple\)"):
         spar.all_to_all(torch.zeros(2, 2), (1, 2), 1)  # type: ignore[arg-type]
+    inner = dist.new_group([0, 1])
     if rank > 1:
         with pytest.raises(ValueError, match=f"global rank {rank} is not among its ranks"):
             spar.all_to_all(torch.zeros(2, 2), inner, 0, 1)
@@ -81,6 +82,8 @@ def test_handles_die_with_their_group_and_are_never_used_again(ranks: Ranks) -> 
 
 # ---- bad arguments: raised before anything is sent ----
 
+RANK, TOTALS = "{rank}", "{totals}"  # filled in by check_bad_arguments
+CUMULATIVE = "These look like cu_seqlens, which are cumulative; pass the lengths: ["
 BAD: list[tuple[type[Exception], str, str]] = [
     (ValueError, "scatter_dim is 4; expected -4 to 3", "spar.all_to_all(x, group, 4, 1)"),
     (ValueError, "gather_dim is -5", "spar.all_to_all(x, group, 2, -5)"),
@@ -96,12 +99,37 @@ BAD: list[tuple[type[Exception], str, str]] = [
     (TypeError, "torch.sparse_coo", "spar.all_to_all(torch.eye(2).to_sparse(), group, 0, 1)"),
     (TypeError, "quantized tensor of torch.qint8", "gather(quantized, group, 0)"),
     (ValueError, "dim is 9", "spar.split_forward_gather_backward(x, group, 9)"),
-    (ValueError, "split_sizes is (1, 2)", "spar.split_forward_gather_backward(x, group, 1, (1, 2))"),
+    (ValueError, "split_sizes is [1, 2]; expected sizes that sum to 8", "split(x, group, 1, (1, 2))"),
+    (ValueError, "split_sizes is 8; expected a list, tuple or 1-D int tensor", "split(x, group, 1, 8)"),
+    (TypeError, "split_sizes is a tensor of torch.float32", "split(x, group, 1, torch.ones(2))"),
+    (ValueError, "split_sizes is [True, 7]", "split(x, group, 1, [True, 7])"),
     (ValueError, "split_sizes is [8]", "spar.split_forward_gather_backward(x, group, 1, [8])"),
     (ValueError, "split_sizes is [9, -1]", "spar.split_forward_gather_backward(x, group, 1, [9, -1])"),
     (ValueError, "split_sizes is [4, 5]; expected sizes that sum to 8", "split(x, group, 1, [4, 5])"),
     (ValueError, "gather_sizes is [8, 7.0]", "gather(x, group, 1, [8, 7.0])"),
-    (ValueError, "gather_sizes is [7, 7]; expected 8 for this rank", "gather(x, group, 1, [7, 7])"),
+    (ValueError, f"gather_sizes is [7, 7]; expected 8 at index {RANK}", "gather(x, group, 1, [7, 7])"),
+    (ValueError, "Did you split the local size?", "gather(x, group, 1, [4, 4])"),
+    (
+        ValueError,
+        f"gather_size is 8; expected {TOTALS}, as rank {RANK} of 2 holds 8 of dim 1. "
+        "Did you pass the local size?",
+        "spar.all_to_all(x, group, 2, 1, 8)",
+    ),
+    (
+        ValueError,
+        f"expected lengths that sum to 8, the size of dim 1. {CUMULATIVE}",
+        "packed(x, group, [0, 3, 8], 1)",
+    ),
+    (
+        ValueError,
+        CUMULATIVE,
+        "packed_gather(x, spar.cal_split_sizes_multi([0, 3, 15 + 2 * rank], 2), group, 1)",
+    ),
+    (
+        TypeError,
+        "input_ is a DTensor; expected a plain tensor; pass its .to_local()",
+        "gather(dtensor, group, 0)",
+    ),
     (ValueError, "grad_scale is 'sideways'", "gather(x, group, 1, None, 'sideways')"),
     (TypeError, "grad_scale is True", "gather(x, group, 1, None, True)"),
     (TypeError, "grad_scale is [1]", "gather(x, group, 1, None, [1])"),
@@ -109,6 +137,8 @@ BAD: list[tuple[type[Exception], str, str]] = [
 
 
 def check_bad_arguments(rank: int, world: int, group: Group) -> None:
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
     names: dict[str, Any] = {
         "spar": spar,
         "torch": torch,
@@ -116,9 +146,15 @@ def check_bad_arguments(rank: int, world: int, group: Group) -> None:
         "x": torch.zeros(2, 8, 4, 2),
         "split": spar.split_forward_gather_backward,
         "gather": spar.gather_forward_split_backward,
+        "packed": spar.packed_data_split_forward_gather_backward,
+        "packed_gather": spar.packed_data_gather_forward_split_backward,
+        "rank": rank,
+        "dtensor": DTensor.from_local(torch.ones(2), DeviceMesh("cpu", list(range(ALL)))),
         "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8),
     }
+    totals = ["15 or 16", "16 or 17"][rank]
     for kind, text, call in BAD:
+        text = text.replace(RANK, str(rank)).replace(TOTALS, totals)
         with pytest.raises(kind) as caught:
             eval(call, names)
         assert text in str(caught.value), (call, str(caught.value))
@@ -185,6 +221,92 @@ def check_disagreement(rank: int, world: int, group: Group, what: str, odd: int)
 def test_mismatch_on_all_ranks(ranks: Ranks, what: str, odd: int) -> None:
     texts = ranks(3, check_disagreement, what, odd)
     assert len(set(texts)) == 1, "every rank shows the same"
+
+
+def check_advice(rank: int, world: int, group: Group) -> None:
+    x = torch.zeros(3, 4 + rank)
+    gather, unpad = spar.gather_forward_split_backward, spar.gather_forward_split_backward_and_unpad
+    for call, text in (
+        (lambda: gather(x, group, 1), "\nThe ranks hold [4, 5] of dim 1: pass gather_sizes=[4, 5]"),
+        (lambda: unpad(x, group, 1), "\nThe ranks hold [4, 5] of dim 1: equal sizes are required"),
+        (
+            lambda: spar.all_to_all(torch.zeros(3, 5 - rank), group, 0, 1),
+            "\nThe ranks hold [5, 4] of dim 1: pass gather_size=9, their sum",
+        ),
+        (
+            lambda: spar.all_to_all(x, group, 0, 1),
+            "of dim 1: all_to_all needs equal sizes, or gather_size=9 and the sizes [5, 4]",
+        ),
+    ):
+        with pytest.raises(spar.MismatchError) as caught:
+            call()
+        assert str(caught.value).endswith(text), str(caught.value)
+    with pytest.raises(spar.MismatchError) as caught:  # the sizes were passed
+        gather(x[:, :4], group, 1, [4, 4 + rank] if rank == 0 else [4 + rank, 4])
+    assert "The ranks hold" not in str(caught.value)
+    whole = torch.zeros(6 - 2 * rank, 2, requires_grad=True)
+    part = spar.split_forward_gather_backward(whole, group, 0)
+    with pytest.raises(spar.MismatchError, match=r"^backward of split_forward_gather_backward on rank"):
+        part.sum().backward()
+
+
+def test_mismatch_names_the_public_operation_and_the_sizes_to_pass(ranks: Ranks) -> None:
+    ranks(2, check_advice)
+
+
+# ---- ints and lists of ints, of any type ----
+
+
+def check_int_types(rank: int, world: int, group: Group) -> None:
+    x, sizes = torch.arange(7.0), [4, 3]
+    split, gather = spar.split_forward_gather_backward, spar.gather_forward_split_backward
+    packed, whole = (
+        spar.packed_data_split_forward_gather_backward,
+        spar.packed_data_gather_forward_split_backward,
+    )
+    as_numpy = [numpy.int64(4), numpy.uint8(3)]
+    for given in (sizes, tuple(sizes), torch.tensor(sizes, dtype=torch.int32), as_numpy):
+        own = split(x, group, numpy.int64(0), given)
+        assert_same(own, x.split(sizes)[rank])
+        assert_same(gather(own, group, numpy.int8(0), given), x)
+        own = packed(x, group, given)
+        assert own.shape == (4 - rank,)
+        table = spar.cal_split_sizes_multi(given, 2)
+        for rows in (table, table.tolist(), tuple(map(tuple, table.tolist())), list(table)):
+            assert_same(whole(own, rows, group), x)
+    square = torch.zeros(2, 4, 4)
+    assert spar.all_to_all(square, group, numpy.int64(2), numpy.int64(1), numpy.int64(8)).shape == (2, 8, 2)
+    y = spar.gather_forward_split_backward_and_unpad(x, group, 0, numpy.int64(1), numpy.int64(0))
+    assert y.shape == (13,)
+    assert_same(spar.reorder_output(torch.tensor([0, 3, 1, 2]), 0, numpy.int64(2), None), torch.arange(4))
+
+
+def test_numpy_ints_tuples_and_tensors_as_sizes(ranks: Ranks) -> None:
+    ranks(2, check_int_types)
+
+
+# ---- meta tensors ----
+
+
+def check_meta(rank: int, world: int, group: Group) -> None:
+    spar.init(group)
+    calls, before = communicator(group).calls, spar.memory_stats()
+    x = torch.zeros(4, 6, device="meta", requires_grad=True)
+    y = spar.all_to_all(x, group, 1, 0)
+    assert (y.shape, y.device.type) == ((8, 3), "meta")
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape and x.grad.is_meta
+    own = spar.packed_data_split_forward_gather_backward(x, group, [1, 3])
+    assert own.shape == (3 - 2 * rank, 6)
+    assert spar.packed_data_gather_forward_split_backward(own, [[1, 2], [0, 1]], group).shape == x.shape
+    assert spar.load_balanced_gather_forward_split_backward(x, group).shape == (8, 6)
+    with pytest.raises(ValueError, match="gather_size is 4"):
+        spar.all_to_all(x, group, 1, 0, 4)  # nor is an error reported to the peers
+    assert (communicator(group).calls, spar.memory_stats()) == (calls, before)
+
+
+def test_meta_tensors_infer_shapes_without_communication(ranks: Ranks) -> None:
+    ranks(2, check_meta)
 
 
 # ---- settings that differ between ranks, or cannot be read ----

@@ -167,8 +167,9 @@ def refuses(rank: int, folder: Path) -> None:
     x = torch.zeros(6)
     for call, kind, text in (
         (lambda: split(x, 0, None), ValueError, "6 to split; expected a multiple of 4"),
-        (lambda: gather(x, 0, None, 6), ValueError, "gather_size is a total of 6"),
-        (lambda: gather(x, 0, None, 8), ValueError, "expected a total of which this rank's part is the 6"),
+        (lambda: gather(x, 0, None, 6), ValueError, "Did you pass the local size?"),
+        (lambda: gather(x, 0, None, 8), ValueError, "gather_size is 8; expected 24, as rank"),
+        (lambda: gather(x[:3], 0, [0, 4, 12], 12), ValueError, "cu_seqlens, which are cumulative"),
         (lambda: gather(x, 0, None, -8), ValueError, "-8"),
         (lambda: gather(x, 0, None, "8"), TypeError, "gather_size is '8'"),  # type: ignore[arg-type]
         (lambda: gather(x, 1, None, 8), ValueError, "dim is 1"),

@@ -177,15 +177,23 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         (lambda: split(torch.zeros(6), group, 0, None), ValueError, "6 to split; expected a multiple of 4"),
         (lambda: gather(torch.zeros(3), group, 0, None, 2), ValueError, "a total of 6"),
         (lambda: split(torch.zeros(6), group, 1, None), ValueError, "dim is 1; expected -1 to 0"),
-        (lambda: split(torch.zeros(6), group, 0, [1, 2]), ValueError, "sums to 3; expected a sum of 6"),
+        (
+            lambda: split(torch.zeros(6), group, 0, [1, 2]),
+            ValueError,
+            "sums to 3; expected lengths that sum",
+        ),
         (
             lambda: split(torch.zeros(6), group, 0, [8, -2]),
             ValueError,
             "-2 in it; expected lengths of at least 0",
         ),
-        (lambda: split(torch.zeros(6), group, 0, [1.5, 4.5]), TypeError, "a list of whole numbers"),
-        (lambda: split(torch.zeros(6), group, 0, 6), TypeError, "a list of whole numbers"),
-        (lambda: split(torch.zeros(6), group, 0, torch.zeros(2)), TypeError, "one dim of whole numbers"),
+        (
+            lambda: split(torch.zeros(6), group, 0, [1.5, 4.5]),
+            TypeError,
+            "a list, tuple or 1-D",
+        ),
+        (lambda: split(torch.zeros(6), group, 0, 6), TypeError, "a list, tuple or 1-D"),
+        (lambda: split(torch.zeros(6), group, 0, torch.zeros(2)), TypeError, "a 1-D int tensor"),
         (lambda: gather(torch.zeros(6), group, 0, [3, 4], 2), ValueError, f"row {rank} sums to {4 - rank}"),
         (lambda: gather(torch.zeros(6), group, 0, [3, 4], 3), ValueError, "a row for each of 2 ranks"),
         (
