@@ -1,8 +1,39 @@
-"""spar: the sequence-parallel communication layer for PyTorch."""
+"""spar: the sequence-parallel communication layer for PyTorch.
+
+Operations on one process group, each differentiable:
+
+    all_to_all                                   scatter one dim over the ranks, gather another
+    split_forward_gather_backward                keep this rank's part; gather gradients
+    gather_forward_split_backward                concatenate the parts of all ranks; split the gradient
+    gather_forward_split_backward_and_unpad      the same, and remove padding from the end
+    load_balanced_split_forward_gather_backward  keep two chunks, of equal work under a causal mask
+    load_balanced_gather_forward_split_backward  undo it, in natural order
+    packed_data_split_forward_gather_backward    keep this rank's part of each of several packed sequences
+    packed_data_gather_forward_split_backward    undo it
+    reorder_output                               reorder gathered chunks into natural order
+
+By the parallel state, over ring x ulysses: split_forward_gather_backward_with_cp,
+gather_forward_split_backward_with_cp, packed_data_split_forward_gather_backward_with_cp and
+packed_data_gather_forward_split_backward_with_cp.
+
+Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
+empty_cache.
+
+Modules:
+
+    spar.sharding        sp_shard, sp_gather, sp_shard_with_padding: by the current topology
+    spar.data            samples and padding for sequence parallelism
+    spar.parallel_state  make groups, or take over those of a DeviceMesh
+    spar.topology        several sets of groups in one process
+    spar.utils           groups without torch.distributed's global state
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import data as data
 from . import parallel_state as parallel_state
 from . import sharding as sharding
+from . import topology as topology
 from ._version import __version__
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (
@@ -65,3 +96,15 @@ __all__ = [
     "split_forward_gather_backward_with_cp",
     "transport",
 ]
+
+if _TYPE_CHECKING:
+    from . import utils as utils
+
+
+def __getattr__(name: str) -> object:
+    """Import spar.utils at its first use: few callers need it."""
+    if name == "utils":
+        import importlib
+
+        return importlib.import_module(".utils", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

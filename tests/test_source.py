@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
+import typing
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -208,6 +210,52 @@ def test_signatures(module: ModuleType, table: dict[str, str]) -> None:
 def test_every_public_name_is_documented(module: ModuleType, table: dict[str, str]) -> None:
     for name in {*module.__all__, *table} - {"__version__", "USE_SCHED_YIELD"}:
         assert inspect.getdoc(attrgetter(name)(module)), name
+
+
+MODULES = [*(module for module, _ in TABLES.values()), spar.parallel_state, spar.topology, spar.groups]
+
+
+def defined(module: ModuleType) -> dict[str, object]:
+    """The functions and classes that a module offers, and the methods of these classes."""
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    found: dict[str, object] = {}
+    for name in names:
+        value = getattr(module, name)
+        if getattr(value, "__module__", "").partition(".")[0] == "spar":
+            found[name] = value
+            methods = vars(value).items() if isinstance(value, type) else ()
+            found |= {f"{name}.{method}": body for method, body in methods if inspect.isfunction(body)}
+    return {
+        name: value for name, value in found.items() if inspect.isfunction(value) or isinstance(value, type)
+    }
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_type_hints_can_be_evaluated(module: ModuleType) -> None:
+    public = defined(module)
+    assert public
+    for value in public.values():
+        typing.get_type_hints(value)
+
+
+def test_submodules_are_attributes() -> None:
+    code = (
+        "import sys, spar; assert 'spar.utils' not in sys.modules;"
+        "print(*(getattr(spar, name).__name__ for name in "
+        "('utils', 'sharding', 'data', 'parallel_state', 'topology')));"
+        "assert not hasattr(spar, 'nothing')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        f"spar.{name}" for name in ("utils", "sharding", "data", "parallel_state", "topology")
+    ]
+
+
+def test_help_shows_the_operations_first() -> None:
+    text = pydoc.render_doc(spar, renderer=pydoc.plaintext)
+    description = text.split("PACKAGE CONTENTS")[0]
+    for name in set(spar.__all__) & {name for name, value in vars(spar).items() if inspect.isfunction(value)}:
+        assert name in description, name
 
 
 def test_environment_is_documented() -> None:
