@@ -151,3 +151,63 @@ def check_constants(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def test_a_constant_is_not_exchanged_while_tracing(ranks: Ranks) -> None:
     ranks(2, check_constants)
+
+
+class Gathered(torch.nn.Module):
+    """Gathers a sequence of `length`."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.length = 0
+
+    def forward(self, x: torch.Tensor, length: int | None = None) -> torch.Tensor:
+        return spar.all_to_all(x * 2, self.group, 2, 1, self.length if length is None else length)
+
+
+def check_lengths(rank: int, world: int, group: Group) -> None:
+    module = Gathered(group)
+    for as_argument, expected in ((True, 2), (False, 5)):
+        torch._dynamo.reset()
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for length in (8, 10, 12, 14, 16):
+            module.length = length
+            y = compiled(torch.ones(2, length // world, 4), *([length] if as_argument else []))
+            assert y.shape == (2, length, 4 // world)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == expected
+
+
+def test_graphs_for_lengths_as_arguments_and_as_attributes(ranks: Ranks) -> None:
+    ranks(2, check_lengths)
+
+
+def check_selective_checkpoint(rank: int, world: int, group: Group) -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def save_exchanges(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op is torch.ops.spar.exchange.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        there = spar.all_to_all(x * 2, group, 2, 1)
+        return spar.all_to_all(there.sin(), group, 1, 2).cos()
+
+    def exchanges() -> int:
+        return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
+
+    counts, grads = [], []
+    for context in (None, lambda: create_selective_checkpoint_contexts(save_exchanges)):
+        x = torch.arange(32.0).reshape(2, 4, 4).requires_grad_()
+        settings: Any = {} if context is None else {"context_fn": context}
+        y = checkpoint(block, x, use_reentrant=False, **settings)
+        before = exchanges()
+        y.sum().backward()
+        counts.append(exchanges() - before)
+        grads.append(x.grad)
+    assert counts == [4, 2], counts
+    assert_same(grads[0], grads[1])
+
+
+def test_selective_checkpoint_saves_exchanges(ranks: Ranks) -> None:
+    ranks(2, check_selective_checkpoint)
