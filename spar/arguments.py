@@ -118,18 +118,24 @@ class Call:
             raise self.error(what, repr(sizes), expected)
         if len(sizes) != self.world:
             raise self.error(what, list(sizes), f"{self.world} sizes, one for each rank")
-        checked = list(sizes)
-        for rank, size in enumerate(checked):
+        for size in sizes:
             if type(size) is not int:
-                try:
-                    checked[rank] = size = as_int(size)
-                except TypeError:
-                    raise self.error(what, list(sizes), "ints of at least 0") from None
+                sizes = self._as_ints(what, sizes)
+                break
             if size < 0:
                 raise self.error(what, list(sizes), "ints of at least 0")
-        if not torch.compiler.is_compiling() and sum(checked) >= 2**63:
-            raise self.error(what, checked, "sizes that sum to less than 2^63")
-        return tuple(checked)
+        if not torch.compiler.is_compiling() and sum(sizes) >= 2**63:
+            raise self.error(what, list(sizes), "sizes that sum to less than 2^63")
+        return tuple(sizes)
+
+    def _as_ints(self, what: str, sizes: Sequence[int]) -> list[int]:
+        try:
+            numbers = [as_int(size) for size in sizes]
+        except TypeError:
+            numbers = [-1]
+        if any(number < 0 for number in numbers):
+            raise self.error(what, list(sizes), "ints of at least 0")
+        return numbers
 
     def _from_tensor(self, what: str, sizes: torch.Tensor) -> list[int]:
         kind = sizes.dtype
