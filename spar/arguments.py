@@ -175,7 +175,7 @@ class Call:
             raise self.error(what, f"a list that sums to {total}", expected)
 
     def wrong_total(self, what: str, total: int, dim: int, fitting: Sequence[int]) -> ValueError:
-        """The error for a total of which the input is not this rank's part; of the fitting ones it is."""
+        """The error for a total that does not match the input's size; it names those that would."""
         local, expected = self.input.size(dim), "an input that is even in that dim"
         if fitting:
             first, last = fitting[0], fitting[-1]

@@ -78,7 +78,8 @@ def split_forward_gather_backward(
         input_: any strided tensor, the same on all ranks.
         process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim to split.
-        split_sizes: one size for each rank that sum to the dim's extent; by default the size rule's.
+        split_sizes: one size for each rank that sum to the dim's extent, a list, tuple or 1-D int tensor; by
+            default the size rule's.
         grad_scale: the gathered gradient is multiplied ("up") or divided ("down") by the group's size, left
             as it is (None), or multiplied by a float.
 
@@ -116,7 +117,8 @@ def gather_forward_split_backward(
         input_: this rank's part, any strided tensor.
         process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim to concatenate.
-        gather_sizes: one size for each rank; by default every rank is taken to hold as much as this one.
+        gather_sizes: one size for each rank, a list, tuple or 1-D int tensor; by default all ranks must hold
+            as much as this one.
         grad_scale: this rank's part of the gradient is multiplied ("up") or divided ("down") by the group's
             size, left as it is (None), or multiplied by a float.
 
@@ -124,7 +126,8 @@ def gather_forward_split_backward(
         A new contiguous tensor; in a group of one `input_` itself.
 
     Raises:
-        ValueError: a dim out of range, sizes of which another is this rank's, an unknown grad_scale.
+        ValueError: a dim out of range, gather_sizes[rank] other than the input's size, an unknown
+            grad_scale.
         TypeError: sizes that are not ints, a gradient is recorded that its dtype cannot scale.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
@@ -248,7 +251,7 @@ def packed_data_gather_forward_split_backward(
     Args:
         local_hidden_states: this rank's parts, one behind the other; any strided tensor.
         all_split_sizes: [P, sequences] what each rank holds of each sequence, as
-            `cal_split_sizes_multi` gives it; a tensor or a nested list. Under torch.compile a nested list.
+            `cal_split_sizes_multi` gives it; a tensor or a list of rows. Under torch.compile nested lists.
         process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
         dim: the dim in which they lie.
 
@@ -299,9 +302,7 @@ def reorder_output(
     Raises:
         ValueError: cp_size below 1, an extent that is no multiple of 2 * cp_size, a dim out of range.
     """
-    cp_size, dim = (
-        as_named_int(f"reorder_output: {name}", value) for name, value in (("cp_size", cp_size), ("dim", dim))
-    )
+    cp_size, dim = as_named_int("reorder_output: cp_size", cp_size), as_named_int("reorder_output: dim", dim)
     if cp_size < 1:
         raise ValueError(f"reorder_output: cp_size is {cp_size}; expected at least 1")
     if not -output.dim() <= dim < output.dim():
