@@ -226,7 +226,8 @@ def test_death(deaths: dict[tuple[str, str, int], Column], how: str, transport: 
         result = report[how]
         assert result["error"] == "PeerLostError", result
         process = column.processes[-1].pid
-        assert re.search(rf"gather, call \d+ on .*rank {world - 1} \(process {process}\)", result["text"])
+        expected = rf"^{gather.__name__}, call \d+ on .*rank {world - 1} \(process {process}\)"
+        assert re.search(expected, result["text"])
         assert result["ranks"] == [world - 1], result
         assert result["again"]["error"] == "GroupBrokenError" and result["again"]["seconds"] < 0.3
         took.append(result["at"] - died)
