@@ -76,7 +76,8 @@ def _run_unheard(
             if input_.is_conj() or input_.is_neg():
                 input_ = input_.resolve_conj().resolve_neg()
             return _copy_part(input_, place, op, args, scale)
-        if input_.is_meta:  # shape inference: nothing to exchange
+        if input_.is_meta:  # shape inference: nothing to exchange, but counted as the peers' calls are
+            by_handle(place[0]).calls += 1
             return _exchange_shape(input_, *place, op, args)
         return by_handle(place[0]).exchange(op, input_, args, scale, records)
     except BaseException as error:

@@ -181,6 +181,21 @@ def test_a_failed_rank_exits_without_waiting(tmp_path: Path, transport: str, des
     assert processes[0].exitcode == 0
 
 
+def infers_alone(rank: int, folder: Path) -> None:
+    """A meta tensor on one rank leaves it a call ahead: every later call raises on every rank, with the numbers."""
+    in_step(rank, 2, dist.group.WORLD)
+    if rank == 1:
+        assert gather(torch.zeros(2, device="meta"), None, 0).shape == (4,)
+    for _ in range(2):
+        with pytest.raises(spar.MismatchError, match=r"rank 0: .*\(call \d+\)\n  rank 1: .*\(call \d+\)"):
+            gather(torch.zeros(2), None, 0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_is_a_call_ahead(tmp_path: Path, transport: str) -> None:
+    assert finish(start(infers_alone, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+
+
 # ---- exceptions from signal handlers ----
 
 
