@@ -209,6 +209,7 @@ class Call(ctypes.Structure):
         ("device", c_void_p),
         ("scale", Scale),
         ("text", c_char_p),
+        ("number", c_int64),
         ("stream", c_void_p),
         ("native", c_void_p),
         ("patience", Patience),

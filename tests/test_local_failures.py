@@ -182,7 +182,7 @@ def test_a_failed_rank_exits_without_waiting(tmp_path: Path, transport: str, des
 
 
 def infers_alone(rank: int, folder: Path) -> None:
-    """A meta tensor on one rank leaves it a call ahead: every later call raises on every rank, with the numbers."""
+    """A meta tensor on one rank leaves it a call ahead: every later call raises, with the numbers."""
     in_step(rank, 2, dist.group.WORLD)
     if rank == 1:
         assert gather(torch.zeros(2, device="meta"), None, 0).shape == (4,)
