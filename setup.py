@@ -6,10 +6,17 @@ errors, SPAR_DEBUG=1 builds without optimisation, SPAR_SANITIZE=address,undefine
 
 import os
 import runpy
+import subprocess
+import sys
 import sysconfig
 from glob import glob
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+
+from distutils.ccompiler import new_compiler  # isort: skip  # setuptools', which is imported by now
+from distutils.sysconfig import customize_compiler  # isort: skip
 
 # local.c is a test-only transport: the tests build it, with -DSPAR_LOCAL, into a library without Python.
 SOURCES = sorted({*glob("csrc/*.c"), *glob("csrc/*/*.c")} - {"csrc/transports/local.c"})
@@ -39,7 +46,53 @@ if limited_api:
     macros.append(("Py_LIMITED_API", "0x030A0000"))
     options["bdist_wheel"] = {"py_limited_api": "cp310"}
 
+PACKAGES = f"""\
+    Debian, Ubuntu: apt-get install gcc libc6-dev python{sys.version_info[0]}.{sys.version_info[1]}-dev
+    Fedora, RHEL:   dnf install gcc python3-devel"""
+LINUX_ONLY = f"""\
+spar builds on Linux only: on {sys.platform} there is no shared memory transport (memfd, futex).
+    Build it on Linux, or in a Linux container. There its operations run over shared memory,
+    and between hosts over torch.distributed."""
+
+
+def what_is_missing() -> str | None:
+    """Probe the compiler with no header, the C library's and CPython's; describe the first that fails."""
+    compiler = new_compiler()
+    customize_compiler(compiler)
+    command, headers = compiler.compiler_so, sysconfig.get_path("include")
+    missing = {
+        "": "a C compiler",
+        "stdio.h": "the C library's headers",
+        "Python.h": f"CPython's headers (Python.h, expected in {headers})",
+    }
+    for header, what in missing.items():
+        probe = [*command, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
+        code = f"#include <{header}>\n" if header else ""
+        try:
+            done = subprocess.run(probe, input=code, capture_output=True, text=True)
+        except OSError as error:
+            return f"{what}: {error.strerror}: {command[0]} (the environment variable CC selects another)"
+        if done.returncode:
+            return f"{what}: {command[0]} failed: {(done.stderr.splitlines() or ['no reason given'])[0]}"
+    return None
+
+
+def checked(command: type[Command]) -> type[Command]:
+    """A build command that first checks the system: the compiler's own errors would fill pages."""
+
+    class Checked(command):
+        def run(self) -> None:
+            if sys.platform != "linux":
+                raise SystemExit(LINUX_ONLY)
+            if missing := what_is_missing():
+                raise SystemExit(f"spar needs {missing}\n{PACKAGES}")
+            super().run()
+
+    return Checked
+
+
 setup(
+    cmdclass={"build": checked(build), "build_ext": checked(build_ext)},
     ext_modules=[
         Extension(
             "spar._C",
