@@ -1,0 +1,61 @@
+"""Documents against what they describe: names, figures, and the files of a source distribution."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import spar
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
+SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "spar", "tests")
+
+
+def test_names_in_the_readme_exist() -> None:
+    """Each operation in the README's table is one of spar, and each of spar's is in it, by its whole name."""
+    table = README.split("| operation | forward | backward |")[1].split("\n\n")[0]
+    names = set(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
+    no_operations = {"transport", "init", "close", "empty_cache", "memory_stats", "Transport"}
+    functions = {
+        name
+        for name in spar.__all__
+        if callable(getattr(spar, name)) and not isinstance(getattr(spar, name), type)
+    }
+    assert names == functions - no_operations
+
+
+def fastest_and_slowest(table: str) -> tuple[float, float]:
+    """How many times faster the backwards of gathers are from 1 MB on, at least and at most."""
+    rows = re.findall(r"^\| (?:packed |zigzag )?gather, backward \|(.*)\|$", table, re.MULTILINE)
+    assert len(rows) == 3
+    factors = [float(factor) for row in rows for factor in re.findall(r"\(([\d.]+) x, ", row)]
+    return min(factors), max(factors)
+
+
+def test_gathers_backwards_are_as_fast_as_their_tables_show() -> None:
+    two, four = PERFORMANCE.split("\n| | 2 KB |")[1:]
+    (text,) = re.findall(r"from 1 MB spar is (.*?) times faster on 2 ranks and (.*?) times on 4", PERFORMANCE)
+    found = [tuple(float(bound) for bound in part.split(" to ")) for part in text]
+    assert found == [fastest_and_slowest(two), fastest_and_slowest(four)]
+
+
+def test_source_distribution_holds_every_tracked_file(tmp_path: Path) -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = [name for name in files.stdout.splitlines() if (ROOT / name).exists()]
+    for name in tracked:  # a copy: what setuptools found before, in *.egg-info, would count as well
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
+    command = [sys.executable, "setup.py", "-q", "sdist"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as packed:
+        held = {name.partition("/")[2] for name in packed.getnames()}
+    wanted = {name for name in tracked if "/" not in name or name.startswith(SOURCES)}
+    assert wanted - held <= {".gitignore", ".clang-format"}
