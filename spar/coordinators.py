@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .checks import check_backend, check_int, check_rank_groups
 from .messages import (
     Outbox,
     Pending,
@@ -55,6 +56,9 @@ class GroupCoordinator:
         self, group_ranks: list[list[int]], local_rank: int, torch_distributed_backend: str | None
     ) -> None:
         what = type(self).__name__
+        group_ranks = check_rank_groups(what, "group_ranks", group_ranks)
+        check_int(what, "local_rank", local_rank, 0)
+        check_backend(what, torch_distributed_backend, "torch_distributed_backend")
         device_group = new_group_of(group_ranks, torch_distributed_backend, what)
         cpu_group = new_group_of(group_ranks, "gloo", what)
         if device_group is None or cpu_group is None:
@@ -136,24 +140,24 @@ class GroupCoordinator:
     def prev_rank(self) -> int:
         return self.ranks[self.group_prev_rank]
 
+    @property
+    def _where(self) -> str:
+        return f"{type(self).__name__}, rank {self.rank_in_group} of {self.world_size}"
+
     def _error(self, what: str, value: object, expected: str) -> ValueError:
-        where = f"{type(self).__name__}, rank {self.rank_in_group} of {self.world_size}"
-        return ValueError(f"{where}: {what} is {value}; expected {expected}")
+        return ValueError(f"{self._where}: {what} is {value}; expected {expected}")
 
     def _member(self, what: str, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise self._error(what, rank, f"a rank of the group, 0 to {self.world_size - 1}")
-        return rank
+        return check_int(self._where, what, rank, 0, self.world_size - 1)
 
     def _other(self, what: str, rank: int) -> int:
-        if self._member(what, rank) == self.rank_in_group:
+        rank = self._member(what, rank)
+        if rank == self.rank_in_group:
             raise self._error(what, rank, "another rank than this one")
         return rank
 
     def _dim(self, input_: torch.Tensor, dim: int) -> int:
-        if not -input_.dim() <= dim < input_.dim():
-            raise self._error("dim", dim, f"a dim of an input of shape {list(input_.shape)}")
-        return dim % input_.dim()
+        return check_int(self._where, "dim", dim, -input_.dim(), input_.dim() - 1) % input_.dim()
 
     # ---- tensors of all ranks; none is differentiable ----
 
@@ -211,7 +215,7 @@ class GroupCoordinator:
 
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Rank src's tensor into everybody's input_, which it returns."""
-        self._member("src", src)
+        src = self._member("src", src)
         if self.world_size > 1 and input_.numel():
             buffer = self._movable(plain(input_))
             self._group_for(buffer).broadcast(as_bytes(buffer), src).wait()
@@ -237,7 +241,7 @@ class GroupCoordinator:
         Args:
             group: the ProcessGroup to use, of the same ranks; by default cpu_group.
         """
-        self._member("src", src)
+        src = self._member("src", src)
         if self.world_size > 1:
             over = self.host_group if group is None else group
             where = torch.device("cpu") if "cpu" in backends_of(over) else self.device

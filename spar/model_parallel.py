@@ -13,6 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from .checks import check_backend, check_flag, check_int, check_ints, check_rank_groups, check_text
 from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
 from .pipeline import PipelineGroupCoordinator
 from .placement import find, local_rank_of_this_process
@@ -51,7 +52,14 @@ def init_distributed_environment(
 
     Raises:
         AssertionError: there is a world group of another size.
+        TypeError, ValueError: an argument of another type, a number below -1.
     """
+    where = "init_distributed_environment"
+    world_size = check_int(where, "world_size", world_size, -1)
+    rank = check_int(where, "rank", rank, -1)
+    check_text(where, "distributed_init_method", distributed_init_method)
+    local_rank = check_int(where, "local_rank", local_rank, -1)
+    check_backend(where, backend)
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if local_rank == -1 and distributed_init_method == "env://":
@@ -79,6 +87,8 @@ def init_distributed_environment(
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
     """The coordinator of one group, which is to be the world. Source: seed 002."""
+    ranks = check_ints("init_world_group", "ranks", ranks, 0)
+    check_backend("init_world_group", backend)
     return GroupCoordinator([ranks], local_rank, backend)
 
 
@@ -121,6 +131,10 @@ def init_model_parallel_group(
         AssertionError: another parallel_mode.
         ValueError: groups that this world cannot have, or that leave this rank out.
     """
+    where = "init_model_parallel_group"
+    group_ranks = check_rank_groups(where, "group_ranks", group_ranks)
+    check_backend(where, backend)
+    check_text(where, "parallel_mode", parallel_mode)
     if parallel_mode not in _MODES:
         raise AssertionError(f"parallel_mode is {parallel_mode!r}; expected one of {', '.join(_MODES)}")
     if parallel_mode == "pipeline":
@@ -132,7 +146,9 @@ def init_model_parallel_group(
 
 def init_dit_group(dit_parallel_size: int, backend: str | None) -> None:
     """The group of the model's ranks, 0 to dit_parallel_size - 1. Source: seed 002."""
-    current().dit = dist.new_group(list(range(dit_parallel_size)), backend=backend)
+    size = check_int("init_dit_group", "dit_parallel_size", dit_parallel_size, 1)
+    check_backend("init_dit_group", backend)
+    current().dit = dist.new_group(list(range(size)), backend=backend)
 
 
 def set_seq_parallel_pg(
@@ -158,17 +174,27 @@ def set_seq_parallel_pg(
 
     Raises:
         AssertionError: world_size is no multiple.
-        ValueError: sp_group_ranks of another number or size; ranks that are twice, or not in the world; this
-            rank is in none; rank is not this process's.
+        ValueError: sp_group_ranks of another number or size; ranks that are twice, or not in the world; rank
+            is not this process's.
+        TypeError: an argument of another type.
+        RuntimeError: torch.distributed is not initialized.
     """
-    if rank != dist.get_rank():
-        raise ValueError(
-            f"set_seq_parallel_pg: rank is {rank}; expected this process's rank, {dist.get_rank()}"
-        )
+    where = "set_seq_parallel_pg"
     groups = sequence_rank_groups(
         sp_ulysses_degree, sp_ring_degree, world_size, use_ulysses_low, sp_group_ranks
     )
+    rank = check_int(where, "rank", rank, 0, world_size - 1)
+    _check_initialized(where)
+    if rank != dist.get_rank():
+        raise ValueError(f"{where}: rank is {rank}; expected this process's rank, {dist.get_rank()}")
     return _levels(groups, None)
+
+
+def _check_initialized(where: str) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{where}: torch.distributed is not initialized; call init_distributed_environment first"
+        )
 
 
 def _levels(
@@ -214,17 +240,28 @@ def initialize_model_parallel(
     Raises:
         ValueError: sequence_parallel_size is not ulysses_degree * ring_degree, a size below 1, a
             fully_shard_degree that does not divide the ranks.
+        TypeError: an argument of another type.
         RuntimeError: the world has fewer ranks than the layout, or more, as no size is derived from it;
             torch.distributed is not initialized.
         AssertionError: the groups are there already.
     """
-    for name, size in locals().items():
-        if name not in ("enable_expert_parallel", "backend") and size is not None and size < 1:
-            raise ValueError(f"initialize_model_parallel: {name} is {size}; expected at least 1")
+    where = "initialize_model_parallel"
+    data_parallel_size = check_int(where, "data_parallel_size", data_parallel_size, 1)
+    cfg_parallel_size = check_int(where, "cfg_parallel_size", cfg_parallel_size, 1)
+    ulysses_degree = check_int(where, "ulysses_degree", ulysses_degree, 1)
+    ring_degree = check_int(where, "ring_degree", ring_degree, 1)
+    tensor_parallel_size = check_int(where, "tensor_parallel_size", tensor_parallel_size, 1)
+    pipeline_parallel_size = check_int(where, "pipeline_parallel_size", pipeline_parallel_size, 1)
+    fully_shard_degree = check_int(where, "fully_shard_degree", fully_shard_degree, 1)
+    hsdp_replicate_size = check_int(where, "hsdp_replicate_size", hsdp_replicate_size, 1)
+    if sequence_parallel_size is not None:
+        sequence_parallel_size = check_int(where, "sequence_parallel_size", sequence_parallel_size, 1)
+    check_flag(where, "enable_expert_parallel", enable_expert_parallel)
+    check_backend(where, backend)
     sp = ring_degree * ulysses_degree
     if sequence_parallel_size not in (None, sp):
         raise ValueError(
-            f"initialize_model_parallel: sequence_parallel_size is {sequence_parallel_size}; "
+            f"{where}: sequence_parallel_size is {sequence_parallel_size}; "
             f"expected {sp}, ring_degree {ring_degree} * ulysses_degree {ulysses_degree}"
         )
     others = data_parallel_size * cfg_parallel_size * sp * pipeline_parallel_size * tensor_parallel_size
@@ -234,11 +271,7 @@ def initialize_model_parallel(
         tensor_parallel_size, sp, pipeline_parallel_size, cfg_parallel_size, dp, fully_shard_degree
     )
     sharded = layout.get_ranks("fs", independent_ranks=True)
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "initialize_model_parallel: torch.distributed is not initialized; "
-            "call init_distributed_environment first"
-        )
+    _check_initialized(where)
     world = dist.get_world_size()
     if world != layout.world_size:
         # what is left over would be in no group, or copies that nobody asked for
@@ -247,15 +280,11 @@ def initialize_model_parallel(
             ("hsdp_replicate_size", hsdp_replicate_size) if standalone else ("data_parallel_size", dp)
         )
         hint = "" if rest or not more else f"; {name}={size * more} would fit"
-        raise RuntimeError(
-            f"initialize_model_parallel: {layout} is {layout.world_size} ranks; the world has {world}{hint}"
-        )
+        raise RuntimeError(f"{where}: {layout} is {layout.world_size} ranks; the world has {world}{hint}")
     topology = current()
     there = sorted(set(topology.coordinators) - {"world"})
     if there:
-        raise AssertionError(
-            f"initialize_model_parallel: the groups {there} are there; see destroy_model_parallel"
-        )
+        raise AssertionError(f"{where}: the groups {there} are there; see destroy_model_parallel")
     modes = {"dp": "data", "cfg": "classifier_free_guidance", "pp": "pipeline", "tp": "tensor"}
     made = {
         name: init_model_parallel_group(layout.get_ranks(name), local_rank_of_this_process(), backend, mode)

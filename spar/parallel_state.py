@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups as _groups
+from .checks import check_int, check_type
 from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
 from .groups import Group
 from .model_parallel import (
@@ -188,24 +189,23 @@ def init_parallel_state(
 
     Raises:
         ValueError: a size below 1, sizes that do not divide, a product that is not the world's size.
+        TypeError: a size that is not an int.
         RuntimeError: there is a state already; see `destroy_parallel_state`.
     """
-    for name, size in locals().items():
-        if size < 1:
-            raise ValueError(f"init_parallel_state: {name} is {size}; expected at least 1")
+    given = [check_int("init_parallel_state", name, size, 1) for name, size in locals().items()]
+    data, fully_shard, tensor, ring, ulysses, *of_experts = given
     _check_no_state("init_parallel_state")
-    ring, ulysses = ring_attention_size, ulysses_parallel_size
     shard = 1
-    if fully_shard_parallel_size > 1:
+    if fully_shard > 1:
         by = "ring_attention_size * ulysses_parallel_size"
-        shard = _divided("fully_shard_parallel_size", fully_shard_parallel_size, by, ring * ulysses)
-    replicate = _divided("data_parallel_size", data_parallel_size, "the ranks of dp_shard", shard)
-    sizes = (replicate, shard, ulysses, ring, tensor_parallel_size)
+        shard = _divided("fully_shard_parallel_size", fully_shard, by, ring * ulysses)
+    replicate = _divided("data_parallel_size", data, "the ranks of dp_shard", shard)
+    sizes = (replicate, shard, ulysses, ring, tensor)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     check_fit(MESH, sizes, world)
-    experts = (expert_data_parallel_size, expert_fully_shard_parallel_size, expert_parallel_size)
+    experts = (of_experts[2], of_experts[1], of_experts[0])
     if experts != (1, 1, 1):
-        if expert_data_parallel_size == 1:
+        if experts[0] == 1:
             experts = (max(1, world // (experts[1] * experts[2])), *experts[1:])
         check_fit(EXPERT_MESH, experts, world)
     state = ParallelState(make_meshes(sizes, experts) if world > 1 else None, ring_by_ring=True)
@@ -226,6 +226,7 @@ def take_over_mesh(mesh: DeviceMesh) -> ParallelState:
             that does not make them levels of one sequence.
         RuntimeError: there is a state already; see `destroy_parallel_state`.
     """
+    check_type("take_over_mesh", "mesh", mesh, DeviceMesh, "a DeviceMesh")
     _check_no_state("take_over_mesh")
     state = state_of(mesh)
     _set_state(state)

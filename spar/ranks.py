@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from .checks import check_flag, check_int, check_ints, check_rank_groups, check_text, check_type
+
 DEFAULT_ORDER = "tp-sp-pp-cfg-dp"
 
 
@@ -33,6 +35,12 @@ def generate_masked_orthogonal_rank_groups(
     Raises:
         ValueError: a product other than world_size, a mask of another length.
     """
+    where = "generate_masked_orthogonal_rank_groups"
+    world_size = check_int(where, "world_size", world_size, 1)
+    parallel_size = check_ints(where, "parallel_size", parallel_size, 1)
+    check_type(where, "mask", mask, (list, tuple), "a list of bools")
+    for i, masked in enumerate(mask):
+        check_flag(where, f"mask[{i}]", masked)
     if len(mask) != len(parallel_size):
         raise ValueError(f"mask is {mask}; expected one entry for each of the sizes {parallel_size}")
     if math.prod(parallel_size) != world_size:
@@ -40,7 +48,7 @@ def generate_masked_orthogonal_rank_groups(
     strides = [1, *itertools.accumulate(parallel_size, lambda a, b: a * b)][:-1]
 
     def over(chosen: bool) -> list[int]:
-        dims = [k for k, masked in enumerate(mask) if bool(masked) == chosen]
+        dims = [k for k, masked in enumerate(mask) if masked == chosen]
         return _offsets([parallel_size[k] for k in dims], [strides[k] for k in dims])
 
     inside = over(True)
@@ -52,7 +60,8 @@ class RankGenerator:
 
     Args:
         tp, sp, pp, cfg, dp: sizes of the tensor, sequence, pipeline, guidance and data dims.
-        fs: fully sharded ranks, outside the order: they cut the world into runs.
+        fs: fully sharded ranks, outside the order: they cut the world into runs. A str here is the order, as
+            vLLM-Omni's callers pass it.
         order: dims joined by "-"; those of size 1 may be left out, and come last.
         rank_offset: the first rank of the layout.
 
@@ -64,6 +73,7 @@ class RankGenerator:
     Raises:
         RuntimeError: a dim of more than 1 that the order leaves out.
         ValueError: a size below 1, an order with an unknown or a repeated dim.
+        TypeError: an argument of another type.
     """
 
     def __init__(
@@ -73,18 +83,19 @@ class RankGenerator:
         pp: int,
         cfg: int,
         dp: int,
-        fs: int = 1,
+        fs: int | str = 1,
         order: str = DEFAULT_ORDER,
         rank_offset: int = 0,
     ) -> None:
-        self.tp, self.sp, self.pp, self.cfg, self.dp, self.fs = tp, sp, pp, cfg, dp, fs
-        self.rank_offset = rank_offset
-        self.name_to_size = {"tp": tp, "sp": sp, "pp": pp, "cfg": cfg, "dp": dp, "fs": fs}
-        for name, size in self.name_to_size.items():
-            if size < 1:
-                raise ValueError(f"RankGenerator: {name} is {size}; expected at least 1")
-        self.world_size = tp * sp * pp * cfg * dp
-        self.ep = tp * sp * cfg * dp
+        if isinstance(fs, str) and order == DEFAULT_ORDER:
+            order, fs = fs, 1
+        sizes = {"tp": tp, "sp": sp, "pp": pp, "cfg": cfg, "dp": dp, "fs": fs}
+        self.name_to_size = {k: check_int("RankGenerator", k, size, 1) for k, size in sizes.items()}
+        self.tp, self.sp, self.pp, self.cfg, self.dp, self.fs = self.name_to_size.values()
+        check_text("RankGenerator", "order", order)
+        self.rank_offset = check_int("RankGenerator", "rank_offset", rank_offset, 0)
+        self.ep = self.tp * self.sp * self.cfg * self.dp
+        self.world_size = self.ep * self.pp
         dims = [name for name in self.name_to_size if name != "fs"]
         listed = order.lower().split("-")
         if len(set(listed)) != len(listed) or not set(listed) <= set(dims):
@@ -106,6 +117,8 @@ class RankGenerator:
         Raises:
             ValueError: the token names what is not in the order.
         """
+        check_text("RankGenerator.get_mask", "order", order)
+        check_text("RankGenerator.get_mask", "token", token)
         dims, chosen = order.split("-"), token.split("-")
         if not set(chosen) <= set(dims):
             raise ValueError(f"RankGenerator: token is {token!r}; expected dims of {order!r}, joined by '-'")
@@ -115,12 +128,14 @@ class RankGenerator:
         """The groups over the token's dims, in the order of their first ranks.
 
         Args:
-            token: dims joined by "-", as "tp-dp".
+            token: dims joined by "-", as "tp-dp". The ranks that share the experts are "tp-sp-cfg-dp".
             independent_ranks: cut the world into runs of the token's size instead ("fs").
 
         Raises:
             ValueError: an unknown token; runs that do not divide the world.
         """
+        check_text("RankGenerator.get_ranks", "token", token)
+        check_flag("RankGenerator.get_ranks", "independent_ranks", independent_ranks)
         if independent_ranks:
             size = math.prod(self.name_to_size[name] for name in self._known(token))
             if self.world_size % size:
@@ -153,21 +168,27 @@ def sequence_rank_groups(
 
     Raises:
         AssertionError: world_size is no multiple of ulysses * ring.
-        ValueError: a size below 1; groups of another size, or that are not world_size ranks together.
+        ValueError: a size below 1; groups of another size, or that are not the ranks 0 to world_size - 1.
+        TypeError: an argument of another type.
     """
-    for name, degree in (("sp_ulysses_degree", ulysses), ("sp_ring_degree", ring)):
-        if degree < 1:
-            raise ValueError(f"{name} is {degree}; expected at least 1")
+    where = "set_seq_parallel_pg"
+    ulysses = check_int(where, "sp_ulysses_degree", ulysses, 1)
+    ring = check_int(where, "sp_ring_degree", ring, 1)
+    world_size = check_int(where, "world_size", world_size, 1)
+    check_flag(where, "use_ulysses_low", use_ulysses_low)
     size = ulysses * ring
     layout = f"ulysses {ulysses} x ring {ring}"
     if world_size % size:
         raise AssertionError(f"world_size is {world_size}; expected a multiple of {size}, {layout}")
     if sp_group_ranks is None:
         sp_group_ranks = [list(range(start, start + size)) for start in range(0, world_size, size)]
-    if len(sp_group_ranks) * size != world_size or any(len(ranks) != size for ranks in sp_group_ranks):
+    sp_group_ranks = check_rank_groups(where, "sp_group_ranks", sp_group_ranks)
+    sizes = [len(ranks) for ranks in sp_group_ranks]
+    ranks = sorted(itertools.chain(*sp_group_ranks))
+    if sizes != [size] * (world_size // size) or ranks != list(range(world_size)):
         raise ValueError(
-            f"sp_group_ranks is {sp_group_ranks}; "
-            f"expected {world_size // size} groups of {size} ranks, {layout}"
+            f"{where}: Invalid sp_group_ranks: sp_group_ranks is {sp_group_ranks}; expected "
+            f"{world_size // size} groups of {size} ranks, {layout}, of the ranks 0 to {world_size - 1}"
         )
     low = ulysses if use_ulysses_low else ring
     runs = [ranks[i : i + low] for ranks in sp_group_ranks for i in range(0, size, low)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .arguments import Call
+from .checks import check_flag, check_number, check_text
 from .communicator import ALONE, Place
 from .errors import SparError
 from .exchange import ONE
@@ -82,6 +83,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
     """
     call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
+    check_flag("sp_shard", "validate", validate)
     if validate and tensor.size(dim) % call.world:
         raise call.error(
             "tensor",
@@ -115,6 +117,7 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
     call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor")
     try:
         dim = call.dim("dim", dim)
+        check_flag("sp_gather", "validate", validate)
         sizes: list[int] = []
         if validate and call.world > 1 and not tensor.is_meta:
             sizes = held_by_each("sp_gather", call.place, tensor.size(dim))
@@ -145,8 +148,8 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
     name = "sp_shard_with_padding"
     call = Call(name, tensor, sequence_place(name), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
-    if not isinstance(pad_value, (int, float)):
-        raise call.type_error("pad_value", repr(pad_value), "a number")
+    if not isinstance(pad_value, bool):  # which suits tensors of bools
+        check_number("sp_shard_with_padding", "pad_value", pad_value)
     return shard_with_padding(call, dim, pad_value)
 
 
@@ -194,6 +197,8 @@ class ShardingValidator:
         self, tensor: torch.Tensor, name: str, dim: int, validate_divisible: bool = True
     ) -> torch.Tensor:
         """`sp_shard`, noted under `name`; validate_divisible is its `validate`."""
+        check_text("ShardingValidator.shard", "name", name)
+        check_flag("ShardingValidator.shard", "validate_divisible", validate_divisible)
         part = sp_shard(tensor, dim, validate_divisible)
         if self._enabled:
             if name in self._open:
@@ -205,6 +210,7 @@ class ShardingValidator:
 
     def gather(self, tensor: torch.Tensor, name: str, dim: int) -> torch.Tensor:
         """`sp_gather`, noted under the `name` that its shard has."""
+        check_text("ShardingValidator.gather", "name", name)
         whole = sp_gather(tensor, dim)
         if self._enabled:
             self._gathered.add(name)

@@ -157,6 +157,8 @@ def bind(function: Callable[P, R]) -> Callable[P, R]:
 
     For what runs later: a thread's work, a hook, a checkpoint that is not torch's.
     """
+    if not callable(function):
+        raise TypeError(f"bind: function is {function!r:.200}; expected a callable")
     topology = current()
 
     @functools.wraps(function, updated=())  # a module has more in its __dict__ than a function

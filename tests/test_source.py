@@ -181,7 +181,7 @@ UTILS = {
     "StatelessProcessGroup.expire_data": "self",
     "divide": "numerator, denominator",
     "ensure_divisibility": "numerator, denominator",
-    "get_pp_indices": "num_layers, pp_rank, pp_size",
+    "get_pp_indices": "num_layers=None, pp_rank=None, pp_size=None, num_hidden_layers=None",
     "init_gloo_process_group": "backend, prefix_store, group_rank, group_size, timeout",
     "sched_yield": "",
     "split_tensor_along_last_dim": "tensor, num_partitions, contiguous_split_chunks=False",

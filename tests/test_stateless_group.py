@@ -297,7 +297,7 @@ def test_the_store_is_gone(tmp_path: Path) -> None:
     [
         ({"rank": 2}, ValueError, "with world_size 2: rank is 2; expected 0 to 1"),
         ({"rank": -1}, ValueError, "rank is -1; expected 0 to 1"),
-        ({"rank": "0"}, TypeError, "rank is '0'; expected a whole number"),
+        ({"rank": "0"}, TypeError, "rank is '0'; expected an int"),
         ({"rank": True}, TypeError, "rank is True"),
         ({"world_size": 0}, ValueError, "world_size is 0; expected at least 1"),
         ({"port": 65536}, ValueError, "port is 65536; expected 1 to 65535"),

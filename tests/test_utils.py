@@ -123,7 +123,7 @@ def test_get_pp_indices_counts_back_from_the_one_before_the_last() -> None:
         ((4, 0, 0), ValueError, "pp_size is 0; expected at least 1"),
         ((4, 2, 2), ValueError, "pp_rank is 2; expected 0 to 1"),
         ((4, -1, 2), ValueError, "pp_rank is -1; expected 0 to 1"),
-        ((4.0, 0, 2), TypeError, "num_layers is 4.0; expected a whole number"),
+        ((4.0, 0, 2), TypeError, "num_layers is 4.0; expected an int"),
     ],
 )
 def test_get_pp_indices_refuses(arguments: tuple[Any, ...], kind: type[Exception], text: str) -> None:

@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from ..checks import check_flag, check_int, check_type
+
 # Before these versions os.sched_yield keeps the GIL. Source: seed 004.
 USE_SCHED_YIELD = sys.version_info[:3] >= (3, 11, 1) or (
     sys.version_info[:2] == (3, 10) and sys.version_info[2] >= 8
@@ -24,12 +26,16 @@ def sched_yield() -> None:
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raises ValueError where denominator is 0 or does not divide numerator. Source: seed 004."""
+    numerator = check_int("ensure_divisibility", "numerator", numerator)
+    denominator = check_int("ensure_divisibility", "denominator", denominator)
     if denominator == 0 or numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
     """numerator / denominator, which must be a whole number, else ValueError. Source: seed 004."""
+    numerator = check_int("divide", "numerator", numerator)
+    denominator = check_int("divide", "denominator", denominator)
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -51,7 +57,9 @@ def split_tensor_along_last_dim(
         ValueError: a tensor without dims, no partitions, n that is no multiple of them.
     """
     where = "split_tensor_along_last_dim"
-    check_whole(where, "num_partitions", num_partitions, 1)
+    check_type(where, "tensor", tensor, torch.Tensor, "a tensor")
+    num_partitions = check_int(where, "num_partitions", num_partitions, 1)
+    check_flag(where, "contiguous_split_chunks", contiguous_split_chunks)
     if tensor.dim() == 0:
         raise ValueError(f"{where}: tensor has no dims; expected at least one")
     if tensor.size(-1) % num_partitions:
@@ -62,7 +70,12 @@ def split_tensor_along_last_dim(
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
 
 
-def get_pp_indices(num_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+def get_pp_indices(
+    num_layers: int | None = None,
+    pp_rank: int | None = None,
+    pp_size: int | None = None,
+    num_hidden_layers: int | None = None,
+) -> tuple[int, int]:
     """The layers of a pipeline stage. Source: seed 004.
 
     Each stage has num_layers // pp_size; the remainder goes one each to the stages counted back from the one
@@ -72,33 +85,30 @@ def get_pp_indices(num_layers: int, pp_rank: int, pp_size: int) -> tuple[int, in
         num_layers: layers of the model, at least 0.
         pp_rank: the stage.
         pp_size: how many stages there are, at least 1.
+        num_hidden_layers: vLLM's name of num_layers; one of the two is required.
 
     Returns:
         The stage's first layer, and the first one behind it.
 
     Raises:
         ValueError: a negative num_layers, no stages, a pp_rank that is none of them.
+        TypeError: an argument that is not an int; both or neither of num_layers and num_hidden_layers.
     """
-    check_whole("get_pp_indices", "num_layers", num_layers, 0)
-    check_whole("get_pp_indices", "pp_size", pp_size, 1)
-    check_whole("get_pp_indices", "pp_rank", pp_rank, 0, pp_size - 1)
-    each, more = divmod(num_layers, pp_size)
-    first = pp_size - 1 - more  # of the stages with one layer more
+    where, name, given = "get_pp_indices", "num_layers", num_layers
+    if num_hidden_layers is not None:
+        if num_layers is not None:
+            raise TypeError(
+                f"{where}: num_layers is {num_layers!r:.200} and num_hidden_layers is "
+                f"{num_hidden_layers!r:.200}; expected one of them"
+            )
+        name, given = "num_hidden_layers", num_hidden_layers
+    layers = check_int(where, name, given, 0)
+    size = check_int(where, "pp_size", pp_size, 1)
+    stage = check_int(where, "pp_rank", pp_rank, 0, size - 1)
+    each, more = divmod(layers, size)
+    first = size - 1 - more  # of the stages with one layer more
 
     def begin(stage: int) -> int:
         return stage * each + min(max(stage - first, 0), more)
 
-    return begin(pp_rank), begin(pp_rank + 1)
-
-
-def check_whole(where: str, name: str, value: int, low: int, high: int | None = None) -> None:
-    expected = f"at least {low}" if high is None else f"{low} to {high}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{where}: {name} is {value!r}; expected a whole number, {expected}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{where}: {name} is {value}; expected {expected}")
-
-
-def check_place(where: str, rank: int, world_size: int) -> None:
-    check_whole(where, "world_size", world_size, 1)
-    check_whole(f"{where} with world_size {world_size}", "rank", rank, 0, world_size - 1)
+    return begin(stage), begin(stage + 1)

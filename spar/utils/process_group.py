@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
+from ..checks import check_int, check_rank, check_text, check_type
 from ..groups import close
-from .arithmetic import check_place
 from .stateless_group import StatelessProcessGroup, open_store
 
 # Of each group made here, what holds its store in rank 0's process: the group itself is only a client.
@@ -39,9 +39,16 @@ def init_gloo_process_group(
     Raises:
         ValueError: another backend, a rank that is none of the group's.
     """
+    where = "init_gloo_process_group"
+    check_text(where, "backend", backend)
     if backend != dist.Backend.GLOO:
-        raise ValueError(f"init_gloo_process_group: backend is {backend!r}; expected 'gloo'")
-    check_place("init_gloo_process_group", group_rank, group_size)
+        raise ValueError(f"{where}: backend is {backend!r}; expected 'gloo'")
+    check_type(where, "prefix_store", prefix_store, Store, "a Store")
+    group_size = check_int(where, "group_size", group_size, 1)
+    group_rank = check_int(
+        f"{where} with group_size {group_size}", "group_rank", group_rank, 0, group_size - 1
+    )
+    check_type(where, "timeout", timeout, timedelta, "a timedelta")
     gloo = dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout)
     return _process_group(gloo, "cpu", dist.ProcessGroup.BackendType.GLOO, prefix_store)
 
@@ -92,6 +99,9 @@ def stateless_init_torch_distributed_process_group(
         RuntimeError: a rank did not come within the backend's default timeout; says which.
     """
     where = "stateless_init_torch_distributed_process_group"
+    check_text(where, "host", host)
+    rank, world_size = check_rank(where, rank, world_size)
+    check_text(where, "backend", backend)
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     if not there.get(backend, False):
         has = ", ".join(repr(name) for name in there if there[name])
@@ -125,6 +135,9 @@ def stateless_destroy_torch_distributed_process_group(pg: dist.ProcessGroup) -> 
     Raises:
         ValueError: pg is no such group, or was destroyed before.
     """
+    check_type(
+        "stateless_destroy_torch_distributed_process_group", "pg", pg, dist.ProcessGroup, "a ProcessGroup"
+    )
     if _meetings.get(pg) is None:
         raise ValueError(
             "stateless_destroy_torch_distributed_process_group: pg is not a group of "

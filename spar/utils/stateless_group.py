@@ -22,8 +22,8 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ..checks import check_int, check_number, check_rank, check_text, check_type
 from ..errors import MismatchError, SparError
-from .arithmetic import check_place, check_whole
 
 _LOOK = 50e-6  # seconds between the first two looks at the store
 _LOOK_AT_MOST = 0.05
@@ -71,8 +71,11 @@ class StatelessProcessGroup:
     _barriers: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_place("StatelessProcessGroup", self.rank, self.world_size)
-        check_whole("StatelessProcessGroup", "data_expiration_seconds", self.data_expiration_seconds, 0)
+        where = "StatelessProcessGroup"
+        self.rank, self.world_size = check_rank(where, self.rank, self.world_size)
+        check_type(where, "store", self.store, Store, "a Store")
+        check_type(where, "socket", self.socket, (Socket, type(None)), "a socket or None")
+        check_int(where, "data_expiration_seconds", self.data_expiration_seconds, 0)
         for counter in (self.send_dst_counter, self.recv_src_counter, self.broadcast_recv_src_counter):
             for peer in range(self.world_size):
                 counter.setdefault(peer, 0)
@@ -105,15 +108,17 @@ class StatelessProcessGroup:
             RuntimeError: a rank did not come within store_timeout; says which.
         """
         where = "StatelessProcessGroup.create"
-        check_place(where, rank, world_size)
-        check_whole(where, "port", port, 0 if world_size == 1 else 1, 65535)
-        check_whole(where, "data_expiration_seconds", data_expiration_seconds, 0)
-        if not host:  # to Python's sockets it would mean all interfaces
-            raise ValueError(f"{where} on rank {rank}: host is {host!r}; expected a name or an address")
+        rank, world_size = check_rank(where, rank, world_size)
+        check_text(where, "host", host)
+        port = check_int(where, "port", port, 0 if world_size == 1 else 1, 65535)
+        check_int(where, "data_expiration_seconds", data_expiration_seconds, 0)
+        check_number(where, "store_timeout", store_timeout)
         if store_timeout <= 0:
             raise ValueError(
                 f"{where} on rank {rank}: store_timeout is {store_timeout}; expected more than 0"
             )
+        if not host:  # to Python's sockets it would mean all interfaces
+            raise ValueError(f"{where} on rank {rank}: host is {host!r}; expected a name or an address")
         limit = timedelta(seconds=store_timeout)
         with contextlib.ExitStack() as undo:
             socket = undo.enter_context(_listen(host, port)) if rank == 0 else None
@@ -129,13 +134,13 @@ class StatelessProcessGroup:
 
     def send_obj(self, obj: Any, dst: int) -> None:
         """Sends an object that pickle can take to rank dst; does not wait for it to be received."""
-        self._check_peer("send_obj", "dst", dst)
+        dst = self._check_peer("send_obj", "dst", dst)
         self._put("send_obj", f"sent/{self.rank}/{dst}/{self.send_dst_counter[dst]}", obj)
         self.send_dst_counter[dst] += 1
 
     def recv_obj(self, src: int) -> Any:
         """The next object that rank src sends to this rank; RuntimeError where none comes in time."""
-        self._check_peer("recv_obj", "src", src)
+        src = self._check_peer("recv_obj", "src", src)
         key = f"sent/{src}/{self.rank}/{self.recv_src_counter[src]}"
         obj = self._take("recv_obj", key, src)
         self.recv_src_counter[src] += 1
@@ -148,7 +153,7 @@ class StatelessProcessGroup:
 
         It stays in the store until it expires: meant for a start-up, not for every step.
         """
-        self._check_peer("broadcast_obj", "src", src)
+        src = self._check_peer("broadcast_obj", "src", src)
         if self.rank != src:
             return self._broadcast_of("broadcast_obj", src)
         self._broadcast("broadcast_obj", obj)
@@ -176,6 +181,7 @@ class StatelessProcessGroup:
                 is gone; the next barrier is a new one. On rank 0 also: a rank came and did not leave; then
                 the next barrier raises on all ranks, as the others have passed this one.
         """
+        check_number(f"barrier on rank {self.rank} of {self.world_size}", "timeout", timeout, 0)
         with self._call("barrier"):
             self._meet("barrier", timeout)
 
@@ -187,8 +193,8 @@ class StatelessProcessGroup:
                 self.store.delete_key(self.entries[0][0])
             self.entries.popleft()
 
-    def _check_peer(self, op: str, name: str, peer: int) -> None:
-        check_whole(f"{op} on rank {self.rank} of {self.world_size}", name, peer, 0, self.world_size - 1)
+    def _check_peer(self, op: str, name: str, peer: int) -> int:
+        return check_int(f"{op} on rank {self.rank} of {self.world_size}", name, peer, 0, self.world_size - 1)
 
     def _fail(self, op: str, why: str, ranks: tuple[int, ...], kind: type[SparError] = SparError) -> NoReturn:
         text = f"{op} on rank {self.rank} of {self.world_size}: {why}"
