@@ -187,11 +187,11 @@ class ByteModel(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)  # begin with all bytes about equally likely
 
     def forward(self, tokens: Tensor, labels: Tensor, layout: Plain) -> Tensor:
-        """The mean loss over the whole sequence, the same number on every rank."""
+        """The losses of this rank's tokens, [batch, own tokens]."""
         # The table of positions is itself split, so its gradient comes from the split's backward.
         x = self.embedding(layout.split(tokens, 1)) + layout.split(self.positions, 0)
         for block in self.blocks:
             x = block(x, layout)
         own = layout.split(labels, 1)
-        loss = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), own.flatten(), reduction="none")
-        return layout.gather(loss.view_as(own), 1).mean()
+        losses = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), own.flatten(), reduction="none")
+        return losses.view_as(own)

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,12 +91,19 @@ def flat_gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def averaged_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
-    """What DistributedDataParallel and FSDP make of them, here in one all_reduce."""
-    mean = flat_gradients(model)
-    dist.all_reduce(mean, group=group)
-    mean /= dist.get_world_size(group)
-    return torch.split(mean, [p.numel() for p in model.parameters()])
+def local_loss(losses: Tensor, labels: Tensor, layout: Plain) -> Tensor:
+    """This rank's losses over the number of all tokens: summed over ranks, the mean loss of one process."""
+    return losses.sum() / labels.numel()
+
+
+def gathered_loss(losses: Tensor, labels: Tensor, layout: Plain) -> Tensor:
+    """The mean loss of all tokens, the same on every rank."""
+    return layout.gather(losses, 1).mean()
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 class Momentum:
@@ -182,6 +189,7 @@ def train(
     """Train a new model; given the losses of one process, every rank compares its own after each step."""
     model = make_model(args)
     optimizer = Momentum(model, args.lr)
+    sizes = [p.numel() for p in model.parameters()]
     profiler = profile()  # torch.profiler's own core, which does not load torch's compiler
     run = Run()
     with ExitStack() as stack:
@@ -191,11 +199,13 @@ def train(
                 stack.enter_context(profiler)
             start = time.perf_counter()
             model.zero_grad()
-            loss = model(tokens, labels, layout)
+            loss = local_loss(model(tokens, labels, layout), labels, layout)
             loss.backward()
-            optimizer.step(averaged_gradients(model, layout.group))
+            # DistributedDataParallel and FSDP average instead: there (loss * ranks).backward().
+            gradients = sum_over_ranks(flat_gradients(model), layout.group)
+            optimizer.step(torch.split(gradients, sizes))
             run.seconds.append(time.perf_counter() - start)
-            run.losses.append(float(loss.detach()))
+            run.losses.append(float(sum_over_ranks(loss.detach(), layout.group)))
             if single is not None:
                 demand_agreement("the loss", step, Difference.of_losses(run.losses[step], single[step]))
             bar.set_postfix_str(f"loss {run.losses[step]:.3f}", refresh=False)
@@ -206,37 +216,41 @@ def train(
     return run
 
 
-def first_gradients(model: ByteModel, layout: Plain, batch: Batch) -> Tensor:
+Loss = Callable[[Tensor, Tensor, Plain], Tensor]
+
+
+def first_gradients(model: ByteModel, layout: Plain, batch: Batch, loss: Loss) -> Tensor:
     model.zero_grad()
-    model(*batch, layout).backward()
+    loss(model(*batch, layout), batch[1], layout).backward()
     return flat_gradients(model)
 
 
-# Which reduction over the ranks makes a gradient that of one process: split's grad_scale, gather's, where the
-# parameter is, the reduction.
+# Which reduction over the ranks makes a gradient that of one process: the loss, split's grad_scale, gather's,
+# where the parameter is, the reduction. docs/gradients.md has the same as factors.
 #
-# Every rank computes the same loss, so each knows the true gradient of the gathered tensor, and the
-# gather's backward keeps the rank's own slice of it. The backward of all_to_all is its exact transpose, so
-# a rank gets the derivative by its own copy of a parameter, and the gradient is the sum over the copies.
-# "up" makes each copy's part `world` times larger: then it is the mean. The split's backward gathers its
-# slices' gradients, so of a parameter before it (the table of positions) every rank has the whole gradient
-# already, `world` times too large through "up", which "down" takes back: averaging equal gradients changes
-# nothing.
+# The backward of all_to_all is its exact transpose, so a rank gets the derivative of the sum of all ranks'
+# local losses by its own copy of a parameter, and the gradient is the sum over the copies. The split's
+# backward gathers its slices' gradients, so of a parameter before it (the table of positions) every rank has
+# the whole gradient: "down" divides it by the number of ranks, so that it is a sum over the copies, too.
+# A gathered loss is the same on every rank, and the gather's backward keeps the rank's own slice, which "up"
+# makes `world` times larger: then the gradient is the mean over the copies.
 EVERYWHERE, INSIDE, BEFORE = "all", "between split and gather", "before the split"
-CLAIMS = (
-    ("down", "up", EVERYWHERE, "average"),
-    ("down", "up", INSIDE, "average"),
-    ("down", "up", BEFORE, "average"),
-    (None, None, INSIDE, "sum"),
-    (None, None, BEFORE, "average"),
+CLAIMS: tuple[tuple[Loss, str | None, str | None, str, str], ...] = (
+    (local_loss, "down", "up", EVERYWHERE, "sum"),
+    (gathered_loss, "down", "up", EVERYWHERE, "average"),
+    (local_loss, None, None, INSIDE, "sum"),
+    (local_loss, None, None, BEFORE, "average"),
+    (gathered_loss, None, None, INSIDE, "sum"),
+    (gathered_loss, None, None, BEFORE, "average"),
 )
 ADVICE = """\
-With the defaults average all gradients, as DDP and FSDP do. With None on both sum those of the parameters
+With the defaults sum all gradients of a local loss, and average those of a gathered loss. DDP and FSDP
+average: there multiply a local loss by the number of ranks. With None on both sum the gradients of parameters
 between split and gather, and average (or leave) those of parameters before the split."""
 
 
 class Measured(NamedTuple):
-    scales: str
+    how: str  # the loss, grad_scale of split and gather
     where: str
     right: str
     average: float  # largest relative difference from one process
@@ -248,22 +262,21 @@ def measure_reductions(args: Namespace, layout: Plain, batch: Batch, single: Ten
     model = make_model(args)
     before = torch.cat([torch.full([p.numel()], p is model.positions) for p in model.parameters()])
     parts = {EVERYWHERE: before | True, INSIDE: ~before, BEFORE: before}
-    totals: dict[Plain, Tensor] = {}
+    totals: dict[tuple[Loss, Plain], Tensor] = {}
     rows = []
-    for split_scale, gather_scale, where, right in CLAIMS:
-        if (split_scale, gather_scale) != CLAIMS[0][:2] and not layout.SCALES:
+    for loss, split_scale, gather_scale, where, right in CLAIMS:
+        if split_scale is None and not layout.SCALES:
             continue
         scaled = replace(layout, split_scale=split_scale, gather_scale=gather_scale)
-        if scaled not in totals:
-            totals[scaled] = first_gradients(model, scaled, batch)
-            dist.all_reduce(totals[scaled], group=layout.group)
-        own, expected = totals[scaled][parts[where]], single[parts[where]]
+        if (loss, scaled) not in totals:
+            totals[loss, scaled] = sum_over_ranks(first_gradients(model, scaled, batch, loss), layout.group)
+        own, expected = totals[loss, scaled][parts[where]], single[parts[where]]
         average = Difference.of_gradients(own / dist.get_world_size(layout.group), expected)
         summed = Difference.of_gradients(own, expected)
-        scales = f"{split_scale} / {gather_scale}"
-        what = f"the {right} of the gradients ({where}; grad_scale {scales})"
+        how = f"{loss.__name__.removesuffix('_loss')}, {split_scale} / {gather_scale}"
+        what = f"the {right} of the gradients ({where}; {how})"
         demand_agreement(what, 0, average if right == "average" else summed)
-        rows.append(Measured(scales, where, right, average.error, summed.error))
+        rows.append(Measured(how, where, right, average.error, summed.error))
     return rows
 
 
@@ -297,13 +310,13 @@ def report(
     print(f"\n step  loss: one process  {ranks:>11}  relative difference")
     for step in sorted({*range(0, args.steps, 5), args.steps - 1}):
         print(f"{step:5}  {single.losses[step]:17.6f}  {spread.losses[step]:11.6f}  {errors[step]:19.1e}")
-    largest = f"losses {max(errors):.1e}, first step's gradients {rows[0].average:.1e}"
+    largest = f"losses {max(errors):.1e}, first step's gradients {rows[0].sum:.1e}"
     print(f"largest difference: {largest} (allowed: {TOLERANCE:.0e})")
 
     print("\nthe first step's gradients, reduced over the ranks: relative difference from one process")
-    print("grad_scale of split / gather  parameters                average      sum  right")
+    print("loss, grad_scale of split / gather  parameters                average      sum  right")
     for row in rows:
-        print(f"{row.scales:28}  {row.where:24}  {row.average:7.1e}  {row.sum:7.1e}  {row.right}")
+        print(f"{row.how:34}  {row.where:24}  {row.average:7.1e}  {row.sum:7.1e}  {row.right}")
     if LAYOUTS[args.layout].SCALES:
         print(ADVICE)
 
@@ -338,7 +351,7 @@ def main() -> None:
     known: list[Any] = [None, None]
     if rank == 0:
         known[0] = train(args, alone, batches, "one process")
-        known[1] = first_gradients(make_model(args), alone, batches[0])
+        known[1] = first_gradients(make_model(args), alone, batches[0], local_loss)
     dist.broadcast_object_list(known, src=0)
     single, gradients = known
 

@@ -74,6 +74,7 @@ def get_pp_indices(
     num_layers: int | None = None,
     pp_rank: int | None = None,
     pp_size: int | None = None,
+    *,
     num_hidden_layers: int | None = None,
 ) -> tuple[int, int]:
     """The layers of a pipeline stage. Source: seed 004.
