@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 from reference import assert_same
-from test_faults import finish, start
+from test_faults import TEARDOWN, finish, start
 
 import spar
 
@@ -457,15 +457,22 @@ print("again" if again else "never", flush=True)
 """
     (tmp_path / "run.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "--max-restarts=1", "--monitor-interval=0.5", "run.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("again") == 2 and "never" not in done.stdout, done.stdout
+    torchrun += ["--max-restarts=1", "--monitor-interval=0.5", "--log-dir=logs", "--tee=3"]
+    try:
+        done = subprocess.run(
+            [*torchrun, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{error}\n{error.stdout}\n{error.stderr}\n{rank_logs(tmp_path)}")
+    everything = f"{done.returncode}\n{done.stdout}\n{done.stderr}\n{rank_logs(tmp_path)}"
+    assert done.returncode == 0 or TEARDOWN in everything, everything
+    assert done.stdout.count("again") == 2 and "never" not in done.stdout, everything
+
+
+def rank_logs(folder: Path) -> str:
+    """What each rank of each of torchrun's rounds wrote."""
+    files = sorted((folder / "logs").rglob("*.log"))
+    return "\n".join(f"==> {file.relative_to(folder)} <==\n{file.read_text()}" for file in files)
 
 
 # ---- many groups ----
