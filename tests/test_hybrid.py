@@ -14,7 +14,7 @@ from test_faults import finish, start
 
 import spar
 from spar import parallel_state
-from spar.parallel_state import ParallelState, get_parallel_state, init_parallel_state
+from spar.parallel_state import get_parallel_state, init_parallel_state
 
 PACK = [5, 0, 9, 1, 14]
 
@@ -274,11 +274,16 @@ def has_groups(rank: int, folder: Path) -> None:
     assert (state.get_hsdp_group(), state.get_hsdp_group_size()) == (state.get_group("hsdp"), 4)
     mesh = state.get_hsdp_device_mesh()
     assert mesh is not None and mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
+    assert mesh.get_local_rank("dp_shard_cp") == state.get_fsdp_rank(), "the index of a shard of fully_shard"
+    assert state.get_rank("hsdp") == rank
     with pytest.raises(RuntimeError, match="destroy_parallel_state"):
         init_parallel_state()
     parallel_state.destroy_parallel_state()
     assert not parallel_state.is_parallel_state_initialized()
-    assert isinstance(init_parallel_state(ring_attention_size=4), ParallelState)
+    state = init_parallel_state(ring_attention_size=4)
+    mesh = state.get_hsdp_device_mesh()
+    assert mesh is not None and mesh.shape == (1, 4), "2-D without replicas, too"
+    assert state.get_fsdp_rank() == state.get_rank("hsdp") == rank
 
 
 def test_the_groups(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from conftest import Ranks
 from reference import assert_same, cells
 from test_faults import finish, start
 
-from spar.parallel_state import set_sequence_parallel_group
+from spar.data import sp_slice_and_pad_input
+from spar.parallel_state import RankGenerator, set_sequence_parallel_group
+from spar.sharding import ShardingValidator, sp_shard_with_padding
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 Group = dist.ProcessGroup
@@ -231,3 +233,40 @@ def test_every_stand_in_is_on_the_page() -> None:
         for alias in node.names
     }
     assert {(module, name) for module, names in elsewhere.MODULES.items() for name in names} <= imported
+
+
+def check_padding(rank: int, world: int, group: Group) -> None:
+    set_sequence_parallel_group(group)
+    try:
+        x = torch.ones(1, 3, dtype=torch.uint8)
+        part, _ = sp_shard_with_padding(x, 1, -1)
+        assert part.tolist() == [[1, 255 if rank else 1]]
+        with pytest.raises(ValueError, match="pad_value is 300; expected a value of"):
+            sp_shard_with_padding(x, 1, 300)
+        _, positions, _ = sp_slice_and_pad_input(x, torch.arange(3, dtype=torch.int32)[None])
+        assert positions is not None and positions.dtype == torch.int32
+    finally:
+        set_sequence_parallel_group(None)
+
+
+def test_padding_keeps_dtypes(pool: Ranks) -> None:
+    pool.transport = "shm"
+    pool(2, check_padding)
+
+
+@pytest.mark.parametrize("calls", [["shard", "gather", "shard"], ["gather", "shard"]])
+@pytest.mark.filterwarnings("ignore:spar")
+def test_validators_go_by_the_order_of_calls(calls: list[str]) -> None:
+    validator = ShardingValidator()
+    with validator.track():
+        for call in calls:
+            getattr(validator, call)(torch.zeros(2), "x", 0)
+    with pytest.raises(ValueError, match="sharded, but never gathered: 'x'"):
+        validator.validate()
+
+
+def test_groups_of_experts_by_their_dims() -> None:
+    ranks = RankGenerator(tp=2, sp=1, pp=2, cfg=1, dp=2)
+    with pytest.raises(ValueError, match="token is 'ep'"):
+        ranks.get_ranks("ep")
+    assert [len(group) for group in ranks.get_ranks("tp-sp-cfg-dp")] == [ranks.ep] * 2
