@@ -77,8 +77,12 @@ class Call:
     def type_error(self, what: str, value: object, expected: str) -> TypeError:
         return TypeError(self._message(what, value, expected))
 
+    @property
+    def where(self) -> str:
+        return f"{self.name} on rank {self.rank} of {self.world}"
+
     def _message(self, what: str, value: object, expected: str) -> str:
-        return f"{self.name} on rank {self.rank} of {self.world}: {what} is {value}; expected {expected}"
+        return f"{self.where}: {what} is {value}; expected {expected}"
 
     def fail(self, error: BaseException) -> None:
         """Report to the peers what this rank failed with before its exchange, unless they know."""
@@ -102,7 +106,7 @@ class Call:
     def dim(self, what: str, dim: int) -> int:
         ndim = self.ndim
         if type(dim) is not int:
-            dim = self.integer(what, dim)
+            dim = check_int(self.where, what, dim)
         if not -ndim <= dim < ndim:
             shape = list(self.input.shape)
             raise self.error(what, dim, f"{-ndim} to {ndim - 1} for an input of shape {shape}")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .arguments import Call
+from .checks import check_int
 from .communicator import Place
 from .exchange import ONE
 from .groups import Group
@@ -296,7 +297,7 @@ def gather_forward_split_backward_and_unpad(
     call = Call("gather_forward_split_backward_and_unpad", input_, group)
     try:
         dim = call.dim("dim", dim)
-        padding_size = call.integer("padding_size", padding_size)
+        padding_size = check_int(call.where, "padding_size", padding_size)
         if padding_size == 0:
             return call.apply("gather", (dim,), ONE)
         if unpad_dim is None:

@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 
 from .arguments import Call
-from .checks import check_flag, check_number, check_text
+from .checks import check_flag, check_text, check_type
 from .communicator import ALONE, Place
 from .errors import SparError
 from .exchange import ONE
@@ -83,7 +84,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
     """
     call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
-    check_flag("sp_shard", "validate", validate)
+    check_flag(call.where, "validate", validate)
     if validate and tensor.size(dim) % call.world:
         raise call.error(
             "tensor",
@@ -117,7 +118,7 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
     call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor")
     try:
         dim = call.dim("dim", dim)
-        check_flag("sp_gather", "validate", validate)
+        check_flag(call.where, "validate", validate)
         sizes: list[int] = []
         if validate and call.world > 1 and not tensor.is_meta:
             sizes = held_by_each("sp_gather", call.place, tensor.size(dim))
@@ -148,8 +149,7 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
     name = "sp_shard_with_padding"
     call = Call(name, tensor, sequence_place(name), "tensor", exchanges=False)
     dim = call.dim("dim", dim)
-    if not isinstance(pad_value, bool):  # which suits tensors of bools
-        check_number("sp_shard_with_padding", "pad_value", pad_value)
+    check_type(call.where, "pad_value", pad_value, (int, float, Integral), "a number")  # numpy's ints, too
     return shard_with_padding(call, dim, pad_value)
 
 

@@ -144,8 +144,8 @@ def tensors_of_all(rank: int, folder: Path) -> None:
     assert isinstance(gathered, torch.Tensor)
     assert gathered.requires_grad == (len(ranks) == 1), "not differentiable; of one rank it is the input"
     for call, text in (
-        (lambda: group.all_gather(x, 2), "dim is 2; expected a dim of an input of shape [2, 3]"),
-        (lambda: group.gather(x, 7), "dst is 7; expected a rank of the group, 0 to"),
+        (lambda: group.all_gather(x, 2), "dim is 2; expected -2 to 1"),
+        (lambda: group.gather(x, 7), "dst is 7; expected 0 to"),
         (lambda: group.broadcast(x, -1), "src is -1"),
         (lambda: group.send_object(0, place), f"dst is {place}; expected another rank than this one"),
         (lambda: group.recv(torch.Size([1]), torch.int64, place), f"src is {place}"),
