@@ -106,7 +106,7 @@ class Call:
     def dim(self, what: str, dim: int) -> int:
         ndim = self.ndim
         if type(dim) is not int:
-            dim = check_int(self.where, what, dim)
+            dim = self.integer(what, dim)
         if not -ndim <= dim < ndim:
             shape = list(self.input.shape)
             raise self.error(what, dim, f"{-ndim} to {ndim - 1} for an input of shape {shape}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numbers
-import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from .sizes import as_int
 
 
 def check_int(where: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -18,12 +17,8 @@ def check_int(where: str, name: str, value: Any, low: int | None = None, high: i
         ValueError: less than low, or more than high.
     """
     expected = "" if low is None else f"at least {low}" if high is None else f"{low} to {high}"
-    if isinstance(value, torch.SymInt):  # under torch.compile: it stays symbolic
-        return value  # type: ignore[return-value]
     try:
-        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
-            raise TypeError
-        whole = operator.index(value)
+        whole = as_int(value)
     except TypeError:
         wanted = f"an int, {expected}" if expected else "an int"
         raise TypeError(f"{where}: {name} is {value!r:.200}; expected {wanted}") from None
