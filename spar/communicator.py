@@ -291,7 +291,8 @@ class Communicator:
         else:
             self.broken = f"{self.moment(op)} was interrupted on rank {self.rank}"
         for comm in self.comms.values():
-            comm.fail(op, self.broken, False, True, time.monotonic())
+            with contextlib.suppress(SparError):  # another thread closes it
+                comm.fail(op, self.broken, False, True, time.monotonic())
 
     def abort_if_broken(self) -> bool:
         """Ends what hangs in torch's communicator; whether there is nothing to look at any more."""
@@ -323,6 +324,7 @@ class Communicator:
                 self.closing = False
             finally:
                 self._lock.release()
+        wire.forget_finished()
 
     def _enter(self, op: str) -> int:
         """The thread that asks for a turn. A call from inside a call on the same group, by a signal handler,

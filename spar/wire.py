@@ -45,6 +45,14 @@ class Unfinished:
 _unfinished: list[Unfinished] = []
 
 
+def forget_finished() -> None:
+    """Let go of what has ended meanwhile, and of its groups."""
+    for collective in list(_unfinished):
+        if collective.is_over():
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                _unfinished.remove(collective)
+
+
 @atexit.register
 def _outlive_the_process() -> None:
     """Leak what is unfinished: its group's destructor would hold the exit until the collective's limit."""
@@ -224,9 +232,11 @@ def announce(comm: Communicator, rows: list[torch.Tensor], op: str, deadline: fl
 
 def settle(comm: Communicator, op: str, deadline: float) -> None:
     """Wait for the collectives of this group that this rank issued earlier and did not wait for."""
+    if not _unfinished:
+        return
     for collective in [found for found in _unfinished if found.group is comm.group]:
         _wait(comm, op, collective, deadline)
-        _unfinished.remove(collective)
+    forget_finished()
 
 
 def all_gather(comm: Communicator, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:

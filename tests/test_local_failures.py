@@ -5,11 +5,13 @@ Never is a group off by one: after each failure either all later calls pair up, 
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from conftest import TRANSPORTS
 from test_faults import finish, start, tell, told
 
 import spar
+from spar import wire
 
 gather = spar.gather_forward_split_backward
 REPORTED_WITHIN = 2.0  # seconds
@@ -294,3 +297,27 @@ def comes_after_a_death(rank: int, folder: Path) -> None:
 def test_a_rank_that_comes_to_the_call_after_a_death_was_found(tmp_path: Path) -> None:
     processes = start(comes_after_a_death, 3, tmp_path, SPAR_TRANSPORT="shm")
     assert finish(processes, 30) == [0, 0, -signal.SIGKILL]
+
+
+# ---- what is left ----
+
+
+def fails_in_many_groups(rank: int, folder: Path) -> None:
+    """A failure that was reported keeps neither its group nor its threads alive."""
+    for _ in range(20):
+        group = dist.new_group([0, 1])
+        with pytest.raises((ValueError, spar.MismatchError)):
+            gather(torch.zeros(2), group, 7 if rank == 0 else 0)
+        dist.barrier(group)
+        seen = weakref.ref(group)
+        spar.close(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        wire.forget_finished()
+        assert seen() is None
+    assert not wire._unfinished
+
+
+def test_reported_failures_keep_no_group(tmp_path: Path) -> None:
+    assert finish(start(fails_in_many_groups, 2, tmp_path, SPAR_TRANSPORT="torch"), 60) == [0, 0]
