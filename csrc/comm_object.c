@@ -211,7 +211,13 @@ static void report_exception(spar_comm *comm, spar_call *call)
     Py_END_ALLOW_THREADS;
     Py_XDECREF(name);
     Py_XDECREF(text);
-    PyErr_Restore(type, value, trace);
+    if (!PyErr_Occurred()) { /* else a signal's handler raised meanwhile */
+        PyErr_Restore(type, value, trace);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
 }
 
 PyDoc_STRVAR(

@@ -82,7 +82,9 @@ def _header(comm: Communicator, step: int, status: int) -> torch.Tensor:
 
 
 def _row(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8
+    )
 
 
 def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
@@ -98,7 +100,11 @@ def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
 
 def failure_text(error: BaseException) -> str:
     """What the peers are told."""
-    return f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception as failure:  # of the exception's own __str__
+        text = f"(its text raised {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}".replace("\0", "?").encode(errors="replace").decode()
 
 
 def mark_reported(error: BaseException) -> None:

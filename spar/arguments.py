@@ -11,7 +11,7 @@ import torch
 from . import _C
 from .advice import name_operation
 from .communicator import Place
-from .exchange import ONE, SCALABLE, Scale, Step, recorded, report_failure, run_steps
+from .exchange import ONE, SCALABLE, Scale, Step, calls_before, recorded, report_failure, run_steps
 from .groups import Group, place_of, process_group
 from .layouts import Args
 from .sizes import as_int
@@ -36,7 +36,7 @@ def cumulative_hint(lengths: Sequence[int]) -> str:
 class Call:
     """A public operation's arguments, checked: each error names the value, the rank and what was expected."""
 
-    __slots__ = ("exchanges", "input", "name", "ndim", "place", "rank", "world")
+    __slots__ = ("before", "exchanges", "input", "name", "ndim", "place", "rank", "world")
 
     def __init__(
         self,
@@ -44,14 +44,15 @@ class Call:
         input_: torch.Tensor,
         group: Group | Place,
         what: str = "input_",
-        exchanges: bool = True,
+        exchanges: int = 1,
     ) -> None:
-        """exchanges: whether forward communicates, so that the peers wait for a rank that fails here."""
+        """exchanges: how many the forward makes at most, for which the peers wait if this rank fails."""
         self.name = name
         self.input = input_
         self.exchanges = exchanges
         self.place = group if isinstance(group, Place) else place_of(process_group(group))
         _, self.world, self.rank = self.place
+        self.before = calls_before(self.places()) if exchanges else ()
         try:
             if not isinstance(input_, torch.Tensor):
                 raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
@@ -87,8 +88,8 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """Report to the peers what this rank failed with before its exchange, unless they know."""
         device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
-        if self.exchanges and device != "meta":
-            report_failure(self.places(), self.name, device, error)
+        for place, count in zip(self.places(), self.before, strict=False):
+            report_failure(place, count + self.exchanges, self.name, device, error)
         name_operation(error, self.name)
 
     def places(self) -> tuple[Place, ...]:

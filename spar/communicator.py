@@ -183,6 +183,8 @@ class Communicator:
         if comm is None and device not in self.transports:
             self.set_up(op, input_.device, deadline)
             comm = self.comms.get(device)
+            if self.broken is not None:  # closed meanwhile
+                raise self.broken_error(op)
         self.calls += 1
         text = call_text(input_.dtype, device, factor, divide, records)
         tensor = (input_.element_size(), input_.shape, input_.stride(), args)
@@ -199,6 +201,9 @@ class Communicator:
             capsule = comm.exchange(op, tensor, address, kind, divide, factor, text, self.calls, deadline)
         except SparError as error:
             raise self._explain(comm, op, error) from None
+        except Exception as error:  # of this rank alone: C has reported it
+            mark_reported(error)
+            raise
         CALLS[comm.transport] += 1
         output = torch._C._from_dlpack(capsule)
         if kind == 0:  # the core knows its size alone
@@ -260,6 +265,8 @@ class Communicator:
 
         before: how many calls there were before this one.
         """
+        if self.broken is None and self.progress == OVER and not isinstance(error, SparError):
+            return  # the peers have made this call, and go on to their next
         mark_reported(error)
         if self.broken is not None or self.progress == OVER:
             return
@@ -272,7 +279,7 @@ class Communicator:
             return
         comm, why = self.comms.get(device or ""), why or failure_text(error)
         with contextlib.suppress(SparError):
-            if comm is not None:
+            if comm is not None and not (device == "cuda" and self.synchronous):
                 comm.fail(op, why, is_out_of_memory(error), False, deadline)
             else:
                 announce_failure(self, op, error, why, deadline)

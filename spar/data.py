@@ -23,6 +23,7 @@ from .topology import sequence_group
 __all__ = ["SPDataProcessor", "gather_forward_split_backward_and_unpad", "sp_slice_and_pad_input"]
 
 _NAME = "SPDataProcessor.preprocess"
+_MOST_EXCHANGES = 100  # two, and one for each device type
 _SINGLE = (str, bytes, int, float, complex, type(None))  # belongs to no sample: equal on all ranks
 _Kind = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's device type, dtype and shape
 
@@ -116,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _of_all_ranks(data: Any, place: Place) -> list[Any]:
     """Two exchanges for what is pickled, and one for the tensors of each device type."""
-    call = Call(_NAME, torch.empty(0), place)
+    call = Call(_NAME, torch.empty(0), place, exchanges=_MOST_EXCHANGES)
     try:
         rows = _exchanged(data, call)
     except BaseException as error:
@@ -254,7 +255,7 @@ def sp_slice_and_pad_input(
         TypeError: position_ids that are no tensor.
     """
     name = "sp_slice_and_pad_input"
-    call = Call(name, input_ids, sequence_place(name), "input_ids", exchanges=False)
+    call = Call(name, input_ids, sequence_place(name), "input_ids", exchanges=0)
     if call.ndim != 2:
         raise call.error("input_ids", f"of shape {list(input_ids.shape)}", "[bsz, seqlen]")
     if position_ids is not None:

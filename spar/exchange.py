@@ -9,7 +9,7 @@ gradients as the loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from .agreement import failure_text, is_reported
 from .communicator import Place
 from .errors import SparError
 from .fallback import ITEMS, SCALE_TYPES, apply_scale
-from .groups import by_handle, lends
+from .groups import by_handle, calls_on, lends
 from .layouts import OPS, Args, packed_index
 
 Scale = tuple[float, bool]  # the factor, and whether it divides
@@ -81,8 +81,6 @@ def _run_unheard(
             return _exchange_shape(input_, *place, op, args)
         return by_handle(place[0]).exchange(op, input_, args, scale, records)
     except BaseException as error:
-        if not local:
-            report_failure((place,), op, input_.device.type, error)
         for handle in then:
             why = f"the exchange before it failed: {failure_text(error)}"
             with contextlib.suppress(SparError):
@@ -90,14 +88,23 @@ def _run_unheard(
         raise
 
 
-def report_failure(places: Iterable[Place], op: str, device: str | None, error: BaseException) -> None:
-    """Report to each group's peers that this rank does not come to its next exchange, unless they know."""
-    if torch.compiler.is_compiling() or is_reported(error):
+def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
+    """How many calls this rank has made in each group; 0 under torch.compile, where none fails."""
+    if torch.compiler.is_compiling():
+        return (0,) * len(places)
+    return tuple([calls_on(place[0]) for place in places])
+
+
+def report_failure(place: Place, end: int, op: str, device: str | None, error: BaseException) -> None:
+    """Report to a group's peers that this rank does not come to its next exchange, unless they know.
+
+    end: the group's count of calls when this operation has made its exchanges; the peers then wait for none.
+    """
+    if torch.compiler.is_compiling() or is_reported(error) or device == "meta":
         return
-    for place in places:
-        if place.world > 1:
-            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
-                by_handle(place.handle).fail(op, device, error)
+    if place.world > 1 and calls_on(place.handle) < end:
+        with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
+            by_handle(place.handle).fail(op, device, error)
 
 
 def _exchange_shape(
@@ -217,6 +224,7 @@ def run_steps(
     input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, heard: bool | None = None
 ) -> torch.Tensor:
     """One exchange after another, the whole factor in the last."""
+    before = calls_before(tuple(step[0] for step in steps))
     try:
         if len(steps) == 1:
             place, op, args = steps[0]
@@ -226,8 +234,9 @@ def run_steps(
             input_ = run(input_, *steps[i], ONE, records, None, then)
         return run(input_, *steps[-1], scale, records)
     except BaseException as error:
-        places = (place for place, op, _ in steps if not OPS[op].local)
-        report_failure(places, steps[0][1], input_.device.type, error)
+        for (place, op, _), count in zip(steps, before, strict=True):
+            if not OPS[op].local:
+                report_failure(place, count + 1, op, input_.device.type, error)
         raise
 
 

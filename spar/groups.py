@@ -24,7 +24,7 @@ Group = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | No
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _distributed = dist.is_available()
-_create = threading.Lock()
+_create = threading.RLock()  # a signal's handler may close a group, or use another
 _by_group: dict[int, Communicator] = {}  # by the group's id, until the group is gone
 _by_handle: dict[int, Communicator] = {}
 
@@ -32,7 +32,7 @@ _by_handle: dict[int, Communicator] = {}
 def _renew_lock() -> None:
     """Replace the lock in a forked child: a thread of the parent may have held it."""
     global _create
-    _create = threading.Lock()
+    _create = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)
@@ -70,6 +70,12 @@ def by_handle(handle: int) -> Communicator:
     if found is None:
         raise SparError("the process group of this call was destroyed, or closed")
     return found
+
+
+def calls_on(handle: int) -> int:
+    """How many calls of a handle's group this rank has made."""
+    found = _by_handle.get(handle)
+    return 0 if found is None else found.calls
 
 
 def lends(handle: int) -> bool:

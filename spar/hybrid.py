@@ -40,7 +40,7 @@ class _Hybrid(Call):
 
     __slots__ = ("in_ring", "in_ulysses", "inner", "ring", "ulysses")
 
-    def __init__(self, name: str, x: torch.Tensor, what: str, exchanges: bool = True) -> None:
+    def __init__(self, name: str, x: torch.Tensor, what: str, exchanges: int = 1) -> None:
         self.in_ring, self.in_ulysses, in_cp = _places(name, current().state)
         self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
         self.inner = self.ulysses if in_cp.world > 1 else 1
@@ -113,7 +113,7 @@ def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> tor
     Raises:
         ValueError: a dim out of range, an extent that is no multiple of 2 * ring.
     """
-    call = _Hybrid("split_forward_gather_backward_with_cp", input_, "input_", exchanges=False)
+    call = _Hybrid("split_forward_gather_backward_with_cp", input_, "input_", exchanges=0)
     dim = call.dim("dim", dim)
     total = input_.size(dim)
     if call.ring > 1:
@@ -175,7 +175,7 @@ def packed_data_split_forward_gather_backward_with_cp(
         ValueError: a dim out of range, lengths below 0, or that do not sum to the extent.
         TypeError: lengths that are not ints.
     """
-    call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x", exchanges=False)
+    call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x", exchanges=0)
     dim = call.dim("dim", dim)
     lengths = call.lengths("seq_lens", seq_lens)
     call.check_sum("seq_lens", lengths, dim)

@@ -91,7 +91,7 @@ def split_forward_gather_backward(
         ValueError: a dim out of range, sizes that do not sum to the extent, an unknown grad_scale.
         TypeError: sizes that are not ints, a gradient is recorded that its dtype cannot scale.
     """
-    call = Call("split_forward_gather_backward", input_, process_group, exchanges=False)
+    call = Call("split_forward_gather_backward", input_, process_group, exchanges=0)
     dim = call.dim("dim", dim)
     sizes = call.sizes("split_sizes", split_sizes)
     if sizes and sum(sizes) != input_.size(dim):
@@ -167,7 +167,7 @@ def load_balanced_split_forward_gather_backward(
     Raises:
         ValueError: a dim out of range, an extent that is no multiple of 2P.
     """
-    call = Call("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=False)
+    call = Call("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=0)
     dim = call.dim("dim", dim)
     total = call.zigzag("input_", input_.size(dim), call.world)
     return call.apply("zigzag_split", (dim, 1, total), (float(call.world), True))
@@ -229,7 +229,7 @@ def packed_data_split_forward_gather_backward(
         TypeError: lengths that are not ints.
     """
     name = "packed_data_split_forward_gather_backward"
-    call = Call(name, hidden_states, process_group, "hidden_states", exchanges=False)
+    call = Call(name, hidden_states, process_group, "hidden_states", exchanges=0)
     dim = call.dim("dim", dim)
     lengths = call.lengths("sequence_lengths", sequence_lengths)
     call.check_sum("sequence_lengths", lengths, dim)

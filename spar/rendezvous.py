@@ -109,7 +109,9 @@ def _connect(
     assert comm.facts is not None
     place = comm.facts, comm.rank, comm.local_ranks, comm.name
     if device.type == "cuda":
+        comm.progress = SHARED  # torch's first collective on the device
         comm.device = cuda.Device(comm, device, op, deadline)
+        comm.progress = LOCAL
         core = _C.comm(name, *place, comm.device.index, comm.device.native())
     else:
         core = _C.comm(name, *place)

@@ -82,7 +82,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
         ValueError: a dim out of range; with validate an extent that is no multiple of P.
         TypeError: a gradient is recorded that its dtype cannot scale.
     """
-    call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=False)
+    call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=0)
     dim = call.dim("dim", dim)
     check_flag(call.where, "validate", validate)
     if validate and tensor.size(dim) % call.world:
@@ -115,7 +115,7 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
         TypeError: a gradient is recorded that its dtype cannot scale.
         MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
     """
-    call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor")
+    call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor", exchanges=1 + (validate is True))
     try:
         dim = call.dim("dim", dim)
         check_flag(call.where, "validate", validate)
@@ -147,7 +147,7 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
         TypeError: a pad_value that is no number; a gradient is recorded that its dtype cannot scale.
     """
     name = "sp_shard_with_padding"
-    call = Call(name, tensor, sequence_place(name), "tensor", exchanges=False)
+    call = Call(name, tensor, sequence_place(name), "tensor", exchanges=0)
     dim = call.dim("dim", dim)
     check_type(call.where, "pad_value", pad_value, (int, float, Integral), "a number")  # numpy's ints, too
     return shard_with_padding(call, dim, pad_value)

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,9 +175,9 @@ def _wait(comm: Communicator, op: str, collective: Unfinished, deadline: float) 
         raise _give_up(
             comm, op, TransportError, "an exception interrupted an earlier collective of this group"
         )
-    begun = _C.begin(comm.name, op, comm.calls)
-    told, tell_at = False, time.monotonic() + _TELL_AFTER
+    begun, told, tell_at = 0, False, time.monotonic() + _TELL_AFTER
     try:
+        begun = _C.begin(comm.name, op, comm.calls)
         if collective.buffers[0].device.type != "cpu":
             work.wait()  # puts the wait into the device's own queue
             return
@@ -222,7 +223,7 @@ def _issue_all_gather(
     own = own.to(wire_device(group))
     rows = [torch.empty_like(own) for _ in range(comm.world)]
     options = _options(AllgatherOptions, comm, op, deadline)
-    return _issue(comm, op, (own, *rows), lambda: group.allgather([rows], [own], options)), rows
+    return _issue(comm, op, (own, *rows), functools.partial(group.allgather, [rows], [own], options)), rows
 
 
 def announce(comm: Communicator, rows: list[torch.Tensor], op: str, deadline: float) -> None:
@@ -234,7 +235,8 @@ def settle(comm: Communicator, op: str, deadline: float) -> None:
     """Wait for the collectives of this group that this rank issued earlier and did not wait for."""
     if not _unfinished:
         return
-    for collective in [found for found in _unfinished if found.group is comm.group]:
+    group = comm.group
+    for collective in [found for found in list(_unfinished) if found.group is group]:
         _wait(comm, op, collective, deadline)
     forget_finished()
 
@@ -252,7 +254,9 @@ def meet(comm: Communicator, device: torch.device, op: str, deadline: float) -> 
     with torch.cuda.device(device):
         one = torch.zeros(1, device=device)
         options = _options(AllreduceOptions, comm, op, deadline)
-        _wait(comm, op, _issue(comm, op, (one,), lambda: group.allreduce([one], options)), deadline)
+        _wait(
+            comm, op, _issue(comm, op, (one,), functools.partial(group.allreduce, [one], options)), deadline
+        )
         one.cpu()
 
 
@@ -272,6 +276,6 @@ def all_to_all(
         comm,
         op,
         (received, sent),
-        lambda: group.alltoall_base(received, sent, received_sizes, sent_sizes, options),
+        functools.partial(group.alltoall_base, received, sent, received_sizes, sent_sizes, options),
     )
     _wait(comm, op, collective, deadline)

@@ -14,15 +14,18 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
 from test_faults import finish, start, tell, told
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar
 from spar import wire
+from spar.parallel_state import set_sequence_parallel_group
 
 gather = spar.gather_forward_split_backward
 REPORTED_WITHIN = 2.0  # seconds
@@ -321,3 +324,48 @@ def fails_in_many_groups(rank: int, folder: Path) -> None:
 
 def test_reported_failures_keep_no_group(tmp_path: Path) -> None:
     assert finish(start(fails_in_many_groups, 2, tmp_path, SPAR_TRANSPORT="torch"), 60) == [0, 0]
+
+
+# ---- errors after the exchange ----
+
+
+class Guard(TorchDispatchMode):
+    """Raises when the exchange has returned, as a check of its values would."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.spar.exchange.default:
+            raise ValueError("nan found")
+        return out
+
+
+def fails_after_the_exchange(rank: int, folder: Path) -> None:
+    """The peers have made that call: it is this rank's own error, and later calls pair up."""
+    if rank == 1:
+        with pytest.raises(ValueError, match="nan found"), Guard():
+            gather(torch.zeros(2), None, 0)
+    else:
+        assert gather(torch.zeros(2), None, 0).shape == (4,)
+    in_step(rank, 2, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_after_the_exchange_is_of_its_rank_alone(tmp_path: Path, transport: str) -> None:
+    assert finish(start(fails_after_the_exchange, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+
+
+def fails_between_exchanges(rank: int, folder: Path) -> None:
+    """sp_gather makes two: a failure of one rank after the first is reported in the second."""
+    set_sequence_parallel_group(dist.group.WORLD)
+    if rank == 1:
+        with pytest.raises(ValueError, match="nan found"), Guard():
+            spar.sharding.sp_gather(torch.zeros(2), 0)
+    else:
+        with pytest.raises(spar.MismatchError, match="rank 1 failed: ValueError: nan found"):
+            spar.sharding.sp_gather(torch.zeros(2), 0)
+    in_step(rank, 2, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_between_two_exchanges_is_reported(tmp_path: Path, transport: str) -> None:
+    assert finish(start(fails_between_exchanges, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
