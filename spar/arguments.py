@@ -88,8 +88,9 @@ class Call:
     def fail(self, error: BaseException) -> None:
         """Report to the peers what this rank failed with before its exchange, unless they know."""
         device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
-        for place, count in zip(self.places(), self.before, strict=False):
-            report_failure(place, count + self.exchanges, self.name, device, error)
+        if self.exchanges:
+            ends = [count + self.exchanges for count in self.before]
+            report_failure(zip(self.places(), ends, strict=True), self.name, device, error)
         name_operation(error, self.name)
 
     def places(self) -> tuple[Place, ...]:

@@ -9,7 +9,7 @@ gradients as the loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -95,16 +95,20 @@ def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
     return tuple([calls_on(place[0]) for place in places])
 
 
-def report_failure(place: Place, end: int, op: str, device: str | None, error: BaseException) -> None:
-    """Report to a group's peers that this rank does not come to its next exchange, unless they know.
+def report_failure(
+    waiting: Iterable[tuple[Place, int]], op: str, device: str | None, error: BaseException
+) -> None:
+    """Report to the peers of each group that this rank does not come to its next exchange, unless they know.
 
-    end: the group's count of calls when this operation has made its exchanges; the peers then wait for none.
+    waiting: the groups, each with its count of calls when this operation has made its exchanges there, after
+        which peers wait for none.
     """
     if torch.compiler.is_compiling() or is_reported(error) or device == "meta":
         return
-    if place.world > 1 and calls_on(place.handle) < end:
-        with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
-            by_handle(place.handle).fail(op, device, error)
+    for place, end in waiting:
+        if place.world > 1 and calls_on(place.handle) < end:
+            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
+                by_handle(place.handle).fail(op, device, error)
 
 
 def _exchange_shape(
@@ -234,9 +238,9 @@ def run_steps(
             input_ = run(input_, *steps[i], ONE, records, None, then)
         return run(input_, *steps[-1], scale, records)
     except BaseException as error:
-        for (place, op, _), count in zip(steps, before, strict=True):
-            if not OPS[op].local:
-                report_failure(place, count + 1, op, input_.device.type, error)
+        counted = zip(steps, before, strict=True)
+        waiting = [(place, count + 1) for (place, op, _), count in counted if not OPS[op].local]
+        report_failure(waiting, steps[0][1], input_.device.type, error)
         raise
 
 
