@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import _C, cuda, forks, whereabouts, wire
-from .agreement import LOCAL, OVER, SHARED, agree
+from .agreement import LOCAL, OVER, SHARED, agree, mark_reported
 from .errors import SparError
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def _choose(
     """The transport, by what all ranks know: where none can serve, every rank raises the same error."""
     try:
         return _C.choose(facts, device.type, refused)
-    except (ValueError, SparError):
+    except (ValueError, SparError) as error:
+        mark_reported(error)
         comm.progress = OVER
         raise
 
