@@ -140,7 +140,8 @@ def _failure(verdicts: bytes, world: int) -> str:
     for rank in range(world):
         failed, reason = struct.unpack_from("=i92s", verdicts, rank * size)
         if failed:
-            return f"rank {rank}: {reason.rstrip(bytes(1)).decode(errors='replace')}"
+            text: str = reason.rstrip(bytes(1)).decode(errors="replace")
+            return text if text.startswith("rank ") else f"rank {rank}: {text}"
     return ""
 
 

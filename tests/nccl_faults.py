@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_ranks import DEVICE, Stream, expect_broken, give, set_up, stalled, wait, within
+from nccl_ranks import DEVICE, Stream, communicator, expect_broken, give, set_up, stalled, wait, within
 
 import spar
+from spar import cuda
 from spar.communicator import Communicator
 
 
@@ -122,14 +123,62 @@ def check_refused(
 
 
 def check_no_meeting(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank whose NCCL cannot be connected: nobody waits longer than the limit."""
-    if rank == 0:
+    """A rank whose NCCL cannot be connected: its peers leave NCCL's set-up with it, long before the limit."""
+    last = world - 1
+    if rank == last:
         os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"
     begin = time.monotonic()
-    with pytest.raises(spar.ExchangeTimeoutError):
-        set_up(group, SPAR_TIMEOUT=1.5)
-    assert time.monotonic() - begin < 4
+    comm = set_up(group)
+    assert time.monotonic() - begin < 2
     os.environ.pop("STANDIN_NCCL_FAIL", None)
+    chosen = comm.transport("cuda")
+    assert chosen.name == "torch", chosen
+    assert re.fullmatch(
+        f"rank {last}: ncclCommInitRank: system error: the stand-in.*", chosen.rejected[1][1]
+    ), chosen
+    comm.close()
+
+
+def check_failure_before_set_up(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A rank fails before its first call: its peers in the set-up raise, and the next call sets up."""
+    comm = communicator(group)
+    begin = time.monotonic()
+    if rank == 0:
+        comm.fail("gather", "cuda", ValueError("no such dim"))
+    else:
+        with pytest.raises(spar.MismatchError, match="rank 0 failed: ValueError: no such dim"):
+            with comm.turn("gather"):
+                comm.set_up("gather", DEVICE, comm.deadline())
+    assert time.monotonic() - begin < 2
+    check_works(comm, rank, world)
+
+
+def check_failure_in_set_up(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A rank fails between two stages of the set-up: its peers raise, and the next call sets up."""
+    comm = communicator(group)
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(cuda.Device, "native", lambda self: 1 // 0)
+        kind: type[Exception] = ZeroDivisionError if rank == 0 else spar.MismatchError
+        with pytest.raises(kind) as caught, comm.turn("gather"):
+            comm.set_up("gather", DEVICE, comm.deadline())
+        if rank != 0:
+            assert "rank 0 failed: ZeroDivisionError" in str(caught.value), caught.value
+    assert time.monotonic() - begin < 2
+    check_works(comm, rank, world)
+
+
+def check_works(comm: Communicator, rank: int, world: int) -> None:
+    with comm.turn("gather"):
+        comm.set_up("gather", DEVICE, comm.deadline())
+    assert comm.transport("cuda").name == "nccl"
+    with Stream() as stream:
+        got = give(comm, "gather", (0,), torch.full((2,), float(rank)))
+        stream.synchronize()
+    assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
+    dist.barrier(comm.group)
+    comm.close()
 
 
 def check_death(rank: int, world: int, group: dist.ProcessGroup, folder: str, when: str) -> None:

@@ -154,8 +154,17 @@ def test_one_rank_that_cannot(gpus: Ranks, variable: str, fault: str, why: str) 
     gpus(2, nccl_faults.check_refused, variable, fault, why)
 
 
-def test_a_set_up_that_does_not_end(gpus: Ranks) -> None:
-    gpus(2, nccl_faults.check_no_meeting)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_nccl_cannot_connect(gpus: Ranks, world: int) -> None:
+    gpus(world, nccl_faults.check_no_meeting)
+
+
+def test_a_failure_before_the_set_up(gpus: Ranks) -> None:
+    gpus(3, nccl_faults.check_failure_before_set_up)
+
+
+def test_a_failure_in_the_set_up(gpus: Ranks) -> None:
+    gpus(3, nccl_faults.check_failure_in_set_up)
 
 
 @pytest.mark.parametrize("when", ["before it", "in it"])

@@ -180,10 +180,16 @@ static void *meet(void *context)
     return NULL;
 }
 
-/* Other than SPAR_OK where the wait shall end. */
-static spar_status go_on(const spar_patience *patience)
+/* Other than SPAR_OK where the wait shall end. A peer on this host that failed is not waited for. */
+static spar_status go_on(const state *s, const spar_patience *patience)
 {
     SPAR_TRY(spar_patience_poll(patience, "while NCCL was set up"));
+    spar_status status = s->ledger ? spar_ledger_look(s->ledger, 1) : SPAR_OK;
+    if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fail alike */
+        char why[SPAR_GROUP_TEXT];
+        snprintf(why, sizeof why, "%s", spar_last_error());
+        return spar_fail(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, "%s", why);
+    }
     if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
         return spar_fail(SPAR_TIMEOUT, "a rank did not come while NCCL was set up");
     return SPAR_OK;
@@ -200,7 +206,7 @@ static spar_status await_meeting(state *s, const spar_patience *patience)
         if (s->over)
             break;
         pthread_mutex_unlock(&s->lock);
-        status = go_on(patience);
+        status = go_on(s, patience);
         pthread_mutex_lock(&s->lock);
     }
     if (s->over)
@@ -230,7 +236,7 @@ static spar_status await_greetings(const state *s, const spar_patience *patience
             struct ncclComm *comm = s->own ? s->own : s->native;
             SPAR_NCCL_TRY(comm, CommGetAsyncError(comm, &error));
             SPAR_TRY(spar_nccl_check(error, comm, "the first exchange over NCCL"));
-            SPAR_TRY(go_on(patience));
+            SPAR_TRY(go_on(s, patience));
         }
         nanosleep(&moment, NULL);
     }
@@ -308,6 +314,8 @@ static spar_status connect_all(spar_comm *comm, const spar_verdict *verdicts,
     if (status == SPAR_OK)
         status = spar_watch_open(&what, &s->watch);
     spar_device_cuda.leave(before);
+    if (status != SPAR_OK && s->ledger)
+        spar_ledger_give_up(s->ledger, status, spar_last_error());
     return status;
 }
 
