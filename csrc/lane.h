@@ -39,4 +39,7 @@ spar_status spar_lane_greet(spar_lane *lane, struct ncclComm *comm);
 
 void spar_lane_close(spar_lane *lane);
 
+/* Device memory in which pieces wait for the wire: what open groups may have of it, and have. */
+void spar_staging_stats(int64_t *cap, int64_t *allocated);
+
 #endif

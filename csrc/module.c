@@ -2,6 +2,7 @@
 #include "binding.h"
 #include "cores.h"
 #include "env.h"
+#include "lane.h"
 #include "library.h"
 #include "team.h"
 #include "uploads.h"

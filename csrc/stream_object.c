@@ -52,10 +52,10 @@ PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args)
         return NULL;
     if (!comm->transport->wait)
         Py_RETURN_NONE; /* its calls return when all is over */
-    spar_call call = {.patience = spar_py_patience(self, deadline)};
+    spar_patience patience = spar_py_patience(self, deadline);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = comm->transport->wait(comm, &call);
+    status = comm->transport->wait(comm, &patience);
     Py_END_ALLOW_THREADS;
     if (status != SPAR_OK)
         return spar_py_raise_after_wait(status);

@@ -1,7 +1,6 @@
 #include "transport.h"
 
 #include "env.h"
-#include "nccl.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -56,12 +55,9 @@ void spar_facts_read(spar_facts *facts)
                  strlen(transport.text));
     snprintf(facts->transport, sizeof facts->transport, "%s", transport.text);
     snprintf(facts->check, sizeof facts->check, "%s", check.text);
-#ifdef __linux__
-    if (spar_peers_listen(&facts->endpoint, &facts->secret) != SPAR_OK)
-        snprintf(facts->no_shm, sizeof facts->no_shm, "%s", spar_last_error());
-    if (spar_device_cuda.open() != SPAR_OK || spar_nccl_open() != SPAR_OK)
-        snprintf(facts->no_nccl, sizeof facts->no_nccl, "%s", spar_last_error());
-#endif
+    for (const spar_transport *const *row = spar_transports; *row; row++)
+        if ((*row)->probe)
+            (*row)->probe(facts);
 }
 
 static spar_status agree(const char *what, int rank, const char *first, const char *other)

@@ -61,6 +61,8 @@ typedef struct spar_comm spar_comm;
 
 typedef struct {
     const char *name;
+    /* Writes into this rank's facts what the others must know to choose it. NULL: nothing. */
+    void (*probe)(spar_facts *facts);
     /* Whether it can serve a group of these ranks, and the reason. Pure; any rank may ask. */
     int (*serves)(const spar_facts *facts, int world, const char *device, char *reason,
                   size_t size);
@@ -72,10 +74,8 @@ typedef struct {
                            const spar_patience *patience);
     /* One exchange: NULL where Python moves the bytes (the torch transport). */
     spar_status (*run)(spar_comm *comm, spar_call *call);
-    /* The same in two: start publishes and returns; wait returns when the outputs are whole and the inputs
-     * are no longer read. The call must live as long. NULL where it is not offered. */
-    spar_status (*start)(spar_comm *comm, spar_call *call);
-    spar_status (*wait)(spar_comm *comm, spar_call *call);
+    /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */
+    spar_status (*wait)(spar_comm *comm, const spar_patience *patience);
     /* What `rank` showed of its call, where the newest one ended in a disagreement; else NULL. */
     const char *(*shown)(const spar_comm *comm, int rank);
     /* Which call `rank` is in, on any group: "is in gather, call 3 on group 'x'". NULL where it cannot be known. */
@@ -115,9 +115,6 @@ typedef struct {
     int count;
     const char *names[16], *reasons[16];
 } spar_refusal;
-
-/* Device memory in which pieces wait for the wire: what open groups may have of it, and have. */
-void spar_staging_stats(int64_t *cap, int64_t *allocated);
 
 /* The transport for these ranks and this device type. Fails where ranks disagree, or where the one that is
  * forced cannot serve. */

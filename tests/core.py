@@ -283,10 +283,9 @@ class World:
         inputs: Sequence[Inputs],
         *,
         scale: Scale | None = None,
-        in_two: bool = False,
         seconds: float = 30,
     ) -> list[Outcome | None]:
-        """One call on every rank that has a plan, by run or (in_two) by start and wait."""
+        """One call on every rank that has a plan, on a thread each."""
         calls: list[tuple[int, Call, list[Output]]] = []
         deadline = time.monotonic_ns() + int(seconds * 1e9)
         for rank, (plan, own) in enumerate(zip(plans, inputs, strict=True)):
@@ -304,16 +303,11 @@ class World:
             )
             calls.append((rank, call, room))
         self.newest.append(calls)
-        if in_two:  # start does not wait for anybody: one thread can do it for all
-            for rank, call, _ in calls:
-                comm = self.comms[rank]
-                check(comm.contents.transport.contents.start(comm, byref(call)))
 
         def finish(entry: tuple[int, Call, list[Output]]) -> Outcome:
             rank, call, room = entry
             comm, begin = self.comms[rank], time.monotonic()
-            step = comm.contents.transport.contents.wait if in_two else library().spar_comm_run
-            status = Status(step(comm, byref(call)))
+            status = Status(library().spar_comm_run(comm, byref(call)))
             return Outcome(status, last_error() if status else "", room, time.monotonic() - begin)
 
         outcomes: list[Outcome | None] = [None] * self.size

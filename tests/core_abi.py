@@ -234,12 +234,12 @@ _CallFunction = ctypes.CFUNCTYPE(c_int, POINTER(Comm), POINTER(Call))
 class Transport(ctypes.Structure):
     _fields_ = (
         ("name", c_char_p),
+        ("probe", c_void_p),
         ("serves", c_void_p),
         ("setup", c_void_p),
         ("connect", c_void_p),
         ("run", _CallFunction),
-        ("start", _CallFunction),
-        ("wait", _CallFunction),
+        ("wait", c_void_p),
         ("shown", c_void_p),
         ("where", c_void_p),
         ("broken", c_void_p),

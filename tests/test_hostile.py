@@ -185,11 +185,10 @@ def test_a_mismatch_is_an_error_on_all(
 
 
 @pytest.mark.parametrize("missing", [0, 2])
-@pytest.mark.parametrize("in_two", [False, True], ids=["run", "start and wait"])
-def test_a_missing_rank_ends_in_a_time_limit(missing: int, in_two: bool) -> None:
+def test_a_missing_rank_ends_in_a_time_limit(missing: int) -> None:
     plans, inputs, broken = RIGHT.plans(), RIGHT.inputs(), World(4)
     some = [None if rank == missing else plan for rank, plan in enumerate(plans)]
-    outcomes = broken.call(some, inputs, in_two=in_two, seconds=0.1)
+    outcomes = broken.call(some, inputs, seconds=0.1)
     assert outcomes[missing] is None
     for outcome in outcomes:
         if outcome:

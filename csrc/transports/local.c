@@ -11,7 +11,7 @@
 #include <time.h>
 
 typedef struct {
-    const spar_call *call; /* of its newest start */
+    const spar_call *call; /* its newest */
     int64_t started, done; /* calls */
 } member;
 
@@ -73,17 +73,6 @@ static spar_status connect(spar_comm *comm, const spar_verdict *verdicts,
     return SPAR_OK;
 }
 
-static spar_status start(spar_comm *comm, spar_call *call)
-{
-    spar_local_world *w = comm->state;
-    pthread_mutex_lock(&w->lock);
-    w->members[comm->rank].call = call;
-    w->members[comm->rank].started++;
-    pthread_cond_broadcast(&w->moved);
-    pthread_mutex_unlock(&w->lock);
-    return SPAR_OK;
-}
-
 /* Waits, with the lock held, until everybody has started (or done) call n. */
 static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t n, int for_done)
 {
@@ -126,13 +115,15 @@ static spar_status push(spar_comm *comm, const spar_call *call)
     return status;
 }
 
-static spar_status wait_for(spar_comm *comm, spar_call *call)
+static spar_status run(spar_comm *comm, spar_call *call)
 {
     spar_local_world *w = comm->state;
     member *own = &w->members[comm->rank];
     int differs = -1;
     pthread_mutex_lock(&w->lock);
-    int64_t n = own->started;
+    own->call = call;
+    int64_t n = ++own->started;
+    pthread_cond_broadcast(&w->moved);
     spar_status status = await_all(w, call, n, 0);
     for (int rank = 1; status == SPAR_OK && rank < comm->world && differs < 0; rank++)
         if (w->members[rank].call->plan->signature != w->members[0].call->plan->signature)
@@ -151,12 +142,6 @@ static spar_status wait_for(spar_comm *comm, spar_call *call)
     return status;
 }
 
-static spar_status run(spar_comm *comm, spar_call *call)
-{
-    SPAR_TRY(start(comm, call));
-    return wait_for(comm, call);
-}
-
 static void close_comm(spar_comm *comm)
 {
     comm->state = NULL; /* the world is the test's */
@@ -168,7 +153,5 @@ const spar_transport spar_transport_local = {
     .setup = setup,
     .connect = connect,
     .run = run,
-    .start = start,
-    .wait = wait_for,
     .close = close_comm,
 };

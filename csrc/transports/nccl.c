@@ -45,6 +45,12 @@ typedef struct {
     char text[256];
 } state;
 
+static void probe(spar_facts *facts)
+{
+    if (spar_device_cuda.open() != SPAR_OK || spar_nccl_open() != SPAR_OK)
+        snprintf(facts->no_nccl, sizeof facts->no_nccl, "%s", spar_last_error());
+}
+
 static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
 {
     if (strcmp(device, "cuda") != 0) {
@@ -384,7 +390,7 @@ static spar_status enqueue(state *s, const spar_call *call)
     return SPAR_OK;
 }
 
-static spar_status start(spar_comm *comm, spar_call *call)
+static spar_status run(spar_comm *comm, spar_call *call)
 {
     state *s = comm->state;
     void *before;
@@ -400,14 +406,14 @@ static spar_status start(spar_comm *comm, spar_call *call)
     return status;
 }
 
-static spar_status wait_for(spar_comm *comm, spar_call *call)
+static spar_status wait_for(spar_comm *comm, const spar_patience *patience)
 {
     state *s = comm->state;
     void *before;
     if (!s->watch)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
-    spar_status status = spar_watch_wait(s->watch, &call->patience);
+    spar_status status = spar_watch_wait(s->watch, patience);
     spar_device_cuda.leave(before);
     return status;
 }
@@ -443,11 +449,11 @@ static void close_comm(spar_comm *comm)
 
 const spar_transport spar_transport_nccl = {
     .name = "nccl",
+    .probe = probe,
     .serves = serves,
     .setup = setup,
     .connect = connect_all,
-    .run = start,
-    .start = start,
+    .run = run,
     .wait = wait_for,
     .where = where,
     .broken = broken,

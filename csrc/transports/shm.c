@@ -9,6 +9,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+static void probe(spar_facts *facts)
+{
+    if (spar_peers_listen(&facts->endpoint, &facts->secret) != SPAR_OK)
+        snprintf(facts->no_shm, sizeof facts->no_shm, "%s", spar_last_error());
+}
+
 static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
 {
     if (strcmp(device, "cpu") != 0) {
@@ -194,6 +200,7 @@ static void close_comm(spar_comm *comm)
 
 const spar_transport spar_transport_shm = {
     .name = "shm",
+    .probe = probe,
     .serves = serves,
     .setup = setup,
     .connect = connect_all,
