@@ -18,9 +18,6 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find csrc fuzz tests -name '*.[ch]')
 
-# Without this make would compile csrc/ops.c, where it looks after the folder csrc/ops.
-MAKEFLAGS += --no-builtin-rules
-
 .PHONY: help demo bench soak test test-asan fuzz lint format build wheel clean gone
 .DELETE_ON_ERROR:
 

@@ -18,8 +18,7 @@ from setuptools.command.build_ext import build_ext
 from distutils.ccompiler import new_compiler  # isort: skip  # setuptools', which is imported by now
 from distutils.sysconfig import customize_compiler  # isort: skip
 
-# local.c is a test-only transport: the tests build it, with -DSPAR_LOCAL, into a library without Python.
-SOURCES = sorted({*glob("csrc/*.c"), *glob("csrc/*/*.c")} - {"csrc/transports/local.c"})
+SOURCES = sorted(glob("csrc/**/*.c", recursive=True))
 
 # -ffp-contract=off: a scale must round exactly as torch rounds it.
 # -fno-strict-aliasing: tensors of any dtype are copied through integer types.

@@ -43,8 +43,8 @@
 #ifndef SPAR_H
 #define SPAR_H
 
-#include "pack.h"
-#include "transport.h"
+#include "devices/execute.h"
+#include "transports/transport.h"
 
 /* A rank's part in a group, over a transport that spar_choose named; `native` may be NULL. The verdict is for all
  * other ranks: it says whether this rank failed, and why; the status is about memory alone. */

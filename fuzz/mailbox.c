@@ -4,8 +4,8 @@
  * waits, the input lets the peers act: come, as they should, or write anything into their mailboxes, vanish, stay
  * silent. Then each arena must be its shadow, or its shadow with the rank's bytes where that peer's own words, if
  * they can be true, want them. A call ends in time, in success or in an error; in success where all were honest. */
-#include "../csrc/group.c" /* MAGIC is known to it alone, */
-#include "../csrc/wait.c"  /* and SLICE_NS to it */
+#include "../csrc/ipc/group.c" /* MAGIC is known to it alone, */
+#include "../csrc/ipc/wait.c"  /* and SLICE_NS to it */
 
 #include "fuzz.h"
 
@@ -13,7 +13,7 @@ static source input;
 #define DRAW(seed, bound) ((void)(seed), (int)(next_byte(&input) % (unsigned)(bound)))
 #include "../tests/c/random_call.h"
 
-#include "pack.h"
+#include "devices/execute.h"
 
 #include <sys/mman.h>
 

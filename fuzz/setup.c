@@ -4,9 +4,9 @@
  * descriptors; some messages are wrong but bear a right proof, as a corrupt rank could send them. While the rank waits, the input lets the strangers call, answer, say something else or hang up. Each
  * step ends in time, in success or in an error, in success where all were honest; an arena that is taken for a
  * peer's can be touched from end to end; and at the end no memory, mapping or descriptor is left. */
-#include "../csrc/hello.c" /* messages and proofs are known to it alone, */
-#include "../csrc/calls.c" /* callers to it, */
-#include "../csrc/peers.c" /* and peers to it */
+#include "../csrc/ipc/handshake.c"   /* messages and proofs are known to it alone, */
+#include "../csrc/ipc/connections.c" /* callers to it, */
+#include "../csrc/ipc/peers.c"       /* and peers to it */
 
 #include "../csrc/spar.h"
 #include "fuzz.h"

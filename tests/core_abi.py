@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import re
 import subprocess
 import tempfile
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
@@ -12,7 +11,8 @@ from pathlib import Path
 
 from beforehand import once
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+TESTS = Path(__file__).resolve().parent
+CSRC = TESTS.parent / "csrc"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-DSPAR_LOCAL", '-DSPAR_VERSION="test"', f"-I{CSRC}"]
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
 MAX_WORLD = 64  # ranks that run as threads
@@ -21,15 +21,12 @@ SIDE_PULL = 1
 
 def compile_core(output: Path, *options: str | Path, compiler: str = "cc") -> None:
     """Compiles all of csrc that knows no Python; `options` are flags and further source files."""
-    sources = [path for path in sorted(CSRC.rglob("*.c")) if not _knows_python(path)]
+    sources = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name != "python"]
+    sources.append(TESTS / "c" / "local.c")
     command = [compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-
-
-def _knows_python(source: Path) -> bool:
-    return re.search(r'#include [<"](Python|binding)\.h', source.read_text()) is not None
 
 
 class Status(enum.IntEnum):

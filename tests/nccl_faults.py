@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_ranks import DEVICE, Stream, communicator, expect_broken, give, set_up, stalled, wait, within
+from spar.communicator import Communicator
 
 import spar
 from spar import cuda
-from spar.communicator import Communicator
 
 
 def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:

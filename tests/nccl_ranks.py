@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from spar.communicator import Communicator
+from spar.fallback import Call, call_text
 
 import spar
 from spar import _C, cuda
-from spar.communicator import Communicator
-from spar.fallback import Call, call_text
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import assert_same
+from spar.messages import Outbox
 from test_faults import finish, start, tell, told
 from test_hybrid import exchanges
 
-from spar.messages import Outbox
 from spar.parallel_state import (
     GroupCoordinator,
     PipelineGroupCoordinator,

@@ -108,7 +108,7 @@ CONSTANTS = {
 
 def test_the_driver_is_declared_as_in_cuda_h(tmp_path: Path) -> None:
     """Each function is the one of the version by which it is asked for; what we call int is as large."""
-    lines = ["#include <cuda.h>", "#include <cudaTypedefs.h>", '#include "driver.h"']
+    lines = ["#include <cuda.h>", "#include <cudaTypedefs.h>", '#include "devices/cuda/driver.h"']
     lines.append(
         "#define CHECK(name, version, parameters) _Static_assert(__builtin_types_compatible_p("
         "__typeof__(((spar_driver *)0)->name), PFN_cu##name##_v##version), #name);"
@@ -124,14 +124,14 @@ def test_the_driver_is_declared_as_in_cuda_h(tmp_path: Path) -> None:
     ):
         lines.append(f'_Static_assert(sizeof({name}) == sizeof(int), "{name}");')
     lines.append("static CUdeviceptr pointer; static unsigned long long *same = &pointer;")
-    declared = (CSRC / "driver.h").read_text()
+    declared = (CSRC / "devices/cuda/driver.h").read_text()
     assert all(f"{ours} =" in declared for ours in CONSTANTS)
     assert declared.count("SPAR_CU_") == len(CONSTANTS), "a constant that is not held against cuda.h"
     check_declarations(tmp_path, "cuda.h", "\n".join(lines) + "\n")
 
 
 def test_the_compiler_is_declared_as_in_nvrtc_h(tmp_path: Path) -> None:
-    lines = ["#include <nvrtc.h>", '#include "compiler.h"']
+    lines = ["#include <nvrtc.h>", '#include "devices/cuda/nvrtc.h"']
     lines.append(
         "#define CHECK(name, parameters) _Static_assert(__builtin_types_compatible_p("
         "nvrtcResult (*) parameters, __typeof__(&nvrtc##name)), #name);"
@@ -192,7 +192,7 @@ def test_every_kernel_is_machine_code_for_every_architecture(part: Path) -> None
         results = list(pool.map(compiled, ARCHITECTURES))
     assert {status for status, _ in results} == {0}, results
     codes = [code for _, code in results]
-    rows = (CSRC / "kernels.h").read_text()
+    rows = (CSRC / "devices/cuda/kernels.h").read_text()
     names = [f"copy_{width}_{factor}" for width in (1, 2, 4, 8, 16) for factor in factors(rows, width)]
     assert len(names) == 18
     for architecture, code in zip(ARCHITECTURES, codes, strict=True):

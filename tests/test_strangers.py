@@ -1,7 +1,7 @@
 """Processes that are not of the job and reach a rank's socket: they get nothing, and change nothing.
 
 A rank's socket has an abstract name, which every process of the network namespace can read and connect to.
-Attackers are children of the ranks that speak the format of csrc/hello.c without the secrets, as this user or
+Attackers are children of the ranks that speak the format of csrc/ipc/handshake.c without the secrets, as this user or
 another one; ranks are real.
 """
 

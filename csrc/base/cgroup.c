@@ -1,4 +1,4 @@
-#include "cgroup.h"
+#include "base/cgroup.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
-#include "cores.h"
+#include "base/cores.h"
 
-#include "cgroup.h"
+#include "base/cgroup.h"
 
 #include <sched.h>
 

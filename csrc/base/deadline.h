@@ -2,7 +2,7 @@
 #ifndef SPAR_PATIENCE_H
 #define SPAR_PATIENCE_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stdint.h>
 #include <time.h>

@@ -1,6 +1,6 @@
-#include "library.h"
+#include "base/dynlib.h"
 
-#include "fork.h"
+#include "base/fork.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

@@ -2,7 +2,7 @@
 #ifndef SPAR_LIBRARY_H
 #define SPAR_LIBRARY_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <pthread.h>
 

@@ -1,4 +1,4 @@
-#include "env.h"
+#include "base/env.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 
 const spar_env_row spar_env_rows[] = {
 #define SPAR_ENV(field, variable, kind, fallback, help) {#field, variable, kind, fallback, help},
-#include "env.def"
+#include "base/env.def"
 #undef SPAR_ENV
     {NULL, NULL, NULL, 0, 0, NULL, NULL},
 };

@@ -2,7 +2,7 @@
 #ifndef SPAR_ENV_H
 #define SPAR_ENV_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stdint.h>
 

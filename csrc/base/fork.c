@@ -1,4 +1,4 @@
-#include "fork.h"
+#include "base/fork.h"
 
 #include <pthread.h>
 

@@ -1,5 +1,5 @@
 /* J.-P. Aumasson, D. J. Bernstein: SipHash, a fast short-input PRF (2012), and its 128-bit variant of the reference code. */
-#include "siphash.h"
+#include "base/siphash.h"
 
 #include <stdint.h>
 #include <string.h>

@@ -4,8 +4,8 @@
 #ifndef SPAR_DEVICE_H
 #define SPAR_DEVICE_H
 
-#include "plan.h"
-#include "scale.h"
+#include "plan/plan.h"
+#include "devices/scale.h"
 
 /* Between what a span is copied. */
 typedef enum {

@@ -1,4 +1,4 @@
-#include "pack.h"
+#include "devices/execute.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #ifndef SPAR_PACK_H
 #define SPAR_PACK_H
 
-#include "device.h"
+#include "devices/device.h"
 
 /* Packs what goes to `peer` into `wire`, plan->push[peer].bytes long; a factor is left to spar_unpack. */
 spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer,

@@ -1,8 +1,8 @@
 /* Ranks that share cores, spread over them. A rank that looks for others takes its core as if it computed: the kernel
  * may leave three on one core and one on another for hundreds of calls. */
-#include "mailbox.h"
+#include "ipc/mailbox.h"
 
-#include "cores.h"
+#include "base/cores.h"
 
 #include <sched.h>
 

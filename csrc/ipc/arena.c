@@ -1,7 +1,7 @@
-#include "arena.h"
+#include "ipc/arena.h"
 
-#include "cgroup.h"
-#include "fork.h"
+#include "base/cgroup.h"
+#include "base/fork.h"
 
 #include <errno.h>
 #include <fcntl.h>

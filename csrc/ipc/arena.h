@@ -7,7 +7,7 @@
 #ifndef SPAR_ARENA_H
 #define SPAR_ARENA_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,8 +1,8 @@
 /* How processes of this host come to be connected: the listener, whom set-ups expect, and who calls. */
-#include "fork.h"
-#include "hello.h"
-#include "patience.h"
-#include "peer_table.h"
+#include "base/fork.h"
+#include "ipc/handshake.h"
+#include "base/deadline.h"
+#include "ipc/peer_table.h"
 
 #include <errno.h>
 #include <poll.h>

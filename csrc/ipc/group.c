@@ -1,6 +1,6 @@
-#include "mailbox.h"
+#include "ipc/mailbox.h"
 
-#include "stream.h"
+#include "devices/cpu/nontemporal.h"
 
 #include <limits.h>
 #include <linux/futex.h>

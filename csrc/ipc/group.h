@@ -6,9 +6,9 @@
 #ifndef SPAR_GROUP_H
 #define SPAR_GROUP_H
 
-#include "arena.h"
-#include "patience.h"
-#include "peers.h"
+#include "ipc/arena.h"
+#include "base/deadline.h"
+#include "ipc/peers.h"
 
 #include <pthread.h>
 

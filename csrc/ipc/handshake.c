@@ -1,6 +1,6 @@
-#include "hello.h"
+#include "ipc/handshake.h"
 
-#include "arena.h"
+#include "ipc/arena.h"
 
 #include <errno.h>
 #include <fcntl.h>

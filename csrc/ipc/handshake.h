@@ -12,7 +12,7 @@
 #ifndef SPAR_HELLO_H
 #define SPAR_HELLO_H
 
-#include "peers.h"
+#include "ipc/peers.h"
 
 #include <sys/socket.h>
 

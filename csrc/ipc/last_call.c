@@ -1,6 +1,6 @@
-#include "whereabouts.h"
+#include "ipc/last_call.h"
 
-#include "text.h"
+#include "base/shared_text.h"
 
 #include <stdio.h>
 

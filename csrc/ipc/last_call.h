@@ -3,7 +3,7 @@
 #ifndef SPAR_WHEREABOUTS_H
 #define SPAR_WHEREABOUTS_H
 
-#include "arena.h"
+#include "ipc/arena.h"
 
 /* This process begins a call; does nothing without an arena. Returns what `end` takes. */
 uint32_t spar_whereabouts_begin(const char *group, const char *op, uint32_t call);

@@ -4,7 +4,7 @@
 #ifndef SPAR_MAILBOX_H
 #define SPAR_MAILBOX_H
 
-#include "group.h"
+#include "ipc/group.h"
 
 typedef struct {
     char magic[8];

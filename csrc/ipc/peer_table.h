@@ -2,7 +2,7 @@
 #ifndef SPAR_PEER_TABLE_H
 #define SPAR_PEER_TABLE_H
 
-#include "peers.h"
+#include "ipc/peers.h"
 
 #include <pthread.h>
 #include <unistd.h>

@@ -1,7 +1,7 @@
-#include "peer_table.h"
+#include "ipc/peer_table.h"
 
-#include "arena.h"
-#include "hello.h"
+#include "ipc/arena.h"
+#include "ipc/handshake.h"
 
 #include <errno.h>
 #include <poll.h>

@@ -12,8 +12,8 @@
 #ifndef SPAR_PEERS_H
 #define SPAR_PEERS_H
 
-#include "error.h"
-#include "siphash.h"
+#include "base/error.h"
+#include "base/siphash.h"
 
 #include <stdint.h>
 

@@ -1,5 +1,5 @@
 /* Waiting for the other ranks of a group, and what ends it early: a death, somebody who gave up, Ctrl-C, the time limit. */
-#include "mailbox.h"
+#include "ipc/mailbox.h"
 
 #include <linux/futex.h>
 #include <sched.h>

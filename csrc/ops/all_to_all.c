@@ -1,7 +1,7 @@
 /* y on rank r = concat over p of x_p.split(sizes, scatter)[r] along gather.
  *
  * The input is cut along the gather dim, the output along the scatter dim; both by the size rule. */
-#include "../ops.h"
+#include "ops/table.h"
 
 #include <string.h>
 

@@ -1,4 +1,4 @@
-#include "layout.h"
+#include "ops/layout.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #ifndef SPAR_LAYOUT_H
 #define SPAR_LAYOUT_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stdint.h>
 

@@ -2,7 +2,7 @@
  * gather:  y           = concat over p of x_p along dim
  *
  * One is the other with its layouts exchanged. */
-#include "../ops.h"
+#include "ops/table.h"
 
 #include <string.h>
 

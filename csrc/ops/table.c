@@ -1,4 +1,4 @@
-#include "ops.h"
+#include "ops/table.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -5,7 +5,7 @@
 #ifndef SPAR_OPS_H
 #define SPAR_OPS_H
 
-#include "layout.h"
+#include "ops/layout.h"
 
 #define SPAR_MAX_DIMS 64 /* as many as torch allows */
 

@@ -3,7 +3,7 @@
  *
  * With inner > 1 the ranks are inner * R: what one of R ranks would hold is cut once more among inner ranks (ring
  * outside, Ulysses inside); rank = inner rank * R + ring rank. */
-#include "../ops.h"
+#include "ops/table.h"
 
 static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank,
                            int64_t *global, spar_layout *in, spar_layout *out)

@@ -1,7 +1,7 @@
 /* The bounded least-recently-used cache of plans. Its key is the request itself, as a row of words. */
-#include "plan.h"
+#include "plan/plan.h"
 
-#include "fork.h"
+#include "base/fork.h"
 
 #include <pthread.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* A plan in words. */
-#include "plan.h"
+#include "plan/plan.h"
 
 #include <stdarg.h>
 #include <stdio.h>

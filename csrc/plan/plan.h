@@ -6,7 +6,7 @@
 #ifndef SPAR_PLAN_H
 #define SPAR_PLAN_H
 
-#include "ops.h"
+#include "ops/table.h"
 
 #include <stddef.h>
 

@@ -1,5 +1,5 @@
 /* spar._C.Comm: a rank's part in a group. */
-#include "binding.h"
+#include "python/binding.h"
 
 #include <stdio.h>
 #include <stdlib.h>

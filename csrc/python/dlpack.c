@@ -1,5 +1,5 @@
 /* Outputs in shared memory, handed to Python as DLPack capsules. */
-#include "binding.h"
+#include "python/binding.h"
 
 #include <stdlib.h>
 #include <string.h>

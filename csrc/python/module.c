@@ -1,12 +1,12 @@
 /* The module spar._C. */
-#include "binding.h"
-#include "cores.h"
-#include "env.h"
-#include "lane.h"
-#include "library.h"
-#include "team.h"
-#include "uploads.h"
-#include "whereabouts.h"
+#include "python/binding.h"
+#include "base/cores.h"
+#include "base/env.h"
+#include "transports/nccl/pipeline.h"
+#include "base/dynlib.h"
+#include "devices/cpu/threads.h"
+#include "devices/cuda/table_cache.h"
+#include "ipc/last_call.h"
 
 #include <limits.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* spar._C.Plan: a plan in Python's hands. */
-#include "binding.h"
+#include "python/binding.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* Calls of a spar._C.Comm that go into a device's stream: torch allocates their outputs. */
-#include "binding.h"
+#include "python/binding.h"
 
 const char spar_py_run_doc[] = PyDoc_STR(
     "run(plan, input, output, stream, native, scale_type, divide, factor, text, deadline)\n\n"

@@ -1,6 +1,6 @@
-#include "meeting.h"
+#include "transports/rendezvous.h"
 
-#include "env.h"
+#include "base/env.h"
 
 #include <stdio.h>
 #include <stdlib.h>

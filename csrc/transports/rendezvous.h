@@ -2,8 +2,8 @@
 #ifndef SPAR_MEETING_H
 #define SPAR_MEETING_H
 
-#include "group.h"
-#include "transport.h"
+#include "ipc/group.h"
+#include "transports/transport.h"
 
 /* Whether each rank is a process of its own that can be met; else why not. */
 int spar_meeting_possible(const spar_facts *facts, int world, char *reason, size_t size);

@@ -1,9 +1,9 @@
 /* Shared memory: each rank pushes its regions straight into its peers' outputs, which are blocks of their arenas.
  *
  * One read and one write per byte, the permutation included; no staging. */
-#include "../meeting.h"
-#include "../pack.h"
-#include "../whereabouts.h"
+#include "transports/rendezvous.h"
+#include "devices/execute.h"
+#include "ipc/last_call.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
-#include "transport.h"
+#include "transports/transport.h"
 
-#include "env.h"
+#include "base/env.h"
 
 #include <stdio.h>
 #include <string.h>

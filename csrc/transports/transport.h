@@ -6,10 +6,10 @@
 #ifndef SPAR_TRANSPORT_H
 #define SPAR_TRANSPORT_H
 
-#include "arena.h"
-#include "device.h"
-#include "patience.h"
-#include "peers.h"
+#include "ipc/arena.h"
+#include "devices/device.h"
+#include "base/deadline.h"
+#include "ipc/peers.h"
 
 /* What a rank tells all others about itself, once per group. */
 typedef struct {

@@ -3,7 +3,7 @@
  * The protocol is that of every pushing transport: publish the call; read everybody's; compare; push
  * straight into the others' outputs; say done; wait for everybody's done. */
 #include "local.h"
-#include "../pack.h"
+#include "devices/execute.h"
 
 #include <pthread.h>
 #include <stdio.h>

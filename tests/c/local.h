@@ -2,7 +2,7 @@
 #ifndef SPAR_LOCAL_H
 #define SPAR_LOCAL_H
 
-#include "../transport.h"
+#include "transports/transport.h"
 
 extern const spar_transport spar_transport_local;
 

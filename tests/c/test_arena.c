@@ -1,5 +1,5 @@
 /* The arena by itself: which block is handed out, what is held back, what goes back to the system. */
-#include "arena.h"
+#include "ipc/arena.h"
 
 #include <stdio.h>
 #include <stdlib.h>

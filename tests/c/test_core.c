@@ -4,8 +4,8 @@
  *   test_core bench   prints what a plan costs */
 #include "random_call.h"
 #include "spar.h"
-#include "team.h"
-#include "transports/local.h"
+#include "devices/cpu/threads.h"
+#include "local.h"
 
 #include <pthread.h>
 #include <time.h>

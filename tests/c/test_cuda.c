@@ -2,11 +2,11 @@
  * end anywhere, every factor, streams that do their work later, captured graphs.
  *
  *   test_cuda THREADS PLANS   each thread runs so many plans, the same ones at about the same time */
-#include "driver.h"
-#include "pack.h"
+#include "devices/cuda/driver.h"
+#include "devices/execute.h"
 #include "random_call.h"
-#include "tables.h"
-#include "uploads.h"
+#include "devices/cuda/block_table.h"
+#include "devices/cuda/table_cache.h"
 
 #include <dlfcn.h>
 #include <math.h>

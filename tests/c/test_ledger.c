@@ -2,9 +2,9 @@
  * whose memory holds anything.
  *
  * test_ledger WORLD CALLS */
-#include "ledger.h"
+#include "transports/nccl/call_ring.h"
 
-#include "mailbox.h"
+#include "ipc/mailbox.h"
 #include "processes.h"
 
 #include <sched.h>

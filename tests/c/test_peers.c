@@ -3,8 +3,8 @@
  * test_peers groups WORLD THREADS ROUNDS: each process sets groups up on several threads at once, a thread's ranks
  * being those of the same number in the other processes; makes a call on each; and closes it.
  * test_peers refused: two processes, of which now one, now the other has no descriptor left. */
-#include "group.h"
-#include "hello.h"
+#include "ipc/group.h"
+#include "ipc/handshake.h"
 #include "processes.h"
 #include "spar.h"
 

@@ -4,7 +4,7 @@
 #define spar_scale_items items_of_test
 #define spar_scale_stream stream_of_test
 #define spar_scale_item item_of_test
-#include "../../csrc/scale.c"
+#include "../../csrc/devices/cpu/scale.c"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
  * long the slowest ones take. Between real processes; and between threads, for the sanitizers that see only one.
  *
  * test_shm processes|threads WORLD CALLS: prints the median and the 99th percentile of a call in microseconds. */
-#include "group.h"
+#include "ipc/group.h"
 #include "processes.h"
 #include "spar.h"
 

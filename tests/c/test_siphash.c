@@ -1,5 +1,5 @@
 /* SipHash-2-4-128 against the published vectors: key 00 01 .. 0f, messages 00 01 .. of each length. */
-#include "siphash.h"
+#include "base/siphash.h"
 
 #include <stdio.h>
 

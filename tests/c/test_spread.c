@@ -7,7 +7,7 @@
 #define sched_getaffinity affinity_of_test
 #define sched_setaffinity set_affinity_of_test
 #define clock_gettime spread_clock_of_test
-#include "../../csrc/spread.c"
+#include "../../csrc/ipc/affinity.c"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
 #define spar_stream_least least_of_test
 #define spar_stream_copy copy_of_test
 #define spar_stream_fence fence_of_test
-#include "../../csrc/stream.c"
+#include "../../csrc/devices/cpu/nontemporal.c"
 
 #include <stdio.h>
 #include <stdlib.h>

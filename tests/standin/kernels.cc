@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels.h"
+#include "devices/cuda/kernels.h"
 
 #define __host__
 #define __device__
@@ -67,7 +67,7 @@ static unsigned short to_f16(float value)
 #define SPAR_SHARED(...)
 #define SPAR_PTX(...)
 #define SPAR_DEVICE(...) __VA_ARGS__
-#include "kernels.cu"
+#include "devices/cuda/kernels.cu"
 
 #define KERNEL(width, factor) copy<width, factor>,
 

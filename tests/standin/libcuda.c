@@ -5,7 +5,7 @@
  * STANDIN_DELAY_US: each piece of work of a stream waits up to so long before it begins (default 50).
  * Captures are of the strict mode: what may not be called meanwhile by a thread that has not asked for the relaxed one
  * fails, and spoils the capture. standin_live() counts what was made and not freed. */
-#include "driver.h"
+#include "devices/cuda/driver.h"
 #include "streams.h"
 
 #include <stdint.h>

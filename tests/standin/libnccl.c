@@ -10,7 +10,7 @@
  *   STANDIN_NCCL_FAIL=Send:3     the third ncclSend from now on fails: ncclSystemError, with a last error
  *   STANDIN_NCCL_LATER=remote    a group's work ends in ncclRemoteError, which only ncclCommGetAsyncError tells
  *   STANDIN_NCCL_LATER=stall     it makes no progress */
-#include "../../csrc/nccl.h"
+#include "transports/nccl/api.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -2,7 +2,7 @@
 #ifndef STREAMS_H
 #define STREAMS_H
 
-#include "kernels.h"
+#include "devices/cuda/kernels.h"
 
 #include <pthread.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
 /* Strided copies in host memory. */
-#include "../device.h"
-#include "../stream.h"
-#include "../team.h"
+#include "devices/device.h"
+#include "devices/cpu/nontemporal.h"
+#include "devices/cpu/threads.h"
 
 #include <string.h>
 

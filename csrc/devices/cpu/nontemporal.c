@@ -1,4 +1,4 @@
-#include "stream.h"
+#include "devices/cpu/nontemporal.h"
 
 #include <string.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
-#include "scale.h"
-#include "stream.h"
+#include "devices/scale.h"
+#include "devices/cpu/nontemporal.h"
 
 #include <math.h>
 #include <string.h>

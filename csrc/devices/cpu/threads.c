@@ -1,4 +1,4 @@
-#include "team.h"
+#include "devices/cpu/threads.h"
 
 #include <pthread.h>
 #include <signal.h>

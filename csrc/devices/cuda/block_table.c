@@ -1,4 +1,4 @@
-#include "tables.h"
+#include "devices/cuda/block_table.h"
 
 #include <limits.h>
 #include <stdlib.h>

@@ -2,8 +2,8 @@
 #ifndef SPAR_TABLES_H
 #define SPAR_TABLES_H
 
-#include "kernels.h"
-#include "plan.h"
+#include "devices/cuda/kernels.h"
+#include "plan/plan.h"
 
 /* A list: what goes to one peer, or came from it. Its bits tell alignment: the lowest one that is set in any place,
  * step or run. */

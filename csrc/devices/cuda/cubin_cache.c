@@ -1,5 +1,5 @@
-#include "cubin.h"
-#include "compiler.h"
+#include "devices/cuda/cubin_cache.h"
+#include "devices/cuda/nvrtc.h"
 
 #include <errno.h>
 #include <fcntl.h>

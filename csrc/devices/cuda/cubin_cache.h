@@ -6,7 +6,7 @@
 #ifndef SPAR_CUBIN_H
 #define SPAR_CUBIN_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stddef.h>
 

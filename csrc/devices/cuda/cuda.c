@@ -1,9 +1,9 @@
 /* Strided copies in a CUDA device's memory, by the kernels of kernels.cu, in a stream. */
-#include "../compiler.h"
-#include "../cubin.h"
-#include "../device.h"
-#include "../driver.h"
-#include "../uploads.h"
+#include "devices/cuda/nvrtc.h"
+#include "devices/cuda/cubin_cache.h"
+#include "devices/device.h"
+#include "devices/cuda/driver.h"
+#include "devices/cuda/table_cache.h"
 
 #include <pthread.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-#include "driver.h"
-#include "library.h"
+#include "devices/cuda/driver.h"
+#include "base/dynlib.h"
 
 #include <stdint.h>
 #include <string.h>

@@ -5,7 +5,7 @@
 #ifndef SPAR_DRIVER_H
 #define SPAR_DRIVER_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stddef.h>
 

@@ -1,4 +1,4 @@
-#include "kernels.h"
+#include "devices/cuda/kernels.h"
 
 #define ROW(width, factor) {"copy_" #width "_" #factor, #factor, width},
 #define KERNEL(width, factor)                                                                      \
@@ -12,5 +12,5 @@ const char spar_kernel_source[] =
 #define SPAR_SHARED(...) #__VA_ARGS__ "\n"
 #define SPAR_PTX(...) #__VA_ARGS__ "\n"
 #define SPAR_DEVICE(...) #__VA_ARGS__ "\n"
-#include "kernels.cu"
+#include "devices/cuda/kernels.cu"
     SPAR_KERNELS(KERNEL);

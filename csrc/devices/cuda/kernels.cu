@@ -82,7 +82,7 @@ template <> struct vector<4> { typedef unsigned int type; };
 template <> struct vector<8> { typedef uint2 type; };
 template <> struct vector<16> { typedef uint4 type; };
 
-/* Factors: an item's type, and what becomes of one. All as csrc/scale.c does it, to the bit. */
+/* Factors: an item's type, and what becomes of one. All as csrc/devices/cpu/scale.c does it, to the bit. */
 
 struct as_is {
     typedef unsigned char item;

@@ -5,7 +5,7 @@
 #define SPAR_SHARED(...) __VA_ARGS__
 #define SPAR_PTX(...)
 #define SPAR_DEVICE(...)
-#include "kernels.cu"
+#include "devices/cuda/kernels.cu"
 #undef SPAR_SHARED
 #undef SPAR_PTX
 #undef SPAR_DEVICE

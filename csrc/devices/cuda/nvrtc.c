@@ -1,5 +1,5 @@
-#include "compiler.h"
-#include "library.h"
+#include "devices/cuda/nvrtc.h"
+#include "base/dynlib.h"
 
 #include <locale.h>
 #include <stdio.h>

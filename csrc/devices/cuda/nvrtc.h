@@ -3,7 +3,7 @@
 #ifndef SPAR_COMPILER_H
 #define SPAR_COMPILER_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stddef.h>
 

@@ -1,4 +1,4 @@
-#include "uploads.h"
+#include "devices/cuda/table_cache.h"
 
 #include <stdlib.h>
 #include <unistd.h>

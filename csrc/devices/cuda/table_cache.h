@@ -5,8 +5,8 @@
 #ifndef SPAR_UPLOADS_H
 #define SPAR_UPLOADS_H
 
-#include "driver.h"
-#include "tables.h"
+#include "devices/cuda/driver.h"
+#include "devices/cuda/block_table.h"
 
 #include <pthread.h>
 

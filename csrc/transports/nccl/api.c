@@ -1,7 +1,7 @@
-#include "nccl.h"
+#include "transports/nccl/api.h"
 
-#include "fork.h"
-#include "library.h"
+#include "base/fork.h"
+#include "base/dynlib.h"
 
 #include <pthread.h>
 #include <string.h>

@@ -3,7 +3,7 @@
 #ifndef SPAR_NCCL_H
 #define SPAR_NCCL_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <stddef.h>
 

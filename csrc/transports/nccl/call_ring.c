@@ -1,8 +1,8 @@
-#include "ledger.h"
+#include "transports/nccl/call_ring.h"
 
-#include "meeting.h"
-#include "text.h"
-#include "whereabouts.h"
+#include "transports/rendezvous.h"
+#include "base/shared_text.h"
+#include "ipc/last_call.h"
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -6,7 +6,7 @@
 #ifndef SPAR_LEDGER_H
 #define SPAR_LEDGER_H
 
-#include "transport.h"
+#include "transports/transport.h"
 
 typedef struct spar_ledger spar_ledger;
 

@@ -3,11 +3,11 @@
  *
  * All ranks use torch's own communicator where each has one; else one of their own, which costs memory for its
  * buffers again. */
-#include "../env.h"
-#include "../lane.h"
-#include "../meeting.h"
-#include "../watch.h"
-#include "../whereabouts.h"
+#include "base/env.h"
+#include "transports/nccl/pipeline.h"
+#include "transports/rendezvous.h"
+#include "transports/nccl/watchdog.h"
+#include "ipc/last_call.h"
 
 #include <pthread.h>
 #include <stdio.h>

@@ -1,4 +1,4 @@
-#include "lane.h"
+#include "transports/nccl/pipeline.h"
 
 #include <sched.h>
 

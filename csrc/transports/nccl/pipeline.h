@@ -7,10 +7,10 @@
 #ifndef SPAR_LANE_H
 #define SPAR_LANE_H
 
-#include "chunks.h"
-#include "driver.h"
-#include "nccl.h"
-#include "transport.h"
+#include "transports/nccl/schedule.h"
+#include "devices/cuda/driver.h"
+#include "transports/nccl/api.h"
+#include "transports/transport.h"
 
 typedef struct {
     CUstream stream;            /* where packing and unpacking run */

@@ -1,4 +1,4 @@
-#include "chunks.h"
+#include "transports/nccl/schedule.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -7,7 +7,7 @@
 #ifndef SPAR_CHUNKS_H
 #define SPAR_CHUNKS_H
 
-#include "device.h"
+#include "devices/device.h"
 
 /* To or from `peer`, at byte `at` of this rank's tensor; of its staging memory where tensor is -1. */
 typedef struct {

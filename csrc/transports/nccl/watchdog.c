@@ -1,8 +1,8 @@
-#include "watch.h"
+#include "transports/nccl/watchdog.h"
 
-#include "device.h"
-#include "driver.h"
-#include "fork.h"
+#include "devices/device.h"
+#include "devices/cuda/driver.h"
+#include "base/fork.h"
 
 #include <errno.h>
 #include <pthread.h>

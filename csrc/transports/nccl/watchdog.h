@@ -7,9 +7,9 @@
 #ifndef SPAR_WATCH_H
 #define SPAR_WATCH_H
 
-#include "group.h"
-#include "ledger.h"
-#include "nccl.h"
+#include "ipc/group.h"
+#include "transports/nccl/call_ring.h"
+#include "transports/nccl/api.h"
 
 typedef struct spar_watch spar_watch;
 
