@@ -34,6 +34,7 @@ from . import data as data
 from . import parallel_state as parallel_state
 from . import sharding as sharding
 from . import topology as topology
+from ._runtime.member import Transport
 from ._version import __version__
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (
@@ -62,7 +63,6 @@ from .ops import (
     reorder_output,
     split_forward_gather_backward,
 )
-from .rendezvous import Transport
 from .sizes import cal_split_sizes, cal_split_sizes_multi
 
 __all__ = [

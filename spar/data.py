@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from .arguments import Call
-from .checks import check_int
-from .communicator import Place
-from .exchange import ONE
-from .groups import Group
+from ._runtime.call import Call
+from ._runtime.checks import check_int
+from ._runtime.exchange import ONE
+from ._runtime.member import Place
 from .sharding import held_by_each, sequence_place, shard_with_padding
-from .topology import sequence_group
+from .topology.resolve import Group
+from .topology.topology import sequence_group
 
 __all__ = ["SPDataProcessor", "gather_forward_split_backward_and_unpad", "sp_slice_and_pad_input"]
 

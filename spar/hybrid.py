@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from .arguments import Call, cumulative_hint, from_cumulative
-from .communicator import ALONE, Place
-from .exchange import Scale, Step
-from .groups import constant, place_of
-from .layouts import Args
+from ._runtime.call import Call, cumulative_hint, from_cumulative
+from ._runtime.exchange import Scale, Step
+from ._runtime.member import ALONE, Place
+from ._runtime.registry import place_of
+from ._runtime.tracing import Args, constant
 from .sizes import share, totals_of_share
-from .state import ParallelState
-from .topology import current, warn_if_unsharded
+from .topology.groups_by_name import ParallelState
+from .topology.topology import current, warn_if_unsharded
 
 
 @constant

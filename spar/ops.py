@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .arguments import Call, cumulative_hint, from_cumulative
-from .exchange import ONE
-from .groups import Group
+from ._runtime.call import Call, cumulative_hint, from_cumulative
+from ._runtime.exchange import ONE
 from .sizes import as_named_int, share, totals_of_share
+from .topology.resolve import Group
 
 
 def all_to_all(

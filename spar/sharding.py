@@ -15,13 +15,14 @@ from numbers import Integral
 
 import torch
 
-from .arguments import Call
-from .checks import check_flag, check_text, check_type
-from .communicator import ALONE, Place
+from ._runtime.call import Call
+from ._runtime.checks import check_flag, check_text, check_type
+from ._runtime.exchange import ONE
+from ._runtime.member import ALONE, Place
+from ._runtime.registry import by_handle, place_of
+from ._runtime.tracing import constant
 from .errors import SparError
-from .exchange import ONE
-from .groups import by_handle, constant, place_of
-from .topology import sequence_group, warn_if_unsharded
+from .topology.topology import sequence_group, warn_if_unsharded
 
 __all__ = ["ShardingValidator", "get_sharding_validator", "sp_gather", "sp_shard", "sp_shard_with_padding"]
 

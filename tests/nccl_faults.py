@@ -15,11 +15,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_ranks import DEVICE, Stream, communicator, expect_broken, give, set_up, stalled, wait, within
-from spar.communicator import Communicator
+from nccl_ranks import (
+    DEVICE,
+    Stream,
+    communicator,
+    core_of,
+    expect_broken,
+    give,
+    set_up,
+    stalled,
+    wait,
+    within,
+)
 
 import spar
-from spar import cuda
+from spar._runtime.channel import Operation
+from spar._runtime.communicator import Communicator
+from spar._runtime.transports import nccl
 
 
 def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
@@ -54,8 +66,8 @@ def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
         with stalled():
             give(comm, "gather", (0,), x)
         with pytest.raises(spar.ExchangeTimeoutError, match="did not come to the end of call 2"):
-            comm.comms["cuda"].wait(time.monotonic() + 0.2)
-        within(3, lambda: comm.comms["cuda"].broken is not None)  # or it would hold the device until then
+            core_of(comm).wait(time.monotonic() + 0.2)
+        within(3, lambda: core_of(comm).broken is not None)  # or it would hold the device until then
     dist.barrier(group)
     comm.close()
 
@@ -64,7 +76,7 @@ def expect_told(comm: Communicator, stream: Stream, text: str) -> None:
     """Another rank gives up: this one's call ends half a second later at most, and the next says why."""
     with contextlib.suppress(spar.GroupBrokenError):  # if the other was earlier
         give(comm, "gather", (0,), torch.zeros(2))
-    within(0.5, lambda: comm.comms["cuda"].broken is not None)
+    within(0.5, lambda: core_of(comm).broken is not None)
     stream.synchronize()
     with pytest.raises(spar.GroupBrokenError, match=text):
         give(comm, "gather", (0,), torch.zeros(2))
@@ -146,9 +158,9 @@ def check_failure_before_set_up(rank: int, world: int, group: dist.ProcessGroup)
     if rank == 0:
         comm.fail("gather", "cuda", ValueError("no such dim"))
     else:
-        with pytest.raises(spar.MismatchError, match="rank 0 failed: ValueError: no such dim"):
-            with comm.turn("gather"):
-                comm.set_up("gather", DEVICE, comm.deadline())
+        failed = pytest.raises(spar.MismatchError, match="rank 0 failed: ValueError: no such dim")
+        with failed, comm.turn("gather"):
+            comm.set_up("gather", DEVICE, comm.deadline())
     assert time.monotonic() - begin < 2
     check_works(comm, rank, world)
 
@@ -159,7 +171,7 @@ def check_failure_in_set_up(rank: int, world: int, group: dist.ProcessGroup) -> 
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(cuda.Device, "native", lambda self: 1 // 0)
+            patch.setattr(nccl.Device, "native", lambda self: 1 // 0)
         kind: type[Exception] = ZeroDivisionError if rank == 0 else spar.MismatchError
         with pytest.raises(kind) as caught, comm.turn("gather"):
             comm.set_up("gather", DEVICE, comm.deadline())
@@ -221,7 +233,7 @@ def check_end(rank: int, world: int, group: dist.ProcessGroup) -> None:
         stream.synchronize()
         assert time.monotonic() - begin > 2
     assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(2))
-    assert comm.comms["cuda"].broken is None
+    assert core_of(comm).broken is None
     comm.close()
 
 
@@ -249,7 +261,7 @@ def check_disagreement(rank: int, world: int, group: dist.ProcessGroup, late: in
             assert text.count("of torch.float32 on cuda") == 2
             assert all(f"rank {other}: as rank {first}" in text for other in others), text
         stream.synchronize()  # ended by the abort
-        within(2, lambda: comm.comms["cuda"].broken is not None)
+        within(2, lambda: core_of(comm).broken is not None)
         if rank != late:
             with pytest.raises(spar.MismatchError, match=f"rank {late}'s call 1 over the GPU is not rank"):
                 give(comm, "gather", (0,), x)
@@ -286,7 +298,7 @@ def check_failures(rank: int, world: int, group: dist.ProcessGroup) -> None:
         else:
             with contextlib.suppress(spar.MismatchError):  # rank 0 may have been earlier
                 give(comm, "gather", (0,), x)
-        within(2, lambda: comm.comms["cuda"].broken is not None or rank == 0)
+        within(2, lambda: core_of(comm).broken is not None or rank == 0)
         stream.synchronize()
         dist.barrier(group)
         with pytest.raises(spar.SparError, match="failed: RuntimeError: no memory for it"):
@@ -311,7 +323,7 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
             get_device=lambda: 0,
         )
         with pytest.raises((RuntimeError, AssertionError)) as caught:
-            comm.exchange("gather", x, (0,), (1.0, False), False)
+            comm.exchange(Operation("gather", (0,), 1.0, False, False), x)
         assert not isinstance(caught.value, spar.SparError)
     dist.barrier(group)
     if rank != 0:

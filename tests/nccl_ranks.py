@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spar.communicator import Communicator
-from spar.fallback import Call, call_text
 
 import spar
-from spar import _C, cuda
+from spar import _C
+from spar._runtime.communicator import Communicator
+from spar._runtime.items import call_text
+from spar._runtime.transports import cuda, nccl
+from spar._runtime.transports.planned import PlannedExchange
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -47,12 +49,12 @@ class Stream:
         driver("cuStreamCreate", ctypes.pointer(self.handle), ctypes.c_uint(1))
 
     def __enter__(self) -> Stream:
-        self.before = cuda._stream_of
-        cuda._stream_of = lambda index: self.handle.value or 0
+        self.before = nccl.stream_of
+        nccl.stream_of = lambda index: self.handle.value or 0
         return self
 
     def __exit__(self, *error: object) -> None:
-        cuda._stream_of = self.before
+        nccl.stream_of = self.before
 
     def synchronize(self) -> None:
         driver("cuStreamSynchronize", self.handle)
@@ -98,15 +100,19 @@ def give(
     text = call_text(x.dtype, "cuda", factor, divide, False)
     _kept.append((x, output))  # unlike CUDA's, the CPU's memory is anybody's as soon as it is freed
     comm.calls += 1
-    comm._run(
-        comm.comms["cuda"],
-        Call(op, plan, on_device, output, factor, divide, text, comm.deadline()),
-    )
+    channel: Any = comm.channels["cuda"]
+    channel.run(comm, PlannedExchange(op, plan, on_device, output, factor, divide, text, comm.deadline()))
     return output
 
 
+def core_of(comm: Communicator) -> _C.Comm:
+    core = comm.channels["cuda"].core
+    assert core is not None
+    return core
+
+
 def wait(comm: Communicator) -> None:
-    comm.comms["cuda"].wait(time.monotonic() + 30)
+    core_of(comm).wait(time.monotonic() + 30)
 
 
 Cell = tuple[str, tuple[int, ...], list[torch.Tensor], list[torch.Tensor], float, bool]
@@ -228,13 +234,13 @@ def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
     library.ncclCommInitRank(ctypes.byref(native), world, Id.from_buffer_copy(ids[0]), rank)
     pointers, aborted = [native.value], []
     backend = SimpleNamespace(_comm_ptr=lambda: pointers[-1], abort=lambda: aborted.append(1))
-    before = cuda._nccl_backend, cuda.wire.meet
-    cuda._nccl_backend, cuda.wire.meet = lambda group: backend, lambda *args: None
+    before = nccl._nccl_backend, nccl.pg_wait.meet
+    nccl._nccl_backend, nccl.pg_wait.meet = lambda group: backend, lambda *args: None
     os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"  # no other is made
     try:
         comm = set_up(group)
     finally:
-        cuda._nccl_backend, cuda.wire.meet = before
+        nccl._nccl_backend, nccl.pg_wait.meet = before
         os.environ.pop("STANDIN_NCCL_FAIL")
     x = torch.full((3, 5), float(rank))
     with Stream() as stream:
@@ -249,7 +255,7 @@ def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
         with stalled():
             give(comm, "gather", (0, 3 * world), x)
         within(3, lambda: bool(aborted))
-        assert "did not end in time" in str(comm.comms["cuda"].broken)
+        assert "did not end in time" in str(core_of(comm).broken)
         expect_broken(comm, spar.ExchangeTimeoutError, r"did not end in time \(limit 0.5 s, SPAR_TIMEOUT\)")
         dist.barrier(group)
         library.ncclCommAbort(native)  # as torch would have

@@ -113,7 +113,7 @@ def test_after_destroy_and_init(tmp_path: Path) -> None:
 
 def check_opcheck(rank: int, world: int, group: Group) -> None:
     """The dispatcher op keeps torch.library's rules; its fake gives the shapes of the real one."""
-    from spar.groups import place_of
+    from spar._runtime.registry import place_of
 
     place = place_of(group)
     whole = torch.arange(9 * 5, dtype=torch.float32).reshape(9, 5)

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import assert_same
-from spar.state import backends_of, device_type_of
 from stateless import free_port
 from test_coordinators import NESTED, check_dict, tensor, whole_dict
 from test_faults import finish, start
 
 from spar import parallel_state as ps
 from spar.parallel_state import GroupCoordinator
+from spar.topology.groups_by_name import backends_of, device_type_of
 from spar.utils import stateless_init_torch_distributed_process_group
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import assert_same
-from spar.messages import Outbox
 from test_faults import finish, start, tell, told
 from test_hybrid import exchanges
 
@@ -25,6 +24,7 @@ from spar.parallel_state import (
     SequenceParallelGroupCoordinator,
     set_seq_parallel_pg,
 )
+from spar.parallel_state.transfer import Outbox
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn]
 

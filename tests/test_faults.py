@@ -18,7 +18,7 @@ import torch.distributed as dist
 from conftest import PRELOAD, TRANSPORTS
 
 import spar
-from spar.groups import communicator
+from spar._runtime.registry import communicator
 
 # torch's own threads sometimes abort a process that has ended well (seen without spar, under load)
 TEARDOWN = "terminate called without an active exception"

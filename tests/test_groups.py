@@ -15,7 +15,7 @@ from conftest import TRANSPORTS, Ranks
 from reference import assert_same, rule
 
 import spar
-from spar.groups import by_handle, communicator, place_of
+from spar._runtime.registry import by_handle, communicator, place_of
 
 Group = dist.ProcessGroup
 ALL = 7

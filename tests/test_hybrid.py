@@ -187,7 +187,7 @@ def refuses(rank: int, folder: Path) -> None:
 
 
 def test_a_single_process_goes_on_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_state, "_warned", False)
+    monkeypatch.setattr(parallel_state.context_parallel, "_warned", False)
     with pytest.warns(UserWarning, match="not initialized"):
         state = get_parallel_state()
     with warnings.catch_warnings():

@@ -291,7 +291,7 @@ def test_reorder_output() -> None:
 
 def test_the_torch_words_of_a_packed_split() -> None:
     """Devices whose memory C cannot read select by an index."""
-    from spar.layouts import packed_index
+    from spar._runtime.tracing import packed_index
 
     for ring in (1, 2, 3):
         for inner in (1, 2, 3):

@@ -24,7 +24,7 @@ from test_faults import finish, start, tell, told
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar
-from spar import wire
+from spar._runtime import pg_wait
 from spar.parallel_state import set_sequence_parallel_group
 
 gather = spar.gather_forward_split_backward
@@ -317,9 +317,9 @@ def fails_in_many_groups(rank: int, folder: Path) -> None:
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        wire.forget_finished()
+        pg_wait.forget_finished()
         assert seen() is None
-    assert not wire._unfinished
+    assert not pg_wait._unfinished
 
 
 def test_reported_failures_keep_no_group(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import assert_same, cells, owned, packed, zigzag
-from spar.state import _is_ring_by_ring
 from test_faults import finish, start
 from test_hybrid import exchanges
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +18,7 @@ import spar
 from spar import parallel_state as ps
 from spar.groups import process_group
 from spar.topology import Topology, sequence_group
+from spar.topology.groups_by_name import _is_ring_by_ring
 
 
 def meshes(rank: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""NCCL's own library, which opens without a GPU: the declarations in csrc/transports/nccl/api.h, symbols, version, an id."""
+"""NCCL's own library, which opens without a GPU: our declarations of it, symbols, version, an id."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_real_library(package: Path, tmp_path: Path) -> None:
 
 
 def test_declarations(package: Path, tmp_path: Path) -> None:
-    """What csrc/transports/nccl/api.h says is what nccl.h says. Of CUDA's headers nccl.h takes a name or two."""
+    """transports/nccl/api.h declares what nccl.h declares. Of CUDA's headers nccl.h takes a name or two."""
     (tmp_path / "cuda_runtime.h").write_text(
         "typedef struct CUstream_st *cudaStream_t;\n#include <stddef.h>\n"
     )

@@ -12,7 +12,7 @@ from conftest import WORLDS, Ranks
 from reference import assert_same, cells, part, rule, scaled
 
 import spar
-from spar import fallback
+from spar._runtime.transports import torch as torch_transport
 
 Group = dist.ProcessGroup
 
@@ -132,9 +132,9 @@ def test_forward(ranks: Ranks, world: int, how: str) -> None:
 
 def check_every_dtype(rank: int, world: int, group: Group, torch_packs: bool) -> int:
     dtypes = all_dtypes()
-    original = fallback.packer
+    original = torch_transport.packer
     if torch_packs:
-        fallback.packer = lambda device, rank: fallback.TorchPacker(rank)
+        torch_transport.packer = lambda device, rank: torch_transport.TorchPacker(rank)
     try:
         for dtype in dtypes:
             whole = cells((2, 9, 5, 3), dtype)
@@ -145,7 +145,7 @@ def check_every_dtype(rank: int, world: int, group: Group, torch_packs: bool) ->
             part_of = spar.split_forward_gather_backward(whole, group, 1)
             assert_same(part_of, x, dtype)
     finally:
-        fallback.packer = original
+        torch_transport.packer = original
     return len(dtypes)
 
 
@@ -157,15 +157,15 @@ def test_every_dtype(ranks: Ranks, world: int, torch_packs: bool) -> None:
 
 
 def check_torch_packer(rank: int, world: int, group: Group) -> None:
-    original = fallback.packer
-    fallback.packer = lambda device, rank: fallback.TorchPacker(rank)
+    original = torch_transport.packer
+    torch_transport.packer = lambda device, rank: torch_transport.TorchPacker(rank)
     try:
         for how in ("contiguous", "transposed", "sliced"):
             check_all_to_all(rank, world, group, how, [torch.float64])
             check_split_gather(rank, world, group, how, [torch.float64])
         check_gradients(rank, world, group, FLOATS)
     finally:
-        fallback.packer = original
+        torch_transport.packer = original
 
 
 @pytest.mark.parametrize("world", [2, 4])

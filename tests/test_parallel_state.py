@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from spar.ranks import sequence_rank_groups
 from test_faults import finish, start
 
 from spar import parallel_state as ps
 from spar.parallel_state import RankGenerator, generate_masked_orthogonal_rank_groups
+from spar.parallel_state.rank_groups import sequence_rank_groups
 from spar.topology import Topology
 
 SIGNATURES = {

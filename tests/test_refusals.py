@@ -25,8 +25,10 @@ from reference import assert_same
 from test_faults import finish, start, tell, told
 
 import spar
-from spar import _C, rendezvous
-from spar.groups import communicator, process_group
+from spar import _C
+from spar._runtime import rendezvous
+from spar._runtime.registry import communicator
+from spar.groups import process_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
 

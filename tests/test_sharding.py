@@ -13,7 +13,6 @@ from conftest import WORLDS, Ranks
 from reference import assert_same, cells, part, rule
 
 import spar
-from spar import topology
 from spar.parallel_state import set_sequence_parallel_group
 from spar.sharding import (
     ShardingValidator,
@@ -22,6 +21,7 @@ from spar.sharding import (
     sp_shard,
     sp_shard_with_padding,
 )
+from spar.topology import topology
 
 Group = dist.ProcessGroup
 DTYPES = (torch.bfloat16, torch.float32, torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn)

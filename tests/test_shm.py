@@ -23,7 +23,7 @@ from reference import assert_same
 from test_faults import finish, start, tell, told
 
 import spar
-from spar import groups
+from spar._runtime import registry
 
 Group = dist.ProcessGroup
 gather = spar.gather_forward_split_backward
@@ -171,7 +171,7 @@ def makes_and_closes(rank: int, folder: Path) -> None:
     after = spar.memory_stats()
     assert after["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
     assert after["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 65536
-    assert not groups._by_group and not groups._by_handle
+    assert not registry._by_group and not registry._by_handle
 
 
 def test_groups_made_and_closed(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Processes that are not of the job and reach a rank's socket: they get nothing, and change nothing.
 
 A rank's socket has an abstract name, which every process of the network namespace can read and connect to.
-Attackers are children of the ranks that speak the format of csrc/ipc/handshake.c without the secrets, as this user or
-another one; ranks are real.
+Attackers are children of the ranks, of this user or another one. They speak the format of
+csrc/ipc/handshake.c without the secrets; ranks are real.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from test_faults import finish, start
 from test_refusals import root
 
 import spar
-from spar import _C, whereabouts
+from spar import _C
+from spar._runtime import peer_status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 
@@ -280,7 +281,7 @@ def watches_under_a_flood(rank: int, folder: Path) -> None:
         time.sleep(0.3)
         gather(torch.zeros(1), None, 0)
         assert spar.transport().name == "torch"
-        assert -1 not in whereabouts._pidfds.values()
+        assert -1 not in peer_status._pidfds.values()
         dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,19 +10,9 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 SPAR = ROOT / "spar"
 
-# csrc's folders, lowest first; "." is the root. A file includes headers of its own folder and of those before it.
-FOLDERS = [
-    "base",
-    "ops",
-    "plan",
-    "devices",
-    "devices/cpu",
-    "devices/cuda",
-    "ipc",
-    "transports",
-    "transports/nccl",
-]
-FOLDERS += [".", "python"]
+# Folders of csrc, lowest first ("." is the root). A file includes headers of its own folder or lower.
+FOLDERS = ["base", "ops", "plan", "devices", "devices/cpu", "devices/cuda"]
+FOLDERS += ["ipc", "transports", "transports/nccl", ".", "python"]
 
 
 def includes(path: Path) -> list[Path]:
@@ -46,3 +37,44 @@ def test_the_plan_knows_no_system_and_python_is_bound_in_few_files() -> None:
     assert bound == {"binding.h"}
     users = {path.parent.name for path in CSRC.rglob("*.c") if "binding.h" in path.read_text()}
     assert users == {"python"}
+
+
+def modules() -> dict[str, Path]:
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SPAR.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of spar that one imports, wherever in it, for types alone too.
+
+    Importing a submodule also runs its packages, but what they import is theirs.
+    """
+    found: set[str] = set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            origin = ".".join(part for part in base if part) if node.level else node.module or ""
+            for alias in node.names:
+                if alias.name != "_C":  # the extension imports none of them
+                    found.add(f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in known else origin)
+    return found & set(known) - {name}
+
+
+def test_no_import_circle() -> None:
+    known = modules()
+    pending = {name: imports_of(name, path, known) for name, path in known.items()}
+    while free := [name for name, imported in pending.items() if not imported & set(pending)]:
+        for name in free:
+            del pending[name]
+    assert not pending, f"circles among {sorted(pending)}"
+
+
+def test_only_transports_ask_for_cuda() -> None:
+    asked = re.compile(r"[!=]= *\"cuda\"|\"cuda\" *[!=]=|is_cuda")
+    found = {
+        path.relative_to(SPAR).parts[:2] for path in SPAR.rglob("*.py") if asked.search(path.read_text())
+    }
+    assert found <= {("_runtime", "transports")}

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import spar
 from spar import parallel_state as ps
 from spar.groups import process_group
-from spar.topology import Topology, _capture_in_checkpoints, bind, current, sequence_group
+from spar.topology import Topology, bind, current, sequence_group
+from spar.topology.checkpoint import bind_recomputation
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -347,7 +348,7 @@ def test_a_torch_whose_checkpoint_is_another(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(recompute.CheckpointFunction, "forward", staticmethod(lambda ctx, other, *args: 1))
     monkeypatch.delattr(recompute, "_CheckpointFrame")
     with pytest.warns(UserWarning, match=r"spar.topology.bind\(function\)") as told:
-        _capture_in_checkpoints.__wrapped__()
+        bind_recomputation.__wrapped__(bind)
     assert [str(one.message).split("use_reentrant=")[1][:5] for one in told] == ["True ", "False"]
     assert cast(Any, recompute.CheckpointFunction).forward(None, None) == 1, "left alone"
 

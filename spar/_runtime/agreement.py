@@ -2,31 +2,22 @@
 
 A rank that fails takes part in the next agreement all the same, with the failure instead of its step, and
 does not wait: so its peers learn why, and every rank's collectives stay in step. Shared memory has the same
-protocol in C (csrc/group.h).
+protocol in C (csrc/ipc/group.h).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-from . import wire
-from .errors import MismatchError, OutOfMemoryError, by_rank
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from ..errors import MismatchError, OutOfMemoryError, by_rank
+from . import pg_wait
+from .member import OVER, SHARED, Member
 
 TEXT = 1024  # bytes of a description or a reason
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)
-
-
-# How far a rank's call has come, which decides what an exception in it means for the peers.
-LOCAL = 0  # the peers know nothing of it: the failure must be reported to them
-SHARED = 1  # the peers count on this rank: an exception breaks the group
-OVER = 2  # the call has ended for every rank, or its transport reports failures by itself
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,13 +25,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def agree(comm: Communicator, op: str, step: int, describe: Callable[[], str], deadline: float) -> None:
+def agree(member: Member, op: str, step: int, describe: Callable[[], str], deadline: float) -> None:
     """Return when every rank has come to the same step of the same call.
 
     The caller has done what can fail on one rank alone, and goes on without failing.
 
     Args:
-        comm: the group's communicator.
+        member: this rank's state in the group.
         op: the operation's name, for messages.
         step: what must be equal on all ranks: a call's signature, or a number for a stage of the set-up.
         describe: this rank's step in words, asked for where ranks differ.
@@ -50,35 +41,38 @@ def agree(comm: Communicator, op: str, step: int, describe: Callable[[], str], d
         MismatchError: the ranks differ, or one failed; the same on every rank that did not fail.
         OutOfMemoryError: a rank failed for want of memory.
     """
-    comm.progress = SHARED
-    wire.settle(comm, op, deadline)
-    rows = [row.tolist() for row in wire.all_gather(comm, _header(comm, step, _OK), op, deadline)]
+    member.progress = SHARED
+    pg_wait.settle(member, op, deadline)
+    rows = [row.tolist() for row in pg_wait.all_gather(member, _header(member, step, _OK), op, deadline)]
     if all(row == rows[0] for row in rows):
         return
     texts = [
         bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
-        for row in wire.all_gather(comm, _row(describe()), op, deadline)
+        for row in pg_wait.all_gather(member, _row(describe()), op, deadline)
     ]
-    comm.progress = OVER
+    member.progress = OVER
     for rank, (*_, status) in enumerate(rows):
         if status != _OK:
             kind = OutOfMemoryError if status == _OUT_OF_MEMORY else MismatchError
-            text = f"{comm.title(op)}: rank {rank} failed: {texts[rank]}"
-            raise kind(text, **comm.where(op), ranks=(rank,))
-    raise mismatch(comm, op, texts)
+            text = f"{member.title(op)}: rank {rank} failed: {texts[rank]}"
+            raise kind(text, **member.where(op), ranks=(rank,))
+    raise mismatch(member, op, texts)
 
 
-def announce_failure(comm: Communicator, op: str, error: BaseException, why: str, deadline: float) -> None:
-    """Take part in the peers' next agreement with a failure, without waiting for them."""
-    comm.progress = SHARED
-    wire.settle(comm, op, deadline)
-    status = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
-    wire.announce(comm, [_header(comm, 0, status), _row(why)], op, deadline)
-    comm.progress = OVER
+def announce_failure(member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
+    """Take part in the peers' next agreement with a failure, without waiting for them.
+
+    memory: whether this rank is out of it.
+    """
+    member.progress = SHARED
+    pg_wait.settle(member, op, deadline)
+    status = _OUT_OF_MEMORY if memory else _FAILED
+    pg_wait.announce(member, [_header(member, 0, status), _row(why)], op, deadline)
+    member.progress = OVER
 
 
-def _header(comm: Communicator, step: int, status: int) -> torch.Tensor:
-    return torch.tensor([comm.calls, step, status])
+def _header(member: Member, step: int, status: int) -> torch.Tensor:
+    return torch.tensor([member.calls, step, status])
 
 
 def _row(text: str) -> torch.Tensor:
@@ -87,13 +81,13 @@ def _row(text: str) -> torch.Tensor:
     )
 
 
-def mismatch(comm: Communicator, op: str, texts: list[str]) -> MismatchError:
+def mismatch(member: Member, op: str, texts: list[str]) -> MismatchError:
     """The error that shows each rank's call; texts in rank order."""
     fewest = min(texts, key=texts.count)
     return MismatchError(
-        f"{op} on rank {comm.rank}: the ranks of group {comm.name!r} make different calls; "
+        f"{op} on rank {member.rank}: the ranks of group {member.name!r} make different calls; "
         "nothing was exchanged:\n" + by_rank(texts),
-        **comm.where(op),
+        **member.where(op),
         ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
     )
 

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _C
-from .advice import name_operation
-from .communicator import Place
+from .. import _C
+from ..sizes import as_int
+from ..topology.resolve import Group, process_group
 from .exchange import ONE, SCALABLE, Scale, Step, calls_before, recorded, report_failure, run_steps
-from .groups import Group, place_of, process_group
-from .layouts import Args
-from .sizes import as_int
+from .hints import name_operation
+from .member import Place
+from .registry import place_of
+from .tracing import Args
 
 Sizes = Sequence[int] | torch.Tensor
 _STRIDED = torch.strided

@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from .sizes import as_int
+from ..sizes import as_int
 
 
 def check_int(where: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:

@@ -1,99 +1,32 @@
-"""A rank's part in one process group: rendezvous, the choice of transport, the group's calls in order.
+"""A rank's part in one process group: its calls run one at a time, in one order on all ranks.
 
-State hangs on the ProcessGroup object, weakly; names are reused after destroy and init.
+Whatever ends a call early is reported to the peers, or breaks the group.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
 import threading
-import time
-import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from . import _C, cuda, fallback, inherited, rendezvous, whereabouts, wire
-from .agreement import (
-    LOCAL,
-    OVER,
-    SHARED,
-    announce_failure,
-    failure_text,
-    is_out_of_memory,
-    mark_reported,
-    mismatch,
-)
-from .errors import ExchangeTimeoutError, GroupBrokenError, MismatchError, SparError, TransportError
-from .fallback import SCALE_TYPES, apply_scale, call_text
-from .rendezvous import Transport
-
-CALLS = dict.fromkeys(_C.transports(), 0)  # by each transport, in this process
-_handles = itertools.count(1)
+from ..errors import SparError, TransportError
+from . import inherited, pg_wait, rendezvous
+from .agreement import announce_failure, failure_text, is_out_of_memory, mark_reported
+from .channel import Channel, Operation
+from .member import LOCAL, OVER, SHARED, Member, Transport
 
 
-class Place(NamedTuple):
-    """Where a call is made: whole numbers, which a compiled function may keep."""
-
-    handle: int  # the communicator's; never used again in this process
-    world: int
-    rank: int
-
-
-ALONE = Place(0, 1, 0)  # without a group
-
-
-class Communicator:
-    """What spar knows of one process group on this rank."""
+class Communicator(Member):
+    """What spar does with one process group on this rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        self._process = inherited.maker(group)
-        self.when_gone: weakref.finalize[[int, int], dist.ProcessGroup] | None = None  # forgets it
-        self.world = group.size()
-        self.rank = group.rank()
-        self.place = Place(next(_handles), self.world, self.rank)
-        self.name = wire.group_name(group)
-        self.calls = 0
-        self.progress = OVER  # of the newest call
-        self.broken: str | None = None
-        self.closing = False  # by a thread that found a call under way, which closes when it ends
-        self.check = True
-        self.synchronous = False  # the nccl transport's comparisons
-        self.timeout: float | None = None
-        self.facts: bytes | None = None
-        self.local_ranks = self.world  # of all groups on this host, as far as the launcher says
-        self.transports: dict[str, Transport] = {}
-        self.comms: dict[str, _C.Comm] = {}  # by device, of the transports that the C core runs
-        self.connecting: _C.Comm | None = None  # in its set-up
-        self.device: cuda.Device  # set up with the nccl transport
-        self.own_output = False
+        super().__init__(group)
+        self.channels: dict[str, Channel] = {}  # by device type
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose call it is
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise SparError(f"process group {self.name!r} was destroyed", group=self.name, rank=self.rank)
-        return group
-
-    def where(self, op: str) -> dict[str, Any]:
-        """The details that spar's errors carry."""
-        return {"op": op, "group": self.name, "call": self.calls, "rank": self.rank}
-
-    def moment(self, op: str) -> str:
-        """When something happened, for a message."""
-        return f"call {self.calls} ({op})" if self.calls else f"the group's set-up ({op})"
-
-    def title(self, op: str) -> str:
-        """What an error's message begins with."""
-        when = f"call {self.calls} on" if self.calls else "set-up of"
-        return f"{op}, {when} group {self.name!r}, rank {self.rank} of {self.world}"
 
     def transport(self, device: str) -> Transport:
         """The transport for a device type, as far as it is known; never communicates."""
@@ -103,51 +36,24 @@ class Communicator:
         if known is not None:
             return known
         reason = "the group has not exchanged anything yet"
-        return Transport(None, reason, device, self.world, self._rejected(device))
-
-    def _rejected(self, device: str) -> tuple[tuple[str, str], ...]:
-        """What is known not to serve CUDA tensors, before the other ranks are met by this rank alone."""
-        if device != "cuda":
-            return ()
-        cuda.find_libraries()
-        own = _C.facts() * self.world if self.facts is None else self.facts
-        try:
-            rejected = _C.choose(own, device, ())[2]
-        except (ValueError, SparError):  # settings that the first exchange will tell of
-            return ()
-        if self.facts is None:
-            return tuple((name, re.sub(r"^rank 0\b", f"rank {self.rank}", why)) for name, why in rejected)
-        return rejected
+        rejected = rendezvous.known_rejections(self, device)
+        return Transport(None, reason, device, self.world, rejected)
 
     def set_up(self, op: str, device: torch.device, deadline: float) -> None:
-        """Set a transport for the device type up, with all ranks, where there is none yet."""
-        if device.type not in self.transports:
-            rendezvous.set_up(self, op, device, deadline)
+        """Set up a transport for the device type, with all ranks, if there is none yet."""
+        kind = device.type
+        if kind in self.transports:
+            return
+        chosen, channel = rendezvous.set_up(self, op, device, deadline)
+        self.transports[kind] = chosen  # and nothing between that a signal's handler could interrupt
+        self.channels[kind] = channel
+        channel.watch(self)
+        self.progress = LOCAL
 
-    def processes(self) -> list[tuple[int, int]]:
-        """(id, nonce) of each rank's process; empty before the set-up, or where some are not known."""
-        found = _C.processes(self.facts) if self.facts is not None else []
-        return found if all(process for process, _ in found) else []
-
-    def deadline(self) -> float:
-        """When a call that is entered now must have ended (time.monotonic)."""
-        if self.timeout is None:
-            with contextlib.suppress(ValueError):  # the set-up reports an invalid value on all ranks
-                self.timeout = _C.env("timeout")
-            self.timeout = self.timeout or wire.group_timeout(self.group)
-        return time.monotonic() + self.timeout
-
-    def exchange(
-        self,
-        op: str,
-        input_: torch.Tensor,
-        args: tuple[int, ...],
-        scale: tuple[float, bool],
-        records: bool,
-    ) -> torch.Tensor:
-        """One exchange of one tensor: the output is new, contiguous, and this rank's own."""
+    def exchange(self, operation: Operation, input_: torch.Tensor) -> torch.Tensor:
+        """Exchange one tensor; the output is new, contiguous, and this rank's own."""
         deadline = self.deadline()
-        thread = self._enter(op)
+        thread = self._enter(operation.op)
         try:
             with self._lock:  # Python looks for signals after it, and not before its release is sure
                 before = self.calls
@@ -155,10 +61,10 @@ class Communicator:
                     self._owner = thread
                     self.progress = LOCAL
                     if self.broken is not None:
-                        raise self.broken_error(op)
-                    return self._exchange(op, input_, args, scale, records, deadline)
+                        raise self.broken_error(operation.op)
+                    return self._exchange(operation, input_, deadline)
                 except BaseException as error:
-                    self._account(op, input_.device.type, error, deadline, before)
+                    self._account(operation.op, input_.device.type, error, deadline, before)
                     raise
                 finally:
                     self._owner = None
@@ -166,81 +72,18 @@ class Communicator:
             if self.closing:
                 self._close_when_idle()
 
-    def _exchange(
-        self,
-        op: str,
-        input_: torch.Tensor,
-        args: tuple[int, ...],
-        scale: tuple[float, bool],
-        records: bool,
-        deadline: float,
-    ) -> torch.Tensor:
-        factor, divide = scale
+    def _exchange(self, operation: Operation, input_: torch.Tensor, deadline: float) -> torch.Tensor:
         if input_.is_conj() or input_.is_neg():
             input_ = input_.resolve_conj().resolve_neg()
         device = "cpu" if input_.is_cpu else input_.device.type
-        comm = self.comms.get(device)
-        if comm is None and device not in self.transports:
-            self.set_up(op, input_.device, deadline)
-            comm = self.comms.get(device)
+        channel = self.channels.get(device)
+        if channel is None:
+            self.set_up(operation.op, input_.device, deadline)
+            channel = self.channels[device]
             if self.broken is not None:  # closed meanwhile
-                raise self.broken_error(op)
+                raise self.broken_error(operation.op)
         self.calls += 1
-        text = call_text(input_.dtype, device, factor, divide, records)
-        tensor = (input_.element_size(), input_.shape, input_.stride(), args)
-        if comm is None or device == "cuda":
-            if comm is not None:
-                cuda.check_place(self, self.device, input_, op)
-            plan = _C.plan(op, self.world, self.rank, _C.SIDE_PULL, (tensor,))
-            output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
-            self._run(comm, fallback.Call(op, plan, input_, output, factor, divide, text, deadline))
-            return output
-        kind, address = SCALE_TYPES.get(input_.dtype, 0), input_.data_ptr()
-        try:
-            self.progress = OVER  # C reports whatever fails in it
-            capsule = comm.exchange(op, tensor, address, kind, divide, factor, text, self.calls, deadline)
-        except SparError as error:
-            raise self._explain(comm, op, error) from None
-        except Exception as error:  # of this rank alone: C has reported it
-            mark_reported(error)
-            raise
-        CALLS[comm.transport] += 1
-        output = torch._C._from_dlpack(capsule)
-        if kind == 0:  # the core knows its size alone
-            if output.dtype != input_.dtype:
-                output = output.view(input_.dtype)
-            apply_scale(output, factor, divide)
-        return output.clone() if self.own_output else output
-
-    def _run(self, comm: _C.Comm | None, call: fallback.Call) -> None:
-        """A call whose output is torch's."""
-        if comm is None:
-            cuda.refuse_capture(call.op, call.input.device, "the torch transport waits for the device")
-            fallback.run(self, call)
-            CALLS["torch"] += 1
-            return
-        try:
-            cuda.exchange(self, comm, self.device, call)
-        except SparError as error:
-            raise error if error.op is not None else self._explain(comm, call.op, error) from None
-        CALLS[comm.transport] += 1
-
-    def _explain(self, comm: _C.Comm, op: str, error: SparError) -> SparError:
-        """An error of the C core with what only this side knows."""
-        if isinstance(error, MismatchError) and comm.shown(0) is not None:
-            texts = [comm.shown(rank) or "" for rank in range(self.world)]
-            return mismatch(self, op, texts)
-        text, rows = str(error), ""
-        if isinstance(error, ExchangeTimeoutError):
-            text += f" (limit {self.timeout:g} s, SPAR_TIMEOUT)"
-            places = [comm.where(rank) or "" for rank in range(self.world)]
-            rows = whereabouts.listing(places) if all(places) else ""
-        ranks = re.findall(r"^rank (\d+)|rank (\d+) \(process", text)
-        return type(error)(
-            f"{self.title(op)}: {text}{rows}",
-            **self.where(op),
-            ranks=tuple(int(first or other) for first, other in ranks),
-        )
+        return channel.exchange(self, operation, input_, deadline)
 
     # ---- what ends a call early ----
 
@@ -277,69 +120,60 @@ class Communicator:
         if self.progress == SHARED or not isinstance(error, Exception) or not self._can_report(device):
             self._break(op, error)
             return
-        comm, why = self.comms.get(device or ""), why or failure_text(error)
+        channel, why = self.channels.get(device or ""), why or failure_text(error)
         with contextlib.suppress(SparError):
-            if comm is not None and not (device == "cuda" and self.synchronous):
-                comm.fail(op, why, is_out_of_memory(error), False, deadline)
-            else:
-                announce_failure(self, op, error, why, deadline)
+            if channel is not None:
+                channel.report(self, op, why, is_out_of_memory(error), deadline)
+            else:  # the peers are in the set-up
+                announce_failure(self, op, why, is_out_of_memory(error), deadline)
 
     def _can_report(self, device: str | None) -> bool:
-        """Whether the peers would take notice of a failure, on the way by which they wait for this call."""
+        """Whether the peers would notice a failure, on the way by which they wait for this call."""
         if device is None and self.transports:
             return False  # by several transports, and it is not known which
-        known = self.transports.get(device or "")
-        return self.check or known is None or known.name != "torch"
+        channel = self.channels.get(device or "")
+        return channel is None or channel.can_report(self)
 
     def _break(self, op: str, error: BaseException) -> None:
-        """Break the group for good, on all ranks that can be told; the others reach their limit."""
+        """Break the group for good, on all ranks that can be reached; the others time out."""
         if isinstance(error, Exception):
             self.broken = f"{self.moment(op)} failed on rank {self.rank}: {failure_text(error)}"
         else:
             self.broken = f"{self.moment(op)} was interrupted on rank {self.rank}"
-        for comm in self.comms.values():
-            with contextlib.suppress(SparError):  # another thread closes it
-                comm.fail(op, self.broken, False, True, time.monotonic())
-
-    def abort_if_broken(self) -> bool:
-        """Ends what hangs in torch's communicator; whether there is nothing to look at any more."""
-        comm = self.comms.get("cuda")
-        if comm is not None and comm.broken is None:
-            return False
-        if comm is not None:
-            self.device.abort()
-        return True
+        for channel in self.channels.values():
+            channel.give_up(op, self.broken)
 
     def close(self) -> None:
         """End spar's use of the group, without waiting; a call under way raises GroupBrokenError."""
-        if self._process != inherited.process:  # a thread of the parent may have held the lock at the fork
+        if self.process != inherited.process:  # a thread of the parent may have held the lock at the fork
             return
         self.broken = "it was closed"
         self.closing = True
-        for comm in (*self.comms.values(), self.connecting):
-            if comm is not None:
-                comm.abort()
+        for channel in tuple(self.channels.values()):
+            channel.abort()
+        if self.connecting is not None:
+            self.connecting.abort()
         self._close_when_idle()
 
     def _close_when_idle(self) -> None:
         """Close what the group has in C, unless a call uses it: that call then does so at its end."""
         while self.closing and self._lock.acquire(blocking=False):
             try:
-                for comm in self.comms.values():
-                    comm.close()
-                self.comms.clear()
+                for channel in self.channels.values():
+                    channel.close()
+                self.channels.clear()
                 self.closing = False
             finally:
                 self._lock.release()
-        wire.forget_finished()
+        pg_wait.forget_finished()
 
     def _enter(self, op: str) -> int:
         """The thread that asks for a turn. A call from inside a call on the same group, by a signal handler,
         say, is refused: the one around it could never end."""
-        if self._process != inherited.process:
+        if self.process != inherited.process:
             raise TransportError(
                 f"{op} on rank {self.rank}: a forked child cannot exchange on group {self.name!r}, which its "
-                f"parent, process {self._process}, made; exchange in the parent, or make a group here",
+                f"parent, process {self.process}, made; exchange in the parent, or make a group here",
                 **self.where(op),
             )
         thread = threading.get_ident()
@@ -348,12 +182,6 @@ class Communicator:
                 f"{op} on rank {self.rank}: called from inside a call on the same group {self.name!r}"
             )
         return thread
-
-    def broken_error(self, op: str) -> GroupBrokenError:
-        return GroupBrokenError(
-            f"{op} on rank {self.rank}: group {self.name!r} is broken: {self.broken}",
-            **self.where(op),
-        )
 
     @contextlib.contextmanager
     def turn(self, op: str, device: str | None = None) -> Iterator[None]:

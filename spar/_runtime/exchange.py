@@ -14,14 +14,15 @@ from typing import Any, cast
 
 import torch
 
-from . import _C
-from .advice import name_operation
+from .. import _C
+from ..errors import SparError
 from .agreement import failure_text, is_reported
-from .communicator import Place
-from .errors import SparError
-from .fallback import ITEMS, SCALE_TYPES, apply_scale
-from .groups import by_handle, calls_on, lends
-from .layouts import OPS, Args, packed_index
+from .channel import Operation
+from .hints import name_operation
+from .items import ITEMS, SCALE_TYPES, apply_scale
+from .member import Place
+from .registry import by_handle, calls_on, lends
+from .tracing import OPS, Args, packed_index
 
 Scale = tuple[float, bool]  # the factor, and whether it divides
 ONE: Scale = (1.0, False)
@@ -46,45 +47,29 @@ _library.define(
 
 
 def _exchange(
-    input_: torch.Tensor,
-    group: int,
-    world: int,
-    rank: int,
-    op: str,
-    args: Args,
-    factor: float,
-    divide: bool,
-    records: bool,
-    then: list[int],
+    input_: torch.Tensor, group: int, world: int, rank: int, op: str, args: Args, *rest: Any
 ) -> torch.Tensor:
-    place = Place(group, world, rank)
-    return _run_unheard(input_, place, op, tuple(args), (factor, divide), records, tuple(then))
+    *operation, then = rest
+    return _run_eager(input_, Place(group, world, rank), Operation(op, tuple(args), *operation), tuple(then))
 
 
-def _run_unheard(
-    input_: torch.Tensor,
-    place: Place,
-    op: str,
-    args: Args,
-    scale: Scale,
-    records: bool,
-    then: tuple[int, ...] = (),
+def _run_eager(
+    input_: torch.Tensor, place: Place, operation: Operation, then: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    local = OPS[op].local
     try:
-        if local:
+        if OPS[operation.op].local:
             if input_.is_conj() or input_.is_neg():
                 input_ = input_.resolve_conj().resolve_neg()
-            return _copy_part(input_, place, op, args, scale)
+            return _copy_part(input_, place, operation)
         if input_.is_meta:  # shape inference: nothing to exchange, but counted as the peers' calls are
             by_handle(place[0]).calls += 1
-            return _exchange_shape(input_, *place, op, args)
-        return by_handle(place[0]).exchange(op, input_, args, scale, records)
+            return _exchange_shape(input_, *place, operation.op, operation.args)
+        return by_handle(place[0]).exchange(operation, input_)
     except BaseException as error:
         for handle in then:
             why = f"the exchange before it failed: {failure_text(error)}"
             with contextlib.suppress(SparError):
-                by_handle(handle).fail(op, input_.device.type, error, why)
+                by_handle(handle).fail(operation.op, input_.device.type, error, why)
         raise
 
 
@@ -123,10 +108,10 @@ _library.impl("exchange", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("spar::exchange", _exchange_shape, lib=_library)
 
 
-def _is_listened_to(tensor: torch.Tensor) -> bool:
-    """Whether somebody sees the ops that a plain tensor goes through: then an exchange is one of them.
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tracer, a mode or the profiler must see an exchange as a dispatched op.
 
-    Otherwise it is called straight: the dispatcher costs as much as a small exchange.
+    Otherwise it is called directly: the dispatcher costs as much as a small exchange.
     """
     return (
         torch.compiler.is_compiling()
@@ -137,9 +122,8 @@ def _is_listened_to(tensor: torch.Tensor) -> bool:
     )
 
 
-def _scaled(part: torch.Tensor, scale: Scale) -> torch.Tensor:
+def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
     """part times or divided by the factor: a view where that is 1 and the part contiguous as it lies."""
-    factor, divide = scale
     if factor != 1.0:
         return part / factor if divide else part * factor
     if part.dtype in _COPYABLE or part.is_contiguous():
@@ -147,14 +131,15 @@ def _scaled(part: torch.Tensor, scale: Scale) -> torch.Tensor:
     return part.view(ITEMS[part.dtype.itemsize]).contiguous().view(part.dtype)
 
 
-def _copy_part(input_: torch.Tensor, place: Place, op: str, args: Args, scale: Scale) -> torch.Tensor:
+def _copy_part(input_: torch.Tensor, place: Place, operation: Operation) -> torch.Tensor:
     """What an op that communicates nothing selects, scaled: one copy."""
     handle, world, rank = place
+    op, args, factor, divide, _ = operation
     if not input_.is_cpu:
         index = packed_index(args, world, rank).to(input_.device)
-        return _scaled(input_.index_select(args[0], index), scale)
+        return _scaled(input_.index_select(args[0], index), factor, divide)
     tensor = (input_.element_size(), input_.shape, input_.stride(), args)
-    kind, (factor, divide) = SCALE_TYPES.get(input_.dtype, 0), scale
+    kind = SCALE_TYPES.get(input_.dtype, 0)
     capsule = None
     if lends(handle):  # memory that was in use before: a new tensor's first touch takes longer than the copy
         capsule = _C.select(op, world, rank, tensor, input_.data_ptr(), kind, divide, factor)
@@ -174,50 +159,43 @@ def _copy_part(input_: torch.Tensor, place: Place, op: str, args: Args, scale: S
 def run(
     input_: torch.Tensor,
     place: Place,
-    op: str,
-    args: Args,
-    scale: Scale,
-    records: bool,
-    heard: bool | None = None,
+    operation: Operation,
+    traced: bool | None = None,
     then: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """One exchange, or one selection; torch.profiler shows it by its op's name, as `spar::all_to_all`.
 
-    heard: what `_is_listened_to` said, where it was asked.
-    then: handles of groups whose next exchange follows from this one: they are told if it fails.
+    traced: what `_is_traced` returned, if the caller asked.
+    then: handles of groups whose next exchange follows from this one: they learn of its failure.
     """
+    op, args, factor, divide, _ = operation
     if place[1] == 1:
-        return _scaled(input_.view_as(input_), scale)
-    if heard or (heard is None and _is_listened_to(input_)):
+        return _scaled(input_.view_as(input_), factor, divide)
+    if traced or (traced is None and _is_traced(input_)):
         if torch.compiler.is_compiling() or not _profiled():
-            return _run_heard(input_, place, op, args, scale, records, then)
+            return _run_traced(input_, place, operation, then)
         with torch.profiler.record_function(f"spar::{op}"):
-            return _run_heard(input_, place, op, args, scale, records, then)
+            return _run_traced(input_, place, operation, then)
     select = OPS[op].select
     if select is not None:
         if not input_.is_cpu:
-            return _scaled(select(input_, args, place.world, place.rank), scale)
-        if op == "split" and scale[0] == 1.0:
+            return _scaled(select(input_, args, place.world, place.rank), factor, divide)
+        if op == "split" and factor == 1.0:
             part = select(input_, args, place.world, place.rank)
             if part.is_contiguous():
                 return part
-    return _run_unheard(input_, place, op, args, scale, records, then)
+    return _run_eager(input_, place, operation, then)
 
 
-def _run_heard(
-    input_: torch.Tensor,
-    place: Place,
-    op: str,
-    args: Args,
-    scale: Scale,
-    records: bool,
-    then: tuple[int, ...],
+def _run_traced(
+    input_: torch.Tensor, place: Place, operation: Operation, then: tuple[int, ...]
 ) -> torch.Tensor:
     """In ops that others see."""
+    op, args, factor, divide, _ = operation
     select = OPS[op].select
     if select is not None:
-        return _scaled(select(input_, args, place.world, place.rank), scale)
-    out: torch.Tensor = torch.ops.spar.exchange(input_, *place, op, args, *scale, records, then)
+        return _scaled(select(input_, args, place.world, place.rank), factor, divide)
+    out: torch.Tensor = torch.ops.spar.exchange(input_, *place, *operation, then)
     return out
 
 
@@ -225,18 +203,18 @@ Step = tuple[Place, str, Args]  # one exchange: where, which, how
 
 
 def run_steps(
-    input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, heard: bool | None = None
+    input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, traced: bool | None = None
 ) -> torch.Tensor:
     """One exchange after another, the whole factor in the last."""
     before = calls_before(tuple(step[0] for step in steps))
     try:
-        if len(steps) == 1:
-            place, op, args = steps[0]
-            return run(input_, place, op, args, scale, records, heard)
         for i in range(len(steps) - 1):
+            place, op, args = steps[i]
             then = tuple(place.handle for place, op, _ in steps[i + 1 :] if not OPS[op].local)
-            input_ = run(input_, *steps[i], ONE, records, None, then)
-        return run(input_, *steps[-1], scale, records)
+            input_ = run(input_, place, Operation(op, args, *ONE, records), None, then)
+            traced = None
+        place, op, args = steps[-1]
+        return run(input_, place, Operation(op, args, *scale, records), traced)
     except BaseException as error:
         counted = zip(steps, before, strict=True)
         waiting = [(place, count + 1) for (place, op, _), count in counted if not OPS[op].local]
@@ -244,7 +222,7 @@ def run_steps(
         raise
 
 
-# An operation as autograd sees it: its steps, scale and grad_scale, whether its ops are dispatched, its name.
+# An operation as autograd sees it: its steps, scale and grad_scale, whether it is traced, its name.
 # One argument, since torch spends time on each, forward and backward.
 Recorded = tuple[tuple[Step, ...], Scale, Scale, bool, str]
 
@@ -254,14 +232,14 @@ class SparExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, call: Recorded) -> torch.Tensor:
-        steps, scale, _, heard, _ = call
+        steps, scale, _, traced, _ = call
         # groups that nobody else holds must live until backward
         groups: tuple[object, ...] = ()
-        if not (heard and torch.compiler.is_compiling()):
+        if not (traced and torch.compiler.is_compiling()):
             for place, _, _ in steps:
                 groups += (by_handle(place[0]).group,)
         ctx.call = call, input_.shape, groups
-        return run_steps(input_, steps, scale, True, heard)
+        return run_steps(input_, steps, scale, True, traced)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -291,6 +269,6 @@ def recorded(
     input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, name: str
 ) -> torch.Tensor:
     """`run_steps`, with a gradient; an error in backward shows the operation's name."""
-    if _is_listened_to(input_):
+    if _is_traced(input_):
         return cast(torch.Tensor, SparExchange.apply(input_, (steps, scale, grad_scale, True, name)))  # type: ignore[no-untyped-call]
     return _apply_plain(input_, (steps, scale, grad_scale, False, name))

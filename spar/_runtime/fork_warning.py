@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from . import _C
+from .. import _C
 
 _MOST = 1000  # objects to look at: reading one copies its page in the child
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from .errors import MismatchError, SparError
-from .sizes import share
+from ..errors import MismatchError, SparError
+from ..sizes import share
 
-# A line of `errors.by_rank` with a call that gathers, in the words of csrc/describe.c
+# A line of `errors.by_rank` with a call that gathers, in the words of csrc/plan/describe.c
 _ROW = re.compile(r"^  rank ([\d, ]+): (all_to_all|gather) \[(.*?)\]: dim (\d+) in \[(.*?)\] -> (.*)$", re.M)
 
 

@@ -1,6 +1,6 @@
 """Where the ranks are, for the message of a call that does not end.
 
-With shared memory a rank looks into its peers' (csrc/whereabouts.h). Elsewhere each tells it through the
+With shared memory a rank looks into its peers' (csrc/ipc/last_call.h). Elsewhere each tells it through the
 store that its ranks met in, of calls that have waited for half a second, and when it gives up.
 Threads use the store: one whose server is stopped or gone does not answer.
 """
@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from . import _C
-from .errors import by_rank
+from .. import _C
+from ..errors import by_rank
+from .member import Member
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-    from .communicator import Communicator
 
 _pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
 _ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
 _PATIENCE = 0.5  # seconds, for what the others say when this rank gives up
 
 
-class Place(NamedTuple):
+class CallStatus(NamedTuple):
     """The newest call that a rank told of."""
 
     state: str  # "is in", "has ended", or the name of the error with which it gave up
@@ -45,22 +44,22 @@ class Place(NamedTuple):
 class Report(NamedTuple):
     """What the ranks of a group have told, by rank; None: not a word."""
 
-    places: list[Place | None]
+    places: list[CallStatus | None]
 
     def __str__(self) -> str:
         return listing([str(place or "has told of no call that waited") for place in self.places])
 
-    def absent(self, comm: Communicator, states: tuple[str, ...]) -> tuple[int, ...]:
+    def absent(self, member: Member, states: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that are not known to be in the group's present call, in one of these states."""
         return tuple(
             rank
             for rank, place in enumerate(self.places)
-            if place is None or place.state not in states or place[2:] != (comm.calls, comm.name)
+            if place is None or place.state not in states or place[2:] != (member.calls, member.name)
         )
 
-    def somebody(self, comm: Communicator, state: str) -> bool:
+    def somebody(self, member: Member, state: str) -> bool:
         return any(
-            place is not None and place.state == state and place[2:] == (comm.calls, comm.name)
+            place is not None and place.state == state and place[2:] == (member.calls, member.name)
             for place in self.places
         )
 
@@ -78,42 +77,42 @@ def _meeting_place(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
     return None
 
 
-def tell(comm: Communicator, op: str, state: str) -> None:
+def tell(member: Member, op: str, state: str) -> None:
     """Leaves word for the others; does not wait."""
-    found = _meeting_place(comm.group)
+    found = _meeting_place(member.group)
     if found is not None:
-        place = Place(state, op, comm.calls, comm.name)
-        threading.Thread(target=_put, args=(*found, comm.rank, place), daemon=True).start()
+        place = CallStatus(state, op, member.calls, member.name)
+        threading.Thread(target=_put, args=(*found, member.rank, place), daemon=True).start()
 
 
 def _key(rank: int) -> str:
     return f"spar/whereabouts/{rank}"
 
 
-def _put(store: Store, ranks: list[int], rank: int, place: Place) -> None:
+def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
     with contextlib.suppress(Exception):
         store.set(_key(ranks[rank]), json.dumps(place))
 
 
-def report(comm: Communicator, op: str, state: str) -> Report | None:
+def report(member: Member, op: str, state: str) -> Report | None:
     """Leaves word that this rank gives up; what the others told. None where the store does not answer."""
-    found = _meeting_place(comm.group)
+    found = _meeting_place(member.group)
     if found is None:
         return None
     store, ranks = found
-    places: list[Place | None] = [None] * comm.world
+    places: list[CallStatus | None] = [None] * member.world
     answered, over = threading.Event(), threading.Event()
     end = time.monotonic() + _PATIENCE
 
     def ask() -> None:
         with contextlib.suppress(Exception):
-            _put(store, ranks, comm.rank, Place(state, op, comm.calls, comm.name))
+            _put(store, ranks, member.rank, CallStatus(state, op, member.calls, member.name))
             while not over.is_set():
                 for rank, other in enumerate(ranks):
                     if store.check([_key(other)]):
-                        places[rank] = Place(*json.loads(store.get(_key(other))))
+                        places[rank] = CallStatus(*json.loads(store.get(_key(other))))
                 answered.set()
-                if time.monotonic() > end or not Report(list(places)).absent(comm, (state,)):
+                if time.monotonic() > end or not Report(list(places)).absent(member, (state,)):
                     break
                 time.sleep(0.02)
         over.set()
@@ -124,24 +123,24 @@ def report(comm: Communicator, op: str, state: str) -> Report | None:
     return Report(list(places)) if answered.is_set() else None
 
 
-def named(comm: Communicator, ranks: tuple[int, ...]) -> str:
+def named(member: Member, ranks: tuple[int, ...]) -> str:
     """ "rank 2 (process 71), rank 3 (process 72)" """
-    processes = comm.processes()
+    processes = member.processes()
     return ", ".join(
         f"rank {rank} (process {processes[rank][0]})" if processes else f"rank {rank}" for rank in ranks
     )
 
 
-def watch(comm: Communicator) -> None:
+def watch(member: Member) -> None:
     """From now on the ends of the group's processes on this host are seen; a descriptor for each."""
-    for process in comm.processes():
+    for process in member.processes():
         if process not in _pidfds:
             _pidfds[process] = _C.watch(*process)  # of an _UNKNOWN one no death is seen
 
 
-def dead(comm: Communicator) -> tuple[int, ...]:
+def dead(member: Member) -> tuple[int, ...]:
     """Ranks whose process lived on this host at the group's set-up, and does not any more."""
-    return tuple(rank for rank, process in enumerate(comm.processes()) if _ended(process))
+    return tuple(rank for rank, process in enumerate(member.processes()) if _ended(process))
 
 
 def _ended(process: tuple[int, int]) -> bool:
@@ -156,12 +155,12 @@ def _ended(process: tuple[int, int]) -> bool:
     return bool(poll.poll(0))
 
 
-def unreachable(comm: Communicator, ranks: tuple[int, ...]) -> tuple[int, ...]:
+def unreachable(member: Member, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Those among them that are dead, or do not answer on this host."""
-    gone = dead(comm)
+    gone = dead(member)
     elsewhere = {
         rank
-        for rank, process in enumerate(comm.processes())
+        for rank, process in enumerate(member.processes())
         if _pidfds.get(process, _ELSEWHERE) in (_ELSEWHERE, _UNKNOWN)
     }
     return tuple(rank for rank in ranks if rank in gone or rank in elsewhere)

@@ -14,20 +14,19 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
-from . import _C, whereabouts
-from .errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from .. import _C
+from ..errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
+from . import peer_status
+from .member import Member
+from .pg_info import wire_device
 
 _SLICE = datetime.timedelta(milliseconds=50)
-_DEFAULT_TIMEOUT = 1800.0
 _TELL_AFTER = 0.5  # seconds of waiting, before this rank tells where it is and looks at the others' processes
 
 
@@ -62,89 +61,56 @@ def _outlive_the_process() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(collective))
 
 
-def group_name(group: dist.ProcessGroup) -> str:
-    """The group's name; groups that torch did not register have none."""
-    try:
-        return group.group_name or "unnamed"
-    except RuntimeError:
-        return "unnamed"
-
-
-def group_timeout(group: dist.ProcessGroup) -> float:
-    """The ProcessGroup's own limit in seconds, at most a year; 1800 where it cannot be read."""
-    with contextlib.suppress(AttributeError, RuntimeError):
-        try:
-            timeout: datetime.timedelta = group._get_backend(wire_device(group)).options._timeout
-        except OverflowError:  # longer than any timedelta
-            return _C.LONGEST_S
-        return min(timeout.total_seconds(), _C.LONGEST_S)
-    return _DEFAULT_TIMEOUT
-
-
-def wire_device(group: dist.ProcessGroup, wanted: torch.device | None = None) -> torch.device:
-    """A device whose tensors the group can move: the wanted one, else the CPU, else the group's own."""
-    for device in (wanted, torch.device("cpu")):
-        if device is not None:
-            with contextlib.suppress(RuntimeError):
-                group._get_backend(device)
-                return device
-    for device in group._device_types:
-        with contextlib.suppress(RuntimeError):
-            group._get_backend(device)
-            return torch.device(device.type, torch.accelerator.current_device_index())
-    raise TransportError(f"process group {group_name(group)!r} has no backend")
-
-
-def _options(kind: Any, comm: Communicator, op: str, deadline: float) -> Any:
+def _options(kind: Any, member: Member, op: str, deadline: float) -> Any:
     """A collective's options, with the time that is left as its own limit."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise _give_up(comm, op, ExchangeTimeoutError, "the limit had passed before anything was sent")
+        raise _give_up(member, op, ExchangeTimeoutError, "the limit had passed before anything was sent")
     options = kind()
     options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
     return options
 
 
-def _give_up(comm: Communicator, op: str, error: type[SparError], text: str) -> SparError:
+def _give_up(member: Member, op: str, error: type[SparError], text: str) -> SparError:
     """Breaks the group for good; returns what to raise, with what the other ranks tell of themselves."""
-    said = whereabouts.report(comm, op, error.__name__)
-    if error is PeerLostError and said is not None and said.somebody(comm, ExchangeTimeoutError.__name__):
+    said = peer_status.report(member, op, error.__name__)
+    if error is PeerLostError and said is not None and said.somebody(member, ExchangeTimeoutError.__name__):
         error = ExchangeTimeoutError  # who reached its limit hung up
-    why, ranks = _causes(comm, error, said)
+    why, ranks = _causes(member, error, said)
     words = f"{why}: {text}" if text else why
-    comm.broken = f"{comm.moment(op)}: {words}"
-    limit = f" (limit {comm.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
+    member.broken = f"{member.moment(op)}: {words}"
+    limit = f" (limit {member.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
     rows = str(said) if said is not None and error is ExchangeTimeoutError else ""
     return error(
-        f"{comm.title(op)}: {words}{limit}{rows}",
-        **comm.where(op),
+        f"{member.title(op)}: {words}{limit}{rows}",
+        **member.where(op),
         ranks=ranks,
     )
 
 
 def _causes(
-    comm: Communicator, error: type[SparError], said: whereabouts.Report | None
+    member: Member, error: type[SparError], said: peer_status.Report | None
 ) -> tuple[str, tuple[int, ...]]:
     """Why a call does not end, and which ranks it is for."""
     gave_up = (PeerLostError.__name__, ExchangeTimeoutError.__name__)
     if error is ExchangeTimeoutError:
-        ranks = said.absent(comm, ("is in", *gave_up)) if said is not None else ()
-        return f"{whereabouts.named(comm, ranks) or 'a rank'} did not come in time", ranks
+        ranks = said.absent(member, ("is in", *gave_up)) if said is not None else ()
+        return f"{peer_status.named(member, ranks) or 'a rank'} did not come in time", ranks
     if error is PeerLostError:
-        silent = said.absent(comm, gave_up) if said is not None else tuple(range(comm.world))
-        ranks = whereabouts.unreachable(comm, silent)
-        return f"{whereabouts.named(comm, ranks) or 'a rank'} is gone", ranks
+        silent = said.absent(member, gave_up) if said is not None else tuple(range(member.world))
+        ranks = peer_status.unreachable(member, silent)
+        return f"{peer_status.named(member, ranks) or 'a rank'} is gone", ranks
     return "the process group failed", ()
 
 
-def _translate(comm: Communicator, op: str, error: Exception) -> SparError:
+def _translate(member: Member, op: str, error: Exception) -> SparError:
     text = str(error)
     lowered = text.lower()
     if "timed out" in lowered or "timeout" in lowered:
-        return _give_up(comm, op, ExchangeTimeoutError, text)
+        return _give_up(member, op, ExchangeTimeoutError, text)
     if any(word in lowered for word in ("closed by peer", "connection reset", "broken pipe", "closed")):
-        return _give_up(comm, op, PeerLostError, text)
-    return _give_up(comm, op, TransportError, text)
+        return _give_up(member, op, PeerLostError, text)
+    return _give_up(member, op, TransportError, text)
 
 
 def _is_from_handler(error: Exception) -> bool:
@@ -152,7 +118,7 @@ def _is_from_handler(error: Exception) -> bool:
     return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
-def _ended(comm: Communicator, op: str, work: dist.Work) -> bool:
+def _ended(member: Member, op: str, work: dist.Work) -> bool:
     """Wait one slice; raise what the work failed with, in spar's terms."""
     try:
         work.wait(_SLICE)
@@ -164,52 +130,52 @@ def _ended(comm: Communicator, op: str, work: dist.Work) -> bool:
         try:
             work.wait()  # it ended while the slice did: now it reports how
         except RuntimeError as reason:
-            raise _translate(comm, op, reason) from reason
+            raise _translate(member, op, reason) from reason
     return True
 
 
-def _wait(comm: Communicator, op: str, collective: Unfinished, deadline: float) -> None:
+def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> None:
     """Wait for one collective; what ends the wait early breaks the group and keeps the buffers alive."""
     work = collective.work
     if work is None:
         raise _give_up(
-            comm, op, TransportError, "an exception interrupted an earlier collective of this group"
+            member, op, TransportError, "an exception interrupted an earlier collective of this group"
         )
     begun, told, tell_at = 0, False, time.monotonic() + _TELL_AFTER
     try:
-        begun = _C.begin(comm.name, op, comm.calls)
+        begun = _C.begin(member.name, op, member.calls)
         if collective.buffers[0].device.type != "cpu":
             work.wait()  # puts the wait into the device's own queue
             return
-        while not _ended(comm, op, work):
-            if comm.closing:
-                raise comm.broken_error(op)
+        while not _ended(member, op, work):
+            if member.closing:
+                raise member.broken_error(op)
             if time.monotonic() > deadline + 1.0:  # its own limit is the deadline: let it speak first
-                raise _give_up(comm, op, ExchangeTimeoutError, "")
+                raise _give_up(member, op, ExchangeTimeoutError, "")
             if not told and time.monotonic() > tell_at:
-                whereabouts.tell(comm, op, "is in")
+                peer_status.tell(member, op, "is in")
                 told = True
-            if told and whereabouts.dead(comm):  # gloo tells its neighbours alone
-                raise _give_up(comm, op, PeerLostError, "")
+            if told and peer_status.dead(member):  # gloo tells its neighbours alone
+                raise _give_up(member, op, PeerLostError, "")
         if told:
-            whereabouts.tell(comm, op, "has ended")
+            peer_status.tell(member, op, "has ended")
     except BaseException:
         if not work.is_completed() and collective not in _unfinished:
             _unfinished.append(collective)
         raise
     finally:
-        _C.end(begun, comm.broken is not None)
+        _C.end(begun, member.broken is not None)
 
 
 def _issue(
-    comm: Communicator, op: str, buffers: tuple[torch.Tensor, ...], issue: Callable[[], dist.Work]
+    member: Member, op: str, buffers: tuple[torch.Tensor, ...], issue: Callable[[], dist.Work]
 ) -> Unfinished:
     """Issue one collective; its buffers outlive an exception that comes meanwhile."""
-    group, work = comm.group, None
+    group, work = member.group, None
     try:
         work = issue()
     except RuntimeError as error:
-        raise error if _is_from_handler(error) else _translate(comm, op, error) from error
+        raise error if _is_from_handler(error) else _translate(member, op, error) from error
     finally:
         if work is None:
             _unfinished.append(Unfinished(group, None, buffers))
@@ -217,51 +183,54 @@ def _issue(
 
 
 def _issue_all_gather(
-    comm: Communicator, own: torch.Tensor, op: str, deadline: float
+    member: Member, own: torch.Tensor, op: str, deadline: float
 ) -> tuple[Unfinished, list[torch.Tensor]]:
-    group = comm.group
+    group = member.group
     own = own.to(wire_device(group))
-    rows = [torch.empty_like(own) for _ in range(comm.world)]
-    options = _options(AllgatherOptions, comm, op, deadline)
-    return _issue(comm, op, (own, *rows), functools.partial(group.allgather, [rows], [own], options)), rows
+    rows = [torch.empty_like(own) for _ in range(member.world)]
+    options = _options(AllgatherOptions, member, op, deadline)
+    return _issue(member, op, (own, *rows), functools.partial(group.allgather, [rows], [own], options)), rows
 
 
-def announce(comm: Communicator, rows: list[torch.Tensor], op: str, deadline: float) -> None:
+def announce(member: Member, rows: list[torch.Tensor], op: str, deadline: float) -> None:
     """Take part in an all_gather of each row without waiting for the peers; `settle` does so later."""
-    _unfinished.extend(_issue_all_gather(comm, own, op, deadline)[0] for own in rows)
+    _unfinished.extend(_issue_all_gather(member, own, op, deadline)[0] for own in rows)
 
 
-def settle(comm: Communicator, op: str, deadline: float) -> None:
+def settle(member: Member, op: str, deadline: float) -> None:
     """Wait for the collectives of this group that this rank issued earlier and did not wait for."""
     if not _unfinished:
         return
-    group = comm.group
+    group = member.group
     for collective in [found for found in list(_unfinished) if found.group is group]:
-        _wait(comm, op, collective, deadline)
+        _wait(member, op, collective, deadline)
     forget_finished()
 
 
-def all_gather(comm: Communicator, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
+def all_gather(member: Member, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
     """Gather every rank's `own` (same shape and dtype) on the CPU, in rank order."""
-    collective, rows = _issue_all_gather(comm, own, op, deadline)
-    _wait(comm, op, collective, deadline)
+    collective, rows = _issue_all_gather(member, own, op, deadline)
+    _wait(member, op, collective, deadline)
     return [row.cpu() for row in rows]
 
 
-def meet(comm: Communicator, device: torch.device, op: str, deadline: float) -> None:
+def meet(member: Member, device: torch.device, op: str, deadline: float) -> None:
     """A tiny collective on a device: in a group's first one there torch makes its communicator."""
-    group = comm.group
+    group = member.group
     with torch.cuda.device(device):
         one = torch.zeros(1, device=device)
-        options = _options(AllreduceOptions, comm, op, deadline)
+        options = _options(AllreduceOptions, member, op, deadline)
         _wait(
-            comm, op, _issue(comm, op, (one,), functools.partial(group.allreduce, [one], options)), deadline
+            member,
+            op,
+            _issue(member, op, (one,), functools.partial(group.allreduce, [one], options)),
+            deadline,
         )
         one.cpu()
 
 
 def all_to_all(
-    comm: Communicator,
+    member: Member,
     op: str,
     received: torch.Tensor,
     sent: torch.Tensor,
@@ -270,12 +239,12 @@ def all_to_all(
     deadline: float,
 ) -> None:
     """One uneven all_to_all of bytes: flat uint8 tensors, sizes for each rank."""
-    group = comm.group
-    options = _options(AllToAllOptions, comm, op, deadline)
+    group = member.group
+    options = _options(AllToAllOptions, member, op, deadline)
     collective = _issue(
-        comm,
+        member,
         op,
         (received, sent),
         functools.partial(group.alltoall_base, received, sent, received_sizes, sent_sizes, options),
     )
-    _wait(comm, op, collective, deadline)
+    _wait(member, op, collective, deadline)

@@ -7,131 +7,110 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from . import _C, cuda, forks, whereabouts, wire
-from .agreement import LOCAL, OVER, SHARED, agree, mark_reported
-from .errors import SparError
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from .. import _C
+from ..errors import SparError
+from . import pg_wait
+from .agreement import agree, mark_reported
+from .channel import Channel
+from .member import LOCAL, OVER, SHARED, Member, Transport
+from .transports import CHANNELS, cuda
 
 _log = logging.getLogger("spar")
 _BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE"}
 
 
-@dataclass(frozen=True)
-class Transport:
-    """Which transport moves a group's bytes, and why.
-
-    Attributes:
-        name: its name; None before the group's first exchange.
-        reason: why this one.
-        device: the device type it was chosen for.
-        world_size: ranks of the group.
-        rejected: (name, reason) of each transport that was looked at before it.
-    """
-
-    name: str | None
-    reason: str
-    device: str
-    world_size: int
-    rejected: tuple[tuple[str, str], ...] = ()
-
-
-def set_up(comm: Communicator, op: str, device: torch.device, deadline: float) -> None:
-    """Set a transport for the device type up, with all ranks of the group."""
+def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
+    """Set up a transport for the device type, with all ranks of the group."""
     try:
-        _set_up(comm, op, device, deadline)
+        return _set_up(member, op, device, deadline)
     except BaseException:
-        if not comm.transports:
-            comm.facts = None
+        if not member.transports:
+            member.facts = None
         raise
-    comm.progress = LOCAL
 
 
-def _set_up(comm: Communicator, op: str, device: torch.device, deadline: float) -> None:
+def _set_up(member: Member, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
     cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
     cuda.find_libraries()
-    if comm.facts is None:
-        facts = _all_gather(comm, _C.facts(), "facts", op, device, deadline)
-        _choose(comm, facts, device, ())
-        comm.check = _C.env("check") != "0"
-        comm.synchronous = _C.env("check") == "1"
-        comm.own_output = _C.env("output") == "torch"
-        comm.facts = facts
-        comm.local_ranks = _C.env("local_ranks") or comm.world
-        _C.plan_limit(_C.env("plan_cache"))
-        _C.threads(torch.get_num_threads(), comm.local_ranks)
-        _read_log_setting(comm.rank)
-    core: _C.Comm | None = None
+    if member.facts is None:
+        facts = _all_gather(member, _C.facts(), "facts", op, device, deadline)
+        _choose(member, facts, device, ())
+        _read_settings(member)
+        member.facts = facts
     refused: tuple[tuple[str, str], ...] = ()
     while True:
-        name, reason, rejected = _choose(comm, comm.facts, device, refused)
-        if name == "torch":
-            whereabouts.watch(comm)
-            break
-        core, failure = _connect(comm, name, device, op, deadline)
-        if core is not None:
+        name, reason, rejected = _choose(member, member.facts, device, refused)
+        channel = CHANNELS[name](member, device, op, deadline)
+        failure = _connect(member, channel.core, device, op, deadline) if channel.core is not None else ""
+        if not failure:
             break
         refused += ((name, failure),)
-    _log.info("group %s: transport %s: %s", comm.name, name, reason)
-    chosen = Transport(name, reason, device.type, comm.world, rejected)
-    comm.transports[device.type] = chosen  # and nothing between that a signal's handler could interrupt
-    if core is not None:
-        comm.comms[device.type] = core
-    if name == "nccl":
-        cuda.watch(comm, comm.device)
-    elif name == "shm":
-        forks.watch()
+    _log.info("group %s: transport %s: %s", member.name, name, reason)
+    return Transport(name, reason, device.type, member.world, rejected), channel
+
+
+def _read_settings(member: Member) -> None:
+    """What the environment sets, which is equal on all ranks where it must be."""
+    member.check = _C.env("check") != "0"
+    member.synchronous = _C.env("check") == "1"
+    member.own_output = _C.env("output") == "torch"
+    member.local_ranks = _C.env("local_ranks") or member.world
+    _C.plan_limit(_C.env("plan_cache"))
+    _C.threads(torch.get_num_threads(), member.local_ranks)
+    _read_log_setting(member.rank)
+
+
+def known_rejections(member: Member, device: str) -> tuple[tuple[str, str], ...]:
+    """Transports known not to serve a device's tensors; before the set-up, as far as this rank knows."""
+    if device == "cpu":  # whether ranks share memory, they find out together
+        return ()
+    cuda.find_libraries()
+    own = _C.facts() * member.world if member.facts is None else member.facts
+    try:
+        rejected = _C.choose(own, device, ())[2]
+    except (ValueError, SparError):  # settings that the first exchange will report
+        return ()
+    if member.facts is None:
+        return tuple((name, re.sub(r"^rank 0\b", f"rank {member.rank}", why)) for name, why in rejected)
+    return rejected
 
 
 def _choose(
-    comm: Communicator, facts: bytes, device: torch.device, refused: tuple[tuple[str, str], ...]
+    member: Member, facts: bytes, device: torch.device, refused: tuple[tuple[str, str], ...]
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     """The transport, by what all ranks know: where none can serve, every rank raises the same error."""
     try:
         return _C.choose(facts, device.type, refused)
     except (ValueError, SparError) as error:
         mark_reported(error)
-        comm.progress = OVER
+        member.progress = OVER
         raise
 
 
-def _connect(
-    comm: Communicator, name: str, device: torch.device, op: str, deadline: float
-) -> tuple[_C.Comm | None, str]:
-    """A transport of the C core, set up on all ranks; or None on all ranks, and why."""
-    assert comm.facts is not None
-    place = comm.facts, comm.rank, comm.local_ranks, comm.name
-    if device.type == "cuda":
-        comm.progress = SHARED  # torch's first collective on the device
-        comm.device = cuda.Device(comm, device, op, deadline)
-        comm.progress = LOCAL
-        core = _C.comm(name, *place, comm.device.index, comm.device.native())
-    else:
-        core = _C.comm(name, *place)
-    comm.connecting = core
+def _connect(member: Member, core: _C.Comm, device: torch.device, op: str, deadline: float) -> str:
+    """Set up a communicator of the C core on all ranks; return why it failed on one, or "" on all ranks."""
+    member.connecting = core
     failure = "it raised"
     try:
-        verdicts = _all_gather(comm, core.verdict, "opened", op, device, deadline)
-        failure = _failure(verdicts, comm.world)
+        verdicts = _all_gather(member, core.verdict, "opened", op, device, deadline)
+        failure = _failure(verdicts, member.world)
         if not failure:
-            comm.progress = SHARED
+            member.progress = SHARED
             core.connect(verdicts, deadline)
-            comm.progress = LOCAL
-            verdicts = _all_gather(comm, core.verdict, "connected", op, device, deadline)
-            failure = _failure(verdicts, comm.world)
+            member.progress = LOCAL
+            verdicts = _all_gather(member, core.verdict, "connected", op, device, deadline)
+            failure = _failure(verdicts, member.world)
     finally:
-        comm.connecting = None
+        member.connecting = None
         if failure:
             core.close()
-    return (None, failure) if failure else (core, "")
+    return failure
 
 
 def _failure(verdicts: bytes, world: int) -> str:
@@ -146,14 +125,14 @@ def _failure(verdicts: bytes, world: int) -> str:
 
 
 def _all_gather(
-    comm: Communicator, own: bytes, stage: str, op: str, device: torch.device, deadline: float
+    member: Member, own: bytes, stage: str, op: str, device: torch.device, deadline: float
 ) -> bytes:
     """Everybody's bytes in one stage of the set-up, to which all ranks must have come."""
     row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     step = zlib.crc32(f"{stage} {device.type}".encode())
-    agree(comm, op, step, lambda: f"sets up its {device.type} transport ({stage})", deadline)
-    rows = wire.all_gather(comm, row, op, deadline)
-    comm.progress = LOCAL
+    agree(member, op, step, lambda: f"sets up its {device.type} transport ({stage})", deadline)
+    rows = pg_wait.all_gather(member, row, op, deadline)
+    member.progress = LOCAL
     return b"".join(bytes(r.tolist()) for r in rows)
 
 

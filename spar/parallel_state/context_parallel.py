@@ -1,7 +1,4 @@
-"""Which ranks share what, in the spellings of three documents. docs/topology.md has them in one table.
-
-They read and write one topology (`spar.topology`): the current one.
-"""
+"""The parallel state of MindSpeed-MM, LightRFT's one sequence group, and DeviceMeshes that exist already."""
 
 from __future__ import annotations
 
@@ -10,112 +7,10 @@ import warnings
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import groups as _groups
-from .checks import check_int, check_type
-from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
-from .groups import Group
-from .model_parallel import (
-    HAS_FLASH_ATTN,
-    destroy_distributed_env,
-    destroy_distributed_environment,
-    destroy_model_parallel,
-    env_info,
-    init_distributed_environment,
-    init_dit_group,
-    init_model_parallel_group,
-    init_world_group,
-    initialize_model_parallel,
-    logger,
-    model_parallel_is_initialized,
-    set_seq_parallel_pg,
-)
-from .pipeline import PipelineGroupCoordinator
-from .placement import (
-    get_cfg_group,
-    get_classifier_free_guidance_rank,
-    get_classifier_free_guidance_world_size,
-    get_data_parallel_rank,
-    get_data_parallel_world_size,
-    get_dit_group,
-    get_dit_world_size,
-    get_dp_group,
-    get_fs_group,
-    get_fully_shard_rank,
-    get_fully_shard_world_size,
-    get_pipeline_parallel_rank,
-    get_pipeline_parallel_world_size,
-    get_pp_group,
-    get_ring_parallel_rank,
-    get_ring_parallel_world_size,
-    get_sequence_parallel_rank,
-    get_sequence_parallel_world_size,
-    get_sp_group,
-    get_ulysses_parallel_rank,
-    get_ulysses_parallel_world_size,
-    get_world_group,
-    is_dp_last_group,
-    is_pipeline_first_stage,
-    is_pipeline_last_stage,
-)
-from .ranks import RankGenerator, generate_masked_orthogonal_rank_groups
-from .state import EXPERT_MESH, MESH, NAMES, ParallelState, check_fit, make_meshes, state_of
-from .topology import Topology, current, sequence_group
-
-__all__ = [
-    "HAS_FLASH_ATTN",
-    "NAMES",
-    "GroupCoordinator",
-    "ParallelState",
-    "PipelineGroupCoordinator",
-    "RankGenerator",
-    "SequenceParallelGroupCoordinator",
-    "Topology",
-    "destroy_distributed_env",
-    "destroy_distributed_environment",
-    "destroy_model_parallel",
-    "destroy_parallel_state",
-    "env_info",
-    "generate_masked_orthogonal_rank_groups",
-    "get_cfg_group",
-    "get_classifier_free_guidance_rank",
-    "get_classifier_free_guidance_world_size",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_dit_group",
-    "get_dit_world_size",
-    "get_dp_group",
-    "get_fs_group",
-    "get_fully_shard_rank",
-    "get_fully_shard_world_size",
-    "get_parallel_state",
-    "get_pipeline_parallel_rank",
-    "get_pipeline_parallel_world_size",
-    "get_pp_group",
-    "get_ring_parallel_rank",
-    "get_ring_parallel_world_size",
-    "get_sequence_parallel_group",
-    "get_sequence_parallel_rank",
-    "get_sequence_parallel_world_size",
-    "get_sp_group",
-    "get_ulysses_parallel_rank",
-    "get_ulysses_parallel_world_size",
-    "get_world_group",
-    "init_distributed_environment",
-    "init_dit_group",
-    "init_model_parallel_group",
-    "init_parallel_state",
-    "init_world_group",
-    "initialize_model_parallel",
-    "is_dp_last_group",
-    "is_parallel_state_initialized",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "logger",
-    "model_parallel_is_initialized",
-    "set_seq_parallel_pg",
-    "set_sequence_parallel_group",
-    "take_over_mesh",
-]
+from .._runtime.checks import check_int, check_type
+from ..topology.groups_by_name import EXPERT_MESH, MESH, ParallelState, check_fit, make_meshes, state_of
+from ..topology.resolve import Group, process_group
+from ..topology.topology import current, sequence_group
 
 _warned = False
 
@@ -135,7 +30,7 @@ def set_sequence_parallel_group(group: Group) -> None:
         ValueError: no group of this rank; a DeviceMesh of more dims.
     """
     topology = current()
-    topology.given = None if group is None else _groups.process_group(group)
+    topology.given = None if group is None else process_group(group)
     topology.refresh()
 
 

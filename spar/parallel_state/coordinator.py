@@ -11,8 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checks import check_backend, check_int, check_rank_groups
-from .messages import (
+from .._runtime.checks import check_backend, check_int, check_rank_groups
+from ..ops import gather_forward_split_backward
+from ..topology.groups_by_name import backends_of
+from .process_groups import device_of, end_group, new_group_of, ranks_of
+from .transfer import (
     Outbox,
     Pending,
     TensorMetadata,
@@ -24,9 +27,6 @@ from .messages import (
     plain,
     unpacked,
 )
-from .ops import gather_forward_split_backward
-from .process_groups import device_of, end_group, new_group_of, ranks_of
-from .state import backends_of
 
 
 class GroupCoordinator:

@@ -11,11 +11,11 @@ from typing import cast
 
 import torch.distributed as dist
 
-from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
-from .groups import constant
+from .._runtime.tracing import constant
+from ..topology.groups_by_name import ParallelState
+from ..topology.topology import current, process_wide, sequence_group
+from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
 from .pipeline import PipelineGroupCoordinator
-from .state import ParallelState
-from .topology import current, process_wide, sequence_group
 
 
 def local_rank_of_this_process() -> int:
@@ -26,11 +26,11 @@ def local_rank_of_this_process() -> int:
 def find(name: str) -> GroupCoordinator | None:
     """The current topology's coordinator; over groups that another spelling made where these are the same."""
     topology = current()
-    found = topology.coordinators.get(name) or topology.views.get(name)
-    if found is not None:
-        return found
-    if name == "world":  # every topology's
-        return process_wide().coordinators.get("world")
+    known = topology.coordinators.get(name) or topology.views.get(name)
+    if known is None and name == "world":  # every topology's
+        known = process_wide().coordinators.get("world")
+    if known is not None or name == "world":
+        return cast(GroupCoordinator | None, known)
     state = topology.sequence_state if name == "sp" else topology.state
     names = {"sp": "cp", "dp": "dp", "fs": "fsdp"}
     group = state.get_group(names[name]) if state is not None and name in names else None

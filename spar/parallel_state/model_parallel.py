@@ -13,13 +13,13 @@ import os
 import torch
 import torch.distributed as dist
 
-from .checks import check_backend, check_flag, check_int, check_ints, check_rank_groups, check_text
-from .coordinators import GroupCoordinator, SequenceParallelGroupCoordinator
+from .._runtime.checks import check_backend, check_flag, check_int, check_ints, check_rank_groups, check_text
+from ..topology.topology import current, forget_all
+from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
+from .getters import find, local_rank_of_this_process
 from .pipeline import PipelineGroupCoordinator
-from .placement import find, local_rank_of_this_process
 from .process_groups import end_group, new_group_of
-from .ranks import RankGenerator, sequence_rank_groups
-from .topology import current, forget_all
+from .rank_groups import RankGenerator, sequence_rank_groups
 
 
 def get_packages_info() -> dict[str, bool]:

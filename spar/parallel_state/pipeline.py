@@ -7,9 +7,9 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from .coordinators import GroupCoordinator
-from .messages import Pending, TensorMetadata, metadata_of
+from .coordinator import GroupCoordinator
 from .process_groups import new_group_of
+from .transfer import Pending, TensorMetadata, metadata_of
 
 
 class PipelineGroupCoordinator(GroupCoordinator):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import close
-from .ranks import check_groups
-from .state import device_type_of
+from ..groups import close
+from ..topology.groups_by_name import device_type_of
+from .rank_groups import check_groups
 
 
 def new_group_of(groups: list[list[int]], backend: str | None, what: str) -> dist.ProcessGroup | None:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .checks import check_flag, check_int, check_ints, check_rank_groups, check_text, check_type
+from .._runtime.checks import check_flag, check_int, check_ints, check_rank_groups, check_text, check_type
 
 DEFAULT_ORDER = "tp-sp-pp-cfg-dp"
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from ..checks import check_flag, check_int, check_type
+from .._runtime.checks import check_flag, check_int, check_type
 
 # Before these versions os.sched_yield keeps the GIL. Source: seed 004.
 USE_SCHED_YIELD = sys.version_info[:3] >= (3, 11, 1) or (

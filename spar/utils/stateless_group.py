@@ -22,7 +22,7 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ..checks import check_int, check_number, check_rank, check_text, check_type
+from .._runtime.checks import check_int, check_number, check_rank, check_text, check_type
 from ..errors import MismatchError, SparError
 
 _LOOK = 50e-6  # seconds between the first two looks at the store

@@ -1,110 +1,60 @@
-"""CUDA tensors: what the nccl transport needs of torch: streams, its communicator, and where libraries lie.
+"""The nccl transport: CUDA tensors on any number of hosts, in the current stream.
 
 A call only gives work to the current stream. The output is allocated on that stream, and the transport's own
-streams are joined to it before the call returns: so input and output may be freed or used as after any
+streams are joined to it before the call returns. So input and output may be freed or used as after any
 operation, and neither needs `record_stream`; the staging memory is the transport's own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import importlib.util
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _C, fallback, wire
-from .agreement import OVER
-from .errors import SparError
-from .fallback import SCALE_TYPES, apply_scale
+from ... import _C
+from ...errors import SparError
+from .. import pg_wait
+from ..agreement import announce_failure
+from ..channel import Operation
+from ..items import SCALE_TYPES, apply_scale
+from ..member import LOCAL, OVER, SHARED, Member
+from .core import CALLS, CoreChannel
+from .cuda import is_capturing, stream_of
+from .planned import PlannedExchange
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-
-# library: its names to the loader, and the packages that have it in their folder lib
-_LIBRARIES = {
-    "libnccl": (("libnccl.so.2",), ("nvidia.nccl",)),
-    "libnvrtc": (("libnvrtc.so.13", "libnvrtc.so.12"), ("nvidia.cu13", "nvidia.cuda_nvrtc")),
-}
-_LOOK = 0.1  # seconds
-
-
-@functools.cache
-def find_libraries() -> None:
-    """Tells the core where libraries lie that torch's import has not brought in."""
-    if not _cuda:  # a torch without CUDA has no tensors for them
-        return
-    for library, (names, packages) in _LIBRARIES.items():
-        if not any(map(_is_mapped, names)):
-            _C.library_found(library, _in_packages(names, packages) or _by_pathfinder(library))
-
-
-def _is_mapped(name: str) -> bool:
-    try:
-        ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return False
-    return True
-
-
-def _in_packages(names: tuple[str, ...], packages: tuple[str, ...]) -> str | None:
-    for package in packages:
-        try:
-            spec = importlib.util.find_spec(package)
-        except (ImportError, OSError):  # no such package, or no descriptor is left to read one
-            continue
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            for name in names:
-                if (path := Path(folder, "lib", name)).exists():
-                    return str(path)
-    return None
-
-
-def _by_pathfinder(library: str) -> str | None:
-    """cuda-pathfinder knows more places (conda, CUDA_HOME, ...). torch's newer CUDA builds bring it in."""
-    if torch.version.cuda is None:  # it would look in vain, at length
-        return None
-    with contextlib.suppress(Exception):
-        pathfinder: Any = importlib.import_module("cuda.pathfinder")
-        path: str = pathfinder.load_nvidia_dynamic_lib(library.removeprefix("lib")).abs_path
-        return path
-    return None
+_WATCH_INTERVAL = 0.1  # seconds
 
 
 class Device:
     """This rank's device in a group, and torch's communicator on it, if it has one."""
 
-    def __init__(self, comm: Communicator, device: torch.device, op: str, deadline: float) -> None:
+    def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
         """Collective: torch makes its communicator in a group's first collective, so there is one here."""
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self._backend = _nccl_backend(comm.group)
+        self._backend = _nccl_backend(member.group)
         if self._backend is not None:
-            wire.meet(comm, torch.device("cuda", self.index), op, deadline)
+            pg_wait.meet(member, torch.device("cuda", self.index), op, deadline)
 
     def native(self) -> int:
-        """torch's ncclComm_t as it is now: aborted or destroyed, it is another one, or 0."""
+        """torch's ncclComm_t as it is now: once aborted or destroyed, another one, or 0."""
         if self._backend is None:
             return 0
         pointer: int = self._backend._comm_ptr()
         return pointer
 
     def abort(self) -> None:
-        """Ends what hangs in torch's communicator."""
+        """End what hangs in torch's communicator."""
         if self._backend is not None:
             self._backend.abort()
 
 
 def _nccl_backend(group: dist.ProcessGroup) -> Any:
-    """The group's ProcessGroupNCCL, where it tells its communicator (torch 2.8); else None."""
+    """The group's ProcessGroupNCCL, if it exposes its communicator (torch 2.8); else None."""
     try:
         backend: Any = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -114,73 +64,90 @@ def _nccl_backend(group: dist.ProcessGroup) -> Any:
     return backend if hasattr(backend, "_comm_ptr") and hasattr(backend, "abort") else None
 
 
-# without CUDA torch has none of them, or a dummy
-_cuda = torch.cuda._is_compiled()
-_stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _cuda else lambda index: 0
-_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing if _cuda else lambda: False
+class NcclChannel(CoreChannel):
+    """A call is over when it is in the current stream; what fails later, the next call raises."""
 
+    def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
+        assert member.facts is not None
+        member.progress = SHARED  # torch's first collective on the device
+        self.device = Device(member, device, op, deadline)
+        member.progress = LOCAL
+        place = member.facts, member.rank, member.local_ranks, member.name
+        super().__init__(_C.comm("nccl", *place, self.device.index, self.device.native()))
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream's work goes into a CUDA graph."""
-    return device.type == "cuda" and _capturing()
+    def watch(self, member: Member) -> None:
+        """Abort torch's communicator when a call does not end, as the core finds; it aborts its own."""
+        if self.device.native() != 0:
+            _watch(self)
 
+    def exchange(
+        self, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
+    ) -> torch.Tensor:
+        op = operation.op
+        if input_.get_device() != self.device.index:
+            raise SparError(
+                f"{op} on rank {member.rank}: the tensor is on cuda:{input_.get_device()}; "
+                f"group {member.name!r} was set up on cuda:{self.device.index}",
+                **member.where(op),
+            )
+        call = PlannedExchange.of(member, operation, input_, deadline)
+        self.run(member, call)
+        return call.output
 
-def refuse_capture(op: str, device: torch.device, why: str) -> None:
-    """An error, before anything is captured, where a CUDA graph is being captured."""
-    if is_capturing(device):
-        raise SparError(f"{op} cannot be captured into a CUDA graph: {why}")
+    def run(self, member: Member, call: PlannedExchange) -> None:
+        """Return when the exchange is in the current stream."""
+        try:
+            self._enqueue(member, call)
+        except SparError as error:
+            raise error if error.op is not None else self.explain(member, call.op, error) from None
+        CALLS["nccl"] += 1
 
+    def _enqueue(self, member: Member, call: PlannedExchange) -> None:
+        index, dtype = self.device.index, call.input.dtype
+        check = member.synchronous and not is_capturing(call.input.device)
+        if check:
+            call.compare(member)
+        kind = SCALE_TYPES.get(dtype, 0)
+        addresses = call.input.data_ptr(), call.output.data_ptr(), stream_of(index), self.device.native()
+        member.progress = OVER  # the core reports whatever fails in it
+        self.core.run(call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline)
+        if kind == 0:
+            apply_scale(call.output, call.factor, call.divide)
+        if check:
+            self.core.wait(call.deadline)
 
-def check_place(comm: Communicator, device: Device, input_: torch.Tensor, op: str) -> None:
-    """The group's memory and communicator are on one device."""
-    if input_.get_device() != device.index:
-        raise SparError(
-            f"{op} on rank {comm.rank}: the tensor is on cuda:{input_.get_device()}; "
-            f"group {comm.name!r} was set up on cuda:{device.index}",
-            **comm.where(op),
-        )
+    def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
+        if member.synchronous:
+            announce_failure(member, op, why, memory, deadline)
+        else:
+            super().report(member, op, why, memory, deadline)
 
-
-def exchange(comm: Communicator, core: _C.Comm, device: Device, call: fallback.Call) -> None:
-    """One exchange of CUDA tensors: returns when it is in the current stream."""
-    check = comm.synchronous and not is_capturing(call.input.device)
-    if check:
-        fallback.compare(comm, call)
-    kind = SCALE_TYPES.get(call.input.dtype, 0)
-    addresses = call.input.data_ptr(), call.output.data_ptr(), _stream_of(device.index), device.native()
-    comm.progress = OVER  # C reports whatever fails in it
-    core.run(call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline)
-    if kind == 0:
-        apply_scale(call.output, call.factor, call.divide)
-    if check:
-        core.wait(call.deadline)
+    def close(self) -> None:
+        _watched.discard(self)
+        super().close()
 
 
 # ---- what breaks behind the calls' back ----
 
-_watched: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_watched: weakref.WeakSet[NcclChannel] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def watch(comm: Communicator, device: Device) -> None:
-    """Aborts torch's communicator when a call does not end, as the core finds; it aborts its own."""
-    if device.native() == 0:
-        return
+def _watch(channel: NcclChannel) -> None:
     with _lock:
         if not _watched:
             threading.Thread(target=_keep_watch, name="spar watch", daemon=True).start()
-        _watched.add(comm)
+        _watched.add(channel)
 
 
 def _keep_watch() -> None:
     while True:
-        time.sleep(_LOOK)
+        time.sleep(_WATCH_INTERVAL)
         with _lock:
-            for comm in list(_watched):
-                done = True
-                with contextlib.suppress(RuntimeError):  # torch was quicker
-                    done = comm.abort_if_broken()
-                if done:
-                    _watched.discard(comm)
+            for channel in list(_watched):
+                if channel.core.broken is not None:
+                    with contextlib.suppress(RuntimeError):  # torch was quicker
+                        channel.device.abort()
+                    _watched.discard(channel)
             if not _watched:
                 return

@@ -2,61 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from . import wire
-from .agreement import OVER, SHARED, TEXT, agree
-
-if TYPE_CHECKING:
-    from . import _C
-    from .communicator import Communicator
-
-# by the codes of csrc/device.h: what a factor is fused for
-SCALE_TYPES = {
-    torch.float16: 1,
-    torch.bfloat16: 2,
-    torch.float32: 3,
-    torch.float64: 4,
-    torch.complex64: 5,
-    torch.complex128: 6,
-}
-# strided copies move items, whatever they mean
-ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One exchange on its way. `input` is read through its strides; `output` is contiguous."""
-
-    op: str
-    plan: _C.Plan
-    input: torch.Tensor
-    output: torch.Tensor
-    factor: float
-    divide: bool
-    text: str  # what must be equal on all ranks beside the plan
-    deadline: float
+from .. import peer_status, pg_wait
+from ..agreement import announce_failure
+from ..channel import Operation
+from ..items import ITEMS, SCALE_TYPES, apply_scale
+from ..member import OVER, SHARED, Member
+from ..pg_info import wire_device
+from .core import CALLS
+from .cuda import refuse_capture
+from .planned import PlannedExchange
 
 
 class Packer(Protocol):
     """Fills `sent` from a call's input, and a call's output from `received`: flat uint8 tensors."""
 
-    def pack(self, call: Call, sent: torch.Tensor) -> None: ...
-    def unpack(self, call: Call, received: torch.Tensor) -> None: ...
+    def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None: ...
+    def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None: ...
 
 
 class HostPacker:
     """The C core's copies, with the factor fused where C knows the dtype."""
 
-    def pack(self, call: Call, sent: torch.Tensor) -> None:
+    def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None:
         call.plan.pack((call.input.data_ptr(),), sent.data_ptr())
 
-    def unpack(self, call: Call, received: torch.Tensor) -> None:
+    def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None:
         scale = (SCALE_TYPES.get(call.output.dtype, 0), call.divide, call.factor)
         outputs = (call.output.data_ptr(),)
         call.plan.copy_own((call.input.data_ptr(),), outputs, *scale)
@@ -71,13 +46,13 @@ class TorchPacker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def pack(self, call: Call, sent: torch.Tensor) -> None:
+    def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None:
         starts = _starts(call.plan.push_bytes)
         for peer, _, src, dst, run, loops in call.plan.blocks("pack"):
             if peer != self.rank:
                 _move(call.input, src, sent, starts[peer] + dst, run, loops, call.input.element_size())
 
-    def unpack(self, call: Call, received: torch.Tensor) -> None:
+    def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None:
         starts = _starts(call.plan.pull_bytes)
         size = call.output.element_size()
         for peer, _, src, dst, run, loops in call.plan.blocks("push"):
@@ -116,41 +91,58 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def apply_scale(output: torch.Tensor, factor: float, divide: bool) -> None:
-    """output * factor or output / factor, never the product with the reciprocal: it rounds otherwise."""
-    if factor != 1.0:
-        output.div_(factor) if divide else output.mul_(factor)
+class TorchChannel:
+    """Any ProcessGroup moves the packed bytes; ranks compare their calls before, unless SPAR_CHECK is 0."""
 
+    name = "torch"
+    core = None
 
-@functools.lru_cache(256)
-def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, records: bool) -> str:
-    """What must be equal on all ranks beside the plan."""
-    scale = f" {'/' if divide else '*'} {factor:.17g}" if factor != 1 else ""
-    return f" of {dtype} on {device}{scale}{', gradient recorded' if records else ''}"
+    def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
+        pass
 
+    def watch(self, member: Member) -> None:
+        """Notice the end of the peers' processes."""
+        peer_status.watch(member)
 
-def compare(comm: Communicator, call: Call) -> None:
-    """Raise on all ranks where they do not make the same call, or one failed."""
+    def exchange(
+        self, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
+    ) -> torch.Tensor:
+        call = PlannedExchange.of(member, operation, input_, deadline)
+        refuse_capture(call.op, input_.device, "the torch transport waits for the device")
+        self._run(member, call)
+        CALLS["torch"] += 1
+        return call.output
 
-    def describe() -> str:
-        return f"{call.plan.describe()[: TEXT - 200]}{call.text} (call {comm.calls})"
+    def _run(self, member: Member, call: PlannedExchange) -> None:
+        """Whatever can fail on one rank alone comes first; then ranks compare; then bytes move."""
+        device = call.input.device
+        via = wire_device(member.group, device)
+        sent_sizes, received_sizes = call.plan.push_bytes, call.plan.pull_bytes
+        sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=device)
+        received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=via)
+        copies = packer(device, member.rank)
+        copies.pack(call, sent)
+        sent = sent.to(via)
+        if member.check:
+            call.compare(member)
+        member.progress = SHARED
+        pg_wait.all_to_all(
+            member, call.op, received, sent, list(received_sizes), list(sent_sizes), call.deadline
+        )
+        member.progress = OVER
+        copies.unpack(call, received.to(device))
 
-    agree(comm, call.op, call.plan.signature(call.text), describe, call.deadline)
+    def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
+        announce_failure(member, op, why, memory, deadline)
 
+    def can_report(self, member: Member) -> bool:
+        return member.check
 
-def run(comm: Communicator, call: Call) -> None:
-    """One exchange. Whatever can fail on one rank alone comes first; then ranks compare; then bytes move."""
-    device = call.input.device
-    via = wire.wire_device(comm.group, device)
-    sent_sizes, received_sizes = call.plan.push_bytes, call.plan.pull_bytes
-    sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=device)
-    received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=via)
-    copies = packer(device, comm.rank)
-    copies.pack(call, sent)
-    sent = sent.to(via)
-    if comm.check:
-        compare(comm, call)
-    comm.progress = SHARED
-    wire.all_to_all(comm, call.op, received, sent, list(received_sizes), list(sent_sizes), call.deadline)
-    comm.progress = OVER
-    copies.unpack(call, received.to(device))
+    def give_up(self, op: str, why: str) -> None:
+        """The peers reach their limit: there is no way to reach them."""
+
+    def abort(self) -> None:
+        """A wait on the ProcessGroup polls the member."""
+
+    def close(self) -> None:
+        pass

@@ -12,15 +12,12 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from .state import ParallelState
-
-if TYPE_CHECKING:
-    from .coordinators import GroupCoordinator
+from . import checkpoint
+from .groups_by_name import ParallelState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +26,15 @@ in_use = False  # whether any topology ever had a sequence group; until then Non
 is_set = False  # whether the caller ever set a topology, one of size 1 included
 _warned = False
 _all: weakref.WeakSet[Topology] = weakref.WeakSet()
+
+
+class Coordinator(Protocol):
+    """What a topology reads of a coordinator: the class is spar.parallel_state.GroupCoordinator."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    def destroy(self) -> None: ...
 
 
 class Topology:
@@ -52,8 +58,8 @@ class Topology:
     """
 
     def __init__(self) -> None:
-        self.coordinators: dict[str, GroupCoordinator] = {}
-        self.views: dict[str, GroupCoordinator] = {}  # coordinators over groups that other spellings made
+        self.coordinators: dict[str, Coordinator] = {}
+        self.views: dict[str, Coordinator] = {}  # coordinators over groups that other spellings made
         self.dit: dist.ProcessGroup | None = None
         self.given: dist.ProcessGroup | None = None
         self.mesh_state: ParallelState | None = None
@@ -62,7 +68,7 @@ class Topology:
         self.state: ParallelState | None = None
         _all.add(self)
         if len(_all) > 1:
-            _capture_in_checkpoints()
+            checkpoint.bind_recomputation(bind)
 
     def __enter__(self) -> Topology:
         _entered.outer.append(_entered.topology)
@@ -165,44 +171,6 @@ def bind(function: Callable[P, R]) -> Callable[P, R]:
     def bound(*args: P.args, **kwargs: P.kwargs) -> R:
         with topology:
             return function(*args, **kwargs)
-
-    return bound
-
-
-@functools.cache
-def _capture_in_checkpoints() -> None:
-    """From now on what torch.utils.checkpoint will compute again is bound when it is first computed.
-
-    That is in backward, outside of the `with` and maybe on a thread of autograd's, where nothing thread-local
-    and no contextvar comes from forward; context_fn is the caller's, and use_reentrant=True has none. So the
-    two functions that are given what to compute are wrapped. They are torch's own: where a torch has others
-    it goes on without, and says so.
-    """
-    from torch.utils import checkpoint
-
-    for mode, owner, name, given in (
-        ("True", "CheckpointFunction", "forward", "run_function"),
-        ("False", "_CheckpointFrame", "__init__", "recompute_fn"),
-    ):
-        holder = getattr(checkpoint, owner, None)
-        function = getattr(holder, name, None)
-        if function is None or list(inspect.signature(function).parameters)[1:2] != [given]:
-            warnings.warn(
-                f"spar: the checkpoint of torch {torch.__version__} has no {owner}.{name}(_, {given}, ...); "
-                f"with several topologies and use_reentrant={mode} give it spar.topology.bind(function)",
-                stacklevel=3,
-            )
-            continue
-        wrapped = _first_bound(function)
-        setattr(holder, name, staticmethod(wrapped) if name == "forward" else wrapped)
-
-
-def _first_bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose second argument is bound when it is called."""
-
-    @functools.wraps(function)
-    def bound(owner: Any, later: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(owner, bind(later), *args, **kwargs)
 
     return bound
 

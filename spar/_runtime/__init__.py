@@ -1,0 +1,1 @@
+"""What runs an exchange: communicators, transports, checks. Nothing here is public."""

@@ -1,0 +1,71 @@
+"""What every transport offers for one group and device type; csrc/transports has the same slots in C."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .. import _C
+from .member import Member
+
+
+class Operation(NamedTuple):
+    """One exchange, or one selection, of a tensor: what all ranks must agree on besides the shapes.
+
+    Attributes:
+        op: the core's name of it.
+        args: its ints, as csrc/ops reads them.
+        factor, divide: the output is multiplied or divided by it.
+        records: whether a gradient is recorded.
+    """
+
+    op: str
+    args: tuple[int, ...]
+    factor: float
+    divide: bool
+    records: bool
+
+
+class Channel(Protocol):
+    """A transport of one group for the tensors of one device type.
+
+    Creating one is the first stage of its set-up: `__init__(member, device, op, deadline)`. It holds no
+    reference to the member, which is freed with its group.
+
+    Attributes:
+        name: the transport's name.
+        core: its communicator in the C core, if it has one.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def core(self) -> _C.Comm | None: ...
+
+    def watch(self, member: Member) -> None:
+        """Start what must run once the set-up is over."""
+
+    def exchange(
+        self, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
+    ) -> torch.Tensor:
+        """Run one exchange; return a new contiguous output, in whatever memory the transport uses.
+
+        A CPU output is whole on return; one on a GPU when the current stream reaches this point.
+        """
+
+    def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
+        """Take part in the peers' next exchange with a failure, without waiting for them."""
+
+    def can_report(self, member: Member) -> bool:
+        """Whether the peers notice a failure that this rank reports."""
+
+    def give_up(self, op: str, why: str) -> None:
+        """Break the group for good, on all ranks that can be reached."""
+
+    def abort(self) -> None:
+        """Make a call under way raise GroupBrokenError soon. Any thread may call it."""
+
+    def close(self) -> None:
+        """Release what the transport holds; does not wait."""

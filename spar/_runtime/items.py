@@ -1,0 +1,32 @@
+"""Dtypes as the core knows them, the factor that an exchange applies, and a call's signature in words."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+# by the codes of csrc/devices/scale.h: what a factor is fused for
+SCALE_TYPES = {
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float32: 3,
+    torch.float64: 4,
+    torch.complex64: 5,
+    torch.complex128: 6,
+}
+# strided copies move items of these, whatever they mean, by their size in bytes
+ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def apply_scale(output: torch.Tensor, factor: float, divide: bool) -> None:
+    """output * factor or output / factor, never the product with the reciprocal: it rounds otherwise."""
+    if factor != 1.0:
+        output.div_(factor) if divide else output.mul_(factor)
+
+
+@functools.lru_cache(256)
+def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, records: bool) -> str:
+    """What must be equal on all ranks besides the plan."""
+    scale = f" {'/' if divide else '*'} {factor:.17g}" if factor != 1 else ""
+    return f" of {dtype} on {device}{scale}{', gradient recorded' if records else ''}"

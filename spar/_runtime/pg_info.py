@@ -1,0 +1,47 @@
+"""What torch.distributed knows of a ProcessGroup: its name, its time limit, the devices that it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..errors import TransportError
+
+_DEFAULT_TIMEOUT = 1800.0
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The group's name; groups that torch did not register have none."""
+    try:
+        return group.group_name or "unnamed"
+    except RuntimeError:
+        return "unnamed"
+
+
+def group_timeout(group: dist.ProcessGroup) -> float:
+    """The ProcessGroup's own limit in seconds, at most a year; 1800 where it cannot be read."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        try:
+            timeout: datetime.timedelta = group._get_backend(wire_device(group)).options._timeout
+        except OverflowError:  # longer than any timedelta
+            return _C.LONGEST_S
+        return min(timeout.total_seconds(), _C.LONGEST_S)
+    return _DEFAULT_TIMEOUT
+
+
+def wire_device(group: dist.ProcessGroup, wanted: torch.device | None = None) -> torch.device:
+    """A device whose tensors the group can move: the wanted one, else the CPU, else the group's own."""
+    for device in (wanted, torch.device("cpu")):
+        if device is not None:
+            with contextlib.suppress(RuntimeError):
+                group._get_backend(device)
+                return device
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(device)
+            return torch.device(device.type, torch.accelerator.current_device_index())
+    raise TransportError(f"process group {group_name(group)!r} has no backend")

@@ -1,0 +1,97 @@
+"""The communicators of this process, by group and by handle.
+
+State hangs on the ProcessGroup object, weakly; names are reused after destroy and init.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import SparError
+from .communicator import Communicator
+from .member import Place
+from .tracing import constant
+
+_create = threading.RLock()  # a signal's handler may close a group, or use another
+_by_group: dict[int, Communicator] = {}  # by the group's id, until the group is gone
+_by_handle: dict[int, Communicator] = {}
+_finalizers: dict[int, weakref.finalize[..., Any]] = {}  # by handle: forgets the group
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: a thread of the parent may have held it."""
+    global _create
+    _create = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def communicator(group: dist.ProcessGroup) -> Communicator:
+    """The group's communicator, made at its first use."""
+    found = _by_group.get(id(group))
+    if found is None:
+        group = _real(group)
+        with _create:
+            found = _by_group.get(id(group))
+            if found is None:
+                found = Communicator(group)
+                handle = found.place.handle
+                _finalizers[handle] = weakref.finalize(group, _forget, id(group), handle)
+                _finalizers[handle].atexit = False
+                _by_handle[handle] = found
+                _by_group[id(group)] = found
+    return found
+
+
+def _real(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Under torch.compile a group is a wrapper around it."""
+    return getattr(group, "real_obj", group)
+
+
+def _forget(group: int, handle: int) -> None:
+    """The group is gone, or spar's part in it: its id may be another one's soon, its handle is used up."""
+    for known, key in ((_by_group, group), (_by_handle, handle), (_finalizers, handle)):
+        known.pop(key, None)
+
+
+def by_handle(handle: int) -> Communicator:
+    """The communicator of a handle; an error where its group is gone."""
+    found = _by_handle.get(handle)
+    if found is None:
+        raise SparError("the process group of this call was destroyed, or closed")
+    return found
+
+
+def calls_on(handle: int) -> int:
+    """How many calls of a handle's group this rank has made."""
+    found = _by_handle.get(handle)
+    return 0 if found is None else found.calls
+
+
+def lends(handle: int) -> bool:
+    """Whether tensors that this group gives out may lie in shared memory (SPAR_OUTPUT)."""
+    found = _by_handle.get(handle)
+    return found is not None and not found.own_output
+
+
+@constant
+def place_of(group: dist.ProcessGroup) -> Place:
+    found = _by_group.get(id(group))
+    return (communicator(group) if found is None else found).place
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """End spar's use of a group on this rank; the group's next use makes a new communicator."""
+    real = _real(group)
+    with _create:
+        found = _by_group.get(id(real))
+        if found is not None:
+            _finalizers[found.place.handle]()
+    if found is not None:
+        found.close()
