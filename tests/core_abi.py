@@ -369,7 +369,7 @@ def library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "abi.c")
         table.write_text(
-            '#include "env.h"\n#include "library.h"\n#include "spar.h"\n'
+            '#include "base/env.h"\n#include "base/dynlib.h"\n#include "spar.h"\n'
             f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
         )
         compile_core(Path(folder, "core.so"), "-O2", "-fPIC", "-shared", table)

@@ -58,7 +58,9 @@ def build(compiler: str, kind: str) -> Path | str:
         done = run(probe)
     if done.returncode:
         return f"{compiler} {' '.join(KINDS[kind])} gives no program that runs: {done.stderr[-300:]}"
-    core.compile_core(program, *KINDS[kind], *sorted(FOLDER.glob("*.c")), compiler=compiler)
+    core.compile_core(
+        program, *KINDS[kind], FOLDER / "main.c", *sorted(FOLDER.glob("test_*.c")), compiler=compiler
+    )
     return program
 
 

@@ -137,7 +137,8 @@ def dials_a_rank(member: Member, recorded: list[bytes] | None = None) -> tuple[l
     second = message(ARENA, member.own, member.rank, length=1 << 20)
     second = recorded[1] if recorded else member.prove(challenge + theirs, second)
     arena = arena_of(1 << 20)
-    socket.send_fds(line, [second], [arena])
+    with contextlib.suppress(BrokenPipeError):  # the rank's set-up ended meanwhile: it hung up
+        socket.send_fds(line, [second], [arena])
     os.close(arena)
     return [first, second], *receive(line, 2)
 
