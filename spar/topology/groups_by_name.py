@@ -7,6 +7,7 @@ among its ulysses ranks. The rank in the combined "cp" group is ulysses rank * r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,41 @@ def device_type_of(group: dist.ProcessGroup | None) -> str:
     if "cpu" in backends and not torch.accelerator.is_available():
         return "cpu"
     return next((kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"), "cpu")
+
+
+_Getters = tuple[
+    Callable[["ParallelState"], bool],
+    Callable[["ParallelState"], dist.ProcessGroup | None],
+    Callable[["ParallelState"], int],
+    Callable[["ParallelState"], int],
+    Callable[["ParallelState"], DeviceMesh | None],
+]
+
+
+def _getters(name: str) -> _Getters:
+    """MindSpeed-MM's five getters of one group: is_X_enable, get_X_group, _group_size, _rank, _device_mesh."""
+
+    def is_enable(self: ParallelState) -> bool:
+        return self.is_group_enable(name)
+
+    def get_group(self: ParallelState) -> dist.ProcessGroup | None:
+        return self.get_group(name)
+
+    def get_group_size(self: ParallelState) -> int:
+        return self.get_group_size(name)
+
+    def get_rank(self: ParallelState) -> int:
+        return self.get_rank(name)
+
+    def get_device_mesh(self: ParallelState) -> DeviceMesh | None:
+        return self.get_device_mesh(name)
+
+    getters = is_enable, get_group, get_group_size, get_rank, get_device_mesh
+    for getter in getters:
+        verb, _, what = getter.__name__.partition("_")
+        getter.__name__ = f"{verb}_{name}_{what}"
+        getter.__qualname__ = f"ParallelState.{getter.__name__}"
+    return getters
 
 
 class ParallelState:
@@ -122,125 +158,24 @@ class ParallelState:
         """The 2-D mesh (dp_replicate, dp_shard_cp), as fully_shard takes it."""
         return self._meshes.get("hsdp_mesh")
 
-    def is_dp_enable(self) -> bool:
-        return self.is_group_enable("dp")
-
-    def get_dp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("dp")
-
-    def get_dp_group_size(self) -> int:
-        return self.get_group_size("dp")
-
-    def get_dp_rank(self) -> int:
-        return self.get_rank("dp")
-
-    def get_dp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("dp")
-
-    def is_cp_enable(self) -> bool:
-        return self.is_group_enable("cp")
-
-    def get_cp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("cp")
-
-    def get_cp_group_size(self) -> int:
-        return self.get_group_size("cp")
-
-    def get_cp_rank(self) -> int:
-        return self.get_rank("cp")
-
-    def get_cp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("cp")
-
-    def is_ulysses_enable(self) -> bool:
-        return self.is_group_enable("ulysses")
-
-    def get_ulysses_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("ulysses")
-
-    def get_ulysses_group_size(self) -> int:
-        return self.get_group_size("ulysses")
-
-    def get_ulysses_rank(self) -> int:
-        return self.get_rank("ulysses")
-
-    def get_ulysses_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("ulysses")
-
-    def is_ring_enable(self) -> bool:
-        return self.is_group_enable("ring")
-
-    def get_ring_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("ring")
-
-    def get_ring_group_size(self) -> int:
-        return self.get_group_size("ring")
-
-    def get_ring_rank(self) -> int:
-        return self.get_rank("ring")
-
-    def get_ring_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("ring")
-
-    def is_tp_enable(self) -> bool:
-        return self.is_group_enable("tp")
-
-    def get_tp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("tp")
-
-    def get_tp_group_size(self) -> int:
-        return self.get_group_size("tp")
-
-    def get_tp_rank(self) -> int:
-        return self.get_rank("tp")
-
-    def get_tp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("tp")
-
-    def is_edp_enable(self) -> bool:
-        return self.is_group_enable("edp")
-
-    def get_edp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("edp")
-
-    def get_edp_group_size(self) -> int:
-        return self.get_group_size("edp")
-
-    def get_edp_rank(self) -> int:
-        return self.get_rank("edp")
-
-    def get_edp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("edp")
-
-    def is_efsdp_enable(self) -> bool:
-        return self.is_group_enable("efsdp")
-
-    def get_efsdp_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("efsdp")
-
-    def get_efsdp_group_size(self) -> int:
-        return self.get_group_size("efsdp")
-
-    def get_efsdp_rank(self) -> int:
-        return self.get_rank("efsdp")
-
-    def get_efsdp_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("efsdp")
-
-    def is_ep_enable(self) -> bool:
-        return self.is_group_enable("ep")
-
-    def get_ep_group(self) -> dist.ProcessGroup | None:
-        return self.get_group("ep")
-
-    def get_ep_group_size(self) -> int:
-        return self.get_group_size("ep")
-
-    def get_ep_rank(self) -> int:
-        return self.get_rank("ep")
-
-    def get_ep_device_mesh(self) -> DeviceMesh | None:
-        return self.get_device_mesh("ep")
+    is_dp_enable, get_dp_group, get_dp_group_size, get_dp_rank, get_dp_device_mesh = _getters("dp")
+    is_cp_enable, get_cp_group, get_cp_group_size, get_cp_rank, get_cp_device_mesh = _getters("cp")
+    is_tp_enable, get_tp_group, get_tp_group_size, get_tp_rank, get_tp_device_mesh = _getters("tp")
+    (
+        is_ulysses_enable,
+        get_ulysses_group,
+        get_ulysses_group_size,
+        get_ulysses_rank,
+        get_ulysses_device_mesh,
+    ) = _getters("ulysses")
+    is_ring_enable, get_ring_group, get_ring_group_size, get_ring_rank, get_ring_device_mesh = _getters(
+        "ring"
+    )
+    is_edp_enable, get_edp_group, get_edp_group_size, get_edp_rank, get_edp_device_mesh = _getters("edp")
+    is_efsdp_enable, get_efsdp_group, get_efsdp_group_size, get_efsdp_rank, get_efsdp_device_mesh = _getters(
+        "efsdp"
+    )
+    is_ep_enable, get_ep_group, get_ep_group_size, get_ep_rank, get_ep_device_mesh = _getters("ep")
 
 
 def check_fit(names: tuple[str, ...], sizes: tuple[int, ...], world: int) -> None:
