@@ -55,7 +55,7 @@ _Getters = tuple[
 
 
 def _getters(name: str) -> _Getters:
-    """MindSpeed-MM's five getters of one group: is_X_enable, get_X_group, _group_size, _rank, _device_mesh."""
+    """Make MindSpeed-MM's five getters of one group: is_X_enable, get_X_group, _group_size, _rank, ..."""
 
     def is_enable(self: ParallelState) -> bool:
         return self.is_group_enable(name)
