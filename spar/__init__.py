@@ -3,16 +3,16 @@
 Operations on one process group, each differentiable:
 
     all_to_all                                   scatter one dim over the ranks, gather another
-    split_forward_gather_backward                keep this rank's part; gather gradients
-    gather_forward_split_backward                concatenate the parts of all ranks; split the gradient
-    gather_forward_split_backward_and_unpad      the same, and remove padding from the end
-    load_balanced_split_forward_gather_backward  keep two chunks, of equal work under a causal mask
+    split_forward_gather_backward                keep this rank's shard; gather gradients
+    gather_forward_split_backward                concatenate the shards of all ranks; split the gradient
+    gather_forward_split_backward_and_unpad      the same, then remove padding from the end
+    load_balanced_split_forward_gather_backward  keep two chunks, balanced for a causal mask
     load_balanced_gather_forward_split_backward  undo it, in natural order
-    packed_data_split_forward_gather_backward    keep this rank's part of each of several packed sequences
+    packed_data_split_forward_gather_backward    keep this rank's shard of each of several packed sequences
     packed_data_gather_forward_split_backward    undo it
-    reorder_output                               reorder gathered chunks into natural order
+    reorder_output                               reorder gathered zigzag chunks into natural order
 
-By the parallel state, over ring x ulysses: split_forward_gather_backward_with_cp,
+Over ring x ulysses, by the parallel state: split_forward_gather_backward_with_cp,
 gather_forward_split_backward_with_cp, packed_data_split_forward_gather_backward_with_cp and
 packed_data_gather_forward_split_backward_with_cp.
 
@@ -21,11 +21,11 @@ empty_cache.
 
 Modules:
 
-    spar.sharding        sp_shard, sp_gather, sp_shard_with_padding: by the current topology
-    spar.data            samples and padding for sequence parallelism
-    spar.parallel_state  make groups, or take over those of a DeviceMesh
-    spar.topology        several sets of groups in one process
-    spar.utils           groups without torch.distributed's global state
+    spar.sharding        sp_shard, sp_gather, sp_shard_with_padding, over the current topology
+    spar.data            distribute samples and padding over sequence ranks
+    spar.parallel_state  create groups, or use those of a DeviceMesh
+    spar.topology        use several sets of groups in one process
+    spar.utils           process groups without torch.distributed's global state
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

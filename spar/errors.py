@@ -1,4 +1,4 @@
-"""What spar raises when an exchange fails. Bad arguments are plain ValueError and TypeError."""
+"""Errors of failed exchanges. Invalid arguments raise ValueError or TypeError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SparError(dist.DistError):
         group: the process group's name.
         call: the number of the call on its group, from 1.
         rank: this rank in the group.
-        ranks: the ranks of the group that caused it, as far as they are known.
+        ranks: the ranks of the group that caused it, if known.
     """
 
     op: str | None
@@ -52,7 +52,7 @@ def _rebuild(cls: type[SparError], message: str, details: dict[str, Any]) -> Spa
 
 
 def by_rank(texts: list[str]) -> str:
-    """A line for each text, after the ranks whose it is; texts in rank order."""
+    """Format one line per distinct text, with its ranks; texts are in rank order."""
     whose: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         whose.setdefault(text, []).append(rank)
@@ -60,15 +60,15 @@ def by_rank(texts: list[str]) -> str:
 
 
 class MismatchError(SparError):
-    """The ranks of a group made different calls. Nothing was moved; the group stays usable."""
+    """Calls differed between ranks. Nothing was exchanged; the group stays usable."""
 
 
 class PeerLostError(SparError):
-    """A rank of the group is gone. The group is broken."""
+    """A rank of the group died or disconnected. The group is broken."""
 
 
 class ExchangeTimeoutError(SparError, TimeoutError):
-    """An exchange did not end within its time limit (SPAR_TIMEOUT). The group is broken."""
+    """An exchange did not end before its timeout (SPAR_TIMEOUT). The group is broken."""
 
 
 class GroupBrokenError(SparError):
@@ -76,8 +76,8 @@ class GroupBrokenError(SparError):
 
 
 class TransportError(SparError):
-    """No transport can serve, or the one in use failed."""
+    """No transport can serve the group, or the one in use failed."""
 
 
 class OutOfMemoryError(SparError, MemoryError, torch.OutOfMemoryError):
-    """No memory for an exchange, on this rank or another."""
+    """Out of memory for an exchange, on this rank or a peer."""

@@ -1,4 +1,4 @@
-"""The groups of this process: their transports, and what they hold."""
+"""Transports and memory of this process's groups: set-up, inspection, release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Group", "close", "empty_cache", "init", "memory_stats", "process_gro
 
 
 def transport(group: Group = None, device: torch.device | str | None = None) -> Transport:
-    """Which transport moves a group's bytes, and why. Never communicates.
+    """Report the transport in use for a group, and why. Never communicates.
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name, or None for
@@ -23,16 +23,16 @@ def transport(group: Group = None, device: torch.device | str | None = None) -> 
         device: the tensors' device type; "cpu" by default.
 
     Returns:
-        name (None before the group's first exchange), reason, device, world_size and rejected.
+        A `Transport`, whose name is None before the group's first exchange.
     """
     kind = torch.device(device).type if device is not None else "cpu"
     return communicator(process_group(group)).transport(kind)
 
 
 def init(group: Group = None, device: torch.device | str | None = None) -> Transport:
-    """Meets the other ranks of a group and sets its transport up. Collective.
+    """Set up a group's transport with the other ranks. Collective.
 
-    Otherwise the group's first exchange does so. Args as of `transport`, whose result it returns.
+    Without it the group's first exchange does so. Takes the arguments of `transport` and returns its result.
     """
     comm = communicator(process_group(group))
     kind = torch.device(device if device is not None else "cpu")
@@ -45,22 +45,23 @@ def init(group: Group = None, device: torch.device | str | None = None) -> Trans
 def close(group: Group = None) -> None:
     """End spar's use of a group on this rank. Neither waits nor is collective; outputs stay valid.
 
-    A call under way on this rank, on another thread or around a signal's handler, raises GroupBrokenError.
-    So do the calls of ranks that go on. When all have closed it, the group can be used anew.
+    A call in progress on this rank, on another thread or interrupted by a signal handler, raises
+    GroupBrokenError. So do later calls of peers that have not closed it. Once all ranks have closed the
+    group, it can be used again.
     """
     registry.close(process_group(group))
 
 
 def empty_cache() -> None:
-    """Gives the shared memory that no output uses back to the system."""
+    """Release the shared memory that no output uses to the operating system."""
     _C.arena_trim()
 
 
 def memory_stats() -> dict[str, int]:
-    """Counters of this process, by name.
+    """Return this process's counters by name.
 
-    arena.*_bytes are of shared memory; staging.*_bytes and tables.allocated_bytes of GPUs; calls.* are
-    counted by transport; plans.* is about the cache of plans.
+    `arena.*_bytes` count shared memory; `staging.*_bytes` and `tables.allocated_bytes` GPU memory; `calls.*`
+    exchanges by transport; `plans.*` the plan cache.
     """
     arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
     stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}

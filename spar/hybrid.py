@@ -1,8 +1,8 @@
-"""Ring x ulysses: the operations that go by the parallel state. Source: seed 003, the `*_with_cp` operations.
+"""Shard and gather over ring x ulysses, by the parallel state: MindSpeed-MM's `*_with_cp` operations.
 
-The ring cuts the sequence in zigzag order (each of several packed ones by the size rule); what a ring rank
-holds is cut among its ulysses ranks. Over the combined cp group this is one exchange; without one, one in
-each group, which gives the same result. Scales are by the product of both sizes, applied once.
+The ring shards the sequence in zigzag order, or each packed sequence by `cal_split_sizes`. Each ring rank's
+shard is then sharded among its ulysses ranks. Over the combined cp group this is one exchange; without that
+group, one in each of the two, with the same result. Gradients are scaled once, by ring * ulysses.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from .topology.topology import current, warn_if_unsharded
 
 @constant
 def _places(name: str, state: ParallelState | None) -> tuple[Place, Place, Place]:
-    """In the ring, the ulysses and the cp group; the last where both others have more than one rank, and its
-    own are in the order that one exchange needs."""
+    """This rank's places in the ring, ulysses and cp groups; ALONE where an exchange does not need the group.
+
+    It needs cp if both others have more than one rank, and cp orders its ranks ring by ring.
+    """
     if state is None:
         warn_if_unsharded(name)
         return ALONE, ALONE, ALONE
@@ -36,7 +38,7 @@ def _places(name: str, state: ParallelState | None) -> tuple[Place, Place, Place
 
 
 class _Hybrid(Call):
-    """A call over the cp group where there is one, else over the ring's group, the ulysses group, or both."""
+    """A call over the cp group if there is one, else over the ring group, the ulysses group, or both."""
 
     __slots__ = ("in_ring", "in_ulysses", "inner", "ring", "ulysses")
 
@@ -52,12 +54,12 @@ class _Hybrid(Call):
         return (self.in_ulysses, self.in_ring) if two else (self.place,)
 
     def split(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
-        """By the ring, then what a ring rank has, `held`, among its ulysses ranks."""
+        """Shard by the ring; then shard the ring rank's `held` items among its ulysses ranks."""
         steps = self._steps(op, "split", dim, numbers, held)
         return self.apply_steps(steps, self._scale(divide=True)) if steps else self.input
 
     def gather(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
-        """The reverse."""
+        """Undo `split`."""
         steps = self._steps(op, "gather", dim, numbers, held)
         return self.apply_steps(steps[::-1], self._scale(divide=False)) if steps else self.input
 
@@ -71,12 +73,12 @@ class _Hybrid(Call):
         return tuple(steps)
 
     def fitting_totals(self, local: int) -> Sequence[int]:
-        """The sequence lengths in zigzag order of which this rank holds `local`."""
+        """The global sizes, in zigzag order, of which this rank's local size is `local`."""
         held = totals_of_share(local, self.ulysses, self.in_ulysses.rank)
         return held if self.ring == 1 else [size * self.ring for size in held if size % 2 == 0]
 
     def check_cumulative(self, what: str, lengths: Args, dim: int) -> None:
-        """Raise where the lengths are cu_seqlens of packed sequences of which this rank holds its part."""
+        """Raise if the lengths are cu_seqlens of the packed sequences whose shard this rank holds."""
         cut, size = from_cumulative(lengths), self.input.size(dim)
         if cut and self._packed_part(lengths) != size == self._packed_part(cut):
             held = f"a list of which rank {self.rank} holds {self._packed_part(lengths)}"
@@ -90,28 +92,29 @@ class _Hybrid(Call):
         return (float(self.ring * self.ulysses), divide)
 
     def held(self, lengths: Args) -> int:
-        """What a ring rank has of packed sequences; counted only where a second exchange asks for it."""
+        """A ring rank's local size of packed sequences; 0 if no second exchange needs it."""
         if self.inner > 1 or self.ulysses == 1:
             return 0
         return sum(share(length, self.ring, self.in_ring.rank) for length in lengths)
 
 
 def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> torch.Tensor:
-    """Keeps this rank's part of a sequence by the parallel state. Source: seed 003.
+    """Keep this rank's shard of a sequence over ring x ulysses, as MindSpeed-MM does.
 
-    The ring rank's two chunks in zigzag order, of which the ulysses rank's share by the size rule. Forward
-    communicates nothing; backward gathers gradients into natural order and divides them by ring * ulysses.
+    The ring rank keeps two chunks in zigzag order, of which the ulysses rank keeps its share by
+    `cal_split_sizes`. Forward communicates nothing. Backward gathers gradients into natural order and divides
+    them by ring * ulysses.
 
     Args:
-        input_: any strided tensor, the same on all ranks of the cp group; with a ring its extent in dim is a
-            multiple of 2 * ring.
+        input_: any strided tensor, the same on all ranks of the cp group. With a ring its size along `dim` is
+            a multiple of 2 * ring.
         dim: the dim to split.
 
     Returns:
-        A contiguous tensor; `input_` itself where neither ring nor ulysses has more than one rank.
+        A contiguous tensor; `input_` itself if ring and ulysses have one rank each.
 
     Raises:
-        ValueError: a dim out of range, an extent that is no multiple of 2 * ring.
+        ValueError: dim is out of range, or its size is not a multiple of 2 * ring.
     """
     call = _Hybrid("split_forward_gather_backward_with_cp", input_, "input_", exchanges=0)
     dim = call.dim("dim", dim)
@@ -122,23 +125,23 @@ def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> tor
 
 
 def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather_size: int) -> torch.Tensor:
-    """Undoes `split_forward_gather_backward_with_cp`: natural order on every rank. Source: seed 003.
+    """Undo `split_forward_gather_backward_with_cp`: gather in natural order, as MindSpeed-MM does.
 
-    Backward keeps this rank's part of the gradient, multiplied by ring * ulysses; it communicates nothing,
-    and is right where every rank holds the same gradient of y.
+    Backward keeps this rank's shard of the gradient, times ring * ulysses. It communicates nothing, and is
+    exact if every rank holds the same gradient of y.
 
     Args:
-        input_: this rank's part; any strided tensor.
+        input_: this rank's shard; any strided tensor.
         dim: the dim that was split.
-        gather_size: the extent of the whole; with a ring a multiple of 2 * ring.
+        gather_size: the global size; with a ring a multiple of 2 * ring.
 
     Returns:
-        A new contiguous tensor; `input_` itself where neither ring nor ulysses has more than one rank.
+        A new contiguous tensor; `input_` itself if ring and ulysses have one rank each.
 
     Raises:
-        ValueError: a dim out of range, a gather_size that is no multiple of 2 * ring, or of which this rank
-            holds another part.
-        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+        ValueError: dim is out of range, gather_size is not a multiple of 2 * ring, or it does not match the
+            local size.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     call = _Hybrid("gather_forward_split_backward_with_cp", input_, "input_")
     try:
@@ -158,22 +161,22 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
 def packed_data_split_forward_gather_backward_with_cp(
     x: torch.Tensor, dim: int, seq_lens: Sequence[int] | torch.Tensor
 ) -> torch.Tensor:
-    """Keeps this rank's part of several packed sequences by the parallel state. Source: seed 003.
+    """Keep this rank's shard of several packed sequences over ring x ulysses, as MindSpeed-MM does.
 
-    The ring cuts each sequence by the size rule; the ulysses level cuts the ring rank's packed result.
-    Forward communicates nothing; backward gathers gradients and divides them by ring * ulysses.
+    The ring shards each sequence by `cal_split_sizes`. Its ulysses ranks shard the packed result. Forward
+    communicates nothing. Backward gathers gradients and divides them by ring * ulysses.
 
     Args:
-        x: the sequences, one behind the other, the same on all ranks of the cp group; any strided tensor.
-        dim: the dim in which they lie.
-        seq_lens: their lengths, a list, tuple or 1-D int tensor; they sum to the extent of dim.
+        x: the packed sequences, the same on all ranks of the cp group; any strided tensor.
+        dim: the dim along which they are packed.
+        seq_lens: their lengths, as a list, tuple or 1-D int tensor. They sum to the size of `dim`.
 
     Returns:
-        A contiguous tensor; `x` itself where neither ring nor ulysses has more than one rank.
+        A contiguous tensor; `x` itself if ring and ulysses have one rank each.
 
     Raises:
-        ValueError: a dim out of range, lengths below 0, or that do not sum to the extent.
-        TypeError: lengths that are not ints.
+        ValueError: dim is out of range, a length is negative, or they do not sum to the size of `dim`.
+        TypeError: the lengths are not ints.
     """
     call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x", exchanges=0)
     dim = call.dim("dim", dim)
@@ -185,24 +188,23 @@ def packed_data_split_forward_gather_backward_with_cp(
 def packed_data_gather_forward_split_backward_with_cp(
     x: torch.Tensor, dim: int, seq_lens: Sequence[int] | torch.Tensor
 ) -> torch.Tensor:
-    """Undoes `packed_data_split_forward_gather_backward_with_cp`: whole sequences on every rank. Source: seed
-    003.
+    """Undo `packed_data_split_forward_gather_backward_with_cp`: gather whole sequences, as MindSpeed-MM does.
 
-    Backward keeps this rank's part of the gradient, multiplied by ring * ulysses; it communicates nothing,
-    and is right where every rank holds the same gradient of y.
+    Backward keeps this rank's shard of the gradient, times ring * ulysses. It communicates nothing, and is
+    exact if every rank holds the same gradient of y.
 
     Args:
-        x: this rank's part; any strided tensor.
-        dim: the dim in which the sequences lie.
-        seq_lens: the lengths of the whole sequences, a list, tuple or 1-D int tensor.
+        x: this rank's shard; any strided tensor.
+        dim: the dim along which the sequences are packed.
+        seq_lens: the global lengths of the sequences, as a list, tuple or 1-D int tensor.
 
     Returns:
-        A new contiguous tensor; `x` itself where neither ring nor ulysses has more than one rank.
+        A new contiguous tensor; `x` itself if ring and ulysses have one rank each.
 
     Raises:
-        ValueError: a dim out of range, lengths below 0, or of which this rank holds another part.
-        TypeError: lengths that are not ints.
-        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+        ValueError: dim is out of range, a length is negative, or they do not match the local size.
+        TypeError: the lengths are not ints.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     call = _Hybrid("packed_data_gather_forward_split_backward_with_cp", x, "x")
     try:

@@ -19,25 +19,27 @@ def all_to_all(
     gather_dim: int = 1,
     gather_size: int | None = None,
 ) -> torch.Tensor:
-    """Scatters one dim over the group and gathers another. Source: seed 003, `all_to_all`.
+    """Scatter one dim over the group and gather another, as MindSpeed-MM's `all_to_all` does.
 
-    y on rank r = concat over p of x_p.split(sizes, scatter_dim)[r] along gather_dim, where the scatter dim is
-    shared by the size rule (`cal_split_sizes`). The gradient is the same operation with the dims exchanged.
+    On rank r: y = concat over p of x_p.split(sizes, scatter_dim)[r] along gather_dim. `cal_split_sizes` gives
+    the sizes. With the defaults `[B, S/P, H, D]` becomes `[B, S, H/P, D]`. The gradient is the same operation
+    with the dims swapped.
 
     Args:
-        input_: any strided tensor of at least two dims, of any dtype; read through its strides.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
-        scatter_dim: the dim to scatter; each rank holds all of it, and keeps its share.
-        gather_dim: the dim to gather; each rank holds its own part of it.
-        gather_size: total extent of the gather dim, of which each rank must hold the size rule's share. By
-            default every rank is taken to hold as much as this one.
+        input_: any strided tensor of at least two dims, of any dtype.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
+        scatter_dim: the dim to scatter. Each rank passes all of it, and receives its shard.
+        gather_dim: the dim to gather. Each rank passes its shard.
+        gather_size: the global size of the gather dim, of which each rank must hold its share by
+            `cal_split_sizes`. By default every rank must hold the same local size.
 
     Returns:
-        A new contiguous tensor; in a group of one `input_` itself.
+        A new contiguous tensor; `input_` itself in a group of one rank.
 
     Raises:
-        ValueError: equal dims, a dim out of range, a gather_size of which this rank holds another share.
-        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+        ValueError: the dims are equal or out of range, or gather_size does not match the local size.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     call = Call("all_to_all", input_, process_group)
     try:
@@ -70,33 +72,34 @@ def split_forward_gather_backward(
     split_sizes: Sequence[int] | torch.Tensor | None = None,
     grad_scale: str | float | None = "down",
 ) -> torch.Tensor:
-    """Keeps this rank's part of a tensor that all ranks hold; gradients are gathered. Source: seed 003.
+    """Keep this rank's shard of a tensor that all ranks hold; gather gradients, as MindSpeed-MM does.
 
-    y on rank r = x.split(sizes, dim)[r]. Forward communicates nothing.
+    On rank r: y = x.split(sizes, dim)[r]. Forward communicates nothing.
 
     Args:
         input_: any strided tensor, the same on all ranks.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
         dim: the dim to split.
-        split_sizes: one size for each rank that sum to the dim's extent, a list, tuple or 1-D int tensor; by
-            default the size rule's.
-        grad_scale: the gathered gradient is multiplied ("up") or divided ("down") by the group's size, left
-            as it is (None), or multiplied by a float.
+        split_sizes: one local size per rank, as a list, tuple or 1-D int tensor. They sum to the size of
+            `dim`. By default those of `cal_split_sizes`.
+        grad_scale: what the gathered gradient is multiplied by: the world size ("up"), its reciprocal
+            ("down"), a float, or nothing (None).
 
     Returns:
-        A view of `input_` where the part is contiguous as it lies, else a contiguous copy; in a group of one
-        `input_` itself.
+        A view of `input_` if the shard is contiguous, else a contiguous copy; `input_` itself in a group of
+        one rank.
 
     Raises:
-        ValueError: a dim out of range, sizes that do not sum to the extent, an unknown grad_scale.
-        TypeError: sizes that are not ints, a gradient is recorded that its dtype cannot scale.
+        ValueError: dim is out of range, the sizes do not sum to its size, or grad_scale is unknown.
+        TypeError: the sizes are not ints, or the dtype of a recorded gradient cannot be scaled.
     """
     call = Call("split_forward_gather_backward", input_, process_group, exchanges=0)
     dim = call.dim("dim", dim)
     sizes = call.sizes("split_sizes", split_sizes)
     if sizes and sum(sizes) != input_.size(dim):
         raise call.error(
-            "split_sizes", list(sizes), f"sizes that sum to {input_.size(dim)}, the extent of dim {dim}"
+            "split_sizes", list(sizes), f"sizes that sum to {input_.size(dim)}, the size of dim {dim}"
         )
     return call.apply("split", (dim, *sizes), call.grad_scale(grad_scale))
 
@@ -108,28 +111,28 @@ def gather_forward_split_backward(
     gather_sizes: Sequence[int] | torch.Tensor | None = None,
     grad_scale: str | float | None = "up",
 ) -> torch.Tensor:
-    """Concatenates all ranks' parts on every rank; each keeps its part of the gradient. Source: seed 003.
+    """Concatenate the shards of all ranks on every rank; keep this rank's shard of the gradient.
 
-    y = concat over p of x_p along dim. Backward communicates nothing: it is right where every rank holds the
-    same gradient of y, as when all compute the same loss from it.
+    As MindSpeed-MM does. y = concat over p of x_p along dim. Backward communicates nothing. It is exact if
+    every rank holds the same gradient of y, as when all ranks compute the same loss from y.
 
     Args:
-        input_: this rank's part, any strided tensor.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
+        input_: this rank's shard, any strided tensor.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
         dim: the dim to concatenate.
-        gather_sizes: one size for each rank, a list, tuple or 1-D int tensor; by default all ranks must hold
-            as much as this one.
-        grad_scale: this rank's part of the gradient is multiplied ("up") or divided ("down") by the group's
-            size, left as it is (None), or multiplied by a float.
+        gather_sizes: one local size per rank, as a list, tuple or 1-D int tensor. By default all ranks must
+            have the same size along `dim`.
+        grad_scale: what this rank's shard of the gradient is multiplied by: the world size ("up"), its
+            reciprocal ("down"), a float, or nothing (None).
 
     Returns:
-        A new contiguous tensor; in a group of one `input_` itself.
+        A new contiguous tensor; `input_` itself in a group of one rank.
 
     Raises:
-        ValueError: a dim out of range, gather_sizes[rank] other than the input's size, an unknown
-            grad_scale.
-        TypeError: sizes that are not ints, a gradient is recorded that its dtype cannot scale.
-        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+        ValueError: dim is out of range, gather_sizes[rank] is not the local size, or grad_scale is unknown.
+        TypeError: the sizes are not ints, or the dtype of a recorded gradient cannot be scaled.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     call = Call("gather_forward_split_backward", input_, process_group)
     try:
@@ -139,7 +142,7 @@ def gather_forward_split_backward(
             raise call.error(
                 "gather_sizes",
                 list(sizes),
-                f"{input_.size(dim)} at index {call.rank}, as rank {call.rank} holds that much of dim {dim}"
+                f"{input_.size(dim)} at index {call.rank}, rank {call.rank}'s size of dim {dim}"
                 + (". Did you split the local size?" if sum(sizes) == input_.size(dim) else ""),
             )
         return call.apply("gather", (dim, *sizes), call.grad_scale(grad_scale))
@@ -151,21 +154,22 @@ def gather_forward_split_backward(
 def load_balanced_split_forward_gather_backward(
     input_: torch.Tensor, process_group: Group, dim: int = 0
 ) -> torch.Tensor:
-    """Keeps two chunks of a sequence: with a causal mask all ranks have the same work. Source: seed 003.
+    """Keep two chunks of a sequence, which balances the work under a causal mask, as MindSpeed-MM does.
 
-    y on rank r = chunks r and 2P-1-r of x.chunk(2P, dim), for P ranks. Forward communicates nothing. Backward
-    is one exchange: gradients are gathered into natural order and divided by P.
+    On rank r of P: y = chunks r and 2P-1-r of x.chunk(2P, dim) (zigzag order). Forward communicates nothing.
+    Backward is one exchange: it gathers gradients into natural order and divides them by P.
 
     Args:
-        input_: any strided tensor, the same on all ranks; its extent in dim is a multiple of 2P.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
+        input_: any strided tensor, the same on all ranks. Its size along `dim` is a multiple of 2P.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
         dim: the dim to split.
 
     Returns:
-        A new contiguous tensor; in a group of one `input_` itself.
+        A new contiguous tensor; `input_` itself in a group of one rank.
 
     Raises:
-        ValueError: a dim out of range, an extent that is no multiple of 2P.
+        ValueError: dim is out of range, or its size is not a multiple of 2P.
     """
     call = Call("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=0)
     dim = call.dim("dim", dim)
@@ -176,22 +180,23 @@ def load_balanced_split_forward_gather_backward(
 def load_balanced_gather_forward_split_backward(
     input_: torch.Tensor, process_group: Group, dim: int = 0
 ) -> torch.Tensor:
-    """Undoes `load_balanced_split_forward_gather_backward`, in one exchange. Source: seed 003.
+    """Undo `load_balanced_split_forward_gather_backward` in one exchange, as MindSpeed-MM does.
 
-    Backward keeps this rank's two chunks of the gradient, multiplied by the P ranks; it communicates nothing,
-    and is right where every rank holds the same gradient of y.
+    Backward keeps this rank's two chunks of the gradient, times P. It communicates nothing, and is exact if
+    every rank holds the same gradient of y.
 
     Args:
-        input_: this rank's two chunks, any strided tensor; all ranks hold as much.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
+        input_: this rank's two chunks, any strided tensor. All ranks must have the same size along `dim`.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
         dim: the dim that was split.
 
     Returns:
-        A new contiguous tensor; in a group of one `input_` itself.
+        A new contiguous tensor; `input_` itself in a group of one rank.
 
     Raises:
-        ValueError: a dim out of range, an odd extent.
-        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+        ValueError: dim is out of range, or its size is odd.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     call = Call("load_balanced_gather_forward_split_backward", input_, process_group)
     try:
@@ -209,24 +214,25 @@ def packed_data_split_forward_gather_backward(
     sequence_lengths: Sequence[int] | torch.Tensor,
     dim: int = 0,
 ) -> torch.Tensor:
-    """Keeps this rank's part of each of several sequences that lie one behind the other. Source: seed 003.
+    """Keep this rank's shard of each of several packed sequences, as MindSpeed-MM does.
 
-    y on rank r = concat over sequences s of x_s.split(cal_split_sizes(len(x_s), P), dim)[r]. Forward
-    communicates nothing. Backward is one exchange, however many sequences there are: gradients are gathered
-    and divided by P.
+    On rank r: y = concat over sequences s of x_s.split(cal_split_sizes(len(x_s), P), dim)[r]. Forward
+    communicates nothing. Backward is one exchange for any number of sequences: it gathers gradients and
+    divides them by P.
 
     Args:
         hidden_states: the packed sequences, the same on all ranks; any strided tensor.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
-        sequence_lengths: a list, tuple or 1-D int tensor; they sum to the extent of dim. Any may be 0.
-        dim: the dim in which they lie.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
+        sequence_lengths: a list, tuple or 1-D int tensor. They sum to the size of `dim`; any may be 0.
+        dim: the dim along which the sequences are packed.
 
     Returns:
-        A new contiguous tensor; in a group of one `hidden_states` itself.
+        A new contiguous tensor; `hidden_states` itself in a group of one rank.
 
     Raises:
-        ValueError: a dim out of range, a length below 0, lengths that do not sum to the extent.
-        TypeError: lengths that are not ints.
+        ValueError: dim is out of range, a length is negative, or they do not sum to the size of `dim`.
+        TypeError: the lengths are not ints.
     """
     name = "packed_data_split_forward_gather_backward"
     call = Call(name, hidden_states, process_group, "hidden_states", exchanges=0)
@@ -242,26 +248,27 @@ def packed_data_gather_forward_split_backward(
     process_group: Group,
     dim: int = 0,
 ) -> torch.Tensor:
-    """Puts packed sequences together again: one exchange, however many there are. Source: seed 003.
+    """Gather packed sequences on every rank, in one exchange for any number of them, as MindSpeed-MM does.
 
-    y = concat over sequences s, over ranks p, of p's part of s. Backward keeps this rank's parts of the
-    gradient, multiplied by the P ranks; it communicates nothing, and is right where every rank holds the same
-    gradient of y.
+    y = concat over sequences s, over ranks p, of p's shard of s. Backward keeps this rank's shards of the
+    gradient, times P. It communicates nothing, and is exact if every rank holds the same gradient of y.
 
     Args:
-        local_hidden_states: this rank's parts, one behind the other; any strided tensor.
-        all_split_sizes: [P, sequences] what each rank holds of each sequence, as
-            `cal_split_sizes_multi` gives it; a tensor or a list of rows. Under torch.compile nested lists.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None (docs/topology.md).
-        dim: the dim in which they lie.
+        local_hidden_states: this rank's shards, packed; any strided tensor.
+        all_split_sizes: `[P, sequences]`, each rank's local size of each sequence, as
+            `cal_split_sizes_multi` returns it: a tensor or a list of rows (nested lists under torch.compile).
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
+        dim: the dim along which the sequences are packed.
 
     Returns:
-        A new contiguous tensor; in a group of one `local_hidden_states` itself.
+        A new contiguous tensor; `local_hidden_states` itself in a group of one rank.
 
     Raises:
-        ValueError: a dim out of range, sizes below 0, not a row for each rank, a row that is not this rank's.
-        TypeError: sizes that are not ints.
-        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+        ValueError: dim is out of range, a size is negative, a row is missing, or this rank's row does not
+            sum to its local size.
+        TypeError: the sizes are not ints.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     name = "packed_data_gather_forward_split_backward"
     call = Call(name, local_hidden_states, process_group, "local_hidden_states")
@@ -284,23 +291,23 @@ def packed_data_gather_forward_split_backward(
 def reorder_output(
     output: torch.Tensor, cp_rank: int, cp_size: int, cp_group: Group, dim: int = 0
 ) -> torch.Tensor:
-    """Puts chunks that lie in the order 0, 2P-1, 1, 2P-2, ... into natural order. Source: seed 003.
+    """Reorder zigzag chunks (0, 2P-1, 1, 2P-2, ...) into natural order, as MindSpeed-MM does.
 
-    So lie the parts of `load_balanced_split_forward_gather_backward` when they are gathered rank by rank. The
-    order is arithmetic: nothing is communicated, cp_rank and cp_group are there for callers that pass them.
+    This is the order of `load_balanced_split_forward_gather_backward`'s shards, concatenated by rank. Nothing
+    is communicated; MindSpeed-MM's callers pass cp_rank and cp_group.
 
     Args:
-        output: any strided tensor; its extent in dim is a multiple of 2 * cp_size.
-        cp_rank: not used.
+        output: any strided tensor. Its size along `dim` is a multiple of 2 * cp_size.
+        cp_rank: ignored.
         cp_size: P, the number of ranks.
-        cp_group: not used.
-        dim: the dim in which the chunks lie.
+        cp_group: ignored.
+        dim: the dim of the chunks.
 
     Returns:
         A new tensor of the same shape.
 
     Raises:
-        ValueError: cp_size below 1, an extent that is no multiple of 2 * cp_size, a dim out of range.
+        ValueError: cp_size is below 1, the size is not a multiple of 2 * cp_size, or dim is out of range.
     """
     cp_size, dim = as_named_int("reorder_output: cp_size", cp_size), as_named_int("reorder_output: dim", dim)
     if cp_size < 1:

@@ -1,4 +1,4 @@
-"""The size rule: how a dim is shared among ranks where nobody says otherwise."""
+"""The size rule: how a dim is sharded by default."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-_MOST_RANKS = 1 << 20  # a list for more would take all memory
+_MOST_RANKS = 1 << 20  # a list with an entry for each rank must fit into memory
 
 
 def share(total: int, world_size: int, rank: int) -> int:
-    """`rank`'s share of `total`: total // world_size, the remainder one each to the first ranks.
+    """Return `rank`'s local size of `total`: total // world_size, plus 1 on the first total % world_size.
 
-    Without a branch, so that a symbolic total stays symbolic under torch.compile.
+    It has no branch, so that a symbolic total stays symbolic under torch.compile.
     """
     return (total + world_size - 1 - rank) // world_size
 
@@ -37,13 +37,13 @@ def as_int(value: Any) -> int:
 
 
 def totals_of_share(size: int, world_size: int, rank: int) -> range:
-    """Return the totals of which `rank`'s share is `size`: the inverse of `share`."""
+    """Return the global sizes of which `rank`'s local size is `size`: the inverse of `share`."""
     first = (size - 1) * world_size + rank + 1
     return range(max(first, 0), first + world_size)
 
 
 def as_named_int(name: str, value: Any) -> int:
-    """`as_int`, whose error shows the argument's name and value."""
+    """Convert like `as_int`; the error shows the argument's name and value."""
     try:
         return as_int(value)
     except TypeError:
@@ -58,18 +58,18 @@ def _ranks(world_size: Any) -> int:
 
 
 def cal_split_sizes(dim_size: int | torch.Tensor, world_size: int) -> list[int]:
-    """The size of each rank's piece of a dim. Source: seed 003, `cal_split_sizes`.
+    """Return the local size of a dim on each rank, as MindSpeed-MM's `cal_split_sizes` does.
 
     Args:
-        dim_size: extent of the dim, at least 0; a 0-dim integer tensor is taken as well.
+        dim_size: the global size, at least 0; a 0-dim int tensor is accepted.
         world_size: number of ranks, at least 1.
 
     Returns:
         `world_size` sizes that sum to `dim_size`; the first `dim_size % world_size` are one larger.
 
     Raises:
-        ValueError: a size below 0, no ranks, or more than 2**20.
-        TypeError: a size or a number of ranks that is not an int.
+        ValueError: dim_size is negative, or world_size is not from 1 to 2**20.
+        TypeError: an argument is not an int.
     """
     total, world = as_named_int("dim_size", dim_size), _ranks(world_size)
     if total < 0:
@@ -78,18 +78,18 @@ def cal_split_sizes(dim_size: int | torch.Tensor, world_size: int) -> list[int]:
 
 
 def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) -> torch.Tensor:
-    """`cal_split_sizes` for several sequences at once. Source: seed 003, `cal_split_sizes_multi`.
+    """Return each rank's local sizes of several sequences, as MindSpeed-MM's `cal_split_sizes_multi` does.
 
     Args:
-        sizes: lengths of the sequences, each at least 0.
+        sizes: global lengths of the sequences, each at least 0.
         world_size: number of ranks, at least 1.
 
     Returns:
-        int64 tensor [world_size, len(sizes)]: row r holds rank r's share of each sequence.
+        An int64 tensor `[world_size, len(sizes)]`: row r holds rank r's local size of each sequence.
 
     Raises:
-        ValueError: a size below 0 or from 2**63 on, no ranks, or more than 2**20.
-        TypeError: sizes that are not ints.
+        ValueError: a size is negative or not below 2**63, or world_size is not from 1 to 2**20.
+        TypeError: the sizes are not ints.
     """
     given, world = _lengths(sizes), _ranks(world_size)
     totals = given.to(torch.int64).reshape(1, -1)
@@ -100,7 +100,7 @@ def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) 
 
 
 def _lengths(sizes: Any) -> torch.Tensor:
-    """As integers of any width; an empty list has no dtype of its own."""
+    """Convert to an int tensor; an empty list has no dtype of its own."""
     try:
         given = torch.as_tensor(sizes)
     except (OverflowError, RuntimeError):

@@ -234,13 +234,13 @@ def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
     library.ncclCommInitRank(ctypes.byref(native), world, Id.from_buffer_copy(ids[0]), rank)
     pointers, aborted = [native.value], []
     backend = SimpleNamespace(_comm_ptr=lambda: pointers[-1], abort=lambda: aborted.append(1))
-    before = nccl._nccl_backend, nccl.pg_wait.meet
-    nccl._nccl_backend, nccl.pg_wait.meet = lambda group: backend, lambda *args: None
+    before = nccl._nccl_backend, nccl.pg_wait.first_collective
+    nccl._nccl_backend, nccl.pg_wait.first_collective = lambda group: backend, lambda *args: None
     os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"  # no other is made
     try:
         comm = set_up(group)
     finally:
-        nccl._nccl_backend, nccl.pg_wait.meet = before
+        nccl._nccl_backend, nccl.pg_wait.first_collective = before
         os.environ.pop("STANDIN_NCCL_FAIL")
     x = torch.full((3, 5), float(rank))
     with Stream() as stream:

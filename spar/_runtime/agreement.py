@@ -1,8 +1,8 @@
-"""How the ranks of a group agree over its ProcessGroup: before each step, one all_gather of a few numbers.
+"""How the ranks of a group agree over its ProcessGroup: one all_gather of three ints before each step.
 
-A rank that fails takes part in the next agreement all the same, with the failure instead of its step, and
-does not wait: so its peers learn why, and every rank's collectives stay in step. Shared memory has the same
-protocol in C (csrc/ipc/group.h).
+A rank that fails takes part in the next agreement with its failure instead of a step, and does not wait. So
+its peers learn the reason, and all ranks issue the same collectives. The shm transport has the same protocol
+in C (csrc/ipc/group.h).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _OK, _FAILED, _OUT_OF_MEMORY = range(3)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short; torch's allocator for the CPU raises a plain RuntimeError."""
+    """Whether an allocation failed; torch's CPU allocator raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def agree(member: Member, op: str, step: int, describe: Callable[[], str], deadline: float) -> None:
-    """Return when every rank has come to the same step of the same call.
+    """Return once every rank has reached the same step of the same call.
 
-    The caller has done what can fail on one rank alone, and goes on without failing.
+    The caller must have done before what can fail on one rank alone.
 
     Args:
         member: this rank's state in the group.
         op: the operation's name, for messages.
-        step: what must be equal on all ranks: a call's signature, or a number for a stage of the set-up.
-        describe: this rank's step in words, asked for where ranks differ.
-        deadline: as time.monotonic counts.
+        step: an int that must be equal on all ranks: a call's signature, or a stage of the set-up.
+        describe: returns this rank's step in words; called only if ranks differ.
+        deadline: in seconds of time.monotonic().
 
     Raises:
-        MismatchError: the ranks differ, or one failed; the same on every rank that did not fail.
-        OutOfMemoryError: a rank failed for want of memory.
+        MismatchError: ranks differ, or one failed. Every rank that did not fail raises it.
+        OutOfMemoryError: a rank ran out of memory.
     """
     member.progress = SHARED
     pg_wait.settle(member, op, deadline)
@@ -62,7 +62,7 @@ def agree(member: Member, op: str, step: int, describe: Callable[[], str], deadl
 def announce_failure(member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
     """Take part in the peers' next agreement with a failure, without waiting for them.
 
-    memory: whether this rank is out of it.
+    memory: whether this rank ran out of memory.
     """
     member.progress = SHARED
     pg_wait.settle(member, op, deadline)
@@ -82,7 +82,7 @@ def _row(text: str) -> torch.Tensor:
 
 
 def mismatch(member: Member, op: str, texts: list[str]) -> MismatchError:
-    """The error that shows each rank's call; texts in rank order."""
+    """Return the error that shows each rank's call; texts are in rank order."""
     fewest = min(texts, key=texts.count)
     return MismatchError(
         f"{op} on rank {member.rank}: the ranks of group {member.name!r} make different calls; "
@@ -93,16 +93,16 @@ def mismatch(member: Member, op: str, texts: list[str]) -> MismatchError:
 
 
 def failure_text(error: BaseException) -> str:
-    """What the peers are told."""
+    """Return the text that is reported to the peers."""
     try:
         text = str(error)
-    except Exception as failure:  # of the exception's own __str__
+    except Exception as failure:  # raised by the exception's own __str__
         text = f"(its text raised {type(failure).__name__})"
     return f"{type(error).__name__}: {text}".replace("\0", "?").encode(errors="replace").decode()
 
 
 def mark_reported(error: BaseException) -> None:
-    """Note that the exception has been reported to the peers of the call in which it was raised."""
+    """Note that the exception was reported to the peers of the call that raised it."""
     with contextlib.suppress(AttributeError):
         error._spar_reported = True  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""A public operation's arguments, checked."""
+"""Check the arguments of a public operation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STRIDED = torch.strided
 
 
 def from_cumulative(numbers: Sequence[int]) -> Sequence[int]:
-    """The lengths between cu_seqlens; empty where the numbers cannot be cumulative."""
+    """Return the lengths between cu_seqlens; empty if the numbers cannot be cumulative."""
     if not numbers or numbers[0] != 0:
         return ()
     lengths = [end - begin for begin, end in itertools.pairwise(numbers)]
@@ -35,7 +35,7 @@ def cumulative_hint(lengths: Sequence[int]) -> str:
 
 
 class Call:
-    """A public operation's arguments, checked: each error names the value, the rank and what was expected."""
+    """One call of a public operation. Errors of its checks name the argument, its value and the rank."""
 
     __slots__ = ("before", "exchanges", "input", "name", "ndim", "place", "rank", "world")
 
@@ -47,7 +47,7 @@ class Call:
         what: str = "input_",
         exchanges: int = 1,
     ) -> None:
-        """exchanges: how many the forward makes at most, for which the peers wait if this rank fails."""
+        """exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails."""
         self.name = name
         self.input = input_
         self.exchanges = exchanges
@@ -63,12 +63,12 @@ class Call:
             if input_.layout is not _STRIDED:
                 raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
             if input_.is_nested:
-                raise self.type_error(what, "a nested tensor", "a strided tensor: each of its parts, say")
-            if input_.is_quantized:  # its scale and zero point are no part of its bytes
+                raise self.type_error(what, "a nested tensor", "a strided tensor, such as one of its parts")
+            if input_.is_quantized:  # an exchange would lose its scale and zero point
                 raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
             self.ndim = input_.dim()
             if self.ndim == 0:
-                raise self.error(what, "a tensor without dims", "at least one dim")
+                raise self.error(what, "a 0-dim tensor", "at least one dim")
         except BaseException as error:
             self.fail(error)
             raise
@@ -87,7 +87,7 @@ class Call:
         return f"{self.where}: {what} is {value}; expected {expected}"
 
     def fail(self, error: BaseException) -> None:
-        """Report to the peers what this rank failed with before its exchange, unless they know."""
+        """Report this rank's error to the peers that wait for its exchange, unless it was reported before."""
         device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
         if self.exchanges:
             ends = [count + self.exchanges for count in self.before]
@@ -95,7 +95,7 @@ class Call:
         name_operation(error, self.name)
 
     def places(self) -> tuple[Place, ...]:
-        """In all groups in which this call would exchange."""
+        """This rank's place in each group in which the call would exchange."""
         return (self.place,)
 
     def integer(self, what: str, value: int, expected: str = "an int") -> int:
@@ -152,7 +152,7 @@ class Call:
         return numbers
 
     def lengths(self, what: str, lengths: Sequence[int] | torch.Tensor) -> Args:
-        """Of sequences that lie one behind the other."""
+        """Convert the lengths of packed sequences to ints of at least 0."""
         if isinstance(lengths, torch.Tensor):
             lengths = self._from_tensor(what, lengths)
         if torch.compiler.is_compiling():  # the core checks them when it runs
@@ -168,7 +168,7 @@ class Call:
         except TypeError:
             raise self.type_error(what, repr(lengths)[:200], "a list, tuple or 1-D tensor of ints") from None
         if least < 0:
-            raise self.error(what, f"a list with {least} in it", "lengths of at least 0")
+            raise self.error(what, f"a list that contains {least}", "lengths of at least 0")
         if total >= 2**63:
             raise self.error(what, f"a list that sums to {total}", "a sum below 2^63")
         return tuple(lengths)
@@ -182,7 +182,7 @@ class Call:
             raise self.error(what, f"a list that sums to {total}", expected)
 
     def wrong_total(self, what: str, total: int, dim: int, fitting: Sequence[int]) -> ValueError:
-        """The error for a total that does not match the input's size; it names those that would."""
+        """Return the error for a global size that does not match the local size; it names those that do."""
         local, expected = self.input.size(dim), "an input that is even in that dim"
         if fitting:
             first, last = fitting[0], fitting[-1]
@@ -195,9 +195,10 @@ class Call:
         return self.error(what, total, expected)
 
     def table(self, what: str, table: torch.Tensor | Sequence[Sequence[int]]) -> tuple[int, int, Args]:
-        """Of what each rank holds of each sequence: their count, what this rank holds, the core's numbers.
+        """Read the local sizes of each sequence on each rank: `[world, sequences]`.
 
-        These are the sequences' lengths where they are cut by the size rule.
+        Returns the number of sequences, this rank's total, and the core's ints: the global lengths if the
+        sequences are sharded by `cal_split_sizes`, else the whole table.
         """
         if torch.compiler.is_compiling():
             rows = [list(row) for row in table]
@@ -216,11 +217,11 @@ class Call:
         sequences = sizes.size(1)
         least, own, numbers = _C.table(sizes.data_ptr(), self.world, sequences, self.rank)
         if least < 0:
-            raise self.error(what, f"a table with {least} in it", "sizes of at least 0")
+            raise self.error(what, f"a table that contains {least}", "sizes of at least 0")
         return sequences, own, numbers
 
     def zigzag(self, what: str, total: int, world: int) -> int:
-        """The total that is cut into two chunks for each of `world` ranks."""
+        """Return the global size; check that it divides into two chunks per rank of `world`."""
         if total % (2 * world):
             raise self.error(
                 what,
@@ -245,13 +246,13 @@ class Call:
         raise self.type_error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
 
     def apply(self, op: str, args: Args, grad_scale: Scale) -> torch.Tensor:
-        """Runs it, and records it where a gradient will be asked for."""
+        """Run the op, and record it if the input requires a gradient."""
         if self.world == 1 and grad_scale[0] == 1.0:
             return self.input
         return self.apply_steps(((self.place, op, args),), grad_scale)
 
     def apply_steps(self, steps: tuple[Step, ...], grad_scale: Scale) -> torch.Tensor:
-        """The same for one exchange after another, whose arguments all hold."""
+        """Run one op after another, likewise; all arguments are checked."""
         input_, records = self.input, self.input.requires_grad and torch.is_grad_enabled()
         if records and grad_scale[0] != 1.0 and input_.dtype not in SCALABLE:
             raise self.type_error(

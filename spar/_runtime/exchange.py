@@ -1,9 +1,8 @@
-"""One exchange as torch sees it: a dispatcher op, an autograd Function, and the shortest way around both.
+"""One exchange as torch sees it: a dispatcher op, an autograd Function, and a fast path around both.
 
-Every operation is linear: one exchange (or, for a split, one selection) with a factor. Its derivative is the
-inverse operation with the factor that `grad_scale` asks for; the derivative of that is the operation itself
-again. So a penalty on a gradient, which is differentiated twice, needs the same reduction of parameter
-gradients as the loss.
+Every operation is linear: one exchange (or, for a split, one selection) and a factor. Its derivative is the
+inverse operation with the factor of `grad_scale`; the derivative of that is the operation again. So a penalty
+on a gradient, which is differentiated twice, needs the same reduction of parameter gradients as the loss.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .tracing import OPS, Args, packed_index
 Scale = tuple[float, bool]  # the factor, and whether it divides
 ONE: Scale = (1.0, False)
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
-# what torch can copy between strides; other dtypes (int1, float4_e2m1fn_x2, ...) go as plain items
+# dtypes that torch can copy between strides; others (int1, float4_e2m1fn_x2, ...) are copied as plain items
 _COPYABLE = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -37,11 +36,11 @@ _profiled = torch._C._autograd._profiler_enabled
 # ---- the dispatcher op ----
 
 _library = torch.library.Library("spar", "DEF")
-# world and rank are part of the call: ranks share inductor's cache of graphs, and may hold other shapes
+# world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
 _library.define(
     "exchange(Tensor input, int group, int world, int rank, str op, SymInt[] args, float factor, bool divide,"
     " bool records, int[] then) -> Tensor",
-    # else a tracer runs it at once where the input is a constant: ranks that trace at other times would hang
+    # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
@@ -61,7 +60,7 @@ def _run_eager(
             if input_.is_conj() or input_.is_neg():
                 input_ = input_.resolve_conj().resolve_neg()
             return _copy_part(input_, place, operation)
-        if input_.is_meta:  # shape inference: nothing to exchange, but counted as the peers' calls are
+        if input_.is_meta:  # shape inference exchanges nothing, but counts as a call, as on the peers
             by_handle(place[0]).calls += 1
             return _exchange_shape(input_, *place, operation.op, operation.args)
         return by_handle(place[0]).exchange(operation, input_)
@@ -74,7 +73,7 @@ def _run_eager(
 
 
 def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
-    """How many calls this rank has made in each group; 0 under torch.compile, where none fails."""
+    """Return this rank's number of calls in each group; 0 under torch.compile, where no call fails."""
     if torch.compiler.is_compiling():
         return (0,) * len(places)
     return tuple([calls_on(place[0]) for place in places])
@@ -83,10 +82,10 @@ def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
 def report_failure(
     waiting: Iterable[tuple[Place, int]], op: str, device: str | None, error: BaseException
 ) -> None:
-    """Report to the peers of each group that this rank does not come to its next exchange, unless they know.
+    """Report to the peers of each group that this rank will not make its next exchange, unless they know.
 
-    waiting: the groups, each with its count of calls when this operation has made its exchanges there, after
-        which peers wait for none.
+    waiting: the groups, each with its number of calls once this operation has made its exchanges there. After
+        that the peers wait for none.
     """
     if torch.compiler.is_compiling() or is_reported(error) or device == "meta":
         return
@@ -123,7 +122,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 
 
 def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
-    """part times or divided by the factor: a view where that is 1 and the part contiguous as it lies."""
+    """Multiply or divide by the factor; return a view if the factor is 1 and the part is contiguous."""
     if factor != 1.0:
         return part / factor if divide else part * factor
     if part.dtype in _COPYABLE or part.is_contiguous():
@@ -132,7 +131,7 @@ def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
 
 
 def _copy_part(input_: torch.Tensor, place: Place, operation: Operation) -> torch.Tensor:
-    """What an op that communicates nothing selects, scaled: one copy."""
+    """Copy what an op without communication selects, and scale it, in one pass."""
     handle, world, rank = place
     op, args, factor, divide, _ = operation
     if not input_.is_cpu:
@@ -141,7 +140,7 @@ def _copy_part(input_: torch.Tensor, place: Place, operation: Operation) -> torc
     tensor = (input_.element_size(), input_.shape, input_.stride(), args)
     kind = SCALE_TYPES.get(input_.dtype, 0)
     capsule = None
-    if lends(handle):  # memory that was in use before: a new tensor's first touch takes longer than the copy
+    if lends(handle):  # reused memory: the page faults of a new tensor take longer than the copy
         capsule = _C.select(op, world, rank, tensor, input_.data_ptr(), kind, divide, factor)
     if capsule is not None:
         output = torch._C._from_dlpack(capsule)
@@ -163,10 +162,10 @@ def run(
     traced: bool | None = None,
     then: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """One exchange, or one selection; torch.profiler shows it by its op's name, as `spar::all_to_all`.
+    """Run one exchange or one selection; torch.profiler shows it as `spar::all_to_all`, say.
 
-    traced: what `_is_traced` returned, if the caller asked.
-    then: handles of groups whose next exchange follows from this one: they learn of its failure.
+    traced: the result of `_is_traced`, if the caller has it.
+    then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
     """
     op, args, factor, divide, _ = operation
     if place[1] == 1:
@@ -190,7 +189,7 @@ def run(
 def _run_traced(
     input_: torch.Tensor, place: Place, operation: Operation, then: tuple[int, ...]
 ) -> torch.Tensor:
-    """In ops that others see."""
+    """Run it in dispatched ops."""
     op, args, factor, divide, _ = operation
     select = OPS[op].select
     if select is not None:
@@ -205,7 +204,7 @@ Step = tuple[Place, str, Args]  # one exchange: where, which, how
 def run_steps(
     input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, traced: bool | None = None
 ) -> torch.Tensor:
-    """One exchange after another, the whole factor in the last."""
+    """Run one exchange after another; the last one applies the whole factor."""
     before = calls_before(tuple(step[0] for step in steps))
     try:
         for i in range(len(steps) - 1):
@@ -223,17 +222,17 @@ def run_steps(
 
 
 # An operation as autograd sees it: its steps, scale and grad_scale, whether it is traced, its name.
-# One argument, since torch spends time on each, forward and backward.
+# They are one argument, since torch spends time on each, in forward and backward.
 Recorded = tuple[tuple[Step, ...], Scale, Scale, bool, str]
 
 
 class SparExchange(torch.autograd.Function):
-    """y = scale * op(x), op in one or more steps; the gradient of x is grad_scale * inverse(that of y)."""
+    """Compute y = scale * op(x) in one or more steps; x's gradient is grad_scale * inverse(y's gradient)."""
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, call: Recorded) -> torch.Tensor:
         steps, scale, _, traced, _ = call
-        # groups that nobody else holds must live until backward
+        # keep the groups alive until backward
         groups: tuple[object, ...] = ()
         if not (traced and torch.compiler.is_compiling()):
             for place, _, _ in steps:
@@ -261,14 +260,14 @@ class SparExchange(torch.autograd.Function):
             raise
 
 
-# Function.apply without its look at functorch's wrappers, which takes as long as the rest of it
+# Function.apply without its check for functorch's wrappers, which takes as long as the rest of it
 _apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, SparExchange).apply
 
 
 def recorded(
     input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, name: str
 ) -> torch.Tensor:
-    """`run_steps`, with a gradient; an error in backward shows the operation's name."""
+    """Run the steps and record the gradient; an error in backward shows the operation's name."""
     if _is_traced(input_):
         return cast(torch.Tensor, SparExchange.apply(input_, (steps, scale, grad_scale, True, name)))  # type: ignore[no-untyped-call]
     return _apply_plain(input_, (steps, scale, grad_scale, False, name))

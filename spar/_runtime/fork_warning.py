@@ -1,8 +1,8 @@
-"""A warning in forked workers that hold an output of spar, whose memory the parent goes on using.
+"""Warn in forked workers that receive an output of spar, whose memory the parent continues to use.
 
-multiprocessing calls back in the children that it forks, such as DataLoader workers, but not in those of
-os.fork and subprocess. Only the worker's arguments are searched: most programs have live outputs when they
-fork workers that never see them.
+multiprocessing runs a callback in the children that it forks, such as DataLoader workers; os.fork and
+subprocess do not. Only a worker's arguments are searched: most programs hold outputs when they fork workers
+that never use them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 
 from .. import _C
 
-_MOST = 1000  # objects to look at: reading one copies its page in the child
+_MOST = 1000  # objects to search: reading one copies its page in the child
 
 
 @functools.cache
 def watch() -> None:
-    """Registers the callback, once per process; for when there is an arena."""
+    """Register the callback, once per process."""
     warned = mmap.mmap(-1, 1)  # children share it, so that one warns for all
     util.register_after_fork(_look, functools.partial(_look, warned))
 
@@ -48,7 +48,7 @@ def _look(warned: mmap.mmap, _: object) -> None:
 
 
 def _holds_output(roots: list[object]) -> bool:
-    """Whether a tensor in the arena is among the first objects that can be reached."""
+    """Whether a tensor in the arena is among the first objects that the roots refer to."""
     pending, seen = deque(roots), set[int]()
     while pending and len(seen) < _MOST:
         found = pending.popleft()

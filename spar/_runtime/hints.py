@@ -1,4 +1,4 @@
-"""What an error of an exchange says of the operation around it: its public name, and the sizes to pass."""
+"""Add to an exchange's error the public operation's name, and the sizes to pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROW = re.compile(r"^  rank ([\d, ]+): (all_to_all|gather) \[(.*?)\]: dim (\d+) 
 
 
 def name_operation(error: BaseException, name: str) -> None:
-    """Replace the core's op by the public operation in an error, and append which sizes would match."""
+    """Replace the core's op by the public operation's name in an error; append the sizes that would match."""
     if not isinstance(error, SparError) or error.op is None:
         return
     text = str(error)
@@ -27,9 +27,9 @@ def name_operation(error: BaseException, name: str) -> None:
 
 
 def _sizes_held(text: str) -> tuple[int, list[int]] | None:
-    """The gathered dim and each rank's size of it, where the calls of a MismatchError differ in that alone.
+    """Return the gathered dim and each rank's size of it, if the calls of a MismatchError differ in that.
 
-    None where the caller passed the sizes: a call then expects different sizes of its ranks.
+    None if the caller passed the sizes: a call then expects different sizes of its ranks.
     """
     rows = _ROW.findall(text)
     if len(rows) != text.count("\n"):
@@ -46,7 +46,7 @@ def _sizes_held(text: str) -> tuple[int, list[int]] | None:
 
 
 def _advice(name: str, sizes: list[int]) -> str | None:
-    """What to pass where the ranks hold these sizes of the gathered dim."""
+    """Return what to pass if the ranks hold these sizes of the gathered dim."""
     total, world = sum(sizes), len(sizes)
     by_rule = [share(total, world, rank) for rank in range(world)]
     exact = f"pass gather_size={total}, their sum"

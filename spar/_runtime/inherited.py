@@ -1,7 +1,4 @@
-"""Process groups that a forked child inherits.
-
-It cannot exchange on them: their threads and connections stay with the parent.
-"""
+"""Process groups that a forked child inherits. It cannot use them: their threads stay with the parent."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _made_by: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def maker(group: dist.ProcessGroup) -> int:
-    """Return the id of the process that made a group."""
+    """Return the id of the process that created a group."""
     return _made_by.get(group, process)
 
 

@@ -1,8 +1,8 @@
-"""Where the ranks are, for the message of a call that does not end.
+"""The last call of each rank and the state of its process, for the error of a call that does not end.
 
-With shared memory a rank looks into its peers' (csrc/ipc/last_call.h). Elsewhere each tells it through the
-store that its ranks met in, of calls that have waited for half a second, and when it gives up.
-Threads use the store: one whose server is stopped or gone does not answer.
+The shm transport reads them from shared memory (csrc/ipc/last_call.h). Elsewhere each rank publishes them in
+torch.distributed's store, once a call has waited for half a second and when it gives up. Threads use the
+store, since one whose server is stopped or gone does not answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
 _ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
-_PATIENCE = 0.5  # seconds, for what the others say when this rank gives up
+_PATIENCE = 0.5  # seconds to wait for the peers' last calls when this rank gives up
 
 
 class CallStatus(NamedTuple):
-    """The newest call that a rank told of."""
+    """The newest call that a rank published."""
 
     state: str  # "is in", "has ended", or the name of the error with which it gave up
     op: str
@@ -42,7 +42,7 @@ class CallStatus(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the ranks of a group have told, by rank; None: not a word."""
+    """The newest call that each rank of a group published; None: it published nothing."""
 
     places: list[CallStatus | None]
 
@@ -50,7 +50,7 @@ class Report(NamedTuple):
         return listing([str(place or "has told of no call that waited") for place in self.places])
 
     def absent(self, member: Member, states: tuple[str, ...]) -> tuple[int, ...]:
-        """Ranks that are not known to be in the group's present call, in one of these states."""
+        """Return the ranks that did not publish the group's current call in one of these states."""
         return tuple(
             rank
             for rank, place in enumerate(self.places)
@@ -68,8 +68,8 @@ def listing(rows: list[str]) -> str:
     return f"\nthe newest call of each rank, on any group:\n{by_rank(rows)}"
 
 
-def _meeting_place(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
-    """The store that all ranks know, and the group's global ranks; None where torch knows no such group."""
+def _shared_store(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
+    """Return the store that all ranks share, and the group's global ranks; None if torch does not know it."""
     from torch.distributed import distributed_c10d as c10d
 
     with contextlib.suppress(Exception):
@@ -77,9 +77,9 @@ def _meeting_place(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
     return None
 
 
-def tell(member: Member, op: str, state: str) -> None:
-    """Leaves word for the others; does not wait."""
-    found = _meeting_place(member.group)
+def publish(member: Member, op: str, state: str) -> None:
+    """Publish this rank's call, without waiting."""
+    found = _shared_store(member.group)
     if found is not None:
         place = CallStatus(state, op, member.calls, member.name)
         threading.Thread(target=_put, args=(*found, member.rank, place), daemon=True).start()
@@ -95,8 +95,8 @@ def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
 
 
 def report(member: Member, op: str, state: str) -> Report | None:
-    """Leaves word that this rank gives up; what the others told. None where the store does not answer."""
-    found = _meeting_place(member.group)
+    """Publish that this rank gives up; return what the peers published, or None if the store is silent."""
+    found = _shared_store(member.group)
     if found is None:
         return None
     store, ranks = found
@@ -132,31 +132,31 @@ def named(member: Member, ranks: tuple[int, ...]) -> str:
 
 
 def watch(member: Member) -> None:
-    """From now on the ends of the group's processes on this host are seen; a descriptor for each."""
+    """Open a pidfd for each of the group's processes on this host, so that their deaths are noticed."""
     for process in member.processes():
         if process not in _pidfds:
-            _pidfds[process] = _C.watch(*process)  # of an _UNKNOWN one no death is seen
+            _pidfds[process] = _C.watch(*process)  # the death of an _UNKNOWN process is not noticed
 
 
 def dead(member: Member) -> tuple[int, ...]:
-    """Ranks whose process lived on this host at the group's set-up, and does not any more."""
+    """Return the ranks whose process on this host has ended since the group's set-up."""
     return tuple(rank for rank, process in enumerate(member.processes()) if _ended(process))
 
 
 def _ended(process: tuple[int, int]) -> bool:
     pidfd = _pidfds.get(process, _ELSEWHERE)
-    if pidfd == _BUSY:  # it lived; as long as it does, its address is in use
+    if pidfd == _BUSY:  # it was alive; while it is, its address is in use
         found = _C.watch(*process)
         pidfd = _pidfds[process] = {_ELSEWHERE: _DEAD, _UNKNOWN: _BUSY}.get(found, found)
     if pidfd < 0:
         return pidfd == _DEAD
-    poll = select.poll()  # of any number, as select is not
+    poll = select.poll()  # select.select is limited to 1,023 descriptors
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def unreachable(member: Member, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Those among them that are dead, or do not answer on this host."""
+    """Return those of the ranks that are dead, or not reachable on this host."""
     gone = dead(member)
     elsewhere = {
         rank

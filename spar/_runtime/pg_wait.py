@@ -1,7 +1,7 @@
-"""Wait on a ProcessGroup so that Ctrl-C and time limits hold, and translate its errors into spar's.
+"""Wait for a ProcessGroup's collectives so that Ctrl-C and timeouts work; translate its errors into spar's.
 
-A blocking gloo call ignores Ctrl-C, so each collective is issued with the remaining limit and polled.
-Destroying a group waits for its collectives, so one that may never end keeps its group alive, also at exit.
+A blocking gloo call ignores Ctrl-C, so each collective is issued with the remaining time and polled.
+Destroying a group waits for its collectives, so one that may never end keeps its group alive, even at exit.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .member import Member
 from .pg_info import wire_device
 
 _SLICE = datetime.timedelta(milliseconds=50)
-_TELL_AFTER = 0.5  # seconds of waiting, before this rank tells where it is and looks at the others' processes
+_PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call and checks the peers' processes
 
 
 @dataclass(frozen=True, eq=False)
 class Unfinished:
-    """A collective that this rank issued and did not wait for: the backend's threads still use it."""
+    """A collective that this rank issued and did not wait for; the backend's threads still use it."""
 
     group: dist.ProcessGroup
-    work: dist.Work | None  # None: an exception came while it was issued
+    work: dist.Work | None  # None: an exception interrupted its issue
     buffers: tuple[torch.Tensor, ...]
 
     def is_over(self) -> bool:
@@ -46,7 +46,7 @@ _unfinished: list[Unfinished] = []
 
 
 def forget_finished() -> None:
-    """Let go of what has ended meanwhile, and of its groups."""
+    """Release the collectives that have ended, and their groups."""
     for collective in list(_unfinished):
         if collective.is_over():
             with contextlib.suppress(ValueError):  # another thread was quicker
@@ -55,14 +55,14 @@ def forget_finished() -> None:
 
 @atexit.register
 def _outlive_the_process() -> None:
-    """Leak what is unfinished: its group's destructor would hold the exit until the collective's limit."""
+    """Leak unfinished collectives: their groups' destructors would delay the exit until they time out."""
     for collective in _unfinished:
         if not collective.is_over():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(collective))
 
 
 def _options(kind: Any, member: Member, op: str, deadline: float) -> Any:
-    """A collective's options, with the time that is left as its own limit."""
+    """Return a collective's options, with the remaining time as its timeout."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise _give_up(member, op, ExchangeTimeoutError, "the limit had passed before anything was sent")
@@ -72,7 +72,7 @@ def _options(kind: Any, member: Member, op: str, deadline: float) -> Any:
 
 
 def _give_up(member: Member, op: str, error: type[SparError], text: str) -> SparError:
-    """Breaks the group for good; returns what to raise, with what the other ranks tell of themselves."""
+    """Break the group for good; return the error, with the last call that each peer published."""
     said = peer_status.report(member, op, error.__name__)
     if error is PeerLostError and said is not None and said.somebody(member, ExchangeTimeoutError.__name__):
         error = ExchangeTimeoutError  # who reached its limit hung up
@@ -91,7 +91,7 @@ def _give_up(member: Member, op: str, error: type[SparError], text: str) -> Spar
 def _causes(
     member: Member, error: type[SparError], said: peer_status.Report | None
 ) -> tuple[str, tuple[int, ...]]:
-    """Why a call does not end, and which ranks it is for."""
+    """Return why a call does not end, and the ranks that cause it."""
     gave_up = (PeerLostError.__name__, ExchangeTimeoutError.__name__)
     if error is ExchangeTimeoutError:
         ranks = said.absent(member, ("is in", *gave_up)) if said is not None else ()
@@ -114,12 +114,12 @@ def _translate(member: Member, op: str, error: Exception) -> SparError:
 
 
 def _is_from_handler(error: Exception) -> bool:
-    """Whether a Python function raised it, as a signal's handler does, and not the call in this frame."""
+    """Whether a Python function raised it, such as a signal handler, rather than the call in this frame."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
 def _ended(member: Member, op: str, work: dist.Work) -> bool:
-    """Wait one slice; raise what the work failed with, in spar's terms."""
+    """Wait for one slice of time; raise the work's failure as an error of spar's."""
     try:
         work.wait(_SLICE)
     except RuntimeError as error:
@@ -128,37 +128,37 @@ def _ended(member: Member, op: str, work: dist.Work) -> bool:
         if not work.is_completed():
             return False
         try:
-            work.wait()  # it ended while the slice did: now it reports how
+            work.wait()  # it ended with the slice: now it reports how
         except RuntimeError as reason:
             raise _translate(member, op, reason) from reason
     return True
 
 
 def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> None:
-    """Wait for one collective; what ends the wait early breaks the group and keeps the buffers alive."""
+    """Wait for one collective; whatever ends the wait early breaks the group and keeps the buffers alive."""
     work = collective.work
     if work is None:
         raise _give_up(
             member, op, TransportError, "an exception interrupted an earlier collective of this group"
         )
-    begun, told, tell_at = 0, False, time.monotonic() + _TELL_AFTER
+    begun, published, publish_at = 0, False, time.monotonic() + _PUBLISH_AFTER
     try:
         begun = _C.begin(member.name, op, member.calls)
         if collective.buffers[0].device.type != "cpu":
-            work.wait()  # puts the wait into the device's own queue
+            work.wait()  # enqueues the wait on the device
             return
         while not _ended(member, op, work):
             if member.closing:
                 raise member.broken_error(op)
-            if time.monotonic() > deadline + 1.0:  # its own limit is the deadline: let it speak first
+            if time.monotonic() > deadline + 1.0:  # the backend should have timed out before
                 raise _give_up(member, op, ExchangeTimeoutError, "")
-            if not told and time.monotonic() > tell_at:
-                peer_status.tell(member, op, "is in")
-                told = True
-            if told and peer_status.dead(member):  # gloo tells its neighbours alone
+            if not published and time.monotonic() > publish_at:
+                peer_status.publish(member, op, "is in")
+                published = True
+            if published and peer_status.dead(member):  # gloo reports a death to the neighbours only
                 raise _give_up(member, op, PeerLostError, "")
-        if told:
-            peer_status.tell(member, op, "has ended")
+        if published:
+            peer_status.publish(member, op, "has ended")
     except BaseException:
         if not work.is_completed() and collective not in _unfinished:
             _unfinished.append(collective)
@@ -170,7 +170,7 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> N
 def _issue(
     member: Member, op: str, buffers: tuple[torch.Tensor, ...], issue: Callable[[], dist.Work]
 ) -> Unfinished:
-    """Issue one collective; its buffers outlive an exception that comes meanwhile."""
+    """Issue one collective; keep its buffers alive if an exception interrupts that."""
     group, work = member.group, None
     try:
         work = issue()
@@ -193,12 +193,12 @@ def _issue_all_gather(
 
 
 def announce(member: Member, rows: list[torch.Tensor], op: str, deadline: float) -> None:
-    """Take part in an all_gather of each row without waiting for the peers; `settle` does so later."""
+    """Take part in an all_gather of each row without waiting for the peers; `settle` waits later."""
     _unfinished.extend(_issue_all_gather(member, own, op, deadline)[0] for own in rows)
 
 
 def settle(member: Member, op: str, deadline: float) -> None:
-    """Wait for the collectives of this group that this rank issued earlier and did not wait for."""
+    """Wait for the group's collectives that this rank issued without waiting."""
     if not _unfinished:
         return
     group = member.group
@@ -208,14 +208,14 @@ def settle(member: Member, op: str, deadline: float) -> None:
 
 
 def all_gather(member: Member, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
-    """Gather every rank's `own` (same shape and dtype) on the CPU, in rank order."""
+    """Gather `own` of every rank (same shape and dtype) on the CPU, in rank order."""
     collective, rows = _issue_all_gather(member, own, op, deadline)
     _wait(member, op, collective, deadline)
     return [row.cpu() for row in rows]
 
 
-def meet(member: Member, device: torch.device, op: str, deadline: float) -> None:
-    """A tiny collective on a device: in a group's first one there torch makes its communicator."""
+def first_collective(member: Member, device: torch.device, op: str, deadline: float) -> None:
+    """Run a small collective on a device, in which torch creates the group's communicator there."""
     group = member.group
     with torch.cuda.device(device):
         one = torch.zeros(1, device=device)
@@ -238,7 +238,7 @@ def all_to_all(
     sent_sizes: list[int],
     deadline: float,
 ) -> None:
-    """One uneven all_to_all of bytes: flat uint8 tensors, sizes for each rank."""
+    """Exchange bytes of any sizes between all ranks: flat uint8 tensors, one size per rank."""
     group = member.group
     options = _options(AllToAllOptions, member, op, deadline)
     collective = _issue(

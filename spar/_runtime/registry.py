@@ -24,7 +24,7 @@ _finalizers: dict[int, weakref.finalize[..., Any]] = {}  # by handle: forgets th
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child: a thread of the parent may have held it."""
+    """Replace the lock in a forked child: a thread of the parent may hold it."""
     global _create
     _create = threading.RLock()
 
@@ -33,7 +33,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
-    """The group's communicator, made at its first use."""
+    """Return the group's communicator; create it at its first use."""
     found = _by_group.get(id(group))
     if found is None:
         group = _real(group)
@@ -50,18 +50,18 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
 
 
 def _real(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Under torch.compile a group is a wrapper around it."""
+    """Unwrap the group, which torch.compile wraps."""
     return getattr(group, "real_obj", group)
 
 
 def _forget(group: int, handle: int) -> None:
-    """The group is gone, or spar's part in it: its id may be another one's soon, its handle is used up."""
+    """Forget a group that was destroyed or closed; its id may be reused, its handle is not."""
     for known, key in ((_by_group, group), (_by_handle, handle), (_finalizers, handle)):
         known.pop(key, None)
 
 
 def by_handle(handle: int) -> Communicator:
-    """The communicator of a handle; an error where its group is gone."""
+    """Return the communicator of a handle; raise if its group is gone."""
     found = _by_handle.get(handle)
     if found is None:
         raise SparError("the process group of this call was destroyed, or closed")
@@ -69,13 +69,13 @@ def by_handle(handle: int) -> Communicator:
 
 
 def calls_on(handle: int) -> int:
-    """How many calls of a handle's group this rank has made."""
+    """Return how many calls this rank has made on a handle's group."""
     found = _by_handle.get(handle)
     return 0 if found is None else found.calls
 
 
 def lends(handle: int) -> bool:
-    """Whether tensors that this group gives out may lie in shared memory (SPAR_OUTPUT)."""
+    """Whether the group's outputs may be in shared memory (SPAR_OUTPUT)."""
     found = _by_handle.get(handle)
     return found is not None and not found.own_output
 

@@ -1,6 +1,6 @@
-"""Set a group's transport up: the ranks exchange their facts, choose alike, and connect. Collective.
+"""Set up a group's transport: ranks exchange what each offers, make the same choice, and connect. Collective.
 
-A rank that fails in it is reported to its peers, who raise too; the next call begins anew.
+A rank that fails reports that to its peers, which raise, too. The next call starts again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What the C core calls an op, as far as Python must know it: its output's shape, its inverse, its selection.
+"""The shape rules of the core's ops, repeated here for symbolic ints; their inverses and selections.
 
-The shapes are arithmetic without branches on extents, so that symbolic ones stay so under torch.compile.
+They are arithmetic without branches on sizes, so that symbolic sizes stay symbolic under torch.compile.
+csrc/ops has the same rules for concrete sizes.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def constant(function: _F) -> _F:
-    """What torch.compiler.assume_constant_result does, without its import of torch._dynamo (1.4 s).
+    """Mark a function as torch.compiler.assume_constant_result does, without importing torch._dynamo (1.4 s).
 
-    Under torch.compile the function is evaluated while tracing; its result is a constant of the compiled
-    code, which dynamo guards by the identity of the group. A look-up that it traced would not be guarded.
+    torch.compile evaluates the function while tracing. Its result is a constant of the compiled code, which
+    dynamo guards by the identity of the group. A look-up that dynamo traced would not be guarded.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class Op(NamedTuple):
-    """shape(extents, args, world, rank) changes an input's extents into the output's.
+    """One op of the core.
 
-    inverse(an input's extents, args, world) gives the op that undoes it, and its args.
-    local: it communicates nothing. select(input, args, world, rank) then gives its output in torch's own
-    words, a view where that can be; None where these cannot be traced.
+    Attributes:
+        shape: shape(sizes, args, world, rank) turns the input's sizes into the output's, in place.
+        inverse: inverse(input sizes, args, world) returns the op that undoes it, and its args.
+        local: whether it communicates nothing.
+        select: select(input, args, world, rank) returns a local op's output in torch ops, as a view if
+            possible; None if they cannot be traced.
     """
 
     shape: Callable[[list[int], Args, int, int], None]
@@ -41,7 +45,7 @@ class Op(NamedTuple):
 
 
 def share_start(total: int, world: int, rank: int) -> int:
-    """Where `rank`'s share of `total` begins: the size rule, as `share`."""
+    """Return the offset of `rank`'s shard of `total`, whose size is `share`."""
     return rank * (total // world) + min(rank, total % world)
 
 
@@ -89,7 +93,7 @@ def _zigzag_gather_shape(shape: list[int], args: Args, world: int, rank: int) ->
 
 
 def _select_zigzag(input_: torch.Tensor, args: Args, world: int, rank: int) -> torch.Tensor:
-    """Of the ring rank's two chunks, laid behind one another, the inner rank's share."""
+    """Return the inner rank's share of the ring rank's two chunks, which are laid one behind the other."""
     dim, inner, total = args
     outer = world // inner
     ring, chunk = rank % outer, total // (2 * outer)
@@ -108,7 +112,7 @@ def _select_zigzag(input_: torch.Tensor, args: Args, world: int, rank: int) -> t
 
 
 def _packed_sizes(args: Args, world: int, rank: int) -> list[int]:
-    """What the ring rank of `rank` holds of each sequence."""
+    """Return the ring rank's local size of each sequence."""
     _, inner, sequences, *numbers = args
     outer = world // inner
     ring = rank % outer
@@ -127,7 +131,7 @@ def _packed_gather_shape(shape: list[int], args: Args, world: int, rank: int) ->
 
 
 def packed_index(args: Args, world: int, rank: int) -> torch.Tensor:
-    """The places of what `rank` holds, in the whole: for devices whose copies C cannot do."""
+    """Return the global index of each item that `rank` holds, for devices on which C does not copy."""
     _, inner, sequences, *flat = args
     outer = world // inner
     ring, numbers = rank % outer, torch.tensor(flat, dtype=torch.int64)

@@ -38,7 +38,7 @@ class Device:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self._backend = _nccl_backend(member.group)
         if self._backend is not None:
-            pg_wait.meet(member, torch.device("cuda", self.index), op, deadline)
+            pg_wait.first_collective(member, torch.device("cuda", self.index), op, deadline)
 
     def native(self) -> int:
         """torch's ncclComm_t as it is now: once aborted or destroyed, another one, or 0."""
