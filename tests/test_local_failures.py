@@ -238,6 +238,48 @@ def test_an_exception_from_a_signal_handler_breaks_the_group(
     assert finish(processes, 30) == [0, 0]
 
 
+def is_alarmed_while_waiting(rank: int, folder: Path, where: str) -> None:
+    group = dist.new_group([0, 1])
+    if where == "a call":
+        in_step(rank, 2, group)
+    dist.barrier()
+    if rank == 1:
+        assert not told(folder, 0)
+        return
+    raised: list[BaseException] = []
+
+    def gathers() -> None:
+        try:
+            gather(torch.zeros(2), group, 0)
+        except spar.SparError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=gathers)
+    thread.start()
+    signal.signal(signal.SIGALRM, sound)
+    signal.setitimer(signal.ITIMER_REAL, 0.4)
+    begin = time.monotonic()
+    time.sleep(0.1)  # the other thread has the turn
+    with pytest.raises(Alarm):
+        gather(torch.zeros(2), group, 0)
+    assert time.monotonic() - begin < 1.5
+    thread.join(2)
+    assert not thread.is_alive()
+    assert isinstance(raised[0], spar.GroupBrokenError), raised
+    with pytest.raises(spar.GroupBrokenError, match=r"another thread's call|went off"):
+        gather(torch.zeros(2), group, 0)
+    tell(folder, 0, "")
+
+
+@pytest.mark.parametrize("where", ["the set-up", "a call"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_exception_ends_the_wait_for_another_threads_call(
+    tmp_path: Path, transport: str, where: str
+) -> None:
+    processes = start(is_alarmed_while_waiting, 2, tmp_path, where, SPAR_TRANSPORT=transport)
+    assert finish(processes, 30) == [0, 0]
+
+
 # ---- close during a call ----
 
 

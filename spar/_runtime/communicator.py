@@ -54,8 +54,9 @@ class Communicator(Member):
         """Exchange one tensor; the output is new, contiguous, and this rank's own."""
         deadline = self.deadline()
         thread = self._enter(operation.op)
+        before = None
         try:
-            with self._lock:  # Python looks for signals after it, and not before its release is sure
+            with self._lock:  # Python runs signal handlers after it, once its release is sure
                 before = self.calls
                 try:
                     self._owner = thread
@@ -68,6 +69,10 @@ class Communicator(Member):
                     raise
                 finally:
                     self._owner = None
+        except BaseException as error:
+            if before is None:
+                self._interrupt(operation.op, error)
+            raise
         finally:
             if self.closing:
                 self._close_when_idle()
@@ -143,16 +148,32 @@ class Communicator(Member):
         for channel in self.channels.values():
             channel.give_up(op, self.broken)
 
+    def _interrupt(self, op: str, error: BaseException) -> None:
+        """Break the group from a thread that a signal handler's exception took out of the wait for its turn.
+
+        The peers wait for its call. It cannot be reported before the other thread's call ends, which may take
+        until the timeout: so that call is aborted.
+        """
+        mark_reported(error)
+        if self.broken is None:
+            self.broken = (
+                f"{op} was interrupted on rank {self.rank} while another thread's call was in progress"
+            )
+        self._abort()
+
+    def _abort(self) -> None:
+        for channel in tuple(self.channels.values()):
+            channel.abort()
+        if self.connecting is not None:
+            self.connecting.abort()
+
     def close(self) -> None:
         """End spar's use of the group, without waiting; a call under way raises GroupBrokenError."""
         if self.process != inherited.process:  # a thread of the parent may have held the lock at the fork
             return
         self.broken = "it was closed"
         self.closing = True
-        for channel in tuple(self.channels.values()):
-            channel.abort()
-        if self.connecting is not None:
-            self.connecting.abort()
+        self._abort()
         self._close_when_idle()
 
     def _close_when_idle(self) -> None:
@@ -187,6 +208,7 @@ class Communicator(Member):
     def turn(self, op: str, device: str | None = None) -> Iterator[None]:
         """Around what is no exchange, but has a place in the group's order: its calls run one at a time."""
         thread = self._enter(op)
+        before = None
         try:
             with self._lock:
                 before = self.calls
@@ -201,6 +223,10 @@ class Communicator(Member):
                     raise
                 finally:
                     self._owner = None
+        except BaseException as error:
+            if before is None:
+                self._interrupt(op, error)
+            raise
         finally:
             if self.closing:
                 self._close_when_idle()

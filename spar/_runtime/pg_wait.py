@@ -148,7 +148,7 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> N
             work.wait()  # enqueues the wait on the device
             return
         while not _ended(member, op, work):
-            if member.closing:
+            if member.broken is not None:  # another thread closed the group, or was interrupted
                 raise member.broken_error(op)
             if time.monotonic() > deadline + 1.0:  # the backend should have timed out before
                 raise _give_up(member, op, ExchangeTimeoutError, "")
