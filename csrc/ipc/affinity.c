@@ -1,12 +1,12 @@
-/* Ranks that share cores, spread over them. A rank that looks for others takes its core as if it computed: the kernel
- * may leave three on one core and one on another for hundreds of calls. */
+/* SPAR_AFFINITY=1: spreads ranks that share cores over them. A spinning rank looks busy to the scheduler, which may
+ * leave three ranks on one core and one on another for hundreds of calls. */
 #include "ipc/mailbox.h"
 
 #include "base/cores.h"
 
 #include <sched.h>
 
-/* A move takes 75 us, and who has moved rests for so long: the kernel may know better. */
+/* A move takes 75 us. The least time between two moves of a rank: the kernel may balance better. */
 static const int64_t REST_NS = 5000000;
 
 void spar_group_share_cores(spar_group *g, int local_ranks)
@@ -17,9 +17,14 @@ void spar_group_share_cores(spar_group *g, int local_ranks)
     g->fair_share = local_ranks > g->world ? g->world : (g->world + cores - 1) / cores;
 }
 
+void spar_group_allow_moves(spar_group *g)
+{
+    g->may_move = !g->own_core;
+}
+
 void spar_group_note_core(spar_group *g)
 {
-    if (!g->own_core)
+    if (g->may_move)
         __atomic_store_n(&g->own->core, sched_getcpu(), __ATOMIC_RELAXED);
 }
 
@@ -31,7 +36,7 @@ static int core_of(const spar_group *g, int rank)
 void spar_group_spread(spar_group *g)
 {
     int here = core_of(g, g->rank), crowd = 0;
-    if (g->own_core || here < 0 || !g->look_ns || g->world <= g->fair_share)
+    if (!g->may_move || here < 0 || !g->look_ns || g->world <= g->fair_share)
         return;
     for (int rank = 0; rank < g->world; rank++)
         if (core_of(g, rank) == here) {

@@ -192,6 +192,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
     memset(g->own, 0, (size_t)(own_length(world) + room));
     g->own->world = world;
     g->own->rank = rank;
+    g->own->core = -1;
     memcpy(g->own->magic, MAGIC, sizeof MAGIC);
     g->boxes[rank] = g->own;
     *offset = spar_memory_offset(g->memory);

@@ -61,6 +61,9 @@ const char *spar_group_text(const spar_group *group, int rank);
 /* How long to spin before sleeping, in ns, instead of what the cores suggest. */
 void spar_group_spin(spar_group *group, int64_t spin_ns);
 
+/* SPAR_AFFINITY=1: where ranks share cores, calls may move the calling thread to another core. */
+void spar_group_allow_moves(spar_group *group);
+
 /* Taken around a whole call, after the GIL is released. */
 pthread_mutex_t *spar_group_lock(spar_group *group);
 

@@ -14,7 +14,7 @@ typedef struct {
     uint32_t broken_call; /* in which call the first rank did */
     _Alignas(64) uint64_t signature;
     uint32_t status;
-    int32_t core; /* on which the rank runs, where ranks share cores */
+    int32_t core; /* on which the rank runs, if it may move; else -1 */
     int64_t offsets[SPAR_GROUP_TENSORS];
     char text[SPAR_GROUP_TEXT];   /* of the call, where ranks disagree; valid when told or failed */
     char reason[SPAR_GROUP_TEXT]; /* of `broken` */
@@ -33,6 +33,7 @@ struct spar_group {
     int disagreed;               /* the newest call ended in a disagreement: texts holds it */
     int64_t look_ns, looking_ns; /* before sleeping: at most; now, where ranks share cores */
     int own_core;                /* whether each rank of this host has one */
+    int may_move;                /* whether ranks share cores, with SPAR_AFFINITY=1 */
     int fair_share;              /* ranks on a core, where it has more than one */
     int64_t rests_until_ns;      /* before it moves to another core again */
     spar_memory *memory;
@@ -64,11 +65,11 @@ spar_status spar_group_await(spar_group *group, enum spar_word which, uint32_t c
 /* How the ranks of this host, of all groups, share its cores. */
 void spar_group_share_cores(spar_group *group, int local_ranks);
 
-/* Before this rank's words are shown: says on which core it runs. */
+/* Before this rank's words are published: stores its core, if it may move. */
 void spar_group_note_core(spar_group *group);
 
-/* After everybody's words were read: moves this thread where more ranks than its fair share are on its core. It may run
- * on the same cores as before. */
+/* After all ranks' words were read: moves this thread, if it may move, off a core with more ranks than its fair share.
+ * Restores the thread's affinity mask. */
 void spar_group_spread(spar_group *group);
 
 /* The status, reason and call of a rank that gave up; SPAR_OK where none did. This rank then gives up, too. */

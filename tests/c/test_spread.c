@@ -1,5 +1,6 @@
 /* Spreading over cores: from any placement, with whatever the others say, in a world whose cores are numbers. */
 #define spar_group_share_cores share_cores_of_test
+#define spar_group_allow_moves allow_moves_of_test
 #define spar_group_note_core note_core_of_test
 #define spar_group_spread spread_of_test
 #define spar_cores cores_of_test
@@ -77,7 +78,7 @@ static spar_group groups[MOST_RANKS];
 static mailbox boxes[MOST_RANKS];
 static mailbox *all[MOST_RANKS];
 
-static void begin(int world, int cores, int local_ranks)
+static void begin(int world, int cores, int local_ranks, int moving)
 {
     now.world = world;
     now.cores = cores;
@@ -91,7 +92,10 @@ static void begin(int world, int cores, int local_ranks)
         all[rank] = &boxes[rank];
         groups[rank] = (spar_group){
             .world = world, .rank = rank, .boxes = all, .own = all[rank], .look_ns = 200000};
+        boxes[rank].core = -1;
         share_cores_of_test(&groups[rank], local_ranks);
+        if (moving)
+            allow_moves_of_test(&groups[rank]);
     }
 }
 
@@ -137,7 +141,7 @@ int test_spread(int argc, char **argv)
         int cores = 1 + rand_r(&seed) % MOST_CORES, world = 2 + rand_r(&seed) % (MOST_RANKS - 1);
         int fair_share = (world + cores - 1) / cores;
         now.now_ns += 1000000000;
-        begin(world, cores, world);
+        begin(world, cores, world, 1);
         place(&seed);
         int crowded = world > cores && most_on_a_core() > fair_share;
         EXPECT((call() > 0) == crowded);
@@ -151,16 +155,22 @@ int test_spread(int argc, char **argv)
         EXPECT(!call());
         EXPECT(now.moves == settled);
 
-        begin(world, cores, world + 1); /* there are other groups */
+        begin(world, cores, world, 0); /* SPAR_AFFINITY=0: neither moves nor publishes its core */
         place(&seed);
         EXPECT(!call());
-        begin(world, cores, world);
+        for (int rank = 0; rank < world; rank++)
+            EXPECT(boxes[rank].core == -1);
+
+        begin(world, cores, world + 1, 1); /* there are other groups */
+        place(&seed);
+        EXPECT(!call());
+        begin(world, cores, world, 1);
         place(&seed);
         for (int rank = 0; rank < world; rank++)
             groups[rank].look_ns = 0; /* who sleeps at once is placed by the kernel */
         EXPECT(!call());
 
-        begin(world, cores, world); /* since the group was opened, its cores have become one */
+        begin(world, cores, world, 1); /* since the group was opened, its cores have become one */
         place(&seed);
         CPU_ZERO(&now.allowed);
         CPU_SET(now.at[0], &now.allowed);
@@ -169,7 +179,7 @@ int test_spread(int argc, char **argv)
             now.at[rank] = now.at[0];
         EXPECT(!call());
 
-        begin(world, cores, world); /* the others' words may be anything */
+        begin(world, cores, world, 1); /* the others' words may be anything */
         place(&seed);
         for (now.rank = 0; now.rank < world; now.rank++)
             note_core_of_test(&groups[now.rank]);
@@ -180,7 +190,7 @@ int test_spread(int argc, char **argv)
         spread_of_test(&groups[0]);
         EXPECT(CPU_EQUAL(&now.mask, &now.allowed) && now.at[0] < cores);
     }
-    begin(3, 2, 3);
+    begin(3, 2, 3, 1);
     now.now_ns += 1000000000;
     for (int moved = 0; moved < 2; moved++) { /* within a rest: once */
         now.at[0] = now.at[1] = now.at[2] = 0;
