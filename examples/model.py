@@ -1,7 +1,7 @@
-"""A byte-level transformer whose sequence is spread over the ranks of a group with spar.
+"""A byte-level transformer whose sequence is split over the ranks of a group with spar.
 
-The model is written once: in a group of one spar's operations return their input itself, so that the same
-code is the one-process model. A layout says how the sequence is spread.
+The model is written once: in a group of one, spar's operations return their input, so that the same code is
+the one-process model. A layout defines how the sequence is split.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Plain:
-    """Each rank holds one run of the sequence; inside attention, some heads of all of it (Ulysses)."""
+    """Each rank holds one run of the sequence; inside attention, some heads of the whole sequence (Ulysses)."""
 
     group: dist.ProcessGroup | None  # None is WORLD
     seq: int
     heads: int
-    split_scale: str | None = "down"  # these two are the defaults of spar
+    split_scale: str | None = "down"  # spar's defaults, as is gather_scale's
     gather_scale: str | None = "up"
 
-    SEQ: ClassVar[int] = 510  # tokens in a sequence where nobody says otherwise
-    SCALES: ClassVar[bool] = True  # whether the two above can be chosen
+    SEQ: ClassVar[int] = 510  # tokens in a sequence, by default
+    SCALES: ClassVar[bool] = True  # whether the layout supports other scales
 
     @classmethod
     def make(cls, seq: int, heads: int) -> Plain:
         return cls(None, seq, heads)
 
     def alone(self, group: dist.ProcessGroup | None) -> Plain:
-        """The same in one process."""
+        """Return the layout of the same model in one process."""
         return replace(self, group=group)
 
     @property
     def sizes(self) -> list[int]:
-        """How many tokens each rank holds. They may differ, so a gather has to be told."""
+        """The number of tokens on each rank. They may differ, so a gather needs them."""
         return spar.cal_split_sizes(self.seq, dist.get_world_size(self.group))
 
     def split(self, x: Tensor, dim: int) -> Tensor:
@@ -54,15 +54,15 @@ class Plain:
         return spar.gather_forward_split_backward(x, self.group, dim, self.sizes, self.gather_scale)
 
     def to_heads(self, qkv: Tensor) -> Tensor:
-        """[batch, own tokens, 3, heads, width] to [batch, tokens, 3, own heads, width], in one exchange."""
+        """Exchange [batch, own tokens, 3, heads, width] for [batch, tokens, 3, own heads, width]."""
         return spar.all_to_all(qkv, self.group, scatter_dim=3, gather_dim=1, gather_size=self.seq)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """[batch, tokens, own heads, width] to [batch, own tokens, heads, width]."""
+        """Exchange [batch, tokens, own heads, width] for [batch, own tokens, heads, width]."""
         return spar.all_to_all(x, self.group, scatter_dim=1, gather_dim=2, gather_size=self.heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Each [batch, own heads, tokens, width]; the tokens are in natural order."""
+        """Attend causally; q, k and v are [batch, own heads, tokens, width], in natural order."""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -70,8 +70,8 @@ class Plain:
 class Hybrid(Plain):
     """Ring x ulysses, 2 x the rest: each rank holds runs from both ends of the sequence (zigzag).
 
-    With ring attention all ranks would have the same work under a causal mask. Here attention is Ulysses over
-    all of them; its tokens come in the order of the ranks, so it is masked by where they are in the sequence.
+    With ring attention, all ranks would have equal work under a causal mask. This example uses Ulysses over all
+    ranks instead. Its tokens are in rank order, so the mask compares their positions in the sequence.
     """
 
     SEQ: ClassVar[int] = 508  # a multiple of twice the ring
@@ -102,7 +102,7 @@ class Hybrid(Plain):
 
     @cached_property
     def mask(self) -> Tensor:
-        """[tokens, tokens]: whether the first may look at the second, in the order in which they come."""
+        """[tokens, tokens], in rank order: whether the first may attend to the second."""
         positions = spar.gather_forward_split_backward(
             self.split(torch.arange(self.seq), 0), self.group, 0, self.sizes
         )
@@ -114,10 +114,10 @@ class Hybrid(Plain):
 
 @dataclass(frozen=True)
 class Packed(Plain):
-    """Documents of several lengths lie one behind the other; each rank holds a part of each.
+    """Documents of several lengths are concatenated; each rank holds a part of each.
 
-    A token sees its own document only.
-    Every document has a multiple of the ranks (pad it), so that all ranks hold as much.
+    A token attends to its own document only. Pad every document to a multiple of the number of ranks, so that
+    all ranks hold equally many tokens.
     """
 
     SEQ: ClassVar[int] = 512
@@ -125,7 +125,7 @@ class Packed(Plain):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Of the documents, here a few very different ones: 3/8, 1/16, 5/16 and 1/4 of the tokens."""
+        """The documents' lengths, very different ones: 3/8, 1/16, 5/16 and 1/4 of the tokens."""
         quantum = self.seq // 16
         return [6 * quantum, quantum, 5 * quantum, self.seq - 12 * quantum]
 
@@ -142,7 +142,7 @@ class Packed(Plain):
 
     @cached_property
     def mask(self) -> Tensor:
-        """[tokens, tokens]: of one document, and not later."""
+        """[tokens, tokens]: whether both are in one document, and the second not later."""
         lengths = torch.tensor(self.lengths)
         documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         where = torch.stack((torch.arange(self.seq), documents), 1)
@@ -184,11 +184,11 @@ class ByteModel(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
-        nn.init.normal_(self.head.weight, std=0.02)  # begin with all bytes about equally likely
+        nn.init.normal_(self.head.weight, std=0.02)  # at first all bytes are about equally likely
 
     def forward(self, tokens: Tensor, labels: Tensor, layout: Plain) -> Tensor:
-        """The losses of this rank's tokens, [batch, own tokens]."""
-        # The table of positions is itself split, so its gradient comes from the split's backward.
+        """Return the losses of this rank's tokens, [batch, own tokens]."""
+        # The table of positions is split too: its gradient comes from the split's backward.
         x = self.embedding(layout.split(tokens, 1)) + layout.split(self.positions, 0)
         for block in self.blocks:
             x = block(x, layout)

@@ -1,9 +1,9 @@
-"""Train a small language model with its sequence spread over four ranks, and the same model in one process.
+"""Train a small language model with its sequence split over four ranks, and the same model in one process.
 
     torchrun --standalone --nproc-per-node 4 examples/train.py
 
-The text is the Python standard library that is running. Both runs start from one seed and see the same
-batches, so their losses and gradients must agree; where they do not, all ranks say so and exit with an error.
+The text is the standard library of the running Python. Both runs start from one seed and use the same batches,
+so their losses and gradients must agree. If they do not, all ranks report the difference and exit with an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is loaded: its profiler is talkative
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported: silence its profiler
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ from tqdm import tqdm
 import spar
 
 TOLERANCE = 1e-4  # relative, of losses and gradients in float32
-WARM_UP, PROFILED = 5, 5  # first and last steps, which do not count in the tokens per second
-EXCHANGE = "spar::exchange"  # what a profile calls spar's work
+WARM_UP, PROFILED = 5, 5  # first and last steps, left out of the tokens per second
+EXCHANGE = "spar::exchange"  # spar's event in a profile
 
 Batch = tuple[Tensor, Tensor]  # tokens and labels, each [batch, seq]
 
@@ -40,17 +40,17 @@ Batch = tuple[Tensor, Tensor]  # tokens and labels, each [batch, seq]
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     # By default neither the tokens nor the heads divide by four.
-    parser.add_argument("--layout", choices=LAYOUTS, default="plain", help="how the sequence is spread")
+    parser.add_argument("--layout", choices=LAYOUTS, default="plain", help="how the sequence is split")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, help="tokens in a sequence; by default what suits the layout")
+    parser.add_argument("--seq", type=int, help="tokens in a sequence; by default the layout's")
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--dim", type=int, default=96)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=0.15)
-    parser.add_argument("--corpus-bytes", type=int, default=2**21, help="how much text is read at most")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the curves are drawn")
+    parser.add_argument("--corpus-bytes", type=int, default=2**21, help="upper limit of the text to read")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="file to draw the curves into")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node 4 examples/train.py")
@@ -63,14 +63,14 @@ def parse_arguments() -> Namespace:
 
 
 def read_corpus(args: Namespace) -> Tensor:
-    """The first bytes of the standard library's modules, in the order of their names."""
+    """Read the first bytes of the standard library's modules, in the order of their names."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_bytes()
         if len(text) >= args.corpus_bytes:
             break
     if min(len(text), args.corpus_bytes) <= args.seq:
-        sys.exit(f"there are {len(text)} bytes of text, too few for sequences of {args.seq}")
+        sys.exit(f"the text has {len(text)} bytes; must be more than --seq, {args.seq}")
     return torch.frombuffer(text[: args.corpus_bytes], dtype=torch.uint8)
 
 
@@ -92,12 +92,12 @@ def flat_gradients(model: nn.Module) -> Tensor:
 
 
 def local_loss(losses: Tensor, labels: Tensor, layout: Plain) -> Tensor:
-    """This rank's losses over the number of all tokens: summed over ranks, the mean loss of one process."""
+    """Return this rank's losses over the number of all tokens; its sum over ranks is one process's mean loss."""
     return losses.sum() / labels.numel()
 
 
 def gathered_loss(losses: Tensor, labels: Tensor, layout: Plain) -> Tensor:
-    """The mean loss of all tokens, the same on every rank."""
+    """Return the mean loss of all tokens, the same on every rank."""
     return layout.gather(losses, 1).mean()
 
 
@@ -107,9 +107,9 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Momentum:
-    """Stochastic gradient descent. Adam, which ignores how large gradients are, would hide a wrong reduction.
+    """Stochastic gradient descent. Adam, which ignores the size of gradients, would hide a wrong reduction.
 
-    Nor is it torch.optim's, because that loads torch's compiler: two seconds for every rank.
+    torch.optim's is not used because it imports torch's compiler: two seconds on every rank.
     """
 
     def __init__(self, model: nn.Module, lr: float, momentum: float = 0.9) -> None:
@@ -126,7 +126,7 @@ class Momentum:
 
 class Difference(NamedTuple):
     own: float
-    single: float  # what one process has
+    single: float  # of one process
     error: float  # relative
 
     @classmethod
@@ -135,22 +135,22 @@ class Difference(NamedTuple):
 
     @classmethod
     def of_gradients(cls, own: Tensor, single: Tensor) -> Difference:
-        """Of the element that differs most, relative to the largest: many gradients are nearly nothing."""
+        """Compare the element that differs most, relative to the largest: many gradients are close to 0."""
         apart = (own - single).abs()
         worst = int(apart.argmax())
         return cls(float(own[worst]), float(single[worst]), float(apart[worst] / single.abs().max()))
 
 
 def demand_agreement(what: str, step: int, difference: Difference) -> None:
-    """End every rank, with the values of all, if one of them differs too much from one process."""
+    """Exit on every rank, with the values of all, if one rank differs too much from one process."""
     seen = [difference] * dist.get_world_size()
     dist.all_gather_object(seen, difference)
     parted = [rank for rank, d in enumerate(seen) if not d.error <= TOLERANCE]  # "not" so that NaN counts
     if parted:
-        lines = [f"rank {dist.get_rank()}: step {step}: {what} parts from one process on ranks {parted}"]
+        lines = [f"rank {dist.get_rank()}: step {step}: {what} differs from one process on ranks {parted}"]
         lines[0] += f" (allowed: {TOLERANCE:.0e})"
         for rank, d in enumerate(seen):
-            lines.append(f"    rank {rank}: {d.own:.9g}, one process {d.single:.9g}: {d.error:.1e} apart")
+            lines.append(f"    rank {rank}: {d.own:.9g}, one process {d.single:.9g}: difference {d.error:.1e}")
         sys.exit("\n".join(lines))
 
 
@@ -158,8 +158,8 @@ def demand_agreement(what: str, step: int, difference: Difference) -> None:
 class Run:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each step
-    share: float = 0.0  # of the profiled steps' time that went to spar
-    exchanges: float = 0.0  # in one step
+    share: float = 0.0  # spar's share of the profiled steps' time
+    exchanges: float = 0.0  # for each step
 
     def speed(self, tokens: int) -> float:
         timed = self.seconds[WARM_UP:-PROFILED]
@@ -173,7 +173,7 @@ def make_bar(title: str, steps: int) -> tqdm[None]:
         desc=title,
         disable=dist.get_rank() != 0,
         ascii=not terminal,
-        # A log cannot redraw its bar: there each update is a line, and they are few.
+        # A log cannot redraw a bar: each update is a line there, so print few.
         mininterval=0.1 if terminal else 2.0,
         bar_format="{l_bar}{bar:20}{r_bar}" + ("" if terminal else "\n"),
     )
@@ -186,7 +186,7 @@ def train(
     title: str,
     single: Sequence[float] | None = None,
 ) -> Run:
-    """Train a new model; given the losses of one process, every rank compares its own after each step."""
+    """Train a new model. Given the losses of one process, every rank compares its own after each step."""
     model = make_model(args)
     optimizer = Momentum(model, args.lr)
     sizes = [p.numel() for p in model.parameters()]
@@ -201,7 +201,7 @@ def train(
             model.zero_grad()
             loss = local_loss(model(tokens, labels, layout), labels, layout)
             loss.backward()
-            # DistributedDataParallel and FSDP average instead: there (loss * ranks).backward().
+            # DistributedDataParallel and FSDP average instead: call (loss * ranks).backward() there.
             gradients = sum_over_ranks(flat_gradients(model), layout.group)
             optimizer.step(torch.split(gradients, sizes))
             run.seconds.append(time.perf_counter() - start)
@@ -225,15 +225,15 @@ def first_gradients(model: ByteModel, layout: Plain, batch: Batch, loss: Loss) -
     return flat_gradients(model)
 
 
-# Which reduction over the ranks makes a gradient that of one process: the loss, split's grad_scale, gather's,
-# where the parameter is, the reduction. docs/gradients.md has the same as factors.
+# Which reduction over the ranks yields the gradient of one process. Columns: the loss, split's grad_scale,
+# gather's, where the parameter is used, the reduction. docs/gradients.md has the same as factors.
 #
-# The backward of all_to_all is its exact transpose, so a rank gets the derivative of the sum of all ranks'
-# local losses by its own copy of a parameter, and the gradient is the sum over the copies. The split's
-# backward gathers its slices' gradients, so of a parameter before it (the table of positions) every rank has
-# the whole gradient: "down" divides it by the number of ranks, so that it is a sum over the copies, too.
-# A gathered loss is the same on every rank, and the gather's backward keeps the rank's own slice, which "up"
-# makes `world` times larger: then the gradient is the mean over the copies.
+# - The backward of all_to_all is its exact transpose. A rank gets the derivative of the sum of all ranks' local
+#   losses with respect to its own copy of a parameter, and the gradient is the sum over the copies.
+# - The split's backward gathers its slices' gradients. For a parameter before the split (the table of positions)
+#   every rank has the whole gradient. "down" divides it by the number of ranks, so that the sum is right again.
+# - A gathered loss is the same on every rank. The gather's backward keeps the rank's own slice, and "up" makes it
+#   `world` times larger, so that the gradient is the mean over the copies.
 EVERYWHERE, INSIDE, BEFORE = "all", "between split and gather", "before the split"
 CLAIMS: tuple[tuple[Loss, str | None, str | None, str, str], ...] = (
     (local_loss, "down", "up", EVERYWHERE, "sum"),
@@ -244,13 +244,13 @@ CLAIMS: tuple[tuple[Loss, str | None, str | None, str, str], ...] = (
     (gathered_loss, None, None, BEFORE, "average"),
 )
 ADVICE = """\
-With the defaults sum all gradients of a local loss, and average those of a gathered loss. DDP and FSDP
-average: there multiply a local loss by the number of ranks. With None on both sum the gradients of parameters
-between split and gather, and average (or leave) those of parameters before the split."""
+With the defaults, sum all gradients of a local loss, and average those of a gathered loss. DDP and FSDP
+average: multiply a local loss by the number of ranks there. With None on both, sum the gradients of parameters
+between split and gather, and average (or keep) those of parameters before the split."""
 
 
 class Measured(NamedTuple):
-    how: str  # the loss, grad_scale of split and gather
+    how: str  # the loss, and grad_scale of split and gather
     where: str
     right: str
     average: float  # largest relative difference from one process
@@ -281,7 +281,7 @@ def measure_reductions(args: Namespace, layout: Plain, batch: Batch, single: Ten
 
 
 def draw(path: Path, title: str, single: Run, spread: Run, errors: list[float]) -> None:
-    from matplotlib.figure import Figure  # for rank 0 alone; without pyplot it always draws with Agg
+    from matplotlib.figure import Figure  # on rank 0 only; without pyplot it always draws with Agg
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -290,7 +290,7 @@ def draw(path: Path, title: str, single: Run, spread: Run, errors: list[float]) 
     losses.set(title="A byte-level language model of Python's standard library", ylabel="loss, nats per byte")
     apart.plot(errors, ".-", color="tab:blue", label="relative difference")
     apart.axhline(TOLERANCE, color="tab:red", linestyle="--", label="allowed")
-    apart.set_yscale("symlog", linthresh=1e-8)  # a difference may well be 0
+    apart.set_yscale("symlog", linthresh=1e-8)  # a difference may be 0
     apart.set(xlabel="step", ylim=(0, 1e-2), yticks=[0, 1e-8, 1e-6, 1e-4])
     for axes in (losses, apart):
         axes.grid(alpha=0.3)
@@ -324,7 +324,7 @@ def report(
     speeds = f"{spread.speed(tokens):,.0f} on {ranks}, {single.speed(tokens):,.0f} in one process"
     print(f"\ntokens per second: {speeds}; one thread each, {len(os.sched_getaffinity(0))} cores")
     print(f"time in spar: {spread.share:.1%} of a step in {spread.exchanges:g} exchanges", end="")
-    print(" (mean of the ranks, with waiting for slower ones)")
+    print(" (mean over the ranks, including waits for slower ones)")
     transport = spar.transport(group)
     print(f"transport: {transport.name} ({transport.reason})")
     for name, reason in transport.rejected:
@@ -340,7 +340,7 @@ def main() -> None:
     corpus = read_corpus(args)
     batches = make_batches(args, corpus)
     layout = LAYOUTS[args.layout].make(args.seq, args.heads)
-    alone = layout.alone(dist.new_group([0]))  # which every rank must help to make
+    alone = layout.alone(dist.new_group([0]))  # collective: every rank calls it
     ranks = f"{world} rank{'s' * (world > 1)}"
     title = f"{ranks}, {args.layout} layout"
     if rank == 0:
@@ -364,7 +364,7 @@ def main() -> None:
         errors = [Difference.of_losses(a, b).error for a, b in zip(spread.losses, single.losses, strict=True)]
         draw(args.out, title, single, spread, errors)
         report(args, ranks, layout.group, single, spread, errors, rows)
-    dist.barrier()  # nobody leaves before the picture is there
+    dist.barrier()  # no rank leaves before the picture is written
     dist.destroy_process_group()
 
 
