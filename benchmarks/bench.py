@@ -1,12 +1,15 @@
-"""How fast each operation is, forward and backward, against two references in the same run, interleaved.
+"""Time each operation, forward and backward, against two references interleaved in the same run.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench.py
 
-The references: what people write today over torch.distributed (formulations.py), and Tensor.copy_ of the
-bytes that a rank must write, on all ranks at once, into memory that was touched before. Results are compared
-with the former's. A backward is timed with torch's engine around it; what the engine takes alone, for a
-Function that hands its gradient on, is timed too. Each way takes five turns or more: the median of their
-medians counts, and of their 99th percentiles. Prints a table; writes JSON and a heat map of the ratios.
+The references:
+
+- the usual formulation over torch.distributed (formulations.py), with which results are compared;
+- Tensor.copy_ of the bytes that a rank must write, on all ranks at once, into memory that was touched before.
+
+The time of a backward includes torch's engine. The engine alone is timed too, with a Function that returns
+its gradient unchanged. Each way runs in five turns or more. A figure is the median over the turns of their
+medians, or of their 99th percentiles. Prints a table; writes JSON and a heat map of the ratios.
 """
 
 from __future__ import annotations
@@ -37,24 +40,26 @@ TURNS = 5  # at least
 
 @dataclass(frozen=True)
 class Operation:
-    """Two functions of a rank's input, made for its shape."""
+    """spar's function and the formulation's, for one input."""
 
     name: str
     ours: Callable[[Tensor], Tensor]
     theirs: Callable[[Tensor], Tensor]
     input: Tensor
     written: int  # bytes that one rank must write, forward
-    written_back: int  # and backward
+    written_back: int  # the same, backward
 
 
 def operations(size: int) -> list[Operation]:
-    """Of bf16 tensors, of which each rank's part has about `size` bytes."""
+    """Return the operations on bf16 tensors of which each rank's part has about `size` bytes."""
     world, rank = dist.get_world_size(), dist.get_rank()
     heads = 8 if size == 2 * KIB else 24
     tokens = max(1, round(size / (heads * 256)))
     qkv = torch.randn(1, tokens, heads, 128).to(torch.bfloat16)
     width = 256 if size == 2 * KIB else 3072
-    rows = max(4, round(size / (2 * width)) // 4 * 4)  # two chunks, and some sequences, for each rank
+    rows = max(
+        4, round(size / (2 * width)) // 4 * 4
+    )  # divisible into two chunks, and into sequences, on each rank
     whole = torch.randn(rows * world, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     lengths = [world * (rows // 4)] * 4
     table = spar.cal_split_sizes_multi(lengths, world)
@@ -77,7 +82,7 @@ def operations(size: int) -> list[Operation]:
             part,
             total,
         ),
-        Operation(  # against the one before: what a fused scale adds
+        Operation(  # compare with the one before: the cost of a fused scale
             "unscaled split",
             lambda x: spar.split_forward_gather_backward(x, None, 0, grad_scale=None),
             formulations.unscaled_split,
@@ -138,7 +143,7 @@ class Time:
 
 @dataclass
 class Row:
-    """`bytes`: what a rank must write. "recorded" is forward for an input that requires a gradient."""
+    """`bytes`: what a rank must write. "recorded" is a forward whose input requires a gradient."""
 
     operation: str
     direction: str
@@ -147,11 +152,11 @@ class Row:
     spar: Time
     formulation: Time
     copy: Time
-    engine: Time | None = None  # torch's, which is a part of both former
+    engine: Time | None = None  # torch's, which is a part of spar's and the formulation's time
 
 
 def turn(function: Callable[[], Any], seconds: float) -> list[float]:
-    """As many calls as fit, at least 3; all ranks make the same number."""
+    """Time as many calls as fit, at least 3; all ranks make the same number."""
     dist.barrier()
     begin = time.perf_counter()
     function()
@@ -165,16 +170,16 @@ def turn(function: Callable[[], Any], seconds: float) -> list[float]:
 
 
 def least(number: float) -> float:
-    """Of all ranks' numbers."""
+    """Return the least of all ranks' numbers."""
     numbers = torch.tensor([number])
     dist.all_reduce(numbers, dist.ReduceOp.MIN)
     return float(numbers)
 
 
 def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
-    """Their turns alternate: often where calls are short, since a machine changes its speed."""
+    """Time the ways in alternating turns, more of them if calls are short: the machine's speed changes."""
     begin = time.perf_counter()
-    turns = [[turn(way, 0.0)] for way in ways]  # these warm up, and do not count
+    turns = [[turn(way, 0.0)] for way in ways]  # to warm up; not counted
     rounds = max(TURNS, min(25, int(least(seconds / (time.perf_counter() - begin)))))
     for _ in range(rounds):
         for way, found in zip(ways, turns, strict=True):
@@ -189,7 +194,7 @@ def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
 
 
 class Identity(torch.autograd.Function):
-    """What the engine costs around a Function written in Python."""
+    """The shortest Function in Python, for the cost of the engine around it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -208,7 +213,7 @@ def copying(written: int) -> Callable[[], Tensor]:
 def measure(operation: Operation, size: int, seconds: float) -> list[Row]:
     def fail(what: str) -> None:
         sys.exit(
-            f"rank {dist.get_rank()}: {what} of {operation.name}, {size} bytes, is not the formulation's"
+            f"rank {dist.get_rank()}: {what} of {operation.name} ({size} bytes) differs from the formulation"
         )
 
     def grad_of(function: Callable[[Tensor], Tensor], grad: Tensor | None) -> Callable[[], Tensor]:
@@ -232,7 +237,7 @@ def measure(operation: Operation, size: int, seconds: float) -> list[Row]:
     forward: list[Callable[[], Any]] = [lambda: operation.ours(x), lambda: operation.theirs(x)]
     recorded: list[Callable[[], Any]] = [lambda: operation.ours(leaf), lambda: operation.theirs(leaf)]
     rows = [row("forward", operation.written, forward)]
-    if size == SIZES[0]:  # for larger ones it adds the same microseconds
+    if size == SIZES[0]:  # at larger sizes it adds the same microseconds
         rows.append(row("recorded", operation.written, recorded))
     rows.append(row("backward", operation.written_back, [ours, theirs, grad_of(Identity.apply, None)]))
     return rows
@@ -253,8 +258,8 @@ def print_table(rows: list[Row]) -> None:
             f"{row.formulation.median / ours:10.1f} x {ours / row.copy.median:8.2f} x"
             + (f" {row.engine.median * 1e6:7.1f} us" if row.engine else "")
         )
-    print("formulation: how many times spar is faster; copy_: how many times it takes as long as copying;")
-    print("engine: what torch's engine takes of the median")
+    print("formulation: how many times faster spar is; copy_: spar's time as a multiple of copy_'s;")
+    print("engine: the part of the median that torch's engine takes")
 
 
 def draw(path: Path, rows: list[Row], title: str) -> None:
@@ -298,7 +303,7 @@ def read(path: Path) -> tuple[str, list[Row]]:
 
 
 def median_of(runs: list[list[Row]]) -> list[Row]:
-    """Of each figure, over several runs."""
+    """Return the median of each figure over several runs."""
 
     def middle(times: list[Time]) -> Time:
         return Time(statistics.median(t.median for t in times), statistics.median(t.p99 for t in times))
@@ -323,9 +328,9 @@ def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.6, help="for each operation, direction and size")
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a rank's part")
-    parser.add_argument("--only", default="", help="operations whose name has this in it")
+    parser.add_argument("--only", default="", help="run the operations whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.png are written")
-    parser.add_argument("--median", type=Path, nargs="+", help="JSON files of runs, instead of a run")
+    parser.add_argument("--median", type=Path, nargs="+", help="report the median of these runs' JSON files")
     args = parser.parse_args()
     if args.median is None and "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node 2 benchmarks/bench.py")

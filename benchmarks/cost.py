@@ -1,10 +1,10 @@
-"""What an exchange costs by the plan, for 2 to 4,096 ranks: the core's own plans, without any other rank.
+"""Print the cost of an exchange by its plan, for 2 to 4,096 ranks, in one process.
 
     python benchmarks/cost.py
 
-Computed: bytes and messages of rank 0, from its plan. Measured here: what a plan takes to build, and to find
-again, from Python.
-A rank's part has 24 MiB, bf16: [1, 3, 4096, 1024] for all_to_all, [12, 1048576] for gathers.
+Computed: bytes and messages of rank 0, from its plan. Measured: the time to build a plan and to find a cached
+one, from Python. A rank's part has 24 MiB, bf16: [1, 3, 4096, 1024] for all_to_all, [12, 1048576] for
+gathers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Extents = tuple[int, ...]
 
 
 def calls(world: int) -> Iterator[tuple[str, Extents, Extents]]:
-    """Of each kind: the op, its input's extents, its arguments."""
+    """Yield each op, with its input's extents and its arguments."""
     yield "all_to_all", (1, 3, 4096, 1024), (2, 1, 3 * world)
     yield "gather", (12, MIB), (0, 12 * world)
     yield "zigzag_gather", (12, MIB), (0, 1, 12 * world)
@@ -34,7 +34,7 @@ def plan(op: str, world: int, extents: Extents, args: Extents) -> _C.Plan:
 
 
 def seconds(op: str, world: int, extents: Extents, args: Extents, fresh: bool) -> float:
-    """The least of several."""
+    """Return the least time of several."""
     times = []
     for _ in range(20):
         if fresh:

@@ -1,6 +1,6 @@
-"""What people write today for each operation, over torch.distributed alone: the reference to beat.
+"""The usual formulation of each operation over torch.distributed alone, as a reference for the benchmarks.
 
-Even sizes only, as most of them are: they are all that the benchmarks ask for.
+Even sizes only: the benchmarks need no others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def exchange(x: Tensor, scatter: int, gather: int) -> Tensor:
-    """permute, all_to_all_single, permute."""
+    """Permute, all_to_all_single, permute."""
     world = dist.get_world_size()
     parts = x.unflatten(scatter, (world, -1)).movedim(scatter, 0).contiguous()
     received = torch.empty_like(parts)
@@ -42,7 +42,7 @@ def own_chunks(x: Tensor) -> Tensor:
 
 
 def gather_chunks(x: Tensor) -> Tensor:
-    """all_gather, cat, and an index_select into natural order."""
+    """Run all_gather and cat, then an index_select into natural order."""
     world = dist.get_world_size()
     lying: Tensor = torch.cat(gather_parts(x)).unflatten(0, (2 * world, -1))
     order = [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
@@ -61,7 +61,7 @@ def gather_of_each(x: Tensor, lengths: list[int]) -> Tensor:
 
 
 def pair(forward: Any, backward: Any) -> Any:
-    """An operation of two functions of (x, *more)."""
+    """Make an operation of two functions of (x, *more)."""
 
     class Pair(torch.autograd.Function):
         @staticmethod

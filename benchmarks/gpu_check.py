@@ -1,14 +1,21 @@
-"""What must be checked on a real GPU, in one call: python benchmarks/gpu_check.py [--quick] [--out FILE].
+"""Check spar on a GPU, and time it: python benchmarks/gpu_check.py [--quick] [--out FILE].
 
-Needs this repository, torch with CUDA, and a C compiler; where the machine with the GPU has no compiler,
-build elsewhere (--save FILE) and bring that along (--core FILE). Writes a page of results. Ends with 1 where
-something is wrong, with 2 where there is no GPU.
+Needs this repository, torch with CUDA, and a C compiler. If the machine with the GPU has no compiler, build
+elsewhere (--save FILE) and pass that file (--core FILE). Writes a page of results. The exit status is 1 if
+something is wrong, and 2 if there is no GPU.
 
-Correct: each kernel against the CPU's copies, to the bit, with spans that begin anywhere; multiplication
-against torch on the device; capture and replay; tables that are first needed inside a capture.
-Fast: packing and unpacking against a device-to-device copy of the same bytes, and against the permute that
-the usual formulation does; the host's time for a call. Then all operations between as many ranks as there can
-be (gpu_ops.py), over the extension: the one that is built, or one that is built for it.
+Correctness:
+
+- each kernel against the CPU's copies, to the bit, with spans that begin anywhere;
+- multiplication against torch on the device;
+- capture and replay, also with tables that are first needed inside a capture.
+
+Speed:
+
+- packing and unpacking, against a device-to-device copy of the same bytes and the usual permute;
+- the host time of a call.
+
+Then gpu_ops.py runs all operations between ranks, with the extension that is built, or one built for it.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ import core  # type: ignore[import-not-found]
 import core_abi  # type: ignore[import-not-found]
 from core_abi import Route, Scale, ScaleType, Span
 
-KINDS = {  # ours: torch's, and the widths of its kernels
+KINDS = {  # spar's type: torch's dtype, and the widths of its kernels
     ScaleType.UNSCALED: (torch.uint8, (16, 8, 4, 2, 1)),
     ScaleType.F16: (torch.float16, (16, 4, 2)),
     ScaleType.BF16: (torch.bfloat16, (16, 4, 2)),
@@ -65,11 +72,11 @@ def expect(holds: bool, what: str) -> None:
 
 
 class Gpu:
-    """The CUDA device of the core, on torch's current stream."""
+    """The core's CUDA device, on torch's current stream."""
 
     def __init__(self) -> None:
         self.device = core_abi.Device.in_dll(core.library(), "spar_device_cuda")
-        for path in nvrtc_libraries():  # torch has mostly loaded its own, which comes before any other
+        for path in nvrtc_libraries():  # if torch has not loaded its own, which has precedence
             core.library().spar_library_found(b"libnvrtc", str(path).encode())
         core_abi.check(self.device.open())
         begin = time.perf_counter()
@@ -87,7 +94,7 @@ class Gpu:
         outputs: Sequence[torch.Tensor],
         scale: Scale | None = None,
     ) -> Callable[[], None]:
-        """A function that gives the copy to the current stream; spans are (peer, low, high, wire)."""
+        """Return a function that enqueues the copy; spans are (peer, low, high, wire)."""
         rows = (Span * max(len(spans), 1))(*[Span(*span) for span in spans])
         scale = scale or core.unscaled()
         sources, targets = core.addresses(inputs), core.addresses(outputs)
@@ -117,14 +124,14 @@ def random_bytes(count: int, draw: random.Random) -> torch.Tensor:
 
 
 def shifted(data: torch.Tensor, shift: int) -> torch.Tensor:
-    """The same bytes on the device, `shift` bytes behind a multiple of 256."""
+    """Copy the bytes to the device, `shift` bytes behind a multiple of 256."""
     room = torch.full((data.numel() + shift + 16,), 0xEE, dtype=torch.uint8, device=DEVICE)
     room[shift : shift + data.numel()] = data.flatten().to(DEVICE)
     return room[shift : shift + data.numel()].view(data.shape)
 
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Of bytes that are items of dtype: equal, but that a NaN is a NaN."""
+    """Whether bytes that are items of dtype are equal; any NaN equals any NaN."""
     if torch.equal(got, wanted):
         return True
     if not dtype.is_floating_point and not dtype.is_complex:
@@ -137,7 +144,7 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bo
 def check_copies(
     gpu: Gpu, kind: ScaleType, width: int, shape: tuple[int, ...], world: int, draw: random.Random
 ) -> str:
-    """One random plan, packed, unpacked and copied on both devices; what differs, or nothing."""
+    """Pack, unpack and copy a random plan on both devices; return what differs, or an empty text."""
     dtype = KINDS[kind][0]
     item = max(dtype.itemsize, 1) if kind else width
     step = dtype.itemsize
@@ -153,7 +160,7 @@ def check_copies(
     def cut(peer: int, size: int, wire: torch.Tensor | None) -> list[tuple[int, int, int, int]]:
         at = draw.randrange(size // step + 1) * step
         if draw.randrange(4):
-            at = at // width * width  # then both parts keep the width
+            at = at // width * width  # so that both parts keep the width
         base = wire.data_ptr() if wire is not None else 0
         return [(peer, a, b, base + a if base else 0) for a, b in ((0, at), (at, size))]
 
@@ -194,7 +201,7 @@ def check_copies(
 
 
 def scaled(data: torch.Tensor, dtype: torch.dtype, scale: Scale) -> torch.Tensor:
-    """As torch computes it on a CPU."""
+    """Scale as torch does on a CPU."""
     items: torch.Tensor = data.view(dtype)
     items = items / scale.factor if scale.divide else items * scale.factor
     return items.view(torch.uint8)
@@ -212,12 +219,14 @@ def check_kernels(gpu: Gpu, rounds: int) -> None:
                 wrong = check_copies(gpu, kind, width, shape, draw.choice((1, 2, 3, 4, 7)), draw)
                 expect(not wrong, f"copy_{width}, {kind.name}, {shape}: {wrong}")
                 count += 1
-    say(f"- {count} random plans over 18 kernels: bytes as on the CPU, spans cut anywhere")
+    say(f"- {count} random plans over 18 kernels, spans cut anywhere: the same bytes as on the CPU")
 
 
 def check_torch(gpu: Gpu) -> None:
-    """Multiplication is torch's on the device. A division is as torch's on a CPU: on a GPU torch multiplies
-    by the reciprocal, which may differ in the last bit."""
+    """Compare multiplication with torch's on the device.
+
+    A division is as torch's on a CPU: on a GPU torch multiplies by the reciprocal, whose last bit may differ.
+    """
     for kind, (dtype, _) in KINDS.items():
         if not kind:
             continue
@@ -228,11 +237,11 @@ def check_torch(gpu: Gpu) -> None:
         plan = core.Plan(core.request("split", 1, 0, [spec], core.SIDE_PULL))
         gpu.copy(plan, Route.PUSH, [(0, 0, x.nbytes, 0)], [x], [y], Scale(kind, 0, 0.3))()
         expect(torch.equal(y, x * 0.3), f"{dtype} * 0.3 is not torch's")
-    say("- a factor: what torch computes on the device")
+    say("- a factor: the same values as torch's on the device")
 
 
 def strided_plan(row: int, total: int, world: int = 8) -> tuple[core.Plan, torch.Tensor]:
-    """An all_to_all of [tokens, world, row bytes]: rows of `row` bytes, world * row apart."""
+    """Plan an all_to_all of [tokens, world, row bytes]: rows of `row` bytes, world * row apart."""
     tokens = total // (row * world)
     x = torch.randint(0, 256, (tokens, world, row), dtype=torch.uint8, device="cuda")
     spec = core.Spec(
@@ -260,19 +269,19 @@ def check_graphs(gpu: Gpu) -> None:
             graph.replay()
             wanted = x.transpose(0, 1).contiguous().flatten()
             expect(torch.equal(wire, wanted), f"a replayed graph, {'known' if warm else 'new'} plan")
-    say("- captured and replayed, with tables that were there before the capture and with new ones")
+    say("- captured and replayed, with tables from before the capture and with new ones")
 
 
 # ---- fast ----
 
 
 def microseconds(ways: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
-    """Medians on the device; the ways take turns."""
+    """Return each way's median time on the device; the ways run in turn."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(turns + 3):
         for name, way in ways.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(200_000)  # so that the host is ahead, and gaps between launches do not count
+            torch.cuda._sleep(200_000)  # the host gets ahead, so that gaps between launches do not count
             begin.record()
             way()
             end.record()
@@ -346,11 +355,11 @@ def time_host(gpu: Gpu) -> None:
             pack()
         best = min(best, (time.perf_counter() - begin) * 1e4)
     say()
-    say(f"The host's time for one launch of 8 spans, this page's own Python included: {best:.1f} us.")
+    say(f"Host time of one launch of 8 spans, including this script's Python: {best:.1f} us.")
 
 
 def built_package(folder: str) -> str:
-    """Where `spar` can be imported from; its extension is built there if this repository has none."""
+    """Return a folder to import `spar` from; build the extension there if this repository has none."""
     root = Path(__file__).resolve().parent.parent
     if list(root.glob("spar/_C*.so")):
         return str(root)
@@ -363,7 +372,7 @@ def built_package(folder: str) -> str:
 
 
 def check_operations(device: str = DEVICE) -> None:
-    """In processes of their own, one for a rank."""
+    """Run gpu_ops.py, which starts a process for each rank."""
     say()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -390,7 +399,7 @@ def check_sanitizer() -> None:
     say()
     say(
         "compute-sanitizer: run `compute-sanitizer python benchmarks/gpu_check.py --quick`"
-        + ("" if found else " (it is not on this machine)")
+        + ("" if found else " (it is not installed on this machine)")
         + "."
     )
 
@@ -399,8 +408,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="correctness alone, fewer rounds")
-    parser.add_argument("--out", help="write the page there too")
+    parser.add_argument("--quick", action="store_true", help="check correctness only, in fewer rounds")
+    parser.add_argument("--out", help="also write the page to this file")
     parser.add_argument("--save", help="only build the core, into this file")
     parser.add_argument("--core", help="use the core in this file instead of building it")
     options = parser.parse_args()
@@ -415,7 +424,7 @@ def main() -> int:
     if options.core:
         core_abi.compile_core = lambda output, *rest, **more: shutil.copy(options.core, output)
     if not torch.cuda.is_available():
-        print("gpu_check: torch sees no CUDA device here; nothing was checked", file=sys.stderr)
+        print("gpu_check: torch has no CUDA device; nothing was checked", file=sys.stderr)
         return 2
     properties = torch.cuda.get_device_properties(0)
     gpu = Gpu()
@@ -423,7 +432,7 @@ def main() -> int:
     say()
     say(
         f"Compute capability {properties.major}.{properties.minor}, torch {torch.__version__}, CUDA "
-        f"{torch.version.cuda}; kernels compiled or found, loaded and launched in {gpu.seconds:.2f} s."
+        f"{torch.version.cuda}; kernels compiled or read, loaded and launched in {gpu.seconds:.2f} s."
     )
     say()
     check_kernels(gpu, 4 if options.quick else 40)

@@ -1,12 +1,12 @@
-"""All operations between real GPUs, and how long they take: python benchmarks/gpu_ops.py [--out FILE].
+"""Check and time all operations between GPUs: python benchmarks/gpu_ops.py [--out FILE].
 
-Needs spar and torch with CUDA. A rank for each GPU; with one GPU, two ranks on it, which wants NCCL
-2.30. Ends with 1 where something is wrong, with 2 where there is nothing to run on. `--device cpu` runs
+Needs spar and torch with CUDA. Starts a rank for each GPU; with one GPU, two ranks on it, which needs NCCL
+2.30. The exit status is 1 if something is wrong, and 2 if there is no device to run on. `--device cpu` runs
 the same operations over shared memory, without the times.
 
-Correct: forward and backward of every operation, uneven pieces and several dtypes, against the whole tensors;
-a call's replay out of a CUDA graph; a rank that does not come. Fast: the host's time for a call; all_to_all
-beside what people write today (permute, all_to_all_single, permute).
+Correctness: forward and backward of every operation, with uneven pieces and several dtypes, against the whole
+tensors; replays of a CUDA graph; a rank that does not make a call. Speed: the host time of a call, and
+all_to_all against the usual formulation (permute, all_to_all_single, permute).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def there_and_back(
     wanted_grad: torch.Tensor,
     device: torch.device,
 ) -> None:
-    """Both directions of one operation; tensors on the CPU say what is given and wanted."""
+    """Check both directions of one operation; inputs and expected values are CPU tensors."""
     leaf = x.clone().to(device).requires_grad_()
     y = forward(leaf)
     y.backward(grad.to(device))
@@ -142,7 +142,7 @@ def check_operations(device: torch.device) -> None:
 
 
 def check_graph(device: torch.device) -> None:
-    """Small, and large enough for steps beside the wire."""
+    """Check replays of a small exchange, and of one with several steps."""
     world = dist.get_world_size()
     for seq in (64, 16 * 1024):
         x = torch.zeros(1, seq, 8 * world, 64, device=device)
@@ -160,7 +160,7 @@ def check_graph(device: torch.device) -> None:
 
 
 def check_absence(device: torch.device) -> None:
-    """Rank 0 does not come; the others' streams go on within the limit, and their next call tells."""
+    """Rank 0 makes no call; the others' streams continue at the timeout, and their next call raises."""
     os.environ["SPAR_TIMEOUT"] = "3"
     group = dist.new_group()
     x = torch.zeros(4, device=device)
@@ -171,19 +171,19 @@ def check_absence(device: torch.device) -> None:
         return
     begin = time.monotonic()
     spar.gather_forward_split_backward(x, group, 0)
-    check(time.monotonic() - begin < 1, "the call waited")
+    check(time.monotonic() - begin < 1, "the call waited for the device")
     torch.cuda.synchronize()
     waited = time.monotonic() - begin
-    check(2.5 < waited < 4.5, f"the stream went on after {waited:.1f} s; the limit is 3")
+    check(2.5 < waited < 4.5, f"the stream continued after {waited:.1f} s; the timeout is 3 s")
     try:
         spar.gather_forward_split_backward(x, group, 0)
     except spar.ExchangeTimeoutError:
         return
-    check(False, "nobody told of the call that did not end")
+    check(False, "the call after the one that timed out did not raise")
 
 
 def microseconds(call: Callable[[], object], rounds: int) -> float:
-    """A call's time on the device, the median of rounds."""
+    """Return a call's median time on the device."""
     times = []
     for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -206,7 +206,7 @@ def times(device: torch.device) -> list[str]:
         spar.all_to_all(small, None)
     host = (time.perf_counter() - begin) / 50 * 1e6
     torch.cuda.synchronize()
-    lines = [f"The host's time for a call: {host:.1f} us (goal: below 20).", ""]
+    lines = [f"Host time of a call: {host:.1f} us (goal: below 20).", ""]
     lines += ["| bytes of a rank | spar | permute + all_to_all_single + permute | its permutes alone |"]
     lines += ["|---|---|---|---|"]
     for size in (MIB // 4, 4 * MIB, 32 * MIB, 256 * MIB):
@@ -249,10 +249,13 @@ def run(rank: int, world: int, kind: str, store: str, out: str | None) -> None:
         version = ".".join(map(str, torch.cuda.nccl.version()))
         name = torch.cuda.get_device_name(device)
         lines = [f"## {name} x {world}, {datetime.date.today()}", "", *lines]
-        lines += [f"Replays out of CUDA graphs are correct. torch {torch.__version__}, NCCL {version}.", ""]
+        lines += [f"Replays of CUDA graphs are correct. torch {torch.__version__}, NCCL {version}.", ""]
         lines += times(device)
         check_absence(device)
-        lines += ["", "A rank that does not come: the stream goes on at the limit, and the next call raises."]
+        lines += [
+            "",
+            "If a rank makes no call, the stream continues at the timeout; the next call raises.",
+        ]
     if rank == 0:
         print("\n".join(lines), flush=True)
         if out:
@@ -267,18 +270,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, help="instead of one for each GPU")
-    parser.add_argument("--out", help="write the page there too")
+    parser.add_argument("--ranks", type=int, help="number of ranks, instead of one for each GPU")
+    parser.add_argument("--out", help="also write the page to this file")
     options = parser.parse_args()
     world = options.ranks or 2
     if options.device == "cuda":
         if not torch.cuda.is_available():
-            print("gpu_ops: torch sees no CUDA device here; nothing was checked", file=sys.stderr)
+            print("gpu_ops: torch has no CUDA device; nothing was checked", file=sys.stderr)
             return 2
         world = options.ranks or max(2, torch.cuda.device_count())
         if world > torch.cuda.device_count():
             if torch.cuda.nccl.version() < (2, 30):
-                print("gpu_ops: one GPU, and NCCL before 2.30: no two ranks on it", file=sys.stderr)
+                print("gpu_ops: two ranks on one GPU need NCCL 2.30 or newer", file=sys.stderr)
                 return 2
             os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     with tempfile.TemporaryDirectory() as folder:
