@@ -23,7 +23,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Plain:
-    """Each rank holds one run of the sequence; inside attention, some heads of the whole sequence (Ulysses)."""
+    """Each rank holds one run of the sequence; inside attention, some heads of all tokens (Ulysses)."""
 
     group: dist.ProcessGroup | None  # None is WORLD
     seq: int
@@ -70,8 +70,8 @@ class Plain:
 class Hybrid(Plain):
     """Ring x ulysses, 2 x the rest: each rank holds runs from both ends of the sequence (zigzag).
 
-    With ring attention, all ranks would have equal work under a causal mask. This example uses Ulysses over all
-    ranks instead. Its tokens are in rank order, so the mask compares their positions in the sequence.
+    With ring attention, all ranks would have equal work under a causal mask. This example uses Ulysses over
+    all ranks instead. Its tokens are in rank order, so the mask compares their positions in the sequence.
     """
 
     SEQ: ClassVar[int] = 508  # a multiple of twice the ring

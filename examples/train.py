@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train.py
 
-The text is the standard library of the running Python. Both runs start from one seed and use the same batches,
-so their losses and gradients must agree. If they do not, all ranks report the difference and exit with an error.
+The text is the standard library of the running Python. Both runs start from one seed and use the same
+batches, so their losses and gradients must agree. If they do not, all ranks report the difference and exit
+with an error.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def flat_gradients(model: nn.Module) -> Tensor:
 
 
 def local_loss(losses: Tensor, labels: Tensor, layout: Plain) -> Tensor:
-    """Return this rank's losses over the number of all tokens; its sum over ranks is one process's mean loss."""
+    """Return this rank's losses over the number of all tokens; summed over ranks, one process's mean loss."""
     return losses.sum() / labels.numel()
 
 
@@ -150,7 +151,7 @@ def demand_agreement(what: str, step: int, difference: Difference) -> None:
         lines = [f"rank {dist.get_rank()}: step {step}: {what} differs from one process on ranks {parted}"]
         lines[0] += f" (allowed: {TOLERANCE:.0e})"
         for rank, d in enumerate(seen):
-            lines.append(f"    rank {rank}: {d.own:.9g}, one process {d.single:.9g}: difference {d.error:.1e}")
+            lines.append(f"    rank {rank}: {d.own:.9g}, one process {d.single:.9g}: {d.error:.1e} apart")
         sys.exit("\n".join(lines))
 
 
@@ -228,12 +229,13 @@ def first_gradients(model: ByteModel, layout: Plain, batch: Batch, loss: Loss) -
 # Which reduction over the ranks yields the gradient of one process. Columns: the loss, split's grad_scale,
 # gather's, where the parameter is used, the reduction. docs/gradients.md has the same as factors.
 #
-# - The backward of all_to_all is its exact transpose. A rank gets the derivative of the sum of all ranks' local
-#   losses with respect to its own copy of a parameter, and the gradient is the sum over the copies.
-# - The split's backward gathers its slices' gradients. For a parameter before the split (the table of positions)
-#   every rank has the whole gradient. "down" divides it by the number of ranks, so that the sum is right again.
-# - A gathered loss is the same on every rank. The gather's backward keeps the rank's own slice, and "up" makes it
-#   `world` times larger, so that the gradient is the mean over the copies.
+# - The backward of all_to_all is its exact transpose. A rank gets the derivative of the sum of all ranks'
+#   local losses with respect to its own copy of a parameter, and the gradient is the sum over the copies.
+# - The split's backward gathers its slices' gradients. For a parameter before the split (the table of
+#   positions) every rank has the whole gradient. "down" divides it by the number of ranks, so that the sum
+#   over the copies is right again.
+# - A gathered loss is the same on every rank. The gather's backward keeps the rank's own slice, and "up"
+#   makes it `world` times larger, so that the gradient is the mean over the copies.
 EVERYWHERE, INSIDE, BEFORE = "all", "between split and gather", "before the split"
 CLAIMS: tuple[tuple[Loss, str | None, str | None, str, str], ...] = (
     (local_loss, "down", "up", EVERYWHERE, "sum"),
@@ -245,8 +247,8 @@ CLAIMS: tuple[tuple[Loss, str | None, str | None, str, str], ...] = (
 )
 ADVICE = """\
 With the defaults, sum all gradients of a local loss, and average those of a gathered loss. DDP and FSDP
-average: multiply a local loss by the number of ranks there. With None on both, sum the gradients of parameters
-between split and gather, and average (or keep) those of parameters before the split."""
+average: multiply a local loss by the number of ranks there. With None on both, sum the gradients of
+parameters between split and gather, and average (or keep) those of parameters before the split."""
 
 
 class Measured(NamedTuple):
