@@ -205,20 +205,13 @@ def run_steps(
     input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, traced: bool | None = None
 ) -> torch.Tensor:
     """Run one exchange after another; the last one applies the whole factor."""
-    before = calls_before(tuple(step[0] for step in steps))
-    try:
-        for i in range(len(steps) - 1):
-            place, op, args = steps[i]
+    if len(steps) > 1:
+        for i, (place, op, args) in enumerate(steps[:-1]):
             then = tuple(place.handle for place, op, _ in steps[i + 1 :] if not OPS[op].local)
             input_ = run(input_, place, Operation(op, args, *ONE, records), None, then)
-            traced = None
-        place, op, args = steps[-1]
-        return run(input_, place, Operation(op, args, *scale, records), traced)
-    except BaseException as error:
-        counted = zip(steps, before, strict=True)
-        waiting = [(place, count + 1) for (place, op, _), count in counted if not OPS[op].local]
-        report_failure(waiting, steps[0][1], input_.device.type, error)
-        raise
+        traced = None
+    place, op, args = steps[-1]
+    return run(input_, place, Operation(op, args, *scale, records), traced)
 
 
 # An operation as autograd sees it: its steps, scale and grad_scale, whether it is traced, its name.
@@ -251,11 +244,15 @@ class SparExchange(torch.autograd.Function):
                 extents = list(shape)
                 OPS[op].shape(extents, args, place.world, place.rank)
                 shape = tuple(extents)
+        before = calls_before(tuple([step[0] for step in inverse]))
         try:
             if torch.is_grad_enabled() and grad.requires_grad:
                 return recorded(grad, inverse, grad_scale, scale, name), None
             return run_steps(grad, inverse, grad_scale, False), None
-        except SparError as error:
+        except BaseException as error:
+            counted = zip(inverse, before, strict=True)
+            waiting = [(place, count + 1) for (place, op, _), count in counted if not OPS[op].local]
+            report_failure(waiting, inverse[0][1], grad.device.type, error)
             name_operation(error, f"backward of {name}")
             raise
 
