@@ -16,7 +16,7 @@ from numbers import Integral
 import torch
 
 from ._runtime.call import Call
-from ._runtime.checks import check_flag, check_text, check_type
+from ._runtime.checks import check_bool, check_str, check_type
 from ._runtime.exchange import ONE
 from ._runtime.member import ALONE, Place
 from ._runtime.registry import by_handle, place_of
@@ -85,7 +85,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
     """
     call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=0)
     dim = call.dim("dim", dim)
-    check_flag(call.where, "validate", validate)
+    check_bool(call.where, "validate", validate)
     if validate and tensor.size(dim) % call.world:
         raise call.error(
             "tensor",
@@ -119,7 +119,7 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
     call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor", exchanges=1 + (validate is True))
     try:
         dim = call.dim("dim", dim)
-        check_flag(call.where, "validate", validate)
+        check_bool(call.where, "validate", validate)
         sizes: list[int] = []
         if validate and call.world > 1 and not tensor.is_meta:
             sizes = held_by_each("sp_gather", call.place, tensor.size(dim))
@@ -198,8 +198,8 @@ class ShardingValidator:
         self, tensor: torch.Tensor, name: str, dim: int, validate_divisible: bool = True
     ) -> torch.Tensor:
         """`sp_shard`, noted under `name`; validate_divisible is its `validate`."""
-        check_text("ShardingValidator.shard", "name", name)
-        check_flag("ShardingValidator.shard", "validate_divisible", validate_divisible)
+        check_str("ShardingValidator.shard", "name", name)
+        check_bool("ShardingValidator.shard", "validate_divisible", validate_divisible)
         part = sp_shard(tensor, dim, validate_divisible)
         if self._enabled:
             if name in self._open:
@@ -211,7 +211,7 @@ class ShardingValidator:
 
     def gather(self, tensor: torch.Tensor, name: str, dim: int) -> torch.Tensor:
         """`sp_gather`, noted under the `name` that its shard has."""
-        check_text("ShardingValidator.gather", "name", name)
+        check_str("ShardingValidator.gather", "name", name)
         whole = sp_gather(tensor, dim)
         if self._enabled:
             self._gathered.add(name)

@@ -1,4 +1,4 @@
-"""Arguments of another type or out of range are named, for each parameter of the public API."""
+"""Errors for bad arguments name the argument and its value, for each parameter of the public API."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import spar.utils
 from spar.parallel_state import GroupCoordinator, RankGenerator
 
 NOT_AN_INT: list[Any] = ["2", 2.0, None, True, [2], 1j, numpy.float32(2), torch.tensor(True), torch.zeros(2)]
-NOT_A_FLAG: list[Any] = ["no", 0, 1, None, [True]]
-NOT_A_TEXT: list[Any] = [2, None, b"gloo", ["gloo"]]
+NOT_A_BOOL: list[Any] = ["no", 0, 1, None, [True]]
+NOT_A_STR: list[Any] = [2, None, b"gloo", ["gloo"]]
 NOT_A_LIST: list[Any] = ["01", 2, None, {0: 1}]
 BAD: dict[str, list[Any]] = {
     "int": NOT_AN_INT,
@@ -34,11 +34,11 @@ BAD: dict[str, list[Any]] = {
     "int or -1": [*NOT_AN_INT, -2],
     "int or None": [value for value in NOT_AN_INT if value is not None],
     "dim": [*NOT_AN_INT, 5, -5],
-    "flag": NOT_A_FLAG,
-    "text": NOT_A_TEXT,
-    "text or None": [value for value in NOT_A_TEXT if value is not None],
+    "bool": NOT_A_BOOL,
+    "str": NOT_A_STR,
+    "str or None": [value for value in NOT_A_STR if value is not None],
     "ints": [*NOT_A_LIST, [1.5], ["1"], [True]],
-    "flags": [*NOT_A_LIST, [0], ["yes"]],
+    "bools": [*NOT_A_LIST, [0], ["yes"]],
     "rank groups": [*NOT_A_LIST, [0], [["1"]], [[True]], [[-1]]],
     "rank groups or None": [value for value in [*NOT_A_LIST, [0], [["1"]]] if value is not None],
     "number": ["1", None, [1.0], 1j],
@@ -52,12 +52,12 @@ X = torch.arange(4.0)[None]
 ids = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "position_ids": None}
 groups = {"group_ranks": [[0]], "local_rank": 0, "torch_distributed_backend": None}
 store: Any = dist.HashStore()
-RANKS = {"host": "text", "port": "rank", "rank": "rank", "world_size": "size"}
+RANKS = {"host": "str", "port": "rank", "rank": "rank", "world_size": "size"}
 AT = {"host": "127.0.0.1", "port": 0, "rank": 0, "world_size": 1}
 COORDINATOR = {
     "group_ranks": "rank groups",
     "local_rank": "offset",
-    "torch_distributed_backend": "text or None",
+    "torch_distributed_backend": "str or None",
 }
 MESH_SIZES = dict.fromkeys(inspect.signature(spar.parallel_state.init_parallel_state).parameters, "size")
 MODEL_SIZES = {
@@ -65,49 +65,49 @@ MODEL_SIZES = {
     for name in inspect.signature(spar.parallel_state.initialize_model_parallel).parameters
 }
 
-# Each public callable: what each parameter takes, and arguments of a call that would do.
+# For each public callable: the kind of each parameter, and the arguments of a valid call.
 Row = tuple[dict[str, str], dict[str, Any]]
 SIZES = {"tp": 1, "sp": 2, "pp": 1, "cfg": 1, "dp": 1}
 TABLE: dict[str, Row] = {
     "parallel_state.RankGenerator": (
-        dict.fromkeys(SIZES, "size") | {"fs": "size or order", "order": "text", "rank_offset": "offset"},
+        dict.fromkeys(SIZES, "size") | {"fs": "size or order", "order": "str", "rank_offset": "offset"},
         SIZES,
     ),
     "parallel_state.generate_masked_orthogonal_rank_groups": (
-        {"world_size": "size", "parallel_size": "ints", "mask": "flags"},
+        {"world_size": "size", "parallel_size": "ints", "mask": "bools"},
         {"world_size": 2, "parallel_size": [2], "mask": [True]},
     ),
     "parallel_state.init_distributed_environment": (
         {
             "world_size": "int or -1",
             "rank": "int or -1",
-            "distributed_init_method": "text",
+            "distributed_init_method": "str",
             "local_rank": "int or -1",
-            "backend": "text or None",
+            "backend": "str or None",
         },
         {},
     ),
     "parallel_state.init_dit_group": (
-        {"dit_parallel_size": "size", "backend": "text or None"},
+        {"dit_parallel_size": "size", "backend": "str or None"},
         {"dit_parallel_size": 1, "backend": None},
     ),
     "parallel_state.init_model_parallel_group": (
         {
             "group_ranks": "rank groups",
             "local_rank": "offset",
-            "backend": "text or None",
-            "parallel_mode": "text",
+            "backend": "str or None",
+            "parallel_mode": "str",
             "kwargs": "any",
         },
         {"group_ranks": [[0]], "local_rank": 0, "backend": None, "parallel_mode": "data"},
     ),
     "parallel_state.init_parallel_state": (MESH_SIZES, {}),
     "parallel_state.init_world_group": (
-        {"ranks": "ints", "local_rank": "offset", "backend": "text or None"},
+        {"ranks": "ints", "local_rank": "offset", "backend": "str or None"},
         {"ranks": [0], "local_rank": 0, "backend": "gloo"},
     ),
     "parallel_state.initialize_model_parallel": (
-        MODEL_SIZES | {"enable_expert_parallel": "flag", "backend": "text or None"},
+        MODEL_SIZES | {"enable_expert_parallel": "bool", "backend": "str or None"},
         {},
     ),
     "parallel_state.set_seq_parallel_pg": (
@@ -116,7 +116,7 @@ TABLE: dict[str, Row] = {
             "sp_ring_degree": "size",
             "rank": "rank",
             "world_size": "size",
-            "use_ulysses_low": "flag",
+            "use_ulysses_low": "bool",
             "sp_group_ranks": "rank groups or None",
         },
         {"sp_ulysses_degree": 1, "sp_ring_degree": 1, "rank": 0, "world_size": 2},
@@ -131,11 +131,11 @@ TABLE: dict[str, Row] = {
     ),
     "topology.bind": ({"function": "object"}, {"function": print}),
     "sharding.sp_shard": (
-        {"tensor": "tensor", "dim": "dim", "validate": "flag"},
+        {"tensor": "tensor", "dim": "dim", "validate": "bool"},
         {"tensor": X, "dim": 0},
     ),
     "sharding.sp_gather": (
-        {"tensor": "tensor", "dim": "dim", "validate": "flag"},
+        {"tensor": "tensor", "dim": "dim", "validate": "bool"},
         {"tensor": X, "dim": 0},
     ),
     "sharding.sp_shard_with_padding": (
@@ -158,13 +158,13 @@ TABLE: dict[str, Row] = {
         {"num_layers": 4, "pp_rank": 0, "pp_size": 1},
     ),
     "utils.split_tensor_along_last_dim": (
-        {"tensor": "tensor", "num_partitions": "size", "contiguous_split_chunks": "flag"},
+        {"tensor": "tensor", "num_partitions": "size", "contiguous_split_chunks": "bool"},
         {"tensor": X, "num_partitions": 1},
     ),
     "utils.sched_yield": ({}, {}),
     "utils.init_gloo_process_group": (
         {
-            "backend": "text",
+            "backend": "str",
             "prefix_store": "object",
             "group_rank": "rank",
             "group_size": "size",
@@ -179,7 +179,7 @@ TABLE: dict[str, Row] = {
         },
     ),
     "utils.stateless_init_torch_distributed_process_group": (
-        RANKS | {"backend": "text"},
+        RANKS | {"backend": "str"},
         AT | {"backend": "gloo"},
     ),
     "utils.stateless_destroy_torch_distributed_process_group": ({"pg": "object"}, {"pg": None}),
@@ -221,7 +221,7 @@ def check(function: Callable[..., Any], kinds: dict[str, str], arguments: dict[s
 
 
 @pytest.mark.parametrize("path", TABLE)
-def test_bad_arguments_are_named(path: str) -> None:
+def test_errors_name_bad_arguments(path: str) -> None:
     kinds, arguments = TABLE[path]
     function = attrgetter(path)(spar)
     assert set(inspect.signature(function).parameters) - COUNTERS == set(kinds)
@@ -243,7 +243,7 @@ def test_every_public_function_is_in_the_table() -> None:
 
 
 def alone(kind: type[GroupCoordinator] = GroupCoordinator) -> GroupCoordinator:
-    """A coordinator of a group of this process, without torch.distributed's global state."""
+    """Return a coordinator over a one-rank group, without torch.distributed's global state."""
     group = spar.utils.stateless_init_torch_distributed_process_group("127.0.0.1", 0, 0, 1, "gloo")
     return kind.over(group, 0)
 
@@ -260,13 +260,13 @@ METHODS: dict[str, Row] = {
 }
 
 
-def test_ranks_and_dims_of_coordinators_are_named() -> None:
+def test_coordinator_errors_name_ranks_and_dims() -> None:
     coordinator = alone()
     for name, (kinds, arguments) in METHODS.items():
         check(getattr(coordinator, name), kinds, arguments)
 
 
-def test_ranks_of_stateless_groups_are_named() -> None:
+def test_stateless_group_errors_name_ranks() -> None:
     group = spar.utils.StatelessProcessGroup.create("127.0.0.1", 0, 0, 1)
     check(group.send_obj, {"dst": "rank"}, {"obj": 1})
     check(group.recv_obj, {"src": "rank"}, {})
@@ -274,20 +274,20 @@ def test_ranks_of_stateless_groups_are_named() -> None:
     check(group.barrier, {"timeout": "seconds"}, {})
 
 
-def test_names_and_flags_of_validators_are_checked() -> None:
+def test_sharding_validator_checks_names_and_bools() -> None:
     validator = spar.sharding.ShardingValidator()
-    kinds = {"tensor": "tensor", "name": "text", "dim": "dim"}
-    check(validator.shard, kinds | {"validate_divisible": "flag"}, {"tensor": X, "name": "x", "dim": 0})
+    kinds = {"tensor": "tensor", "name": "str", "dim": "dim"}
+    check(validator.shard, kinds | {"validate_divisible": "bool"}, {"tensor": X, "name": "x", "dim": 0})
     check(validator.gather, kinds, {"tensor": X, "name": "x", "dim": 0})
 
 
-def test_tokens_of_rank_generators_are_checked() -> None:
+def test_rank_generator_checks_tokens() -> None:
     ranks = RankGenerator(**SIZES)
-    check(ranks.get_ranks, {"token": "text", "independent_ranks": "flag"}, {"token": "tp"})
-    check(ranks.get_mask, {"order": "text", "token": "text"}, {"order": "tp-sp", "token": "tp"})
+    check(ranks.get_ranks, {"token": "str", "independent_ranks": "bool"}, {"token": "tp"})
+    check(ranks.get_mask, {"order": "str", "token": "str"}, {"order": "tp-sp", "token": "tp"})
 
 
-def test_ints_of_numpy_are_taken() -> None:
+def test_numpy_ints_are_accepted() -> None:
     two: Any = numpy.int8(2)
     ranks = RankGenerator(two, numpy.int8(100), two, 1, 1, rank_offset=numpy.uint8(1))
     assert ranks.world_size == 400
@@ -303,7 +303,7 @@ def test_ints_of_numpy_are_taken() -> None:
         )
 
 
-def test_rank_generator_takes_the_order_as_its_sixth_argument() -> None:
+def test_rank_generator_accepts_order_as_sixth_argument() -> None:
     ranks = RankGenerator(2, 2, 1, 1, 1, "sp-tp-pp-cfg-dp")
     assert (ranks.order, ranks.fs) == ("sp-tp-pp-cfg-dp", 1)
     assert ranks.get_ranks("sp") == RankGenerator(2, 2, 1, 1, 1, order="sp-tp-pp-cfg-dp").get_ranks("sp")
@@ -311,7 +311,7 @@ def test_rank_generator_takes_the_order_as_its_sixth_argument() -> None:
         RankGenerator(2, 2, 1, 1, 1, "tp-sp", "sp-tp")
 
 
-def test_sequence_groups_are_validated_before_torch_distributed_is_needed() -> None:
+def test_set_seq_parallel_pg_validates_groups_before_initialization() -> None:
     make = spar.parallel_state.set_seq_parallel_pg
     for groups in ([[0, 2]], [[0, 1], [1, 2]], [[0, 1], [2, 4]], [[0, 1, 2, 3]]):
         with pytest.raises(ValueError, match=r"Invalid sp_group_ranks: .*; expected 2 groups of 2 ranks"):
@@ -322,7 +322,7 @@ def test_sequence_groups_are_validated_before_torch_distributed_is_needed() -> N
         make(2, 1, rank=0, world_size=4, sp_group_ranks=[[0, 2], [1, 3]])
 
 
-def test_layers_by_either_name() -> None:
+def test_get_pp_indices_accepts_either_layer_name() -> None:
     layers = spar.utils.get_pp_indices
     assert layers(num_hidden_layers=5, pp_rank=1, pp_size=3) == layers(5, 1, 3) == (2, 4)
     assert layers(num_layers=5, pp_rank=1, pp_size=3) == (2, 4)

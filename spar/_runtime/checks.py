@@ -1,4 +1,4 @@
-"""Check arguments that are not tensors: each error names the argument, its value and what is expected."""
+"""Check arguments that are not tensors. Each error names the argument, its value and the requirement."""
 
 from __future__ import annotations
 
@@ -10,52 +10,57 @@ from ..sizes import as_int
 
 
 def check_int(where: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """Return an int, or what has `__index__` (as numpy's integers), as an int; reject bools.
+    """Return `value` as an int. Accepts any type with `__index__`, such as numpy ints; rejects bools.
 
     Raises:
-        TypeError: another type.
-        ValueError: less than low, or more than high.
+        TypeError: `value` is not an int.
+        ValueError: `value` is below `low` or above `high`.
     """
     expected = "" if low is None else f"at least {low}" if high is None else f"{low} to {high}"
     try:
-        whole = as_int(value)
+        number = as_int(value)
     except TypeError:
         wanted = f"an int, {expected}" if expected else "an int"
         raise TypeError(f"{where}: {name} is {value!r:.200}; expected {wanted}") from None
-    if (low is not None and whole < low) or (high is not None and whole > high):
-        raise ValueError(f"{where}: {name} is {whole!r:.200}; expected {expected}")
-    return whole
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ValueError(f"{where}: {name} is {number!r:.200}; expected {expected}")
+    return number
 
 
 def check_rank(where: str, rank: Any, world_size: Any) -> tuple[int, int]:
-    """Return a rank and its world size as ints."""
+    """Return `(rank, world_size)` as ints; 0 <= rank < world_size."""
     size = check_int(where, "world_size", world_size, 1)
     return check_int(f"{where} with world_size {size}", "rank", rank, 0, size - 1), size
 
 
 def check_type(where: str, name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
-    """Raise TypeError for a value of another type."""
+    """Raise TypeError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{where}: {name} is {value!r:.200}; expected {expected}")
 
 
-def check_flag(where: str, name: str, value: Any) -> None:
-    """Raise TypeError for anything but True and False: the string "false" would count as true."""
-    check_type(where, name, value, bool, "True or False")
+def check_bool(where: str, name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a bool: the string "false" would be truthy."""
+    check_type(where, name, value, bool, "a bool")
 
 
-def check_text(where: str, name: str, value: Any) -> None:
-    """Raise TypeError for anything but a str."""
+def check_str(where: str, name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a str."""
     check_type(where, name, value, str, "a str")
 
 
 def check_backend(where: str, value: Any, name: str = "backend") -> None:
-    """Raise TypeError for a backend that is neither a str nor None."""
+    """Raise TypeError unless `value` is a str or None."""
     check_type(where, name, value, (str, type(None)), "a str or None")
 
 
 def check_number(where: str, name: str, value: Any, low: float | None = None) -> None:
-    """Raise for anything but a real number (numpy's, too), or for one below `low`."""
+    """Check that `value` is a real number (numpy's included) of at least `low`.
+
+    Raises:
+        TypeError: `value` is not a real number.
+        ValueError: `value` is below `low`, or NaN.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{where}: {name} is {value!r:.200}; expected a number")
     if low is not None and not float(value) >= low:
@@ -63,14 +68,14 @@ def check_number(where: str, name: str, value: Any, low: float | None = None) ->
 
 
 def check_ints(where: str, name: str, values: Any, low: int) -> list[int]:
-    """Return a list or tuple of ints, each at least `low`, as a list."""
+    """Return a sequence of ints, each at least `low`, as a list."""
     if isinstance(values, Sequence) and not isinstance(values, (str, bytes)):
         return [check_int(where, f"{name}[{i}]", value, low) for i, value in enumerate(values)]
     raise TypeError(f"{where}: {name} is {values!r:.200}; expected a list of ints")
 
 
 def check_rank_groups(where: str, name: str, groups: Any) -> list[list[int]]:
-    """Return a list of lists of ranks; which ranks form a layout is not checked."""
+    """Return a sequence of sequences of ranks as lists. Does not check that they form a valid layout."""
     if isinstance(groups, Sequence) and not isinstance(groups, (str, bytes)):
         return [check_ints(where, f"{name}[{i}]", ranks, 0) for i, ranks in enumerate(groups)]
     raise TypeError(f"{where}: {name} is {groups!r:.200}; expected a list of lists of ranks")

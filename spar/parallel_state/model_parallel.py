@@ -13,7 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from .._runtime.checks import check_backend, check_flag, check_int, check_ints, check_rank_groups, check_text
+from .._runtime.checks import check_backend, check_bool, check_int, check_ints, check_rank_groups, check_str
 from ..topology.topology import current, forget_all
 from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
 from .getters import find, local_rank_of_this_process
@@ -57,7 +57,7 @@ def init_distributed_environment(
     where = "init_distributed_environment"
     world_size = check_int(where, "world_size", world_size, -1)
     rank = check_int(where, "rank", rank, -1)
-    check_text(where, "distributed_init_method", distributed_init_method)
+    check_str(where, "distributed_init_method", distributed_init_method)
     local_rank = check_int(where, "local_rank", local_rank, -1)
     check_backend(where, backend)
     if backend is None:
@@ -134,7 +134,7 @@ def init_model_parallel_group(
     where = "init_model_parallel_group"
     group_ranks = check_rank_groups(where, "group_ranks", group_ranks)
     check_backend(where, backend)
-    check_text(where, "parallel_mode", parallel_mode)
+    check_str(where, "parallel_mode", parallel_mode)
     if parallel_mode not in _MODES:
         raise AssertionError(f"parallel_mode is {parallel_mode!r}; expected one of {', '.join(_MODES)}")
     if parallel_mode == "pipeline":
@@ -256,7 +256,7 @@ def initialize_model_parallel(
     hsdp_replicate_size = check_int(where, "hsdp_replicate_size", hsdp_replicate_size, 1)
     if sequence_parallel_size is not None:
         sequence_parallel_size = check_int(where, "sequence_parallel_size", sequence_parallel_size, 1)
-    check_flag(where, "enable_expert_parallel", enable_expert_parallel)
+    check_bool(where, "enable_expert_parallel", enable_expert_parallel)
     check_backend(where, backend)
     sp = ring_degree * ulysses_degree
     if sequence_parallel_size not in (None, sp):

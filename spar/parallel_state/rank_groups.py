@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .._runtime.checks import check_flag, check_int, check_ints, check_rank_groups, check_text, check_type
+from .._runtime.checks import check_bool, check_int, check_ints, check_rank_groups, check_str, check_type
 
 DEFAULT_ORDER = "tp-sp-pp-cfg-dp"
 
@@ -40,7 +40,7 @@ def generate_masked_orthogonal_rank_groups(
     parallel_size = check_ints(where, "parallel_size", parallel_size, 1)
     check_type(where, "mask", mask, (list, tuple), "a list of bools")
     for i, masked in enumerate(mask):
-        check_flag(where, f"mask[{i}]", masked)
+        check_bool(where, f"mask[{i}]", masked)
     if len(mask) != len(parallel_size):
         raise ValueError(f"mask is {mask}; expected one entry for each of the sizes {parallel_size}")
     if math.prod(parallel_size) != world_size:
@@ -92,7 +92,7 @@ class RankGenerator:
         sizes = {"tp": tp, "sp": sp, "pp": pp, "cfg": cfg, "dp": dp, "fs": fs}
         self.name_to_size = {k: check_int("RankGenerator", k, size, 1) for k, size in sizes.items()}
         self.tp, self.sp, self.pp, self.cfg, self.dp, self.fs = self.name_to_size.values()
-        check_text("RankGenerator", "order", order)
+        check_str("RankGenerator", "order", order)
         self.rank_offset = check_int("RankGenerator", "rank_offset", rank_offset, 0)
         self.ep = self.tp * self.sp * self.cfg * self.dp
         self.world_size = self.ep * self.pp
@@ -117,8 +117,8 @@ class RankGenerator:
         Raises:
             ValueError: the token names what is not in the order.
         """
-        check_text("RankGenerator.get_mask", "order", order)
-        check_text("RankGenerator.get_mask", "token", token)
+        check_str("RankGenerator.get_mask", "order", order)
+        check_str("RankGenerator.get_mask", "token", token)
         dims, chosen = order.split("-"), token.split("-")
         if not set(chosen) <= set(dims):
             raise ValueError(f"RankGenerator: token is {token!r}; expected dims of {order!r}, joined by '-'")
@@ -134,8 +134,8 @@ class RankGenerator:
         Raises:
             ValueError: an unknown token; runs that do not divide the world.
         """
-        check_text("RankGenerator.get_ranks", "token", token)
-        check_flag("RankGenerator.get_ranks", "independent_ranks", independent_ranks)
+        check_str("RankGenerator.get_ranks", "token", token)
+        check_bool("RankGenerator.get_ranks", "independent_ranks", independent_ranks)
         if independent_ranks:
             size = math.prod(self.name_to_size[name] for name in self._known(token))
             if self.world_size % size:
@@ -175,7 +175,7 @@ def sequence_rank_groups(
     ulysses = check_int(where, "sp_ulysses_degree", ulysses, 1)
     ring = check_int(where, "sp_ring_degree", ring, 1)
     world_size = check_int(where, "world_size", world_size, 1)
-    check_flag(where, "use_ulysses_low", use_ulysses_low)
+    check_bool(where, "use_ulysses_low", use_ulysses_low)
     size = ulysses * ring
     layout = f"ulysses {ulysses} x ring {ring}"
     if world_size % size:

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from .._runtime.checks import check_flag, check_int, check_type
+from .._runtime.checks import check_bool, check_int, check_type
 
 # Before these versions os.sched_yield keeps the GIL. Source: seed 004.
 USE_SCHED_YIELD = sys.version_info[:3] >= (3, 11, 1) or (
@@ -59,7 +59,7 @@ def split_tensor_along_last_dim(
     where = "split_tensor_along_last_dim"
     check_type(where, "tensor", tensor, torch.Tensor, "a tensor")
     num_partitions = check_int(where, "num_partitions", num_partitions, 1)
-    check_flag(where, "contiguous_split_chunks", contiguous_split_chunks)
+    check_bool(where, "contiguous_split_chunks", contiguous_split_chunks)
     if tensor.dim() == 0:
         raise ValueError(f"{where}: tensor has no dims; expected at least one")
     if tensor.size(-1) % num_partitions:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from .._runtime.checks import check_int, check_rank, check_text, check_type
+from .._runtime.checks import check_int, check_rank, check_str, check_type
 from ..groups import close
 from .stateless_group import StatelessProcessGroup, open_store
 
@@ -40,7 +40,7 @@ def init_gloo_process_group(
         ValueError: another backend, a rank that is none of the group's.
     """
     where = "init_gloo_process_group"
-    check_text(where, "backend", backend)
+    check_str(where, "backend", backend)
     if backend != dist.Backend.GLOO:
         raise ValueError(f"{where}: backend is {backend!r}; expected 'gloo'")
     check_type(where, "prefix_store", prefix_store, Store, "a Store")
@@ -99,9 +99,9 @@ def stateless_init_torch_distributed_process_group(
         RuntimeError: a rank did not come within the backend's default timeout; says which.
     """
     where = "stateless_init_torch_distributed_process_group"
-    check_text(where, "host", host)
+    check_str(where, "host", host)
     rank, world_size = check_rank(where, rank, world_size)
-    check_text(where, "backend", backend)
+    check_str(where, "backend", backend)
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     if not there.get(backend, False):
         has = ", ".join(repr(name) for name in there if there[name])

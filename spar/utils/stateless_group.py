@@ -22,7 +22,7 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from .._runtime.checks import check_int, check_number, check_rank, check_text, check_type
+from .._runtime.checks import check_int, check_number, check_rank, check_str, check_type
 from ..errors import MismatchError, SparError
 
 _LOOK = 50e-6  # seconds between the first two looks at the store
@@ -109,7 +109,7 @@ class StatelessProcessGroup:
         """
         where = "StatelessProcessGroup.create"
         rank, world_size = check_rank(where, rank, world_size)
-        check_text(where, "host", host)
+        check_str(where, "host", host)
         port = check_int(where, "port", port, 0 if world_size == 1 else 1, 65535)
         check_int(where, "data_expiration_seconds", data_expiration_seconds, 0)
         check_number(where, "store_timeout", store_timeout)
