@@ -1,4 +1,4 @@
-"""A DeviceMesh that is taken over: its dims, the order of its ranks, in one exchange or in two."""
+"""take_over_mesh: dims of a DeviceMesh, the order of its ranks, gathers in one exchange or in two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spar.topology import Topology, sequence_group
 from spar.topology.groups_by_name import _is_ring_by_ring
 
 
-def meshes(rank: int, folder: Path) -> None:
+def check_take_over_mesh(rank: int, folder: Path) -> None:
     low, high = rank % 2, rank // 2
     whole, owners = cells((16, 3), torch.float32), zigzag(16, 2, 2)
     for dims, steps in ((("ulysses", "ring"), 1), (("ring", "ulysses"), 2)):
@@ -58,7 +58,7 @@ def meshes(rank: int, folder: Path) -> None:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
             with pytest.raises(ValueError, match=r"with the dims \(.*expected .ring. and .ulysses."):
                 ps.take_over_mesh(mesh)
-    # ranks in an order of their own: torch's groups have theirs, which every rank decides by
+    # permuted ranks: torch sorts the ranks of each group, and spar decides by its groups
     for order, steps in (([[3, 2], [1, 0]], 1), ([[2, 0], [3, 1]], 2), ([[0, 3], [1, 2]], 0)):
         with Topology():
             mesh = DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("ulysses", "ring"))
@@ -85,8 +85,8 @@ def meshes(rank: int, folder: Path) -> None:
 CP = ("split_forward_gather_backward_with_cp", "gather_forward_split_backward_with_cp")
 
 
-def test_orders_of_a_mesh() -> None:
-    """Whether one exchange is enough is the same for all ranks, whatever their own groups tell."""
+def test_is_ring_by_ring_is_decided_from_the_whole_mesh() -> None:
+    """All ranks agree whether one exchange suffices, whatever their own groups look like."""
 
     def decide(ranks: list[Any], dims: str = "ulysses ring") -> bool:
         return _is_ring_by_ring(
@@ -97,7 +97,7 @@ def test_orders_of_a_mesh() -> None:
     assert decide([[3, 2], [1, 0]])
     assert not decide([[0, 2], [1, 3]])
     assert decide([[0, 2], [1, 3]], "ring ulysses")
-    # of 0 and 1 the ring is a run of cp, of the others it is not
+    # the ring of ranks 0 and 1 is contiguous in cp, the other rings are not
     assert not decide([[0, 1], [2, 4], [3, 5]])
     assert not decide([[[0, 1], [2, 3]], [[4, 6], [5, 7]]], "dp ulysses ring")
     assert decide([[[0, 1], [2, 3]], [[6, 7], [4, 5]]], "dp ulysses ring")
@@ -106,5 +106,5 @@ def test_orders_of_a_mesh() -> None:
             decide(ranks)
 
 
-def test_a_mesh_that_is_there(tmp_path: Path) -> None:
-    assert finish(start(meshes, 4, tmp_path), 60) == [0] * 4
+def test_take_over_mesh(tmp_path: Path) -> None:
+    assert finish(start(check_take_over_mesh, 4, tmp_path), 60) == [0] * 4

@@ -1,4 +1,4 @@
-"""One topology in three spellings, several in a process, and which one backward and recompute see."""
+"""Topologies: three APIs over one, several in a process, and which one backward and recomputation use."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     return spar.gather_forward_split_backward(x, None, 0, None, None)
 
 
-# ---- three spellings ----
+# ---- three APIs ----
 
 
-def spellings(rank: int, folder: Path) -> None:
+def check_three_apis(rank: int, folder: Path) -> None:
     low, high = rank % 2, rank // 2
     whole, owners = cells((16, 3), torch.float32), zigzag(16, 2, 2)
     world = process_group(None)
@@ -48,7 +48,7 @@ def spellings(rank: int, folder: Path) -> None:
     assert world is dist.group.WORLD, "until there is a sequence group"
 
     def check(ulysses: int, ring: int, ulysses_ranks: list[int], ring_ranks: list[int], steps: int) -> None:
-        """Every spelling tells the same, and what goes by one of them is right."""
+        """All APIs report the same groups, and operations over them are correct."""
         sp, state = ps.get_sp_group(), ps.get_parallel_state()
         assert ps.is_parallel_state_initialized()
         assert sequence_group() is process_group(None) is ps.get_sequence_parallel_group() is sp.device_group
@@ -76,7 +76,7 @@ def spellings(rank: int, folder: Path) -> None:
     assert ps.get_data_parallel_world_size() == 1
     assert not ps.model_parallel_is_initialized()
     pair = dist.new_subgroups(2)[0]
-    ps.set_sequence_parallel_group(pair)  # goes before the state's
+    ps.set_sequence_parallel_group(pair)  # overrides the state's
     assert ps.get_sequence_parallel_group() is pair
     assert ps.get_ulysses_parallel_world_size() == 2
     assert ps.get_parallel_state() is state
@@ -86,9 +86,9 @@ def spellings(rank: int, folder: Path) -> None:
     assert not ps.is_parallel_state_initialized()
 
     ps.initialize_model_parallel(ulysses_degree=2, ring_degree=2)
-    check(low, high, [2 * high, 2 * high + 1], [low, low + 2], 2)  # its cp is in another order
+    check(low, high, [2 * high, 2 * high + 1], [low, low + 2], 2)  # its cp has another rank order
     ps.set_sequence_parallel_group(pair)
-    assert ps.get_sequence_parallel_world_size() == 4, "the initialised one goes before the given one"
+    assert ps.get_sequence_parallel_world_size() == 4, "coordinators override the given group"
     dist.barrier()
     ps.destroy_model_parallel()
 
@@ -107,15 +107,15 @@ def spellings(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_three_spellings(tmp_path: Path) -> None:
-    assert finish(start(spellings, 4, tmp_path), 90) == [0] * 4
+def test_three_apis_share_one_topology(tmp_path: Path) -> None:
+    assert finish(start(check_three_apis, 4, tmp_path), 90) == [0] * 4
 
 
 # ---- several topologies ----
 
 
-def two(rank: int) -> tuple[Topology, Topology]:
-    """Over the pairs 01 23, and 02 13."""
+def two_topologies(rank: int) -> tuple[Topology, Topology]:
+    """Return topologies over the pairs 01 23, and 02 13."""
     a, b = Topology(), Topology()
     with a:
         ps.initialize_model_parallel(data_parallel_size=2, ulysses_degree=2)
@@ -125,9 +125,9 @@ def two(rank: int) -> tuple[Topology, Topology]:
     return a, b
 
 
-def several(rank: int, folder: Path) -> None:
+def check_nested_topologies(rank: int, folder: Path) -> None:
     own = torch.tensor([rank])
-    a, b = two(rank)
+    a, b = two_topologies(rank)
     in_a, in_b = torch.tensor([rank // 2 * 2, rank // 2 * 2 + 1]), torch.tensor([rank % 2, rank % 2 + 2])
     everybody = torch.arange(4)
     assert_same(gather(own), everybody)
@@ -145,21 +145,21 @@ def several(rank: int, folder: Path) -> None:
         assert_same(gather(own), in_a)
         assert ps.model_parallel_is_initialized()
         seen: list[Any] = []
-        in_this = bind(lambda: current())
-        thread = threading.Thread(target=lambda: seen.extend([current(), in_this(), current()]))
+        bound = bind(lambda: current())
+        thread = threading.Thread(target=lambda: seen.extend([current(), bound(), current()]))
         thread.start()
         thread.join()
-        assert seen[0] is seen[2] is not a, "another thread sees the process's own"
+        assert seen[0] is seen[2] is not a, "another thread uses the default topology"
         assert seen[1] is a
     assert_same(gather(own), everybody)
     assert bind(torch.nn.Linear(1, 1))(torch.ones(1)).shape == (1,)
-    # two threads at once, in one each
+    # two threads at once, each in its own topology
     results: dict[str, torch.Tensor] = {}
-    meet = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def work(name: str, topology: Topology) -> None:
         with topology:
-            meet.wait()
+            barrier.wait()
             for _ in range(20):
                 results[name] = gather(own)
 
@@ -174,8 +174,8 @@ def several(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_several_at_once(tmp_path: Path, transport: str) -> None:
-    assert finish(start(several, 4, tmp_path, SPAR_TRANSPORT=transport), 60) == [0] * 4
+def test_nested_and_concurrent_topologies(tmp_path: Path, transport: str) -> None:
+    assert finish(start(check_nested_topologies, 4, tmp_path, SPAR_TRANSPORT=transport), 60) == [0] * 4
 
 
 # ---- backward and recompute ----
@@ -198,7 +198,7 @@ def in_thread(function: Callable[[], Any]) -> None:
 
 
 def layer(x: torch.Tensor) -> torch.Tensor:
-    """What it saves depends on who is in the group: computed again in another one, gradients would differ."""
+    """Depends on the group's ranks: recomputation in another topology would change the gradients."""
     whole = gather(x * x).sin()
     return whole * whole.sum() * (1 + ps.get_sequence_parallel_rank())
 
@@ -214,8 +214,8 @@ MODES: dict[str, Run] = {
 }
 
 
-def gradients(rank: int, folder: Path) -> None:
-    a, b = two(rank)
+def check_gradients(rank: int, folder: Path) -> None:
+    a, b = two_topologies(rank)
     outer = Topology()
 
     def grad(forward: Run, topology: Topology, backward: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -255,21 +255,21 @@ def gradients(rank: int, folder: Path) -> None:
                 assert_same(grad(forward, topology, backward), expected, (where, name))
         assert current() is not a
         assert current() is not b
-    assert not torch.equal(found[0], found[1]), "the test tells them apart"
+    assert not torch.equal(found[0], found[1]), "the topologies differ in their gradients"
     assert not torch.equal(found[0], found[2])
     dist.barrier()
 
 
-def test_checkpoint_and_second_threads(tmp_path: Path) -> None:
-    assert finish(start(gradients, 4, tmp_path), 90) == [0] * 4
+def test_backward_and_checkpoint_use_forwards_topology(tmp_path: Path) -> None:
+    assert finish(start(check_gradients, 4, tmp_path), 90) == [0] * 4
 
 
-def context_functions(rank: int, folder: Path) -> None:
-    """The caller's own context_fn, kwargs and modules still work."""
-    a, b = two(rank)
+def check_context_fn(rank: int, folder: Path) -> None:
+    """A caller's context_fn and modules still work."""
+    a, b = two_topologies(rank)
     entered = []
 
-    class Noted:
+    class Recorder:
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -285,7 +285,7 @@ def context_functions(rank: int, folder: Path) -> None:
             module,
             torch.ones(1, 2, requires_grad=True),
             use_reentrant=False,
-            context_fn=lambda: (Noted("forward"), Noted("again")),
+            context_fn=lambda: (Recorder("forward"), Recorder("again")),
         )
     with b:
         y.sum().backward()
@@ -295,12 +295,12 @@ def context_functions(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_checkpoints_of_the_caller(tmp_path: Path) -> None:
-    assert finish(start(context_functions, 4, tmp_path), 60) == [0] * 4
+def test_checkpoint_with_context_fn(tmp_path: Path) -> None:
+    assert finish(start(check_context_fn, 4, tmp_path), 60) == [0] * 4
 
 
-def compiled(rank: int, folder: Path) -> None:
-    a, b = two(rank)
+def check_compiled(rank: int, folder: Path) -> None:
+    a, b = two_topologies(rank)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         size, place = ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()
@@ -324,40 +324,40 @@ def compiled(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_compiled(tmp_path: Path) -> None:
-    assert finish(start(compiled, 4, tmp_path), 120) == [0] * 4
+def test_compiled_function_follows_the_current_topology(tmp_path: Path) -> None:
+    assert finish(start(check_compiled, 4, tmp_path), 120) == [0] * 4
 
 
-def test_a_torch_whose_checkpoint_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then what is computed again is to be bound by who calls checkpoint, and a warning says so."""
+def test_unknown_checkpoint_implementation_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers must then bind the function they pass to checkpoint; the warning says how."""
     a = Topology()
     functions = [(recompute.CheckpointFunction, "forward"), (recompute._CheckpointFrame, "__init__")]
     for (holder, name), kind in zip(functions, (staticmethod, lambda function: function), strict=True):
         monkeypatch.setattr(holder, name, kind(inspect.unwrap(getattr(holder, name))))
     seen = []
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def record(x: torch.Tensor) -> torch.Tensor:
         seen.append(current())
         return x.sin()
 
     for mode in (True, False):
         with a:
-            y = checkpoint(bind(note), torch.ones(2, requires_grad=True), use_reentrant=mode)
+            y = checkpoint(bind(record), torch.ones(2, requires_grad=True), use_reentrant=mode)
         y.sum().backward()
     assert seen == [a] * 4
     monkeypatch.setattr(recompute.CheckpointFunction, "forward", staticmethod(lambda ctx, other, *args: 1))
     monkeypatch.delattr(recompute, "_CheckpointFrame")
-    with pytest.warns(UserWarning, match=r"spar.topology.bind\(function\)") as told:
+    with pytest.warns(UserWarning, match=r"spar.topology.bind\(function\)") as warned:
         bind_recomputation.__wrapped__(bind)
-    assert [str(one.message).split("use_reentrant=")[1][:5] for one in told] == ["True ", "False"]
-    assert cast(Any, recompute.CheckpointFunction).forward(None, None) == 1, "left alone"
+    assert [str(one.message).split("use_reentrant=")[1][:5] for one in warned] == ["True ", "False"]
+    assert cast(Any, recompute.CheckpointFunction).forward(None, None) == 1, "not wrapped"
 
 
-# ---- a model that runs anywhere ----
+# ---- one model with and without ranks ----
 
 
 class Layer(torch.nn.Module):
-    """[seq, heads, width]: what a model with sequence parallelism does, told of no group."""
+    """A sequence-parallel layer over `[S, H, D]` that takes no group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class Layer(torch.nn.Module):
 
 
 def check_layer() -> None:
-    """To the bit what it is without ranks, and the gradient of the tokens, too."""
+    """The output and the gradient of the tokens are bitwise those of a single process."""
     tokens = cells((9, 3, 2), torch.float64).requires_grad_()
     layer = Layer()
     layer(tokens).backward(cells((9, 3, 2), torch.float64, salt=1))
@@ -404,9 +404,9 @@ def under_torchrun() -> None:
     print("the same")
 
 
-def test_one_forward_everywhere() -> None:
+def test_one_forward_with_and_without_ranks() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no state
+        warnings.simplefilter("ignore")  # no parallel state
         check_layer()
     ps.init_parallel_state()
     try:

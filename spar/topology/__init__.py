@@ -1,4 +1,4 @@
-"""The groups that a process works with, and which of several such sets is the current one."""
+"""Topologies: the process groups of this process, and which set of them is current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint computes again in the topology of the first run."""
+"""Bind recomputation in torch.utils.checkpoint to the topology of the original forward."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ import torch
 
 @functools.cache
 def bind_recomputation(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """From now on what torch.utils.checkpoint will compute again is bound when it is first computed.
+    """Make torch.utils.checkpoint bind each function that it will recompute, when it first runs it.
 
-    That is in backward, outside of the `with` and maybe on a thread of autograd's, where nothing thread-local
-    and no contextvar comes from forward; context_fn is the caller's, and use_reentrant=True has none. So the
-    two functions that are given what to compute are wrapped. They are torch's own: where a torch has others
-    it goes on without, and says so.
+    Recomputation happens in backward: outside the `with`, possibly on an autograd thread, which sees none of
+    forward's thread-locals and contextvars. `context_fn` belongs to the caller, and use_reentrant=True has
+    none. So this wraps the two private functions of torch that receive the function to recompute. Where a
+    torch version has different ones, it leaves them alone and warns.
     """
     from torch.utils import checkpoint
 
-    for mode, owner, name, given in (
+    for mode, owner, name, parameter in (
         ("True", "CheckpointFunction", "forward", "run_function"),
         ("False", "_CheckpointFrame", "__init__", "recompute_fn"),
     ):
         holder = getattr(checkpoint, owner, None)
         function = getattr(holder, name, None)
-        if function is None or list(inspect.signature(function).parameters)[1:2] != [given]:
+        if function is None or list(inspect.signature(function).parameters)[1:2] != [parameter]:
             warnings.warn(
-                f"spar: the checkpoint of torch {torch.__version__} has no {owner}.{name}(_, {given}, ...); "
-                f"with several topologies and use_reentrant={mode} give it spar.topology.bind(function)",
+                f"spar: torch {torch.__version__} has no {owner}.{name}(_, {parameter}, ...) in "
+                "torch.utils.checkpoint: recomputation will run in the topology that is current in backward. "
+                f"For use_reentrant={mode} pass spar.topology.bind(function) to checkpoint",
                 stacklevel=3,
             )
             continue
-        wrapped = _first_bound(function, bind)
+        wrapped = _bind_second_argument(function, bind)
         setattr(holder, name, staticmethod(wrapped) if name == "forward" else wrapped)
 
 
-def _first_bound(
+def _bind_second_argument(
     function: Callable[..., Any], bind: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The function, whose second argument is bound when it is called."""
+    """Wrap `function` so that it binds its second argument, a callable, on each call."""
 
     @functools.wraps(function)
-    def bound(owner: Any, later: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(owner, bind(later), *args, **kwargs)
+    def wrapper(owner: Any, recomputed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(owner, bind(recomputed), *args, **kwargs)
 
-    return bound
+    return wrapper

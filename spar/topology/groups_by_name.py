@@ -1,7 +1,7 @@
-"""This rank's groups by name, as DeviceMeshes make them: data, context, tensor and expert parallelism.
+"""This rank's groups by name, made from DeviceMeshes: data, context, tensor and expert parallelism.
 
-Context parallelism is ring x ulysses: first the ring cuts each sequence, then each ring rank's part is cut
-among its ulysses ranks. The rank in the combined "cp" group is ulysses rank * ring size + ring rank.
+Context parallelism is ring x ulysses. The ring ranks split each sequence, then the ulysses ranks split each
+ring rank's part. The rank in the combined group "cp" is ulysses rank * ring size + ring rank.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ NAMES = (*MESH, *FLAT, "dp_shard_cp", *EXPERT_MESH, *_ALIASES)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The group's backend for each type of device whose tensors it moves."""
+    """Return the group's backend name for each device type it supports."""
     try:
         return {device.type: group._get_backend(device).name() for device in group._device_types}
-    except AttributeError:  # these are torch's own; the public way knows only groups that torch made
+    except AttributeError:  # private to torch; the public API below requires a registered group
         config = dist.get_backend_config(group)
     return {kind: backend for kind, _, backend in (part.partition(":") for part in config.split(","))}
 
 
 def device_type_of(group: dist.ProcessGroup | None) -> str:
-    """Where its tensors usually are: on the accelerator, where there is one that it has a backend made for.
+    """Return the device type of the group's tensors: the accelerator if it has a native backend, else "cpu".
 
-    A group of gloo alone says that it moves CUDA tensors, too. None is WORLD.
+    Gloo also registers itself for CUDA, so it does not count as native to an accelerator. None means WORLD.
     """
     group = dist.group.WORLD if group is None else group
     backends = {} if group is None else backends_of(group)
@@ -74,14 +74,17 @@ def _getters(name: str) -> _Getters:
 
     getters = is_enable, get_group, get_group_size, get_rank, get_device_mesh
     for getter in getters:
-        verb, _, what = getter.__name__.partition("_")
-        getter.__name__ = f"{verb}_{name}_{what}"
+        verb, _, rest = getter.__name__.partition("_")
+        getter.__name__ = f"{verb}_{name}_{rest}"
         getter.__qualname__ = f"ParallelState.{getter.__name__}"
     return getters
 
 
 class ParallelState:
-    """The groups of this rank, by name (NAMES); a name without one has size 1, rank 0. Source: seed 003."""
+    """This rank's groups by name (NAMES). A name without a group has size 1 and rank 0.
+
+    Same as MindSpeed-MM's parallel state.
+    """
 
     def __init__(
         self,
@@ -90,17 +93,17 @@ class ParallelState:
         ring_by_ring: bool = False,
     ) -> None:
         self._meshes = meshes or {}
-        self._groups = groups or {}  # those that no mesh has
+        self._groups = groups or {}  # groups outside any mesh
         self._ring_by_ring = ring_by_ring
 
-    def _known(self, name: str) -> str:
+    def _resolve_alias(self, name: str) -> str:
         if name not in NAMES:
             raise RuntimeError(f"there is no group named {name!r}; known: {', '.join(NAMES)}")
         return _ALIASES.get(name, name)
 
     def get_device_mesh(self, name: str) -> DeviceMesh | None:
-        """The 1-D mesh of this rank's group; None where there is none."""
-        name = self._known(name)
+        """Return the 1-D mesh of this rank's group, or None if there is no such group."""
+        name = self._resolve_alias(name)
         if name not in self._meshes and name in self._groups:
             group = self._groups[name]
             try:
@@ -109,13 +112,13 @@ class ParallelState:
                 )
             except (KeyError, ValueError) as error:
                 raise RuntimeError(
-                    f"torch.distributed does not know the {name} group, which a DeviceMesh needs; "
-                    "use get_group, or a group of torch.distributed.new_group"
+                    f"torch.distributed does not know the {name} group, which a DeviceMesh requires; "
+                    "use get_group instead, or make the group with torch.distributed.new_group"
                 ) from error
         return self._meshes.get(name)
 
     def get_group(self, name: str) -> dist.ProcessGroup | None:
-        name = self._known(name)
+        name = self._resolve_alias(name)
         mesh = self._meshes.get(name)
         return self._groups.get(name) if mesh is None else mesh.get_group()
 
@@ -124,38 +127,38 @@ class ParallelState:
         return 1 if group is None else group.size()
 
     def get_rank(self, name: str) -> int:
-        """This rank's place in the group."""
+        """Return this rank's rank in the group."""
         group = self.get_group(name)
         return 0 if group is None else group.rank()
 
     def is_cp_ring_by_ring(self) -> bool:
-        """Whether the rank in cp is ulysses rank * ring size + ring rank, on all ranks of cp.
+        """Return whether the rank in cp is ulysses rank * ring size + ring rank, on all ranks of cp.
 
-        So it is where `init_parallel_state` made the groups; other layouts may have it another way round. Who
-        makes a state says so, from the whole layout: ranks that looked at their own groups might not agree.
+        True for groups of `init_parallel_state`; other layouts may use the other order. The creator of the
+        state derives it from the whole layout: ranks that derived it from their own groups could disagree.
         """
         return self._ring_by_ring
 
     def is_group_enable(self, name: str) -> bool:
-        """Whether the group has more than one rank."""
+        """Return whether the group has more than one rank."""
         return self.get_group_size(name) > 1
 
     def get_fsdp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of the parameters: dp_shard x cp."""
+        """Return the group that shards one copy of the parameters: dp_shard x cp."""
         return self.get_group("fsdp")
 
     def get_fsdp_rank(self) -> int:
         return self.get_rank("fsdp")
 
     def get_hsdp_group(self) -> dist.ProcessGroup | None:
-        """All ranks that hold copies or shares of the same parameters: dp_replicate x dp_shard x cp."""
+        """Return the group of all replicas and shards of the parameters: dp_replicate x dp_shard x cp."""
         return self.get_group("hsdp")
 
     def get_hsdp_group_size(self) -> int:
         return self.get_group_size("hsdp")
 
     def get_hsdp_device_mesh(self) -> DeviceMesh | None:
-        """The 2-D mesh (dp_replicate, dp_shard_cp), as fully_shard takes it."""
+        """Return the 2-D mesh (dp_replicate, dp_shard_cp) for fully_shard."""
         return self._meshes.get("hsdp_mesh")
 
     is_dp_enable, get_dp_group, get_dp_group_size, get_dp_rank, get_dp_device_mesh = _getters("dp")
@@ -179,22 +182,24 @@ class ParallelState:
 
 
 def check_fit(names: tuple[str, ...], sizes: tuple[int, ...], world: int) -> None:
-    """Raises ValueError, which prints the layout, where it has not as many ranks as the world."""
+    """Raise ValueError, printing the layout, unless the sizes multiply to the world size."""
     product = math.prod(sizes)
     if product != world:
         layout = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-        hint = "" if dist.is_initialized() else "; call torch.distributed.init_process_group first"
-        raise ValueError(f"init_parallel_state: {layout} is {product} ranks; the world has {world}{hint}")
+        hint = "choose sizes whose product is the world size"
+        if not dist.is_initialized():
+            hint = "call torch.distributed.init_process_group first"
+        raise ValueError(f"init_parallel_state: {layout} is {product} ranks; the world has {world}; {hint}")
 
 
 def make_meshes(sizes: tuple[int, ...], experts: tuple[int, ...]) -> dict[str, DeviceMesh]:
-    """The meshes of a state, from the sizes of MESH and EXPERT_MESH. Collective."""
+    """Make the meshes of a state from the sizes of MESH and EXPERT_MESH. Collective."""
     device = device_type_of(None)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=MESH)
     meshes = {name: mesh[name] for name in MESH}
     for name, dims in FLAT.items():
         meshes[name] = mesh[dims]._flatten(name)
-    # its own mesh: torch does not let a flattened dim be sliced together with others
+    # a separate mesh: torch cannot slice a flattened dim together with others
     replicate, shard, ulysses, ring, tensor = sizes
     names = ("dp_replicate", "dp_shard_cp", "tp")
     hybrid = init_device_mesh(device, (replicate, shard * ulysses * ring, tensor), mesh_dim_names=names)
@@ -206,19 +211,19 @@ def make_meshes(sizes: tuple[int, ...], experts: tuple[int, ...]) -> dict[str, D
 
 
 def state_of(mesh: DeviceMesh) -> ParallelState:
-    """The state of dims that a mesh already has. Collective where ring x ulysses is flattened.
+    """Make a state from the dims of an existing mesh. Collective if ring x ulysses must be flattened.
 
     Raises:
-        ValueError: no dim of context parallelism, or several that say the same; ranks in an order in which
-            the ranks of a ulysses group would have parts of different ring ranks, or the reverse.
+        ValueError: the mesh has no context-parallel dim, or ambiguous ones. Or its rank order puts different
+            ring ranks into one ulysses group, or different ulysses ranks into one ring.
     """
     dims = tuple(mesh.mesh_dim_names or ())
     combined = [name for name in ("cp", "sp") if name in dims]
     levels = tuple(name for name in dims if name in ("ulysses", "ring"))
     if len(combined) + bool(levels) != 1:
         raise ValueError(
-            f"take_over_mesh: the mesh is {mesh} with the dims {dims}; "
-            'expected "ring" and "ulysses", one of them, or one of "cp" and "sp"'
+            f"take_over_mesh: mesh is {mesh} with the dims {dims}; "
+            'expected "ring" and "ulysses", or one of "ring", "ulysses", "cp" and "sp": name its dims so'
         )
     ring_by_ring = len(levels) > 1 and _is_ring_by_ring(mesh)
     meshes = {_ALIASES.get(name, name): mesh[name] for name in dims if name in NAMES}
@@ -230,9 +235,9 @@ def state_of(mesh: DeviceMesh) -> ParallelState:
 
 
 def _is_ring_by_ring(mesh: DeviceMesh) -> bool:
-    """Whether cp can be that in all of the mesh, so that all its ranks decide alike.
+    """Return whether `is_cp_ring_by_ring` holds in the whole mesh, so that all its ranks decide alike.
 
-    Wherever ranks lie in a mesh, torch orders each of its groups by them.
+    torch sorts the ranks of each group of a mesh, wherever they are in the mesh.
     """
     names = mesh.mesh_dim_names or ()
     levels = mesh.mesh.movedim((names.index("ulysses"), names.index("ring")), (-2, -1))
@@ -240,15 +245,16 @@ def _is_ring_by_ring(mesh: DeviceMesh) -> bool:
     for block in levels.reshape(-1, *levels.shape[-2:]).tolist():
         rings = [sorted(ranks) for ranks in block]
         ulysses = [sorted(ranks) for ranks in zip(*block, strict=True)]
-        in_ring = {rank: place for ranks in rings for place, rank in enumerate(ranks)}
-        in_ulysses = {rank: place for ranks in ulysses for place, rank in enumerate(ranks)}
-        crossing = [[in_ring[rank] for rank in ranks] for ranks in ulysses]
-        crossing += [[in_ulysses[rank] for rank in ranks] for ranks in rings]
+        ring_rank = {rank: n for ranks in rings for n, rank in enumerate(ranks)}
+        ulysses_rank = {rank: n for ranks in ulysses for n, rank in enumerate(ranks)}
+        crossing = [[ring_rank[rank] for rank in ranks] for ranks in ulysses]
+        crossing += [[ulysses_rank[rank] for rank in ranks] for ranks in rings]
         if any(len(set(places)) > 1 for places in crossing):
             raise ValueError(
-                f"take_over_mesh: in torch's order the mesh has the rings {rings} and the ulysses groups "
-                f"{ulysses}; expected rings whose n-th ranks form a ulysses group, and the reverse"
+                f"take_over_mesh: in torch's order mesh has the rings {rings} and the ulysses groups "
+                f"{ulysses}; expected rings whose n-th ranks form a ulysses group, and vice versa: reorder "
+                "the ranks of the mesh"
             )
         size = len(rings[0])
-        ordered &= all(in_ulysses[rank] * size + in_ring[rank] == n for n, rank in enumerate(sorted(in_ring)))
+        ordered &= all(ulysses_rank[r] * size + ring_rank[r] == n for n, r in enumerate(sorted(ring_rank)))
     return ordered

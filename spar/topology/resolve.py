@@ -1,4 +1,4 @@
-"""What a group argument means."""
+"""Resolve the group argument of an operation to a ProcessGroup."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _distributed = dist.is_available()
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """What a group argument means: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a name or None.
+    """Resolve a group argument to a ProcessGroup.
 
-    None is the current topology's sequence group; WORLD where there is none.
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group name, or None for the current topology's
+            sequence group (WORLD if it has none).
 
     Raises:
-        ValueError: torch.distributed is not initialised, the mesh has more dims, the name is not known, or
-            this rank is not in the group.
-        TypeError: something else was given.
+        ValueError: torch.distributed is not initialized, the mesh has several dims, no group has this name,
+            or this rank is not in the group.
+        TypeError: `group` is of another type.
     """
-    if group is not None and isinstance(group, dist.ProcessGroup):  # of None it takes long
+    if group is not None and isinstance(group, dist.ProcessGroup):  # isinstance(None, ...) is slow
         return group
     if group is None:
         sequence = topology.sequence_group() if topology.in_use else None
@@ -38,19 +40,20 @@ def process_group(group: Group) -> dist.ProcessGroup:
             )
         return world
     if isinstance(group, str):
-        return _named(group)
+        return _group_named(group)
     if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
         mesh, dim = group
         return mesh.get_group(dim)
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"process_group is not a group of this rank: global rank {dist.get_rank()} is not among its ranks"
+            f"process_group is NON_GROUP_MEMBER: global rank {dist.get_rank()} is not among its ranks; "
+            "call the operation on the group's ranks only"
         )
     if not isinstance(group, tuple) and hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(
                 f"process_group is a DeviceMesh of {group.ndim} dims {group.mesh_dim_names}; "
-                "expected one dim, or (mesh, dim)"
+                "expected a 1-D mesh, or (mesh, dim)"
             )
         return group.get_group()
     kind = type(group).__name__
@@ -61,10 +64,12 @@ def process_group(group: Group) -> dist.ProcessGroup:
     )
 
 
-def _named(name: str) -> dist.ProcessGroup:
+def _group_named(name: str) -> dist.ProcessGroup:
     from torch._C._distributed_c10d import _resolve_process_group
 
     try:
         return _resolve_process_group(cast(Any, name))
     except (LookupError, RuntimeError) as error:
-        raise ValueError(f"process_group names {name!r}, which is no group of this rank") from error
+        raise ValueError(
+            f"process_group is {name!r}; expected the name of a group of this rank: ProcessGroup.group_name"
+        ) from error

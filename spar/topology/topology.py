@@ -1,7 +1,7 @@
-"""The groups that a process works with, and which of several such sets is the current one.
+"""Topologies: the process groups of this process, and which set of them is current.
 
-Three documents spell them differently (the parallel state of seed 003, the coordinators of seed 002, one
-sequence group of seed 001). Here they are kept, once; `spar.parallel_state` has the spellings.
+A topology stores each group once. Three APIs in `spar.parallel_state` read and write it: MindSpeed-MM's
+parallel state, vLLM-Omni's coordinators and LightRFT's single sequence group.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .groups_by_name import ParallelState
 P = ParamSpec("P")
 R = TypeVar("R")
 
-in_use = False  # whether any topology ever had a sequence group; until then None is WORLD
-is_set = False  # whether the caller ever set a topology, one of size 1 included
+in_use = False  # whether any topology ever had a sequence group; until then group=None means WORLD
+is_set = False  # whether the caller ever set a topology, even one of size 1
 _warned = False
 _all: weakref.WeakSet[Topology] = weakref.WeakSet()
 
 
 class Coordinator(Protocol):
-    """What a topology reads of a coordinator: the class is spar.parallel_state.GroupCoordinator."""
+    """The part of spar.parallel_state.GroupCoordinator that a topology uses."""
 
     @property
     def group(self) -> dist.ProcessGroup: ...
@@ -38,28 +38,28 @@ class Coordinator(Protocol):
 
 
 class Topology:
-    """Which ranks share what. `with topology:` makes it the current one, for this thread.
+    """A set of process groups by role. `with topology:` makes it current in this thread.
 
-    Every process has one from the start, which is current in all threads that entered no other. The functions
-    of `spar.parallel_state` read and write the current one. Entering nests, and the same topology may be
-    entered several times, also by several threads at once.
+    Each process starts with a default topology, current in every thread that has not entered another. The
+    functions of `spar.parallel_state` read and write the current topology. `with` blocks nest, and several
+    threads may enter the same topology at once.
 
-    An operation resolves its group in forward and keeps it for backward. What torch.utils.checkpoint computes
-    again runs in the topology of its first run, wherever backward is called, in both of its modes.
+    An operation resolves its group in forward and keeps it for backward. torch.utils.checkpoint recomputes in
+    the topology of the original forward, in both of its modes, wherever backward is called.
 
     Attributes:
-        coordinators: those of seed 002, by name: world, dp, cfg, pp, sp, tp, fs, ep.
+        coordinators: vLLM-Omni's coordinators by name: world, dp, cfg, pp, sp, tp, fs, ep.
         dit: the group of all ranks of the model.
-        given: the group that `set_sequence_parallel_group` was given.
-        mesh_state: the state that `init_parallel_state` or `take_over_mesh` made.
-        sequence: the sequence group: that of the coordinator "sp", else the given one, else the state's cp.
-        sequence_state: its ring and ulysses groups.
-        state: what `get_parallel_state` returns: mesh_state, else what the other two amount to.
+        given: the group passed to `set_sequence_parallel_group`.
+        mesh_state: the state made by `init_parallel_state` or `take_over_mesh`.
+        sequence: the sequence group: that of the coordinator "sp", else `given`, else cp of `mesh_state`.
+        sequence_state: the ring and ulysses groups of `sequence`.
+        state: what `get_parallel_state` returns: `mesh_state`, else `sequence_state`.
     """
 
     def __init__(self) -> None:
         self.coordinators: dict[str, Coordinator] = {}
-        self.views: dict[str, Coordinator] = {}  # coordinators over groups that other spellings made
+        self.views: dict[str, Coordinator] = {}  # coordinators over groups that another API made
         self.dit: dist.ProcessGroup | None = None
         self.given: dist.ProcessGroup | None = None
         self.mesh_state: ParallelState | None = None
@@ -79,13 +79,13 @@ class Topology:
         _entered.topology = _entered.outer.pop()
 
     def refresh(self) -> None:
-        """After a spelling wrote: what the others read."""
+        """Recompute the derived attributes after one API wrote to this topology."""
         global in_use, is_set
         is_set = True
         self.views = {}
         sp = self.coordinators.get("sp")
         if sp is not None:
-            self.sequence_state = ParallelState(groups=self._named())
+            self.sequence_state = ParallelState(groups=self._groups_by_name())
         elif self.given is not None:
             self.sequence_state = ParallelState(groups={"cp": self.given, "ulysses": self.given})
         else:
@@ -94,22 +94,22 @@ class Topology:
         self.state = self.sequence_state if self.mesh_state is None else self.mesh_state
         in_use = in_use or self.sequence is not None
 
-    def _named(self) -> dict[str, dist.ProcessGroup]:
-        """The coordinators' groups by the names of the parallel state."""
+    def _groups_by_name(self) -> dict[str, dist.ProcessGroup]:
+        """Return the coordinators' groups under the parallel state's names."""
         names = {"dp": "dp", "tp": "tp", "ep": "ep", "fs": "dp_shard_cp", "sp": "cp"}
         found = {new: self.coordinators[old].group for old, new in names.items() if old in self.coordinators}
         sp: Any = self.coordinators["sp"]
         return found | {"ulysses": sp.ulysses_group, "ring": sp.ring_group}
 
     def forget(self) -> None:
-        """Lets go of all groups; who made them destroys them."""
+        """Drop all groups without destroying them; that is up to their creator."""
         self.coordinators = {}
         self.dit = self.given = self.mesh_state = None
         self.refresh()
 
 
 class _Entered(threading.local):
-    """Of a thread. No ContextVar: torch.compile guards this one."""
+    """The topologies that this thread has entered. Not a ContextVar: torch.compile guards thread-locals."""
 
     def __init__(self) -> None:
         self.topology: Topology | None = None
@@ -120,23 +120,23 @@ _entered = _Entered()
 
 
 def current() -> Topology:
-    """The topology that this thread entered last, else the process's own."""
+    """Return the topology that this thread entered last, else the process's default."""
     topology = _entered.topology
     return _default if topology is None else topology
 
 
 def process_wide() -> Topology:
-    """The one that is current where none was entered."""
+    """Return the process's default topology, current in threads that entered none."""
     return _default
 
 
 def sequence_group() -> dist.ProcessGroup | None:
-    """The current topology's sequence group; None where it has none (size 1)."""
+    """Return the current topology's sequence group, or None if it has none (size 1)."""
     return current().sequence
 
 
 def warn_if_unsharded(name: str) -> None:
-    """Warn, once per process, that an operation returns its input because no topology was ever set."""
+    """Warn once per process that operation `name` returns its input because no topology was ever set."""
     global _warned
     if _warned or is_set or not (dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -146,28 +146,31 @@ def warn_if_unsharded(name: str) -> None:
         frame, level = frame.f_back, level + 1
     warnings.warn(
         f"{name} returns its input unsharded: torch.distributed has {dist.get_world_size()} ranks, but no "
-        "topology was set, so the sequence group has size 1. First call init_parallel_state, take_over_mesh "
-        "or set_sequence_parallel_group of spar.parallel_state",
+        "topology is set, so the sequence group has size 1; call init_parallel_state, take_over_mesh or "
+        "set_sequence_parallel_group of spar.parallel_state first",
         stacklevel=level,
     )
 
 
 def forget_all() -> None:
-    """Every group of the process is gone."""
+    """Drop the groups of every topology, after torch.distributed destroyed them."""
     for topology in list(_all):
         topology.forget()
 
 
 def bind(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, called in the topology that is current now, whenever and in whatever thread it runs.
+    """Bind a function to the current topology: it runs in this topology whenever and in whichever thread.
 
-    For what runs later: a thread's work, a hook, a checkpoint that is not torch's.
+    Use it for code that runs later: a thread's target, a hook, or a checkpoint that is not torch's.
+
+    Raises:
+        TypeError: `function` is not callable.
     """
     if not callable(function):
         raise TypeError(f"bind: function is {function!r:.200}; expected a callable")
     topology = current()
 
-    @functools.wraps(function, updated=())  # a module has more in its __dict__ than a function
+    @functools.wraps(function, updated=())  # a Module's __dict__ is not to be copied
     def bound(*args: P.args, **kwargs: P.kwargs) -> R:
         with topology:
             return function(*args, **kwargs)
