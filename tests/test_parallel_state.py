@@ -1,4 +1,4 @@
-"""spar.parallel_state: seed 002's names, rank arithmetic, the groups it makes and what does not fit."""
+"""vLLM-Omni's API in spar.parallel_state: names, rank arithmetic, groups, and layouts that do not fit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ GETTERS = [
     "is_pipeline_last_stage",
     "model_parallel_is_initialized",
 ]
-NEED_A_GROUP = [  # where it is not initialized: AssertionError
+NEED_A_GROUP = [  # AssertionError if not initialized
     name
     for name in GETTERS
     if not any(part in name for part in ("sequence", "ulysses", "ring_", "state", "_is_"))
@@ -117,8 +117,8 @@ def test_generate_masked_orthogonal_rank_groups() -> None:
         groups(8, [2, 4], [True])
 
 
-def test_rank_generator_of_sixteen_ranks() -> None:
-    """dp, cfg, sp and pp of 2."""
+def test_rank_generator_with_sixteen_ranks() -> None:
+    """dp, cfg, sp and pp have size 2."""
     ranks = RankGenerator(tp=1, sp=2, pp=2, cfg=2, dp=2)
     pairs = {"dp": 8, "cfg": 4, "pp": 2, "sp": 1}
     for token, apart in pairs.items():
@@ -130,8 +130,8 @@ def test_rank_generator_of_sixteen_ranks() -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3, 1, 2, 2), (3, 1, 2, 1, 5)])
 @pytest.mark.parametrize("order", ["tp-sp-pp-cfg-dp", "dp-pp-sp-cfg-tp"])
-def test_rank_generator_against_coordinates(sizes: tuple[int, ...], order: str) -> None:
-    """Two ranks share a group when all coordinates but the token's are equal; each rank is in one."""
+def test_rank_generator_matches_coordinates(sizes: tuple[int, ...], order: str) -> None:
+    """Ranks share a group iff all coordinates outside the token are equal; each rank is in one group."""
     names = ("tp", "sp", "pp", "cfg", "dp")
     ranks = RankGenerator(*sizes, order=order, rank_offset=5)
     size = dict(zip(names, sizes, strict=True))
@@ -157,14 +157,14 @@ def test_rank_generator_attributes_and_errors() -> None:
     assert ranks.name_to_size == {"tp": 2, "sp": 1, "pp": 1, "cfg": 1, "dp": 4, "fs": 4}
     assert ranks.get_mask("tp-sp-dp", "dp-tp") == [True, False, True]
     assert ranks.get_ranks("fs", independent_ranks=True) == [[8, 9, 10, 11], [12, 13, 14, 15]]
-    with pytest.raises(RuntimeError, match="pp is 2, but the order 'tp-dp' leaves it out"):
+    with pytest.raises(RuntimeError, match="order is 'tp-dp' without pp, whose size is 2"):
         RankGenerator(1, 1, 2, 1, 1, order="tp-dp")
     for call, text in (
         (lambda: RankGenerator(1, 1, 0, 1, 1), "pp is 0; expected at least 1"),
         (lambda: RankGenerator(1, 1, 1, 1, 1, order="tp-cp"), "order is 'tp-cp'"),
         (lambda: RankGenerator(1, 1, 1, 1, 1, order="tp-tp"), "order is 'tp-tp'"),
         (lambda: ranks.get_ranks("fs"), "token is 'fs'"),
-        (lambda: ranks.get_ranks("ep", True), "token is 'ep'; known: tp, sp"),
+        (lambda: ranks.get_ranks("ep", True), "token is 'ep'; expected dims of tp, sp"),
         (
             lambda: RankGenerator(1, 6, 1, 1, 1, fs=4).get_ranks("fs", True),
             "fs is 4; expected a divisor of 6, the ranks of tp 1 x sp 6 x pp 1 x cfg 1 x dp 1",
@@ -175,7 +175,7 @@ def test_rank_generator_attributes_and_errors() -> None:
         assert text in str(caught.value)
 
 
-def test_ulysses_and_ring_ranks() -> None:
+def test_sequence_rank_groups() -> None:
     low = sequence_rank_groups(2, 3, 12, True, None)
     assert low[0] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert low[1] == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
@@ -194,7 +194,7 @@ def test_ulysses_and_ring_ranks() -> None:
 # ---- without groups ----
 
 
-def test_one_process_without_any_group() -> None:
+def test_getters_without_groups() -> None:
     for name in ("sequence", "ulysses", "ring"):
         assert getattr(ps, f"get_{name}_parallel_world_size")() == 1
         assert getattr(ps, f"get_{name}_parallel_rank")() == 0
@@ -202,7 +202,7 @@ def test_one_process_without_any_group() -> None:
     assert not ps.model_parallel_is_initialized()
     assert len(NEED_A_GROUP) == 19, NEED_A_GROUP
     for name in NEED_A_GROUP:
-        with pytest.raises(AssertionError, match="is not initialized; init"):
+        with pytest.raises(AssertionError, match="is not initialized; call init"):
             getattr(ps, name)()
     ps.destroy_model_parallel()  # nothing to destroy
     ps.destroy_distributed_env()
@@ -221,7 +221,7 @@ def test_one_process_without_any_group() -> None:
         ({}, RuntimeError, "call init_distributed_environment first"),
     ],
 )
-def test_initialize_model_parallel_refuses(
+def test_initialize_model_parallel_rejects(
     arguments: dict[str, int], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -238,29 +238,29 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def makes_groups(rank: int, folder: Path) -> None:
+def check_initialize_model_parallel(rank: int, folder: Path) -> None:
     ps.init_distributed_environment(local_rank=rank)
     world = ps.get_world_group()
-    ps.init_distributed_environment()  # once more changes nothing
+    ps.init_distributed_environment()  # idempotent
     assert ps.get_world_group() is world
     assert (world.ranks, world.rank_in_group, world.local_rank) == ([0, 1, 2, 3], rank, rank)
     too_small = "tp 1 x sp 2 x pp 2 x cfg 1 x dp 2 (fs 1) is 8 ranks; the world has 4"
     with pytest.raises(RuntimeError) as caught:
         ps.initialize_model_parallel(ulysses_degree=2, pipeline_parallel_size=2, data_parallel_size=2)
     assert too_small in str(caught.value)
-    for sizes, text in (  # a world that is larger is as wrong: nobody is left over, no size is made up
+    for sizes, text in (  # a larger world is rejected too
         (
             {"ulysses_degree": 2},
-            "sp 2 x pp 1 x cfg 1 x dp 1 (fs 1) is 2 ranks; the world has 4; data_parallel",
+            "sp 2 x pp 1 x cfg 1 x dp 1 (fs 1) is 2 ranks; the world has 4; pass data_parallel",
         ),
-        ({"ring_degree": 2}, "the world has 4; data_parallel_size=2 would fit"),
-        ({"fully_shard_degree": 2}, "the world has 4; hsdp_replicate_size=2 would fit"),
+        ({"ring_degree": 2}, "the world has 4; pass data_parallel_size=2 to"),
+        ({"fully_shard_degree": 2}, "the world has 4; pass hsdp_replicate_size=2 to"),
         ({"ulysses_degree": 3}, "sp 3 x pp 1 x cfg 1 x dp 1 (fs 1) is 3 ranks; the world has 4"),
     ):
         with pytest.raises(RuntimeError) as caught:
             ps.initialize_model_parallel(**sizes)
         assert text in str(caught.value)
-    assert "would fit" not in str(caught.value)
+    assert "to use all ranks" not in str(caught.value)
     assert not ps.model_parallel_is_initialized()
 
     ps.initialize_model_parallel(
@@ -300,14 +300,14 @@ def makes_groups(rank: int, folder: Path) -> None:
     assert ranks_of(ps.get_dit_group()) == [0, 1, 2, 3]
     assert type(ps.get_pp_group()) is ps.PipelineGroupCoordinator
     assert type(ps.get_sp_group()) is ps.SequenceParallelGroupCoordinator
-    state = ps.get_parallel_state()  # the same groups in the other spelling
+    state = ps.get_parallel_state()  # the same groups in MindSpeed-MM's API
     assert ranks_of(state.get_ep_group()) == [2 * high, 2 * high + 1]
     assert ranks_of(state.get_cp_group()) == [2 * high, 2 * high + 1]
     mesh = state.get_cp_device_mesh()
     assert mesh is not None and mesh.get_group() is ps.get_sp_group().device_group
     assert state.get_rank("fsdp") == rank
 
-    with pytest.raises(AssertionError, match=r"the groups \['cfg', 'dp', .* are there"):
+    with pytest.raises(AssertionError, match=r"groups \['cfg', 'dp', .* already initialized; call destroy"):
         ps.initialize_model_parallel(data_parallel_size=4)
     group = ps.get_sp_group().device_group
     world.barrier()  # others may still be connecting
@@ -323,7 +323,7 @@ def makes_groups(rank: int, folder: Path) -> None:
     assert ps.get_sequence_parallel_world_size() == 1
     assert ps.get_dit_world_size() == 4
     with Topology():
-        assert ps.get_world_group() is world, "every topology's"
+        assert ps.get_world_group() is world, "shared by all topologies"
     world.barrier()
     ps.destroy_distributed_env()
     assert not dist.is_initialized()
@@ -333,11 +333,11 @@ def makes_groups(rank: int, folder: Path) -> None:
 
 
 def test_initialize_model_parallel(tmp_path: Path) -> None:
-    assert finish(start(makes_groups, 4, tmp_path), 90) == [0] * 4
+    assert finish(start(check_initialize_model_parallel, 4, tmp_path), 90) == [0] * 4
 
 
-def makes_levels(rank: int, folder: Path) -> None:
-    """set_seq_parallel_pg, over given groups and over runs; what does not fit."""
+def check_set_seq_parallel_pg(rank: int, folder: Path) -> None:
+    """set_seq_parallel_pg over given groups and over consecutive ranks, and layouts that do not fit."""
     ulysses, ring = ps.set_seq_parallel_pg(2, 2, rank, 4)
     assert (ranks_of(ulysses), ranks_of(ring)) == (
         [rank // 2 * 2, rank // 2 * 2 + 1],
@@ -350,13 +350,13 @@ def makes_levels(rank: int, folder: Path) -> None:
     )
     ulysses, ring = ps.set_seq_parallel_pg(1, 2, rank, 4, sp_group_ranks=[[0, 2], [3, 1]])
     assert ranks_of(ulysses) == [rank]
-    assert ranks_of(ring) == ([0, 2] if rank % 2 == 0 else [3, 1]), "in the order of the list"
+    assert ranks_of(ring) == ([0, 2] if rank % 2 == 0 else [3, 1]), "ranks keep the order of the list"
     assert ring.rank() == (rank // 2 if rank % 2 == 0 else {3: 0, 1: 1}[rank])
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"world_size": 3}, AssertionError, "expected a multiple of 2"),
         ({"sp_group_ranks": [[0, 1]]}, ValueError, "expected 2 groups of 2 ranks"),
-        ({"sp_group_ranks": [[0, 1], [1, 2]]}, ValueError, "of the ranks 0 to 3"),
-        ({"sp_group_ranks": [[0, 1], [2, 4]]}, ValueError, "of the ranks 0 to 3"),
+        ({"sp_group_ranks": [[0, 1], [1, 2]]}, ValueError, "with the ranks 0 to 3"),
+        ({"sp_group_ranks": [[0, 1], [2, 4]]}, ValueError, "with the ranks 0 to 3"),
         ({"rank": (rank + 1) % 4}, ValueError, f"expected this process's rank, {rank}"),
     ]
     for changed, kind, text in bad:
@@ -373,27 +373,27 @@ def makes_levels(rank: int, folder: Path) -> None:
 
 
 def test_set_seq_parallel_pg(tmp_path: Path) -> None:
-    assert finish(start(makes_levels, 4, tmp_path), 60) == [0] * 4
+    assert finish(start(check_set_seq_parallel_pg, 4, tmp_path), 60) == [0] * 4
 
 
-def starts_alone(rank: int, folder: Path) -> None:
-    """init_distributed_environment where nobody initialized torch.distributed."""
+def check_init_distributed_environment(rank: int, folder: Path) -> None:
+    """init_distributed_environment initializes torch.distributed itself."""
     dist.destroy_process_group()
     method = f"file://{folder}/again"
     ps.init_distributed_environment(2, rank, method)
     assert (dist.get_world_size(), dist.get_rank()) == (2, rank)
-    assert ps.get_world_group().local_rank == rank, "without env:// the rank"
+    assert ps.get_world_group().local_rank == rank, "defaults to the rank without env://"
     ps.initialize_model_parallel(ring_degree=2, backend="cpu:gloo")
     sp = ps.get_sp_group()
     for group in (sp.device_group, sp.ulysses_group, sp.ring_group, ps.get_dp_group().device_group):
-        assert dist.get_backend_config(group) == "cpu:gloo", "the given one, for all of them"
+        assert dist.get_backend_config(group) == "cpu:gloo", "all groups use the given backend"
     assert ps.get_ring_parallel_world_size() == 2
     assert ps.get_ring_parallel_rank() == rank
     ps.get_world_group().barrier()
     ps.destroy_distributed_environment()
     assert not dist.is_initialized()
-    assert ps.get_sequence_parallel_world_size() == 1, "every group is gone"
+    assert ps.get_sequence_parallel_world_size() == 1, "no group is left"
 
 
 def test_init_distributed_environment(tmp_path: Path) -> None:
-    assert finish(start(starts_alone, 2, tmp_path), 60) == [0] * 2
+    assert finish(start(check_init_distributed_environment, 2, tmp_path), 60) == [0] * 2

@@ -1,6 +1,6 @@
-"""Which ranks share what, in the spellings of three documents. docs/topology.md has them in one table.
+"""Make and query process groups through the APIs of MindSpeed-MM, vLLM-Omni and LightRFT.
 
-They read and write one topology (`spar.topology`): the current one.
+All three read and write the current topology (`spar.topology`). docs/topology.md compares them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parallel state of MindSpeed-MM, LightRFT's one sequence group, and DeviceMeshes that exist already."""
+"""MindSpeed-MM's parallel state, LightRFT's single sequence group, and existing DeviceMeshes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from ..topology.topology import current, sequence_group
 
 _warned = False
 
-# ---- one sequence group: seed 001 ----
+# ---- one sequence group: LightRFT ----
 
 
 def set_sequence_parallel_group(group: Group) -> None:
-    """Makes a group the current topology's sequence group. Source: seed 001.
+    """Set the current topology's sequence group. From LightRFT.
 
-    A sequence group that `initialize_model_parallel` made goes before it. To those who ask for ring and
-    ulysses it is a ulysses group.
+    The group counts as a ulysses group, without a ring. A sequence group made by `initialize_model_parallel`
+    overrides it.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group's name; None takes it back.
+        group: a ProcessGroup, a 1-D DeviceMesh, (mesh, dim), a group name, or None to unset the group.
 
     Raises:
-        ValueError: no group of this rank; a DeviceMesh of more dims.
+        ValueError: this rank is not in the group, or the DeviceMesh has several dims.
+        TypeError: `group` is of another type.
     """
     topology = current()
     topology.given = None if group is None else process_group(group)
@@ -35,22 +36,26 @@ def set_sequence_parallel_group(group: Group) -> None:
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup | None:
-    """The current topology's sequence group, whoever made it; None where there is none. Source: seed 001."""
+    """Return the current topology's sequence group, or None. From LightRFT."""
     return sequence_group()
 
 
-# ---- meshes: seed 003 ----
+# ---- meshes: MindSpeed-MM ----
 
 
-def _divided(what: str, size: int, by: str, parts: int) -> int:
-    if size % parts:
-        raise ValueError(f"init_parallel_state: {what} is {size}; expected a multiple of {parts}, {by}")
-    return size // parts
+def _divide(name: str, size: int, divisor_name: str, divisor: int) -> int:
+    if size % divisor:
+        raise ValueError(
+            f"init_parallel_state: {name} is {size}; expected a multiple of {divisor}, {divisor_name}"
+        )
+    return size // divisor
 
 
-def _check_no_state(what: str) -> None:
+def _check_no_state(where: str) -> None:
     if current().mesh_state is not None:
-        raise RuntimeError(f"{what}: there is a parallel state; destroy_parallel_state() ends it")
+        raise RuntimeError(
+            f"{where}: the parallel state is already initialized; call destroy_parallel_state() first"
+        )
 
 
 def _set_state(state: ParallelState | None) -> None:
@@ -69,36 +74,43 @@ def init_parallel_state(
     expert_fully_shard_parallel_size: int = 1,
     expert_data_parallel_size: int = 1,
 ) -> ParallelState:
-    """Makes the groups of the current topology's state. Collective. Source: seed 003.
+    """Make the groups of the current topology's parallel state. Collective. From MindSpeed-MM.
 
-    The mesh is dp_replicate x dp_shard x ulysses x ring x tp, in this order of ranks, where dp_shard =
-    fully_shard_parallel_size / (ring * ulysses), at least 1, and dp_replicate = data_parallel_size /
-    dp_shard. The experts' mesh, edp x efsdp x ep, covers the same ranks; it is made where one of its sizes is
-    not 1, and edp takes what the other two leave where it is not given.
+    The mesh is dp_replicate x dp_shard x ulysses x ring x tp, slowest dim first, where:
+
+    - dp_shard = fully_shard_parallel_size / (ring * ulysses), at least 1;
+    - dp_replicate = data_parallel_size / dp_shard.
+
+    The expert mesh, edp x efsdp x ep, covers the same ranks. It is made if one of its sizes is not 1. An edp
+    of 1 is replaced by world size / (efsdp * ep).
 
     Args:
-        data_parallel_size: copies of the data, sharded ones too.
-        fully_shard_parallel_size: ranks that share one copy of the parameters, context parallel ones too.
-        tensor_parallel_size, ring_attention_size, ulysses_parallel_size: ranks of these groups.
-        expert_parallel_size, expert_fully_shard_parallel_size, expert_data_parallel_size: of the experts'.
+        data_parallel_size: data-parallel size, dp_replicate * dp_shard.
+        fully_shard_parallel_size: ranks that shard one copy of the parameters, context-parallel ones too.
+        tensor_parallel_size, ring_attention_size, ulysses_parallel_size: sizes of tp, ring and ulysses.
+        expert_parallel_size, expert_fully_shard_parallel_size, expert_data_parallel_size: sizes of ep, efsdp
+            and edp.
+
+    Returns:
+        The parallel state, which `get_parallel_state` returns from now on.
 
     Raises:
-        ValueError: a size below 1, sizes that do not divide, a product that is not the world's size.
-        TypeError: a size that is not an int.
-        RuntimeError: there is a state already; see `destroy_parallel_state`.
+        ValueError: a size is below 1 or does not divide, or the product of the sizes is not the world size.
+        TypeError: a size is not an int.
+        RuntimeError: already initialized; call `destroy_parallel_state` first.
     """
-    given = [check_int("init_parallel_state", name, size, 1) for name, size in locals().items()]
-    data, fully_shard, tensor, ring, ulysses, *of_experts = given
+    sizes_given = [check_int("init_parallel_state", name, size, 1) for name, size in locals().items()]
+    data, fully_shard, tensor, ring, ulysses, *expert_sizes = sizes_given
     _check_no_state("init_parallel_state")
     shard = 1
     if fully_shard > 1:
-        by = "ring_attention_size * ulysses_parallel_size"
-        shard = _divided("fully_shard_parallel_size", fully_shard, by, ring * ulysses)
-    replicate = _divided("data_parallel_size", data, "the ranks of dp_shard", shard)
+        divisor_name = "ring_attention_size * ulysses_parallel_size"
+        shard = _divide("fully_shard_parallel_size", fully_shard, divisor_name, ring * ulysses)
+    replicate = _divide("data_parallel_size", data, "the size of dp_shard", shard)
     sizes = (replicate, shard, ulysses, ring, tensor)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     check_fit(MESH, sizes, world)
-    experts = (of_experts[2], of_experts[1], of_experts[0])
+    experts = (expert_sizes[2], expert_sizes[1], expert_sizes[0])
     if experts != (1, 1, 1):
         if experts[0] == 1:
             experts = (max(1, world // (experts[1] * experts[2])), *experts[1:])
@@ -109,17 +121,23 @@ def init_parallel_state(
 
 
 def take_over_mesh(mesh: DeviceMesh) -> ParallelState:
-    """Makes a DeviceMesh the current topology's state. Collective where it has ring and ulysses.
+    """Use an existing DeviceMesh as the current topology's parallel state.
+
+    Collective if the mesh has both ring and ulysses.
 
     Args:
-        mesh: with dims named "ring" and "ulysses" (or one of them), or one of "cp" and "sp", which is then a
-            ulysses group. Other names of the parallel state (NAMES), as "tp", are taken over, too; any others
-            stay the mesh's own.
+        mesh: a mesh with dims named "ring" and "ulysses" or one of them, or with one of "cp" and "sp", which
+            then is a ulysses group. Dims with other names of the parallel state (NAMES), such as "tp", become
+            its groups. Dims with unknown names are ignored.
+
+    Returns:
+        The parallel state, which `get_parallel_state` returns from now on.
 
     Raises:
-        ValueError: no such dim, or several that say the same; with both a ring and ulysses an order of ranks
-            that does not make them levels of one sequence.
-        RuntimeError: there is a state already; see `destroy_parallel_state`.
+        ValueError: the mesh has no such dim, or ambiguous ones. Or its rank order does not nest ring and
+            ulysses in one sequence.
+        TypeError: `mesh` is not a DeviceMesh.
+        RuntimeError: already initialized; call `destroy_parallel_state` first.
     """
     check_type("take_over_mesh", "mesh", mesh, DeviceMesh, "a DeviceMesh")
     _check_no_state("take_over_mesh")
@@ -129,15 +147,15 @@ def take_over_mesh(mesh: DeviceMesh) -> ParallelState:
 
 
 def is_parallel_state_initialized() -> bool:
-    """Whether the current topology has a state, whichever spelling made it. Source: seed 003."""
+    """Return whether the current topology has a state, whichever API made it. From MindSpeed-MM."""
     return current().state is not None
 
 
 def get_parallel_state() -> ParallelState:
-    """The state; without one, and with one warning, that of a single process. Source: seed 003.
+    """Return the current topology's parallel state. From MindSpeed-MM.
 
-    Where other spellings made the groups it shows those: their sequence group is cp, the names that they do
-    not have are of size 1.
+    If another API made the groups, the state shows those: cp is their sequence group, and names without a
+    group have size 1. If nothing is initialized, returns the state of a single process and warns once.
     """
     global _warned
     state = current().state
@@ -146,13 +164,13 @@ def get_parallel_state() -> ParallelState:
     if not _warned:
         _warned = True
         warnings.warn(
-            "spar: the parallel state is not initialized; going on as in a single process "
-            "(init_parallel_state makes it)",
+            "spar: the parallel state is not initialized: operations return their input unsharded; "
+            "call init_parallel_state() first",
             stacklevel=2,
         )
     return ParallelState()
 
 
 def destroy_parallel_state() -> None:
-    """Forgets the state, so that another can be made; its groups are torch.distributed's to destroy."""
+    """Drop the parallel state, so that another can be made. Does not destroy its process groups."""
     _set_state(None)

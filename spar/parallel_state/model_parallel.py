@@ -1,7 +1,7 @@
-"""The distributed environment and the groups of a served diffusion transformer. Source: seed 002.
+"""Initialize torch.distributed and the groups of a diffusion transformer. From vLLM-Omni.
 
-All of it reads and writes the current topology (`spar.topology`). What makes groups is collective: every rank
-calls it alike.
+These functions read and write the current topology (`spar.topology`). Functions that make groups are
+collective: every rank must call them with the same arguments.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from .._runtime.checks import check_backend, check_bool, check_int, check_ints, check_rank_groups, check_str
 from ..topology.topology import current, forget_all
 from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
-from .getters import find, local_rank_of_this_process
+from .getters import find, get_local_rank
 from .pipeline import PipelineGroupCoordinator
 from .process_groups import end_group, new_group_of
 from .rank_groups import RankGenerator, sequence_rank_groups
 
 
 def get_packages_info() -> dict[str, bool]:
-    """Which optional packages this environment has; none is imported."""
+    """Return which optional packages are installed, without importing them."""
     return {"has_flash_attn": importlib.util.find_spec("flash_attn") is not None}
 
 
@@ -43,16 +43,16 @@ def init_distributed_environment(
     local_rank: int = -1,
     backend: str | None = None,
 ) -> None:
-    """Initializes torch.distributed, where nobody did, and the world group. Source: seed 002.
+    """Initialize torch.distributed, unless it is initialized, and the world group. From vLLM-Omni.
 
     Args:
-        world_size, rank, distributed_init_method: as torch.distributed.init_process_group takes them.
-        local_rank: this rank's on its host; by default LOCAL_RANK with env://, else the rank.
-        backend: by default gloo for the CPU, and nccl for CUDA where there is CUDA.
+        world_size, rank, distributed_init_method: passed on to torch.distributed.init_process_group.
+        local_rank: this process's rank on its host. Default: LOCAL_RANK with env://, else the rank.
+        backend: default gloo for CPU tensors, and nccl for CUDA tensors if CUDA is available.
 
     Raises:
-        AssertionError: there is a world group of another size.
-        TypeError, ValueError: an argument of another type, a number below -1.
+        AssertionError: the world group exists with another size than torch.distributed.
+        TypeError, ValueError: an argument has the wrong type, or a number is below -1.
     """
     where = "init_distributed_environment"
     world_size = check_int(where, "world_size", world_size, -1)
@@ -80,20 +80,20 @@ def init_distributed_environment(
         )
     elif world.world_size != dist.get_world_size():
         raise AssertionError(
-            f"init_distributed_environment: there is a world group of {world.world_size} ranks; "
-            f"torch.distributed has {dist.get_world_size()}"
+            f"{where}: the world group has {world.world_size} ranks; expected {dist.get_world_size()} as in "
+            "torch.distributed; call destroy_distributed_environment() first"
         )
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
-    """The coordinator of one group, which is to be the world. Source: seed 002."""
+    """Make a coordinator of one group, `ranks`, for use as the world group. From vLLM-Omni."""
     ranks = check_ints("init_world_group", "ranks", ranks, 0)
     check_backend("init_world_group", backend)
     return GroupCoordinator([ranks], local_rank, backend)
 
 
 def destroy_distributed_environment() -> None:
-    """Ends torch.distributed, and with it every group of every topology. Source: seed 002."""
+    """Destroy torch.distributed and with it all groups of all topologies. From vLLM-Omni."""
     world = find("world")
     if world is not None:
         world.destroy()
@@ -103,7 +103,7 @@ def destroy_distributed_environment() -> None:
 
 
 def destroy_distributed_env() -> None:
-    """`destroy_model_parallel`, then `destroy_distributed_environment`. Source: seed 002."""
+    """Call `destroy_model_parallel`, then `destroy_distributed_environment`. From vLLM-Omni."""
     destroy_model_parallel()
     destroy_distributed_environment()
 
@@ -118,25 +118,32 @@ def init_model_parallel_group(
     parallel_mode: str,
     **kwargs: dist.ProcessGroup | None,
 ) -> GroupCoordinator:
-    """The coordinator that a kind of parallelism needs. Source: seed 002.
+    """Make the coordinator for one kind of parallelism. Collective over the world. From vLLM-Omni.
 
     Args:
-        group_ranks: the global ranks of each group; they need not be consecutive.
-        local_rank: this rank's on its host.
-        backend: of its tensors' group; None for that of the world.
+        group_ranks: the global ranks of each group, in any order.
+        local_rank: this process's rank on its host.
+        backend: the backend of the device group; None for that of the world.
         parallel_mode: data, pipeline, tensor, expert, sequence, classifier_free_guidance or fully_shard.
-        kwargs: ulysses_group and ring_group, for sequence.
+        kwargs: ulysses_group and ring_group, for "sequence".
+
+    Returns:
+        A PipelineGroupCoordinator for "pipeline", a SequenceParallelGroupCoordinator for "sequence", else a
+        GroupCoordinator.
 
     Raises:
-        AssertionError: another parallel_mode.
-        ValueError: groups that this world cannot have, or that leave this rank out.
+        AssertionError: `parallel_mode` is none of these.
+        ValueError: the groups do not fit the world, or this rank is in none of them.
+        TypeError: an argument has the wrong type.
     """
     where = "init_model_parallel_group"
     group_ranks = check_rank_groups(where, "group_ranks", group_ranks)
     check_backend(where, backend)
     check_str(where, "parallel_mode", parallel_mode)
     if parallel_mode not in _MODES:
-        raise AssertionError(f"parallel_mode is {parallel_mode!r}; expected one of {', '.join(_MODES)}")
+        raise AssertionError(
+            f"{where}: parallel_mode is {parallel_mode!r}; expected one of {', '.join(_MODES)}"
+        )
     if parallel_mode == "pipeline":
         return PipelineGroupCoordinator(group_ranks, local_rank, backend)
     if parallel_mode == "sequence":
@@ -145,7 +152,7 @@ def init_model_parallel_group(
 
 
 def init_dit_group(dit_parallel_size: int, backend: str | None) -> None:
-    """The group of the model's ranks, 0 to dit_parallel_size - 1. Source: seed 002."""
+    """Make the group of the model's ranks, 0 to dit_parallel_size - 1. Collective. From vLLM-Omni."""
     size = check_int("init_dit_group", "dit_parallel_size", dit_parallel_size, 1)
     check_backend("init_dit_group", backend)
     current().dit = dist.new_group(list(range(size)), backend=backend)
@@ -159,24 +166,24 @@ def set_seq_parallel_pg(
     use_ulysses_low: bool = True,
     sp_group_ranks: list[list[int]] | None = None,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Makes the ulysses and the ring groups inside of each sequence group. Source: seed 002.
+    """Make the ulysses and ring groups inside each sequence group. Collective. From vLLM-Omni.
 
     Args:
-        sp_ulysses_degree, sp_ring_degree: their sizes.
+        sp_ulysses_degree, sp_ring_degree: the sizes of the ulysses and ring groups.
         rank: this process's global rank.
-        world_size: ranks altogether, a multiple of the product of both sizes.
-        use_ulysses_low: ulysses groups are runs of a sequence group and ring groups strided; else the
-            other way round.
-        sp_group_ranks: the sequence groups; by default runs of consecutive ranks.
+        world_size: the world size, a multiple of sp_ulysses_degree * sp_ring_degree.
+        use_ulysses_low: if True, ulysses groups are contiguous in their sequence group and ring groups are
+            strided; if False, the reverse.
+        sp_group_ranks: the ranks of each sequence group. Default: runs of consecutive ranks.
 
     Returns:
         This rank's ulysses group and ring group.
 
     Raises:
-        AssertionError: world_size is no multiple.
-        ValueError: sp_group_ranks of another number or size; ranks that are twice, or not in the world; rank
-            is not this process's.
-        TypeError: an argument of another type.
+        AssertionError: `world_size` is not a multiple of sp_ulysses_degree * sp_ring_degree.
+        ValueError: `sp_group_ranks` has groups of another size, or does not hold each rank once. Or `rank` is
+            not this process's rank.
+        TypeError: an argument has the wrong type.
         RuntimeError: torch.distributed is not initialized.
     """
     where = "set_seq_parallel_pg"
@@ -187,7 +194,7 @@ def set_seq_parallel_pg(
     _check_initialized(where)
     if rank != dist.get_rank():
         raise ValueError(f"{where}: rank is {rank}; expected this process's rank, {dist.get_rank()}")
-    return _levels(groups, None)
+    return _make_ulysses_and_ring(groups, None)
 
 
 def _check_initialized(where: str) -> None:
@@ -197,15 +204,15 @@ def _check_initialized(where: str) -> None:
         )
 
 
-def _levels(
+def _make_ulysses_and_ring(
     groups: tuple[list[list[int]], list[list[int]]], backend: str | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's ulysses and ring group, of those that all ranks make."""
+    """Make all ulysses and ring groups and return this rank's. Collective."""
     ulysses, ring = (new_group_of(ranks, backend, "set_seq_parallel_pg") for ranks in groups)
     if ulysses is None or ring is None:
         raise ValueError(
             f"set_seq_parallel_pg: the ulysses groups are {groups[0]}; "
-            f"rank {dist.get_rank()} is in none of them"
+            f"expected one with this process's rank, {dist.get_rank()}"
         )
     return ulysses, ring
 
@@ -223,27 +230,30 @@ def initialize_model_parallel(
     enable_expert_parallel: bool = False,
     backend: str | None = None,
 ) -> None:
-    """Makes the groups of the current topology: tp-sp-pp-cfg-dp, the first fastest. Source: seed 002.
+    """Make the groups of the current topology in the order tp-sp-pp-cfg-dp, tp fastest. From vLLM-Omni.
 
-    With 2 each of dp, cfg, pp and sp on 16 ranks, rank 0 is in the groups [0, 8], [0, 4], [0, 2] and [0, 1].
+    Collective. With dp, cfg, pp and sp of size 2 on 16 ranks, rank 0 is in the groups [0, 8], [0, 4], [0, 2]
+    and [0, 1].
 
     Args:
-        data_parallel_size, cfg_parallel_size, tensor_parallel_size, pipeline_parallel_size: of these dims.
-        sequence_parallel_size: ulysses_degree * ring_degree, which it is by default.
-        ulysses_degree, ring_degree: ulysses groups are runs of a sequence group, ring groups are strided.
-        fully_shard_degree: ranks that share one copy of the parameters: runs of all ranks. Where all other
-            sizes are 1 the data dim becomes fully_shard_degree * hsdp_replicate_size.
-        hsdp_replicate_size: such copies, in that case.
-        enable_expert_parallel: also makes the group of the experts, tp-sp-cfg-dp.
-        backend: of the tensors' groups, ulysses and ring too; None for that of the world.
+        data_parallel_size, cfg_parallel_size, tensor_parallel_size, pipeline_parallel_size: sizes of these
+            dims.
+        sequence_parallel_size: must be ulysses_degree * ring_degree, the default.
+        ulysses_degree, ring_degree: sizes of the ulysses groups, contiguous in a sequence group, and of the
+            ring groups, strided in it.
+        fully_shard_degree: consecutive ranks that shard one copy of the parameters. If all other sizes are 1,
+            the data-parallel size becomes fully_shard_degree * hsdp_replicate_size.
+        hsdp_replicate_size: replicas of the parameters in that case; else unused.
+        enable_expert_parallel: also make the expert group, tp-sp-cfg-dp.
+        backend: the backend of all device groups, ulysses and ring too; None for that of the world.
 
     Raises:
-        ValueError: sequence_parallel_size is not ulysses_degree * ring_degree, a size below 1, a
-            fully_shard_degree that does not divide the ranks.
-        TypeError: an argument of another type.
-        RuntimeError: the world has fewer ranks than the layout, or more, as no size is derived from it;
-            torch.distributed is not initialized.
-        AssertionError: the groups are there already.
+        ValueError: sequence_parallel_size is not ulysses_degree * ring_degree, a size is below 1, or
+            fully_shard_degree does not divide the number of ranks.
+        TypeError: an argument has the wrong type.
+        RuntimeError: the layout has fewer or more ranks than the world (no size is derived from the world
+            size), or torch.distributed is not initialized.
+        AssertionError: the groups are already initialized.
     """
     where = "initialize_model_parallel"
     data_parallel_size = check_int(where, "data_parallel_size", data_parallel_size, 1)
@@ -274,35 +284,35 @@ def initialize_model_parallel(
     _check_initialized(where)
     world = dist.get_world_size()
     if world != layout.world_size:
-        # what is left over would be in no group, or copies that nobody asked for
+        # no size is derived: leftover ranks would be in no group, or be unrequested replicas
         more, rest = divmod(world, layout.world_size)
         name, size = (
             ("hsdp_replicate_size", hsdp_replicate_size) if standalone else ("data_parallel_size", dp)
         )
-        hint = "" if rest or not more else f"; {name}={size * more} would fit"
+        hint = "" if rest or not more else f"; pass {name}={size * more} to use all ranks"
         raise RuntimeError(f"{where}: {layout} is {layout.world_size} ranks; the world has {world}{hint}")
     topology = current()
-    there = sorted(set(topology.coordinators) - {"world"})
-    if there:
-        raise AssertionError(f"{where}: the groups {there} are there; see destroy_model_parallel")
+    existing = sorted(set(topology.coordinators) - {"world"})
+    if existing:
+        raise AssertionError(
+            f"{where}: the groups {existing} are already initialized; call destroy_model_parallel() first"
+        )
+    local_rank = get_local_rank()
     modes = {"dp": "data", "cfg": "classifier_free_guidance", "pp": "pipeline", "tp": "tensor"}
     made = {
-        name: init_model_parallel_group(layout.get_ranks(name), local_rank_of_this_process(), backend, mode)
+        name: init_model_parallel_group(layout.get_ranks(name), local_rank, backend, mode)
         for name, mode in modes.items()
     }
-    made["fs"] = init_model_parallel_group(sharded, local_rank_of_this_process(), backend, "fully_shard")
+    made["fs"] = init_model_parallel_group(sharded, local_rank, backend, "fully_shard")
     if enable_expert_parallel:
         ranks = layout.get_ranks("tp-sp-cfg-dp")
-        made["ep"] = init_model_parallel_group(ranks, local_rank_of_this_process(), backend, "expert")
+        made["ep"] = init_model_parallel_group(ranks, local_rank, backend, "expert")
     ranks = layout.get_ranks("sp")
-    levels = _levels(sequence_rank_groups(ulysses_degree, ring_degree, world, True, ranks), backend)
+    ulysses, ring = _make_ulysses_and_ring(
+        sequence_rank_groups(ulysses_degree, ring_degree, world, True, ranks), backend
+    )
     made["sp"] = init_model_parallel_group(
-        ranks,
-        local_rank_of_this_process(),
-        backend,
-        "sequence",
-        ulysses_group=levels[0],
-        ring_group=levels[1],
+        ranks, local_rank, backend, "sequence", ulysses_group=ulysses, ring_group=ring
     )
     init_dit_group(layout.world_size, backend)
     topology.coordinators |= made
@@ -311,12 +321,12 @@ def initialize_model_parallel(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` made the current topology's groups. Source: seed 002."""
+    """Return whether `initialize_model_parallel` made the current topology's groups. From vLLM-Omni."""
     return {"dp", "cfg", "sp", "pp", "tp"} <= set(current().coordinators)
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups that `initialize_model_parallel` made, if it did. Source: seed 002."""
+    """Destroy the groups made by `initialize_model_parallel`, if any. From vLLM-Omni."""
     topology = current()
     sp = topology.coordinators.get("sp")
     if isinstance(sp, SequenceParallelGroupCoordinator):

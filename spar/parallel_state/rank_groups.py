@@ -1,4 +1,4 @@
-"""Which ranks form which groups: arithmetic on sizes, no communication. Source: seed 002."""
+"""Compute which ranks form which groups. No communication. From vLLM-Omni."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_ORDER = "tp-sp-pp-cfg-dp"
 
 
 def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """sum of i_k * stride_k for every i_k below size_k, the first one fastest."""
+    """Return the sum over k of i_k * stride_k, for all i_k < size_k; i_0 varies fastest."""
     offsets = [0]
     for size, stride in zip(sizes, strides, strict=True):
         offsets = [i * stride + offset for i in range(size) for offset in offsets]
@@ -22,18 +22,22 @@ def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: list[int], mask: list[bool]
 ) -> list[list[int]]:
-    """The groups over the masked dims of a layout whose first dim is the fastest. Source: seed 002.
+    """Compute the rank groups over the masked dims of a layout, first dim fastest. From vLLM-Omni.
 
-    rank = sum over dims k of i_k * (product of the sizes before k). Ranks that differ in masked dims alone
-    share a group: 2 x 2 x 2 (tp-pp-dp) with the mask of dp gives [0, 4], [1, 5], [2, 6], [3, 7].
+    rank = sum over dims k of i_k * (product of the sizes before k). Ranks that differ only in masked dims
+    share a group: sizes 2 x 2 x 2 (tp-pp-dp) with only dp masked give [0, 4], [1, 5], [2, 6], [3, 7].
 
     Args:
-        world_size: the product of parallel_size.
+        world_size: the product of `parallel_size`.
         parallel_size: the size of each dim.
-        mask: for each dim whether a group spans it.
+        mask: for each dim, whether the groups span it.
+
+    Returns:
+        The groups, ordered by their first rank.
 
     Raises:
-        ValueError: a product other than world_size, a mask of another length.
+        ValueError: the sizes do not multiply to `world_size`, or `mask` has another length.
+        TypeError: an argument has the wrong type.
     """
     where = "generate_masked_orthogonal_rank_groups"
     world_size = check_int(where, "world_size", world_size, 1)
@@ -42,9 +46,9 @@ def generate_masked_orthogonal_rank_groups(
     for i, masked in enumerate(mask):
         check_bool(where, f"mask[{i}]", masked)
     if len(mask) != len(parallel_size):
-        raise ValueError(f"mask is {mask}; expected one entry for each of the sizes {parallel_size}")
+        raise ValueError(f"{where}: mask is {mask}; expected one entry for each of the sizes {parallel_size}")
     if math.prod(parallel_size) != world_size:
-        raise ValueError(f"parallel_size is {parallel_size}; expected a product of {world_size}, the world")
+        raise ValueError(f"{where}: parallel_size is {parallel_size}; expected a product of {world_size}")
     strides = [1, *itertools.accumulate(parallel_size, lambda a, b: a * b)][:-1]
 
     def over(chosen: bool) -> list[int]:
@@ -56,24 +60,24 @@ def generate_masked_orthogonal_rank_groups(
 
 
 class RankGenerator:
-    """Rank groups of a layout of orthogonal dims, the first in `order` fastest. Source: seed 002.
+    """Rank groups of a layout of orthogonal dims, the first dim in `order` fastest. From vLLM-Omni.
 
     Args:
         tp, sp, pp, cfg, dp: sizes of the tensor, sequence, pipeline, guidance and data dims.
-        fs: fully sharded ranks, outside the order: they cut the world into runs. A str here is the order, as
-            vLLM-Omni's callers pass it.
-        order: dims joined by "-"; those of size 1 may be left out, and come last.
+        fs: size of the fully-sharded groups: runs of consecutive ranks, independent of the order. A str here
+            is the order, because callers of vLLM-Omni pass it in this position.
+        order: dims joined by "-". Omitted dims must have size 1 and are appended.
         rank_offset: the first rank of the layout.
 
     Attributes:
         world_size: tp * sp * pp * cfg * dp.
         ep: tp * sp * cfg * dp, the ranks that share the experts.
-        order, ordered_size: the dims with those that were left out, and their sizes.
+        order, ordered_size: all dims, including the omitted ones, and their sizes.
 
     Raises:
-        RuntimeError: a dim of more than 1 that the order leaves out.
-        ValueError: a size below 1, an order with an unknown or a repeated dim.
-        TypeError: an argument of another type.
+        RuntimeError: the order omits a dim with a size above 1.
+        ValueError: a size is below 1, or the order has an unknown or repeated dim.
+        TypeError: an argument has the wrong type.
     """
 
     def __init__(
@@ -99,23 +103,23 @@ class RankGenerator:
         dims = [name for name in self.name_to_size if name != "fs"]
         listed = order.lower().split("-")
         if len(set(listed)) != len(listed) or not set(listed) <= set(dims):
-            raise ValueError(f"RankGenerator: order is {order!r}; expected each of {dims} once at most")
+            raise ValueError(f"RankGenerator: order is {order!r}; expected each of {dims} at most once")
         for name in dims:
             if name not in listed:
                 if self.name_to_size[name] != 1:
                     raise RuntimeError(
-                        f"RankGenerator: {name} is {self.name_to_size[name]}, "
-                        f"but the order {order!r} leaves it out"
+                        f"RankGenerator: order is {order!r} without {name}, whose size is "
+                        f"{self.name_to_size[name]}; expected every dim with a size above 1: add {name}"
                     )
                 listed.append(name)
         self.order = "-".join(listed)
         self.ordered_size = [self.name_to_size[name] for name in listed]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """For each dim of the order whether the token, dims joined by "-", names it.
+        """Return, for each dim of `order`, whether `token` names it. Both are dims joined by "-".
 
         Raises:
-            ValueError: the token names what is not in the order.
+            ValueError: `token` names a dim that is not in `order`.
         """
         check_str("RankGenerator.get_mask", "order", order)
         check_str("RankGenerator.get_mask", "token", token)
@@ -125,19 +129,20 @@ class RankGenerator:
         return [dim in chosen for dim in dims]
 
     def get_ranks(self, token: str, independent_ranks: bool = False) -> list[list[int]]:
-        """The groups over the token's dims, in the order of their first ranks.
+        """Return the groups over the dims of `token`, ordered by their first rank.
 
         Args:
-            token: dims joined by "-", as "tp-dp". The ranks that share the experts are "tp-sp-cfg-dp".
-            independent_ranks: cut the world into runs of the token's size instead ("fs").
+            token: dims joined by "-", such as "tp-dp". The ranks that share the experts are "tp-sp-cfg-dp".
+            independent_ranks: instead split the world into runs of consecutive ranks of the token's size
+                (for "fs").
 
         Raises:
-            ValueError: an unknown token; runs that do not divide the world.
+            ValueError: `token` has an unknown dim, or its size does not divide the world size.
         """
         check_str("RankGenerator.get_ranks", "token", token)
         check_bool("RankGenerator.get_ranks", "independent_ranks", independent_ranks)
         if independent_ranks:
-            size = math.prod(self.name_to_size[name] for name in self._known(token))
+            size = math.prod(self.name_to_size[name] for name in self._dims_of(token))
             if self.world_size % size:
                 raise ValueError(
                     f"RankGenerator: {token} is {size}; expected a divisor of {self.world_size}, "
@@ -149,14 +154,16 @@ class RankGenerator:
             groups = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
         return [[rank + self.rank_offset for rank in group] for group in groups]
 
-    def _known(self, token: str) -> list[str]:
+    def _dims_of(self, token: str) -> list[str]:
         names = token.split("-")
         if not set(names) <= set(self.name_to_size):
-            raise ValueError(f"RankGenerator: token is {token!r}; known: {', '.join(self.name_to_size)}")
+            raise ValueError(
+                f"RankGenerator: token is {token!r}; expected dims of {', '.join(self.name_to_size)}"
+            )
         return names
 
     def __str__(self) -> str:
-        """The layout, as errors print it."""
+        """Return the layout as printed in errors, such as "tp 1 x sp 2 x pp 1 x cfg 1 x dp 2 (fs 1)"."""
         sizes = zip(self.order.split("-"), self.ordered_size, strict=True)
         return " x ".join(f"{name} {size}" for name, size in sizes) + f" (fs {self.fs})"
 
@@ -164,12 +171,12 @@ class RankGenerator:
 def sequence_rank_groups(
     ulysses: int, ring: int, world_size: int, use_ulysses_low: bool, sp_group_ranks: list[list[int]] | None
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The ulysses groups and the ring groups inside of each sequence group, in one order.
+    """Compute the ulysses groups and the ring groups inside each sequence group.
 
     Raises:
-        AssertionError: world_size is no multiple of ulysses * ring.
-        ValueError: a size below 1; groups of another size, or that are not the ranks 0 to world_size - 1.
-        TypeError: an argument of another type.
+        AssertionError: world_size is not a multiple of ulysses * ring.
+        ValueError: a size is below 1, a group has another size, or the groups do not cover each rank once.
+        TypeError: an argument has the wrong type.
     """
     where = "set_seq_parallel_pg"
     ulysses = check_int(where, "sp_ulysses_degree", ulysses, 1)
@@ -179,7 +186,7 @@ def sequence_rank_groups(
     size = ulysses * ring
     layout = f"ulysses {ulysses} x ring {ring}"
     if world_size % size:
-        raise AssertionError(f"world_size is {world_size}; expected a multiple of {size}, {layout}")
+        raise AssertionError(f"{where}: world_size is {world_size}; expected a multiple of {size}, {layout}")
     if sp_group_ranks is None:
         sp_group_ranks = [list(range(start, start + size)) for start in range(0, world_size, size)]
     sp_group_ranks = check_rank_groups(where, "sp_group_ranks", sp_group_ranks)
@@ -188,7 +195,7 @@ def sequence_rank_groups(
     if sizes != [size] * (world_size // size) or ranks != list(range(world_size)):
         raise ValueError(
             f"{where}: Invalid sp_group_ranks: sp_group_ranks is {sp_group_ranks}; expected "
-            f"{world_size // size} groups of {size} ranks, {layout}, of the ranks 0 to {world_size - 1}"
+            f"{world_size // size} groups of {size} ranks, {layout}, with the ranks 0 to {world_size - 1}"
         )
     low = ulysses if use_ulysses_low else ring
     runs = [ranks[i : i + low] for ranks in sp_group_ranks for i in range(0, size, low)]
@@ -197,10 +204,10 @@ def sequence_rank_groups(
 
 
 def check_groups(what: str, groups: list[list[int]], world_size: int) -> None:
-    """Rank groups as they can be made: no rank twice, none that the world does not have.
+    """Check that rank groups are disjoint, not empty and within the world.
 
     Raises:
-        ValueError: otherwise; it prints them.
+        ValueError: they are not. The message prints them.
     """
     ranks = [rank for group in groups for rank in group]
     if (

@@ -81,10 +81,7 @@ def _getters(name: str) -> _Getters:
 
 
 class ParallelState:
-    """This rank's groups by name (NAMES). A name without a group has size 1 and rank 0.
-
-    Same as MindSpeed-MM's parallel state.
-    """
+    """This rank's groups by name (NAMES); a name without a group has size 1, rank 0. From MindSpeed-MM."""
 
     def __init__(
         self,
