@@ -1,4 +1,4 @@
-"""Coordinators over groups that somebody else made: not known to torch.distributed, or of a device alone."""
+"""Coordinators over existing groups: not registered with torch.distributed, or without CPU support."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from spar.topology.groups_by_name import backends_of, device_type_of
 from spar.utils import stateless_init_torch_distributed_process_group
 
 
-def over_a_stateless_group(rank: int, folder: Path, port: int) -> None:
-    """torch.distributed knows neither the group nor anything else."""
+def check_stateless_group(rank: int, folder: Path, port: int) -> None:
+    """torch.distributed is not initialized and does not know the group."""
     init = stateless_init_torch_distributed_process_group
     ps.set_sequence_parallel_group(init("127.0.0.1", port, rank, 2, "gloo"))
     group = ps.get_sp_group()
@@ -52,13 +52,13 @@ def over_a_stateless_group(rank: int, folder: Path, port: int) -> None:
     ps.set_sequence_parallel_group(None)
 
 
-def test_over_a_stateless_group(tmp_path: Path) -> None:
-    ranks = start(over_a_stateless_group, 2, tmp_path, free_port(), initialize=False)
+def test_coordinator_over_stateless_group(tmp_path: Path) -> None:
+    ranks = start(check_stateless_group, 2, tmp_path, free_port(), initialize=False)
     assert finish(ranks, 60) == [0] * 2
 
 
-class OfDevices:
-    """Says of itself what a ProcessGroup of 2 ranks says."""
+class FakeGroup:
+    """The interface of a ProcessGroup of 2 ranks with the given backends."""
 
     def __init__(self, **backends: str) -> None:
         self.backends = backends
@@ -74,51 +74,51 @@ class OfDevices:
         return 2
 
 
-def test_where_tensors_and_objects_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the backends that the group has, not by the name of one of them."""
+def test_devices_follow_the_groups_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends per device type decide, not the name of one of them."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     cases: list[tuple[Any, str, str]] = [
-        (OfDevices(cpu="gloo"), "cpu", "cpu"),
-        (OfDevices(cuda="gloo", cpu="gloo"), "cpu", "cpu"),  # init_process_group("gloo")
-        (OfDevices(cuda="nccl", cpu="gloo"), "cuda:1", "cpu"),  # init_process_group(), "undefined"
-        (OfDevices(cuda="nccl"), "cuda:1", "cuda:1"),
-        (OfDevices(cpu="gloo", xpu="xccl"), "xpu:1", "cpu"),
+        (FakeGroup(cpu="gloo"), "cpu", "cpu"),
+        (FakeGroup(cuda="gloo", cpu="gloo"), "cpu", "cpu"),  # init_process_group("gloo")
+        (FakeGroup(cuda="nccl", cpu="gloo"), "cuda:1", "cpu"),  # init_process_group(), "undefined"
+        (FakeGroup(cuda="nccl"), "cuda:1", "cuda:1"),
+        (FakeGroup(cpu="gloo", xpu="xccl"), "xpu:1", "cpu"),
     ]
     for group, device, host in cases:
         view = GroupCoordinator.over(group, 3)
-        assert (view.device, view._host) == (torch.device(device), torch.device(host))
+        assert (view.device, view._host_device) == (torch.device(device), torch.device(host))
         assert device_type_of(group) == torch.device(device).type
-    # and where torch.distributed is asked, as its document has it
+    # groups without private attributes: through torch.distributed's public API
     config = {"config": "cpu:gloo,cuda:nccl"}
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config["config"])
     unknown: Any = SimpleNamespace()
     assert backends_of(unknown) == {"cpu": "gloo", "cuda": "nccl"}
     assert device_type_of(unknown) == "cuda"
-    assert device_type_of(None) == "cpu", "no group at all"
+    assert device_type_of(None) == "cpu", "no WORLD"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert device_type_of(cast(Any, OfDevices(cpu="fake", cuda="fake"))) == "cpu", "where there is no GPU"
-    assert device_type_of(cast(Any, OfDevices(cuda="nccl"))) == "cuda"
+    assert device_type_of(cast(Any, FakeGroup(cpu="fake", cuda="fake"))) == "cpu", "without a GPU"
+    assert device_type_of(cast(Any, FakeGroup(cuda="nccl"))) == "cuda"
 
 
 class Staged(GroupCoordinator):
-    """Its groups refuse what does not lie where `_movable` put it, as those of a device alone do."""
+    """Its groups reject tensors that `_stage` did not copy, like groups without CPU support."""
 
-    def _adopt(self, *args: Any) -> None:
-        super()._adopt(*args)
+    def _set_groups(self, *args: Any) -> None:
+        super()._set_groups(*args)
         self.moved: list[torch.Tensor] = []
 
-    def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
         self.moved.append(tensor.detach().clone())
         return self.moved[-1]
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        there = {one.untyped_storage().data_ptr() for one in self.moved}
-        assert tensor.untyped_storage().data_ptr() in there
+        staged = {one.untyped_storage().data_ptr() for one in self.moved}
+        assert tensor.untyped_storage().data_ptr() in staged
         return super()._group_for(tensor)
 
 
-def through_a_device(rank: int, folder: Path) -> None:
+def check_staged(rank: int, folder: Path) -> None:
     group = Staged([[0, 1]], rank, "gloo")
     x = tensor(rank, 2, 3)
     both = torch.cat([tensor(0, 2, 3), tensor(1, 2, 3)])
@@ -137,5 +137,5 @@ def through_a_device(rank: int, folder: Path) -> None:
     group.barrier()
 
 
-def test_cpu_tensors_over_a_group_of_devices_alone(tmp_path: Path) -> None:
-    assert finish(start(through_a_device, 2, tmp_path), 60) == [0] * 2
+def test_cpu_tensors_are_staged_for_groups_without_cpu_support(tmp_path: Path) -> None:
+    assert finish(start(check_staged, 2, tmp_path), 60) == [0] * 2

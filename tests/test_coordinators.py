@@ -1,4 +1,4 @@
-"""The coordinators over real groups of 1 to 3 of 4 ranks, that are not consecutive, by several processes."""
+"""Coordinators over groups of 1 to 3 non-consecutive ranks out of 4 processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tensor(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return (torch.arange(count) * 3 + rank).remainder(7).reshape(shape).to(dtype)
 
 
-def where_they_are(rank: int, folder: Path) -> None:
+def check_ranks(rank: int, folder: Path) -> None:
     group = GroupCoordinator([[0, 2, 3], [1]], 5, "gloo")
     alone = rank == 1
     ranks = [1] if alone else [0, 2, 3]
@@ -54,7 +54,7 @@ def where_they_are(rank: int, folder: Path) -> None:
     assert (group.group_next_rank, group.group_prev_rank) == (after, before)
     assert (group.next_rank, group.prev_rank) == (ranks[after], ranks[before])
     backwards = GroupCoordinator([[3, 1, 0, 2]], rank, "gloo")
-    assert backwards.ranks == [3, 1, 0, 2], "in the order of the list"
+    assert backwards.ranks == [3, 1, 0, 2], "ranks keep the order of the list"
     assert backwards.rank_in_group == [3, 1, 0, 2].index(rank)
     order = backwards.all_gather(torch.tensor([rank]))
     assert isinstance(order, torch.Tensor)
@@ -69,10 +69,10 @@ def where_they_are(rank: int, folder: Path) -> None:
         assert text in str(caught.value)
         assert str(groups) in str(caught.value)
     if rank == 3:
-        with pytest.raises(ValueError, match=r"the groups are \[\[2, 0\]\]; this rank, 3, is in none"):
+        with pytest.raises(ValueError, match=r"group_ranks is \[\[2, 0\]\]; .* this process's rank, 3"):
             GroupCoordinator([[2, 0]], rank, "gloo")
     elif rank == 1:
-        with pytest.raises(ValueError, match="in none"):
+        with pytest.raises(ValueError, match="this process's rank, 1"):
             GroupCoordinator([[2, 0]], rank, "gloo")
     else:
         GroupCoordinator([[2, 0]], rank, "gloo").barrier()
@@ -83,17 +83,17 @@ def where_they_are(rank: int, folder: Path) -> None:
     with pytest.raises(RuntimeError, match="was destroyed"):
         _ = group.group
     with pytest.raises(RuntimeError, match="was destroyed"):
-        group.barrier()  # not the whole world's
+        group.barrier()  # not over the whole world
     over = GroupCoordinator.over(backwards.group, 0)
-    over.destroy()  # not its own
+    over.destroy()  # keeps the group, which it does not own
     backwards.barrier()
 
 
 def test_group_coordinator_ranks(tmp_path: Path) -> None:
-    assert finish(start(where_they_are, 4, tmp_path), 60) == [0] * 4
+    assert finish(start(check_ranks, 4, tmp_path), 60) == [0] * 4
 
 
-def tensors_of_all(rank: int, folder: Path) -> None:
+def check_collectives(rank: int, folder: Path) -> None:
     group = GroupCoordinator([[0, 2, 3], [1]], rank, "gloo")
     ranks, place = group.ranks, group.rank_in_group
     x = tensor(rank, 2, 3)
@@ -110,7 +110,7 @@ def tensors_of_all(rank: int, folder: Path) -> None:
             for uneven in (False, True):
                 if uneven:
                     for r in ranks:
-                        shapes[r][dim] = (r * 2) % 5  # rank 0 has nothing
+                        shapes[r][dim] = (r * 2) % 5  # rank 0's is empty
                 before = exchanges()
                 own = tensor(rank, *shapes[rank], dtype=dtype)
                 parts = [tensor(r, *shapes[r], dtype=dtype) for r in ranks]
@@ -120,11 +120,11 @@ def tensors_of_all(rank: int, folder: Path) -> None:
                 got: Any = group.all_gather(own, dim)
                 assert_same(got, expected)
                 assert exchanges() == before + 2 * (len(ranks) > 1), (
-                    "spar's: of the extents, and of the tensors"
+                    "spar exchanges the sizes, then the tensors"
                 )
                 for one, part in zip(group.all_gather(own, dim, separate_tensors=True), parts, strict=True):
                     assert_same(one, part)
-                if dtype != torch.float8_e4m3fn:  # torch cannot cat it
+                if dtype != torch.float8_e4m3fn:  # torch.cat does not support it
                     for dst in range(len(ranks)):
                         at_dst = group.gather(own, dst, dim)
                         if place == dst:
@@ -142,7 +142,7 @@ def tensors_of_all(rank: int, folder: Path) -> None:
     leaf = torch.ones(2, requires_grad=True)
     gathered = group.all_gather(leaf)
     assert isinstance(gathered, torch.Tensor)
-    assert gathered.requires_grad == (len(ranks) == 1), "not differentiable; of one rank it is the input"
+    assert gathered.requires_grad == (len(ranks) == 1), "no gradient, except in a group of one"
     for call, text in (
         (lambda: group.all_gather(x, 2), "dim is 2; expected -2 to 1"),
         (lambda: group.gather(x, 7), "dst is 7; expected 0 to"),
@@ -156,8 +156,8 @@ def tensors_of_all(rank: int, folder: Path) -> None:
         assert f"rank {place} of {len(ranks)}" in str(caught.value)
 
 
-def test_group_coordinator_tensors(tmp_path: Path) -> None:
-    assert finish(start(tensors_of_all, 4, tmp_path), 90) == [0] * 4
+def test_group_coordinator_collectives(tmp_path: Path) -> None:
+    assert finish(start(check_collectives, 4, tmp_path), 90) == [0] * 4
 
 
 NESTED: dict[str, Any] = {"a%b": 1, "c": {"d": {}, "e": {"f": [2, "g"]}}, "h": None}
@@ -184,7 +184,7 @@ def check_dict(got: dict[str, Any] | None, rank: int) -> None:
         assert_same(got["tensors"][name], value.resolve_conj().contiguous(), name)
 
 
-def messages(rank: int, folder: Path) -> None:
+def check_objects_and_dicts(rank: int, folder: Path) -> None:
     group = GroupCoordinator([[0, 2, 3], [1]], rank, "gloo")
     ranks, place = group.ranks, group.rank_in_group
     alone = len(ranks) == 1
@@ -197,7 +197,7 @@ def messages(rank: int, folder: Path) -> None:
         sends = place == src
         check_dict(group.broadcast_tensor_dict(whole_dict(rank) if sends or alone else None, src), ranks[src])
     with pytest.raises(TypeError, match="tensor_dict is a list; expected a dict"):
-        group.isend_tensor_dict([], 1 - min(place, 1)) if not alone else group._checked([])  # type: ignore[arg-type]
+        group.isend_tensor_dict([], 1 - min(place, 1)) if not alone else group._check_dict([])  # type: ignore[arg-type]
     if alone:
         assert group.send_tensor_dict(NESTED) is NESTED
         assert group.recv_tensor_dict() is None
@@ -206,7 +206,7 @@ def messages(rank: int, folder: Path) -> None:
         return
     group.barrier()
     last = len(ranks) - 1
-    if place == 0:  # from the first to the last, and back
+    if place == 0:  # from the first rank to the last, and back
         group.send_object(NESTED, last)
         assert group.recv_object(last) == "thanks"
         group.send(tensor(rank, 5, 2, dtype=torch.bfloat16), last)
@@ -218,15 +218,15 @@ def messages(rank: int, folder: Path) -> None:
         assert_same(group.recv((5, 2), torch.bfloat16, 0), tensor(ranks[0], 5, 2, dtype=torch.bfloat16))
         assert group.recv(torch.Size([0, 2]), torch.float32, 0).shape == (0, 2)
         check_dict(group.recv_tensor_dict(0), ranks[0])
-    # everybody to the next, at once
+    # all ranks send to the next at once
     handles = group.isend_tensor_dict(whole_dict(rank))
-    got, pending, after = group.irecv_tensor_dict()
-    assert after == []
-    for one in pending + handles:
+    got, receives, postprocess = group.irecv_tensor_dict()
+    assert postprocess == []
+    for one in receives + handles:
         one.wait()
         assert one.is_completed()
     check_dict(got, group.prev_rank)
-    for step in range(50):  # dropped handles: what is sent lives until it is
+    for step in range(50):  # discarded handles: tensors live until they are sent
         group.isend_tensor_dict({"x": torch.full((1000,), float(step))})
     for step in range(50):
         received = group.recv_tensor_dict()
@@ -236,11 +236,11 @@ def messages(rank: int, folder: Path) -> None:
 
 
 def test_group_coordinator_objects_and_dicts(tmp_path: Path) -> None:
-    assert finish(start(messages, 4, tmp_path), 60) == [0] * 4
+    assert finish(start(check_objects_and_dicts, 4, tmp_path), 60) == [0] * 4
 
 
-def dropped_handles(rank: int, folder: Path) -> None:
-    """What is sent lives until it is sent, and no longer, whoever keeps its handle."""
+def check_discarded_handles(rank: int, folder: Path) -> None:
+    """Tensors live until they are sent, and no longer, even if the caller keeps a handle."""
     group = PipelineGroupCoordinator([[0, 1]], rank, "gloo")
     alive: list[weakref.ref[Any]] = []
 
@@ -249,10 +249,10 @@ def dropped_handles(rank: int, folder: Path) -> None:
         alive.append(weakref.ref(values))
         group.pipeline_isend(torch.from_numpy(values))
 
-    def living() -> int:
+    def count_alive() -> int:
         return sum(ref() is not None for ref in alive)
 
-    def after(condition: Callable[[], bool]) -> bool:
+    def eventually(condition: Callable[[], bool]) -> bool:
         end = time.monotonic() + 20
         while not condition() and time.monotonic() < end:
             time.sleep(0.01)
@@ -264,7 +264,7 @@ def dropped_handles(rank: int, folder: Path) -> None:
             send(step)
         held = group.pipeline_isend(torch.ones(3), "held")
         gc.collect()
-        assert living() == 100, "nothing was received yet"
+        assert count_alive() == 100, "no tensor was received yet"
     group.barrier()
     if rank == 0:
         for step in range(100, 10_000):
@@ -275,25 +275,25 @@ def dropped_handles(rank: int, folder: Path) -> None:
         assert_same(group.pipeline_recv(name="held"), torch.ones(3))
     group.barrier()
     if held is not None:
-        assert after(lambda: living() <= Outbox.KEPT), living()
-        held.wait()  # of a handle that is kept, too, somebody else may have known the end first
+        assert eventually(lambda: count_alive() <= Outbox.MAX_KEPT), count_alive()
+        held.wait()  # the thread may have waited for it first
         held.wait()
         assert held.is_completed()
-        assert after(lambda: threading.active_count() == 1), "no thread without work"
+        assert eventually(lambda: threading.active_count() == 1), "the thread ended"
     group.barrier()
     if rank == 0:
-        for step in range(100):  # never received: they hold nobody up
+        for step in range(100):  # never received: they do not block exit
             send(step)
         tell(folder, rank, "")
     else:
         told(folder, 0)
 
 
-def test_dropped_handles(tmp_path: Path) -> None:
-    assert finish(start(dropped_handles, 2, tmp_path), 60) == [0] * 2
+def test_sends_outlive_discarded_handles(tmp_path: Path) -> None:
+    assert finish(start(check_discarded_handles, 2, tmp_path), 60) == [0] * 2
 
 
-def stages(rank: int, folder: Path, world: int) -> None:
+def check_stages(rank: int, folder: Path, world: int) -> None:
     group = PipelineGroupCoordinator([list(range(world))], rank, "gloo")
     assert len(group.device_groups) == (2 if world == 2 else 0)
     before = group.prev_rank
@@ -314,9 +314,9 @@ def stages(rank: int, folder: Path, world: int) -> None:
         latent = group.get_pipeline_recv_data()
         assert_same(group.get_pipeline_recv_data(1, "text"), torch.arange(before + 4))
         assert_same(group.get_pipeline_recv_data(7, "latent"), value(before, step + 100))
-        assert_same(latent, value(before, step), "not written by what came after it")
-        for pending in sent:
-            pending.wait()
+        assert_same(latent, value(before, step), "not overwritten by a later tensor")
+        for work in sent:
+            work.wait()
     with pytest.raises(ValueError, match="add_pipeline_recv_task before recv_next"):
         group.recv_next()
     with pytest.raises(ValueError, match=r"\('latent', -1\); expected one of \[\]"):
@@ -343,21 +343,21 @@ def stages(rank: int, folder: Path, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_pipeline_group_coordinator(tmp_path: Path, world: int) -> None:
-    assert finish(start(stages, world, tmp_path, world), 60) == [0] * world
+    assert finish(start(check_stages, world, tmp_path, world), 60) == [0] * world
 
 
-def one_stage(rank: int, folder: Path) -> None:
+def check_one_stage(rank: int, folder: Path) -> None:
     group = PipelineGroupCoordinator([[0]], rank, "gloo")
     for call in (lambda: group.pipeline_isend(torch.ones(1)), lambda: group.pipeline_recv()):
-        with pytest.raises(ValueError, match=r"the (next stage|stage before) is 0; expected another rank"):
+        with pytest.raises(ValueError, match=r"the (next|previous) stage is 0; expected another rank"):
             call()
 
 
-def test_a_pipeline_of_one_stage(tmp_path: Path) -> None:
-    assert finish(start(one_stage, 1, tmp_path), 60) == [0]
+def test_pipeline_with_one_stage_rejects_transfers(tmp_path: Path) -> None:
+    assert finish(start(check_one_stage, 1, tmp_path), 60) == [0]
 
 
-def levels(rank: int, folder: Path) -> None:
+def check_levels(rank: int, folder: Path) -> None:
     ulysses, ring = set_seq_parallel_pg(2, 2, rank, 4)
     group = SequenceParallelGroupCoordinator(
         [[0, 1, 2, 3]], rank, "gloo", ulysses_group=ulysses, ring_group=ring
@@ -372,8 +372,8 @@ def levels(rank: int, folder: Path) -> None:
         )
     with pytest.raises(RuntimeError, match="ulysses_group is missing"):
         SequenceParallelGroupCoordinator([[0, 1, 2, 3]], 0, "gloo", ring_group=ring)
-    group.barrier()  # who leaves while others still connect to it disturbs them
+    group.barrier()  # a rank must not exit while others still connect to it
 
 
 def test_sequence_parallel_group_coordinator(tmp_path: Path) -> None:
-    assert finish(start(levels, 4, tmp_path), 60) == [0] * 4
+    assert finish(start(check_levels, 4, tmp_path), 60) == [0] * 4

@@ -1,6 +1,6 @@
-"""One group of ranks with what they do together, as the diffusion servers spell it. Source: seed 002.
+"""Group coordinators: collectives and point-to-point transfers of tensors, objects and dicts. From vLLM-Omni.
 
-Ranks in arguments are ranks in the group; `ranks`, `first_rank`, `next_rank` and the like are global ranks.
+Ranks in arguments are ranks in the group. `ranks`, `first_rank`, `next_rank` and the like are global ranks.
 """
 
 from __future__ import annotations
@@ -14,72 +14,77 @@ import torch.distributed as dist
 from .._runtime.checks import check_backend, check_int, check_rank_groups
 from ..ops import gather_forward_split_backward
 from ..topology.groups_by_name import backends_of
-from .process_groups import device_of, end_group, new_group_of, ranks_of
+from .process_groups import destroy_group, device_of, new_group_of, ranks_of
 from .transfer import (
     Outbox,
-    Pending,
     TensorMetadata,
+    Work,
     as_bytes,
+    deserialize,
     flatten,
+    materialize,
     metadata_of,
-    nest,
-    packed,
-    plain,
-    unpacked,
+    serialize,
+    unflatten,
 )
 
 
 class GroupCoordinator:
-    """A group of ranks: device_group moves tensors, cpu_group what goes over the CPU. Source: seed 002.
+    """A group of ranks, with one process group for device tensors and one for CPU tensors. From vLLM-Omni.
 
-    Making one is collective over the whole world: every rank creates every group, in one order.
+    Construction is collective over the world: every rank makes every group, in the same order.
+
+    If cpu_group does not support CPU tensors (`over` an nccl-only group), objects and CPU tensors are staged
+    through memory of `device`.
 
     Args:
-        group_ranks: the global ranks of each group; this rank's is kept. They need not be consecutive.
-        local_rank: this rank's on its host, the index of its device.
-        torch_distributed_backend: of device_group; None for that of the world.
+        group_ranks: the global ranks of each group, in any order. The coordinator keeps this rank's group.
+        local_rank: this process's rank on its host, which selects its device.
+        torch_distributed_backend: the backend of device_group; None for that of the world.
 
     Attributes:
-        rank, local_rank: this process's global rank, and that on its host.
-        ranks, world_size, rank_in_group: the group's global ranks, how many, and which is this one.
-        device_group, cpu_group: its ProcessGroups; gloo is the second.
-        device: where its tensors are.
-
-    Where cpu_group takes no CPU tensors (`over` a group of nccl alone) objects and CPU tensors travel through
-    memory of `device`.
+        rank, local_rank: this process's global rank, and its rank on its host.
+        ranks: the global ranks of the group.
+        world_size, rank_in_group: the size of the group, and this rank in it.
+        device_group, cpu_group: the ProcessGroups for device tensors and, over gloo, for CPU tensors.
+        device: the device of the group's tensors.
 
     Raises:
-        ValueError: a rank that is twice in group_ranks or not in the world; this rank is in none of them.
+        ValueError: a rank is twice in `group_ranks` or not in the world, or this rank is in no group.
+        TypeError: an argument has the wrong type.
     """
 
     def __init__(
         self, group_ranks: list[list[int]], local_rank: int, torch_distributed_backend: str | None
     ) -> None:
-        what = type(self).__name__
-        group_ranks = check_rank_groups(what, "group_ranks", group_ranks)
-        check_int(what, "local_rank", local_rank, 0)
-        check_backend(what, torch_distributed_backend, "torch_distributed_backend")
-        device_group = new_group_of(group_ranks, torch_distributed_backend, what)
-        cpu_group = new_group_of(group_ranks, "gloo", what)
+        where = type(self).__name__
+        group_ranks = check_rank_groups(where, "group_ranks", group_ranks)
+        check_int(where, "local_rank", local_rank, 0)
+        check_backend(where, torch_distributed_backend, "torch_distributed_backend")
+        device_group = new_group_of(group_ranks, torch_distributed_backend, where)
+        cpu_group = new_group_of(group_ranks, "gloo", where)
         if device_group is None or cpu_group is None:
             raise ValueError(
-                f"{what}: the groups are {group_ranks}; this rank, {dist.get_rank()}, is in none of them"
+                f"{where}: group_ranks is {group_ranks}; "
+                f"expected a group with this process's rank, {dist.get_rank()}"
             )
-        self._owns = True
-        self._adopt(device_group, cpu_group, local_rank)
+        self._owns_groups = True
+        self._set_groups(device_group, cpu_group, local_rank)
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, local_rank: int) -> GroupCoordinator:
-        """One over a group that exists and that it does not own. Nothing is communicated.
+        """Make a coordinator over an existing group, without owning it. No communication.
 
-        torch.distributed need not know the group: its ranks are then those in the group.
+        If the group is not registered with torch.distributed, its group ranks serve as global ranks.
         """
         made = cls.__new__(cls)
-        made._owns = False
-        made._adopt(group, group, local_rank)
+        made._owns_groups = False
+        made._set_groups(group, group, local_rank)
         return made
 
-    def _adopt(self, device_group: dist.ProcessGroup, cpu_group: dist.ProcessGroup, local_rank: int) -> None:
+    def _set_groups(
+        self, device_group: dist.ProcessGroup, cpu_group: dist.ProcessGroup, local_rank: int
+    ) -> None:
         self.local_rank = local_rank
         self.device_group: dist.ProcessGroup | None = device_group
         self.cpu_group: dist.ProcessGroup | None = cpu_group
@@ -88,22 +93,25 @@ class GroupCoordinator:
         self.rank_in_group = device_group.rank()
         self.rank = self.ranks[self.rank_in_group]
         self.device = device_of(device_group, local_rank)
-        self._host = torch.device("cpu") if "cpu" in backends_of(cpu_group) else self.device
-        self._outboxes: dict[int, Outbox] = {}  # by the rank that it goes to
+        self._host_device = torch.device("cpu") if "cpu" in backends_of(cpu_group) else self.device
+        self._outboxes: dict[int, Outbox] = {}  # by destination rank
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """device_group, as long as there is one."""
-        if self.device_group is None:
-            raise RuntimeError(f"{type(self).__name__} of the ranks {self.ranks} was destroyed")
-        return self.device_group
+        """device_group; raises RuntimeError after `destroy`."""
+        return self._existing(self.device_group)
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """cpu_group, as long as there is one: to torch None would be the whole world."""
-        if self.cpu_group is None:
-            raise RuntimeError(f"{type(self).__name__} of the ranks {self.ranks} was destroyed")
-        return self.cpu_group
+        """cpu_group; raises RuntimeError after `destroy`, because torch takes None for the whole world."""
+        return self._existing(self.cpu_group)
+
+    def _existing(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        if group is None:
+            raise RuntimeError(
+                f"{type(self).__name__} of the ranks {self.ranks} was destroyed; initialize the groups again"
+            )
+        return group
 
     # ---- ranks ----
 
@@ -125,11 +133,12 @@ class GroupCoordinator:
 
     @property
     def group_next_rank(self) -> int:
-        """The next one in the group, after the last the first."""
+        """The next rank in the group; wraps around."""
         return (self.rank_in_group + 1) % self.world_size
 
     @property
     def group_prev_rank(self) -> int:
+        """The previous rank in the group; wraps around."""
         return (self.rank_in_group - 1) % self.world_size
 
     @property
@@ -147,58 +156,61 @@ class GroupCoordinator:
     def _error(self, what: str, value: object, expected: str) -> ValueError:
         return ValueError(f"{self._where}: {what} is {value}; expected {expected}")
 
-    def _member(self, what: str, rank: int) -> int:
+    def _check_rank(self, what: str, rank: int) -> int:
         return check_int(self._where, what, rank, 0, self.world_size - 1)
 
-    def _other(self, what: str, rank: int) -> int:
-        rank = self._member(what, rank)
+    def _check_peer(self, what: str, rank: int) -> int:
+        rank = self._check_rank(what, rank)
         if rank == self.rank_in_group:
             raise self._error(what, rank, "another rank than this one")
         return rank
 
-    def _dim(self, input_: torch.Tensor, dim: int) -> int:
+    def _check_dim(self, input_: torch.Tensor, dim: int) -> int:
         return check_int(self._where, "dim", dim, -input_.dim(), input_.dim() - 1) % input_.dim()
 
-    # ---- tensors of all ranks; none is differentiable ----
+    # ---- collectives over tensors; none is differentiable ----
 
     def all_reduce(
         self, input_: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        """Reduces input_ in place, and returns it."""
+        """Reduce input_ over the group in place, and return it."""
         if self.world_size > 1:
-            buffer = self._movable(input_)
+            buffer = self._stage(input_)
             dist.all_reduce(buffer, op=op, group=self.group)
             if buffer is not input_:
                 with torch.no_grad():
                     input_.copy_(buffer)
         return input_
 
-    def _extents(self, input_: torch.Tensor, dim: int) -> list[int]:
+    def _gather_sizes(self, input_: torch.Tensor, dim: int) -> list[int]:
         own = torch.tensor([input_.size(dim)], device=input_.device)
         return [int(size) for size in gather_forward_split_backward(own, self.group, 0).tolist()]
 
     def all_gather(
         self, input_: torch.Tensor, dim: int = 0, separate_tensors: bool = False
     ) -> torch.Tensor | list[torch.Tensor]:
-        """All ranks' tensors, concatenated along dim, or as a list. Their extents in dim may differ.
+        """Gather the tensors of all ranks, concatenated along dim or as a list. Sizes along dim may differ.
 
-        In a group of one it is input_ itself.
+        In a group of one rank the result is input_ itself.
         """
-        dim = self._dim(input_, dim)
+        dim = self._check_dim(input_, dim)
         if self.world_size == 1:
             return [input_] if separate_tensors else input_
         with torch.no_grad():
-            own = self._movable(input_)
-            sizes = self._extents(own, dim)
+            own = self._stage(input_)
+            sizes = self._gather_sizes(own, dim)
             gathered = gather_forward_split_backward(own, self.group, dim, sizes, None).to(input_.device)
         return [part.contiguous() for part in gathered.split(sizes, dim)] if separate_tensors else gathered
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """All ranks' tensors, concatenated along dim, on rank dst; None on the others."""
-        dim, dst = self._dim(input_, dim), self._member("dst", dst)
+        """Gather the tensors of all ranks on rank dst, concatenated along dim. Other ranks return None.
+
+        Sizes along dim may differ.
+        """
+        dim, dst = self._check_dim(input_, dim), self._check_rank("dst", dst)
         if self.world_size == 1:
             return input_
-        sizes = self._extents(self._movable(input_), dim)
+        sizes = self._gather_sizes(self._stage(input_), dim)
         if self.rank_in_group != dst:
             if input_.numel():
                 self._isend(input_, dst).wait()
@@ -207,17 +219,15 @@ class GroupCoordinator:
         for src, size in enumerate(sizes):
             shape = torch.Size([*input_.shape[:dim], size, *input_.shape[dim + 1 :]])
             parts.append(input_.detach() if src == dst else input_.new_empty(shape))
-        for pending in [
-            self._irecv(part, src) for src, part in enumerate(parts) if src != dst and part.numel()
-        ]:
-            pending.wait()
+        for work in [self._irecv(part, src) for src, part in enumerate(parts) if src != dst and part.numel()]:
+            work.wait()
         return torch.cat(parts, dim)
 
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Rank src's tensor into everybody's input_, which it returns."""
-        src = self._member("src", src)
+        """Copy rank src's tensor into input_ on every rank, and return input_."""
+        src = self._check_rank("src", src)
         if self.world_size > 1 and input_.numel():
-            buffer = self._movable(plain(input_))
+            buffer = self._stage(materialize(input_))
             self._group_for(buffer).broadcast(as_bytes(buffer), src).wait()
             if buffer.data_ptr() != input_.data_ptr():
                 with torch.no_grad():
@@ -225,104 +235,112 @@ class GroupCoordinator:
         return input_
 
     def barrier(self) -> None:
+        """Block until all ranks of the group called this."""
         dist.barrier(group=self.host_group)
 
-    # ---- objects: anything that pickle takes ----
+    # ---- picklable objects ----
 
     def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
-        """Rank src's object, on every rank."""
+        """Return rank src's object on every rank."""
         return self.broadcast_object_list([obj], src)[0]
 
     def broadcast_object_list(
         self, obj_list: list[Any], src: int = 0, group: dist.ProcessGroup | None = None
     ) -> list[Any]:
-        """Rank src's objects into everybody's list, which it returns; all lists have one length.
+        """Replace the contents of obj_list by rank src's objects on every rank, and return it.
 
         Args:
-            group: the ProcessGroup to use, of the same ranks; by default cpu_group.
+            obj_list: the objects on rank src; a list of the same length on the others.
+            src: the source rank.
+            group: a ProcessGroup of the same ranks to use instead of cpu_group.
         """
-        src = self._member("src", src)
+        src = self._check_rank("src", src)
         if self.world_size > 1:
             over = self.host_group if group is None else group
-            where = torch.device("cpu") if "cpu" in backends_of(over) else self.device
-            sends = self.rank_in_group == src
-            data = packed(obj_list, where) if sends else torch.empty(0, dtype=torch.uint8, device=where)
-            size = torch.tensor([data.numel()], device=where)
+            device = torch.device("cpu") if "cpu" in backends_of(over) else self.device
+            is_src = self.rank_in_group == src
+            data = serialize(obj_list, device) if is_src else torch.empty(0, dtype=torch.uint8, device=device)
+            size = torch.tensor([data.numel()], device=device)
             over.broadcast(size, src).wait()
-            data = data if sends else data.new_empty(int(size))
+            data = data if is_src else data.new_empty(int(size))
             over.broadcast(data, src).wait()
-            if not sends:
-                obj_list[:] = unpacked(data)
+            if not is_src:
+                obj_list[:] = deserialize(data)
         return obj_list
 
     def send_object(self, obj: Any, dst: int) -> None:
-        """Returns when rank dst has it."""
-        self._isend_object(obj, self._other("dst", dst)).wait()
+        """Send an object to rank dst. Blocks until the send completes."""
+        self._isend_object(obj, self._check_peer("dst", dst)).wait()
 
     def recv_object(self, src: int) -> Any:
-        return self._recv_object(self._other("src", src))
+        """Receive the next object from rank src."""
+        return self._recv_object(self._check_peer("src", src))
 
-    def _isend_object(self, obj: Any, dst: int, tag: int = 0) -> Pending:
-        data = packed(obj, self._host)
-        size = torch.tensor([data.numel()], device=self._host)
-        return self._started([size, data], self.host_group, dst, tag)
+    def _isend_object(self, obj: Any, dst: int, tag: int = 0) -> Work:
+        data = serialize(obj, self._host_device)
+        size = torch.tensor([data.numel()], device=self._host_device)
+        return self._start_send([size, data], self.host_group, dst, tag)
 
     def _recv_object(self, src: int, tag: int = 0) -> Any:
-        size = torch.empty(1, dtype=torch.int64, device=self._host)
+        size = torch.empty(1, dtype=torch.int64, device=self._host_device)
         self.host_group.recv([size], src, tag).wait()
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._host)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._host_device)
         self.host_group.recv([data], src, tag).wait()
-        return unpacked(data)
+        return deserialize(data)
 
-    # ---- tensors from rank to rank ----
+    # ---- point-to-point tensors ----
 
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
-        """To rank dst, by default the next; returns when it may be used again."""
-        dst = self._other("dst", self.group_next_rank if dst is None else dst)
+        """Send a tensor to rank dst (default: the next rank). Blocks until the tensor may change again."""
+        dst = self._check_peer("dst", self.group_next_rank if dst is None else dst)
         if tensor.numel():
             self._isend(tensor, dst).wait()
 
     def recv(
         self, size: torch.Size | Sequence[int], dtype: torch.dtype, src: int | None = None
     ) -> torch.Tensor:
-        """A new tensor from rank src, by default the one before."""
-        src = self._other("src", self.group_prev_rank if src is None else src)
+        """Receive a new tensor of this size and dtype from rank src (default: the previous rank)."""
+        src = self._check_peer("src", self.group_prev_rank if src is None else src)
         tensor = torch.empty(tuple(size), dtype=dtype, device=self.device)
         if tensor.numel():
             self._irecv(tensor, src).wait()
         return tensor
 
-    def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Itself, or a copy where its groups can move it."""
-        return tensor.detach().to(self._host) if tensor.is_cpu and self._host.type != "cpu" else tensor
+    def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or a copy on a device that the groups support."""
+        return (
+            tensor.detach().to(self._host_device)
+            if tensor.is_cpu and self._host_device.type != "cpu"
+            else tensor
+        )
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self.host_group if tensor.is_cpu else self.group
 
-    def _lane(self, tensor: torch.Tensor, sends: bool) -> dist.ProcessGroup:
-        """The group over which a tensor goes from this rank, or comes to it."""
+    def _p2p_group(self, tensor: torch.Tensor, sends: bool) -> dist.ProcessGroup:
+        """Return the group over which this rank sends or receives a tensor."""
         return self._group_for(tensor)
 
-    def _isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Pending:
-        ready = self._movable(plain(tensor))
-        return self._started([as_bytes(ready)], self._lane(ready, True), dst, tag)
+    def _isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
+        ready = self._stage(materialize(tensor))
+        return self._start_send([as_bytes(ready)], self._p2p_group(ready, True), dst, tag)
 
-    def _started(self, tensors: list[torch.Tensor], lane: dist.ProcessGroup, dst: int, tag: int) -> Pending:
-        """Sends them. They live until they are sent, also where the caller drops what this returns."""
-        pending = Pending([lane.send([tensor], dst, tag) for tensor in tensors], tensors)
+    def _start_send(self, tensors: list[torch.Tensor], group: dist.ProcessGroup, dst: int, tag: int) -> Work:
+        """Start to send tensors and keep them alive until sent, even if the caller discards the handle."""
+        work = Work([group.send([tensor], dst, tag) for tensor in tensors], tensors)
         if tensors[0].is_cpu:
-            return self._outboxes.setdefault(dst, Outbox()).keep(pending)
+            return self._outboxes.setdefault(dst, Outbox()).keep(work)
         for tensor in tensors:
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-        return pending
+        return work
 
-    def _irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Pending:
-        """Into a contiguous tensor."""
-        buffer = self._movable(tensor)
-        work = self._lane(buffer, False).recv([as_bytes(buffer)], src, tag)
-        return Pending([work], [tensor], None if buffer is tensor else lambda: tensor.copy_(buffer))
+    def _irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
+        """Start to receive into a contiguous tensor."""
+        buffer = self._stage(tensor)
+        work = self._p2p_group(buffer, False).recv([as_bytes(buffer)], src, tag)
+        return Work([work], [tensor], None if buffer is tensor else lambda: tensor.copy_(buffer))
 
-    # ---- dicts of tensors and of anything else, which may be nested ----
+    # ---- nested dicts of tensors and picklable objects ----
 
     def broadcast_tensor_dict(
         self,
@@ -331,45 +349,55 @@ class GroupCoordinator:
         group: dist.ProcessGroup | None = None,
         metadata_group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any] | None:
-        """Rank src's dict, on every rank; tensors come on the device type that they had.
+        """Return rank src's dict on every rank. Tensors keep their device type.
 
         Args:
-            group, metadata_group: not used; tensors and objects go over the coordinator's own groups.
+            tensor_dict: the dict on rank src; not used on the others.
+            src: the source rank.
+            group, metadata_group: not used; the coordinator's own groups are.
         """
-        sends = self.rank_in_group == self._member("src", src)
+        is_src = self.rank_in_group == self._check_rank("src", src)
         if self.world_size == 1:
             return tensor_dict
-        leaves = flatten(self._checked(tensor_dict)) if sends else []
+        leaves = flatten(self._check_dict(tensor_dict)) if is_src else []
         metadata = self.broadcast_object([(path, metadata_of(value)) for path, value in leaves], src)
-        if not sends:
-            leaves = [(path, self._empty(value)) for path, value in metadata]
+        if not is_src:
+            leaves = [(path, self._allocate(value)) for path, value in metadata]
         for _, value in leaves:
             if isinstance(value, torch.Tensor):
-                self.broadcast(plain(value) if sends else value, src)
-        return tensor_dict if sends else nest(leaves)
+                self.broadcast(materialize(value) if is_src else value, src)
+        return tensor_dict if is_src else unflatten(leaves)
 
-    def isend_tensor_dict(self, tensor_dict: dict[str, Any], dst: int | None = None) -> list[Pending]:
-        """Starts to send a dict to rank dst, by default the next; wait for each before its tensors change."""
-        dst = self._other("dst", self.group_next_rank if dst is None else dst)
-        leaves = flatten(self._checked(tensor_dict))
+    def isend_tensor_dict(self, tensor_dict: dict[str, Any], dst: int | None = None) -> list[Work]:
+        """Start to send a dict to rank dst (default: the next rank).
+
+        Returns:
+            Handles; wait for all of them before you change the tensors. You may discard them.
+        """
+        dst = self._check_peer("dst", self.group_next_rank if dst is None else dst)
+        leaves = flatten(self._check_dict(tensor_dict))
         handles = [self._isend_object([(path, metadata_of(value)) for path, value in leaves], dst)]
         for _, value in leaves:
             if isinstance(value, torch.Tensor) and value.numel():
                 handles.append(self._isend(value, dst))
         return handles
 
-    def irecv_tensor_dict(self, src: int | None = None) -> tuple[dict[str, Any], list[Pending], list[Any]]:
-        """Starts to receive a dict from rank src, by default the one before.
+    def irecv_tensor_dict(self, src: int | None = None) -> tuple[dict[str, Any], list[Work], list[Any]]:
+        """Start to receive a dict from rank src (default: the previous rank).
 
-        It waits for the dict's keys, not for its tensors. The third, what to do then, is always empty.
+        Blocks until the keys arrive, but not for the tensors.
+
+        Returns:
+            The dict, handles to wait for before you read its tensors, and an empty list (vLLM-Omni's
+            postprocessing functions).
         """
-        src = self._other("src", self.group_prev_rank if src is None else src)
-        leaves = [(path, self._empty(value)) for path, value in self._recv_object(src)]
+        src = self._check_peer("src", self.group_prev_rank if src is None else src)
+        leaves = [(path, self._allocate(value)) for path, value in self._recv_object(src)]
         tensors = [value for _, value in leaves if isinstance(value, torch.Tensor) and value.numel()]
-        return nest(leaves), [self._irecv(tensor, src) for tensor in tensors], []
+        return unflatten(leaves), [self._irecv(tensor, src) for tensor in tensors], []
 
     def send_tensor_dict(self, tensor_dict: dict[str, Any], dst: int | None = None) -> dict[str, Any] | None:
-        """To rank dst, by default the next. In a group of one it returns the dict, else None."""
+        """Send a dict to rank dst (default: the next rank). Returns the dict in a group of one, else None."""
         if self.world_size == 1:
             return tensor_dict
         for handle in self.isend_tensor_dict(tensor_dict, dst):
@@ -377,7 +405,7 @@ class GroupCoordinator:
         return None
 
     def recv_tensor_dict(self, src: int | None = None) -> dict[str, Any] | None:
-        """From rank src, by default the one before. None in a group of one."""
+        """Receive a dict from rank src (default: the previous rank). Returns None in a group of one."""
         if self.world_size == 1:
             return None
         tensor_dict, handles, _ = self.irecv_tensor_dict(src)
@@ -385,22 +413,22 @@ class GroupCoordinator:
             handle.wait()
         return tensor_dict
 
-    def _checked(self, tensor_dict: dict[str, Any] | None) -> dict[str, Any]:
+    def _check_dict(self, tensor_dict: dict[str, Any] | None) -> dict[str, Any]:
         if not isinstance(tensor_dict, dict):
             raise TypeError(str(self._error("tensor_dict", f"a {type(tensor_dict).__name__}", "a dict")))
         return tensor_dict
 
-    def _empty(self, value: Any) -> Any:
+    def _allocate(self, value: Any) -> Any:
         if not isinstance(value, TensorMetadata):
             return value
         device = self.device if value.device == self.device.type else torch.device(value.device)
         return torch.empty(value.size, dtype=value.dtype, device=device)
 
     def destroy(self) -> None:
-        """Destroys its groups, as far as it made them."""
-        if self._owns:
+        """Destroy the groups that this coordinator made; keep those it was made `over`."""
+        if self._owns_groups:
             for group in self._groups():
-                end_group(group)
+                destroy_group(group)
         self.device_group = self.cpu_group = None
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
@@ -408,17 +436,19 @@ class GroupCoordinator:
 
 
 class SequenceParallelGroupCoordinator(GroupCoordinator):
-    """The ranks of a sequence, and the ulysses and ring groups that they consist of.
+    """A sequence group with its ulysses and ring groups. From vLLM-Omni.
 
     Args:
-        ulysses_group, ring_group: this rank's, as `set_seq_parallel_pg` makes them.
+        group_ranks, local_rank, torch_distributed_backend: as for GroupCoordinator.
+        ulysses_group, ring_group: this rank's groups, as made by `set_seq_parallel_pg`.
 
     Attributes:
-        ulysses_group, ulysses_world_size, ulysses_rank: of all-to-all attention.
-        ring_group, ring_world_size, ring_rank: of ring attention.
+        ulysses_group, ulysses_world_size, ulysses_rank: the group for all-to-all attention.
+        ring_group, ring_world_size, ring_rank: the group for ring attention.
 
     Raises:
         RuntimeError: one of the two groups is missing.
+        TypeError: an unknown keyword argument.
     """
 
     def __init__(
@@ -429,15 +459,20 @@ class SequenceParallelGroupCoordinator(GroupCoordinator):
         **kwargs: dist.ProcessGroup | None,
     ) -> None:
         if unknown := set(kwargs) - {"ulysses_group", "ring_group"}:
-            raise TypeError(f"{type(self).__name__}: unknown arguments {sorted(unknown)}")
+            raise TypeError(
+                f"{type(self).__name__}: unknown arguments {sorted(unknown)}; "
+                "expected ulysses_group and ring_group"
+            )
         for name in ("ulysses_group", "ring_group"):
             if kwargs.get(name) is None:
-                raise RuntimeError(f"{type(self).__name__}: {name} is missing; set_seq_parallel_pg makes it")
+                raise RuntimeError(
+                    f"{type(self).__name__}: {name} is missing; pass a group made by set_seq_parallel_pg()"
+                )
         super().__init__(group_ranks, local_rank, torch_distributed_backend)
         self.levels(kwargs["ulysses_group"], kwargs["ring_group"])
 
     def levels(self, ulysses: dist.ProcessGroup | None, ring: dist.ProcessGroup | None) -> None:
-        """Takes the groups; one that is None has this rank alone."""
+        """Set the ulysses and ring groups. None stands for a group of this rank alone."""
         self.ulysses_group, self.ring_group = ulysses, ring
         self.ulysses_world_size = 1 if ulysses is None else ulysses.size()
         self.ulysses_rank = 0 if ulysses is None else ulysses.rank()

@@ -18,7 +18,7 @@ from ..topology.topology import current, forget_all
 from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
 from .getters import find, get_local_rank
 from .pipeline import PipelineGroupCoordinator
-from .process_groups import end_group, new_group_of
+from .process_groups import destroy_group, new_group_of
 from .rank_groups import RankGenerator, sequence_rank_groups
 
 
@@ -330,13 +330,13 @@ def destroy_model_parallel() -> None:
     topology = current()
     sp = topology.coordinators.get("sp")
     if isinstance(sp, SequenceParallelGroupCoordinator):
-        end_group(sp.ulysses_group)
-        end_group(sp.ring_group)
+        destroy_group(sp.ulysses_group)
+        destroy_group(sp.ring_group)
     for name, coordinator in topology.coordinators.items():
         if name != "world":
             coordinator.destroy()
     if isinstance(topology.dit, dist.ProcessGroup):
-        end_group(topology.dit)
+        destroy_group(topology.dit)
     topology.coordinators = {k: v for k, v in topology.coordinators.items() if k == "world"}
     topology.dit = None
     topology.refresh()

@@ -1,4 +1,4 @@
-"""Groups of ranks as torch.distributed makes, ends and knows them."""
+"""Make, destroy and inspect torch.distributed process groups."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..topology.groups_by_name import device_type_of
 from .rank_groups import check_groups
 
 
-def new_group_of(groups: list[list[int]], backend: str | None, what: str) -> dist.ProcessGroup | None:
-    """Makes all groups, on all ranks in one order; returns the one that this rank is in.
+def new_group_of(groups: list[list[int]], backend: str | None, where: str) -> dist.ProcessGroup | None:
+    """Make all groups, in the same order on every rank, and return this rank's, or None. Collective.
 
-    Members keep the order of their list.
+    The ranks of a group keep the order of their list. `where` names the caller in errors.
     """
-    check_groups(what, groups, dist.get_world_size())
+    check_groups(where, groups, dist.get_world_size())
     mine = None
     for ranks in groups:
-        # torch sorts ranks where it is not told otherwise, which older ones cannot be
+        # new_group sorts ranks by default, and older versions of torch have no sort_ranks
         keep: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         group = dist.new_group(ranks, backend=backend, **keep)
         if dist.get_rank() in ranks:
@@ -28,15 +28,15 @@ def new_group_of(groups: list[list[int]], backend: str | None, what: str) -> dis
     return mine
 
 
-def end_group(group: dist.ProcessGroup | None) -> None:
-    """Destroys a group, unless somebody did before."""
+def destroy_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group, unless it was destroyed before."""
     if group is not None and group in dist.distributed_c10d._world.pg_map:
         close(group)
         dist.destroy_process_group(group)
 
 
 def device_of(group: dist.ProcessGroup, local_rank: int) -> torch.device:
-    """Where the group's tensors usually are."""
+    """Return the device of the group's tensors; `local_rank` selects among accelerators."""
     kind = device_type_of(group)
     if kind == "cpu":
         return torch.device("cpu")
@@ -44,7 +44,7 @@ def device_of(group: dist.ProcessGroup, local_rank: int) -> torch.device:
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """Its global ranks; those in it where torch.distributed does not know the group."""
+    """Return the group's global ranks, or its group ranks if it is not registered with torch.distributed."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, ValueError):

@@ -203,7 +203,7 @@ def sequence_rank_groups(
     return (runs, strided) if use_ulysses_low else (strided, runs)
 
 
-def check_groups(what: str, groups: list[list[int]], world_size: int) -> None:
+def check_groups(where: str, groups: list[list[int]], world_size: int) -> None:
     """Check that rank groups are disjoint, not empty and within the world.
 
     Raises:
@@ -217,6 +217,6 @@ def check_groups(what: str, groups: list[list[int]], world_size: int) -> None:
         or not set(ranks) <= set(range(world_size))
     ):
         raise ValueError(
-            f"{what}: the groups are {groups}; "
+            f"{where}: the groups are {groups}; "
             f"expected ranks 0 to {world_size - 1}, each at most once, and no empty group"
         )

@@ -1,4 +1,4 @@
-"""What goes from rank to rank: tensors as bytes, nested dicts as leaves, and what is still under way."""
+"""Point-to-point transfers: tensors as bytes, nested dicts as leaves, and sends in flight."""
 
 from __future__ import annotations
 
@@ -14,103 +14,107 @@ import torch.distributed as dist
 
 
 class TensorMetadata(NamedTuple):
-    """What a rank must know to receive a tensor."""
+    """What a rank needs to allocate a tensor before receiving it."""
 
-    device: str  # its type; the index is the receiver's own
+    device: str  # the device type; the receiver uses its own index
     dtype: torch.dtype
     size: torch.Size
 
 
-class Pending:
-    """Something under way to or from another rank. `wait` before the tensor is used again."""
+class Work:
+    """A transfer in flight. Call `wait` before you read or change its tensor, as with dist.Work."""
 
     def __init__(
         self,
-        works: Sequence[dist.Work | Pending | None],
+        works: Sequence[dist.Work | Work | None],
         buffers: Sequence[torch.Tensor],
-        then: Callable[[], object] | None = None,
+        on_completion: Callable[[], object] | None = None,
     ) -> None:
         self._works = [work for work in works if work is not None]
-        self._buffers = list(buffers)  # they must live as long as the sending
-        self._then = then  # what is to be done when it has come
-        self._turn = threading.Lock()  # gloo lets one wait return, and leaves a second one waiting
+        self._buffers = list(buffers)  # must stay alive until the send completes
+        self._on_completion = on_completion
+        self._lock = threading.Lock()  # gloo wakes only one of two concurrent waits
 
     def wait(self) -> None:
-        with self._turn:
+        """Block until the transfer completes. May be called several times, from several threads."""
+        with self._lock:
             while self._works:
                 self._works[0].wait()
                 self._works.pop(0)
-            if self._then is not None:
-                self._then()
-            self._then = None
+            if self._on_completion is not None:
+                self._on_completion()
+            self._on_completion = None
             self._buffers.clear()
 
     def is_completed(self) -> bool:
-        """Whether it is known to be over; over gloo it is once somebody waited."""
+        """Return whether the transfer is known to be complete. Gloo reports this only after a `wait`."""
         return all(work.is_completed() for work in list(self._works))
 
 
 class Outbox:
-    """What is being sent to one rank. It lives until it is sent, also where the caller drops its handle.
+    """Keeps the sends to one rank alive until they complete, even if the caller discards their handles.
 
-    Gloo tells the end of a sending only to who waits for it, and a wait that reaches its limit ends the whole
-    group. So where many are kept that nobody waited for, a thread does so, and ends with them.
+    Gloo reports a completed send only to a `wait`, and a `wait` that times out aborts the whole group. So a
+    thread waits for the sends if more than MAX_KEPT are kept. It ends when none is left.
     """
 
-    KEPT = 8  # at most, of those that are over
+    MAX_KEPT = 8  # at most this many completed sends are kept
 
     def __init__(self) -> None:
-        self._sent: deque[Pending] = deque()  # in the order in which they end
+        self._sent: deque[Work] = deque()  # in order of completion
         self._lock = threading.Lock()
-        self._waits = False  # whether the thread is there
+        self._has_thread = False
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def keep(self, pending: Pending) -> Pending:
+    def keep(self, work: Work) -> Work:
+        """Keep a send alive until it completes, and return it."""
         with self._lock:
             while self._sent and self._sent[0].is_completed():
                 self._sent.popleft()
-            self._sent.append(pending)
-            if len(self._sent) > self.KEPT and not self._waits:
-                self._waits = True
-                threading.Thread(target=self._wait, name="spar: sends", daemon=True).start()
-        return pending
+            self._sent.append(work)
+            if len(self._sent) > self.MAX_KEPT and not self._has_thread:
+                self._has_thread = True
+                threading.Thread(target=self._wait_for_all, name="spar: sends", daemon=True).start()
+        return work
 
-    def _wait(self) -> None:
+    def _wait_for_all(self) -> None:
         while True:
             with self._lock:
                 if not self._sent:
-                    self._waits = False
+                    self._has_thread = False
                     return
                 oldest = self._sent[0]
-            with suppress(Exception):  # its error is for who waits for it, or for the next sending
+            with suppress(Exception):  # raised again by the caller's wait or by the next send
                 oldest.wait()
             with self._lock:
                 if self._sent and self._sent[0] is oldest:
                     self._sent.popleft()
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor detached, contiguous and with conj and neg resolved; copies only if necessary."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory; backends know few dtypes."""
+    """View a contiguous tensor as uint8, since backends support few dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
-def packed(obj: Any, device: torch.device) -> torch.Tensor:
-    """An object as bytes."""
+def serialize(obj: Any, device: torch.device) -> torch.Tensor:
+    """Pickle an object into a uint8 tensor on `device`."""
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
 
 
-def unpacked(data: torch.Tensor) -> Any:
+def deserialize(data: torch.Tensor) -> Any:
+    """Unpickle an object from a uint8 tensor."""
     return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def flatten(tensors: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """(path, value) of each leaf of nested dicts; an empty dict is a leaf."""
+    """Return (path, value) of each leaf of nested dicts. An empty dict is a leaf."""
     leaves: list[tuple[tuple[str, ...], Any]] = []
     for key, value in tensors.items():
         if isinstance(value, dict) and value:
@@ -120,17 +124,19 @@ def flatten(tensors: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[t
     return leaves
 
 
-def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+def unflatten(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    """Rebuild nested dicts from the leaves that `flatten` returned."""
     nested: dict[str, Any] = {}
     for path, value in leaves:
-        at = nested
+        parent = nested
         for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = value
+            parent = parent.setdefault(key, {})
+        parent[path[-1]] = value
     return nested
 
 
 def metadata_of(value: Any) -> Any:
+    """Return a tensor's TensorMetadata, and any other value unchanged."""
     if isinstance(value, torch.Tensor):
         return TensorMetadata(value.device.type, value.dtype, value.size())
     return value
