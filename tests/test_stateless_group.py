@@ -1,4 +1,4 @@
-"""spar.utils.StatelessProcessGroup: objects, barriers, who comes and who does not."""
+"""spar.utils.StatelessProcessGroup: objects, barriers, creation, and ranks that are missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTS = ["127.0.0.1", "::1", "localhost"]
 
 
 def interrupt_in(seconds: float) -> Any:
-    """A signal that raises, as Ctrl-C does."""
+    """Raise KeyboardInterrupt, as Ctrl-C does, after `seconds`."""
 
     def handler(*_: object) -> None:
         raise KeyboardInterrupt
@@ -35,7 +35,7 @@ def interrupt_in(seconds: float) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _no_alarm_is_left() -> Iterator[None]:
+def _cancel_alarm() -> Iterator[None]:
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -43,10 +43,10 @@ def _no_alarm_is_left() -> Iterator[None]:
 # ---- objects ----
 
 
-def exchanges(rank: int, folder: Path, host: str, port: int) -> None:
+def check_objects(rank: int, folder: Path, host: str, port: int) -> None:
     world = 3
     group = StatelessProcessGroup.create(host, port, rank, world)
-    for n in range(3):  # all to all, itself too; then received from the last sender first
+    for n in range(3):  # to all ranks, itself too; received from the last sender first
         for dst in range(world):
             group.send_obj({"from": rank, "to": dst, "n": n}, dst)
     for src in reversed(range(world)):
@@ -61,7 +61,7 @@ def exchanges(rank: int, folder: Path, host: str, port: int) -> None:
     large = torch.arange(5 << 20)  # 40 MB
     assert torch.equal(group.broadcast_obj(large if rank == 1 else None, 1), large)
     assert not dist.is_initialized()
-    # another group, of which the same processes are other ranks
+    # another group, in which the same processes have other ranks
     group.barrier()
     port = group.broadcast_obj(free_port() if rank == 0 else None, 0)
     again = StatelessProcessGroup.create("127.0.0.1", port, 2 - rank, world)
@@ -75,17 +75,17 @@ def exchanges(rank: int, folder: Path, host: str, port: int) -> None:
 @pytest.mark.parametrize("host", HOSTS)
 def test_send_recv_broadcast_and_all_gather(tmp_path: Path, host: str) -> None:
     port = free_port(host)
-    assert finish(start(exchanges, 3, tmp_path, host, port, initialize=False), 60) == [0] * 3
+    assert finish(start(check_objects, 3, tmp_path, host, port, initialize=False), 60) == [0] * 3
 
 
-def test_two_senders_to_one_rank_do_not_collide() -> None:
+def test_sends_to_one_rank_do_not_collide() -> None:
     a, b, c = groups(3)
     a.send_obj("from 0", 2)
     b.send_obj("from 1", 2)
     assert (c.recv_obj(1), c.recv_obj(0)) == ("from 1", "from 0")
 
 
-def test_an_object_that_pickle_cannot_take_is_not_counted() -> None:
+def test_unpicklable_objects_are_not_counted() -> None:
     a, b = groups()
     for call in (lambda: a.send_obj(lambda: 1, 1), lambda: a.broadcast_obj(lambda: 1, 0)):
         with pytest.raises(Exception, match="pickle"):
@@ -101,9 +101,9 @@ def test_expire_data() -> None:
     a.broadcast_obj("old", 0)
     assert [key for key, _ in a.entries] == ["sent/0/1/0", "broadcast/0/0"]
     a.expire_data()
-    assert len(a.entries) == 2, "they are not old yet"
+    assert len(a.entries) == 2, "not expired yet"
     time.sleep(1.1)
-    a.broadcast_obj("new", 0)  # each sending call expires
+    a.broadcast_obj("new", 0)  # each send expires old objects
     assert [key for key, _ in a.entries] == ["broadcast/0/1"]
     for call in (lambda: b.recv_obj(0), lambda: b.broadcast_obj(None, 0)):
         with pytest.raises(RuntimeError, match="rank 0 sent nothing within 1 s"):
@@ -112,7 +112,7 @@ def test_expire_data() -> None:
     assert b.broadcast_obj(None, 0) == "new"
 
 
-def test_what_was_received_leaves_nothing_behind() -> None:
+def test_received_objects_are_deleted() -> None:
     a, b = groups()
     before = a.store.num_keys()
     for n in range(20):
@@ -121,7 +121,7 @@ def test_what_was_received_leaves_nothing_behind() -> None:
     assert a.store.num_keys() == before
 
 
-def test_a_rank_that_sends_nothing() -> None:
+def test_recv_obj_times_out_and_names_the_sender() -> None:
     a, b = groups(store_timeout=1)
     begin = time.monotonic()
     with pytest.raises(
@@ -132,10 +132,10 @@ def test_a_rank_that_sends_nothing() -> None:
     assert isinstance(caught.value, spar.SparError)
     assert (caught.value.op, caught.value.rank, caught.value.ranks) == ("recv_obj", 1, (0,))
     a.send_obj("late", 1)
-    assert b.recv_obj(0) == "late", "the one that did not come in time is still the next"
+    assert b.recv_obj(0) == "late", "a timeout does not skip an object"
 
 
-def test_ctrl_c_ends_a_wait() -> None:
+def test_ctrl_c_interrupts_waits() -> None:
     _, b = groups()
     port = free_port()
     for call in (
@@ -154,68 +154,68 @@ def test_ctrl_c_ends_a_wait() -> None:
 # ---- barrier ----
 
 
-def hundred_barriers(rank: int, folder: Path, port: int) -> None:
+def check_100_barriers(rank: int, folder: Path, port: int) -> None:
     group = StatelessProcessGroup.create("127.0.0.1", port, rank, 4)
     keys = []
     for n in range(100):
-        group.store.add(f"here {n}", 1)
+        group.store.add(f"arrived {n}", 1)
         group.barrier()
-        assert group.store.add(f"here {n}", 0) == 4, "all are here"
+        assert group.store.add(f"arrived {n}", 0) == 4, "all ranks arrived"
         keys.append(group.store.num_keys() - n)
     assert max(keys) < min(keys) + 16, "barriers leave nothing behind"
     group.barrier()
 
 
-def test_barrier_of_4_passes_100_times(tmp_path: Path) -> None:
-    ranks = start(hundred_barriers, 4, tmp_path, free_port(), initialize=False)
+def test_100_barriers_of_4_ranks(tmp_path: Path) -> None:
+    ranks = start(check_100_barriers, 4, tmp_path, free_port(), initialize=False)
     assert finish(ranks, 60) == [0] * 4
 
 
-def misses_one(rank: int, folder: Path, port: int) -> None:
+def check_missing_rank(rank: int, folder: Path, port: int) -> None:
     group = StatelessProcessGroup.create("127.0.0.1", port, rank, 4)
     group.barrier()
     if rank == 2:
         for peer in (0, 1, 3):
             told(folder, peer)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"barrier on rank \d of 4: rank 2 did not come while") as caught:
+    with pytest.raises(RuntimeError, match=r"barrier on rank \d of 4: rank 2 did not arrive while") as caught:
         group.barrier(timeout=1)
     waited = time.monotonic() - begin
     assert waited < 0.5 if rank == 2 else 0.9 < waited < 2, waited
     assert isinstance(caught.value, spar.SparError) and caught.value.ranks == (2,)
     tell(folder, rank, "")
-    group.barrier()  # it is a new one, on which all agree
+    group.barrier()  # the next barrier starts anew
     assert group.all_gather_obj(rank) == [0, 1, 2, 3]
     group.barrier()
 
 
-def test_barrier_ends_in_time_and_names_who_is_missing(tmp_path: Path) -> None:
-    ranks = start(misses_one, 4, tmp_path, free_port(), initialize=False)
+def test_barrier_times_out_and_names_missing_ranks(tmp_path: Path) -> None:
+    ranks = start(check_missing_rank, 4, tmp_path, free_port(), initialize=False)
     assert finish(ranks, 60) == [0] * 4
 
 
-def test_the_shortest_timeout_ends_the_barrier_of_all() -> None:
+def test_shortest_timeout_ends_the_barrier_on_all_ranks() -> None:
     a, b, _, _ = groups(4)
     begin = time.monotonic()
     errors = at_once([lambda: a.barrier(60), lambda: b.barrier(0.5)])
     assert 0.4 < time.monotonic() - begin < 1.5
     for rank, error in enumerate(errors):
         assert isinstance(error, RuntimeError)
-        text = "ranks 2, 3 did not come while rank 1 waited for 0.5 s"
+        text = "ranks 2, 3 did not arrive while rank 1 waited 0.5 s"
         assert str(error) == f"barrier on rank {rank} of 4: {text}"
 
 
-def test_a_rank_that_does_not_leave_the_barrier() -> None:
+def test_barrier_names_a_rank_that_does_not_leave() -> None:
     a, b = groups()
-    b.store.set("barrier/1/1", "")  # it comes, and dies
+    b.store.set("barrier/1/1", "")  # rank 1 arrives, then dies
     b.store.add("barrier/1/present", 1)
-    with pytest.raises(RuntimeError, match=r"rank 1 came, but did not leave within 0.5 s") as caught:
+    with pytest.raises(RuntimeError, match=r"rank 1 arrived, but did not leave within 0.5 s") as caught:
         a.barrier(0.5)
     assert isinstance(caught.value, spar.SparError) and caught.value.ranks == (1,)
 
 
 class Pausing:
-    """A store whose user stops before its n-th call until it is told to go on."""
+    """A store that blocks before its n-th call until `go_on` is set."""
 
     def __init__(self, store: Any, steps: int, go_on: threading.Event) -> None:
         self.store, self.steps, self.go_on = store, steps, go_on
@@ -233,8 +233,8 @@ class Pausing:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_that_stops_anywhere_in_a_barrier(slow: int) -> None:
-    """For longer than the other one waits: both pass or both raise; else both raise at the next."""
+def test_barrier_agrees_wherever_a_rank_pauses(slow: int) -> None:
+    """If a rank pauses beyond the other's timeout, both pass or both raise, at the next barrier at latest."""
     verdicts = set()
     for steps in range(8):
         pair = groups(2)
@@ -256,13 +256,14 @@ def test_a_rank_that_stops_anywhere_in_a_barrier(slow: int) -> None:
         else:
             assert verdict == [False, True] and slow == 1, (steps, first)
             for error in second:
-                assert "before it rank 1 came, but did not leave within 0.2 s" in str(error), (steps, error)
+                text = "at the previous barrier rank 1 arrived, but did not leave within 0.2 s"
+                assert text in str(error), (steps, error)
         assert third == [None, None], (steps, third)
         verdicts.add(tuple(verdict))
     assert verdicts == {(True, True), (False, False)} | ({(False, True)} if slow else set())
 
 
-def store_is_gone(rank: int, folder: Path, port: int) -> None:
+def check_lost_store(rank: int, folder: Path, port: int) -> None:
     group = StatelessProcessGroup.create("127.0.0.1", port, rank, 3)
     if rank == 0:
         for peer in (1, 2):
@@ -278,14 +279,14 @@ def store_is_gone(rank: int, folder: Path, port: int) -> None:
     begin = time.monotonic()
     for call in calls:
         with pytest.raises(
-            RuntimeError, match=rf"on rank {rank} of 3: rank 0, which holds the store, is gone"
+            RuntimeError, match=rf"on rank {rank} of 3: rank 0, which owns the store, is gone"
         ):
             call()
     assert time.monotonic() - begin < 5
 
 
-def test_the_store_is_gone(tmp_path: Path) -> None:
-    ranks = start(store_is_gone, 3, tmp_path, free_port(), initialize=False)
+def test_calls_raise_when_rank_0_is_gone(tmp_path: Path) -> None:
+    ranks = start(check_lost_store, 3, tmp_path, free_port(), initialize=False)
     assert finish(ranks, 60) == [0] * 3
 
 
@@ -305,17 +306,17 @@ def test_the_store_is_gone(tmp_path: Path) -> None:
         ({"host": ""}, ValueError, "host is ''; expected a name or an address"),
         ({"data_expiration_seconds": -1}, ValueError, "data_expiration_seconds is -1; expected at least 0"),
         ({"store_timeout": 0}, ValueError, "store_timeout is 0; expected more than 0"),
-        ({"host": "192.0.2.1"}, OSError, "192.0.2.1"),  # an address of documentation, not ours
+        ({"host": "192.0.2.1"}, OSError, "192.0.2.1"),  # reserved for documentation
         ({"host": "no such host"}, OSError, "not known|resolution"),
     ],
 )
-def test_create_refuses(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_create_rejects(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
     given = {"host": "127.0.0.1", "port": 1, "rank": 0, "world_size": 2, **arguments}
     with pytest.raises(kind, match=text):
         StatelessProcessGroup.create(**given)
 
 
-def test_the_constructor_refuses() -> None:
+def test_constructor_rejects() -> None:
     (group,) = groups(1)
     for rank, world, expires, text in (
         (1, 1, 1, "rank is 1"),
@@ -328,7 +329,7 @@ def test_the_constructor_refuses() -> None:
     assert (given.send_dst_counter, given.recv_src_counter) == ({0: 0, 1: 5}, {0: 0, 1: 0})
 
 
-def test_a_peer_that_is_none() -> None:
+def test_peers_out_of_range_are_rejected() -> None:
     a, _ = groups()
     for call in (lambda: a.send_obj(1, 2), lambda: a.recv_obj(2), lambda: a.broadcast_obj(1, 2)):
         with pytest.raises(ValueError, match=r"on rank 0 of 2: (dst|src) is 2; expected 0 to 1"):
@@ -337,8 +338,8 @@ def test_a_peer_that_is_none() -> None:
         a.send_obj(1, None)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_does_not_come_to_create() -> None:
-    """The error names it, and the port is free while the error is still at hand."""
+def test_create_names_missing_ranks_and_frees_the_port() -> None:
+    """The port is free even while the error is referenced."""
     port = free_port()
 
     def create(rank: int) -> StatelessProcessGroup:
@@ -349,18 +350,17 @@ def test_a_rank_that_does_not_come_to_create() -> None:
     assert time.monotonic() - begin < 3
     for error in errors:
         assert isinstance(error, RuntimeError)
-        assert "rank 1 did not come while rank" in str(error), error
+        assert "rank 1 did not arrive while rank" in str(error), error
     assert is_free("127.0.0.1", port)
     error = at_once([lambda: create(1)])[0]
     assert isinstance(error, RuntimeError)
-    assert (
-        f"create on rank 1 of 3: rank 0 was not reached at host '127.0.0.1', port {port} within 1 s"
-        in str(error)
+    assert f"create on rank 1 of 3: cannot reach rank 0 at host '127.0.0.1', port {port} within 1 s" in str(
+        error
     )
     assert "refused" in str(error)
 
 
-def test_ranks_that_disagree() -> None:
+def test_create_rejects_conflicting_ranks_and_world_sizes() -> None:
     port = free_port()
 
     def create(rank: int, world: int) -> StatelessProcessGroup:
@@ -369,13 +369,13 @@ def test_ranks_that_disagree() -> None:
     same = at_once([lambda: create(0, 3), lambda: create(1, 3), lambda: create(1, 3)])
     assert sum("another process is rank 1" in str(error) for error in same) == 1, same
     assert sum(isinstance(error, spar.MismatchError) for error in same) == 1, same
-    assert sum("rank 2 did not come" in str(error) for error in same) == 2, same
+    assert sum("rank 2 did not arrive" in str(error) for error in same) == 2, same
     other = at_once([lambda: create(0, 2), lambda: create(1, 4)])
-    assert sum("another rank's world_size is" in str(error) for error in other) == 1, other
+    assert sum("another rank passed world_size" in str(error) for error in other) == 1, other
     assert all(isinstance(error, RuntimeError) for error in other)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_create_rejects_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
@@ -383,22 +383,22 @@ def test_a_port_that_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("host", "others"), [("127.0.0.1", ["127.0.0.2", "::1"]), ("::1", ["127.0.0.1"])])
-def test_the_port_listens_on_the_given_host_only(host: str, others: list[str]) -> None:
+def test_rank_0_listens_on_the_given_host_only(host: str, others: list[str]) -> None:
     port = free_port(host)
     with contextlib.ExitStack() as stack:
         for other in others:
-            if is_free(other, 0):  # this machine has it
-                stack.enter_context(taken(other, port))  # who asked for all interfaces would fail here
+            if is_free(other, 0):  # this machine has the address
+                stack.enter_context(taken(other, port))  # binding to all interfaces would fail
         group = StatelessProcessGroup.create(host, port, 0, 1)
         assert group.socket is not None and group.socket.getsockname()[:2] == (host, port)
         assert answers(host, port)
         assert not any(answers(other, port) for other in others)
     group.barrier()
     del group
-    assert is_free(host, port), "it goes with the group"
+    assert is_free(host, port), "the group closes it"
 
 
-def test_a_group_of_one_needs_no_port() -> None:
+def test_group_of_one_rank_needs_no_port() -> None:
     group = StatelessProcessGroup.create("127.0.0.1", 0, 0, 1)
     assert group.all_gather_obj("alone") == ["alone"]
     assert group.broadcast_obj(1, 0) == 1

@@ -1,4 +1,4 @@
-"""spar.utils.stateless_init_torch_distributed_process_group: groups that spar's operations run on."""
+"""stateless_init_torch_distributed_process_group: spar's operations over groups without global state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(rank: int, world: int, port: int, host: str = "127.0.0.1") -> dist.Proc
 destroy = utils.stateless_destroy_torch_distributed_process_group
 
 
-def serves(rank: int, folder: Path, host: str, ports: list[int], transport: str) -> None:
+def check_operations(rank: int, folder: Path, host: str, ports: list[int], transport: str) -> None:
     world = 3
     known = set(dist.distributed_c10d._world.pg_map)
     group = make(rank, world, ports[0], host)
@@ -39,21 +39,21 @@ def serves(rank: int, folder: Path, host: str, ports: list[int], transport: str)
         one.broadcast(x, 1).wait()
         assert x.tolist() == [1] * 3
         one.barrier().wait()
-        works_with_spar(one, place, world, transport)
-    assert set(dist.distributed_c10d._world.pg_map) == known, "torch.distributed knows of none of them"
+        check_spar(one, place, world, transport)
+    assert set(dist.distributed_c10d._world.pg_map) == known, "not registered with torch.distributed"
     if rank == 0:
         assert not is_free(host, ports[0])
     destroy(group)
     if rank == 0:
-        assert is_free(host, ports[0]), "although the group is still referred to"
+        assert is_free(host, ports[0]), "even while references to the group remain"
     assert group.size() == world
     with pytest.raises(ValueError, match="or was destroyed before"):
         destroy(group)
-    works_with_spar(other, 2 - rank, world, transport)  # which is none of its business
+    check_spar(other, 2 - rank, world, transport)  # the other group is not affected
     destroy(other)
 
 
-def works_with_spar(group: dist.ProcessGroup, rank: int, world: int, transport: str) -> None:
+def check_spar(group: dist.ProcessGroup, rank: int, world: int, transport: str) -> None:
     whole = cells((5, 7, 2), torch.float32)
     rows, columns = (spar.cal_split_sizes(n, world) for n in (5, 7))
     x = whole.split(rows)[rank].clone().requires_grad_()
@@ -71,15 +71,15 @@ def works_with_spar(group: dist.ProcessGroup, rank: int, world: int, transport: 
 
 @pytest.mark.parametrize("initialize", [False, True], ids=["alone", "beside WORLD"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_spar_over_groups_without_global_state(tmp_path: Path, transport: str, initialize: bool) -> None:
+def test_spar_over_stateless_groups(tmp_path: Path, transport: str, initialize: bool) -> None:
     host = "127.0.0.1" if initialize else "::1"
     ports = [free_port(host), free_port(host)]
     settings: dict[str, Any] = {"initialize": initialize, "SPAR_TRANSPORT": transport, "SPAR_TIMEOUT": "30"}
-    assert finish(start(serves, 3, tmp_path, host, ports, transport, **settings), 90) == [0] * 3
+    assert finish(start(check_operations, 3, tmp_path, host, ports, transport, **settings), 90) == [0] * 3
 
 
-def destroys_at_once(rank: int, folder: Path, port: int) -> None:
-    """Rank 0 need not wait for anybody: all are connected when the group is made."""
+def check_immediate_destroy(rank: int, folder: Path, port: int) -> None:
+    """Rank 0 may destroy its group without waiting: all ranks are connected when the group is made."""
     group = make(rank, 3, port)
     if rank == 0:
         destroy(group)
@@ -92,15 +92,15 @@ def destroys_at_once(rank: int, folder: Path, port: int) -> None:
         group.send([x], 2, 0).wait()
     else:
         group.recv([x], 1, 0).wait()
-    assert x.tolist() == [1, 1], "the others need no store any more"
+    assert x.tolist() == [1, 1], "the other ranks do not need the store"
     destroy(group)
 
 
-def test_destroyed_at_once(tmp_path: Path) -> None:
-    assert finish(start(destroys_at_once, 3, tmp_path, free_port(), initialize=False), 60) == [0] * 3
+def test_rank_0_may_destroy_its_group_at_once(tmp_path: Path) -> None:
+    assert finish(start(check_immediate_destroy, 3, tmp_path, free_port(), initialize=False), 60) == [0] * 3
 
 
-def test_a_group_that_is_dropped_frees_the_port_too() -> None:
+def test_port_is_freed_with_the_last_reference() -> None:
     port = free_port()
     group = make(0, 1, port)
     assert not is_free("127.0.0.1", port)
@@ -109,23 +109,23 @@ def test_a_group_that_is_dropped_frees_the_port_too() -> None:
     assert is_free("127.0.0.1", port)
 
 
-def test_errors_name_the_group() -> None:
+def test_group_name_shows_host_and_port() -> None:
     port = free_port()
     group = make(0, 1, port)
     assert group.group_name == f"stateless 127.0.0.1:{port}"
     destroy(group)
 
 
-def test_stateless_init_refuses() -> None:
+def test_stateless_init_rejects() -> None:
     init = utils.stateless_init_torch_distributed_process_group
     with pytest.raises(ValueError, match=r"on rank 0: backend is 'mpi'; expected 'gloo' or 'nccl'"):
         init("127.0.0.1", free_port(), 0, 1, "mpi")
     with pytest.raises(ValueError, match="rank is 3; expected 0 to 1"):
         init("127.0.0.1", free_port(), 3, 2, "gloo")
     if not dist.is_nccl_available():
-        with pytest.raises(ValueError, match="this torch has 'gloo'"):
+        with pytest.raises(ValueError, match="this build of torch has 'gloo'"):
             init("127.0.0.1", free_port(), 0, 1, "nccl")
-    with pytest.raises(ValueError, match="pg is not a group of stateless_init"):
+    with pytest.raises(ValueError, match="is not a group of stateless_init"):
         destroy(dist.ProcessGroup(dist.HashStore(), 0, 1))
 
 
@@ -144,7 +144,7 @@ def test_init_gloo_process_group() -> None:
 
 
 class NcclOverGloo(dist.ProcessGroupGloo):
-    """Stands for ProcessGroupNCCL, for the order of calls alone: it proves nothing about the hardware."""
+    """A stand-in for ProcessGroupNCCL that checks the calls only."""
 
     class Options:
         _timeout = timedelta(0)

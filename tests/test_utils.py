@@ -1,4 +1,4 @@
-"""spar.utils, by its entries: names and arithmetic. The groups: test_stateless_group, test_stateless_init."""
+"""spar.utils: names and arithmetic. See test_stateless_group and test_stateless_init for the groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spar import utils
 from spar.utils import get_pp_indices
 
 
-def test_every_name() -> None:
+def test_public_names() -> None:
     assert set(utils.__all__) == {
         "USE_SCHED_YIELD",
         "StatelessProcessGroup",
@@ -80,9 +80,9 @@ def test_split_tensor_along_last_dim() -> None:
             assert (part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) is not contiguous
     assert [list(p.shape) for p in utils.split_tensor_along_last_dim(torch.zeros(2, 0), 3)] == [[2, 0]] * 3
     for tensor, partitions, text in (
-        (x, 4, "6 in its last dim; expected a multiple of 4"),
+        (x, 4, r"tensor.size\(-1\) is 6; expected a multiple of 4"),
         (x, 0, "num_partitions is 0; expected at least 1"),
-        (torch.tensor(1.0), 1, "no dims"),
+        (torch.tensor(1.0), 1, "expected at least one dim"),
     ):
         with pytest.raises(ValueError, match=text):
             utils.split_tensor_along_last_dim(tensor, partitions)
@@ -105,7 +105,7 @@ def test_get_pp_indices(layers: int, expected: list[tuple[int, int]]) -> None:
     assert [get_pp_indices(layers, rank, len(expected)) for rank in range(len(expected))] == expected
 
 
-def test_get_pp_indices_counts_back_from_the_one_before_the_last() -> None:
+def test_get_pp_indices_spares_the_last_and_first_stage() -> None:
     for size in range(1, 9):
         for layers in range(30):
             sizes = [layers // size] * size
@@ -126,6 +126,6 @@ def test_get_pp_indices_counts_back_from_the_one_before_the_last() -> None:
         ((4.0, 0, 2), TypeError, "num_layers is 4.0; expected an int"),
     ],
 )
-def test_get_pp_indices_refuses(arguments: tuple[Any, ...], kind: type[Exception], text: str) -> None:
+def test_get_pp_indices_rejects(arguments: tuple[Any, ...], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         get_pp_indices(*arguments)

@@ -1,6 +1,6 @@
-"""What serving code needs beside its exchanges: groups without global state, and small arithmetic.
+"""Utilities for serving code: groups without global state, and arithmetic on sizes. From vLLM.
 
-Source: seed 004. docs/utils.md says who can reach a group's port, and what that means.
+docs/utils.md describes who can reach a group's port, and the security implications.
 """
 
 from .arithmetic import (

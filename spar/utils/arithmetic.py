@@ -1,4 +1,4 @@
-"""Small arithmetic of models that are spread over ranks, and checks of arguments. Source: seed 004."""
+"""Arithmetic for models that are partitioned over ranks. From vLLM."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from .._runtime.checks import check_bool, check_int, check_type
 
-# Before these versions os.sched_yield keeps the GIL. Source: seed 004.
+# Older versions keep the GIL in os.sched_yield. From vLLM.
 USE_SCHED_YIELD = sys.version_info[:3] >= (3, 11, 1) or (
     sys.version_info[:2] == (3, 10) and sys.version_info[2] >= 8
 )
 
 
 def sched_yield() -> None:
-    """Lends this core, and the GIL, to whoever waits for it. Source: seed 004."""
+    """Yield the core and the GIL to other threads. From vLLM."""
     if USE_SCHED_YIELD and hasattr(os, "sched_yield"):
         os.sched_yield()
     else:
@@ -25,7 +25,7 @@ def sched_yield() -> None:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raises ValueError where denominator is 0 or does not divide numerator. Source: seed 004."""
+    """Raise ValueError if denominator is 0 or does not divide numerator. From vLLM."""
     numerator = check_int("ensure_divisibility", "numerator", numerator)
     denominator = check_int("ensure_divisibility", "denominator", denominator)
     if denominator == 0 or numerator % denominator:
@@ -33,7 +33,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """numerator / denominator, which must be a whole number, else ValueError. Source: seed 004."""
+    """Return numerator // denominator. Raises ValueError unless it divides evenly. From vLLM."""
     numerator = check_int("divide", "numerator", numerator)
     denominator = check_int("divide", "denominator", denominator)
     ensure_divisibility(numerator, denominator)
@@ -43,28 +43,29 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> list[torch.Tensor]:
-    """Cuts the last dim into equal parts. Source: seed 004.
+    """Split a tensor into equal parts along its last dim. From vLLM.
 
     Args:
-        tensor: [..., n], n a multiple of num_partitions.
-        num_partitions: how many parts, at least 1.
-        contiguous_split_chunks: whether each part shall be contiguous, which copies where it is not.
+        tensor: `[..., N]`, with N a multiple of `num_partitions`.
+        num_partitions: the number of parts, at least 1.
+        contiguous_split_chunks: copy each part that is not contiguous.
 
     Returns:
-        num_partitions tensors [..., n / num_partitions]; views where they are not copied.
+        `num_partitions` tensors `[..., N/num_partitions]`; views unless copied.
 
     Raises:
-        ValueError: a tensor without dims, no partitions, n that is no multiple of them.
+        ValueError: the tensor has no dims, `num_partitions` is below 1 or does not divide N.
+        TypeError: an argument has the wrong type.
     """
     where = "split_tensor_along_last_dim"
     check_type(where, "tensor", tensor, torch.Tensor, "a tensor")
     num_partitions = check_int(where, "num_partitions", num_partitions, 1)
     check_bool(where, "contiguous_split_chunks", contiguous_split_chunks)
     if tensor.dim() == 0:
-        raise ValueError(f"{where}: tensor has no dims; expected at least one")
+        raise ValueError(f"{where}: tensor is a scalar; expected at least one dim")
     if tensor.size(-1) % num_partitions:
         raise ValueError(
-            f"{where}: tensor has {tensor.size(-1)} in its last dim; expected a multiple of {num_partitions}"
+            f"{where}: tensor.size(-1) is {tensor.size(-1)}; expected a multiple of {num_partitions}"
         )
     parts = tensor.split([tensor.size(-1) // num_partitions] * num_partitions, -1)
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
@@ -77,23 +78,23 @@ def get_pp_indices(
     *,
     num_hidden_layers: int | None = None,
 ) -> tuple[int, int]:
-    """The layers of a pipeline stage. Source: seed 004.
+    """Compute which layers a pipeline stage holds. From vLLM.
 
-    Each stage has num_layers // pp_size; the remainder goes one each to the stages counted back from the one
-    before the last. So the last is spared, and the first as long as possible: they hold the embeddings.
+    Each stage has num_layers // pp_size layers. The remaining layers go one each to the stages before the
+    last, counted backwards. So the last stage, and if possible the first, get none: they hold the embeddings.
 
     Args:
-        num_layers: layers of the model, at least 0.
+        num_layers: the number of layers of the model, at least 0.
         pp_rank: the stage.
-        pp_size: how many stages there are, at least 1.
-        num_hidden_layers: vLLM's name of num_layers; one of the two is required.
+        pp_size: the number of stages, at least 1.
+        num_hidden_layers: vLLM's name for num_layers. Pass exactly one of the two.
 
     Returns:
-        The stage's first layer, and the first one behind it.
+        The half-open range (first, end) of the stage's layers.
 
     Raises:
-        ValueError: a negative num_layers, no stages, a pp_rank that is none of them.
-        TypeError: an argument that is not an int; both or neither of num_layers and num_hidden_layers.
+        ValueError: num_layers is negative, pp_size is below 1, or pp_rank is not in [0, pp_size).
+        TypeError: an argument is not an int, or not exactly one of num_layers and num_hidden_layers is given.
     """
     where, name, given = "get_pp_indices", "num_layers", num_layers
     if num_hidden_layers is not None:
@@ -106,10 +107,10 @@ def get_pp_indices(
     layers = check_int(where, name, given, 0)
     size = check_int(where, "pp_size", pp_size, 1)
     stage = check_int(where, "pp_rank", pp_rank, 0, size - 1)
-    each, more = divmod(layers, size)
-    first = size - 1 - more  # of the stages with one layer more
+    each, extra = divmod(layers, size)
+    first = size - 1 - extra  # the first stage with an extra layer
 
-    def begin(stage: int) -> int:
-        return stage * each + min(max(stage - first, 0), more)
+    def start(stage: int) -> int:
+        return stage * each + min(max(stage - first, 0), extra)
 
-    return begin(stage), begin(stage + 1)
+    return start(stage), start(stage + 1)

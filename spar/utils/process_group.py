@@ -1,4 +1,4 @@
-"""ProcessGroups without torch.distributed's global state. Source: seed 004."""
+"""Make and destroy ProcessGroups without torch.distributed's global state. From vLLM."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .._runtime.checks import check_int, check_rank, check_str, check_type
 from ..groups import close
 from .stateless_group import StatelessProcessGroup, open_store
 
-# Of each group made here, what holds its store in rank 0's process: the group itself is only a client.
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, StatelessProcessGroup] = weakref.WeakKeyDictionary()
+# For each group made here, the rendezvous that owns its store in rank 0's process; the group is a client.
+_rendezvous: weakref.WeakKeyDictionary[dist.ProcessGroup, StatelessProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def init_gloo_process_group(
@@ -27,17 +27,18 @@ def init_gloo_process_group(
     group_size: int,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """A ProcessGroup over gloo, for CPU tensors, that torch.distributed does not know of. Source: seed 004.
+    """Make a gloo ProcessGroup for CPU tensors without registering it with torch.distributed. From vLLM.
 
     Args:
-        backend: "gloo".
-        prefix_store: where the ranks meet; each group needs a prefix of its own.
+        backend: must be "gloo".
+        prefix_store: the store for the rendezvous; each group needs its own prefix.
         group_rank: this process's rank in the group.
-        group_size: how many ranks there are.
-        timeout: limit of the meeting and, by default, of each collective.
+        group_size: the number of ranks.
+        timeout: the timeout of the rendezvous and the default timeout of each collective.
 
     Raises:
-        ValueError: another backend, a rank that is none of the group's.
+        ValueError: `backend` is not "gloo", or `group_rank` is not in [0, group_size).
+        TypeError: an argument has the wrong type.
     """
     where = "init_gloo_process_group"
     check_str(where, "backend", backend)
@@ -75,72 +76,74 @@ def _process_group(
 def stateless_init_torch_distributed_process_group(
     host: str, port: int, rank: int, world_size: int, backend: str
 ) -> dist.ProcessGroup:
-    """A ProcessGroup that leaves torch.distributed's global state alone. Collective. Source: seed 004.
+    """Make a ProcessGroup without touching torch.distributed's global state. Collective. From vLLM.
 
-    It works whether or not init_process_group was called, and beside any number of others. spar's operations
-    take it as their group, as do those of torch.distributed that need no global ranks, such as all_reduce;
-    the others are methods of the group: group.broadcast(tensor, root).wait(). Returns when all ranks are
-    connected; from then on only `stateless_destroy_torch_distributed_process_group` and nccl need the store
-    in rank 0's process.
+    A process may make any number of them, before or after init_process_group. spar's operations accept the
+    group, as do torch.distributed functions that need no global ranks, such as all_reduce. For the others use
+    the group's methods: `group.broadcast(tensor, root).wait()`.
+
+    Returns when all ranks are connected. From then on, only nccl and
+    `stateless_destroy_torch_distributed_process_group` need the store in rank 0's process.
 
     Args:
-        host: a name or address, IPv4 or IPv6, of rank 0, whose store listens on it alone. The connections
-            between ranks are the backend's, which chooses its own interface (GLOO_SOCKET_IFNAME,
-            NCCL_SOCKET_IFNAME).
-        port: rank 0's store listens here; 0 picks one where the group has one rank.
+        host: the name or address (IPv4 or IPv6) of rank 0, whose store listens on it only. The backend picks
+            the interface that connects the ranks (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
+        port: the port of rank 0's store; 0 picks a free one if world_size is 1.
         rank: this process's rank in the group.
-        world_size: how many ranks there are.
-        backend: "gloo", for CPU tensors, or "nccl", for CUDA tensors: not yet verified on hardware.
+        world_size: the number of ranks.
+        backend: "gloo" for CPU tensors, or "nccl" for CUDA tensors (not yet verified on hardware).
 
     Raises:
-        ValueError: another backend, one that this torch lacks, a rank that is none of world_size.
-        OSError: rank 0 cannot listen there.
-        MismatchError: another process has this rank, or the ranks give different world_size.
-        RuntimeError: a rank did not come within the backend's default timeout; says which.
+        ValueError: `backend` is unknown or not in this build of torch, or `rank` is not in [0, world_size).
+        TypeError: an argument has the wrong type.
+        OSError: rank 0 cannot listen on this host and port.
+        MismatchError: another process has the same rank, or world_size differs between ranks.
+        RuntimeError: ranks are missing after the backend's default timeout; the error names them.
     """
     where = "stateless_init_torch_distributed_process_group"
     check_str(where, "host", host)
     rank, world_size = check_rank(where, rank, world_size)
     check_str(where, "backend", backend)
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    if not there.get(backend, False):
-        has = ", ".join(repr(name) for name in there if there[name])
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    if not available.get(backend, False):
+        names = ", ".join(repr(name) for name in available if available[name])
         raise ValueError(
-            f"{where} on rank {rank}: backend is {backend!r}; expected 'gloo' or 'nccl'; this torch has {has}"
+            f"{where} on rank {rank}: backend is {backend!r}; "
+            f"expected 'gloo' or 'nccl'; this build of torch has {names}"
         )
     timeout = default_pg_timeout
     if backend == "nccl" and default_pg_nccl_timeout is not None:
         timeout = default_pg_nccl_timeout
     limit = int(timeout.total_seconds())
-    meeting = StatelessProcessGroup.create(host, port, rank, world_size, store_timeout=limit)
-    # a connection of the group's own, on rank 0 too: the store can end before the group does
-    port = cast(TCPStore, meeting.store).port
+    rendezvous = StatelessProcessGroup.create(host, port, rank, world_size, store_timeout=limit)
+    # the group's own connection, on rank 0 too: the group may outlive the store
+    port = cast(TCPStore, rendezvous.store).port
     client = PrefixStore("group", open_store(host, port, rank, world_size, timeout, None))
     if backend == "gloo":
         group = init_gloo_process_group(dist.Backend("gloo"), client, rank, world_size, timeout)
     else:
         group = _init_nccl_process_group(client, rank, world_size, timeout)
-    group._set_group_name(cast(Any, f"stateless {host}:{port}"))  # it is in the texts of errors
-    meeting.barrier(limit)  # nobody needs the store to connect any more
-    _meetings[group] = meeting
+    group._set_group_name(cast(Any, f"stateless {host}:{port}"))  # shown in errors
+    rendezvous.barrier(limit)  # after it, no rank needs the store to connect
+    _rendezvous[group] = rendezvous
     return group
 
 
 def stateless_destroy_torch_distributed_process_group(pg: dist.ProcessGroup) -> None:
-    """Ends a group of `stateless_init_torch_distributed_process_group` on this rank. Source: seed 004.
+    """Destroy a group made by `stateless_init_torch_distributed_process_group` on this rank. From vLLM.
 
-    Neither waits nor is collective. On rank 0 it frees the store's port, even while `pg` is still referred
-    to. spar's part in the group ends too; outputs of its operations stay valid.
+    Neither blocks nor is collective. On rank 0 it frees the store's port, even while references to `pg`
+    remain. Also closes spar's communicator of the group; outputs of its operations stay valid.
 
     Raises:
-        ValueError: pg is no such group, or was destroyed before.
+        ValueError: `pg` is not such a group, or was already destroyed.
+        TypeError: `pg` is not a ProcessGroup.
     """
-    check_type(
-        "stateless_destroy_torch_distributed_process_group", "pg", pg, dist.ProcessGroup, "a ProcessGroup"
-    )
-    if _meetings.get(pg) is None:
+    where = "stateless_destroy_torch_distributed_process_group"
+    check_type(where, "pg", pg, dist.ProcessGroup, "a ProcessGroup")
+    if _rendezvous.get(pg) is None:
         raise ValueError(
-            "stateless_destroy_torch_distributed_process_group: pg is not a group of "
+            f"{where}: pg is a {type(pg).__name__} that is not a group of "
             "stateless_init_torch_distributed_process_group, or was destroyed before"
         )
     close(pg)
@@ -148,4 +151,4 @@ def stateless_destroy_torch_distributed_process_group(pg: dist.ProcessGroup) -> 
         pg.shutdown()
     else:  # torch 2.6
         cast(Any, c10d)._shutdown_backend(pg)
-    del _meetings[pg]
+    del _rendezvous[pg]

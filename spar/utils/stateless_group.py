@@ -1,6 +1,6 @@
-"""Objects between processes, without torch.distributed's global state. Source: seed 004.
+"""Exchange objects between processes without torch.distributed's global state. From vLLM.
 
-docs/utils.md says who can reach a group's port, and what that means.
+docs/utils.md describes who can reach a group's port, and the security implications.
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ from torch._C._distributed_c10d import Store, TCPStore
 from .._runtime.checks import check_int, check_number, check_rank, check_str, check_type
 from ..errors import MismatchError, SparError
 
-_LOOK = 50e-6  # seconds between the first two looks at the store
-_LOOK_AT_MOST = 0.05
-_TO_READ_THE_VERDICT = 0.5  # what rank 0 leaves the others where not all came, before it raises
+_MIN_POLL_INTERVAL = 50e-6  # seconds
+_MAX_POLL_INTERVAL = 0.05
+_VERDICT_GRACE = 0.5  # seconds that rank 0 keeps the store after a failed barrier, for the others to read why
 
 
 @dataclass(eq=False)
 class StatelessProcessGroup:
-    """Processes that exchange small objects, without torch.distributed's global state. Source: seed 004.
+    """A group of processes that exchange small objects, without global state. From vLLM.
 
-    `create` makes one; a process may be in any number of them, with another rank in each. Objects travel by
-    pickle through a store in rank 0's process: use it for metadata, among processes that trust one another.
-    Whoever can reach the port can run code in every rank (docs/utils.md). One thread at a time uses a group.
+    Make one with `create`. A process may join any number of groups, with a different rank in each. A group is
+    not thread-safe.
 
-    When rank 0 drops its group, the port is free and the others' groups end: rank 0 leaves every barrier
-    last, so that it may do so behind one.
+    Objects are pickled and pass through a store in rank 0's process. Use the group for metadata, between
+    processes that trust each other: anyone who can reach the port can run code in every rank (docs/utils.md).
+
+    When rank 0 drops its group, the port is freed and calls of the other ranks raise. Rank 0 leaves every
+    barrier last, so it may drop its group right after one.
 
     Attributes:
         rank: this process's rank in the group.
-        world_size: how many ranks there are.
-        store: torch's TCPStore; its timeout is the limit of recv_obj, broadcast_obj and all_gather_obj.
-        socket: what the store listens on, on rank 0; else None. It is closed with the group.
-        data_expiration_seconds: what was sent longer ago is deleted, even where nobody has received it.
-        send_dst_counter: objects sent to each rank.
-        recv_src_counter: objects received from each rank.
-        broadcast_send_counter: objects that this rank has broadcast.
-        broadcast_recv_src_counter: broadcasts received from each rank.
-        entries: (key, time.monotonic()) of what this rank has put into the store, oldest first.
+        world_size: the number of ranks.
+        store: a torch TCPStore; its timeout applies to recv_obj, broadcast_obj and all_gather_obj.
+        socket: the socket on which rank 0's store listens; None on other ranks. Closed with the group.
+        data_expiration_seconds: age at which sent objects are deleted, even if not received.
+        send_dst_counter: number of objects sent to each rank.
+        recv_src_counter: number of objects received from each rank.
+        broadcast_send_counter: number of objects that this rank has broadcast.
+        broadcast_recv_src_counter: number of broadcasts received from each rank.
+        entries: (key, time.monotonic()) of each object this rank has put into the store, oldest first.
 
     Raises:
-        ValueError: a rank that is none of world_size, a negative data_expiration_seconds.
-        TypeError: these are no whole numbers.
+        ValueError: rank is not in [0, world_size), or data_expiration_seconds is negative.
+        TypeError: an argument has the wrong type.
     """
 
     rank: int
@@ -91,21 +93,22 @@ class StatelessProcessGroup:
         data_expiration_seconds: int = 3600,
         store_timeout: int = 300,
     ) -> StatelessProcessGroup:
-        """Makes a group, and returns when all its ranks have come. Collective.
+        """Make a group. Blocks until all ranks have joined. Collective.
 
         Args:
-            host: a name or address, IPv4 or IPv6, of rank 0, which listens on it alone.
-            port: rank 0 listens here; 0 picks one where the group has one rank.
+            host: the name or address (IPv4 or IPv6) of rank 0, which listens on this address only.
+            port: the port on which rank 0 listens; 0 picks a free one if world_size is 1.
             rank: this process's rank in the group.
-            world_size: how many ranks there are.
-            data_expiration_seconds: what was sent longer ago is deleted.
-            store_timeout: limit of each wait in seconds, here and for objects.
+            world_size: the number of ranks.
+            data_expiration_seconds: age at which sent objects are deleted.
+            store_timeout: timeout in seconds of each wait, here and for objects.
 
         Raises:
-            ValueError: a rank that is none of world_size, another bad argument.
-            OSError: rank 0 cannot listen there.
-            MismatchError: another process has this rank, or the ranks give different world_size.
-            RuntimeError: a rank did not come within store_timeout; says which.
+            ValueError: rank is not in [0, world_size), or another argument is out of range.
+            TypeError: an argument has the wrong type.
+            OSError: rank 0 cannot listen on this host and port.
+            MismatchError: another process has the same rank, or world_size differs between ranks.
+            RuntimeError: ranks are missing after store_timeout; the error names them.
         """
         where = "StatelessProcessGroup.create"
         rank, world_size = check_rank(where, rank, world_size)
@@ -117,79 +120,83 @@ class StatelessProcessGroup:
             raise ValueError(
                 f"{where} on rank {rank}: store_timeout is {store_timeout}; expected more than 0"
             )
-        if not host:  # to Python's sockets it would mean all interfaces
+        if not host:  # Python's sockets would listen on all interfaces
             raise ValueError(f"{where} on rank {rank}: host is {host!r}; expected a name or an address")
         limit = timedelta(seconds=store_timeout)
         with contextlib.ExitStack() as undo:
             socket = undo.enter_context(_listen(host, port)) if rank == 0 else None
             store = open_store(host, port, rank, world_size, limit, socket)
             group = StatelessProcessGroup(rank, world_size, store, socket, data_expiration_seconds)
-            undo.callback(delattr, group, "store")  # the error's traceback would keep the port
+            undo.callback(delattr, group, "store")  # else the error's traceback would keep the port bound
             del store
-            with group._call("create"):
-                group._claim()
-                group._meet("create", store_timeout)
+            with group._translate_errors("create"):
+                group._claim_rank()
+                group._synchronize("create", store_timeout)
             undo.pop_all()
         return group
 
     def send_obj(self, obj: Any, dst: int) -> None:
-        """Sends an object that pickle can take to rank dst; does not wait for it to be received."""
+        """Send a picklable object to rank dst. Does not wait for the receiver."""
         dst = self._check_peer("send_obj", "dst", dst)
-        self._put("send_obj", f"sent/{self.rank}/{dst}/{self.send_dst_counter[dst]}", obj)
+        self._send("send_obj", f"sent/{self.rank}/{dst}/{self.send_dst_counter[dst]}", obj)
         self.send_dst_counter[dst] += 1
 
     def recv_obj(self, src: int) -> Any:
-        """The next object that rank src sends to this rank; RuntimeError where none comes in time."""
+        """Receive the next object that rank src sends to this rank. Raises RuntimeError on timeout."""
         src = self._check_peer("recv_obj", "src", src)
         key = f"sent/{src}/{self.rank}/{self.recv_src_counter[src]}"
-        obj = self._take("recv_obj", key, src)
+        obj = self._receive("recv_obj", key, src)
         self.recv_src_counter[src] += 1
-        with self._call("recv_obj"):
+        with self._translate_errors("recv_obj"):
             self.store.delete_key(key)
         return obj
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Rank src's object, on every rank; the others' obj is not used. RuntimeError where it does not come.
+        """Return rank src's object on every rank. Raises RuntimeError on timeout.
 
-        It stays in the store until it expires: meant for a start-up, not for every step.
+        The object stays in the store until it expires: use this at start-up, not in every step.
+
+        Args:
+            obj: the object on rank src; not used on the others.
+            src: the source rank.
         """
         src = self._check_peer("broadcast_obj", "src", src)
         if self.rank != src:
-            return self._broadcast_of("broadcast_obj", src)
-        self._broadcast("broadcast_obj", obj)
+            return self._receive_broadcast("broadcast_obj", src)
+        self._send_broadcast("broadcast_obj", obj)
         return obj
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Every rank's object, in rank order, on every rank. RuntimeError where one does not come."""
+        """Return the objects of all ranks, in rank order, on every rank. Raises RuntimeError on timeout."""
         name = "all_gather_obj"
-        self._broadcast(name, obj)
+        self._send_broadcast(name, obj)
         ranks = range(self.world_size)
-        return [obj if rank == self.rank else self._broadcast_of(name, rank) for rank in ranks]
+        return [obj if rank == self.rank else self._receive_broadcast(name, rank) for rank in ranks]
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Waits until all ranks are here. Either all of them pass or all raise.
+        """Block until all ranks have called this. Either all ranks pass or all raise.
 
-        First each rank says that it is here, and waits for all; then each says that it leaves. Rank 0 leaves
-        last: behind the barrier nobody needs the store until its next call.
+        Each rank signals its arrival and waits for all, then signals its departure. Rank 0 leaves last: after
+        the barrier, no rank needs the store until its next call.
 
         Args:
-            timeout: limit of each of the two waits in seconds; the first rank to reach its own ends the wait
-                of all, and a rank that comes later raises at once.
+            timeout: timeout in seconds of each of the two waits. The first rank to time out ends the wait of
+                all ranks; a rank that arrives later raises at once.
 
         Raises:
-            RuntimeError: a rank did not come in time (says which; SparError.ranks holds them), or the store
-                is gone; the next barrier is a new one. On rank 0 also: a rank came and did not leave; then
-                the next barrier raises on all ranks, as the others have passed this one.
+            RuntimeError: ranks did not arrive in time (the message and SparError.ranks name them), or the
+                store is gone. The next barrier starts anew. Rank 0 also raises if a rank arrived but did not
+                leave in time; then the next barrier raises on all ranks, because the others passed this one.
         """
         check_number(f"barrier on rank {self.rank} of {self.world_size}", "timeout", timeout, 0)
-        with self._call("barrier"):
-            self._meet("barrier", timeout)
+        with self._translate_errors("barrier"):
+            self._synchronize("barrier", timeout)
 
     def expire_data(self) -> None:
-        """Deletes what this rank sent more than data_expiration_seconds ago. Every sending call does so."""
+        """Delete this rank's objects older than data_expiration_seconds. Every send does this first."""
         now = time.monotonic()
         while self.entries and now - self.entries[0][1] > self.data_expiration_seconds:
-            with self._call("expire_data"):
+            with self._translate_errors("expire_data"):
                 self.store.delete_key(self.entries[0][0])
             self.entries.popleft()
 
@@ -201,125 +208,129 @@ class StatelessProcessGroup:
         raise kind(text, op=op, rank=self.rank, ranks=ranks)
 
     @contextlib.contextmanager
-    def _call(self, op: str) -> Iterator[None]:
-        """Around what uses the store: its errors in spar's words."""
+    def _translate_errors(self, op: str) -> Iterator[None]:
+        """Raise the store's errors as SparError."""
         try:
             yield
         except SparError:
             raise
         except dist.DistError as error:
-            self._fail(op, f"rank 0, which holds the store, is gone: {error}", (0,))
+            self._fail(op, f"rank 0, which owns the store, is gone: {error}", (0,))
 
-    def _claim(self) -> None:
-        """Two processes with one rank, or of two minds about the group, would wait for ever."""
+    def _claim_rank(self) -> None:
+        """Raise MismatchError if ranks collide or world sizes differ: the ranks would never all arrive."""
         world = str(self.world_size)
-        said = self.store.compare_set("world_size", "", world).decode()
-        if said != world:
-            self._fail("create", f"another rank's world_size is {said}", (), MismatchError)
+        other = self.store.compare_set("world_size", "", world).decode()
+        if other != world:
+            why = f"another rank passed world_size {other}; all ranks must pass the same"
+            self._fail("create", why, (), MismatchError)
         if self.store.add(f"claimed/{self.rank}", 1) > 1:
-            self._fail("create", f"another process is rank {self.rank}", (self.rank,), MismatchError)
+            why = f"another process is rank {self.rank}; each process must pass its own rank"
+            self._fail("create", why, (self.rank,), MismatchError)
 
-    def _put(self, op: str, key: str, obj: Any) -> None:
+    def _send(self, op: str, key: str, obj: Any) -> None:
         data = pickle.dumps(obj)
         self.expire_data()
-        with self._call(op):
-            self.store.set(key, cast(str, data))  # it takes both
+        with self._translate_errors(op):
+            self.store.set(key, cast(str, data))  # also accepts bytes
         self.entries.append((key, time.monotonic()))
 
-    def _take(self, op: str, key: str, src: int) -> Any:
+    def _receive(self, op: str, key: str, src: int) -> Any:
         limit: float = cast(Any, self.store).timeout.total_seconds()
-        with self._call(op):
-            if not _until(lambda: self.store.check([key]), limit):
+        with self._translate_errors(op):
+            if not _poll_until(lambda: self.store.check([key]), limit):
                 self._fail(op, f"rank {src} sent nothing within {limit:g} s", (src,))
             data = self.store.get(key)
         return pickle.loads(data)
 
-    def _broadcast(self, op: str, obj: Any) -> None:
-        self._put(op, f"broadcast/{self.rank}/{self.broadcast_send_counter}", obj)
+    def _send_broadcast(self, op: str, obj: Any) -> None:
+        self._send(op, f"broadcast/{self.rank}/{self.broadcast_send_counter}", obj)
         self.broadcast_send_counter += 1
 
-    def _broadcast_of(self, op: str, src: int) -> Any:
-        obj = self._take(op, f"broadcast/{src}/{self.broadcast_recv_src_counter[src]}", src)
+    def _receive_broadcast(self, op: str, src: int) -> Any:
+        obj = self._receive(op, f"broadcast/{src}/{self.broadcast_recv_src_counter[src]}", src)
         self.broadcast_recv_src_counter[src] += 1
         return obj
 
-    def _meet(self, op: str, limit: float) -> None:
-        """One verdict, set once, by the last rank to come or by the first to give up.
+    def _synchronize(self, op: str, limit: float) -> None:
+        """Agree on one verdict: pass, set by the last rank to arrive, or fail, set by the first to time out.
 
-        A rank is counted before it says who came: so where all have said it all are counted, and a verdict to
-        pass, whoever sets it, finds nobody on the way.
+        A rank increments the counter before it sets its own key. So once all keys are set the count is
+        complete, and whichever rank sets a passing verdict, no rank is still arriving.
         """
         ranks = range(self.world_size)
         verdict = f"barrier/{self._barriers}"
         self._barriers += 1
-        present, here = f"{verdict}/present", [f"{verdict}/{rank}" for rank in ranks]
-        last = self.store.add(present, 1) == self.world_size
-        self.store.set(here[self.rank], "")
-        if last:
+        present, arrived = f"{verdict}/present", [f"{verdict}/{rank}" for rank in ranks]
+        is_last = self.store.add(present, 1) == self.world_size
+        self.store.set(arrived[self.rank], "")
+        if is_last:
             self._decide(verdict, [], "")
-        if not _until(lambda: self.store.check([verdict]), limit):
-            missing = [rank for rank in ranks if not self.store.check([here[rank]])]
-            why = f"{_ranks(missing)} did not come while rank {self.rank} waited for {limit:g} s"
+        if not _poll_until(lambda: self.store.check([verdict]), limit):
+            missing = [rank for rank in ranks if not self.store.check([arrived[rank]])]
+            why = f"{_join_ranks(missing)} did not arrive while rank {self.rank} waited {limit:g} s"
             self._decide(verdict, missing, why)
         missing, why = json.loads(self.store.get(verdict))
-        self.store.delete_key(here[self.rank])
-        self.store.add(present, -1)  # the last that rank 0 waits for: it may drop the store then
-        left = self.rank > 0 or _until(
-            lambda: self.store.add(present, 0) == 0, _TO_READ_THE_VERDICT if missing else limit
+        self.store.delete_key(arrived[self.rank])
+        self.store.add(present, -1)  # from here on rank 0 may drop the store
+        left = self.rank > 0 or _poll_until(
+            lambda: self.store.add(present, 0) == 0, _VERDICT_GRACE if missing else limit
         )
-        if missing:  # a late rank finds the verdict as long as it is kept
+        if missing:  # kept until it expires, for late ranks
             self.entries.extend((key, time.monotonic()) for key in (verdict, present))
             self._fail(op, why, tuple(missing))
-        if not left:  # the others pass, but not once more before they know
-            stuck = [rank for rank in ranks if self.store.check([here[rank]])]
-            stuck = stuck or [rank for rank in ranks if rank != self.rank]  # one, between two steps
-            why = f"{_ranks(stuck)} came, but did not leave within {limit:g} s"
-            self._decide(f"barrier/{self._barriers}", stuck, f"before it {why}")
+        if not left:  # the others pass this barrier, and learn of it at the next
+            stuck = [rank for rank in ranks if self.store.check([arrived[rank]])]
+            stuck = stuck or [rank for rank in ranks if rank != self.rank]  # a rank between its two updates
+            why = f"{_join_ranks(stuck)} arrived, but did not leave within {limit:g} s"
+            self._decide(f"barrier/{self._barriers}", stuck, f"at the previous barrier {why}")
             self._fail(op, why, tuple(stuck))
         if self.rank == 0:
             for key in (verdict, present):
                 self.store.delete_key(key)
 
     def _decide(self, verdict: str, missing: list[int], why: str) -> None:
-        """Unless it is decided: all ranks pass where nobody is missing."""
+        """Set the verdict unless it is set: all ranks pass if `missing` is empty, else all raise `why`."""
         self.store.compare_set(verdict, "", json.dumps([missing, why]))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _join_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _until(ready: Callable[[], bool], limit: float) -> bool:
-    """Looks until it is so, seldom where it takes long; False after `limit` seconds.
+def _poll_until(ready: Callable[[], bool], limit: float) -> bool:
+    """Poll with growing intervals until `ready()`; return False after `limit` seconds.
 
-    A wait of the store itself would not hear Ctrl-C, would lock other threads out, and logs when it ends.
+    The store's own wait ignores Ctrl-C, blocks other threads that use the store, and logs its timeouts.
     """
     begin = time.monotonic()
     while not ready():
         waited = time.monotonic() - begin
         if waited >= limit:
             return False
-        time.sleep(min(max(waited / 8, _LOOK), _LOOK_AT_MOST, limit - waited))
+        time.sleep(min(max(waited / 8, _MIN_POLL_INTERVAL), _MAX_POLL_INTERVAL, limit - waited))
     return True
 
 
 def _listen(host: str, port: int) -> Socket:
-    """On this host's address alone: a store that opens its port itself listens on all interfaces."""
+    """Listen on this host's address only; a TCPStore's own socket listens on all interfaces."""
     failure: OSError | None = None
     for family, _, _, _, address in getaddrinfo(host, port, type=SOCK_STREAM):
         try:
             return create_server(cast(Any, address), family=family)
         except OSError as error:
             failure = error
-    raise failure or OSError(f"host {host!r} has no address")
+    raise failure or OSError(
+        f"host is {host!r}, which has no address; pass a name or address of this machine"
+    )
 
 
 def open_store(
     host: str, port: int, rank: int, world_size: int, timeout: timedelta, socket: Socket | None
 ) -> Store:
-    """The store that listens on the socket, or one that is connected to it."""
+    """Return a TCPStore that serves on `socket`, or one that connects to rank 0's if `socket` is None."""
     limit = timeout.total_seconds()
-    why: Exception | None = None if socket is not None else _unreached(host, port, limit)
+    why: Exception | None = None if socket is not None else _wait_for_listener(host, port, limit)
     if why is None:
         try:
             return TCPStore(
@@ -329,20 +340,23 @@ def open_store(
                 is_master=socket is not None,
                 timeout=timeout,
                 wait_for_workers=False,
-                master_listen_fd=None if socket is None else os.dup(socket.fileno()),  # it closes its own
-                use_libuv=False,  # which torch 2.6 gives no socket, and which takes no object above 8 MiB
+                master_listen_fd=None if socket is None else os.dup(socket.fileno()),  # the store closes it
+                use_libuv=False,  # libuv takes no socket in torch 2.6 and no object above 8 MiB
             )
         except dist.DistError as error:
             why = error
-    text = f"rank 0 was not reached at host {host!r}, port {port} within {limit:g} s: {why}"
+    text = f"cannot reach rank 0 at host {host!r}, port {port} within {limit:g} s: {why}"
     raise SparError(f"create on rank {rank} of {world_size}: {text}", op="create", rank=rank, ranks=(0,))
 
 
-def _unreached(host: str, port: int, limit: float) -> OSError | None:
-    """Waits until somebody listens there; else what was wrong. The store's own wait does not hear Ctrl-C."""
+def _wait_for_listener(host: str, port: int, limit: float) -> OSError | None:
+    """Wait until the port accepts connections; return the last error on timeout.
+
+    The store's own wait ignores Ctrl-C.
+    """
     failures: deque[OSError] = deque(maxlen=1)
 
-    def answers() -> bool:
+    def is_listening() -> bool:
         try:
             create_connection((host, port), timeout=min(limit, 1.0)).close()
         except OSError as error:
@@ -350,4 +364,4 @@ def _unreached(host: str, port: int, limit: float) -> OSError | None:
             return False
         return True
 
-    return None if _until(answers, limit) else failures[-1]
+    return None if _poll_until(is_listening, limit) else failures[-1]
