@@ -1,8 +1,8 @@
-"""Sharding and gathering in a model's forward, by the current topology. Source: seed 000.
+"""Shard and gather tensors over the current topology's sequence group. From vLLM-Omni.
 
-None of these takes a group: they go by the current topology's sequence group, and without one return their
-input. A shard's gradient is gathered and divided by the group's size, a gather's is this rank's part times
-the size, so a shard and its gather leave a gradient as it is.
+Without a sequence group the functions return their input. The backward of a shard gathers the gradient and
+divides it by P, the group's size. The backward of a gather keeps this rank's part, times P. So a shard and
+its gather together leave the gradient unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ShardingValidator", "get_sharding_validator", "sp_gather", "sp_shard
 
 
 def sequence_place(name: str) -> Place:
-    """This rank's place in the current topology's sequence group; `name` is the operation that asks."""
+    """Return this rank's Place in the current topology's sequence group. `name` is the calling operation."""
     group = sequence_group()
     return _alone(name) if group is None else place_of(group)
 
@@ -39,21 +39,21 @@ def _alone(name: str) -> Place:
     return ALONE
 
 
-def held_by_each(name: str, place: Place, size: int) -> list[int]:
-    """What each rank holds of something, where no rule tells it: one exchange of a number."""
-    held: list[int] = Call(name, torch.tensor([size]), place).apply("gather", (0,), ONE).tolist()
-    return held
+def gather_sizes(name: str, place: Place, size: int) -> list[int]:
+    """Gather one int from each rank: its local size."""
+    sizes: list[int] = Call(name, torch.tensor([size]), place).apply("gather", (0,), ONE).tolist()
+    return sizes
 
 
 def shard_with_padding(call: Call, dim: int, pad_value: float) -> tuple[torch.Tensor, int]:
-    """This rank's part of the input padded at its end, and the padding; only own parts are copied."""
+    """Pad the input at its end and return this rank's part, and the padding. Copies only this rank's part."""
     total, scale = call.input.size(dim), call.grad_scale("down")
     padding = -total % call.world
     if padding == 0:
         return call.apply("split", (dim,), scale), 0
     each = (total + padding) // call.world
     sizes = [min(max(total - rank * each, 0), each) for rank in range(call.world)]
-    try:  # on ranks that need none, too
+    try:  # on ranks without padding too, so that all ranks raise
         pad = call.input.new_full((1,) * call.input.dim(), pad_value)
     except (RuntimeError, OverflowError):
         raise call.error("pad_value", f"{pad_value!r:.100}", f"a value of {call.input.dtype}") from None
@@ -66,22 +66,23 @@ def shard_with_padding(call: Call, dim: int, pad_value: float) -> tuple[torch.Te
 
 
 def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Tensor:
-    """Keeps this rank's part of a tensor that all sequence ranks hold. Source: seed 000, `sp_shard`.
+    """Split a tensor along dim and keep this rank's part. Same as vLLM-Omni's `sp_shard`.
 
-    y on rank r = part r of P along dim. Forward communicates nothing; backward gathers, and divides by P.
+    y on rank r = part r of P along dim. Forward does not communicate. Backward gathers and divides by P.
 
     Args:
         tensor: any strided tensor, the same on all ranks.
         dim: the dim to split.
-        validate: whether its extent must be a multiple of P. Otherwise it is shared by the size rule
-            (`spar.cal_split_sizes`), and a rank may get nothing.
+        validate: require the size of `dim` to be a multiple of P. If False, sizes follow
+            `spar.cal_split_sizes`, and a rank's part may be empty.
 
     Returns:
-        A view of `tensor` where the part is contiguous as it lies, else a contiguous copy; alone `tensor`.
+        `[.., S/P, ..]`: a view of `tensor` if the part is contiguous in it, else a contiguous copy. Without a
+        group, `tensor` itself.
 
     Raises:
-        ValueError: a dim out of range; with validate an extent that is no multiple of P.
-        TypeError: a gradient is recorded that its dtype cannot scale.
+        ValueError: `dim` is out of range, or with `validate` its size is not a multiple of P.
+        TypeError: a gradient is required, but the dtype cannot be scaled.
     """
     call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=0)
     dim = call.dim("dim", dim)
@@ -89,32 +90,32 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
     if validate and tensor.size(dim) % call.world:
         raise call.error(
             "tensor",
-            f"of shape {list(tensor.shape)} with {tensor.size(dim)} in dim {dim}",
-            f"a multiple of the {call.world} ranks, or validate=False, or sp_shard_with_padding",
+            f"of shape {list(tensor.shape)} with size {tensor.size(dim)} in dim {dim}",
+            f"a multiple of {call.world}, the ranks; pass validate=False or use sp_shard_with_padding",
         )
     return call.apply("split", (dim,), call.grad_scale("down"))
 
 
 def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Tensor:
-    """Concatenates the parts of all sequence ranks. Source: seed 000, `sp_gather`.
+    """Concatenate the parts of all sequence ranks along dim. Same as vLLM-Omni's `sp_gather`.
 
-    y = concat over p of tensor_p along dim. Backward keeps this rank's part of the gradient, times P; it
-    communicates nothing, and is right where every rank holds the same gradient of y.
+    y = concat over p of tensor_p along dim. Backward keeps this rank's part of the gradient, times P. It does
+    not communicate, and is correct if every rank has the same gradient of y.
 
     Args:
         tensor: this rank's part, any strided tensor.
         dim: the dim to concatenate.
-        validate: whether the ranks first tell each other how much they hold, in an exchange of a number each,
-            so that uneven parts gather rightly. Otherwise all must hold as much as this one. Under
-            torch.compile it breaks the graph: pass False for fullgraph=True.
+        validate: first exchange the local sizes, so that uneven parts gather correctly. If False, all ranks
+            must have the same size along `dim`. The exchange breaks torch.compile's graph: pass False with
+            fullgraph=True.
 
     Returns:
-        A new contiguous tensor; alone `tensor` itself.
+        A new contiguous tensor `[.., S, ..]`. Without a group, `tensor` itself.
 
     Raises:
-        ValueError: a dim out of range.
-        TypeError: a gradient is recorded that its dtype cannot scale.
-        MismatchError: the ranks make different calls; on all ranks, nothing was exchanged.
+        ValueError: `dim` is out of range.
+        TypeError: a gradient is required, but the dtype cannot be scaled.
+        MismatchError: calls differ between ranks. Every rank raises, and nothing is exchanged.
     """
     call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor", exchanges=1 + (validate is True))
     try:
@@ -122,7 +123,7 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
         check_bool(call.where, "validate", validate)
         sizes: list[int] = []
         if validate and call.world > 1 and not tensor.is_meta:
-            sizes = held_by_each("sp_gather", call.place, tensor.size(dim))
+            sizes = gather_sizes("sp_gather", call.place, tensor.size(dim))
         return call.apply("gather", (dim, *sizes), call.grad_scale("up"))
     except BaseException as error:
         call.fail(error)
@@ -130,37 +131,37 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
 
 
 def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0) -> tuple[torch.Tensor, int]:
-    """`sp_shard` of a tensor that is first padded to a multiple of P. Source: seed 000.
+    """Pad a tensor along dim to a multiple of P and keep this rank's part. From vLLM-Omni.
 
-    All ranks get as much. The padding lies at the end: after a gather,
-    `y.narrow(dim, 0, y.size(dim) - padding)` is without it.
+    All parts have the same size. The padding is at the end: after a gather, remove it with
+    `y.narrow(dim, 0, y.size(dim) - padding)`.
 
     Args:
         tensor: any strided tensor, the same on all ranks.
         dim: the dim to pad and split.
-        pad_value: what the padding holds; it has no gradient.
+        pad_value: the value of the padding, which has no gradient.
 
     Returns:
-        This rank's part, and how much was added to the whole: 0 to P - 1.
+        This rank's part `[.., (S + padding)/P, ..]`, and the padding of the whole tensor: 0 to P - 1.
 
     Raises:
-        ValueError: a dim out of range, a pad_value that the dtype has not.
-        TypeError: a pad_value that is no number; a gradient is recorded that its dtype cannot scale.
+        ValueError: `dim` is out of range, or the dtype cannot represent `pad_value`.
+        TypeError: `pad_value` is not a number, or a gradient is required, but the dtype cannot be scaled.
     """
     name = "sp_shard_with_padding"
     call = Call(name, tensor, sequence_place(name), "tensor", exchanges=0)
     dim = call.dim("dim", dim)
-    check_type(call.where, "pad_value", pad_value, (int, float, Integral), "a number")  # numpy's ints, too
+    check_type(call.where, "pad_value", pad_value, (int, float, Integral), "a number")  # includes numpy ints
     return shard_with_padding(call, dim, pad_value)
 
 
 _VALIDATOR = "ShardingValidator"
-_Cut = tuple[int, Place]  # the dim, counted from the front, and in which group
+_Split = tuple[int, Place]  # the non-negative dim, and this rank's place in the group
 
 
 @dataclass
 class ShardingValidator:
-    """Tells whether shards and gathers belong together, by the names they are given. Source: seed 000.
+    """Checks that every shard in a forward pass is gathered, matching them by name. From vLLM-Omni.
 
         validator = ShardingValidator()
         with validator.track():
@@ -168,25 +169,25 @@ class ShardingValidator:
             output = validator.gather(model(hidden_states), "hidden_states", dim=1)
         validator.validate()
 
-    Outside of `track()` it only shards and gathers. A shard of a name that awaits its gather, and a gather of
-    a name that was not sharded, are warnings at once.
+    Outside `track()` it only shards and gathers. It warns at once if a name is sharded again before its
+    gather, or gathered without a shard.
     """
 
     _sharded: set[str] = field(default_factory=set)
     _gathered: set[str] = field(default_factory=set)
     _enabled: bool = False
-    _cuts: dict[str, _Cut] = field(default_factory=dict)  # of the last shard of each name
-    _open: set[str] = field(default_factory=set)  # sharded, not yet gathered
-    _differences: list[str] = field(default_factory=list)
+    _splits: dict[str, _Split] = field(default_factory=dict)  # the last shard of each name
+    _open: set[str] = field(default_factory=set)  # sharded and not yet gathered
+    _mismatches: list[str] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forgets what was tracked."""
-        for found in (self._sharded, self._gathered, self._cuts, self._open, self._differences):
-            found.clear()
+        """Clear everything that was tracked."""
+        for records in (self._sharded, self._gathered, self._splits, self._open, self._mismatches):
+            records.clear()
 
     @contextmanager
     def track(self) -> Iterator[ShardingValidator]:
-        """Tracks one forward pass; what was tracked before is forgotten."""
+        """Track one forward pass, after a reset."""
         self.reset()
         self._enabled = True
         try:
@@ -197,57 +198,60 @@ class ShardingValidator:
     def shard(
         self, tensor: torch.Tensor, name: str, dim: int, validate_divisible: bool = True
     ) -> torch.Tensor:
-        """`sp_shard`, noted under `name`; validate_divisible is its `validate`."""
+        """Call `sp_shard` and record it under `name`. `validate_divisible` is its `validate`."""
         check_str("ShardingValidator.shard", "name", name)
         check_bool("ShardingValidator.shard", "validate_divisible", validate_divisible)
         part = sp_shard(tensor, dim, validate_divisible)
         if self._enabled:
             if name in self._open:
-                warnings.warn(f"spar: {name!r} is sharded again before it was gathered", stacklevel=2)
+                warnings.warn(f"spar: {name!r} is sharded again before its gather", stacklevel=2)
             self._sharded.add(name)
             self._open.add(name)
-            self._cuts[name] = (dim % tensor.dim(), sequence_place(_VALIDATOR))
+            self._splits[name] = (dim % tensor.dim(), sequence_place(_VALIDATOR))
         return part
 
     def gather(self, tensor: torch.Tensor, name: str, dim: int) -> torch.Tensor:
-        """`sp_gather`, noted under the `name` that its shard has."""
+        """Call `sp_gather` and record it under `name`, the name of its shard."""
         check_str("ShardingValidator.gather", "name", name)
         whole = sp_gather(tensor, dim)
         if self._enabled:
             self._gathered.add(name)
             self._open.discard(name)
-            cut, own = self._cuts.get(name), (dim % tensor.dim(), sequence_place(_VALIDATOR))
-            if cut is None:
-                warnings.warn(f"spar: {name!r} is gathered, but was not sharded", stacklevel=2)
-            elif cut != own:
-                self._differences.append(
-                    f"{name!r} was sharded along {_told(cut)}, but gathered along {_told(own)}"
+            split, gathered = self._splits.get(name), (dim % tensor.dim(), sequence_place(_VALIDATOR))
+            if split is None:
+                warnings.warn(
+                    f"spar: {name!r} is gathered, but was not sharded",
+                    stacklevel=2,
+                )
+            elif split != gathered:
+                self._mismatches.append(
+                    f"{name!r} was sharded along {_describe(split)}, but gathered along {_describe(gathered)}"
                 )
         return whole
 
     def validate(self) -> None:
-        """Tells what is wrong with the tracked forward pass.
+        """Check the tracked forward pass.
 
         Raises:
-            ValueError: a shard without a gather, a gather along another dim or in another group than its
-                shard; names them all.
+            ValueError: a shard has no gather, or a gather uses another dim or group than its shard. The error
+                lists all of them.
         """
-        wrong = list(self._differences)
+        problems = list(self._mismatches)
         if missing := sorted(self._open):
-            wrong.insert(0, f"sharded, but never gathered: {', '.join(map(repr, missing))}")
-        if wrong:
+            problems.insert(0, f"sharded, but never gathered: {', '.join(map(repr, missing))}")
+        if problems:
             place = sequence_place(_VALIDATOR)
             raise ValueError(
-                f"ShardingValidator on rank {place.rank} of {place.world}: {'; '.join(wrong)}; "
-                "expected for each shard a gather along its dim, in its group"
+                f"ShardingValidator on rank {place.rank} of {place.world}: {'; '.join(problems)}; "
+                "expected a gather of each shard along the same dim, in the same group"
             )
 
 
-def _told(cut: _Cut) -> str:
-    dim, place = cut
+def _describe(split: _Split) -> str:
+    dim, place = split
     if place == ALONE:
         return f"dim {dim} without a group"
-    name = "that is gone"
+    name = "(destroyed)"
     with suppress(SparError):
         name = repr(by_handle(place.handle).name)
     return f"dim {dim} of group {name} ({place.world} ranks)"
@@ -257,5 +261,5 @@ _validator = ShardingValidator()
 
 
 def get_sharding_validator() -> ShardingValidator:
-    """This process's validator. Source: seed 000, `get_sharding_validator`."""
+    """Return the validator of this process. From vLLM-Omni."""
     return _validator

@@ -1,4 +1,4 @@
-"""Data of all sequence ranks and back, slices with padding, and gathers without it, on real ranks."""
+"""SPDataProcessor, padded slices of a sequence, and gathers that remove the padding, on real ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Group = dist.ProcessGroup
 
 @dataclass
 class Sample:
-    """What trainers pass around: some text and some tensors."""
+    """A trainer's sample: text and tensors."""
 
     prompt: str
     tokens: torch.Tensor
@@ -29,7 +29,7 @@ class Sample:
 
 
 def sample(number: int) -> Sample:
-    tokens = cells((number % 3, 2), torch.bfloat16, salt=number)  # of many lengths, empty ones too
+    tokens = cells((number % 3, 2), torch.bfloat16, salt=number)  # various lengths, including 0
     return Sample(f"prompt {number}", tokens, {"mask": torch.tensor(number % 2 == 0), "id": number})
 
 
@@ -51,12 +51,12 @@ def check_samples(rank: int, world: int, group: Group) -> None:
         assert len(back) == 3
         for found, expected in zip(back, own, strict=True):
             assert_same_sample(found, expected)
-        # as many as each has; none at all
+        # different numbers of samples, and none
         every = processor.preprocess([sample(i) for i in range(rank)])
         assert [s.extra["id"] for s in every] == [i for p in range(world) for i in range(p)]
         assert processor.preprocess([]) == [] and processor.postprocess([]) == []
         assert processor.preprocess((rank,)) == tuple(range(world))
-        # tensors that are kept hold no more memory than their own
+        # each tensor owns its memory
         for found in processor.preprocess([torch.zeros(4), torch.zeros(2, dtype=torch.int8)]):
             assert world == 1 or found.untyped_storage().nbytes() == found.numel() * found.element_size()
 
@@ -98,7 +98,7 @@ def assert_same_data(a: Any, b: Any) -> None:
 def check_batches(rank: int, world: int, group: Group) -> None:
     with sequence(group):
         processor = SPDataProcessor()
-    own = batch(range(2 * rank, 2 * rank + 2))  # the group is the one of its making
+    own = batch(range(2 * rank, 2 * rank + 2))  # the processor keeps the group of its construction
     every = processor.preprocess(own)
     assert_same_data(every, batch(range(2 * world)))
     assert_same_data(processor.postprocess(every), own)
@@ -107,7 +107,7 @@ def check_batches(rank: int, world: int, group: Group) -> None:
     assert_same_data(
         processor.preprocess(UserDict(ids=[rank]) if world > 1 else {"ids": [0]}), {"ids": [*range(world)]}
     )
-    # any dtype and stride; no gradient
+    # any dtype and strides; no gradient
     for dtype in (
         torch.bool,
         torch.uint8,
@@ -173,32 +173,32 @@ def check_bad_data(rank: int, world: int, group: Group) -> None:
         )
 
 
-def test_bad_data(ranks: Ranks) -> None:
+def test_preprocess_and_postprocess_reject_bad_data(ranks: Ranks) -> None:
     ranks(2, check_bad_data)
 
 
 def check_unpicklable(rank: int, world: int, group: Group) -> None:
-    """One rank's data cannot be sent: the others are told, and do not wait."""
+    """One rank's data cannot be pickled: the other ranks raise at once."""
     with sequence(group):
         processor = SPDataProcessor()
     processor.preprocess([0])
     with pytest.raises(TypeError if rank == 1 else spar.MismatchError) as caught:
         processor.preprocess([lambda: 0] if rank == 1 else [0])
-    assert "expected what pickle takes" in str(caught.value), str(caught.value)
+    assert "expected picklable data" in str(caught.value), str(caught.value)
     assert processor.preprocess([rank]) == [0, 1]
 
 
-def test_data_that_cannot_be_sent(pool: Ranks) -> None:
+def test_unpicklable_data_raises_on_all_ranks(pool: Ranks) -> None:
     pool.transport = "shm"
     pool(2, check_unpicklable)
 
 
-def test_alone() -> None:
+def test_without_topology_returns_the_input() -> None:
     data = {"any": object()}
     with SPDataProcessor() as processor:
         assert (processor.sp_group, processor.sp_size, processor.sp_rank) == (None, 1, 0)
         assert processor.preprocess(data) is data and processor.postprocess(data) is data
-    with pytest.raises(RuntimeError, match="inside"), SPDataProcessor():  # it hides no error
+    with pytest.raises(RuntimeError, match="inside"), SPDataProcessor():  # errors propagate
         raise RuntimeError("inside")
     ids = torch.arange(10).reshape(2, 5)
     sliced, positions, padding = sp_slice_and_pad_input(ids, None)
@@ -215,7 +215,7 @@ def test_alone() -> None:
         assert text in str(caught.value), str(caught.value)
 
 
-# ---- slices with padding, and back ----
+# ---- padded slices ----
 
 
 def check_slices(rank: int, world: int, group: Group) -> None:
@@ -253,7 +253,7 @@ def check_unpad(rank: int, world: int, group: Group) -> None:
             assert_same(y.detach(), whole.narrow(unpad_dim, 0, kept))
             grad = cells(
                 shape, torch.float32, salt=rank
-            )  # of this rank alone: nothing is exchanged or scaled
+            )  # this rank's own: backward does not exchange or scale
             (found,) = torch.autograd.grad(y, own, grad.narrow(unpad_dim, 0, kept))
             grad = grad.clone()
             grad.narrow(unpad_dim, kept, padding).zero_()

@@ -1,4 +1,4 @@
-"""Shards and gathers by the current topology, on real ranks: even, uneven, padded; the validator."""
+"""Shards and gathers over the current topology's sequence group, and the validator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.complex64, torch.int64, torch.boo
 
 @contextmanager
 def sequence(group: Group | None) -> Iterator[None]:
-    """Inside, `group` is the current topology's sequence group."""
+    """Make `group` the current topology's sequence group inside the `with`."""
     set_sequence_parallel_group(group)
     try:
         yield
@@ -63,12 +63,12 @@ def check_uneven(rank: int, world: int, group: Group) -> None:
             own = sp_shard(whole, dim, validate=False)
             assert_same(own, part(whole, rule(shape[dim], world), dim, rank))
             assert_same(sp_gather(own, dim), whole)
-        own = cells((2, rank), torch.int64, salt=rank)  # sizes of no rule
+        own = cells((2, rank), torch.int64, salt=rank)  # sizes that follow no rule
         assert_same(
             sp_gather(own, 1), torch.cat([cells((2, p), torch.int64, salt=p) for p in range(world)], 1)
         )
         if world > 1:
-            with pytest.raises(spar.MismatchError):  # taken as equal, they are told from each other
+            with pytest.raises(spar.MismatchError):  # sizes assumed equal, but they differ
                 sp_gather(own, 1, validate=False)
             assert sp_gather(own, 1).shape == (2, sum(range(world)))  # usable after it
 
@@ -93,7 +93,7 @@ def check_gradients(rank: int, world: int, group: Group) -> None:
             sp_gather(own, dim).backward(grad)
             assert own.grad is not None
             assert_same(own.grad, part(grad, sizes, dim, rank) * world)
-            # and together they leave it as it is
+            # a shard and its gather leave the gradient unchanged
             x.grad = None
             sp_gather(sp_shard(x, dim, validate=False), dim).backward(grad)
             assert x.grad is not None
@@ -118,12 +118,12 @@ def check_padding(rank: int, world: int, group: Group) -> None:
                 own, added = sp_shard_with_padding(whole, dim, value)
                 assert added == padding
                 assert_same(own, part(padded, rule(padded.size(dim), world), dim, rank), (shape, dtype))
-                again = sp_gather(own, dim, validate=False)  # all hold as much
+                again = sp_gather(own, dim, validate=False)  # even parts
                 assert_same(again.narrow(dim, 0, again.size(dim) - added), whole)
         own, added = sp_shard_with_padding(torch.ones(world + 1), 0)
         expected = ([1] * (world + 1) + [0] * (world - 1))[rank * 2 : rank * 2 + 2] if world > 1 else [1, 1]
         assert (own.tolist(), added) == (expected, world - 1)
-        # the padding has no gradient; the rest has that of a shard
+        # the padding has no gradient; the rest has the gradient of a shard
         x = cells((world + 1, 2), torch.float32).requires_grad_()
         grads = [cells((2 if world > 1 else world + 1, 2), torch.float32, salt=p) for p in range(world)]
         sp_shard_with_padding(x, 0, 7.0)[0].backward(grads[rank])
@@ -136,8 +136,8 @@ def test_sp_shard_with_padding(ranks: Ranks, world: int) -> None:
     ranks(world, check_padding)
 
 
-def test_alone() -> None:
-    """Without a topology there is one rank, and torch.distributed is not asked for."""
+def test_without_topology_returns_the_input() -> None:
+    """Without a topology there is one rank, and torch.distributed is not needed."""
     x = torch.arange(7.0, requires_grad=True)
     assert sp_shard(x, 0) is x
     assert sp_gather(x, 0) is x
@@ -153,7 +153,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
             (
                 lambda: sp_shard(x, 1),
                 ValueError,
-                f"with {world + 1} in dim 1; expected a multiple of the {world}",
+                f"with size {world + 1} in dim 1; expected a multiple of {world}",
             ),
             (lambda: sp_shard(x, -1), ValueError, "sp_shard_with_padding"),
             (lambda: sp_shard(x, 2), ValueError, "dim is 2; expected -2 to 1"),
@@ -170,23 +170,23 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         assert_same(sp_gather(torch.tensor([rank]), 0), torch.arange(world))  # usable after it
 
 
-def test_errors(ranks: Ranks) -> None:
+def test_sp_shard_and_sp_gather_reject_bad_arguments(ranks: Ranks) -> None:
     ranks(2, check_errors)
 
 
-def check_disagreement(rank: int, world: int, group: Group) -> None:
+def check_mismatches(rank: int, world: int, group: Group) -> None:
     with sequence(group):
         with pytest.raises(spar.MismatchError):  # another dim
             sp_gather(torch.zeros(4, 4), rank)
-        with pytest.raises(spar.MismatchError):  # some tell their sizes, some do not
+        with pytest.raises(spar.MismatchError):  # one rank exchanges sizes, the other does not
             sp_gather(torch.zeros(4, 4), 0, validate=rank == 0)
-        with pytest.raises(spar.MismatchError):  # other extents around the dim
+        with pytest.raises(spar.MismatchError):  # sizes differ in another dim
             sp_gather(torch.zeros(4, 4 + rank), 0)
         assert_same(sp_gather(torch.tensor([rank]), 0), torch.arange(world))
 
 
-def test_ranks_that_disagree(ranks: Ranks) -> None:
-    ranks(2, check_disagreement)
+def test_different_calls_raise_mismatch_error(ranks: Ranks) -> None:
+    ranks(2, check_mismatches)
 
 
 def check_warning(rank: int, world: int, group: Group) -> None:
@@ -213,14 +213,14 @@ def check_warning(rank: int, world: int, group: Group) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             topology._warned = False
-            set_sequence_parallel_group(None)  # size 1 on purpose
+            set_sequence_parallel_group(None)  # size 1 is intended
             sp_shard(x, 0)
             with_cp(x, 0)
     finally:
         topology.is_set = before
 
 
-def test_warning_without_a_topology(ranks: Ranks) -> None:
+def test_warns_once_without_a_topology(ranks: Ranks) -> None:
     ranks(2, check_warning)
 
 
@@ -230,12 +230,12 @@ def check_meta(rank: int, world: int, group: Group) -> None:
         before = spar.memory_stats()
         own = sp_shard(torch.zeros(5, 2, device="meta"), 0, validate=False)
         assert own.shape == (3 - rank, 2)
-        for validate in (True, False):  # sizes are not exchanged: taken as equal
+        for validate in (True, False):  # sizes are not exchanged, but assumed equal
             assert sp_gather(own, 0, validate).shape == (2 * (3 - rank), 2)
         assert spar.memory_stats() == before
 
 
-def test_meta_tensors(ranks: Ranks) -> None:
+def test_meta_tensors_are_not_exchanged(ranks: Ranks) -> None:
     ranks(2, check_meta)
 
 
@@ -253,12 +253,12 @@ def check_validator(rank: int, world: int, group: Group) -> None:
                 for name, dim in (("x", 1), ("y", -1)):
                     own = validator.shard(x, name, dim)
                     assert_same(own, sp_shard(x, dim))
-                    assert_same(validator.gather(own, name, dim % 3), x)  # a dim may be told from either end
+                    assert_same(validator.gather(own, name, dim % 3), x)  # negative dims match too
             validator.validate()
             assert validator._sharded == validator._gathered == {"x", "y"}
             uneven = validator.shard(x[:, 1:], "untracked", 1, validate_divisible=False)
             validator.gather(uneven, "untracked too", 1)
-            validator.validate()  # what is not tracked is not asked about
+            validator.validate()  # untracked calls are not checked
         with validator.track():
             for name in ("b", "a", "c"):
                 own = validator.shard(x, name, 1)
@@ -273,7 +273,7 @@ def check_validator(rank: int, world: int, group: Group) -> None:
             validator.shard(x, "again", 1)
         with pytest.raises(ValueError, match="never gathered: 'again'"):
             validator.validate()
-        with validator.track():  # the next pass begins anew
+        with validator.track():  # each pass starts empty
             pass
         validator.validate()
         with validator.track():
@@ -295,7 +295,7 @@ def check_validator(rank: int, world: int, group: Group) -> None:
             validator.validate()
         with validator.track():
             validator.shard(x, "twice", 1)
-            with pytest.warns(UserWarning, match="'twice' is sharded again before it was gathered"):
+            with pytest.warns(UserWarning, match="'twice' is sharded again before its gather"):
                 own = validator.shard(x, "twice", 1)
             validator.gather(own, "twice", 1)
             with pytest.warns(UserWarning, match="'never' is gathered, but was not sharded"):
@@ -345,8 +345,8 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
                 torch.testing.assert_close(results[0], results[1])
         x = torch.ones(2 * world, 2)
         set_sequence_parallel_group(None)
-        assert_same(compiled(x), (x * 2).sin())  # the compiled function notices another topology
+        assert_same(compiled(x), (x * 2).sin())  # recompiled for another topology
 
 
-def test_compiled(ranks: Ranks) -> None:
+def test_compiled_shards_and_gathers(ranks: Ranks) -> None:
     ranks(2, check_compiled)
