@@ -67,8 +67,7 @@ class SPDataProcessor:
         gradient history.
 
         Raises:
-            ValueError: keys differ between ranks, or values cannot be concatenated or are not equal. All ranks
-                raise.
+            ValueError: keys differ between ranks, or values cannot be concatenated or differ. All ranks raise.
             TypeError: this rank's data cannot be pickled, or has a value of another type (all ranks raise).
         """
         if self.sp_size == 1:

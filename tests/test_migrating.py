@@ -1,4 +1,4 @@
-"""docs/migrating.md: each block as it was and as it becomes, on real ranks: results and gradients."""
+"""docs/migrating.md: the code before and after each diff has the same results and gradients, on real ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS = [7, 0, 2, 5]  # of packed sequences
 
 @functools.cache
 def blocks() -> dict[str, tuple[str, str]]:
-    """The lines before and after, by the heading above them."""
+    """Return the code before and after each diff, by heading."""
     found = {}
     for section in PAGE.read_text().split("\n### ")[1:]:
         heading, _, rest = section.partition("\n")
@@ -46,7 +46,7 @@ def blocks() -> dict[str, tuple[str, str]]:
 
 @contextmanager
 def installed(group: Group | None) -> Iterator[None]:
-    """The other libraries, and the sequence group that they and spar go by."""
+    """Install stand-ins for the other libraries, and set their and spar's sequence group."""
     names = {
         ".".join(name.split(".")[: n + 1]) for name in elsewhere.MODULES for n in range(name.count(".") + 1)
     }
@@ -65,12 +65,12 @@ def installed(group: Group | None) -> Iterator[None]:
 
 
 def heads(rank: int, world: int, seq: int = 6) -> dict[str, Any]:
-    """Even parts of the sequence, all of the 6 heads."""
+    """Even parts of the sequence, with all 6 heads: `[B, S/P, H, D]`."""
     return {"x": cells((2, seq, 6, 3), torch.float32, salt=rank), "seq": seq * world}
 
 
 def uneven(rank: int, world: int) -> dict[str, Any]:
-    """One longer on the first rank."""
+    """The first rank's part of the sequence is one longer."""
     return heads(rank, world, 5 + (rank == 0)) | {"seq": 5 * world + 1}
 
 
@@ -120,7 +120,7 @@ INPUTS: dict[str, Inputs] = {
     "ColossalAI": alike,
 }
 HYBRID = "ring x ulysses, _with_cp"
-# only their names are here: what they do is tested where it is written
+# only imports are tested here
 NAMES = {
     "names of parallel_state": "initialize_model_parallel",
     "names of distributed.utils": "get_pp_indices",
@@ -133,7 +133,10 @@ def flat(y: Any) -> list[Any]:
 
 
 def run(code: str, inputs: dict[str, Any]) -> tuple[list[Any], torch.Tensor | None]:
-    """The block's y, and the gradient of x where y has one: each result gets another on each rank."""
+    """Run a block and return its results, and the gradient of x if y has one.
+
+    Each result has another gradient on each rank.
+    """
     names = {
         name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
     }
@@ -172,13 +175,13 @@ def check_block(rank: int, world: int, group: Group, heading: str) -> None:
             assert a == b
     if heading in NO_GRADIENT:
         assert grad_was is None and grad_becomes is None
-    elif heading == "sp_gather":  # the page: it had none
+    elif heading == "sp_gather":  # had no gradient before, as the page says
         assert grad_was is None and grad_becomes is not None
         grad = cells(tuple(becomes[0].shape), torch.float32, salt=rank)
         assert_same(grad_becomes, grad.chunk(world, 1)[rank] * world)
     else:
         assert grad_was is not None and grad_becomes is not None and bool(grad_becomes.any())
-        if heading in ("sp_shard", "sp_shard_with_padding"):  # the page: now it is the mean of all
+        if heading in ("sp_shard", "sp_shard_with_padding"):  # now the mean over ranks, as the page says
             dist.all_reduce(grad_was, group=group)
             grad_was /= world
         assert_same(grad_becomes, grad_was, heading)
@@ -186,7 +189,7 @@ def check_block(rank: int, world: int, group: Group, heading: str) -> None:
 
 @pytest.mark.parametrize("heading", INPUTS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_blocks(pool: Ranks, world: int, heading: str) -> None:
+def test_blocks_keep_results_and_gradients(pool: Ranks, world: int, heading: str) -> None:
     pool.transport = "shm"
     pool(world, check_block, heading)
 
@@ -201,21 +204,21 @@ def check_hybrid(rank: int, folder: Path) -> None:
     torch.testing.assert_close(grad_becomes, grad_was)
 
 
-def test_ring_x_ulysses(tmp_path: Path) -> None:
+def test_ring_x_ulysses_block_keeps_results_and_gradients(tmp_path: Path) -> None:
     assert finish(start(check_hybrid, 4, tmp_path), 60) == [0] * 4
 
 
 @pytest.mark.parametrize("heading", NAMES)
-def test_names(heading: str) -> None:
+def test_blocks_of_names_import_from_spar(heading: str) -> None:
     before, after = (ast.parse(code).body for code in blocks()[heading])
     ((was,), (becomes,)) = before, after
     assert isinstance(was, ast.ImportFrom) and isinstance(becomes, ast.ImportFrom)
     names = [alias.name for alias in becomes.names]
     assert names == [alias.name for alias in was.names]
     assert becomes.module is not None and becomes.module.startswith("spar.")
-    module = pytest.importorskip(becomes.module, reason=f"{becomes.module} is not there yet")
+    module = pytest.importorskip(becomes.module, reason=f"{becomes.module} does not exist")
     if not hasattr(module, NAMES[heading]):
-        pytest.skip(f"{becomes.module} has not these names yet")
+        pytest.skip(f"{becomes.module} does not have these names")
     assert [name for name in names if not hasattr(importlib.import_module(becomes.module), name)] == []
 
 
@@ -223,8 +226,7 @@ def test_every_block_is_tested() -> None:
     assert set(blocks()) == {*INPUTS, HYBRID, *NAMES}
 
 
-def test_every_stand_in_is_on_the_page() -> None:
-    """Each name is imported by some block."""
+def test_every_stand_in_is_imported_by_a_block() -> None:
     imported = {
         (node.module, alias.name)
         for before, _ in blocks().values()
@@ -256,7 +258,7 @@ def test_padding_keeps_dtypes(pool: Ranks) -> None:
 
 @pytest.mark.parametrize("calls", [["shard", "gather", "shard"], ["gather", "shard"]])
 @pytest.mark.filterwarnings("ignore:spar")
-def test_validators_go_by_the_order_of_calls(calls: list[str]) -> None:
+def test_sharding_validator_depends_on_call_order(calls: list[str]) -> None:
     validator = ShardingValidator()
     with validator.track():
         for call in calls:
@@ -265,7 +267,7 @@ def test_validators_go_by_the_order_of_calls(calls: list[str]) -> None:
         validator.validate()
 
 
-def test_groups_of_experts_by_their_dims() -> None:
+def test_rank_generator_expert_groups() -> None:
     ranks = RankGenerator(tp=2, sp=1, pp=2, cfg=1, dp=2)
     with pytest.raises(ValueError, match="token is 'ep'"):
         ranks.get_ranks("ep")
