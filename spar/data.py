@@ -67,7 +67,7 @@ class SPDataProcessor:
         gradient history.
 
         Raises:
-            ValueError: keys differ between ranks, or values cannot be concatenated or differ. All ranks raise.
+            ValueError: keys or values differ between ranks, or cannot be concatenated. All ranks raise.
             TypeError: this rank's data cannot be pickled, or has a value of another type (all ranks raise).
         """
         if self.sp_size == 1:

@@ -86,7 +86,7 @@ CP = ("split_forward_gather_backward_with_cp", "gather_forward_split_backward_wi
 
 
 def test_is_ring_by_ring_is_decided_from_the_whole_mesh() -> None:
-    """All ranks agree whether one exchange suffices, whatever their own groups look like."""
+    """All ranks agree whether one exchange suffices, whatever their own groups are."""
 
     def decide(ranks: list[Any], dims: str = "ulysses ring") -> bool:
         return _is_ring_by_ring(

@@ -1,4 +1,4 @@
-"""docs/migrating.md: the code before and after each diff has the same results and gradients, on real ranks."""
+"""docs/migrating.md: the code before and after each diff has the same results and gradients."""
 
 from __future__ import annotations
 
@@ -175,13 +175,13 @@ def check_block(rank: int, world: int, group: Group, heading: str) -> None:
             assert a == b
     if heading in NO_GRADIENT:
         assert grad_was is None and grad_becomes is None
-    elif heading == "sp_gather":  # had no gradient before, as the page says
+    elif heading == "sp_gather":  # had no gradient before (see the guide)
         assert grad_was is None and grad_becomes is not None
         grad = cells(tuple(becomes[0].shape), torch.float32, salt=rank)
         assert_same(grad_becomes, grad.chunk(world, 1)[rank] * world)
     else:
         assert grad_was is not None and grad_becomes is not None and bool(grad_becomes.any())
-        if heading in ("sp_shard", "sp_shard_with_padding"):  # now the mean over ranks, as the page says
+        if heading in ("sp_shard", "sp_shard_with_padding"):  # now the mean over ranks (see the guide)
             dist.all_reduce(grad_was, group=group)
             grad_was /= world
         assert_same(grad_becomes, grad_was, heading)

@@ -129,8 +129,8 @@ def check_nested_topologies(rank: int, folder: Path) -> None:
     own = torch.tensor([rank])
     a, b = two_topologies(rank)
     in_a, in_b = torch.tensor([rank // 2 * 2, rank // 2 * 2 + 1]), torch.tensor([rank % 2, rank % 2 + 2])
-    everybody = torch.arange(4)
-    assert_same(gather(own), everybody)
+    all_ranks = torch.arange(4)
+    assert_same(gather(own), all_ranks)
     with a:
         assert current() is a
         assert_same(gather(own), in_a)
@@ -151,7 +151,7 @@ def check_nested_topologies(rank: int, folder: Path) -> None:
         thread.join()
         assert seen[0] is seen[2] is not a, "another thread uses the default topology"
         assert seen[1] is a
-    assert_same(gather(own), everybody)
+    assert_same(gather(own), all_ranks)
     assert bind(torch.nn.Linear(1, 1))(torch.ones(1)).shape == (1,)
     # two threads at once, each in its own topology
     results: dict[str, torch.Tensor] = {}
@@ -329,7 +329,7 @@ def test_compiled_function_follows_the_current_topology(tmp_path: Path) -> None:
 
 
 def test_unknown_checkpoint_implementation_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers must then bind the function they pass to checkpoint; the warning says how."""
+    """Callers must then bind the function they pass to checkpoint; as the warning states."""
     a = Topology()
     functions = [(recompute.CheckpointFunction, "forward"), (recompute._CheckpointFrame, "__init__")]
     for (holder, name), kind in zip(functions, (staticmethod, lambda function: function), strict=True):

@@ -1,6 +1,6 @@
 """Utilities for serving code: groups without global state, and arithmetic on sizes. From vLLM.
 
-docs/utils.md describes who can reach a group's port, and the security implications.
+docs/utils.md describes which hosts can reach a group's port, and the security implications.
 """
 
 from .arithmetic import (

@@ -1,6 +1,6 @@
 """Exchange objects between processes without torch.distributed's global state. From vLLM.
 
-docs/utils.md describes who can reach a group's port, and the security implications.
+docs/utils.md describes which hosts can reach a group's port, and the security implications.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StatelessProcessGroup:
     not thread-safe.
 
     Objects are pickled and pass through a store in rank 0's process. Use the group for metadata, between
-    processes that trust each other: anyone who can reach the port can run code in every rank (docs/utils.md).
+    processes that trust each other: any process that reaches the port can run code in every rank.
 
     When rank 0 drops its group, the port is freed and calls of the other ranks raise. Rank 0 leaves every
     barrier last, so it may drop its group right after one.
