@@ -18,7 +18,8 @@ from beforehand import once
 from core_abi import CSRC, FLAGS
 
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
-PARTS = ("library", "error", "driver", "compiler", "cubin", "kernels")
+PARTS = ("base/dynlib", "base/error")
+PARTS += tuple(f"devices/cuda/{name}" for name in ("driver", "nvrtc", "cubin_cache", "kernels"))
 CHILD = """
 import ctypes, locale, sys
 folder, nvrtc, what, *rest = sys.argv[1:]

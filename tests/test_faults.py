@@ -18,6 +18,7 @@ import torch.distributed as dist
 from conftest import PRELOAD, TRANSPORTS
 
 import spar
+from spar._runtime.channel import Operation
 from spar._runtime.registry import communicator
 
 # torch's own threads sometimes abort a process that has ended well (seen without spar, under load)
@@ -246,6 +247,7 @@ def test_threads_with_a_group_each(tmp_path: Path, transport: str) -> None:
 
 def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
     """The signal comes when the lock is taken, before this thread has done anything more."""
+    operation = Operation("gather", (0,), 1.0, False, False)
     for begin in ("exchange", "turn"):
         group = dist.new_group([0])
         comm = communicator(group)
@@ -267,7 +269,7 @@ def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
         lender.start()
         with pytest.raises(KeyboardInterrupt):
             if begin == "exchange":
-                comm.exchange("gather", torch.zeros(1), (0,), (1.0, False), False)
+                comm.exchange(operation, torch.zeros(1))
             with comm.turn("init"):
                 time.sleep(5)
         lender.join()
@@ -275,7 +277,7 @@ def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
         assert lock.acquire(timeout=1), "nobody holds it"
         lock.release()
         with pytest.raises(spar.GroupBrokenError, match="was interrupted"):
-            comm.exchange("gather", torch.zeros(1), (0,), (1.0, False), False)
+            comm.exchange(operation, torch.zeros(1))
         spar.close(group)
     dist.destroy_process_group()
 
