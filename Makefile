@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 LAYOUT ?= plain
 # What is passed on to pytest: make test ARGS='-k gather -x'
 ARGS ?=
+# How many tests run at once: one more than 2 cores, as ranks wait for one another. WORKERS=0: no pytest-xdist.
+WORKERS ?= 3
 
 # Warnings of the C compiler are errors here; `make SPAR_WERROR= ...` lets them pass.
 export SPAR_WERROR ?= 1
@@ -18,12 +20,13 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench soak test test-asan fuzz lint format build wheel clean gone
+.PHONY: help demo bench soak test check test-asan fuzz lint format build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
-	@echo 'make test    run all tests (ARGS= goes to pytest)'
+	@echo 'make check   after each edit: lint and the quick tests (under a minute)'
+	@echo 'make test    run all tests, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
 	@echo 'make test-asan  the same with the C extension under AddressSanitizer, as far as ARGS= says'
 	@echo 'make fuzz    the planner, the mailbox and the set-up under fuzzers (SECONDS=60; needs clang)'
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
@@ -50,7 +53,11 @@ soak: build .venv/.test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py $(SECONDS) $(ARGS)
 
 test: build .venv/.test
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+# Lint, and the tests that pytest's mark `quick` selects: tests/conftest.py says which.
+check: lint build .venv/.test
+	@$(BIN)/pytest -n $(WORKERS) -q -m quick $(ARGS)
 
 # The extension that .venv does not have: in a folder of its own, before the installed one on Python's path. The
 # interpreter itself is not sanitized, so the sanitizer is preloaded, with libstdc++, whose exceptions it must

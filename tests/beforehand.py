@@ -37,12 +37,12 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def begin(calls: Iterable[Callable[[], Any]]) -> Callable[[], None]:
-    """One after the other, by a thread that takes what other work leaves of a core; returns what ends it."""
+    """One after the other, by a thread that lets tests go first; returns what ends it."""
     ends = threading.Event()
 
     def work() -> None:
         if sys.platform == "linux":
-            os.nice(19)  # of this thread, and of the compilers that it starts
+            os.nice(5)  # also its compilers; with more, busy cores would keep them from a test that waits
         for call in calls:
             if ends.is_set():
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import itertools
 import multiprocessing as mp
 import os
@@ -18,13 +19,25 @@ from typing import Any
 
 import beforehand
 import pytest
+import workers
 
 from spar import _C
 
-FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell; of test_fault_matrix.py
+FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
 WORLDS = (1, 2, 3, 4, 7)
 PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
 COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]  # which each rank would import, by torch.compile
+FIRST = ("test_fault_matrix", "test_process", "test_compile", "test_ops", "test_layouts", "test_plan")
+LAST = ("test_cuda_libraries", "test_core")  # which have something compiled meanwhile
+SPREAD = {  # whose tests share nothing that is made once for a module
+    *("test_core", "test_coordinators", "test_faults", "test_forks", "test_hybrid", "test_local_failures"),
+    *("test_process", "test_refusals", "test_releases", "test_secrets", "test_set_ups", "test_source"),
+    *("test_strangers", "test_topology"),
+}
+# What `make check` runs: modules without ranks; and of some with ranks, one world over one transport
+QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
+QUICK |= {"test_sizes", "test_source", "test_structure", "test_utils"}
+QUICK_RANKS = {"test_data", "test_layouts", "test_ops", "test_sharding"}
 # Else each rank starts processes that import torch, to see that what was compiled for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -42,22 +55,64 @@ def _for_cpu_tensors() -> list[str]:
 TRANSPORTS = _for_cpu_tensors() if mp.current_process().name == "MainProcess" else []
 
 
+def pytest_configure() -> None:
+    workers.folder()  # before any worker or rank is started, which inherit it
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What has something compiled comes last."""
-    items.sort(key=lambda item: hasattr(_module(item), "BEFOREHAND"))
+    """Run long modules first, and last what has something compiled meanwhile; mark what is quick."""
+    places = {name: place for place, name in enumerate((*FIRST, "", *LAST))}
+    items.sort(key=lambda item: places.get(_module(item).__name__, len(FIRST)))
+    for item in items:
+        name, values = _module(item).__name__, getattr(getattr(item, "callspec", None), "params", {})
+        if name in QUICK or (
+            name in QUICK_RANKS and (values.get("world"), values.get("ranks")) == (3, "shm")
+        ):
+            item.add_marker(pytest.mark.quick)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each module to one worker, but each test of SPREAD to any worker, in their order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return nodeid if Path(path).stem in SPREAD else path
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("compile" in item.nodeid for item in session.items):
         PRELOAD.extend(COMPILERS)
-    if not session.config.option.collectonly:
+    # one worker begins: another one that is earlier builds what it needs itself
+    if not session.config.option.collectonly and os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         modules = dict.fromkeys(_module(item) for item in session.items)
         calls = [call for module in modules for call in getattr(module, "BEFOREHAND", ())]
         session.config.add_cleanup(beforehand.begin(calls))
 
 
-def _module(item: pytest.Item) -> object:
+def _module(item: pytest.Item) -> Any:
     return item.getparent(pytest.Module).obj  # type: ignore[union-attr]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's limit
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    machine = workers.machine.alone() if item.get_closest_marker("alone") else workers.machine.shared()
+    with machine:
+        return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Also called where the run is reported, with reports of all workers."""
+    for name, value in report.user_properties:
+        if name == "fault" and report.when == "call":
+            fault, column, cell = value  # type: ignore[misc]
+            FAULT_TABLE.setdefault(fault, {})[column] = cell
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -86,6 +141,8 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what torch's import left: gc.collect() would take half a second for it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background ignores
     os.environ.update(environment)
     for library in libraries:
         ctypes.CDLL(str(library))

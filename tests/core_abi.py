@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import enum
 import subprocess
-import tempfile
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
+import workers
 from beforehand import once
 
 TESTS = Path(__file__).resolve().parent
@@ -366,14 +366,16 @@ def _expected_abi() -> list[tuple[str, int]]:
 @once
 def library() -> ctypes.CDLL:
     abi = _expected_abi()
-    with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder, "abi.c")
+
+    def fill(folder: Path) -> None:
+        table = folder / "abi.c"
         table.write_text(
             '#include "base/env.h"\n#include "base/dynlib.h"\n#include "spar.h"\n'
             f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
         )
-        compile_core(Path(folder, "core.so"), "-O2", "-fPIC", "-shared", table)
-        core = ctypes.CDLL(str(Path(folder, "core.so")))
+        compile_core(folder / "core.so", "-O2", "-fPIC", "-shared", table)
+
+    core = ctypes.CDLL(str(workers.built("core", fill) / "core.so"))
     built = (ctypes.c_longlong * len(abi)).in_dll(core, "abi")
     wrong = [
         f"{c} is {value}, here {ours}" for (c, ours), value in zip(abi, built, strict=True) if ours != value

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
-from beforehand import once
+import workers
 
 FOLDER = Path(__file__).resolve().parent / "standin"
 CSRC = FOLDER.parent.parent / "csrc"
@@ -51,16 +50,10 @@ def _run(*command: str | Path) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
 
 
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # they stay until the process ends
-
-
-@once
 def built(*options: str) -> Path:
     """A folder with all of them, built with the options."""
-    _folders.append(tempfile.TemporaryDirectory())
-    folder = Path(_folders[-1].name)
-    build(folder, *options)
-    return folder
+    name = "-".join(("standins", *(option.strip("-").replace("=", "-") for option in options)))
+    return workers.built(name, lambda folder: build(folder, *options))
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import core
 import pytest
 import standins
+import workers
 from beforehand import once
 
 pytestmark = pytest.mark.not_under_asan("programs without Python, which have sanitizers of their own")
@@ -41,27 +41,30 @@ def run(program: Path, *arguments: str, **environment: str) -> subprocess.Comple
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, timeout=120)
 
 
-_folder = tempfile.TemporaryDirectory()
+class NoCompiler(Exception):
+    """Why this machine cannot have a program."""
 
 
 @once
-def build(compiler: str, kind: str) -> Path | str:
-    """The program, or the reason why this machine cannot have it."""
+def build(compiler: str, kind: str) -> Path:
     if not shutil.which(compiler):
-        return f"{compiler} is not installed"
-    folder = Path(_folder.name)
-    probe, program = folder / f"probe-{compiler}-{kind}", folder / f"tests-{compiler}-{kind}"
-    (folder / f"{probe.name}.c").write_text("int main(void) { return 0; }\n")
-    command = [compiler, *KINDS[kind], f"{probe}.c", "-o", str(probe)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        done = run(probe)
-    if done.returncode:
-        return f"{compiler} {' '.join(KINDS[kind])} gives no program that runs: {done.stderr[-300:]}"
-    core.compile_core(
-        program, *KINDS[kind], FOLDER / "main.c", *sorted(FOLDER.glob("test_*.c")), compiler=compiler
-    )
-    return program
+        raise NoCompiler(f"{compiler} is not installed")
+
+    def fill(folder: Path) -> None:
+        probe = folder / "probe"
+        (folder / "probe.c").write_text("int main(void) { return 0; }\n")
+        command = [compiler, *KINDS[kind], f"{probe}.c", "-o", str(probe)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            done = run(probe)
+        if done.returncode:
+            raise NoCompiler(
+                f"{compiler} {' '.join(KINDS[kind])} gives no program that runs: {done.stderr[-300:]}"
+            )
+        sources = [FOLDER / "main.c", *sorted(FOLDER.glob("test_*.c"))]
+        core.compile_core(folder / "program", *KINDS[kind], *sources, compiler=compiler)
+
+    return workers.built(f"{compiler}-{kind}", fill) / "program"
 
 
 BEFOREHAND = [partial(build, compiler, kind) for compiler, kind in BUILDS]
@@ -76,10 +79,10 @@ def program() -> Builder:
     """program(compiler, kind)"""
 
     def get(compiler: str, kind: str) -> Path:
-        built = build(compiler, kind)
-        if isinstance(built, str):
-            pytest.skip(built)
-        return built
+        try:
+            return build(compiler, kind)
+        except NoCompiler as reason:
+            pytest.skip(str(reason))
 
     return get
 
@@ -107,6 +110,7 @@ def test_parts(program: Builder, name: str, kind: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", ["plain", "address"])
 def test_shared_memory_between_processes(program: Builder, kind: str, world: int) -> None:
@@ -148,6 +152,7 @@ def test_a_rank_that_lies_about_its_output(program: Builder, how: str, which: in
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.alone
 def test_what_a_plan_costs(program: Builder, record_property: Callable[[str, object], None]) -> None:
     done = run(program("gcc", "plain"), "core", "bench")
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import standins
-from beforehand import once
+import workers
 from core_abi import CSRC, FLAGS
 
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
@@ -52,17 +51,15 @@ def packaged(*patterns: str) -> list[Path]:
     return [path for root in roots for pattern in patterns for path in sorted(root.glob(pattern))]
 
 
-_folder = tempfile.TemporaryDirectory()
-
-
-@once
 def build() -> Path:
     """A folder with part.so: what of the core opens libraries."""
-    folder = Path(_folder.name)
-    sources = [str(CSRC / f"{name}.c") for name in PARTS]
-    command = ["cc", *FLAGS, "-O1", "-fPIC", "-shared", *sources, "-o", str(folder / "part.so")]
-    subprocess.run(command, check=True)
-    return folder
+
+    def fill(folder: Path) -> None:
+        sources = [str(CSRC / f"{name}.c") for name in PARTS]
+        command = ["cc", *FLAGS, "-O1", "-fPIC", "-shared", *sources, "-o", str(folder / "part.so")]
+        subprocess.run(command, check=True)
+
+    return workers.built("part", fill)
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +177,22 @@ def machine_code(architecture: str) -> tuple[int, bytes]:
     found = packaged("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12", "lib64/libnvrtc.so.1*")
     if not found:
         pytest.skip("no libnvrtc here: neither a toolkit nor the package nvidia-cuda-nvrtc")
-    return ask(build(), "cubin", architecture, nvrtc=str(found[0]), XDG_CACHE_HOME=f"{_folder.name}/kept")
+    cache = str(workers.folder() / "kept")
+    return ask(build(), "cubin", architecture, nvrtc=str(found[0]), XDG_CACHE_HOME=cache)
 
 
-compiled = once(machine_code)
+def compiled(architecture: str) -> tuple[int, bytes]:
+    """What the first call of all workers gave."""
+
+    def fill(folder: Path) -> None:
+        status, code = machine_code(architecture)
+        (folder / "status").write_text(f"{status}")
+        (folder / "code").write_bytes(code)
+
+    folder = workers.built(f"cubin-{architecture}", fill)
+    return int((folder / "status").read_text()), (folder / "code").read_bytes()
+
+
 BEFOREHAND = [partial(compiled, architecture) for architecture in ARCHITECTURES]
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FAULT_TABLE
 from fault_cases import (
     CAP,
     DEATHS,
@@ -37,6 +36,7 @@ from fault_cases import (
     odd_of,
 )
 from test_faults import finish, start
+from workers import machine
 
 import spar
 
@@ -146,10 +146,11 @@ class Column:
 def columns(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Column]:
     folder = tmp_path_factory.mktemp("faults")
     made = {(t, w): Column(folder / f"{t}{w}", t, w) for w in SIZES for t in TRANSPORTS}
-    for column in made.values():  # at once: they mostly wait
-        column.start(goes_through, column.transport)
-    for column in made.values():
-        column.finish(90)
+    with machine.alone():
+        for column in made.values():  # at once: they mostly wait
+            column.start(goes_through, column.transport)
+        for column in made.values():
+            column.finish(90)
     return made
 
 
@@ -158,16 +159,21 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int
     folder, made = tmp_path_factory.mktemp("deaths"), {}
     for i, how in enumerate(DEATHS):
         some = [Column(folder / f"{t}{world}.{i}", t, world) for t in TRANSPORTS for world in SIZES]
-        for column in some:
-            column.start(dies, how)
-            made[how, column.transport, column.world] = column
-        for column in some:
-            column.finish(30)
+        with machine.alone():
+            for column in some:
+                column.start(dies, how)
+                made[how, column.transport, column.world] = column
+            for column in some:
+                column.finish(30)
     return made
 
 
-def note(fault: str, transport: str, world: int, cell: str) -> None:
-    FAULT_TABLE.setdefault(fault, {})[f"{transport} {world}"] = cell
+Property = Callable[[str, object], None]
+
+
+def note(record_property: Property, fault: str, transport: str, world: int, cell: str) -> None:
+    """For the table that conftest.py prints."""
+    record_property("fault", (fault, f"{transport} {world}", cell))
 
 
 def first_words(name: str) -> str:
@@ -177,11 +183,17 @@ def first_words(name: str) -> str:
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault(columns: dict[tuple[str, int], Column], name: str, transport: str, world: int) -> None:
+def test_fault(
+    columns: dict[tuple[str, int], Column],
+    record_property: Property,
+    name: str,
+    transport: str,
+    world: int,
+) -> None:
     fault, column = FAULTS[name], columns[transport, world]
     assert column.codes == [0] * world, "the processes must have ended"
     if fault.only not in ("", transport):
-        note(name, transport, world, NOT_THERE[name])
+        note(record_property, name, transport, world, NOT_THERE[name])
         return
     results = [report[name] for report in column.reports]
     pids = [process.pid for process in column.processes]
@@ -211,13 +223,19 @@ def test_fault(columns: dict[tuple[str, int], Column], name: str, transport: str
         assert len({result["text"].split(":", 1)[1] for result in results}) == 1, "the same on all ranks"
         assert all(0 < len(result["ranks"]) < world for result in results)
     seconds = max(result["seconds"] for result in results[: world - 1])
-    note(name, transport, world, f"{first_words(fault.error)} {seconds:.2f}")
+    note(record_property, name, transport, world, f"{first_words(fault.error)} {seconds:.2f}")
 
 
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", DEATHS)
-def test_death(deaths: dict[tuple[str, str, int], Column], how: str, transport: str, world: int) -> None:
+def test_death(
+    deaths: dict[tuple[str, str, int], Column],
+    record_property: Property,
+    how: str,
+    transport: str,
+    world: int,
+) -> None:
     column = deaths[how, transport, world]
     assert column.codes == [0] * (world - 1) + [0 if how == "exits" else -signal.SIGKILL]
     died = float((column.folder / "died").read_text())
@@ -232,7 +250,7 @@ def test_death(deaths: dict[tuple[str, str, int], Column], how: str, transport: 
         assert result["again"]["error"] == "GroupBrokenError" and result["again"]["seconds"] < 0.3
         took.append(result["at"] - died)
     assert max(took) < LOST_WITHIN
-    note(how, transport, world, f"PeerLost {max(took):.2f}")
+    note(record_property, how, transport, world, f"PeerLost {max(took):.2f}")
 
 
 # ---- threads of one process: the test builds' own transport ----
@@ -240,7 +258,7 @@ def test_death(deaths: dict[tuple[str, str, int], Column], how: str, transport: 
 
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize("name", ["another shape", "another dim", "never comes"])
-def test_fault_between_threads(name: str, world: int) -> None:
+def test_fault_between_threads(record_property: Property, name: str, world: int) -> None:
     import core  # here: the ranks import this file, too, and shall not wait for it
     from cases import items
     from core import Plan, Spec, Status, request
@@ -263,4 +281,4 @@ def test_fault_between_threads(name: str, world: int) -> None:
     assert all(output.is_untouched() for outcome in outcomes if outcome for output in outcome.outputs)
     shared.close()
     error = "ExchangeTimeoutError" if name == "never comes" else "MismatchError"
-    note(name, "local", world, f"{first_words(error)} {max(seconds):.2f}")
+    note(record_property, name, "local", world, f"{first_words(error)} {max(seconds):.2f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -60,6 +61,8 @@ def _enter(
     meet: bool,
     environment: dict[str, str],
 ) -> None:
+    gc.freeze()  # what torch's import left: gc.collect() would take half a second for it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background ignores
     os.environ.update(environment)
     torch.set_num_threads(1)
     if initialize:

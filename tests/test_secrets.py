@@ -100,13 +100,13 @@ class Member:
         return words[:-16] + siphash(self.key(), challenges + words[:-16])
 
     @contextlib.contextmanager
-    def expected(self) -> Iterator[threading.Thread]:
-        """While the rank sets a group up in which this is the other process."""
+    def expected(self, limit: float = 20) -> Iterator[threading.Thread]:
+        """While the rank sets a group up in which this is the other process, for at most so many seconds."""
         comm = _C.comm("shm", self.facts, 0, 2, "test")
         verdict = comm.verdict
         assert verdict[:4] == bytes(4), verdict
         other = bytes(len(verdict))
-        ended = threading.Thread(target=lambda: comm.connect(verdict + other, time.monotonic() + 20))
+        ended = threading.Thread(target=lambda: comm.connect(verdict + other, time.monotonic() + limit))
         ended.start()
         yield ended
         self.listener.close()
@@ -123,13 +123,15 @@ def arena_of(length: int) -> int:
     return fd
 
 
-def dials_a_rank(member: Member, recorded: list[bytes] | None = None) -> tuple[list[bytes], bytes, int]:
+def dials_a_rank(
+    member: Member, recorded: list[bytes] | None = None, seconds: float = 5
+) -> tuple[list[bytes], bytes, int]:
     """What it sent, the rank's last reply, and how many descriptors came."""
     challenge = os.urandom(16)
     line = connect(member.rank)
     first = recorded[0] if recorded else message(CALL, member.own, member.rank, challenge)
     line.send(first)
-    reply, count = receive(line, 5)
+    reply, count = receive(line, seconds)
     assert count == 0
     if not reply or MESSAGE.unpack(reply)[1] != CHALLENGE:
         return [first], reply, count
@@ -156,10 +158,10 @@ def wrong_secret_dials(rank: int, folder: Path) -> None:
         # a replay: against the connected pair, in a later set-up, and out of any
         assert dials_a_rank(member, sent)[2] == 0
     assert b"mailbox" in member.verdict  # all went well but what a stranger's arena lacks
-    with member.expected():
+    with member.expected(4):  # in vain
         _, reply, count = dials_a_rank(member, sent)
         assert (reply, count) == (b"", 0)
-    _, reply, count = dials_a_rank(member, sent)
+    _, reply, count = dials_a_rank(member, sent, seconds=1)
     assert (reply, count) == (b"", 0)
 
 

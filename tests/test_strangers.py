@@ -263,11 +263,13 @@ def is_flooded(rank: int, folder: Path, how: str, another_user: bool) -> None:
 
 
 @root
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_other_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
     assert finish(start(is_flooded, 2, tmp_path, how, True, meet=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_same_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
     assert finish(start(is_flooded, 2, tmp_path, how, False, meet=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
@@ -292,6 +294,7 @@ def watches_under_a_flood(rank: int, folder: Path) -> None:
 
 
 @root
+@pytest.mark.alone
 def test_watch_under_other_user_flood(tmp_path: Path) -> None:
     ranks = start(watches_under_a_flood, 2, tmp_path, meet=False, SPAR_TRANSPORT="torch")
     assert finish(ranks, 60) == [0, -signal.SIGKILL]
