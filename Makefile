@@ -31,7 +31,7 @@ help:
 	@echo 'make fuzz    the planner, the mailbox and the set-up under fuzzers (SECONDS=60; needs clang)'
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
 	@echo 'make soak    random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
-	@echo 'make lint    clang-format, ruff, mypy'
+	@echo 'make lint    clang-format, clang-tidy, ruff, mypy, codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make build   only install spar and what the demo needs, into .venv'
 	@echo 'make wheel   source distribution, and a wheel built from it, into dist'
@@ -75,10 +75,33 @@ test-asan: build .venv/.test
 fuzz:
 	@fuzz/run $(SECONDS)
 
+# Each tool is a target, which .pre-commit-config.yaml also names; two run at a time.
+LINTERS := lint-c lint-tidy lint-python lint-types lint-spelling
+.PHONY: $(LINTERS)
 lint: .venv/.lint
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(LINTERS)
+
+$(LINTERS): .venv/.lint
+
+lint-c:
 	@echo 'clang-format'; $(BIN)/clang-format --dry-run -Werror $(C_FILES)
+
+# On stderr clang-tidy counts the warnings of system headers.
+lint-tidy:
+	@echo 'clang-tidy'; \
+	include=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
+	log=$$(find csrc -name '*.c' | xargs -P $$(nproc) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c11 -Icsrc \
+	-D_GNU_SOURCE '-DSPAR_VERSION="0"' -DPy_LIMITED_API=0x030A0000 -isystem "$$include" 2>&1) || \
+	{ echo "$$log"; exit 1; }
+
+lint-python:
 	@echo 'ruff'; $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
+
+lint-types:
 	@echo 'mypy --strict'; $(BIN)/mypy --strict
+
+lint-spelling:
+	@echo 'codespell'; $(BIN)/codespell
 
 format: .venv/.lint
 	@$(BIN)/clang-format -i $(C_FILES)
