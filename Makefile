@@ -50,7 +50,7 @@ bench: build
 # How long random calls go on under random faults, and each fuzzer looks for new inputs, after the stored ones.
 SECONDS ?= 60
 soak: build .venv/.test
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py $(SECONDS) $(ARGS)
+	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
 
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)

@@ -40,9 +40,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import core  # type: ignore[import-not-found]
-import core_abi  # type: ignore[import-not-found]
-from core_abi import Route, Scale, ScaleType, Span
+from helpers import core, core_abi  # type: ignore[import-not-found]
+from helpers.core_abi import Route, Scale, ScaleType, Span  # type: ignore[import-not-found]
 
 KINDS = {  # spar's type: torch's dtype, and the widths of its kernels
     ScaleType.UNSCALED: (torch.uint8, (16, 8, 4, 2, 1)),

@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import beforehand
 import pytest
-import workers
+from helpers import beforehand, workers
 
 from spar import _C
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from ctypes import byref
 
-import core
 import pytest
-from core import CoreError, Status
+from helpers import core
+from helpers.core import CoreError, Status
 
 from spar import _C
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from reference import assert_same, rule
+from helpers.reference import assert_same, rule
 from test_faults import finish, start
 
 import spar

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_same
-from stateless import free_port
+from helpers.reference import assert_same
+from helpers.stateless import free_port
 from test_coordinators import NESTED, check_dict, tensor, whole_dict
 from test_faults import finish, start
 

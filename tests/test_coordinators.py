@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_same
+from helpers.reference import assert_same
 from test_faults import finish, start, tell, told
 from test_hybrid import exchanges
 

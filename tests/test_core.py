@@ -12,11 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import core
 import pytest
-import standins
-import workers
-from beforehand import once
+from helpers import core, standins, workers
+from helpers.beforehand import once
 
 pytestmark = pytest.mark.not_under_asan("programs without Python, which have sanitizers of their own")
 

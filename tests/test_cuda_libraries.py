@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import standins
-import workers
-from core_abi import CSRC, FLAGS
+from helpers import standins, workers
+from helpers.core_abi import CSRC, FLAGS
 
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 PARTS = ("base/dynlib", "base/error")

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_cases import (
+from helpers.fault_cases import (
     CAP,
     DEATHS,
     FAULTS,
@@ -35,8 +35,8 @@ from fault_cases import (
     gather,
     odd_of,
 )
+from helpers.workers import machine
 from test_faults import finish, start
-from workers import machine
 
 import spar
 
@@ -259,9 +259,9 @@ def test_death(
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize("name", ["another shape", "another dim", "never comes"])
 def test_fault_between_threads(record_property: Property, name: str, world: int) -> None:
-    import core  # here: the ranks import this file, too, and shall not wait for it
-    from cases import items
-    from core import Plan, Spec, Status, request
+    from helpers import core  # here: the ranks import this file, too, and shall not wait for it
+    from helpers.cases import items
+    from helpers.core import Plan, Spec, Status, request
 
     shared = core.World(world)
     inputs = [(items(2, 6),) for _ in range(world)]

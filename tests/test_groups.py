@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
-from reference import assert_same, rule
+from helpers.reference import assert_same, rule
 
 import spar
 from spar._runtime.registry import by_handle, communicator, place_of

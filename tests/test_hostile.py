@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import core
 import pytest
 import torch
-from cases import GENERATORS, MAX, OPS, Case, Cut, Move, Part, check_content, every_op, items
-from core import CoreError, Plan, Spec, Status, World, contiguous, request
-from reference import in_runs
+from helpers import core
+from helpers.cases import GENERATORS, MAX, OPS, Case, Cut, Move, Part, check_content, every_op, items
+from helpers.core import CoreError, Plan, Spec, Status, World, contiguous, request
+from helpers.reference import in_runs
 
 # ---- Hostile numbers --------------------------------------------------------------------------------------
 

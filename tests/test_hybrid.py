@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from reference import among, assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
+from helpers.reference import among, assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
 from test_faults import finish, start
 
 import spar

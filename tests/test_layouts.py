@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WORLDS, Ranks
-from reference import assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
+from helpers.reference import assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
 
 import spar
 

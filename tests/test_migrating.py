@@ -12,12 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import elsewhere
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from reference import assert_same, cells
+from helpers import elsewhere
+from helpers.reference import assert_same, cells
 from test_faults import finish, start
 
 from spar.data import sp_slice_and_pad_input

@@ -10,17 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import cases
-import nccl_faults
-import nccl_ranks
 import pytest
-import standins
 import torch
 import torch.distributed as dist
-from cases import OPS, Cut
 from conftest import Ranks
-from nccl_ranks import Cell
-from reference import in_runs, zigzag
+from helpers import cases, nccl_faults, nccl_ranks, standins
+from helpers.cases import OPS, Cut
+from helpers.nccl_ranks import Cell
+from helpers.reference import in_runs, zigzag
 
 import spar
 from spar import _C

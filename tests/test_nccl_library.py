@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from core_abi import CSRC, FLAGS
+from helpers.core_abi import CSRC, FLAGS
 
 CHILD = """
 import ctypes, sys

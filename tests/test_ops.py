@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WORLDS, Ranks
-from reference import assert_same, cells, part, rule, scaled
+from helpers.reference import assert_same, cells, part, rule, scaled
 
 import spar
 from spar._runtime.transports import torch as torch_transport

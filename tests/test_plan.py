@@ -6,10 +6,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-import core
 import pytest
 import torch
-from cases import (
+from helpers import core
+from helpers.cases import (
     EXAMPLES,
     GENERATORS,
     ITEMS,
@@ -24,7 +24,7 @@ from cases import (
     items,
     seeded_case,
 )
-from core import Plan, Spec, contiguous, request
+from helpers.core import Plan, Spec, contiguous, request
 from hypothesis import given, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_torch")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref
 
-import core
 import pytest
 import torch
-from cases import every_op, items
-from core import CoreError, Plan, Spec, contiguous, request
+from helpers import core
+from helpers.cases import every_op, items
+from helpers.core import CoreError, Plan, Spec, contiguous, request
 
 # ---- The cost of planning ---------------------------------------------------------------------------------
 

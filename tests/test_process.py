@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.data
-from reference import assert_same
+from helpers.reference import assert_same
 from test_faults import TEARDOWN, finish, start
 
 import spar

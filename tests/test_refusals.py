@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_same
+from helpers.reference import assert_same
 from test_faults import finish, start, tell, told
 
 import spar
@@ -230,7 +230,7 @@ def test_few_descriptors(tmp_path: Path) -> None:
 )
 def test_the_cores_of_a_cgroup(tmp_path: Path, quota: str, cores: int) -> None:
     """A quota below one core is one; no quota, or one that cannot be read, leaves those of the affinity."""
-    import core_abi
+    from helpers import core_abi
 
     (tmp_path / "cpu.max").write_text(quota)
     (tmp_path / "cgroup").write_text("0::/\n")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import core
 import pytest
 import torch
-from core import Scale, ScaleType
+from helpers import core
+from helpers.core import Scale, ScaleType
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
 

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import core
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_same
+from helpers import core
+from helpers.reference import assert_same
 from test_faults import finish, start
 
 import spar

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WORLDS, Ranks
-from reference import assert_same, cells, part, rule
+from helpers.reference import assert_same, cells, part, rule
 
 import spar
 from spar.parallel_state import set_sequence_parallel_group

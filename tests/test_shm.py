@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from reference import assert_same
+from helpers.reference import assert_same
 from test_faults import finish, start, tell, told
 
 import spar

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.reference import rule
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import rule
 
 import spar
 

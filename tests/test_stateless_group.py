@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from stateless import answers, at_once, free_port, groups, is_free, taken
+from helpers.stateless import answers, at_once, free_port, groups, is_free, taken
 from test_faults import finish, start, tell, told
 
 import spar

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
-from reference import assert_same, cells
-from stateless import free_port, is_free
+from helpers.reference import assert_same, cells
+from helpers.stateless import free_port, is_free
 from test_faults import finish, start, tell, told
 
 import spar

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_same
+from helpers.reference import assert_same
 from test_faults import finish, start
 from test_refusals import root
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import core
 import pytest
 import torch
 import torch.distributed as dist
-from core import Scale, ScaleType
+from helpers import core
+from helpers.core import Scale, ScaleType
 from test_faults import finish, start
 
 import spar

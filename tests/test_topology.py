@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from reference import assert_same, cells, owned, zigzag
+from helpers.reference import assert_same, cells, owned, zigzag
 from test_faults import TEARDOWN, finish, start
 from test_hybrid import exchanges
 from torch.distributed.device_mesh import init_device_mesh

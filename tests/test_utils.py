@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_same, cells
+from helpers.reference import assert_same, cells
 
 from spar import utils
 from spar.utils import get_pp_indices

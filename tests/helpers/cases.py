@@ -8,14 +8,14 @@ import os
 import random
 from collections.abc import Callable, Sequence
 
-import core
 import pytest
 import torch
-from core import Plan
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from reference import among, in_runs, zigzag
 
+from helpers import core
+from helpers.core import Plan
+from helpers.reference import among, in_runs, zigzag
 from spar import _C
 
 OPS = {name: inverse for name, inverse, _ in _C.ops()}  # core.ops() would compile the core in each rank

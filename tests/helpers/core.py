@@ -17,7 +17,8 @@ from ctypes import POINTER, byref, c_char, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
-from core_abi import (  # those that only tests use are re-exported
+
+from helpers.core_abi import (  # those that only tests use are re-exported
     MAX_WORLD,
     Call,
     Comm,
@@ -39,25 +40,25 @@ from core_abi import (  # those that only tests use are re-exported
     last_error,
     library,
 )
-from core_abi import (
+from helpers.core_abi import (
     SIDE_PULL as SIDE_PULL,
 )
-from core_abi import (
+from helpers.core_abi import (
     Choice as Choice,
 )
-from core_abi import (
+from helpers.core_abi import (
     Endpoint as Endpoint,
 )
-from core_abi import (
+from helpers.core_abi import (
     EnvValue as EnvValue,
 )
-from core_abi import (
+from helpers.core_abi import (
     PlanStats as PlanStats,
 )
-from core_abi import (
+from helpers.core_abi import (
     Refusal as Refusal,
 )
-from core_abi import (
+from helpers.core_abi import (
     compile_core as compile_core,
 )
 

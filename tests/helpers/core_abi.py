@@ -8,10 +8,10 @@ import subprocess
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-import workers
-from beforehand import once
+from helpers import workers
+from helpers.beforehand import once
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parent.parent
 CSRC = TESTS.parent / "csrc"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-DSPAR_LOCAL", '-DSPAR_VERSION="test"', f"-I{CSRC}"]
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from reference import rule
 
 import spar
+from helpers.reference import rule
 
 Group = dist.ProcessGroup
 

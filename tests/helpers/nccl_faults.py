@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_ranks import (
+
+import spar
+from helpers.nccl_ranks import (
     DEVICE,
     Stream,
     communicator,
@@ -27,8 +29,6 @@ from nccl_ranks import (
     wait,
     within,
 )
-
-import spar
 from spar._runtime.channel import Operation
 from spar._runtime.communicator import Communicator
 from spar._runtime.transports import nccl

@@ -1,4 +1,4 @@
-"""Random operations under random faults, for as long as wanted: python tests/soak.py SECONDS [SEED].
+"""Random operations under random faults, for as long as wanted: make soak SECONDS=60 ARGS=SEED.
 
 World after world of 2 to 4 ranks, over shared memory or torch, makes random calls, whose bytes each rank
 computes by itself. Now and then ranks disagree, one is stopped, for a moment or beyond the limit, or never
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from reference import cells, owned, packed, part, rule, same_bits, zigzag
 from test_faults import finish, start
 
 import spar
+from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
 from spar import _C
 
 Group = dist.ProcessGroup

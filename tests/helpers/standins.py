@@ -11,9 +11,9 @@ import os
 import subprocess
 from pathlib import Path
 
-import workers
+from helpers import workers
 
-FOLDER = Path(__file__).resolve().parent / "standin"
+FOLDER = Path(__file__).resolve().parent.parent / "standin"
 CSRC = FOLDER.parent.parent / "csrc"
 NAMES = ("libcuda.so.1", "libnvrtc.so.12", "libnccl.so.2")
 FLAGS = ["-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-D_GNU_SOURCE"]
