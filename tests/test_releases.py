@@ -57,6 +57,9 @@ def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> 
             gather(torch.zeros(4 << 20), group, 0)
     assert arenas() == world
     assert death.poll(30_000)
+    tell(folder, world + rank, "lost")
+    for other in range(world - 1):  # one still in its calls holds what these have published
+        told(folder, world + other)
     if rank:
         told(folder, rank - 1)
     if how == "close":
