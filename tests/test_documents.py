@@ -61,4 +61,4 @@ def test_source_distribution_holds_every_tracked_file(tmp_path: Path) -> None:
     with tarfile.open(archive) as packed:
         held = {name.partition("/")[2] for name in packed.getnames()}
     wanted = {name for name in tracked if "/" not in name or name.startswith(SOURCES)}
-    assert wanted - held <= {".gitignore", ".clang-format"}
+    assert wanted - held <= {".gitignore"}
