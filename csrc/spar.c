@@ -5,51 +5,51 @@
 #include <string.h>
 
 /* A stage's status as all ranks are told it; what ends the wait itself is this rank's own matter. */
-static spar_status tell(spar_status status, spar_verdict *verdict)
+static spar_status report(spar_status status, spar_setup_result *result)
 {
-    verdict->failed = status != SPAR_OK;
-    snprintf(verdict->reason, sizeof verdict->reason, "%s",
+    result->failed = status != SPAR_OK;
+    snprintf(result->reason, sizeof result->reason, "%s",
              status == SPAR_OK ? "" : spar_last_error());
     return spar_ends_wait(status) ? status : SPAR_OK;
 }
 
-spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,
+spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world,
                            int rank, int local_ranks, const spar_native *native, spar_comm **comm,
-                           spar_verdict *verdict)
+                           spar_setup_result *result)
 {
     if (world < 1 || rank < 0 || rank >= world)
         return spar_fail(SPAR_INVALID, "a comm for rank %d of %d", rank, world);
     spar_comm *made = calloc(1, sizeof *made);
-    spar_facts *copy = malloc((size_t)world * sizeof *copy);
+    spar_peer_info *copy = malloc((size_t)world * sizeof *copy);
     if (!made || !copy) {
         free(made);
         free(copy);
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
     }
-    memcpy(copy, facts, (size_t)world * sizeof *copy);
+    memcpy(copy, info, (size_t)world * sizeof *copy);
     *made = (spar_comm){.transport = transport,
                         .world = world,
                         .rank = rank,
                         .local_ranks = local_ranks,
-                        .facts = copy};
+                        .info = copy};
     if (native)
         made->native = *native;
-    memset(verdict, 0, sizeof *verdict);
+    memset(result, 0, sizeof *result);
     *comm = made;
-    return tell(transport->setup ? transport->setup(made, copy, verdict) : SPAR_OK, verdict);
+    return report(transport->setup ? transport->setup(made, copy, result) : SPAR_OK, result);
 }
 
-spar_status spar_comm_connect(spar_comm *comm, const spar_verdict *verdicts,
-                              const spar_patience *patience, spar_verdict *verdict)
+spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,
+                              const spar_deadline *deadline, spar_setup_result *result)
 {
     spar_status status = SPAR_OK;
-    memset(verdict, 0, sizeof *verdict);
+    memset(result, 0, sizeof *result);
     for (int rank = 0; status == SPAR_OK && rank < comm->world; rank++)
-        if (verdicts[rank].failed)
-            status = spar_fail(SPAR_TRANSPORT, "rank %d: %.90s", rank, verdicts[rank].reason);
+        if (results[rank].failed)
+            status = spar_fail(SPAR_TRANSPORT, "rank %d: %.90s", rank, results[rank].reason);
     if (status == SPAR_OK && comm->transport->connect)
-        status = comm->transport->connect(comm, verdicts, patience);
-    return tell(status, verdict);
+        status = comm->transport->connect(comm, results, deadline);
+    return report(status, result);
 }
 
 spar_status spar_comm_run(spar_comm *comm, spar_call *call)
@@ -67,6 +67,6 @@ void spar_comm_close(spar_comm *comm)
 {
     if (comm->transport->close)
         comm->transport->close(comm);
-    free(comm->facts);
+    free(comm->info);
     free(comm);
 }

@@ -48,14 +48,14 @@
 
 /* A rank's part in a group, over a transport that spar_choose named; `native` may be NULL. The verdict is for all
  * other ranks: it says whether this rank failed, and why; the status is about memory alone. */
-spar_status spar_comm_open(const spar_transport *transport, const spar_facts *facts, int world,
+spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world,
                            int rank, int local_ranks, const spar_native *native, spar_comm **comm,
-                           spar_verdict *verdict);
+                           spar_setup_result *result);
 
 /* Second stage, from everybody's verdicts [world]; gives another verdict. Where no rank's says that it failed,
  * the comm can run. */
-spar_status spar_comm_connect(spar_comm *comm, const spar_verdict *verdicts,
-                              const spar_patience *patience, spar_verdict *verdict);
+spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,
+                              const spar_deadline *deadline, spar_setup_result *result);
 
 /* One exchange; all ranks of the group call it in the same order. */
 spar_status spar_comm_run(spar_comm *comm, spar_call *call);

@@ -72,7 +72,7 @@ static int is_shadow(liar *l)
 {
     mailbox *box = box_of(l), *shadow = (mailbox *)(l->shadow + l->mailbox);
     shadow->waiters = box->waiters;
-    shadow->goodbye[now.rank] = box->goodbye[now.rank];
+    shadow->detached[now.rank] = box->detached[now.rank];
     return memcmp(l->arena, l->shadow, LENGTH) == 0;
 }
 
@@ -136,8 +136,8 @@ static void behave(liar *l, int rank)
         PUT(l, signature, plan ? spar_plan_signature(plan, now.call->text) : 0);
         PUT(l, status, SPAR_OK);
         PUT(l, published, call);
-    } else if ((int32_t)(box->told - now.group->own->told) < 0) {
-        PUT(l, told, now.group->own->told);
+    } else if ((int32_t)(box->described - now.group->own->described) < 0) {
+        PUT(l, described, now.group->own->described);
     } else if ((int32_t)(box->done - call) < 0) {
         PUT(l, done, call);
     }
@@ -157,7 +157,7 @@ static void lie(liar *l)
         PUT(l, done, which & 16 ? half : near);
         break;
     case 2:
-        PUT(l, told, which & 16 ? half : near);
+        PUT(l, described, which & 16 ? half : near);
         break;
     case 3:
         PUT(l, broken, half);
@@ -263,7 +263,7 @@ static void check_status(spar_status status, const spar_call *call)
         const char *text = spar_transport_shm.shown(&(spar_comm){.state = now.group}, rank);
         EXPECT(!text || (status != SPAR_OK && strlen(text) < SPAR_GROUP_TEXT));
     }
-    EXPECT(fuzz_now_ns < call->patience.deadline_ns + 4 * LIMIT_NS);
+    EXPECT(fuzz_now_ns < call->deadline.at_ns + 4 * LIMIT_NS);
 }
 
 /* What the rank itself moves to its own outputs is there. */
@@ -322,7 +322,7 @@ static void run_call(spar_comm *comm)
                                 : fails % 32 == 14 ? SPAR_NO_MEMORY
                                                    : SPAR_INVALID,
                       .why = "it was told to",
-                      .patience = {fuzz_now_ns + LIMIT_NS, is_interrupted, NULL}};
+                      .deadline = {fuzz_now_ns + LIMIT_NS, is_interrupted, NULL}};
     int was_broken = now.group->own->broken != 0;
     now.pushed = now.waits = now.nothing_fits = 0;
     now.call = &call;
@@ -442,7 +442,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         for (int rank = 0; status == SPAR_OK && rank < now.world; rank++)
             if (is_peer(rank)) {
                 PUT(&liars[rank], published, UINT32_MAX - 1);
-                PUT(&liars[rank], told, UINT32_MAX - 1);
+                PUT(&liars[rank], described, UINT32_MAX - 1);
                 PUT(&liars[rank], done, UINT32_MAX - 1);
             }
     }
@@ -454,7 +454,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     for (int rank = 0; rank < now.world; rank++)
         if (is_peer(rank)) {
             liars[rank].peer.socket = -1;
-            now.group->own->goodbye[rank] = 1;
+            now.group->own->detached[rank] = 1;
         }
     spar_group_close(now.group);
     for (int looks = 0; looks < 2; looks++)

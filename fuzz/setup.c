@@ -38,8 +38,8 @@ static stranger strangers[RANKS];
 static int odd[5]; /* descriptors that are no arenas of LENGTH bytes */
 static struct {
     int world, rank, honest, waits, next;
-    spar_hello lines[LINES]; /* ends of connections; socket -1: free */
-    int who[LINES];          /* each one's stranger */
+    spar_handshake lines[LINES]; /* ends of connections; socket -1: free */
+    int who[LINES];              /* each one's stranger */
     spar_peer *held[HELD];
     int holds, expects[RANKS];
 } now;
@@ -70,9 +70,9 @@ static int new_line(int fd, int who, int step)
         now.honest = 0;
     }
     hang_up(line);
-    now.lines[line] = (spar_hello){.socket = fd, .step = step, .other = own};
+    now.lines[line] = (spar_handshake){.socket = fd, .step = step, .other = own};
     now.lines[line].key =
-        spar_hello_key(&own, &secret, &strangers[who].endpoint, &strangers[who].secret);
+        spar_handshake_key(&own, &secret, &strangers[who].endpoint, &strangers[who].secret);
     now.who[line] = who;
     return line;
 }
@@ -115,7 +115,7 @@ static int take_one(int who)
 
 static void send_own_arena(int line)
 {
-    spar_hello *h = &now.lines[line];
+    spar_handshake *h = &now.lines[line];
     const stranger *s = &strangers[now.who[line]];
     message m = begin(h, &s->endpoint, ARENA);
     m.length = LENGTH;
@@ -126,15 +126,15 @@ static void send_own_arena(int line)
 /* What a right process does next on a connection. */
 static void go_on(int line)
 {
-    spar_hello *h = &now.lines[line];
+    spar_handshake *h = &now.lines[line];
     const stranger *s = &strangers[now.who[line]];
     message m;
     if (h->step == CONNECTING)
-        spar_hello_call(h, &s->endpoint);
-    if (h->step == ACCEPTED && spar_hello_read_call(h, &s->endpoint) == SPAR_HELLO_DROPPED)
+        spar_handshake_call(h, &s->endpoint);
+    if (h->step == ACCEPTED && spar_handshake_read_call(h, &s->endpoint) == SPAR_HANDSHAKE_DROPPED)
         hang_up(line);
     if (h->step == CLAIMED)
-        spar_hello_challenge(h, &s->endpoint, &h->key);
+        spar_handshake_challenge(h, &s->endpoint, &h->key);
     int came = h->socket >= 0 && h->step != ACCEPTED ? peek(h, &m) : 0;
     if (came < 0 || (came && m.kind == LATER)) {
         hang_up(line);
@@ -165,7 +165,7 @@ static void behave(int who)
 /* Anything but what is right: where `what` says so, with a proof that is. */
 static void lie(int line)
 {
-    spar_hello *h = &now.lines[line];
+    spar_handshake *h = &now.lines[line];
     unsigned what = next_byte(&input), count = next_byte(&input);
     message m = begin(h, &strangers[next_byte(&input) % RANKS].endpoint, next_byte(&input) % 8);
     int fds[6];
@@ -252,7 +252,7 @@ static void act(void)
 static void leave(spar_peer *peer)
 {
     spar_peers_unmap(peer);
-    spar_peers_leave(peer);
+    spar_peers_release(peer);
 }
 
 /* Calls and meetings as they may come when several groups are set up at once. */
@@ -271,7 +271,7 @@ static void meet_somebody(void)
         leave(now.held[--now.holds]);
     } else if (now.holds < HELD) {
         spar_peer *peer;
-        spar_status status = spar_peers_meet(&s->endpoint, &peer);
+        spar_status status = spar_peers_poll(&s->endpoint, &peer);
         EXPECT(status == SPAR_OK || (status == SPAR_TRANSPORT && !peer && *spar_last_error()));
         if (peer) {
             EXPECT(spar_endpoint_same(&peer->endpoint, &s->endpoint));
@@ -308,27 +308,27 @@ static void set_up(void)
         char magic[8];
         int32_t place[2];
     } box = {"spar box", {0, 0}}; /* a mailbox begins so */
-    spar_facts facts[RANKS];
-    spar_verdict verdicts[RANKS], verdict;
+    spar_peer_info info[RANKS];
+    spar_setup_result results[RANKS], result;
     spar_choice choice;
     spar_comm *comm;
-    spar_facts_read(&facts[0]);
-    EXPECT(!facts[0].error[0] && !facts[0].no_shm[0]);
+    spar_peer_info_read(&info[0]);
+    EXPECT(!info[0].error[0] && !info[0].no_shm[0]);
     for (int rank = 0; rank < RANKS; rank++) {
         int32_t place[2] = {now.world, rank};
-        facts[rank] = facts[0];
-        memset(&verdicts[rank], 0, sizeof *verdicts);
-        verdicts[rank].offset = 64 * rank;
+        info[rank] = info[0];
+        memset(&results[rank], 0, sizeof *results);
+        results[rank].offset = 64 * rank;
         EXPECT(pwrite(strangers[rank].arena, &box, sizeof box, 64 * rank) == sizeof box &&
                pwrite(strangers[rank].arena, place, sizeof place, 64 * rank + 8) == sizeof place);
         if (rank != now.rank)
-            facts[rank].endpoint = strangers[rank].endpoint,
-            facts[rank].secret = strangers[rank].secret;
+            info[rank].endpoint = strangers[rank].endpoint,
+            info[rank].secret = strangers[rank].secret;
     }
-    facts[now.rank].endpoint = own;
-    facts[now.rank].secret = secret;
-    spoil(facts, sizeof *facts * (size_t)now.world, (size_t)now.rank, sizeof *facts);
-    spar_status status = spar_choose(facts, now.world, "cpu", NULL, &choice);
+    info[now.rank].endpoint = own;
+    info[now.rank].secret = secret;
+    spoil(info, sizeof *info * (size_t)now.world, (size_t)now.rank, sizeof *info);
+    spar_status status = spar_choose(info, now.world, "cpu", NULL, &choice);
     EXPECT(status == SPAR_OK || (!now.honest && *spar_last_error()));
     if (status != SPAR_OK)
         return;
@@ -337,15 +337,15 @@ static void set_up(void)
     if (choice.transport != &spar_transport_shm)
         return;
     static const spar_native none;
-    EXPECT(!spar_comm_open(choice.transport, facts, now.world, now.rank, now.world, &none, &comm,
-                           &verdicts[now.rank]));
-    EXPECT(!verdicts[now.rank].failed || !now.honest);
-    spoil(verdicts, sizeof *verdicts * (size_t)now.world, (size_t)now.rank, sizeof *verdicts);
-    const spar_patience patience = {.deadline_ns = fuzz_now_ns + 1000000000};
-    status = spar_comm_connect(comm, verdicts, &patience, &verdict);
+    EXPECT(!spar_comm_open(choice.transport, info, now.world, now.rank, now.world, &none, &comm,
+                           &results[now.rank]));
+    EXPECT(!results[now.rank].failed || !now.honest);
+    spoil(results, sizeof *results * (size_t)now.world, (size_t)now.rank, sizeof *results);
+    const spar_deadline deadline = {.at_ns = fuzz_now_ns + 1000000000};
+    status = spar_comm_connect(comm, results, &deadline, &result);
     EXPECT(status == SPAR_OK || (status == SPAR_TIMEOUT && !now.honest));
-    EXPECT(!verdict.failed || (!now.honest && verdict.reason[0]));
-    EXPECT(memchr(verdict.reason, 0, sizeof verdict.reason));
+    EXPECT(!result.failed || (!now.honest && result.reason[0]));
+    EXPECT(memchr(result.reason, 0, sizeof result.reason));
     spar_comm_close(comm);
 }
 

@@ -45,7 +45,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 def _for_cpu_tensors() -> list[str]:
     """The rows of the table that can serve the CPU tensors of one rank, in their order."""
     names: list[str] = []
-    facts = _C.facts()
+    facts = _C.peer_info()
     while not names or names[-1] != "torch":  # which serves whatever the others do not
         names.append(_C.choose(facts, "cpu", tuple((name, "seen") for name in names))[0])
     return names

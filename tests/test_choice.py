@@ -18,10 +18,10 @@ from spar import _C
 
 class Choice:
     def __init__(
-        self, facts: Sequence[core.Facts], device: str = "cpu", refused: core.Refusal | None = None
+        self, facts: Sequence[core.PeerInfo], device: str = "cpu", refused: core.Refusal | None = None
     ) -> None:
         chosen = core.Choice()
-        array = (core.Facts * len(facts))(*facts)
+        array = (core.PeerInfo * len(facts))(*facts)
         core.check(core.library().spar_choose(array, len(facts), device.encode(), refused, byref(chosen)))
         self.name = chosen.transport.contents.name.decode()
         self.reason = chosen.reason.decode()
@@ -31,15 +31,15 @@ class Choice:
         }
 
 
-def facts(count: int = 3, **fields: object) -> list[core.Facts]:
+def facts(count: int = 3, **fields: object) -> list[core.PeerInfo]:
     """Invented facts, the same on all ranks; 'local' can serve where local_world is set."""
     return [
-        core.Facts(**{"version": b"1", "check": b"auto", "no_shm": b"no socket", **fields})
+        core.PeerInfo(**{"version": b"1", "check": b"auto", "no_shm": b"no socket", **fields})
         for _ in range(count)
     ]
 
 
-def no_choice(facts: Sequence[core.Facts], status: Status, *words: str) -> None:
+def no_choice(facts: Sequence[core.PeerInfo], status: Status, *words: str) -> None:
     texts = set()
     for _ in facts:  # any rank may ask
         with pytest.raises(CoreError) as caught:
@@ -94,7 +94,9 @@ def test_nccl_needs_cuda_on_each_rank() -> None:
     choice = Choice(ranks, "cuda")
     assert choice.name == "torch"
     assert choice.rejected["nccl"] == "rank 1: no libcuda: libcuda.so.1: cannot open"
-    ctypes.memset(ctypes.addressof(ranks[1]) + core.Facts.no_nccl.offset, ord("x"), core.Facts.no_nccl.size)
+    ctypes.memset(
+        ctypes.addressof(ranks[1]) + core.PeerInfo.no_nccl.offset, ord("x"), core.PeerInfo.no_nccl.size
+    )
     assert Choice(ranks, "cuda").rejected["nccl"] == "rank 1: " + 95 * "x"
 
 
@@ -147,14 +149,14 @@ def test_ranks_that_differ_are_an_error(field: str, words: str, rank: int) -> No
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_one_ranks_error_is_told_on_all(rank: int) -> None:
     failed = facts(local_world=5, check=b"1")
-    failed[rank] = core.Facts(version=b"1", error=b"SPAR_CHECK is 'x'; known: auto|0|1")
+    failed[rank] = core.PeerInfo(version=b"1", error=b"SPAR_CHECK is 'x'; known: auto|0|1")
     no_choice(failed, Status.INVALID, f"rank {rank}: SPAR_CHECK is 'x'; known: auto|0|1")
 
 
 @pytest.mark.parametrize("field", ["version", "error", "transport", "check"])
 def test_unreadable_facts_are_an_error(field: str) -> None:
     unreadable = facts(local_world=5)
-    place = getattr(core.Facts, field)
+    place = getattr(core.PeerInfo, field)
     ctypes.memset(ctypes.addressof(unreadable[1]) + place.offset, ord("x"), place.size)
     no_choice(unreadable, Status.TRANSPORT, "rank 1", "not readable")
 
@@ -169,8 +171,8 @@ def test_the_choice_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("world", "rank"), [(0, 0), (-1, 0), (2, 2), (2, -1)])
 def test_a_comm_of_an_impossible_rank_is_refused(world: int, rank: int) -> None:
-    array = (core.Facts * 4)(*facts(4, local_world=5))
-    comm, verdict = ctypes.POINTER(core.Comm)(), core.Verdict()
+    array = (core.PeerInfo * 4)(*facts(4, local_world=5))
+    comm, verdict = ctypes.POINTER(core.Comm)(), core.SetupResult()
     status = core.library().spar_comm_open(
         core.local(), array, world, rank, 1, None, byref(comm), byref(verdict)
     )
@@ -179,11 +181,11 @@ def test_a_comm_of_an_impossible_rank_is_refused(world: int, rank: int) -> None:
 
 
 def test_a_failed_verdict_is_told_on_all() -> None:
-    array = (core.Facts * 2)(*facts(2, local_world=5))
-    comm, own = ctypes.POINTER(core.Comm)(), core.Verdict()
+    array = (core.PeerInfo * 2)(*facts(2, local_world=5))
+    comm, own = ctypes.POINTER(core.Comm)(), core.SetupResult()
     core.check(core.library().spar_comm_open(core.local(), array, 2, 0, 1, None, byref(comm), byref(own)))
-    verdicts = (core.Verdict * 2)(own, core.Verdict(failed=1, reason=b"no descriptors", offset=1))
-    core.check(core.library().spar_comm_connect(comm, verdicts, byref(core.Patience()), byref(own)))
+    verdicts = (core.SetupResult * 2)(own, core.SetupResult(failed=1, reason=b"no descriptors", offset=1))
+    core.check(core.library().spar_comm_connect(comm, verdicts, byref(core.Deadline()), byref(own)))
     assert own.failed and own.reason == b"rank 1: no descriptors"
     core.library().spar_comm_close(comm)
 
@@ -288,23 +290,23 @@ def test_unknown_values_are_an_error_that_lists_the_known(
         assert f"{variable} is '{value[:40]}'" in caught.value.text
         if row.kind.decode() not in BAD:
             assert all(word in caught.value.text for word in known)
-        own = core.Facts()  # the others are told
-        core.library().spar_facts_read(byref(own))
-        assert own.error.decode() == caught.value.text[: core.Facts.error.size - 1]
+        own = core.PeerInfo()  # the others are told
+        core.library().spar_peer_info_read(byref(own))
+        assert own.error.decode() == caught.value.text[: core.PeerInfo.error.size - 1]
 
 
 def test_facts_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ROWS:
         monkeypatch.delenv(variable, raising=False)
-    own = core.Facts()
-    core.library().spar_facts_read(byref(own))
+    own = core.PeerInfo()
+    core.library().spar_peer_info_read(byref(own))
     assert (own.version, own.error, own.transport, own.check) == (b"test", b"", b"", b"auto")
     monkeypatch.setenv("SPAR_TRANSPORT", "^shm")
     monkeypatch.setenv("SPAR_CHECK", "1")
-    core.library().spar_facts_read(byref(own))
+    core.library().spar_peer_info_read(byref(own))
     assert (own.error, own.transport, own.check) == (b"", b"^shm", b"1")
     monkeypatch.setenv("SPAR_TRANSPORT", "x" * 40)
-    core.library().spar_facts_read(byref(own))
+    core.library().spar_peer_info_read(byref(own))
     assert b"SPAR_TRANSPORT has 40" in own.error
 
 
@@ -329,8 +331,8 @@ def test_python_gets_parsed_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "4x", "1e3", " 4", str(2**31)])
 def test_an_invalid_local_world_size_is_in_the_facts(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    own = core.Facts()
-    core.library().spar_facts_read(byref(own))
+    own = core.PeerInfo()
+    core.library().spar_peer_info_read(byref(own))
     text = f"LOCAL_WORLD_SIZE is '{value}'; expected an integer from 1 to {2**31 - 1}"
     assert own.error.decode() == text
     assert "LOCAL_WORLD_SIZE" not in {variable for _, variable, *_ in _C.env_rows()}

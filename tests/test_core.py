@@ -102,7 +102,7 @@ def test_core(program: Builder, compiler: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["arena", "scale", "siphash", "spread", "stream", "wait"])
+@pytest.mark.parametrize("name", ["arena", "scale", "affinity", "nontemporal", "siphash", "wait"])
 def test_parts(program: Builder, name: str, kind: str) -> None:
     done = run(program("gcc", kind), name)
     assert (done.returncode, done.stderr) == (0, "")
@@ -139,7 +139,7 @@ def test_processes_that_meet(program: Builder, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_ranks_write_down(program: Builder, kind: str) -> None:
     """Entries that are read while they are written over; differences, lies, a death."""
-    done = run(program("gcc", kind), "ledger", "3", "20000")
+    done = run(program("gcc", kind), "call_ring", "3", "20000")
     assert (done.returncode, done.stderr) == (0, "")
 
 

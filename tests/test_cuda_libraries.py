@@ -24,14 +24,14 @@ folder, nvrtc, what, *rest = sys.argv[1:]
 core = ctypes.CDLL(folder + "/part.so")
 core.spar_last_error.restype = ctypes.c_char_p
 if nvrtc:
-    core.spar_library_found(b"libnvrtc", nvrtc.encode())
+    core.spar_dynlib_set_path(b"libnvrtc", nvrtc.encode())
 if what == "driver":
     status = core.spar_driver_open(ctypes.byref(ctypes.c_void_p()))
 else:
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     source = ctypes.addressof(ctypes.c_char.in_dll(core, "spar_kernel_source"))
     code, size, compiled = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int(-1)
-    status = core.spar_cubin_get(
+    status = core.spar_cubin_cache_get(
         ctypes.c_void_p(source), int(rest[0]), ctypes.byref(code), ctypes.byref(size), ctypes.byref(compiled)
     )
     assert locale.setlocale(locale.LC_ALL) == "C.UTF-8", locale.setlocale(locale.LC_ALL)
@@ -133,7 +133,7 @@ def test_the_compiler_is_declared_as_in_nvrtc_h(tmp_path: Path) -> None:
         "#define CHECK(name, parameters) _Static_assert(__builtin_types_compatible_p("
         "nvrtcResult (*) parameters, __typeof__(&nvrtc##name)), #name);"
     )
-    lines.append("SPAR_COMPILER_FUNCTIONS(CHECK)")
+    lines.append("SPAR_NVRTC_FUNCTIONS(CHECK)")
     lines.append('_Static_assert(sizeof(nvrtcResult) == sizeof(int) && NVRTC_SUCCESS == 0, "nvrtcResult");')
     check_declarations(tmp_path, "nvrtc.h", "\n".join(lines) + "\n")
 

@@ -214,7 +214,7 @@ def test_a_group_that_a_rank_has_closed(gpus: Ranks) -> None:
 
 # ---- libraries that are not there, or too old ----
 
-CHOOSE = "from spar import _C; print(_C.choose(_C.facts() * 2, 'cuda', ()))"
+CHOOSE = "from spar import _C; print(_C.choose(_C.peer_info() * 2, 'cuda', ()))"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ CHILD = """
 import ctypes, sys
 part = ctypes.CDLL(sys.argv[1])
 part.spar_last_error.restype = ctypes.c_char_p
-part.spar_library_found(b"libnccl", sys.argv[2].encode())
+part.spar_dynlib_set_path(b"libnccl", sys.argv[2].encode())
 status = part.spar_nccl_open()
 print(part.spar_last_error().decode() if status else part.version())
 if not status:

@@ -252,7 +252,7 @@ def test_the_cores_of_a_cgroup(tmp_path: Path, quota: str, cores: int) -> None:
 
 def strangers_call(rank: int, folder: Path) -> None:
     """Who sends junk to a rank's socket, or nothing, or hangs up, is not noticed."""
-    _C.facts()  # listens from now on
+    _C.peer_info()  # listens from now on
     dist.barrier()
     names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@spar-" in line]
     mine = [name for name in names if f"spar-{os.getpid()}-" in name]
@@ -286,7 +286,7 @@ def silent_peer(rank: int, folder: Path) -> None:
     """A rank that meets the others, and stops before it connects: an error at the limit, on all."""
     if rank == 1:
         comm = communicator(process_group(None))
-        rendezvous._all_gather(comm, _C.facts(), "facts", "gather", torch.device("cpu"), comm.deadline())
+        rendezvous._all_gather(comm, _C.peer_info(), "facts", "gather", torch.device("cpu"), comm.deadline())
         tell(folder, 1, "")
         time.sleep(60)
     begin = time.monotonic()

@@ -78,7 +78,7 @@ class Member:
     """A process that a rank's facts name, played by this test, with a secret of its own."""
 
     def __init__(self, dials: bool, secret: bytes) -> None:
-        facts = _C.facts()
+        facts = _C.peer_info()
         (self.rank,) = _C.processes(facts)
         self.rank_secret = facts[FACTS_ENDPOINT + 16 : FACTS_ENDPOINT + 32]
         self.secret, self.told_secret = secret, os.urandom(16)
@@ -103,7 +103,7 @@ class Member:
     def expected(self, limit: float = 20) -> Iterator[threading.Thread]:
         """While the rank sets a group up in which this is the other process, for at most so many seconds."""
         comm = _C.comm("shm", self.facts, 0, 2, "test")
-        verdict = comm.verdict
+        verdict = comm.setup_result
         assert verdict[:4] == bytes(4), verdict
         other = bytes(len(verdict))
         ended = threading.Thread(target=lambda: comm.connect(verdict + other, time.monotonic() + limit))
@@ -112,7 +112,7 @@ class Member:
         self.listener.close()
         ended.join(30)
         assert not ended.is_alive()
-        self.verdict = comm.verdict
+        self.verdict = comm.setup_result
         comm.close()
 
 
@@ -198,7 +198,7 @@ def test_descriptor_goes_to_proven_listener_only(tmp_path: Path, right: bool) ->
 
 def secret_is_nowhere(rank: int, folder: Path) -> None:
     """Neither in the socket's name nor in what the process logs or shows of itself."""
-    facts = _C.facts()
+    facts = _C.peer_info()
     secret = facts[FACTS_ENDPOINT + 16 : FACTS_ENDPOINT + 32]
     assert secret not in (bytes(16), b"")
     expect_shm(rank)

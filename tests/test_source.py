@@ -40,23 +40,23 @@ def functions_with(words: str) -> set[str]:
 
 def test_words_become_visible_in_one_function() -> None:
     """Streaming stores pass ordinary ones: a word that tells of them must come after a fence."""
-    stores = functions_with(r"atomic_store_n\(.*(word|published|done|told|broken)\b")
+    stores = functions_with(r"atomic_store_n\(.*(word|published|done|described|broken)\b")
     assert stores == {"group.c:publish"}
     assert functions_with(r"_mm\w*_stream_(?!load)") == {
         "nontemporal.c:copy_lines_avx512",
         "nontemporal.c:copy_lines_sse2",
     }
     copies = {"cpu.c:copy_runs", "cpu.c:copy_to_all"}
-    assert functions_with("spar_stream_copy") == {"nontemporal.c:spar_stream_copy", *copies}
-    assert functions_with("spar_stream_fence") == {
-        "nontemporal.c:spar_stream_fence",
+    assert functions_with("spar_nontemporal_copy") == {"nontemporal.c:spar_nontemporal_copy", *copies}
+    assert functions_with("spar_nontemporal_fence") == {
+        "nontemporal.c:spar_nontemporal_fence",
         "cpu.c:copy_blocks",
         "cpu.c:copy_part",
         "group.c:publish",
     }
     scales = {"cpu.c:copy_runs", "cpu.c:scale_to_all"}
-    assert functions_with("spar_scale_stream") == {"scale.c:spar_scale_stream", *scales}
-    assert functions_with("spar_stream_line") == {"scale.c:lines_plain", "scale.c:VECTORS"}
+    assert functions_with("spar_scale_nontemporal") == {"scale.c:spar_scale_nontemporal", *scales}
+    assert functions_with("spar_nontemporal_line") == {"scale.c:lines_plain", "scale.c:VECTORS"}
     assert functions_with("put_lines") == {"scale.c:put_lines", "scale.c:scale_lines", "scale.c:f16_lines"}
 
 
@@ -207,7 +207,7 @@ def core_messages() -> list[str]:
     for path in sorted(CSRC.rglob("*.c")):
         text = path.read_text()
         calls = re.findall(r'spar_fail\(\s*([^;"]*?),\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
-        calls += re.findall(r'\b(miss|spar_group_break)\([^;]*?((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
+        calls += re.findall(r'\b(fail_missing|spar_group_break)\([^;]*?((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
         for status, quoted in calls:
             if status not in ("SPAR_INVALID", "SPAR_TYPE"):
                 whole = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', quoted))
@@ -278,10 +278,12 @@ def test_one_function_makes_words_visible() -> None:
     """Streaming stores pass ordinary ones: only publish(), which fences, may store what peers await."""
     for path in [CSRC / "ipc/group.c", *(CSRC / "transports").glob("*.c")]:
         stores = re.findall(r"__atomic_store_n\((.+?),", path.read_text())
-        expected = ["word", "&g->boxes[rank]->goodbye[g->rank]"] if path.name == "group.c" else []
+        expected = ["word", "&g->boxes[rank]->detached[g->rank]"] if path.name == "group.c" else []
         assert stores == expected, path
     publish = (CSRC / "ipc/group.c").read_text().split("static void publish(")[1].split("\n}")[0]
-    assert publish.index("stream_fence()") < publish.index("__atomic_store_n(word, value, __ATOMIC_SEQ_CST)")
+    assert publish.index("nontemporal_fence()") < publish.index(
+        "__atomic_store_n(word, value, __ATOMIC_SEQ_CST)"
+    )
 
 
 def test_op_table_is_closed_under_inverse() -> None:

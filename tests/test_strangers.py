@@ -38,7 +38,7 @@ gather = spar.gather_forward_split_backward
 
 CALL, CHALLENGE, ARENA, REFUSAL, LATER = range(1, 6)
 MESSAGE = struct.Struct("=8sQqQqQ16sq80s16s")
-FACTS_ENDPOINT = 24 + 160 + 40 + 8 + 8  # its offset in spar_facts: then the secret
+FACTS_ENDPOINT = 24 + 160 + 40 + 8 + 8  # its offset in spar_peer_info: then the secret
 Endpoint = tuple[int, int]
 
 
@@ -54,7 +54,7 @@ def message(
 
 
 def own_endpoint() -> Endpoint:
-    facts = _C.facts()
+    facts = _C.peer_info()
     (found,) = _C.processes(facts)
     return found
 

@@ -20,8 +20,8 @@ from spar import _C
 @pytest.fixture
 def team() -> Iterator[None]:
     yield
-    core.library().spar_team_size(1)
-    core.library().spar_team_worth(1 << 20)
+    core.library().spar_threads_limit(1)
+    core.library().spar_threads_min_bytes(1 << 20)
 
 
 CALLS = {  # one long run; long ones, of which threads share each; rows; the items themselves
@@ -44,8 +44,8 @@ def test_threads_share_a_copy(team: None, name: str, scaled: bool) -> None:
     scale = Scale(ScaleType.F32, 1, 3.0) if scaled else Scale(ScaleType.UNSCALED, 0, 1.0)
     world, results = core.world(len(shapes)), []
     for threads, worth in ((1, 1 << 20), (2, 1 << 20), (3, 5000), (7, 1)):
-        core.library().spar_team_size(threads)
-        core.library().spar_team_worth(worth)
+        core.library().spar_threads_limit(threads)
+        core.library().spar_threads_min_bytes(worth)
         plans = core.build_plans(op, inputs, args)
         results.append([y for (y,) in world.exchange(plans, inputs, scale=scale)])
     for other in results[1:]:

@@ -1,6 +1,6 @@
 /* How long to wait for other ranks, and whether to go on. */
-#ifndef SPAR_PATIENCE_H
-#define SPAR_PATIENCE_H
+#ifndef SPAR_DEADLINE_H
+#define SPAR_DEADLINE_H
 
 #include "base/error.h"
 
@@ -8,20 +8,20 @@
 #include <time.h>
 
 /* Why a wait ends early. */
-enum spar_stop { SPAR_GO_ON, SPAR_STOP_SIGNAL, SPAR_STOP_CLOSED };
+enum spar_stop { SPAR_CONTINUE, SPAR_STOP_SIGNAL, SPAR_STOP_CLOSED };
 
 typedef struct {
-    int64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
+    int64_t at_ns; /* CLOCK_MONOTONIC; 0: none */
     /* Polled about every 50 ms, on the waiting thread; returns a spar_stop. NULL: never stops. */
     int (*interrupted)(void *context);
     void *context;
-} spar_patience;
+} spar_deadline;
 
 /* SPAR_INTERRUPTED or SPAR_BROKEN where a wait must end early; `during`: "while NCCL was set up". */
-static inline spar_status spar_patience_poll(const spar_patience *patience, const char *during)
+static inline spar_status spar_deadline_poll(const spar_deadline *deadline, const char *during)
 {
-    int stop = patience->interrupted ? patience->interrupted(patience->context) : SPAR_GO_ON;
-    if (stop == SPAR_GO_ON)
+    int stop = deadline->interrupted ? deadline->interrupted(deadline->context) : SPAR_CONTINUE;
+    if (stop == SPAR_CONTINUE)
         return SPAR_OK;
     return stop == SPAR_STOP_CLOSED ? spar_fail(SPAR_BROKEN, "the group was closed %s", during)
                                     : spar_fail(SPAR_INTERRUPTED, "interrupted %s", during);
@@ -39,6 +39,11 @@ static inline int64_t spar_now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static inline int spar_deadline_passed(const spar_deadline *deadline)
+{
+    return deadline->at_ns && spar_now_ns() >= deadline->at_ns;
 }
 
 #endif

@@ -13,10 +13,10 @@ enum { MOST = 8 };
 static struct {
     pthread_mutex_t lock;
     char *names[MOST], *paths[MOST];
-    spar_library_once *tried; /* all that were, as a list */
+    spar_dynlib_once *tried; /* all that were, as a list */
 } found = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-void spar_library_found(const char *library, const char *path)
+void spar_dynlib_set_path(const char *library, const char *path)
 {
     int i = 0;
     pthread_mutex_lock(&found.lock);
@@ -41,7 +41,7 @@ static void *open_found(const char *library)
     return handle;
 }
 
-spar_status spar_library_open(const char *library, const char *const *names, void **handle)
+spar_status spar_dynlib_open(const char *library, const char *const *names, void **handle)
 {
     char reasons[256] = "";
     *handle = NULL;
@@ -62,8 +62,8 @@ spar_status spar_library_open(const char *library, const char *const *names, voi
     return spar_fail(SPAR_TRANSPORT, "no %s: %s", library, reasons);
 }
 
-spar_status spar_library_function(void *handle, const char *library, const char *name,
-                                  void *function)
+spar_status spar_dynlib_function(void *handle, const char *library, const char *name,
+                                 void *function)
 {
     void *address = dlsym(handle, name);
     if (!address)
@@ -72,7 +72,7 @@ spar_status spar_library_function(void *handle, const char *library, const char 
     return SPAR_OK;
 }
 
-spar_status spar_library_open_once(spar_library_once *once)
+spar_status spar_dynlib_open_once(spar_dynlib_once *once)
 {
     void *handle;
     pthread_mutex_lock(&found.lock);
@@ -84,7 +84,7 @@ spar_status spar_library_open_once(spar_library_once *once)
     pthread_mutex_unlock(&found.lock);
     pthread_mutex_lock(&once->lock);
     if (!once->tried) {
-        once->status = spar_library_open(once->library, once->names, &handle);
+        once->status = spar_dynlib_open(once->library, once->names, &handle);
         if (once->status == SPAR_OK)
             once->status = once->find(handle);
         if (once->status != SPAR_OK)
@@ -96,11 +96,11 @@ spar_status spar_library_open_once(spar_library_once *once)
 }
 
 /* Not taken before a fork: a library may fork while it is loaded. */
-void spar_library_fork(spar_fork_stage stage)
+void spar_dynlib_fork(spar_fork_stage stage)
 {
     if (stage != SPAR_FORK_CHILD)
         return;
     pthread_mutex_init(&found.lock, NULL);
-    for (spar_library_once *once = found.tried; once; once = once->next)
+    for (spar_dynlib_once *once = found.tried; once; once = once->next)
         pthread_mutex_init(&once->lock, NULL);
 }

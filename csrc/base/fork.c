@@ -5,7 +5,7 @@
 /* In the order in which a thread that holds several takes them. */
 static void (*const files[])(spar_fork_stage stage) = {
     spar_plan_cache_fork, spar_arena_fork, spar_peers_fork,
-    spar_library_fork,    spar_nccl_fork,  spar_watch_fork,
+    spar_dynlib_fork,     spar_nccl_fork,  spar_watchdog_fork,
 };
 
 enum { FILES = sizeof files / sizeof *files };

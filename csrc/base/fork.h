@@ -14,8 +14,8 @@ void spar_plan_cache_fork(spar_fork_stage stage);
 void spar_arena_fork(spar_fork_stage stage);
 void spar_peers_fork(spar_fork_stage stage);
 
-void spar_library_fork(spar_fork_stage stage);
+void spar_dynlib_fork(spar_fork_stage stage);
 void spar_nccl_fork(spar_fork_stage stage);
-void spar_watch_fork(spar_fork_stage stage);
+void spar_watchdog_fork(spar_fork_stage stage);
 
 #endif

@@ -3,8 +3,8 @@
  *
  * The packed bytes for one peer are the blocks of plan->push[peer] in their order, each row-major. The receiver
  * finds them as plan->pull[sender]. A rank's own part is not packed: it goes straight over. */
-#ifndef SPAR_PACK_H
-#define SPAR_PACK_H
+#ifndef SPAR_EXECUTE_H
+#define SPAR_EXECUTE_H
 
 #include "devices/device.h"
 

@@ -33,7 +33,7 @@ void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64
                       int64_t ss);
 
 /* The same for items that lie one behind the other, past the caches, to each of the targets. */
-void spar_scale_stream(const spar_scale *scale, char *const *to, int targets, const char *from,
-                       int64_t bytes);
+void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int targets, const char *from,
+                            int64_t bytes);
 
 #endif

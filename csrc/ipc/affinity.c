@@ -22,7 +22,7 @@ void spar_group_allow_moves(spar_group *g)
     g->may_move = !g->own_core;
 }
 
-void spar_group_note_core(spar_group *g)
+void spar_group_publish_core(spar_group *g)
 {
     if (g->may_move)
         __atomic_store_n(&g->own->core, sched_getcpu(), __ATOMIC_RELAXED);
@@ -33,10 +33,10 @@ static int core_of(const spar_group *g, int rank)
     return __atomic_load_n(&g->boxes[rank]->core, __ATOMIC_RELAXED);
 }
 
-void spar_group_spread(spar_group *g)
+void spar_group_balance_cores(spar_group *g)
 {
     int here = core_of(g, g->rank), crowd = 0;
-    if (!g->may_move || here < 0 || !g->look_ns || g->world <= g->fair_share)
+    if (!g->may_move || here < 0 || !g->spin_ns || g->world <= g->fair_share)
         return;
     for (int rank = 0; rank < g->world; rank++)
         if (core_of(g, rank) == here) {

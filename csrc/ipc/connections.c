@@ -22,9 +22,9 @@ static const int64_t CALLER_NS = 5000000000, REDIAL_NS = 1000000;
 typedef struct {
     spar_endpoint endpoint;
     spar_key key;
-    int setups;       /* that expect it */
-    spar_hello call;  /* this side's, where it is the dialer */
-    char failure[80]; /* of the newest handshake; empty: it goes on, or was not begun */
+    int setups;               /* that expect it */
+    spar_handshake handshake; /* this side's, where it is the dialer */
+    char failure[80];         /* of the newest handshake; empty: it goes on, or was not begun */
 } expected;
 
 static struct {
@@ -33,7 +33,7 @@ static struct {
     int listener;
     int nexpected, ncallers;
     expected *expected[MOST_EXPECTED];
-    spar_hello callers[MOST_CALLERS]; /* accepted, and not proven */
+    spar_handshake callers[MOST_CALLERS]; /* accepted, and not proven */
     int64_t foreign, unproven;
 } table = {.listener = -1}; /* under spar_peers_lock */
 
@@ -53,7 +53,7 @@ static void close_in_child(void)
     spar_close_fd(&table.listener);
     spar_peers_close_in_child();
     for (int i = 0; i < table.nexpected; i++)
-        spar_close_fd(&table.expected[i]->call.socket);
+        spar_close_fd(&table.expected[i]->handshake.socket);
     while (table.ncallers)
         spar_close_fd(&table.callers[--table.ncallers].socket);
 }
@@ -99,16 +99,16 @@ spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
 /* ---- dialing ---- */
 
 /* One look at a handshake in which the other side may prove itself; connected, it is among the peers. */
-static spar_hello_state step(spar_hello *hello)
+static spar_handshake_state step(spar_handshake *handshake)
 {
-    spar_peer peer = {.key = hello->key};
-    spar_hello_state state = spar_hello_step(hello, &table.own, &peer);
-    if (state != SPAR_HELLO_CONNECTED)
+    spar_peer peer = {.key = handshake->key};
+    spar_handshake_state state = spar_handshake_step(handshake, &table.own, &peer);
+    if (state != SPAR_HANDSHAKE_CONNECTED)
         return state;
-    peer.socket = hello->socket;
-    peer.pidfd = spar_hello_pidfd(hello->socket);
-    hello->socket = -1;
-    return spar_peers_add(&peer) == SPAR_OK ? SPAR_HELLO_CONNECTED : SPAR_HELLO_REFUSED;
+    peer.socket = handshake->socket;
+    peer.pidfd = spar_handshake_pidfd(handshake->socket);
+    handshake->socket = -1;
+    return spar_peers_add(&peer) == SPAR_OK ? SPAR_HANDSHAKE_CONNECTED : SPAR_HANDSHAKE_REFUSED;
 }
 
 static expected *find_expected(const spar_endpoint *endpoint)
@@ -127,9 +127,9 @@ static int connect_to(int fd, const spar_endpoint *endpoint)
     return connect(fd, (struct sockaddr *)&address, length) == 0 ? 0 : errno;
 }
 
-static spar_status call(expected *e)
+static spar_status start_handshake(expected *e)
 {
-    spar_hello *h = &e->call;
+    spar_handshake *h = &e->handshake;
     struct ucred owner = {0};
     int why = connect_to(h->socket, &e->endpoint);
     h->since_ns = spar_now_ns();
@@ -139,22 +139,22 @@ static spar_status call(expected *e)
     if (why)
         return spar_fail(SPAR_TRANSPORT, "process %lld cannot be reached on this host: %s",
                          (long long)e->endpoint.pid, strerror(why));
-    if (!spar_hello_same_user(h->socket, &owner))
+    if (!spar_handshake_same_user(h->socket, &owner))
         return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d",
                          (int)owner.pid, (int)owner.uid, (int)geteuid());
-    return spar_hello_call(h, &table.own);
+    return spar_handshake_call(h, &table.own);
 }
 
 static spar_status dial(expected *e)
 {
-    spar_close_fd(&e->call.socket);
-    e->call = (spar_hello){.other = e->endpoint, .key = e->key};
-    e->call.socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (e->call.socket < 0)
+    spar_close_fd(&e->handshake.socket);
+    e->handshake = (spar_handshake){.other = e->endpoint, .key = e->key};
+    e->handshake.socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (e->handshake.socket < 0)
         return spar_fail(SPAR_TRANSPORT, "a socket: %s", strerror(errno));
-    spar_status status = call(e);
+    spar_status status = start_handshake(e);
     if (status != SPAR_OK)
-        spar_close_fd(&e->call.socket);
+        spar_close_fd(&e->handshake.socket);
     return status;
 }
 
@@ -162,20 +162,20 @@ static spar_status dial(expected *e)
 static void note_failure(expected *e)
 {
     snprintf(e->failure, sizeof e->failure, "%s", spar_last_error());
-    spar_close_fd(&e->call.socket);
+    spar_close_fd(&e->handshake.socket);
 }
 
-static void step_call(expected *e)
+static void step_expected(expected *e)
 {
-    spar_hello_state state = SPAR_HELLO_PENDING;
-    int waited = spar_now_ns() - e->call.since_ns >= REDIAL_NS;
-    if (e->call.step != CONNECTING)
-        state = step(&e->call);
-    else if (waited && call(e) != SPAR_OK)
-        state = SPAR_HELLO_REFUSED;
-    if (state == SPAR_HELLO_LATER && waited && dial(e) != SPAR_OK)
-        state = SPAR_HELLO_REFUSED;
-    if (state == SPAR_HELLO_REFUSED)
+    spar_handshake_state state = SPAR_HANDSHAKE_PENDING;
+    int waited = spar_now_ns() - e->handshake.since_ns >= REDIAL_NS;
+    if (e->handshake.step != CONNECTING)
+        state = step(&e->handshake);
+    else if (waited && start_handshake(e) != SPAR_OK)
+        state = SPAR_HANDSHAKE_REFUSED;
+    if (state == SPAR_HANDSHAKE_LATER && waited && dial(e) != SPAR_OK)
+        state = SPAR_HANDSHAKE_REFUSED;
+    if (state == SPAR_HANDSHAKE_REFUSED)
         note_failure(e);
 }
 
@@ -186,7 +186,7 @@ static expected *add_expected(const spar_endpoint *endpoint, const spar_key *key
         return NULL;
     e->endpoint = *endpoint;
     e->key = *key;
-    e->call.socket = -1;
+    e->handshake.socket = -1;
     table.expected[table.nexpected++] = e;
     return e;
 }
@@ -196,7 +196,7 @@ static expected *add_expected(const spar_endpoint *endpoint, const spar_key *key
 /* A caller that must go: it may dial again. */
 static void postpone(int i)
 {
-    spar_hello_postpone(&table.callers[i], &table.own);
+    spar_handshake_postpone(&table.callers[i], &table.own);
     table.callers[i] = table.callers[--table.ncallers];
 }
 
@@ -207,40 +207,40 @@ static void end_expected(expected *e)
     for (int i = 0; i < table.nexpected; i++)
         if (table.expected[i] == e)
             table.expected[i] = table.expected[--table.nexpected];
-    spar_close_fd(&e->call.socket);
+    spar_close_fd(&e->handshake.socket);
     free(e);
     while (table.nexpected == 0 && table.ncallers)
         postpone(0);
 }
 
-static spar_hello_state look_at(spar_hello *caller)
+static spar_handshake_state step_caller(spar_handshake *caller)
 {
-    spar_hello_state state = SPAR_HELLO_PENDING;
+    spar_handshake_state state = SPAR_HANDSHAKE_PENDING;
     if (caller->step == ACCEPTED)
-        state = spar_hello_read_call(caller, &table.own);
+        state = spar_handshake_read_call(caller, &table.own);
     expected *e = caller->step == ACCEPTED ? NULL : find_expected(&caller->other);
     if (e && caller->step == CLAIMED)
-        return spar_hello_challenge(caller, &table.own, &e->key);
+        return spar_handshake_challenge(caller, &table.own, &e->key);
     if (!e || caller->step != CHALLENGED)
         return state;
     if (spar_peers_find(&caller->other))
-        return SPAR_HELLO_DROPPED; /* one connection serves all groups */
+        return SPAR_HANDSHAKE_DROPPED; /* one connection serves all groups */
     state = step(caller);
     if (state ==
-        SPAR_HELLO_CONNECTED) /* what counts where the connection has ended before it is used */
+        SPAR_HANDSHAKE_CONNECTED) /* what counts where the connection has ended before it is used */
         snprintf(e->failure, sizeof e->failure, "the process hung up");
-    if (state == SPAR_HELLO_REFUSED)
+    if (state == SPAR_HANDSHAKE_REFUSED)
         note_failure(e);
     return state;
 }
 
 /* One look at a caller; it may be gone after it, and the last one be in its place. */
-static void attend(int i)
+static void poll_caller(int i)
 {
-    spar_hello *caller = &table.callers[i];
-    spar_hello_state state = look_at(caller);
-    table.unproven += state == SPAR_HELLO_DROPPED;
-    if (state != SPAR_HELLO_PENDING) {
+    spar_handshake *caller = &table.callers[i];
+    spar_handshake_state state = step_caller(caller);
+    table.unproven += state == SPAR_HANDSHAKE_DROPPED;
+    if (state != SPAR_HANDSHAKE_PENDING) {
         spar_close_fd(&caller->socket);
         *caller = table.callers[--table.ncallers];
     } else if (spar_now_ns() - caller->since_ns > CALLER_NS) {
@@ -250,11 +250,11 @@ static void attend(int i)
 }
 
 /* A connection from outside: unread, closed where it is another user's. */
-static void take_in(int fd)
+static void accept_caller(int fd)
 {
     struct ucred owner;
     int oldest = 0;
-    if (!spar_hello_same_user(fd, &owner)) {
+    if (!spar_handshake_same_user(fd, &owner)) {
         table.foreign++;
         close(fd);
         return;
@@ -265,12 +265,12 @@ static void take_in(int fd)
     if (table.ncallers == MOST_CALLERS)
         postpone(oldest);
     table.callers[table.ncallers++] =
-        (spar_hello){.socket = fd, .step = ACCEPTED, .since_ns = spar_now_ns()};
-    attend(table.ncallers - 1);
+        (spar_handshake){.socket = fd, .step = ACCEPTED, .since_ns = spar_now_ns()};
+    poll_caller(table.ncallers - 1);
 }
 
 /* Without a descriptor for it a call cannot be taken: it ends with the socket that it came to. */
-static spar_status refuse_calls(void)
+static spar_status reset_listener(void)
 {
     spar_status status = spar_fail(SPAR_TRANSPORT, "taking a call: %s", strerror(errno));
     char reason[128];
@@ -281,16 +281,16 @@ static spar_status refuse_calls(void)
 }
 
 /* Takes calls that came in, at most as many as the backlog holds. */
-static spar_status take_calls(void)
+static spar_status accept_callers(void)
 {
     /* accept4 alone would fail for want of a descriptor where nobody calls */
     struct pollfd calls = {table.listener, POLLIN, 0};
     for (int taken = 0; taken <= BACKLOG && poll(&calls, 1, 0) > 0; taken++) {
         int fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd >= 0)
-            take_in(fd);
+            accept_caller(fd);
         else if (errno == EMFILE || errno == ENFILE)
-            return refuse_calls();
+            return reset_listener();
         else
             break;
     }
@@ -298,14 +298,14 @@ static spar_status take_calls(void)
 }
 
 /* One step of all handshakes. */
-static spar_status look_around(void)
+static spar_status poll_handshakes(void)
 {
     for (int i = table.ncallers - 1; i >= 0; i--)
-        attend(i);
+        poll_caller(i);
     for (int i = 0; i < table.nexpected; i++)
-        if (table.expected[i]->call.socket >= 0)
-            step_call(table.expected[i]);
-    return take_calls();
+        if (table.expected[i]->handshake.socket >= 0)
+            step_expected(table.expected[i]);
+    return accept_callers();
 }
 
 /* ---- what set-ups ask for ---- */
@@ -315,7 +315,7 @@ spar_status spar_peers_expect(const spar_endpoint *endpoint, const spar_key *sec
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&spar_peers_lock);
     spar_peers_sweep_locked();
-    spar_key key = spar_hello_key(&table.own, &table.secret, endpoint, secret);
+    spar_key key = spar_handshake_key(&table.own, &table.secret, endpoint, secret);
     spar_peer *peer = spar_peers_find(endpoint);
     expected *e = find_expected(endpoint);
     if (!e)
@@ -329,7 +329,7 @@ spar_status spar_peers_expect(const spar_endpoint *endpoint, const spar_key *sec
     else if (!spar_key_same(&e->key, &key) || (peer && !spar_key_same(&peer->key, &key)))
         status = spar_fail(SPAR_TRANSPORT, "process %lld is known by another secret",
                            (long long)endpoint->pid);
-    else if (lower && !peer && e->call.socket < 0)
+    else if (lower && !peer && e->handshake.socket < 0)
         status = dial(e);
     if (e && status == SPAR_OK)
         e->failure[0] = 0;
@@ -339,7 +339,7 @@ spar_status spar_peers_expect(const spar_endpoint *endpoint, const spar_key *sec
     return status;
 }
 
-spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **result)
+spar_status spar_peers_poll(const spar_endpoint *endpoint, spar_peer **result)
 {
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&spar_peers_lock);
@@ -348,8 +348,8 @@ spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **result)
     if (!e)
         status =
             spar_fail(SPAR_TRANSPORT, "process %lld is not expected", (long long)endpoint->pid);
-    else if (!peer && (status = look_around()) == SPAR_OK && !(peer = spar_peers_find(endpoint)) &&
-             e->failure[0])
+    else if (!peer && (status = poll_handshakes()) == SPAR_OK &&
+             !(peer = spar_peers_find(endpoint)) && e->failure[0])
         status =
             spar_fail(SPAR_TRANSPORT, "process %lld: %s", (long long)endpoint->pid, e->failure);
     *result = status == SPAR_OK ? peer : NULL;
@@ -370,19 +370,19 @@ void spar_peers_end(const spar_endpoint *endpoint)
     pthread_mutex_unlock(&spar_peers_lock);
 }
 
-int spar_peers_watch(const spar_endpoint *endpoint)
+int spar_peers_open_pidfd(const spar_endpoint *endpoint)
 {
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), pidfd = -1;
     if (fd < 0)
         return SPAR_PEERS_UNKNOWN;
     pthread_mutex_lock(&spar_peers_lock);
-    take_calls(); /* room in the backlog, for the others' watches; no descriptors left: they retry */
+    accept_callers(); /* room in the backlog, for the others' watches; no descriptors left: they retry */
     while (table.nexpected == 0 && table.ncallers)
         postpone(0);
     pthread_mutex_unlock(&spar_peers_lock);
     int why = connect_to(fd, endpoint);
     if (!why)
-        pidfd = spar_hello_pidfd(fd);
+        pidfd = spar_handshake_pidfd(fd);
     spar_close_fd(&fd);
     if (why)
         return why == EAGAIN ? SPAR_PEERS_BUSY : -1;

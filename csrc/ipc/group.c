@@ -13,7 +13,7 @@
 
 static const char MAGIC[8] = "spar box";
 /* Twice what it takes to be woken: less, and two ranks may go on sleeping in turn. */
-static const int64_t LOOKS_NS = 200000;
+static const int64_t SPIN_NS = 200000;
 
 static void wake(uint32_t *word)
 {
@@ -23,7 +23,7 @@ static void wake(uint32_t *word)
 /* The only way in which a word becomes visible: after everything this thread wrote, streamed or not. */
 static void publish(mailbox *box, uint32_t *word, uint32_t value)
 {
-    spar_stream_fence();
+    spar_nontemporal_fence();
     /* seq_cst: the word before the count, as a sleeper writes the count before it reads the word */
     __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&box->waiters, __ATOMIC_SEQ_CST))
@@ -32,26 +32,26 @@ static void publish(mailbox *box, uint32_t *word, uint32_t value)
 
 /* ---- giving up ---- */
 
-void spar_group_give_up(spar_group *g, spar_status status, uint32_t call, const char *reason)
+void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const char *reason)
 {
-    if (__atomic_exchange_n(&g->gave_up, 1, __ATOMIC_RELAXED))
+    if (__atomic_exchange_n(&g->aborted, 1, __ATOMIC_RELAXED))
         return;
     g->own->broken_call = call;
     snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
     publish(g->own, &g->own->broken, (uint32_t)status);
     wake(&g->own->published);
     wake(&g->own->done);
-    wake(&g->own->told);
+    wake(&g->own->described);
 }
 
 void spar_group_break(spar_group *g, const char *reason)
 {
-    spar_group_give_up(g, SPAR_BROKEN, g->call, reason);
+    spar_group_abort(g, SPAR_BROKEN, g->call, reason);
 }
 
 /* ---- a call ---- */
 
-spar_status spar_group_begin(spar_group *g, const spar_patience *patience, uint32_t *call)
+spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint32_t *call)
 {
     uint32_t broken_call;
     spar_status status = spar_group_check(g, &broken_call);
@@ -62,17 +62,19 @@ spar_status spar_group_begin(spar_group *g, const spar_patience *patience, uint3
     if (status != SPAR_OK)
         return spar_fail(SPAR_BROKEN, "%s", spar_last_error());
     if (g->failed) { /* the others may still be reading why */
-        SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, patience));
+        SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, deadline));
         g->failed = 0;
     }
-    g->disagreed = 0;
+    g->mismatched = 0;
     *call = ++g->call;
     return SPAR_OK;
 }
 
 /* The verdict over everybody's words, the same on all ranks; with the texts of all where they disagree. */
-static spar_status judge(spar_group *g, void (*describe)(void *context, char *text, size_t size),
-                         void *context, spar_words *all, const spar_patience *patience)
+static spar_status compare_headers(spar_group *g,
+                                   void (*describe)(void *context, char *text, size_t size),
+                                   void *context, spar_call_header *all,
+                                   const spar_deadline *deadline)
 {
     int differs = 0;
     for (int rank = 0; rank < g->world; rank++) {
@@ -89,45 +91,45 @@ static spar_status judge(spar_group *g, void (*describe)(void *context, char *te
     if (!differs)
         return SPAR_OK;
     describe(context, g->own->text, sizeof g->own->text);
-    publish(g->own, &g->own->told, g->call);
-    SPAR_TRY(spar_group_await(g, SPAR_TOLD, g->call, patience));
+    publish(g->own, &g->own->described, g->call);
+    SPAR_TRY(spar_group_await(g, SPAR_DESCRIBED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
         char *text = g->texts + (size_t)rank * SPAR_GROUP_TEXT;
         memcpy(text, g->boxes[rank]->text, SPAR_GROUP_TEXT);
         text[SPAR_GROUP_TEXT - 1] = 0;
     }
-    g->disagreed = 1;
+    g->mismatched = 1;
     return spar_fail(SPAR_MISMATCH, "the ranks make different calls");
 }
 
-spar_status spar_group_publish(spar_group *g, const spar_words *own,
+spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
                                void (*describe)(void *context, char *text, size_t size),
-                               void *context, spar_words *all, const spar_patience *patience)
+                               void *context, spar_call_header *all, const spar_deadline *deadline)
 {
     g->own->signature = own->signature;
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
-    spar_group_note_core(g);
+    spar_group_publish_core(g);
     publish(g->own, &g->own->published, g->call);
-    SPAR_TRY(spar_group_await(g, SPAR_PUBLISHED, g->call, patience));
+    SPAR_TRY(spar_group_await(g, SPAR_PUBLISHED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
         const mailbox *box = g->boxes[rank];
         all[rank].signature = box->signature;
         all[rank].status = (spar_status)box->status;
         memcpy(all[rank].offsets, box->offsets, sizeof box->offsets);
     }
-    spar_group_spread(g);
-    spar_status status = judge(g, describe, context, all, patience);
+    spar_group_balance_cores(g);
+    spar_status status = compare_headers(g, describe, context, all, deadline);
     if (status != SPAR_MISMATCH && status != SPAR_NO_MEMORY)
         return status;
-    spar_status end = spar_group_finish(g, patience);
+    spar_status end = spar_group_finish(g, deadline);
     return end == SPAR_OK ? status : end;
 }
 
-spar_status spar_group_finish(spar_group *g, const spar_patience *patience)
+spar_status spar_group_finish(spar_group *g, const spar_deadline *deadline)
 {
     publish(g->own, &g->own->done, g->call);
-    return spar_group_await(g, SPAR_DONE, g->call, patience);
+    return spar_group_await(g, SPAR_DONE, g->call, deadline);
 }
 
 void spar_group_fail(spar_group *g, spar_status status, const char *text)
@@ -154,7 +156,7 @@ static void free_group(spar_group *g)
         free(g->boxes);
         free(g->texts);
         free(g->expected);
-        free(g->gone);
+        free(g->unmapped);
     }
     free(g);
 }
@@ -168,10 +170,10 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
         g->boxes = calloc((size_t)world, sizeof *g->boxes);
         g->texts = calloc((size_t)world, SPAR_GROUP_TEXT);
         g->expected = calloc((size_t)world, sizeof *g->expected);
-        g->gone = calloc((size_t)world, sizeof *g->gone);
+        g->unmapped = calloc((size_t)world, sizeof *g->unmapped);
     }
     spar_status status = SPAR_NO_MEMORY;
-    if (!g || !g->peers || !g->boxes || !g->texts || !g->expected || !g->gone)
+    if (!g || !g->peers || !g->boxes || !g->texts || !g->expected || !g->unmapped)
         spar_fail(status, "no memory for a group of %d ranks", world);
     else
         status = spar_arena_take(own_length(world) + room, &g->memory);
@@ -186,7 +188,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
     g->room = room;
     g->refs = 2;
     g->uses = 1;
-    spar_group_spin(g, LOOKS_NS);
+    spar_group_spin(g, SPIN_NS);
     spar_group_share_cores(g, local_ranks);
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, (size_t)(own_length(world) + room));
@@ -237,9 +239,9 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
     return SPAR_OK;
 }
 
-const char *spar_group_text(const spar_group *g, int rank)
+const char *spar_group_call_text(const spar_group *g, int rank)
 {
-    return g->disagreed ? g->texts + (size_t)rank * SPAR_GROUP_TEXT : NULL;
+    return g->mismatched ? g->texts + (size_t)rank * SPAR_GROUP_TEXT : NULL;
 }
 
 void *spar_group_room(const spar_group *g, int rank)
@@ -252,7 +254,7 @@ spar_peer *spar_group_peer(const spar_group *g, int rank)
     return g->peers[rank];
 }
 
-int spar_group_has_left(const spar_group *g, int rank)
+int spar_group_has_aborted(const spar_group *g, int rank)
 {
     return __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) != 0;
 }
@@ -265,8 +267,8 @@ char *spar_group_arena(const spar_group *g, int rank, int64_t *length)
 
 void spar_group_spin(spar_group *g, int64_t spin_ns)
 {
-    g->look_ns = spin_ns;
-    g->looking_ns = spin_ns / 4;
+    g->spin_ns = spin_ns;
+    g->current_spin_ns = spin_ns / 4;
 }
 
 pthread_mutex_t *spar_group_lock(spar_group *g)
@@ -276,7 +278,7 @@ pthread_mutex_t *spar_group_lock(spar_group *g)
 
 void spar_group_start_at(spar_group *g, uint32_t call)
 {
-    g->call = g->own->published = g->own->done = g->own->told = call;
+    g->call = g->own->published = g->own->done = g->own->described = call;
 }
 
 /* No member will write to our memory in this call any more. */
@@ -286,8 +288,8 @@ static int call_settled(void *group, uint32_t call)
     int settled = 1;
     pthread_mutex_lock(&g->closing);
     for (int rank = 0; settled && rank < g->world; rank++)
-        if (g->peers[rank] && !g->gone[rank])
-            settled = spar_has_come(&g->boxes[rank]->done, call) ||
+        if (g->peers[rank] && !g->unmapped[rank])
+            settled = spar_has_reached(&g->boxes[rank]->done, call) ||
                       __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) ||
                       spar_peer_is_dead(g->peers[rank]);
     pthread_mutex_unlock(&g->closing);
@@ -302,7 +304,7 @@ static int mailbox_settled(void *group, uint32_t unused)
     if (__atomic_load_n(&g->uses, __ATOMIC_ACQUIRE))
         return 0;
     for (int rank = 0; rank < g->world; rank++)
-        if (g->peers[rank] && !__atomic_load_n(&g->own->goodbye[rank], __ATOMIC_ACQUIRE) &&
+        if (g->peers[rank] && !__atomic_load_n(&g->own->detached[rank], __ATOMIC_ACQUIRE) &&
             !spar_peer_is_dead(g->peers[rank]))
             return 0;
     return 1;
@@ -315,9 +317,9 @@ static void forget(void *group)
         return;
     for (int rank = 0; rank < g->world; rank++)
         if (g->peers[rank]) {
-            if (!g->gone[rank])
+            if (!g->unmapped[rank])
                 spar_peers_unmap(g->peers[rank]);
-            spar_peers_leave(g->peers[rank]);
+            spar_peers_release(g->peers[rank]);
         }
     pthread_mutex_destroy(&g->lock);
     pthread_mutex_destroy(&g->closing);
@@ -331,8 +333,8 @@ static void leave(void *group)
     if (__atomic_sub_fetch(&g->uses, 1, __ATOMIC_ACQ_REL) == 0) {
         pthread_mutex_lock(&g->closing);
         for (int rank = 0; rank < g->world; rank++)
-            if (g->peers[rank] && g->boxes[rank] && !g->gone[rank])
-                __atomic_store_n(&g->boxes[rank]->goodbye[g->rank], 1, __ATOMIC_RELEASE);
+            if (g->peers[rank] && g->boxes[rank] && !g->unmapped[rank])
+                __atomic_store_n(&g->boxes[rank]->detached[g->rank], 1, __ATOMIC_RELEASE);
         pthread_mutex_unlock(&g->closing);
     }
     forget(group);
@@ -354,7 +356,7 @@ static void unmap_dead(spar_group *g)
         if (!g->peers[rank] || !spar_peer_died(g->peers[rank]))
             continue;
         pthread_mutex_lock(&g->closing);
-        g->gone[rank] = 1;
+        g->unmapped[rank] = 1;
         pthread_mutex_unlock(&g->closing);
         spar_peers_unmap(g->peers[rank]);
     }

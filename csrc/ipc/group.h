@@ -22,7 +22,7 @@ typedef struct {
     uint64_t signature;
     spar_status status;                  /* other than SPAR_OK: it failed, and takes no part */
     int64_t offsets[SPAR_GROUP_TENSORS]; /* of its outputs in its arena */
-} spar_words;
+} spar_call_header;
 
 /* A rank's mailbox, in its own arena, and `room` bytes behind it; *offset is what the others need. */
 spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, spar_group **group,
@@ -37,17 +37,17 @@ void spar_group_end_set_up(spar_group *group);
 spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_t *offsets);
 
 /* Begins call n, the next: SPAR_BROKEN where the group is. Awaits the end of a call that this rank failed. */
-spar_status spar_group_begin(spar_group *group, const spar_patience *patience, uint32_t *call);
+spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, uint32_t *call);
 
 /* Shows this rank's words, and reads everybody's [world]. SPAR_MISMATCH or SPAR_NO_MEMORY, equal on all
  * ranks, where somebody failed or the signatures differ; the call is then over, and nothing may be moved.
  * `describe` writes what the others shall see of this rank's call: asked where they differ. */
-spar_status spar_group_publish(spar_group *group, const spar_words *own,
+spar_status spar_group_publish(spar_group *group, const spar_call_header *own,
                                void (*describe)(void *context, char *text, size_t size),
-                               void *context, spar_words *all, const spar_patience *patience);
+                               void *context, spar_call_header *all, const spar_deadline *deadline);
 
 /* This rank has moved its bytes; returns when all have. */
-spar_status spar_group_finish(spar_group *group, const spar_patience *patience);
+spar_status spar_group_finish(spar_group *group, const spar_deadline *deadline);
 
 /* This rank fails in the call that it began: tells the others, and does not wait for them. */
 void spar_group_fail(spar_group *group, spar_status status, const char *text);
@@ -56,7 +56,7 @@ void spar_group_fail(spar_group *group, spar_status status, const char *text);
 void spar_group_break(spar_group *group, const char *reason);
 
 /* What a rank showed, where the newest call ended in a disagreement; else NULL. */
-const char *spar_group_text(const spar_group *group, int rank);
+const char *spar_group_call_text(const spar_group *group, int rank);
 
 /* How long to spin before sleeping, in ns, instead of what the cores suggest. */
 void spar_group_spin(spar_group *group, int64_t spin_ns);
@@ -74,7 +74,7 @@ void *spar_group_room(const spar_group *group, int rank);
 spar_peer *spar_group_peer(const spar_group *group, int rank);
 
 /* Whether a rank has closed the group, or given it up. */
-int spar_group_has_left(const spar_group *group, int rank);
+int spar_group_has_aborted(const spar_group *group, int rank);
 
 /* The base and length of a rank's arena. */
 char *spar_group_arena(const spar_group *group, int rank, int64_t *length);

@@ -38,8 +38,8 @@ static const char MAGIC[8] = "spar 2";
 
 /* ---- proofs ---- */
 
-spar_key spar_hello_key(const spar_endpoint *a, const spar_key *secret_a, const spar_endpoint *b,
-                        const spar_key *secret_b)
+spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a,
+                            const spar_endpoint *b, const spar_key *secret_b)
 {
     int ordered = a->pid < b->pid || (a->pid == b->pid && a->nonce < b->nonce);
     const spar_endpoint pair[2] = {ordered ? *a : *b, ordered ? *b : *a};
@@ -50,7 +50,7 @@ spar_key spar_hello_key(const spar_endpoint *a, const spar_key *secret_a, const 
     return key;
 }
 
-static spar_key prove(const spar_hello *h, const message *m)
+static spar_key prove(const spar_handshake *h, const message *m)
 {
     struct {
         spar_key challenges[2];
@@ -61,7 +61,7 @@ static spar_key prove(const spar_hello *h, const message *m)
     return spar_siphash(&h->key, &whole, sizeof whole);
 }
 
-static int is_proven(const spar_hello *h, const spar_endpoint *own, const message *m)
+static int is_proven(const spar_handshake *h, const spar_endpoint *own, const message *m)
 {
     spar_key proof = prove(h, m);
     return spar_endpoint_same(&m->from, &h->other) && spar_endpoint_same(&m->to, own) &&
@@ -70,7 +70,7 @@ static int is_proven(const spar_hello *h, const spar_endpoint *own, const messag
 
 /* ---- messages ---- */
 
-static message begin(const spar_hello *h, const spar_endpoint *own, uint64_t kind)
+static message begin(const spar_handshake *h, const spar_endpoint *own, uint64_t kind)
 {
     message m = {.kind = kind, .from = *own, .to = h->other};
     memcpy(m.magic, MAGIC, sizeof MAGIC);
@@ -78,12 +78,12 @@ static message begin(const spar_hello *h, const spar_endpoint *own, uint64_t kin
 }
 
 /* Whether it was sent; a failure is in errno. Without sendmsg, which a sandbox may forbid: only descriptors need it. */
-static int send_plain(const spar_hello *h, const message *m)
+static int send_plain(const spar_handshake *h, const message *m)
 {
     return send(h->socket, m, sizeof *m, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof *m;
 }
 
-static int send_arena(const spar_hello *h, const spar_endpoint *own)
+static int send_arena(const spar_handshake *h, const spar_endpoint *own)
 {
     message m = begin(h, own, ARENA);
     char control[CMSG_SPACE(sizeof(int))] = {0};
@@ -104,18 +104,18 @@ static int send_arena(const spar_hello *h, const spar_endpoint *own)
 }
 
 /* This side cannot go on, as spar_last_error says; the other, which is proven, learns why. */
-static spar_hello_state refuse(const spar_hello *h, const spar_endpoint *own)
+static spar_handshake_state refuse(const spar_handshake *h, const spar_endpoint *own)
 {
     message m = begin(h, own, REFUSAL);
     snprintf(m.refusal, sizeof m.refusal, "%s", spar_last_error());
     m.proof = prove(h, &m);
     send_plain(h, &m); /* else it sees the connection end */
-    return SPAR_HELLO_REFUSED;
+    return SPAR_HANDSHAKE_REFUSED;
 }
 
 /* Looks at the next message and leaves it there, so that no descriptor arrives yet: 1 where there is one, 0 where
  * there is none yet, -1 where none will come, or something else came. */
-static int peek(const spar_hello *h, message *m)
+static int peek(const spar_handshake *h, message *m)
 {
     const int how = MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT;
     ssize_t got = recv(h->socket, m, sizeof *m, how);
@@ -131,7 +131,7 @@ static int peek(const spar_hello *h, message *m)
 }
 
 /* Takes the message that was peeked at, without what descriptors may be with it: the system closes those. */
-static void take(const spar_hello *h)
+static void take(const spar_handshake *h)
 {
     char byte;
     if (recv(h->socket, &byte, 1, MSG_DONTWAIT) < 0)
@@ -139,7 +139,7 @@ static void take(const spar_hello *h)
 }
 
 /* The same with its descriptor; -1 where it has none, or could not be received. */
-static int take_descriptor(const spar_hello *h)
+static int take_descriptor(const spar_handshake *h)
 {
     message m;
     union {
@@ -191,7 +191,7 @@ static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
     return SPAR_OK;
 }
 
-static spar_status take_arena(const spar_hello *h, spar_peer *peer, int64_t length)
+static spar_status take_arena(const spar_handshake *h, spar_peer *peer, int64_t length)
 {
     int fd = take_descriptor(h);
     if (fd < 0)
@@ -210,14 +210,14 @@ static void release_arena(spar_peer *peer)
 
 /* ---- who is at the other end ---- */
 
-int spar_hello_same_user(int socket, struct ucred *owner)
+int spar_handshake_same_user(int socket, struct ucred *owner)
 {
     socklen_t size = sizeof *owner;
     return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, owner, &size) == 0 &&
            owner->uid == geteuid();
 }
 
-int spar_hello_pidfd(int socket)
+int spar_handshake_pidfd(int socket)
 {
     struct ucred owner;
     int pidfd;
@@ -237,7 +237,7 @@ static int draw(spar_key *challenge)
     return getrandom(challenge, sizeof *challenge, 0) == sizeof *challenge;
 }
 
-spar_status spar_hello_call(spar_hello *h, const spar_endpoint *own)
+spar_status spar_handshake_call(spar_handshake *h, const spar_endpoint *own)
 {
     message m = begin(h, own, CALL);
     if (!draw(&h->challenges[0]))
@@ -250,36 +250,37 @@ spar_status spar_hello_call(spar_hello *h, const spar_endpoint *own)
     return SPAR_OK;
 }
 
-spar_hello_state spar_hello_read_call(spar_hello *h, const spar_endpoint *own)
+spar_handshake_state spar_handshake_read_call(spar_handshake *h, const spar_endpoint *own)
 {
     message m;
     int came = peek(h, &m);
     if (came == 0)
-        return SPAR_HELLO_PENDING;
+        return SPAR_HANDSHAKE_PENDING;
     if (came < 0 || m.kind != CALL || !spar_endpoint_same(&m.to, own))
-        return SPAR_HELLO_DROPPED;
+        return SPAR_HANDSHAKE_DROPPED;
     take(h);
     h->other = m.from;
     h->challenges[0] = m.challenge;
     h->step = CLAIMED;
-    return SPAR_HELLO_PENDING;
+    return SPAR_HANDSHAKE_PENDING;
 }
 
-spar_hello_state spar_hello_challenge(spar_hello *h, const spar_endpoint *own, const spar_key *key)
+spar_handshake_state spar_handshake_challenge(spar_handshake *h, const spar_endpoint *own,
+                                              const spar_key *key)
 {
     message m = begin(h, own, CHALLENGE);
     h->key = *key;
     if (!draw(&h->challenges[1]))
-        return SPAR_HELLO_DROPPED;
+        return SPAR_HANDSHAKE_DROPPED;
     m.challenge = h->challenges[1];
     m.proof = prove(h, &m);
     if (!send_plain(h, &m))
-        return SPAR_HELLO_DROPPED;
+        return SPAR_HANDSHAKE_DROPPED;
     h->step = CHALLENGED;
-    return SPAR_HELLO_PENDING;
+    return SPAR_HANDSHAKE_PENDING;
 }
 
-void spar_hello_postpone(spar_hello *h, const spar_endpoint *own)
+void spar_handshake_postpone(spar_handshake *h, const spar_endpoint *own)
 {
     message m = begin(h, own, LATER);
     if (h->step == ACCEPTED)
@@ -290,26 +291,27 @@ void spar_hello_postpone(spar_hello *h, const spar_endpoint *own)
 }
 
 /* The dialer has read a CHALLENGE. */
-static spar_hello_state offer(spar_hello *h, const spar_endpoint *own)
+static spar_handshake_state offer(spar_handshake *h, const spar_endpoint *own)
 {
     take(h);
     h->step = OFFERED;
     if (send_arena(h, own) || errno == EPIPE || errno == ECONNRESET)
-        return SPAR_HELLO_PENDING; /* where the answerer hung up, it may have said before what to do */
+        return SPAR_HANDSHAKE_PENDING; /* where the answerer hung up, it may have said before what to do */
     spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s", strerror(errno));
     return refuse(h, own);
 }
 
-static spar_hello_state step_dialer(spar_hello *h, const spar_endpoint *own, spar_peer *peer)
+static spar_handshake_state step_dialer(spar_handshake *h, const spar_endpoint *own,
+                                        spar_peer *peer)
 {
     message m;
     int came = peek(h, &m);
     if (came == 0)
-        return SPAR_HELLO_PENDING;
+        return SPAR_HANDSHAKE_PENDING;
     if (came < 0)
         spar_fail(SPAR_TRANSPORT, "%s", "the process hung up");
     if (came > 0 && m.kind == LATER)
-        return SPAR_HELLO_LATER;
+        return SPAR_HANDSHAKE_LATER;
     if (came > 0 && h->step == CALLED)
         h->challenges[1] = m.challenge;
     if (came > 0 && !is_proven(h, own, &m))
@@ -317,34 +319,37 @@ static spar_hello_state step_dialer(spar_hello *h, const spar_endpoint *own, spa
     else if (came > 0 && m.kind == CHALLENGE && h->step == CALLED)
         return offer(h, own);
     else if (came > 0 && m.kind == ARENA && h->step == OFFERED)
-        return take_arena(h, peer, m.length) == SPAR_OK ? SPAR_HELLO_CONNECTED : SPAR_HELLO_REFUSED;
+        return take_arena(h, peer, m.length) == SPAR_OK ? SPAR_HANDSHAKE_CONNECTED
+                                                        : SPAR_HANDSHAKE_REFUSED;
     else if (came > 0)
         spar_fail(SPAR_TRANSPORT, "%s", m.kind == REFUSAL ? m.refusal : "an unknown message");
-    return SPAR_HELLO_REFUSED;
+    return SPAR_HANDSHAKE_REFUSED;
 }
 
-static spar_hello_state step_answerer(spar_hello *h, const spar_endpoint *own, spar_peer *peer)
+static spar_handshake_state step_answerer(spar_handshake *h, const spar_endpoint *own,
+                                          spar_peer *peer)
 {
     message m;
     int came = peek(h, &m);
     if (came == 0)
-        return SPAR_HELLO_PENDING;
+        return SPAR_HANDSHAKE_PENDING;
     if (came < 0 || !is_proven(h, own, &m) || (m.kind != ARENA && m.kind != REFUSAL))
-        return SPAR_HELLO_DROPPED;
+        return SPAR_HANDSHAKE_DROPPED;
     if (m.kind == REFUSAL) {
         spar_fail(SPAR_TRANSPORT, "%s", m.refusal);
-        return SPAR_HELLO_REFUSED;
+        return SPAR_HANDSHAKE_REFUSED;
     }
     if (take_arena(h, peer, m.length) != SPAR_OK)
         return refuse(h, own);
     if (send_arena(h, own))
-        return SPAR_HELLO_CONNECTED;
+        return SPAR_HANDSHAKE_CONNECTED;
     spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s", strerror(errno));
     release_arena(peer);
     return refuse(h, own);
 }
 
-spar_hello_state spar_hello_step(spar_hello *h, const spar_endpoint *own, spar_peer *peer)
+spar_handshake_state spar_handshake_step(spar_handshake *h, const spar_endpoint *own,
+                                         spar_peer *peer)
 {
     return h->step == CHALLENGED ? step_answerer(h, own, peer) : step_dialer(h, own, peer);
 }

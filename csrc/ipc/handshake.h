@@ -9,8 +9,8 @@
  * it shows that the sender knows the secrets that travel in the group's facts, and that the message is of this
  * handshake. Neither side sends a descriptor, takes one, or says why it refuses, before the other has proved itself.
  * No function here waits. */
-#ifndef SPAR_HELLO_H
-#define SPAR_HELLO_H
+#ifndef SPAR_HANDSHAKE_H
+#define SPAR_HANDSHAKE_H
 
 #include "ipc/peers.h"
 
@@ -33,15 +33,15 @@ typedef struct {
     spar_endpoint other; /* an answerer only knows what the other claims */
     spar_key key;
     spar_key challenges[2]; /* the dialer's, the answerer's */
-} spar_hello;
+} spar_handshake;
 
 typedef enum {
-    SPAR_HELLO_PENDING,
-    SPAR_HELLO_CONNECTED,
-    SPAR_HELLO_LATER,   /* dialer: the answerer had no room for it: dial again */
-    SPAR_HELLO_DROPPED, /* answerer: hung up, or unproven: not worth a word */
-    SPAR_HELLO_REFUSED, /* one side could not go on: spar_last_error */
-} spar_hello_state;
+    SPAR_HANDSHAKE_PENDING,
+    SPAR_HANDSHAKE_CONNECTED,
+    SPAR_HANDSHAKE_LATER,   /* dialer: the answerer had no room for it: dial again */
+    SPAR_HANDSHAKE_DROPPED, /* answerer: hung up, or unproven: not worth a word */
+    SPAR_HANDSHAKE_REFUSED, /* one side could not go on: spar_last_error */
+} spar_handshake_state;
 
 static inline int spar_endpoint_same(const spar_endpoint *a, const spar_endpoint *b)
 {
@@ -49,29 +49,30 @@ static inline int spar_endpoint_same(const spar_endpoint *a, const spar_endpoint
 }
 
 /* The key of a pair, from both processes' secrets; the same on both. */
-spar_key spar_hello_key(const spar_endpoint *a, const spar_key *secret_a, const spar_endpoint *b,
-                        const spar_key *secret_b);
+spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a,
+                            const spar_endpoint *b, const spar_key *secret_b);
 
 /* Whether the process at the other end has this process's user; *owner: its user and, where it can be seen, its id. */
-int spar_hello_same_user(int socket, struct ucred *owner);
+int spar_handshake_same_user(int socket, struct ucred *owner);
 
 /* The dialer's first message; `hello->other` and `key` are set. */
-spar_status spar_hello_call(spar_hello *hello, const spar_endpoint *own);
+spar_status spar_handshake_call(spar_handshake *handshake, const spar_endpoint *own);
 
 /* The answerer's first look: CLAIMED when the CALL has come. */
-spar_hello_state spar_hello_read_call(spar_hello *hello, const spar_endpoint *own);
+spar_handshake_state spar_handshake_read_call(spar_handshake *handshake, const spar_endpoint *own);
 
 /* The answerer's first message, to an endpoint that is expected. */
-spar_hello_state spar_hello_challenge(spar_hello *hello, const spar_endpoint *own,
-                                      const spar_key *key);
+spar_handshake_state spar_handshake_challenge(spar_handshake *handshake, const spar_endpoint *own,
+                                              const spar_key *key);
 
-/* One look at what came in: either side's later steps. On SPAR_HELLO_CONNECTED the peer has the arena. */
-spar_hello_state spar_hello_step(spar_hello *hello, const spar_endpoint *own, spar_peer *peer);
+/* One look at what came in: either side's later steps. On SPAR_HANDSHAKE_CONNECTED the peer has the arena. */
+spar_handshake_state spar_handshake_step(spar_handshake *handshake, const spar_endpoint *own,
+                                         spar_peer *peer);
 
 /* Asks a caller to dial again, and hangs up. */
-void spar_hello_postpone(spar_hello *hello, const spar_endpoint *own);
+void spar_handshake_postpone(spar_handshake *handshake, const spar_endpoint *own);
 
 /* Of the process at the other end, the caller's to close; -1 where the system has none. */
-int spar_hello_pidfd(int socket);
+int spar_handshake_pidfd(int socket);
 
 #endif

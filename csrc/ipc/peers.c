@@ -97,7 +97,7 @@ void spar_peers_unmap(spar_peer *peer)
     pthread_mutex_unlock(&spar_peers_lock);
 }
 
-void spar_peers_leave(spar_peer *peer)
+void spar_peers_release(spar_peer *peer)
 {
     int dead = spar_peer_is_dead(peer);
     pthread_mutex_lock(&spar_peers_lock);

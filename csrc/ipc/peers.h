@@ -5,7 +5,7 @@
  * other's secret (hello.h), and its end tells of a death. Being on the same host is a connect that succeeds, not a
  * name.
  *
- * A set-up expects its group's processes, then polls spar_peers_meet for each, then ends its expectations. Only
+ * A set-up expects its group's processes, then polls spar_peers_poll for each, then ends its expectations. Only
  * expected processes are answered. A connection of another user's process is closed unread; few unproven connections
  * of this user's are kept, for seconds, and none after the last expectation. Nothing here waits, but
  * spar_peer_died, shortly. */
@@ -43,7 +43,7 @@ spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret);
 spar_status spar_peers_expect(const spar_endpoint *peer, const spar_key *secret);
 
 /* Polls for an expected process: *peer is NULL until the pair is connected. */
-spar_status spar_peers_meet(const spar_endpoint *endpoint, spar_peer **peer);
+spar_status spar_peers_poll(const spar_endpoint *endpoint, spar_peer **peer);
 
 /* The set-up is over, as far as this process is concerned. */
 void spar_peers_end(const spar_endpoint *endpoint);
@@ -52,13 +52,13 @@ void spar_peers_end(const spar_endpoint *endpoint);
  * SPAR_PEERS_BUSY: it lives on this host, and its backlog is full for now; SPAR_PEERS_UNKNOWN: no descriptor is left, or
  * the system has no pidfds. */
 enum { SPAR_PEERS_BUSY = -2, SPAR_PEERS_UNKNOWN = -3 };
-int spar_peers_watch(const spar_endpoint *endpoint);
+int spar_peers_open_pidfd(const spar_endpoint *endpoint);
 
 /* A group will not touch the peer's arena any more: unmaps it where the process is dead and no other group may. */
 void spar_peers_unmap(spar_peer *peer);
 
 /* A group does not use the peer any more; after spar_peers_unmap. */
-void spar_peers_leave(spar_peer *peer);
+void spar_peers_release(spar_peer *peer);
 
 /* Frees what is left of dead processes that no group uses. */
 void spar_peers_sweep(void);

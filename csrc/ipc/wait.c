@@ -10,19 +10,21 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
-#define relax() __builtin_ia32_pause()
+#define cpu_relax() __builtin_ia32_pause()
 #else
-#define relax() __asm__ volatile("yield")
+#define cpu_relax() __asm__ volatile("yield")
 #endif
 
 static const int64_t SLICE_NS = 50000000;
 /* Of a turn of looking: from LENT_NS on another process had the core, from KEPT_NS on no rank that
  * waits in between. */
-static const int64_t LENT_NS = 3000, KEPT_NS = 1000000;
+static const int64_t YIELDED_NS = 3000, PREEMPTED_NS = 1000000;
 
-static uint32_t *word_of(mailbox *box, enum spar_word which)
+static uint32_t *progress_of(mailbox *box, enum spar_progress which)
 {
-    return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DONE ? &box->done : &box->told;
+    return which == SPAR_PUBLISHED ? &box->published
+           : which == SPAR_DONE    ? &box->done
+                                   : &box->described;
 }
 
 spar_status spar_group_check(spar_group *g, uint32_t *call)
@@ -40,7 +42,7 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
         if (!*reason)
             snprintf(reason, sizeof reason, "rank %d gave up", rank);
         *call = g->boxes[rank]->broken_call;
-        spar_group_give_up(g, status, *call, reason);
+        spar_group_abort(g, status, *call, reason);
         return spar_fail(status, "%s", reason);
     }
     return SPAR_OK;
@@ -48,15 +50,15 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
 
 /* Gives up because of all ranks whose word is missing, and who hung up, if `gone`: "rank 2 (process 71), rank 3
  * (process 72) died ...". SPAR_OK where there is none. */
-static spar_status miss(spar_group *g, spar_status status, int gone, enum spar_word which,
-                        uint32_t call, const char *what)
+static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up,
+                                enum spar_progress which, uint32_t call, const char *what)
 {
     char text[SPAR_GROUP_TEXT];
     size_t used = 0;
     for (int rank = 0; rank < g->world && used < sizeof text - 200; rank++) {
-        int gave_up = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
-        if (!g->peers[rank] || (gone && (gave_up || !spar_peer_hung_up(g->peers[rank]))) ||
-            spar_has_come(word_of(g->boxes[rank], which), call)) /* it may have ended well */
+        int aborted = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
+        if (!g->peers[rank] || (only_hung_up && (aborted || !spar_peer_hung_up(g->peers[rank]))) ||
+            spar_has_reached(progress_of(g->boxes[rank], which), call)) /* it may have ended well */
             continue;
         used += (size_t)snprintf(text + used, sizeof text - used, "%srank %d (process %lld)",
                                  used ? ", " : "", rank, (long long)g->peers[rank]->endpoint.pid);
@@ -64,29 +66,29 @@ static spar_status miss(spar_group *g, spar_status status, int gone, enum spar_w
     if (!used)
         return SPAR_OK;
     snprintf(text + used, sizeof text - used, what, (unsigned)call);
-    spar_group_give_up(g, status, g->call, text);
+    spar_group_abort(g, status, g->call, text);
     return spar_fail(status, "%s", text);
 }
 
 /* What can end a wait early; looked at about every 50 ms. */
-static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
-                           const spar_patience *patience)
+static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t call,
+                              const spar_deadline *deadline)
 {
     uint32_t broken_call;
     /* first: all survivors shall tell of a death */
-    SPAR_TRY(miss(g, SPAR_PEER_LOST, 1, which, call, " died before the end of call %u"));
+    SPAR_TRY(fail_missing(g, SPAR_PEER_LOST, 1, which, call, " died before the end of call %u"));
     SPAR_TRY(spar_group_check(g, &broken_call));
-    int stop = patience->interrupted ? patience->interrupted(patience->context) : SPAR_GO_ON;
-    if (stop != SPAR_GO_ON) {
+    int stop = deadline->interrupted ? deadline->interrupted(deadline->context) : SPAR_CONTINUE;
+    if (stop != SPAR_CONTINUE) {
         char text[64];
         snprintf(text, sizeof text, "rank %d %s in call %u", g->rank,
                  stop == SPAR_STOP_CLOSED ? "closed the group" : "was interrupted",
                  (unsigned)g->call);
-        spar_group_give_up(g, SPAR_BROKEN, g->call, text);
+        spar_group_abort(g, SPAR_BROKEN, g->call, text);
         return spar_fail(stop == SPAR_STOP_CLOSED ? SPAR_BROKEN : SPAR_INTERRUPTED, "%s", text);
     }
-    if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
-        return miss(g, SPAR_TIMEOUT, 0, which, call, " did not come to call %u in time");
+    if (spar_deadline_passed(deadline))
+        return fail_missing(g, SPAR_TIMEOUT, 0, which, call, " did not come to call %u in time");
     return SPAR_OK;
 }
 
@@ -94,61 +96,61 @@ static spar_status look_up(spar_group *g, enum spar_word which, uint32_t call,
  * rank that is awaited: its time is not counted, unless it keeps the core for long (sleepers come
  * before who does) or takes it until it is time to look up. After a sleep there are fewer looks
  * then, after a success more. */
-static int looks_suffice(spar_group *g, const uint32_t *word, uint32_t call)
+static int spin(spar_group *g, const uint32_t *word, uint32_t call)
 {
-    int64_t most = g->own_core ? g->look_ns : g->looking_ns;
+    int64_t most = g->own_core ? g->spin_ns : g->current_spin_ns;
     int64_t now = most ? spar_now_ns() : 0, end = now + SLICE_NS;
     for (int64_t left = most; left > 0 && now < end;) {
         for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
-            if (spar_has_come(word, call)) {
-                g->looking_ns = 4 * most < g->look_ns ? 4 * most : g->look_ns;
+            if (spar_has_reached(word, call)) {
+                g->current_spin_ns = 4 * most < g->spin_ns ? 4 * most : g->spin_ns;
                 return 1;
             }
-            relax();
+            cpu_relax();
         }
         sched_yield();
         int64_t begun = now;
         now = spar_now_ns();
-        int64_t turn = now - begun;
-        if (g->own_core || turn < LENT_NS || turn > KEPT_NS)
-            left -= turn;
+        int64_t elapsed = now - begun;
+        if (g->own_core || elapsed < YIELDED_NS || elapsed > PREEMPTED_NS)
+            left -= elapsed;
     }
-    g->looking_ns = most / 2 > g->look_ns / 16 ? most / 2 : g->look_ns / 16;
+    g->current_spin_ns = most / 2 > g->spin_ns / 16 ? most / 2 : g->spin_ns / 16;
     return 0;
 }
 
-static spar_status await_one(spar_group *g, int rank, enum spar_word which, uint32_t call,
-                             const spar_patience *patience)
+static spar_status await_one(spar_group *g, int rank, enum spar_progress which, uint32_t call,
+                             const spar_deadline *deadline)
 {
     mailbox *box = g->boxes[rank];
-    uint32_t *word = word_of(box, which);
+    uint32_t *word = progress_of(box, which);
     spar_status status = SPAR_OK;
-    if (spar_has_come(word, call))
+    if (spar_has_reached(word, call))
         return SPAR_OK;
-    if (looks_suffice(g, word, call))
+    if (spin(g, word, call))
         return SPAR_OK;
     __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
-    int64_t looked = spar_now_ns();
+    int64_t polled = spar_now_ns();
     while (status == SPAR_OK) {
         uint32_t seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
         if ((int32_t)(seen - call) >= 0)
             break;
         const struct timespec slice = {0, SLICE_NS};
         syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, NULL, 0);
-        if (spar_now_ns() - looked >= SLICE_NS || __atomic_load_n(&box->broken, __ATOMIC_RELAXED)) {
-            looked = spar_now_ns();
-            if (!spar_has_come(word, call))
-                status = look_up(g, which, call, patience);
+        if (spar_now_ns() - polled >= SLICE_NS || __atomic_load_n(&box->broken, __ATOMIC_RELAXED)) {
+            polled = spar_now_ns();
+            if (!spar_has_reached(word, call))
+                status = poll_abort(g, which, call, deadline);
         }
     }
     __atomic_sub_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
     return status;
 }
 
-spar_status spar_group_await(spar_group *g, enum spar_word which, uint32_t call,
-                             const spar_patience *patience)
+spar_status spar_group_await(spar_group *g, enum spar_progress which, uint32_t call,
+                             const spar_deadline *deadline)
 {
     for (int i = 1; i < g->world; i++)
-        SPAR_TRY(await_one(g, (g->rank + i) % g->world, which, call, patience));
+        SPAR_TRY(await_one(g, (g->rank + i) % g->world, which, call, deadline));
     return SPAR_OK;
 }

@@ -20,13 +20,14 @@ static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int wor
                          op->name, scatter, rank);
     int64_t total = tensor->args[2];
     int64_t local = tensor->extents[gather];
-    if (total < 0 || local != spar_share(total, world, rank))
+    if (total < 0 || local != spar_shard_size(total, world, rank))
         return spar_fail(
             SPAR_INVALID,
             "%s: gather_size is %lld, of which rank %d of %d holds %lld; its input's dim "
             "%d has %lld",
             op->name, (long long)total, rank, world,
-            (long long)(total < 0 ? 0 : spar_share(total, world, rank)), gather, (long long)local);
+            (long long)(total < 0 ? 0 : spar_shard_size(total, world, rank)), gather,
+            (long long)local);
     memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
     global[gather] = total;
     SPAR_TRY(spar_layout_cut(in, gather, total, world, NULL));

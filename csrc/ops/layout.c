@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-int64_t spar_share(int64_t total, int world, int rank)
+int64_t spar_shard_size(int64_t total, int world, int rank)
 {
     return total / world + (rank < total % world);
 }
@@ -59,7 +59,7 @@ spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int wor
     int64_t at = 0;
     SPAR_TRY(start(layout, dim, total, world, world));
     for (int rank = 0; rank < world; rank++) {
-        int64_t extent = sizes ? sizes[rank] : spar_share(total, world, rank);
+        int64_t extent = sizes ? sizes[rank] : spar_shard_size(total, world, rank);
         if (extent < 0 || extent > total - at)
             return wrong_sizes(layout, rank, extent, "", total);
         add(layout, rank, at, extent);
@@ -90,7 +90,7 @@ spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int 
 }
 
 /* Where `rank`'s share of `total` begins. */
-static int64_t share_start(int64_t total, int world, int rank)
+static int64_t shard_start(int64_t total, int world, int rank)
 {
     return rank * (total / world) + (rank < total % world ? rank : total % world);
 }
@@ -122,8 +122,8 @@ spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t 
         add(layout, rank, 0, 0);
         for (int64_t s = 0; s < sequences; s++) {
             int64_t extent =
-                table ? numbers[rank * sequences + s] : spar_share(numbers[s], world, rank);
-            add(layout, rank, table ? at[s] : at[s] + share_start(numbers[s], world, rank), extent);
+                table ? numbers[rank * sequences + s] : spar_shard_size(numbers[s], world, rank);
+            add(layout, rank, table ? at[s] : at[s] + shard_start(numbers[s], world, rank), extent);
             at[s] += table ? extent : 0;
         }
     }
@@ -142,7 +142,8 @@ spar_status spar_layout_refine(spar_layout *layout, int inner)
     for (int rank = 0; status == SPAR_OK && rank < layout->world; rank++) {
         int from = rank % outer.world, part = rank / outer.world;
         int64_t held = spar_layout_extent(&outer, from);
-        int64_t begin = share_start(held, inner, part), end = begin + spar_share(held, inner, part);
+        int64_t begin = shard_start(held, inner, part),
+                end = begin + spar_shard_size(held, inner, part);
         add(layout, rank, 0, 0);
         for (int64_t i = outer.first[from]; i < outer.first[from + 1]; i++) {
             const spar_piece *piece = &outer.pieces[i];

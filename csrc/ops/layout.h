@@ -24,7 +24,7 @@ typedef struct {
 } spar_layout;
 
 /* The size rule: rank's share of `total`; the remainder goes one each to the first ranks. */
-int64_t spar_share(int64_t total, int world, int rank);
+int64_t spar_shard_size(int64_t total, int world, int rank);
 
 /* One piece a rank, in rank order; `sizes` [world] must sum to `total`, NULL means the size rule. */
 spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,

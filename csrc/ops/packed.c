@@ -10,7 +10,7 @@ static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int wor
                            int64_t *global, spar_layout *in, spar_layout *out)
 {
     int dim, gathers = op == &spar_op_packed_gather;
-    spar_layout *spread = gathers ? in : out;
+    spar_layout *sharded = gathers ? in : out;
     if (tensor->nargs < 3)
         return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks", op->name,
                          op->args, tensor->nargs, world);
@@ -25,9 +25,9 @@ static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int wor
             "%s: %lld numbers for %lld sequences on %d ranks; expected a length of each, "
             "or a size of each on each rank",
             op->name, (long long)numbers, (long long)sequences, outer);
-    SPAR_TRY(spar_layout_packed(spread, dim, outer, sequences, tensor->args + 3, table));
-    SPAR_TRY(spar_layout_refine(spread, inner));
-    return spar_op_spread(op, tensor, rank, global, gathers, in, out);
+    SPAR_TRY(spar_layout_packed(sharded, dim, outer, sequences, tensor->args + 3, table));
+    SPAR_TRY(spar_layout_refine(sharded, inner));
+    return spar_op_shard(op, tensor, rank, global, gathers, in, out);
 }
 
 const spar_op spar_op_packed_split = {

@@ -58,7 +58,7 @@ static spar_status gather_layouts(const spar_op *op, const spar_tensor *tensor, 
                          world, (long long)local);
     }
     SPAR_TRY(spar_layout_cut(in, dim, total, world, sizes));
-    return spar_op_spread(op, tensor, rank, global, 1, in, out);
+    return spar_op_shard(op, tensor, rank, global, 1, in, out);
 }
 
 const spar_op spar_op_split = {

@@ -40,22 +40,22 @@ spar_status spar_op_inner(const spar_op *op, const spar_tensor *tensor, int whic
     return SPAR_OK;
 }
 
-spar_status spar_op_spread(const spar_op *op, const spar_tensor *tensor, int rank, int64_t *global,
-                           int gathers, spar_layout *in, spar_layout *out)
+spar_status spar_op_shard(const spar_op *op, const spar_tensor *tensor, int rank, int64_t *global,
+                          int gathers, spar_layout *in, spar_layout *out)
 {
-    spar_layout *spread = gathers ? in : out, *whole = gathers ? out : in;
-    int dim = spread->dim;
+    spar_layout *sharded = gathers ? in : out, *whole = gathers ? out : in;
+    int dim = sharded->dim;
     int64_t has = tensor->extents[dim];
-    int64_t expected = gathers ? spar_layout_extent(spread, rank) : spread->total;
+    int64_t expected = gathers ? spar_layout_extent(sharded, rank) : sharded->total;
     if (has != expected) {
-        spar_layout_free(spread);
+        spar_layout_free(sharded);
         return spar_fail(
             SPAR_INVALID,
             "%s: by its sizes rank %d holds %lld of dim %d; its input's dim %d has %lld, expected as many",
             op->name, rank, (long long)expected, dim, dim, (long long)has);
     }
     memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
-    global[dim] = spread->total;
-    spar_layout_whole(whole, spread->world);
+    global[dim] = sharded->total;
+    spar_layout_whole(whole, sharded->world);
     return SPAR_OK;
 }

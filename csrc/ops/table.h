@@ -2,8 +2,8 @@
  *
  * To add one: a file in ops/ (or a function beside its family) and a row in ops.c. Shapes, plans,
  * signatures, transports and tests follow from the two layouts. */
-#ifndef SPAR_OPS_H
-#define SPAR_OPS_H
+#ifndef SPAR_OPS_TABLE_H
+#define SPAR_OPS_TABLE_H
 
 #include "ops/layout.h"
 
@@ -48,7 +48,7 @@ spar_status spar_op_inner(const spar_op *op, const spar_tensor *tensor, int whic
 
 /* For the rows whose one side is whole, and the other (`in` where it gathers) spread by a layout that is made:
  * fills in the whole one and the global extents, when `rank` holds what it must. Frees the layout on failure. */
-spar_status spar_op_spread(const spar_op *op, const spar_tensor *tensor, int rank, int64_t *global,
-                           int gathers, spar_layout *in, spar_layout *out);
+spar_status spar_op_shard(const spar_op *op, const spar_tensor *tensor, int rank, int64_t *global,
+                          int gathers, spar_layout *in, spar_layout *out);
 
 #endif

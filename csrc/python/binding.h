@@ -35,7 +35,7 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args);
 extern const char spar_py_comm_doc[];
 
 /* Until a deadline in seconds, as time.monotonic counts them; ends at a signal, and when `comm` is closed. */
-spar_patience spar_py_patience(PyObject *comm, double deadline);
+spar_deadline spar_py_deadline(PyObject *comm, double deadline);
 
 /* Raises as spar_raise does, but for SPAR_INTERRUPTED, where a signal's handler has set an exception. */
 PyObject *spar_py_raise_after_wait(spar_status status);

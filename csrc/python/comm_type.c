@@ -11,7 +11,7 @@ typedef struct {
     char group[64]; /* for messages */
     int closing;    /* atomic: a call under way must end */
     spar_comm *comm;
-    spar_verdict verdict;
+    spar_setup_result setup_result;
 } comm_object;
 
 static PyTypeObject *comm_type;
@@ -26,7 +26,7 @@ static int must_stop(void *context)
     PyGILState_Release(state);
     if (came)
         return SPAR_STOP_SIGNAL;
-    return __atomic_load_n(&self->closing, __ATOMIC_RELAXED) ? SPAR_STOP_CLOSED : SPAR_GO_ON;
+    return __atomic_load_n(&self->closing, __ATOMIC_RELAXED) ? SPAR_STOP_CLOSED : SPAR_CONTINUE;
 }
 
 PyObject *spar_py_raise_after_wait(spar_status status)
@@ -34,17 +34,17 @@ PyObject *spar_py_raise_after_wait(spar_status status)
     return status == SPAR_INTERRUPTED && PyErr_Occurred() ? NULL : spar_raise(status);
 }
 
-spar_patience spar_py_patience(PyObject *comm, double deadline)
+spar_deadline spar_py_deadline(PyObject *comm, double deadline_s)
 {
-    return (spar_patience){
-        .deadline_ns = (int64_t)(deadline * 1e9), .interrupted = must_stop, .context = comm};
+    return (spar_deadline){
+        .at_ns = (int64_t)(deadline_s * 1e9), .interrupted = must_stop, .context = comm};
 }
 
 /* ---- set-up ---- */
 
 const char spar_py_comm_doc[] = PyDoc_STR(
-    "comm(transport, facts, rank, local_ranks, group, ordinal=0, native=0) -> Comm\n\n"
-    "First stage; see verdict. On device `ordinal`; native: torch's ncclComm_t, if it has one.");
+    "comm(transport, peer_info, rank, local_ranks, group, ordinal=0, native=0) -> Comm\n\n"
+    "First stage; see setup_result. On device `ordinal`; native: torch's ncclComm_t, if it has one.");
 
 PyObject *spar_py_comm(PyObject *module, PyObject *args)
 {
@@ -61,15 +61,15 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
     native.comm = (void *)(uintptr_t)comm;
     while (*row && strcmp((*row)->name, name) != 0)
         row++;
-    int world = (int)(size / (Py_ssize_t)sizeof(spar_facts));
-    if (!*row || size % (Py_ssize_t)sizeof(spar_facts) || rank < 0 || rank >= world)
+    int world = (int)(size / (Py_ssize_t)sizeof(spar_peer_info));
+    if (!*row || size % (Py_ssize_t)sizeof(spar_peer_info) || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, facts of %zd bytes", name,
                             rank, size);
     PyObject *interned = PyUnicode_InternFromString((*row)->name);
-    spar_facts *facts = malloc((size_t)size);
-    comm_object *object = interned && facts ? PyObject_New(comm_object, comm_type) : NULL;
+    spar_peer_info *info = malloc((size_t)size);
+    comm_object *object = interned && info ? PyObject_New(comm_object, comm_type) : NULL;
     if (!object) {
-        free(facts);
+        free(info);
         Py_XDECREF(interned);
         return PyErr_NoMemory();
     }
@@ -77,10 +77,10 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
     object->closing = 0;
     object->name = interned;
     snprintf(object->group, sizeof object->group, "%s", group);
-    memcpy(facts, bytes, (size_t)size);
-    spar_status status = spar_comm_open(*row, facts, world, rank, local_ranks, &native,
-                                        &object->comm, &object->verdict);
-    free(facts);
+    memcpy(info, bytes, (size_t)size);
+    spar_status status = spar_comm_open(*row, info, world, rank, local_ranks, &native,
+                                        &object->comm, &object->setup_result);
+    free(info);
     if (status == SPAR_OK)
         return (PyObject *)object;
     Py_DECREF(object);
@@ -129,34 +129,34 @@ static spar_comm *open_comm(PyObject *self)
     return comm;
 }
 
-static PyObject *comm_verdict(PyObject *self, void *closure)
+static PyObject *comm_setup_result(PyObject *self, void *closure)
 {
     (void)closure;
-    return PyBytes_FromStringAndSize((const char *)&((comm_object *)self)->verdict,
-                                     sizeof(spar_verdict));
+    return PyBytes_FromStringAndSize((const char *)&((comm_object *)self)->setup_result,
+                                     sizeof(spar_setup_result));
 }
 
 static PyObject *comm_connect(PyObject *self, PyObject *args)
 {
     const char *bytes;
     Py_ssize_t size;
-    double deadline;
+    double deadline_s;
     spar_comm *comm = open_comm(self);
-    if (!comm || !PyArg_ParseTuple(args, "y#d", &bytes, &size, &deadline))
+    if (!comm || !PyArg_ParseTuple(args, "y#d", &bytes, &size, &deadline_s))
         return NULL;
-    if (size != comm->world * (Py_ssize_t)sizeof(spar_verdict))
+    if (size != comm->world * (Py_ssize_t)sizeof(spar_setup_result))
         return PyErr_Format(PyExc_ValueError, "verdicts of %zd bytes for %d ranks", size,
                             comm->world);
-    spar_verdict *verdicts = malloc((size_t)size);
-    if (!verdicts)
+    spar_setup_result *results = malloc((size_t)size);
+    if (!results)
         return PyErr_NoMemory();
-    memcpy(verdicts, bytes, (size_t)size);
-    spar_patience patience = spar_py_patience(self, deadline);
+    memcpy(results, bytes, (size_t)size);
+    spar_deadline deadline = spar_py_deadline(self, deadline_s);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = spar_comm_connect(comm, verdicts, &patience, &((comm_object *)self)->verdict);
+    status = spar_comm_connect(comm, results, &deadline, &((comm_object *)self)->setup_result);
     Py_END_ALLOW_THREADS;
-    free(verdicts);
+    free(results);
     if (status != SPAR_OK)
         return spar_py_raise_after_wait(status);
     Py_RETURN_NONE;
@@ -234,11 +234,11 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     unsigned long long address;
     int dtype, divide;
     double factor;
-    double deadline;
+    double deadline_s;
     long long number;
     parsed asked;
     if (!comm || !PyArg_ParseTuple(args, "sOKipdsLd", &op, &tuple, &address, &dtype, &divide,
-                                   &factor, &text, &number, &deadline))
+                                   &factor, &text, &number, &deadline_s))
         return NULL;
     const void *input = (const void *)(uintptr_t)address;
     void *output = NULL;
@@ -250,7 +250,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .device = &spar_device_cpu,
                       .text = text,
                       .number = number,
-                      .patience = spar_py_patience(self, deadline),
+                      .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};
     if (read_request(&asked, tuple, op, comm->world, comm->rank) < 0 ||
@@ -331,15 +331,15 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     spar_comm *comm = open_comm(self);
     const char *op, *why;
     int memory, for_good;
-    double deadline;
-    if (!comm || !PyArg_ParseTuple(args, "ssppd", &op, &why, &memory, &for_good, &deadline))
+    double deadline_s;
+    if (!comm || !PyArg_ParseTuple(args, "ssppd", &op, &why, &memory, &for_good, &deadline_s))
         return NULL;
     spar_call call = {.failed = for_good ? SPAR_INTERRUPTED
                                 : memory ? SPAR_NO_MEMORY
                                          : SPAR_INVALID,
                       .why = why,
                       .device = &spar_device_cpu,
-                      .patience = spar_py_patience(self, deadline),
+                      .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};
     spar_status status;
@@ -351,14 +351,14 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_shown(PyObject *self, PyObject *args)
+static PyObject *comm_call_text(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
     int rank;
     if (!comm || !PyArg_ParseTuple(args, "i", &rank))
         return NULL;
-    int known = comm->transport->shown && rank >= 0 && rank < comm->world;
-    const char *text = known ? comm->transport->shown(comm, rank) : NULL;
+    int known = comm->transport->call_text && rank >= 0 && rank < comm->world;
+    const char *text = known ? comm->transport->call_text(comm, rank) : NULL;
     if (!text)
         Py_RETURN_NONE;
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
@@ -408,12 +408,13 @@ static PyObject *comm_transport(PyObject *self, void *closure)
 static PyGetSetDef comm_getset[] = {
     {"transport", comm_transport, NULL, "its transport's name", NULL},
     {"broken", comm_broken, NULL, "what broke it behind the calls' back, or None", NULL},
-    {"verdict", comm_verdict, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
+    {"setup_result", comm_setup_result, NULL,
+     "what all ranks must see of the newest stage, as bytes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef comm_methods[] = {
-    {"connect", comm_connect, METH_VARARGS, "connect(all ranks' verdicts, deadline)"},
+    {"connect", comm_connect, METH_VARARGS, "connect(all ranks' setup_result, deadline)"},
     {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
     {"run", comm_run, METH_VARARGS, spar_py_run_doc},
     {"wait", comm_wait, METH_VARARGS,
@@ -424,8 +425,8 @@ static PyMethodDef comm_methods[] = {
     {"abort", comm_abort, METH_NOARGS,
      "End a call under way on another thread, or around a signal's handler: it raises GroupBrokenError\n"
      "within 50 ms. For good; close() follows."},
-    {"shown", comm_shown, METH_VARARGS,
-     "shown(rank): its call, where the newest one ended in a disagreement; else None"},
+    {"call_text", comm_call_text, METH_VARARGS,
+     "call_text(rank): its call, where the newest one ended in a disagreement; else None"},
     {"where", comm_where, METH_VARARGS,
      "where(rank): which call it is in, on any group; None where that cannot be known"},
     {"close", comm_close_method, METH_NOARGS, "Says goodbye; never waits."},

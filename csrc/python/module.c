@@ -39,13 +39,13 @@ PyObject *spar_raise(spar_status status)
     return NULL;
 }
 
-static PyObject *module_facts(PyObject *module, PyObject *unused)
+static PyObject *module_peer_info(PyObject *module, PyObject *unused)
 {
-    spar_facts facts;
+    spar_peer_info info;
     (void)module;
     (void)unused;
-    spar_facts_read(&facts);
-    return PyBytes_FromStringAndSize((const char *)&facts, sizeof facts);
+    spar_peer_info_read(&info);
+    return PyBytes_FromStringAndSize((const char *)&info, sizeof info);
 }
 
 static PyObject *choice_to_tuple(const spar_choice *choice)
@@ -74,16 +74,16 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
         if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i],
                               &refused.reasons[i]))
             return NULL;
-    if (size == 0 || size % (Py_ssize_t)sizeof(spar_facts) != 0)
+    if (size == 0 || size % (Py_ssize_t)sizeof(spar_peer_info) != 0)
         return PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu",
-                            size, sizeof(spar_facts));
-    spar_facts *facts = malloc((size_t)size); /* the bytes may not be aligned */
-    if (!facts)
+                            size, sizeof(spar_peer_info));
+    spar_peer_info *info = malloc((size_t)size); /* the bytes may not be aligned */
+    if (!info)
         return PyErr_NoMemory();
-    memcpy(facts, bytes, (size_t)size);
+    memcpy(info, bytes, (size_t)size);
     spar_status status =
-        spar_choose(facts, (int)(size / (Py_ssize_t)sizeof *facts), device, &refused, &choice);
-    free(facts);
+        spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), device, &refused, &choice);
+    free(info);
     return status == SPAR_OK ? choice_to_tuple(&choice) : spar_raise(status);
 }
 
@@ -189,7 +189,7 @@ static PyObject *module_table(PyObject *module, PyObject *args)
         }
     for (int r = 0; by_rule && r < world; r++)
         for (int64_t s = 0; by_rule && s < sequences; s++)
-            by_rule = table[r * sequences + s] == spar_share(lengths[s], world, r);
+            by_rule = table[r * sequences + s] == spar_shard_size(lengths[s], world, r);
     count = by_rule ? sequences : world * sequences;
     PyObject *tuple = spar_ints_to_tuple(by_rule ? lengths : table, (Py_ssize_t)count);
     free(lengths);
@@ -230,43 +230,43 @@ static PyObject *module_threads(PyObject *module, PyObject *args)
         return spar_raise(status);
     int share = spar_cores() / (local_ranks > 0 ? local_ranks : 1);
     int64_t asked = wanted.holds ? wanted.count : share < most ? share : most;
-    spar_team_size(asked < INT_MAX ? (int)asked : INT_MAX);
-    return PyLong_FromLong(spar_team_share(INT64_MAX));
+    spar_threads_limit(asked < INT_MAX ? (int)asked : INT_MAX);
+    return PyLong_FromLong(spar_threads_share(INT64_MAX));
 }
 
-static PyObject *module_begin(PyObject *module, PyObject *args)
+static PyObject *module_last_call_begin(PyObject *module, PyObject *args)
 {
     const char *group, *op;
     unsigned int call;
     (void)module;
     if (!PyArg_ParseTuple(args, "ssI", &group, &op, &call))
         return NULL;
-    return PyLong_FromUnsignedLong(spar_whereabouts_begin(group, op, call));
+    return PyLong_FromUnsignedLong(spar_last_call_begin(group, op, call));
 }
 
-static PyObject *module_end(PyObject *module, PyObject *args)
+static PyObject *module_last_call_end(PyObject *module, PyObject *args)
 {
-    unsigned int turn;
+    unsigned int sequence;
     int gave_up;
     (void)module;
-    if (!PyArg_ParseTuple(args, "Ip", &turn, &gave_up))
+    if (!PyArg_ParseTuple(args, "Ip", &sequence, &gave_up))
         return NULL;
-    spar_whereabouts_end(turn, gave_up);
+    spar_last_call_end(sequence, gave_up);
     Py_RETURN_NONE;
 }
 
-static PyObject *module_processes(PyObject *module, PyObject *facts)
+static PyObject *module_processes(PyObject *module, PyObject *info)
 {
     (void)module;
     char *bytes;
     Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(facts, &bytes, &size) < 0)
+    if (PyBytes_AsStringAndSize(info, &bytes, &size) < 0)
         return NULL;
     PyObject *result = PyList_New(0);
-    for (Py_ssize_t at = 0; result && at + (Py_ssize_t)sizeof(spar_facts) <= size;
-         at += (Py_ssize_t)sizeof(spar_facts)) {
+    for (Py_ssize_t at = 0; result && at + (Py_ssize_t)sizeof(spar_peer_info) <= size;
+         at += (Py_ssize_t)sizeof(spar_peer_info)) {
         spar_endpoint endpoint;
-        memcpy(&endpoint, bytes + at + offsetof(spar_facts, endpoint), sizeof endpoint);
+        memcpy(&endpoint, bytes + at + offsetof(spar_peer_info, endpoint), sizeof endpoint);
         PyObject *process =
             Py_BuildValue("LK", (long long)endpoint.pid, (unsigned long long)endpoint.nonce);
         if (!process || PyList_Append(result, process) < 0)
@@ -276,7 +276,7 @@ static PyObject *module_processes(PyObject *module, PyObject *facts)
     return result;
 }
 
-static PyObject *module_watch(PyObject *module, PyObject *args)
+static PyObject *module_open_pidfd(PyObject *module, PyObject *args)
 {
     long long pid;
     unsigned long long nonce;
@@ -285,7 +285,7 @@ static PyObject *module_watch(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "LK", &pid, &nonce))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    pidfd = spar_peers_watch(&(spar_endpoint){pid, nonce});
+    pidfd = spar_peers_open_pidfd(&(spar_endpoint){pid, nonce});
     Py_END_ALLOW_THREADS;
     return PyLong_FromLong(pidfd);
 }
@@ -337,16 +337,16 @@ static PyObject *module_device_stats(PyObject *module, PyObject *unused)
     (void)unused;
     spar_staging_stats(&cap, &allocated);
     return Py_BuildValue("LLL", (long long)cap, (long long)allocated,
-                         (long long)spar_uploads_allocated());
+                         (long long)spar_table_cache_allocated());
 }
 
-static PyObject *module_library_found(PyObject *module, PyObject *args)
+static PyObject *module_set_library_path(PyObject *module, PyObject *args)
 {
     const char *library, *path;
     (void)module;
     if (!PyArg_ParseTuple(args, "sz", &library, &path))
         return NULL;
-    spar_library_found(library, path);
+    spar_dynlib_set_path(library, path);
     Py_RETURN_NONE;
 }
 
@@ -361,23 +361,24 @@ static PyMethodDef methods[] = {
      "in_arena(address) -> whether it lies in the arena"},
     {"device_stats", module_device_stats, METH_NOARGS,
      "(cap, allocated) of the open groups' staging memory, and what plans' tables take on GPUs; in bytes"},
-    {"library_found", module_library_found, METH_VARARGS,
-     "library_found(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
-    {"facts", module_facts, METH_NOARGS, "What this rank tells all others about itself, as bytes."},
+    {"set_library_path", module_set_library_path, METH_VARARGS,
+     "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
+    {"peer_info", module_peer_info, METH_NOARGS,
+     "What this rank tells all others about itself, as bytes."},
     {"choose", module_choose, METH_VARARGS,
-     "choose(all ranks' facts, device, ((refused name, reason), ...))\n"
+     "choose(all ranks' peer_info, device, ((refused name, reason), ...))\n"
      "    -> (name, reason, ((rejected name, reason), ...))"},
     {"processes", module_processes, METH_O,
-     "processes(all ranks' facts) -> [(process id, nonce), ...]; 0: not known"},
+     "processes(all ranks' peer_info) -> [(process id, nonce), ...]; 0: not known"},
     {"connections", module_connections, METH_NOARGS,
      "connections() -> (closed: of another user, closed: unproven, open and not proven yet)"},
-    {"watch", module_watch, METH_VARARGS,
-     "watch(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1.\n"
+    {"open_pidfd", module_open_pidfd, METH_VARARGS,
+     "open_pidfd(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1.\n"
      "-2: it does, and its backlog is full: call again; -3: it cannot be known"},
-    {"begin", module_begin, METH_VARARGS,
-     "begin(group, op, call) -> turn: this process's peers may see that it is in this call."},
-    {"end", module_end, METH_VARARGS,
-     "end(turn, gave_up): the call of this turn has ended, badly or well."},
+    {"last_call_begin", module_last_call_begin, METH_VARARGS,
+     "last_call_begin(group, op, call) -> sequence: this process's peers may see that it is in this call."},
+    {"last_call_end", module_last_call_end, METH_VARARGS,
+     "last_call_end(sequence, gave_up): the call of this sequence has ended, badly or well."},
     {"env", module_env, METH_VARARGS,
      "env(field) -> the variable's value or its default: float, int or str; None where both are empty"},
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},

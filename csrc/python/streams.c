@@ -12,10 +12,10 @@ PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObje
     const char *text;
     unsigned long long from, to, stream, native;
     int dtype, divide;
-    double factor, deadline;
+    double factor, deadline_s;
     spar_scale scale;
     if (!PyArg_ParseTuple(args, "OKKKKipdsd", &object, &from, &to, &stream, &native, &dtype,
-                          &divide, &factor, &text, &deadline) ||
+                          &divide, &factor, &text, &deadline_s) ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     const spar_plan *plan = spar_py_plan_of(object);
@@ -33,7 +33,7 @@ PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObje
                       .text = text,
                       .stream = (void *)(uintptr_t)stream,
                       .native = (void *)(uintptr_t)native,
-                      .patience = spar_py_patience(self, deadline),
+                      .deadline = spar_py_deadline(self, deadline_s),
                       .group = group,
                       .op = plan->op->name};
     spar_status status;
@@ -47,15 +47,15 @@ PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObje
 
 PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args)
 {
-    double deadline;
-    if (!PyArg_ParseTuple(args, "d", &deadline))
+    double deadline_s;
+    if (!PyArg_ParseTuple(args, "d", &deadline_s))
         return NULL;
     if (!comm->transport->wait)
         Py_RETURN_NONE; /* its calls return when all is over */
-    spar_patience patience = spar_py_patience(self, deadline);
+    spar_deadline deadline = spar_py_deadline(self, deadline_s);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = comm->transport->wait(comm, &patience);
+    status = comm->transport->wait(comm, &deadline);
     Py_END_ALLOW_THREADS;
     if (status != SPAR_OK)
         return spar_py_raise_after_wait(status);

@@ -8,15 +8,15 @@
 
 static const int64_t LONGEST_NS = 30000000000;
 
-int spar_meeting_possible(const spar_facts *facts, int world, char *reason, size_t size)
+int spar_rendezvous_possible(const spar_peer_info *info, int world, char *reason, size_t size)
 {
     for (int rank = 0; rank < world; rank++) {
-        if (facts[rank].endpoint.pid <= 0) {
-            snprintf(reason, size, "rank %d: %.60s", rank, facts[rank].no_shm);
+        if (info[rank].endpoint.pid <= 0) {
+            snprintf(reason, size, "rank %d: %.60s", rank, info[rank].no_shm);
             return 0;
         }
         for (int other = 0; other < rank; other++)
-            if (facts[other].endpoint.nonce == facts[rank].endpoint.nonce) {
+            if (info[other].endpoint.nonce == info[rank].endpoint.nonce) {
                 snprintf(reason, size, "ranks %d and %d are one process", other, rank);
                 return 0;
             }
@@ -24,8 +24,8 @@ int spar_meeting_possible(const spar_facts *facts, int world, char *reason, size
     return 1;
 }
 
-spar_status spar_meeting_begin(const spar_comm *comm, const spar_facts *facts, int64_t room,
-                               spar_group **group, int64_t *offset)
+spar_status spar_rendezvous_begin(const spar_comm *comm, const spar_peer_info *info, int64_t room,
+                                  spar_group **group, int64_t *offset)
 {
     spar_env_value arena_max, spin, affinity;
     SPAR_TRY(spar_env_field("arena_max", &arena_max));
@@ -41,7 +41,7 @@ spar_status spar_meeting_begin(const spar_comm *comm, const spar_facts *facts, i
         spar_status status =
             rank == comm->rank
                 ? SPAR_OK
-                : spar_group_expect(*group, rank, &facts[rank].endpoint, &facts[rank].secret);
+                : spar_group_expect(*group, rank, &info[rank].endpoint, &info[rank].secret);
         if (status != SPAR_OK) {
             spar_group_close(*group);
             *group = NULL;
@@ -51,28 +51,28 @@ spar_status spar_meeting_begin(const spar_comm *comm, const spar_facts *facts, i
     return SPAR_OK;
 }
 
-static spar_status meet(const spar_comm *comm, int rank, const spar_patience *patience,
-                        spar_peer **peer)
+static spar_status await_peer(const spar_comm *comm, int rank, const spar_deadline *deadline,
+                              spar_peer **peer)
 {
     const struct timespec moment = {0, 500000};
     int64_t begin = spar_now_ns();
-    for (int looks = 1;; looks++) {
-        SPAR_TRY(spar_peers_meet(&comm->facts[rank].endpoint, peer));
+    for (int polls = 1;; polls++) {
+        SPAR_TRY(spar_peers_poll(&comm->info[rank].endpoint, peer));
         if (*peer)
             return SPAR_OK;
-        if (patience->deadline_ns && spar_now_ns() > patience->deadline_ns)
+        if (spar_deadline_passed(deadline))
             return spar_fail(SPAR_TIMEOUT, "rank %d did not answer", rank);
         if (spar_now_ns() - begin >
             LONGEST_NS) /* all are here: going without is better than this wait */
             return spar_fail(SPAR_TRANSPORT, "rank %d did not answer for 30 s", rank);
-        if (looks % 100 == 0)
-            SPAR_TRY(spar_patience_poll(patience, "during the rendezvous"));
+        if (polls % 100 == 0)
+            SPAR_TRY(spar_deadline_poll(deadline, "during the rendezvous"));
         nanosleep(&moment, NULL);
     }
 }
 
-spar_status spar_meeting_end(const spar_comm *comm, spar_group *group, const spar_verdict *verdicts,
-                             const spar_patience *patience)
+spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group,
+                                const spar_setup_result *results, const spar_deadline *deadline)
 {
     spar_status status = SPAR_OK;
     spar_peer **peers = calloc((size_t)comm->world, sizeof *peers);
@@ -80,17 +80,17 @@ spar_status spar_meeting_end(const spar_comm *comm, spar_group *group, const spa
     if (!peers || !offsets)
         status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
     for (int rank = 0; peers && offsets && rank < comm->world; rank++) {
-        offsets[rank] = verdicts[rank].offset;
+        offsets[rank] = results[rank].offset;
         if (rank == comm->rank || spar_ends_wait(status))
             continue;
-        char first[sizeof verdicts->reason];
+        char first[sizeof results->reason];
         snprintf(first, sizeof first, "%s", spar_last_error());
-        spar_status met =
-            meet(comm, rank, patience, &peers[rank]); /* also after a failure: they wait */
-        if (status != SPAR_OK && !spar_ends_wait(met))
+        spar_status connected =
+            await_peer(comm, rank, deadline, &peers[rank]); /* also after a failure: they wait */
+        if (status != SPAR_OK && !spar_ends_wait(connected))
             spar_fail(status, "%s", first);
         else
-            status = met;
+            status = connected;
     }
     if (status == SPAR_OK)
         status = spar_group_attach(group, peers, offsets);
@@ -98,7 +98,7 @@ spar_status spar_meeting_end(const spar_comm *comm, spar_group *group, const spa
         for (int rank = 0; peers && rank < comm->world; rank++)
             if (peers[rank]) {
                 spar_peers_unmap(peers[rank]);
-                spar_peers_leave(peers[rank]);
+                spar_peers_release(peers[rank]);
             }
     spar_group_end_set_up(group);
     free(peers);

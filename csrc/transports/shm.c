@@ -9,36 +9,37 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void probe(spar_facts *facts)
+static void probe(spar_peer_info *info)
 {
-    if (spar_peers_listen(&facts->endpoint, &facts->secret) != SPAR_OK)
-        snprintf(facts->no_shm, sizeof facts->no_shm, "%s", spar_last_error());
+    if (spar_peers_listen(&info->endpoint, &info->secret) != SPAR_OK)
+        snprintf(info->no_shm, sizeof info->no_shm, "%s", spar_last_error());
 }
 
-static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
+static int serves(const spar_peer_info *info, int world, const char *device, char *reason,
+                  size_t size)
 {
     if (strcmp(device, "cpu") != 0) {
         snprintf(reason, size, "%s tensors do not lie in host memory", device);
         return 0;
     }
-    if (!spar_meeting_possible(facts, world, reason, size))
+    if (!spar_rendezvous_possible(info, world, reason, size))
         return 0;
     snprintf(reason, size, "all %d ranks share this host's memory", world);
     return 1;
 }
 
-static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict)
+static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
 {
     spar_group *group = NULL;
-    spar_status status = spar_meeting_begin(comm, facts, 0, &group, &verdict->offset);
+    spar_status status = spar_rendezvous_begin(comm, info, 0, &group, &result->offset);
     comm->state = group;
     return status;
 }
 
-static spar_status connect_all(spar_comm *comm, const spar_verdict *verdicts,
-                               const spar_patience *patience)
+static spar_status connect_all(spar_comm *comm, const spar_setup_result *results,
+                               const spar_deadline *deadline)
 {
-    return spar_meeting_end(comm, comm->state, verdicts, patience);
+    return spar_rendezvous_end(comm, comm->state, results, deadline);
 }
 
 static void describe(void *context, char *text, size_t size)
@@ -50,8 +51,8 @@ static void describe(void *context, char *text, size_t size)
 }
 
 /* Where each rank's output lies, checked against its arena: a word from another process may be anything. */
-static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, const spar_words *all,
-                                int rank, void **outputs)
+static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan,
+                                const spar_call_header *all, int rank, void **outputs)
 {
     int64_t length;
     char *base = spar_group_arena(comm->state, rank, &length);
@@ -68,22 +69,22 @@ static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, co
 
 /* What all ranks said in a call. */
 typedef struct {
-    spar_words *words;
+    spar_call_header *headers;
     void *(*outputs)[SPAR_GROUP_TENSORS];
     void *const **rows; /* of outputs */
-} saying;
+} all_headers;
 
-static spar_status push(const spar_comm *comm, const spar_call *call, const saying *all)
+static spar_status push(const spar_comm *comm, const spar_call *call, const all_headers *all)
 {
     for (int rank = 0; rank < comm->world; rank++) { /* before anybody is written to */
-        SPAR_TRY(find_outputs(comm, call->plan, all->words, rank, all->outputs[rank]));
+        SPAR_TRY(find_outputs(comm, call->plan, all->headers, rank, all->outputs[rank]));
         all->rows[rank] = all->outputs[rank];
     }
     return spar_push(call->plan, call->device, call->inputs, all->rows, &call->scale, call->stream);
 }
 
 /* Everything that can fail on this rank alone. */
-static spar_status prepare(const spar_call *call, spar_words *words)
+static spar_status prepare(const spar_call *call, spar_call_header *header)
 {
     if (call->failed != SPAR_OK)
         return spar_fail(call->failed, "%s", call->why);
@@ -93,9 +94,9 @@ static spar_status prepare(const spar_call *call, spar_words *words)
     for (int t = 0; t < call->plan->ntensors; t++) {
         SPAR_TRY(spar_arena_take(call->plan->tensors[t].out_bytes, &call->blocks[t]));
         call->outputs[t] = spar_memory_address(call->blocks[t]);
-        words->offsets[t] = spar_memory_offset(call->blocks[t]);
+        header->offsets[t] = spar_memory_offset(call->blocks[t]);
     }
-    words->signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number;
+    header->signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number;
     return SPAR_OK;
 }
 
@@ -113,21 +114,21 @@ static void drop_blocks(spar_group *group, const spar_call *call, int published,
     }
 }
 
-static spar_status run_call(spar_comm *comm, spar_call *call, const saying *all, uint32_t n)
+static spar_status run_call(spar_comm *comm, spar_call *call, const all_headers *all, uint32_t n)
 {
     spar_group *group = comm->state;
-    spar_words words = {0};
-    spar_status status = prepare(call, &words);
+    spar_call_header header = {0};
+    spar_status status = prepare(call, &header);
     if (status != SPAR_OK) {
         spar_group_fail(group, status, spar_last_error());
         drop_blocks(group, call, 0, n);
         return status;
     }
-    status = spar_group_publish(group, &words, describe, call, all->words, &call->patience);
+    status = spar_group_publish(group, &header, describe, call, all->headers, &call->deadline);
     if (status == SPAR_OK)
         status = push(comm, call, all);
     if (status == SPAR_OK)
-        status = spar_group_finish(group, &call->patience);
+        status = spar_group_finish(group, &call->deadline);
     else if (status == SPAR_TRANSPORT)
         spar_group_break(group, spar_last_error());
     if (status != SPAR_OK)
@@ -135,7 +136,7 @@ static spar_status run_call(spar_comm *comm, spar_call *call, const saying *all,
     return status;
 }
 
-static spar_status run_locked(spar_comm *comm, spar_call *call, const saying *all)
+static spar_status run_locked(spar_comm *comm, spar_call *call, const all_headers *all)
 {
     spar_group *group = comm->state;
     uint32_t n;
@@ -143,11 +144,11 @@ static spar_status run_locked(spar_comm *comm, spar_call *call, const saying *al
         spar_group_break(group, call->why);
         return call->failed;
     }
-    SPAR_TRY(spar_group_begin(group, &call->patience, &n));
-    uint32_t begun = spar_whereabouts_begin(call->group, call->op, n);
+    SPAR_TRY(spar_group_begin(group, &call->deadline, &n));
+    uint32_t begun = spar_last_call_begin(call->group, call->op, n);
     spar_status status = run_call(comm, call, all, n);
-    spar_whereabouts_end(begun, status == SPAR_TIMEOUT || status == SPAR_PEER_LOST ||
-                                    status == SPAR_BROKEN || status == SPAR_INTERRUPTED);
+    spar_last_call_end(begun, status == SPAR_TIMEOUT || status == SPAR_PEER_LOST ||
+                                  status == SPAR_BROKEN || status == SPAR_INTERRUPTED);
     return status;
 }
 
@@ -155,40 +156,40 @@ static spar_status run(spar_comm *comm, spar_call *call)
 {
     enum { FEW = 8 };
     struct {
-        spar_words words[FEW];
+        spar_call_header headers[FEW];
         void *outputs[FEW][SPAR_GROUP_TENSORS];
         void *const *rows[FEW];
     } few;
-    saying all = {few.words, few.outputs, few.rows};
+    all_headers all = {few.headers, few.outputs, few.rows};
     size_t world = (size_t)comm->world;
     if (!spar_arena_is_own())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
     if (comm->world > FEW) { /* nothing is allocated between saying and done */
-        char *room = malloc(world * (sizeof *all.words + sizeof *all.outputs + sizeof *all.rows));
+        char *room = malloc(world * (sizeof *all.headers + sizeof *all.outputs + sizeof *all.rows));
         if (!room)
             return spar_fail(SPAR_NO_MEMORY, "no memory for the words of %d ranks", comm->world);
-        all.words = (void *)room;
-        all.outputs = (void *)(room + world * sizeof *all.words);
-        all.rows = (void *)(room + world * (sizeof *all.words + sizeof *all.outputs));
+        all.headers = (void *)room;
+        all.outputs = (void *)(room + world * sizeof *all.headers);
+        all.rows = (void *)(room + world * (sizeof *all.headers + sizeof *all.outputs));
     }
     pthread_mutex_lock(spar_group_lock(comm->state));
     spar_status status = run_locked(comm, call, &all);
     pthread_mutex_unlock(spar_group_lock(comm->state));
-    if (all.words != few.words)
-        free(all.words);
+    if (all.headers != few.headers)
+        free(all.headers);
     return status;
 }
 
-static const char *shown(const spar_comm *comm, int rank)
+static const char *call_text(const spar_comm *comm, int rank)
 {
-    return spar_group_text(comm->state, rank);
+    return spar_group_call_text(comm->state, rank);
 }
 
 static void where(const spar_comm *comm, int rank, char *text, size_t size)
 {
     int64_t length;
     const char *base = spar_group_arena(comm->state, rank, &length);
-    spar_whereabouts_read(base, length, text, size);
+    spar_last_call_read(base, length, text, size);
 }
 
 static void close_comm(spar_comm *comm)
@@ -205,7 +206,7 @@ const spar_transport spar_transport_shm = {
     .setup = setup,
     .connect = connect_all,
     .run = run,
-    .shown = shown,
+    .call_text = call_text,
     .where = where,
     .close = close_comm,
 };

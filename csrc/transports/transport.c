@@ -9,12 +9,13 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_facts) == 432 && sizeof(spar_verdict) == 256, "they travel as bytes");
+_Static_assert(sizeof(spar_peer_info) == 432 && sizeof(spar_setup_result) == 256,
+               "they travel as bytes");
 
-static int torch_serves(const spar_facts *facts, int world, const char *device, char *reason,
+static int torch_serves(const spar_peer_info *info, int world, const char *device, char *reason,
                         size_t size)
 {
-    (void)facts;
+    (void)info;
     (void)world;
     snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
     return 1;
@@ -40,24 +41,24 @@ const spar_transport *const spar_transports[] = {
     &spar_transport_torch, NULL,
 };
 
-void spar_facts_read(spar_facts *facts)
+void spar_peer_info_read(spar_peer_info *info)
 {
     spar_env_value transport, check;
-    memset(facts, 0, sizeof *facts);
-    snprintf(facts->version, sizeof facts->version, "%s", SPAR_VERSION);
+    memset(info, 0, sizeof *info);
+    snprintf(info->version, sizeof info->version, "%s", SPAR_VERSION);
     if (spar_env_check() != SPAR_OK || spar_env_field("transport", &transport) != SPAR_OK ||
         spar_env_field("check", &check) != SPAR_OK) {
-        snprintf(facts->error, sizeof facts->error, "%s", spar_last_error());
+        snprintf(info->error, sizeof info->error, "%s", spar_last_error());
         return;
     }
-    if (strlen(transport.text) >= sizeof facts->transport)
-        snprintf(facts->error, sizeof facts->error, "SPAR_TRANSPORT has %zu characters",
+    if (strlen(transport.text) >= sizeof info->transport)
+        snprintf(info->error, sizeof info->error, "SPAR_TRANSPORT has %zu characters",
                  strlen(transport.text));
-    snprintf(facts->transport, sizeof facts->transport, "%s", transport.text);
-    snprintf(facts->check, sizeof facts->check, "%s", check.text);
+    snprintf(info->transport, sizeof info->transport, "%s", transport.text);
+    snprintf(info->check, sizeof info->check, "%s", check.text);
     for (const spar_transport *const *row = spar_transports; *row; row++)
         if ((*row)->probe)
-            (*row)->probe(facts);
+            (*row)->probe(info);
 }
 
 static spar_status agree(const char *what, int rank, const char *first, const char *other)
@@ -97,26 +98,26 @@ static int is_refused(const spar_refusal *refused, const char *name, char *reaso
     return 0;
 }
 
-spar_status spar_choose(const spar_facts *facts, int world, const char *device,
+spar_status spar_choose(const spar_peer_info *info, int world, const char *device,
                         const spar_refusal *refused, spar_choice *choice)
 {
     const spar_transport *named = NULL;
-    const char *request = facts[0].transport;
+    const char *request = info[0].transport;
     memset(choice, 0, sizeof *choice);
     for (int rank = 0; rank < world; rank++)
-        if (memchr(facts[rank].error, 0, sizeof facts[rank].error) == NULL ||
-            memchr(facts[rank].version, 0, sizeof facts[rank].version) == NULL ||
-            memchr(facts[rank].transport, 0, sizeof facts[rank].transport) == NULL ||
-            memchr(facts[rank].check, 0, sizeof facts[rank].check) == NULL)
+        if (memchr(info[rank].error, 0, sizeof info[rank].error) == NULL ||
+            memchr(info[rank].version, 0, sizeof info[rank].version) == NULL ||
+            memchr(info[rank].transport, 0, sizeof info[rank].transport) == NULL ||
+            memchr(info[rank].check, 0, sizeof info[rank].check) == NULL)
             return spar_fail(SPAR_TRANSPORT, "the facts of rank %d are not readable", rank);
     for (int rank = 0; rank < world; rank++)
-        SPAR_TRY(agree("spar's version", rank, facts[0].version, facts[rank].version));
+        SPAR_TRY(agree("spar's version", rank, info[0].version, info[rank].version));
     for (int rank = 0; rank < world; rank++)
-        if (facts[rank].error[0])
-            return spar_fail(SPAR_INVALID, "rank %d: %s", rank, facts[rank].error);
+        if (info[rank].error[0])
+            return spar_fail(SPAR_INVALID, "rank %d: %s", rank, info[rank].error);
     for (int rank = 0; rank < world; rank++) {
-        SPAR_TRY(agree("SPAR_TRANSPORT", rank, request, facts[rank].transport));
-        SPAR_TRY(agree("SPAR_CHECK", rank, facts[0].check, facts[rank].check));
+        SPAR_TRY(agree("SPAR_TRANSPORT", rank, request, info[rank].transport));
+        SPAR_TRY(agree("SPAR_CHECK", rank, info[0].check, info[rank].check));
     }
     if (request[0])
         SPAR_TRY(find(request + (request[0] == '^'), &named));
@@ -127,7 +128,7 @@ spar_status spar_choose(const spar_facts *facts, int world, const char *device,
         else if (named && request[0] == '^' && *row == named)
             snprintf(reason, sizeof reason, "excluded by SPAR_TRANSPORT=%s", request);
         else if (!is_refused(refused, (*row)->name, reason, sizeof reason) &&
-                 (*row)->serves(facts, world, device, reason, sizeof reason)) {
+                 (*row)->serves(info, world, device, reason, sizeof reason)) {
             choice->transport = *row;
             memcpy(choice->reason, reason, sizeof reason);
             return SPAR_OK;

@@ -22,7 +22,7 @@ typedef struct {
     spar_key secret;  /* by which the group's other processes on its host prove themselves to it */
     char no_shm[64];  /* why it has none */
     char no_nccl[96]; /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
-} spar_facts;
+} spar_peer_info;
 
 /* What a rank tells after a stage of a transport's set-up: all go on, or all leave it. */
 typedef struct {
@@ -30,7 +30,7 @@ typedef struct {
     char reason[92];
     int64_t offset;  /* shm: of its mailbox */
     char token[152]; /* nccl: see there */
-} spar_verdict;
+} spar_setup_result;
 
 typedef struct {
     const spar_plan *plan;     /* NULL: this rank failed before it had one; see failed */
@@ -45,7 +45,7 @@ typedef struct {
     int64_t number;   /* by the caller's count of the group's calls; equal on all ranks, too */
     void *stream;     /* the device's queue; NULL on a CPU */
     void *native;     /* the caller's own communicator, as spar_native has it, now */
-    spar_patience patience;
+    spar_deadline deadline;
     spar_status failed;     /* other than SPAR_OK: only to be told to the others, with `why`; */
     const char *why;        /* SPAR_INTERRUPTED: the group is broken with it */
     const char *group, *op; /* for whom asks where this rank is */
@@ -62,22 +62,22 @@ typedef struct spar_comm spar_comm;
 typedef struct {
     const char *name;
     /* Writes into this rank's facts what the others must know to choose it. NULL: nothing. */
-    void (*probe)(spar_facts *facts);
+    void (*probe)(spar_peer_info *info);
     /* Whether it can serve a group of these ranks, and the reason. Pure; any rank may ask. */
-    int (*serves)(const spar_facts *facts, int world, const char *device, char *reason,
+    int (*serves)(const spar_peer_info *info, int world, const char *device, char *reason,
                   size_t size);
     /* First stage of the set-up, from everybody's facts; does not wait. What all must know goes into the
      * verdict, whose `failed` and `reason` the caller fills in from the status. */
-    spar_status (*setup)(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict);
+    spar_status (*setup)(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
     /* Second stage, from everybody's verdicts [world], none of which failed. */
-    spar_status (*connect)(spar_comm *comm, const spar_verdict *verdicts,
-                           const spar_patience *patience);
+    spar_status (*connect)(spar_comm *comm, const spar_setup_result *results,
+                           const spar_deadline *deadline);
     /* One exchange: NULL where Python moves the bytes (the torch transport). */
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */
-    spar_status (*wait)(spar_comm *comm, const spar_patience *patience);
+    spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
     /* What `rank` showed of its call, where the newest one ended in a disagreement; else NULL. */
-    const char *(*shown)(const spar_comm *comm, int rank);
+    const char *(*call_text)(const spar_comm *comm, int rank);
     /* Which call `rank` is in, on any group: "is in gather, call 3 on group 'x'". NULL where it cannot be known. */
     void (*where)(const spar_comm *comm, int rank, char *text, size_t size);
     /* What broke the group behind its calls' back, or NULL. NULL where nothing can. */
@@ -91,8 +91,8 @@ struct spar_comm {
     int world, rank;
     int local_ranks; /* of this job on this host */
     spar_native native;
-    spar_facts *facts; /* [world] */
-    void *state;       /* the transport's own */
+    spar_peer_info *info; /* [world] */
+    void *state;          /* the transport's own */
 };
 
 /* The ordered table; it ends in NULL. */
@@ -108,7 +108,7 @@ typedef struct {
 
 /* This rank's facts, its settings read from the environment. A setting that cannot be read is told in
  * facts->error, so that all ranks fail together. */
-void spar_facts_read(spar_facts *facts);
+void spar_peer_info_read(spar_peer_info *info);
 
 /* Transports that turned out at their set-up not to serve, as all ranks know: name and reason. */
 typedef struct {
@@ -118,7 +118,7 @@ typedef struct {
 
 /* The transport for these ranks and this device type. Fails where ranks disagree, or where the one that is
  * forced cannot serve. */
-spar_status spar_choose(const spar_facts *facts, int world, const char *device,
+spar_status spar_choose(const spar_peer_info *info, int world, const char *device,
                         const spar_refusal *refused, spar_choice *choice);
 
 #endif

@@ -135,7 +135,7 @@ def watch(member: Member) -> None:
     """Open a pidfd for each of the group's processes on this host, so that their deaths are noticed."""
     for process in member.processes():
         if process not in _pidfds:
-            _pidfds[process] = _C.watch(*process)  # the death of an _UNKNOWN process is not noticed
+            _pidfds[process] = _C.open_pidfd(*process)  # the death of an _UNKNOWN process is not noticed
 
 
 def dead(member: Member) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ def dead(member: Member) -> tuple[int, ...]:
 def _ended(process: tuple[int, int]) -> bool:
     pidfd = _pidfds.get(process, _ELSEWHERE)
     if pidfd == _BUSY:  # it was alive; while it is, its address is in use
-        found = _C.watch(*process)
+        found = _C.open_pidfd(*process)
         pidfd = _pidfds[process] = {_ELSEWHERE: _DEAD, _UNKNOWN: _BUSY}.get(found, found)
     if pidfd < 0:
         return pidfd == _DEAD

@@ -143,7 +143,7 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> N
         )
     begun, published, publish_at = 0, False, time.monotonic() + _PUBLISH_AFTER
     try:
-        begun = _C.begin(member.name, op, member.calls)
+        begun = _C.last_call_begin(member.name, op, member.calls)
         if collective.buffers[0].device.type != "cpu":
             work.wait()  # enqueues the wait on the device
             return
@@ -164,7 +164,7 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> N
             _unfinished.append(collective)
         raise
     finally:
-        _C.end(begun, member.broken is not None)
+        _C.last_call_end(begun, member.broken is not None)
 
 
 def _issue(

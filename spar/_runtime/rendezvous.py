@@ -39,7 +39,7 @@ def _set_up(member: Member, op: str, device: torch.device, deadline: float) -> t
     cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
     cuda.find_libraries()
     if member.facts is None:
-        facts = _all_gather(member, _C.facts(), "facts", op, device, deadline)
+        facts = _all_gather(member, _C.peer_info(), "facts", op, device, deadline)
         _choose(member, facts, device, ())
         _read_settings(member)
         member.facts = facts
@@ -71,7 +71,7 @@ def known_rejections(member: Member, device: str) -> tuple[tuple[str, str], ...]
     if device == "cpu":  # whether ranks share memory, they find out together
         return ()
     cuda.find_libraries()
-    own = _C.facts() * member.world if member.facts is None else member.facts
+    own = _C.peer_info() * member.world if member.facts is None else member.facts
     try:
         rejected = _C.choose(own, device, ())[2]
     except (ValueError, SparError):  # settings that the first exchange will report
@@ -98,13 +98,13 @@ def _connect(member: Member, core: _C.Comm, device: torch.device, op: str, deadl
     member.connecting = core
     failure = "it raised"
     try:
-        verdicts = _all_gather(member, core.verdict, "opened", op, device, deadline)
+        verdicts = _all_gather(member, core.setup_result, "opened", op, device, deadline)
         failure = _failure(verdicts, member.world)
         if not failure:
             member.progress = SHARED
             core.connect(verdicts, deadline)
             member.progress = LOCAL
-            verdicts = _all_gather(member, core.verdict, "connected", op, device, deadline)
+            verdicts = _all_gather(member, core.setup_result, "connected", op, device, deadline)
             failure = _failure(verdicts, member.world)
     finally:
         member.connecting = None

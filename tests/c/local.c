@@ -44,11 +44,12 @@ void spar_local_world_free(spar_local_world *w)
     free(w);
 }
 
-static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
+static int serves(const spar_peer_info *info, int world, const char *device, char *reason,
+                  size_t size)
 {
     (void)device;
     for (int rank = 0; rank < world; rank++)
-        if (!facts[rank].local_world || facts[rank].local_world != facts[0].local_world) {
+        if (!info[rank].local_world || info[rank].local_world != info[0].local_world) {
             snprintf(reason, size, "rank %d is not in rank 0's process", rank);
             return 0;
         }
@@ -56,19 +57,19 @@ static int serves(const spar_facts *facts, int world, const char *device, char *
     return 1;
 }
 
-static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict)
+static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
 {
-    comm->state = (void *)(uintptr_t)facts[comm->rank].local_world;
-    verdict->offset = comm->rank;
+    comm->state = (void *)(uintptr_t)info[comm->rank].local_world;
+    result->offset = comm->rank;
     return SPAR_OK;
 }
 
-static spar_status connect(spar_comm *comm, const spar_verdict *verdicts,
-                           const spar_patience *patience)
+static spar_status connect(spar_comm *comm, const spar_setup_result *results,
+                           const spar_deadline *deadline)
 {
-    (void)patience;
+    (void)deadline;
     for (int rank = 0; rank < comm->world; rank++)
-        if (verdicts[rank].offset != rank)
+        if (results[rank].offset != rank)
             return spar_fail(SPAR_TRANSPORT, "the verdict of rank %d is not its own", rank);
     return SPAR_OK;
 }
@@ -76,8 +77,7 @@ static spar_status connect(spar_comm *comm, const spar_verdict *verdicts,
 /* Waits, with the lock held, until everybody has started (or done) call n. */
 static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t n, int for_done)
 {
-    struct timespec until = {call->patience.deadline_ns / 1000000000,
-                             call->patience.deadline_ns % 1000000000};
+    struct timespec until = {call->deadline.at_ns / 1000000000, call->deadline.at_ns % 1000000000};
     if (w->broken) /* who gave up may have freed its outputs */
         return spar_fail(SPAR_TIMEOUT, "another rank gave up");
     for (int rank = 0; rank < w->world; rank++) {
@@ -86,7 +86,7 @@ static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t
             int late = 0;
             if (w->broken)
                 return spar_fail(SPAR_TIMEOUT, "another rank gave up");
-            if (call->patience.deadline_ns)
+            if (call->deadline.at_ns)
                 late = pthread_cond_timedwait(&w->moved, &w->lock, &until);
             else
                 pthread_cond_wait(&w->moved, &w->lock);

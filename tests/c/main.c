@@ -5,13 +5,13 @@
 int test_arena(int argc, char **argv);
 int test_core(int argc, char **argv);
 int test_cuda(int argc, char **argv);
-int test_ledger(int argc, char **argv);
+int test_call_ring(int argc, char **argv);
 int test_peers(int argc, char **argv);
 int test_scale(int argc, char **argv);
 int test_shm(int argc, char **argv);
 int test_siphash(int argc, char **argv);
-int test_spread(int argc, char **argv);
-int test_stream(int argc, char **argv);
+int test_affinity(int argc, char **argv);
+int test_nontemporal(int argc, char **argv);
 int test_wait(int argc, char **argv);
 
 int main(int argc, char **argv)
@@ -19,10 +19,12 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         int (*run)(int argc, char **argv);
-    } tests[] = {{"arena", test_arena},   {"core", test_core},       {"cuda", test_cuda},
-                 {"ledger", test_ledger}, {"peers", test_peers},     {"scale", test_scale},
-                 {"shm", test_shm},       {"siphash", test_siphash}, {"spread", test_spread},
-                 {"stream", test_stream}, {"wait", test_wait}};
+    } tests[] = {{"arena", test_arena},       {"core", test_core},
+                 {"cuda", test_cuda},         {"call_ring", test_call_ring},
+                 {"peers", test_peers},       {"scale", test_scale},
+                 {"shm", test_shm},           {"siphash", test_siphash},
+                 {"affinity", test_affinity}, {"nontemporal", test_nontemporal},
+                 {"wait", test_wait}};
     for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
         if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
             return tests[i].run(argc - 1, argv + 1);

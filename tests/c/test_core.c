@@ -74,7 +74,7 @@ static void call_once(member *m, uint64_t seed)
                       .outputs = outputs,
                       .device = &spar_device_cpu,
                       .scale = unscaled,
-                      .patience = {.deadline_ns = now_ns() + 60000000000}};
+                      .deadline = {.at_ns = now_ns() + 60000000000}};
     spar_status expected = differs ? SPAR_MISMATCH : SPAR_OK;
     if (packed)
         exchange_packed(m, plan, &call);
@@ -118,9 +118,9 @@ static void *give_up(void *argument)
                       .outputs = &out,
                       .device = &spar_device_cpu,
                       .scale = unscaled,
-                      .patience = {.deadline_ns = now_ns() + 50000000}};
+                      .deadline = {.at_ns = now_ns() + 50000000}};
     EXPECT(spar_comm_run(m->comm, &call) == SPAR_TIMEOUT);
-    EXPECT(now_ns() < call.patience.deadline_ns + 5000000000);
+    EXPECT(now_ns() < call.deadline.at_ns + 5000000000);
     free(out);
     spar_plan_release(plan);
     return NULL;
@@ -138,23 +138,23 @@ static void in_threads(void *(*function)(void *), void *arguments, size_t size, 
 static void test_world(int size)
 {
     spar_local_world *shared = spar_local_world_new(size);
-    spar_facts facts[WORLD];
-    spar_verdict verdicts[WORLD], last;
-    const spar_patience forever = {0};
+    spar_peer_info info[WORLD];
+    spar_setup_result results[WORLD], last;
+    const spar_deadline forever = {0};
     void *wires[WORLD][WORLD];
     member members[WORLD];
     pthread_barrier_t barrier;
     pthread_barrier_init(&barrier, NULL, (unsigned)size);
     for (int rank = 0; rank < size; rank++) {
-        spar_facts_read(&facts[rank]);
-        facts[rank].local_world = (uint64_t)(uintptr_t)shared;
+        spar_peer_info_read(&info[rank]);
+        info[rank].local_world = (uint64_t)(uintptr_t)shared;
         members[rank] = (member){rank, size, NULL, &barrier, wires};
     }
     for (int rank = 0; rank < size; rank++)
-        EXPECT(!spar_comm_open(&spar_transport_local, facts, size, rank, size, NULL,
-                               &members[rank].comm, &verdicts[rank]));
+        EXPECT(!spar_comm_open(&spar_transport_local, info, size, rank, size, NULL,
+                               &members[rank].comm, &results[rank]));
     for (int rank = 0; rank < size; rank++)
-        EXPECT(!spar_comm_connect(members[rank].comm, verdicts, &forever, &last) && !last.failed);
+        EXPECT(!spar_comm_connect(members[rank].comm, results, &forever, &last) && !last.failed);
     in_threads(call_often, members, sizeof *members, size);
     if (size > 1) { /* rank 0 does not come; then it comes, when the others have gone */
         in_threads(give_up, members + 1, sizeof *members, size - 1);
@@ -295,8 +295,8 @@ int test_core(int argc, char **argv)
         bench();
     } else {
         for (int size = 1; size <= WORLD; size++) {
-            spar_team_size(size % 4 + 1); /* threads that copy beside the ranks' own */
-            spar_team_worth(size * 8);
+            spar_threads_limit(size % 4 + 1); /* threads that copy beside the ranks' own */
+            spar_threads_min_bytes(size * 8);
             test_world(size);
         }
         test_cache();

@@ -263,9 +263,9 @@ static void test_large_blocks(void)
         {.src = 0, .dst = 0, .run = 2 * giga, .ndim = 1, .tensor = 2},
         {.src = 0, .dst = 0, .run = 1, .ndim = 1, .dims = 2, .tensor = 3},
     };
-    spar_table table = {0};
-    spar_table_list list;
-    EXPECT(!spar_table_add(&table, blocks, 4, dims, &list));
+    spar_block_table table = {0};
+    spar_block_list list;
+    EXPECT(!spar_block_table_add(&table, blocks, 4, dims, &list));
     int64_t at = 0;
     for (int i = 0; i < list.count; i++) {
         const spar_kernel_block *b = &table.blocks[i];
@@ -280,9 +280,9 @@ static void test_large_blocks(void)
     EXPECT(table.blocks[2].src == 16 + 2 * giga && table.blocks[3].run.number == 48);
     EXPECT(table.blocks[5].src == 4 * giga && table.blocks[5].dst == 2 * giga);
     EXPECT(table.blocks[13].src == 6 * giga);
-    EXPECT(spar_table_begin(&table, &list, 2) == 3 * giga + 48 + 15 * (giga / 4));
-    EXPECT(spar_table_begin(&table, &list, 9) == list.bytes);
-    spar_table_free(&table);
+    EXPECT(spar_block_table_begin(&table, &list, 2) == 3 * giga + 48 + 15 * (giga / 4));
+    EXPECT(spar_block_table_begin(&table, &list, 9) == list.bytes);
+    spar_block_table_free(&table);
 }
 
 /* A graph reads its plan's tables whenever it is replayed, also when the plan and many others are long gone. */
@@ -307,13 +307,13 @@ static void test_graph_outlives_its_plan(void)
     EXPECT(!gpu->copy_spans(plan, SPAR_PUSH, &whole, 1, inputs, outputs, &unscaled, stream));
     EXPECT(end_capture(stream, &graph) == 0);
     spar_plan_release(plan);
-    int64_t kept = spar_uploads_allocated(), each = 0;
+    int64_t kept = spar_table_cache_allocated(), each = 0;
     EXPECT(kept > 0);
     for (int i = 0; i < MANY; i++) {
         EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
-        each = i ? each : spar_uploads_allocated() - kept;
+        each = i ? each : spar_table_cache_allocated() - kept;
     }
-    EXPECT(each > 0 && spar_uploads_allocated() == kept + (MANY - COLLECTED) * each);
+    EXPECT(each > 0 && spar_table_cache_allocated() == kept + (MANY - COLLECTED) * each);
     EXPECT(cu->StreamSynchronize(stream) == 0); /* they read it */
     for (int i = 0; i < ROWS * ROW; i++)
         from[i] = (unsigned char)i;

@@ -25,14 +25,14 @@ extern const spar_transport spar_transport_shm;
 /* What the ranks of one group know of each other without spar. */
 typedef struct {
     pthread_barrier_t barrier;
-    spar_facts facts[MOST];
-    spar_verdict opened[MOST], connected[MOST];
-} meeting;
+    spar_peer_info info[MOST];
+    spar_setup_result opened[MOST], connected[MOST];
+} rendezvous;
 
 typedef struct {
     int world, threads, rounds;
     pthread_barrier_t everybody; /* a thread of each process */
-    meeting meetings[THREADS];
+    rendezvous meetings[THREADS];
 } plan;
 
 typedef struct {
@@ -46,9 +46,9 @@ static _Noreturn void wrong(int line, const char *condition)
     abort();
 }
 
-static spar_patience soon(void)
+static spar_deadline soon(void)
 {
-    return (spar_patience){.deadline_ns = spar_now_ns() + 20000000000};
+    return (spar_deadline){.at_ns = spar_now_ns() + 20000000000};
 }
 
 /* ---- groups ---- */
@@ -61,41 +61,41 @@ static void say_nothing(void *context, char *text, size_t size)
 
 static void one_call(spar_group *group, int world, int rank, int round)
 {
-    const spar_patience patience = soon();
-    spar_words own = {.signature = (uint64_t)round + 1, .offsets = {rank, round}}, all[MOST];
+    const spar_deadline deadline = soon();
+    spar_call_header own = {.signature = (uint64_t)round + 1, .offsets = {rank, round}}, all[MOST];
     uint32_t call;
-    EXPECT(!spar_group_begin(group, &patience, &call) && call == 1);
-    EXPECT(!spar_group_publish(group, &own, say_nothing, NULL, all, &patience));
+    EXPECT(!spar_group_begin(group, &deadline, &call) && call == 1);
+    EXPECT(!spar_group_publish(group, &own, say_nothing, NULL, all, &deadline));
     for (int p = 0; p < world; p++)
         EXPECT(all[p].offsets[0] == p && all[p].offsets[1] == round);
-    EXPECT(!spar_group_finish(group, &patience));
+    EXPECT(!spar_group_finish(group, &deadline));
 }
 
 /* Rank 0 gives up, and does not say why. */
-static void without_a_reason(spar_group *group, meeting *m, int rank)
+static void without_a_reason(spar_group *group, rendezvous *m, int rank)
 {
-    const spar_patience patience = soon();
+    const spar_deadline deadline = soon();
     uint32_t call;
     if (rank == 0)
         spar_group_break(group, "");
     pthread_barrier_wait(&m->barrier);
-    EXPECT(spar_group_begin(group, &patience, &call) == SPAR_BROKEN);
+    EXPECT(spar_group_begin(group, &deadline, &call) == SPAR_BROKEN);
     EXPECT(strcmp(spar_last_error(), "rank 0 gave up") == 0);
 }
 
 static void *be_thread(void *argument)
 {
     const place *at = argument;
-    meeting *m = &at->all->meetings[at->thread];
+    rendezvous *m = &at->all->meetings[at->thread];
     for (int round = 0; round < at->all->rounds; round++) {
-        const spar_patience patience = soon();
+        const spar_deadline deadline = soon();
         spar_comm *comm;
-        spar_facts_read(&m->facts[at->process]);
+        spar_peer_info_read(&m->info[at->process]);
         pthread_barrier_wait(&m->barrier);
-        EXPECT(!spar_comm_open(&spar_transport_shm, m->facts, at->all->world, at->process,
+        EXPECT(!spar_comm_open(&spar_transport_shm, m->info, at->all->world, at->process,
                                at->all->world, NULL, &comm, &m->opened[at->process]));
         pthread_barrier_wait(&m->barrier);
-        EXPECT(!spar_comm_connect(comm, m->opened, &patience, &m->connected[at->process]));
+        EXPECT(!spar_comm_connect(comm, m->opened, &deadline, &m->connected[at->process]));
         pthread_barrier_wait(&m->barrier);
         for (int p = 0; p < at->all->world; p++)
             EXPECT(!m->connected[p].failed);
@@ -146,7 +146,7 @@ static spar_status meet(const spar_endpoint *other, spar_peer **peer)
 {
     const struct timespec moment = {0, 500000};
     for (int64_t until = spar_now_ns() + 10000000000; spar_now_ns() < until;) {
-        spar_status status = spar_peers_meet(other, peer);
+        spar_status status = spar_peers_poll(other, peer);
         if (status != SPAR_OK || *peer)
             return status;
         nanosleep(&moment, NULL);
@@ -157,14 +157,14 @@ static spar_status meet(const spar_endpoint *other, spar_peer **peer)
 static void leave(spar_peer *peer)
 {
     spar_peers_unmap(peer);
-    spar_peers_leave(peer);
+    spar_peers_release(peer);
 }
 
 static void be_refused(void *context, int process)
 {
     plan *all = context;
-    spar_facts *own_facts = &all->meetings[0].facts[process];
-    const spar_facts *other_facts = &all->meetings[0].facts[!process];
+    spar_peer_info *own_facts = &all->meetings[0].info[process];
+    const spar_peer_info *other_facts = &all->meetings[0].info[!process];
     spar_endpoint *own = &own_facts->endpoint;
     const spar_endpoint *other = &other_facts->endpoint;
     spar_peer *peer, *again;
@@ -177,7 +177,7 @@ static void be_refused(void *context, int process)
     pthread_barrier_wait(&all->everybody);
     if (!calls) {
         struct rlimit was = no_more_descriptors();
-        EXPECT(spar_peers_meet(other, &peer) == SPAR_TRANSPORT);
+        EXPECT(spar_peers_poll(other, &peer) == SPAR_TRANSPORT);
         EXPECT(strstr(spar_last_error(), "taking a call: Too many open files"));
         EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
     }

@@ -2,7 +2,7 @@
  * alignment and length, and nothing beside. That the bits are torch's is shown in test_scales.py. */
 #define spar_scale_simple simple_of_test
 #define spar_scale_items items_of_test
-#define spar_scale_stream stream_of_test
+#define spar_scale_nontemporal stream_of_test
 #define spar_scale_item item_of_test
 #include "../../csrc/devices/cpu/scale.c"
 
@@ -56,7 +56,7 @@ int test_scale(int argc, char **argv)
             int64_t lines = n * item & ~(int64_t)(STEP - 1);
             memset(to, 'x', sizeof to);
             scalers[i].lines(&scale, &(char *){to}, 1, from + from_at, 0, lines);
-            spar_stream_fence();
+            spar_nontemporal_fence();
             if (memcmp(to, expected + to_at, (size_t)lines) != 0)
                 return 1;
         }
@@ -68,7 +68,7 @@ int test_scale(int argc, char **argv)
         int64_t aside = rand_r(&seed) % 4 ? 0 : item; /* outputs that lie unlike have other lines */
         char *targets[] = {to + to_at, other + to_at, other + ROOM + to_at + aside};
         stream_of_test(&scale, targets, 3, from + from_at, n * item);
-        spar_stream_fence();
+        spar_nontemporal_fence();
         check("the streamed", &scale, to, expected);
         check("the second", &scale, other, expected);
         memmove(other + ROOM + to_at, other + ROOM + to_at + aside, (size_t)(n * item));

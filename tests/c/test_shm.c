@@ -23,11 +23,11 @@ extern const spar_transport spar_transport_shm;
 typedef struct {
     pthread_barrier_t barrier;
     int world, calls, quiet; /* quiet: the read end of a pipe on which nothing ever comes */
-    spar_facts facts[MOST];
-    spar_verdict opened[MOST], connected[MOST];
+    spar_peer_info info[MOST];
+    spar_setup_result opened[MOST], connected[MOST];
     spar_memory *kept[MOST];     /* threads only: each one's last output, */
     spar_peer peers[MOST][MOST]; /* and what it takes for the others' processes */
-} meeting;
+} rendezvous;
 
 static void wrong(int line, const char *condition)
 {
@@ -44,16 +44,16 @@ static int64_t now_ns(void)
 
 /* ---- joining ---- */
 
-static spar_comm *join_processes(meeting *m, int rank)
+static spar_comm *join_processes(rendezvous *m, int rank)
 {
     spar_comm *comm;
-    const spar_patience patience = {.deadline_ns = now_ns() + 20000000000};
-    spar_facts_read(&m->facts[rank]);
+    const spar_deadline deadline = {.at_ns = now_ns() + 20000000000};
+    spar_peer_info_read(&m->info[rank]);
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_comm_open(&spar_transport_shm, m->facts, m->world, rank, m->world, NULL, &comm,
+    EXPECT(!spar_comm_open(&spar_transport_shm, m->info, m->world, rank, m->world, NULL, &comm,
                            &m->opened[rank]));
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_comm_connect(comm, m->opened, &patience, &m->connected[rank]));
+    EXPECT(!spar_comm_connect(comm, m->opened, &deadline, &m->connected[rank]));
     pthread_barrier_wait(&m->barrier);
     for (int p = 0; p < m->world; p++)
         EXPECT(!m->connected[p].failed);
@@ -61,7 +61,7 @@ static spar_comm *join_processes(meeting *m, int rank)
 }
 
 /* Threads share one arena, which stands for each one's own; a peer is a thread that never hangs up. */
-static spar_comm *join_threads(meeting *m, int rank)
+static spar_comm *join_threads(rendezvous *m, int rank)
 {
     spar_comm *comm = calloc(1, sizeof *comm);
     spar_peer *peers[MOST] = {NULL};
@@ -113,7 +113,7 @@ static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, c
                       .text = text,
                       .failed = failed,
                       .why = "it was told to",
-                      .patience = {.deadline_ns = now_ns() + limit_ns}};
+                      .deadline = {.at_ns = now_ns() + limit_ns}};
     *block = NULL;
     spar_status status = spar_comm_run(comm, &call);
     EXPECT((status == SPAR_OK) == (*block != NULL));
@@ -145,8 +145,8 @@ static void disagree(spar_comm *comm, int call_number, int odd)
                ? strcmp(spar_last_error(), "it was told to") == 0
                : strstr(spar_last_error(), fails ? "told to" : "different calls") != NULL);
     for (int p = 0; p < comm->world; p++) {
-        const char *shown = comm->transport->shown(comm, p);
-        EXPECT(fails ? !shown : strstr(shown, p == odd ? "else" : "gather") != NULL);
+        const char *call_text = comm->transport->call_text(comm, p);
+        EXPECT(fails ? !call_text : strstr(call_text, p == odd ? "else" : "gather") != NULL);
     }
 }
 
@@ -177,9 +177,9 @@ static void say_nothing(void *context, char *text, size_t size)
 /* A word from another process may be anything: nobody writes where an output cannot be. */
 static void lie(spar_comm *comm, int64_t offset)
 {
-    static const char *const words = "says that its output of";
-    spar_words all[MOST], own = {0};
-    const spar_patience patience = {.deadline_ns = now_ns() + 20000000000};
+    static const char *const expected = "says that its output of";
+    spar_call_header all[MOST], own = {0};
+    const spar_deadline deadline = {.at_ns = now_ns() + 20000000000};
     const int64_t bytes = 64, one = 1, dim = 0;
     spar_memory *block;
     uint32_t call;
@@ -189,21 +189,21 @@ static void lie(spar_comm *comm, int64_t offset)
     if (comm->rank != 0) {
         spar_status status = try_gather(comm, 0, bytes, "", SPAR_OK, 20000000000, &block);
         EXPECT(status == SPAR_TRANSPORT || status == SPAR_BROKEN);
-        EXPECT(strstr(spar_last_error(), words));
+        EXPECT(strstr(spar_last_error(), expected));
         return;
     }
     EXPECT(!spar_plan_get(&request, &plan));
     own.signature = spar_plan_signature(plan, "");
     own.offsets[0] = offset;
     spar_plan_release(plan);
-    EXPECT(!spar_group_begin(comm->state, &patience, &call));
-    EXPECT(!spar_group_publish(comm->state, &own, say_nothing, NULL, all, &patience));
-    EXPECT(spar_group_finish(comm->state, &patience) == SPAR_BROKEN);
-    EXPECT(strstr(spar_last_error(), words));
+    EXPECT(!spar_group_begin(comm->state, &deadline, &call));
+    EXPECT(!spar_group_publish(comm->state, &own, say_nothing, NULL, all, &deadline));
+    EXPECT(spar_group_finish(comm->state, &deadline) == SPAR_BROKEN);
+    EXPECT(strstr(spar_last_error(), expected));
 }
 
 /* One rank does not come: the others give up, and then all refuse. */
-static void give_up(spar_comm *comm, meeting *m)
+static void give_up(spar_comm *comm, rendezvous *m)
 {
     spar_memory *block;
     int missing = comm->world - 1;
@@ -223,7 +223,7 @@ static int ascending(const void *a, const void *b)
 }
 
 /* A rank's work; returns its last output. */
-static spar_memory *work(meeting *m, spar_comm *comm)
+static spar_memory *work(rendezvous *m, spar_comm *comm)
 {
     spar_memory *kept = NULL;
     int64_t *took = calloc((size_t)m->calls, sizeof *took);
@@ -270,21 +270,21 @@ static spar_memory *work(meeting *m, spar_comm *comm)
 
 static void be_process(void *context, int rank)
 {
-    meeting *m = context;
+    rendezvous *m = context;
     spar_comm *comm = join_processes(m, rank);
     spar_memory_free(work(m, comm));
     spar_comm_close(comm);
 }
 
 typedef struct {
-    meeting *m;
+    rendezvous *m;
     int rank;
 } place;
 
 static void *be_thread(void *argument)
 {
     place *at = argument;
-    meeting *m = at->m;
+    rendezvous *m = at->m;
     spar_comm *comm = join_threads(m, at->rank);
     m->kept[at->rank] = work(m, comm);
     pthread_barrier_wait(&m->barrier);
@@ -296,7 +296,7 @@ static void *be_thread(void *argument)
     return NULL;
 }
 
-static int run_threads(meeting *m)
+static int run_threads(rendezvous *m)
 {
     pthread_t threads[MOST];
     place places[MOST];
@@ -318,7 +318,7 @@ static int run_threads(meeting *m)
 
 int test_shm(int argc, char **argv)
 {
-    meeting *m = shared_memory(sizeof *m);
+    rendezvous *m = shared_memory(sizeof *m);
     EXPECT(m && argc == 4);
     m->world = atoi(argv[2]);
     m->calls = atoi(argv[3]);

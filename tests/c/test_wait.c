@@ -43,27 +43,27 @@ static int turns(spar_group *g, int64_t turn_ns, int comes)
     now.yields = 0;
     now.comes = comes;
     now.word = 0;
-    return looks_suffice(g, &now.word, 1) ? -1 : now.yields;
+    return spin(g, &now.word, 1) ? -1 : now.yields;
 }
 
 int test_wait(int argc, char **argv)
 {
-    spar_group own = {.own_core = 1, .look_ns = 200000}, shared = {.look_ns = 200000};
+    spar_group own = {.own_core = 1, .spin_ns = 200000}, shared = {.spin_ns = 200000};
     (void)argc;
     (void)argv;
     for (int64_t turn_ns = 500; turn_ns < 10000000; turn_ns += turn_ns / 8) {
         EXPECT(turns(&own, turn_ns, 0) == (200000 + turn_ns - 1) / turn_ns);
-        shared.looking_ns = 200000;
-        int64_t counts = turn_ns < LENT_NS || turn_ns > KEPT_NS ? 200000 : SLICE_NS;
+        shared.current_spin_ns = 200000;
+        int64_t counts = turn_ns < YIELDED_NS || turn_ns > PREEMPTED_NS ? 200000 : SLICE_NS;
         EXPECT(turns(&shared, turn_ns, 0) == (counts + turn_ns - 1) / turn_ns);
-        EXPECT(shared.looking_ns == 100000);
+        EXPECT(shared.current_spin_ns == 100000);
         for (int sleeps = 0; sleeps < 10; sleeps++)
             turns(&shared, turn_ns, 0);
-        EXPECT(shared.looking_ns == 12500);
-        EXPECT(turns(&shared, 100, 100) == -1 && shared.looking_ns == 50000);
+        EXPECT(shared.current_spin_ns == 12500);
+        EXPECT(turns(&shared, 100, 100) == -1 && shared.current_spin_ns == 50000);
         EXPECT(turns(&shared, 100, 0) == 500);
     }
-    shared.look_ns = shared.looking_ns = own.look_ns = 0; /* both sleep at once */
+    shared.spin_ns = shared.current_spin_ns = own.spin_ns = 0; /* both sleep at once */
     EXPECT(turns(&shared, 1, 0) == 0 && turns(&own, 1, 0) == 0);
     return 0;
 }

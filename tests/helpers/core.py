@@ -23,19 +23,19 @@ from helpers.core_abi import (  # those that only tests use are re-exported
     Call,
     Comm,
     CoreError,
+    Deadline,
     EnvRow,
-    Facts,
     Op,
-    Patience,
+    PeerInfo,
     PlanStruct,
     PlanTensor,
     Request,
     Scale,
     ScaleType,
+    SetupResult,
     Status,
     Tensor,
     Transport,
-    Verdict,
     check,
     last_error,
     library,
@@ -257,10 +257,10 @@ class World:
         self.size = size
         self.newest: deque[object] = deque(maxlen=2)  # a core that reads an ended call shall fail, not crash
         self.shared = core.spar_local_world_new(size)
-        facts = (Facts * size)()
-        verdicts, last = (Verdict * size)(), Verdict()
+        facts = (PeerInfo * size)()
+        verdicts, last = (SetupResult * size)(), SetupResult()
         for own in facts:
-            core.spar_facts_read(byref(own))
+            core.spar_peer_info_read(byref(own))
             own.local_world, own.transport = self.shared, b"local"
         self.comms = [POINTER(Comm)() for _ in range(size)]
         for rank, comm in enumerate(self.comms):
@@ -270,7 +270,7 @@ class World:
                 )
             )
         for comm in self.comms:
-            check(core.spar_comm_connect(comm, verdicts, byref(Patience()), byref(last)))
+            check(core.spar_comm_connect(comm, verdicts, byref(Deadline()), byref(last)))
             assert not last.failed, last.reason
 
     def close(self) -> None:
@@ -300,7 +300,7 @@ class World:
                 outputs=targets,
                 device=cpu(),
                 scale=scale or unscaled(),
-                patience=Patience(deadline),
+                deadline=Deadline(deadline),
             )
             calls.append((rank, call, room))
         self.newest.append(calls)

@@ -175,11 +175,11 @@ class Endpoint(ctypes.Structure):
     _fields_ = (("pid", c_int64), ("nonce", c_uint64))
 
 
-class Patience(ctypes.Structure):
-    _fields_ = (("deadline_ns", c_int64), ("interrupted", c_void_p), ("context", c_void_p))
+class Deadline(ctypes.Structure):
+    _fields_ = (("at_ns", c_int64), ("interrupted", c_void_p), ("context", c_void_p))
 
 
-class Facts(ctypes.Structure):
+class PeerInfo(ctypes.Structure):
     _fields_ = (
         ("version", c_char * 24),
         ("error", c_char * 160),
@@ -193,7 +193,7 @@ class Facts(ctypes.Structure):
     )
 
 
-class Verdict(ctypes.Structure):
+class SetupResult(ctypes.Structure):
     _fields_ = (("failed", c_int32), ("reason", c_char * 92), ("offset", c_int64), ("token", c_char * 152))
 
 
@@ -209,7 +209,7 @@ class Call(ctypes.Structure):
         ("number", c_int64),
         ("stream", c_void_p),
         ("native", c_void_p),
-        ("patience", Patience),
+        ("deadline", Deadline),
         ("failed", c_int),
         ("why", c_char_p),
         ("group", c_char_p),
@@ -237,7 +237,7 @@ class Transport(ctypes.Structure):
         ("connect", c_void_p),
         ("run", _CallFunction),
         ("wait", c_void_p),
-        ("shown", c_void_p),
+        ("call_text", c_void_p),
         ("where", c_void_p),
         ("broken", c_void_p),
         ("close", c_void_p),
@@ -250,7 +250,7 @@ Comm._fields_ = (
     ("rank", c_int),
     ("local_ranks", c_int),
     ("native", Native),
-    ("facts", POINTER(Facts)),
+    ("info", POINTER(PeerInfo)),
     ("state", c_void_p),
 )
 
@@ -295,9 +295,9 @@ _STRUCTS = {
     "span": Span,
     "device": Device,
     "endpoint": Endpoint,
-    "patience": Patience,
-    "facts": Facts,
-    "verdict": Verdict,
+    "deadline": Deadline,
+    "peer_info": PeerInfo,
+    "setup_result": SetupResult,
     "refusal": Refusal,
     "native": Native,
     "call": Call,
@@ -310,9 +310,9 @@ _STRUCTS = {
 
 _FUNCTIONS = {  # name: (result, arguments)
     "last_error": (c_char_p, []),
-    "library_found": (None, [c_char_p, c_char_p]),
+    "dynlib_set_path": (None, [c_char_p, c_char_p]),
     "op_find": (POINTER(Op), [c_char_p]),
-    "share": (c_int64, [c_int64, c_int, c_int]),
+    "shard_size": (c_int64, [c_int64, c_int, c_int]),
     "plan_build": (c_int, [POINTER(Request), POINTER(POINTER(PlanStruct))]),
     "plan_get": (c_int, [POINTER(Request), POINTER(POINTER(PlanStruct))]),
     "plan_release": (None, [POINTER(PlanStruct)]),
@@ -329,8 +329,8 @@ _FUNCTIONS = {  # name: (result, arguments)
         c_int,
         [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale), c_void_p],
     ),
-    "facts_read": (None, [POINTER(Facts)]),
-    "choose": (c_int, [POINTER(Facts), c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
+    "peer_info_read": (None, [POINTER(PeerInfo)]),
+    "choose": (c_int, [POINTER(PeerInfo), c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
     "env_get": (c_int, [POINTER(EnvRow), POINTER(EnvValue)]),
     "env_field": (c_int, [c_char_p, POINTER(EnvValue)]),
     "cgroup_memory": (c_int64, [c_char_p]),
@@ -338,11 +338,11 @@ _FUNCTIONS = {  # name: (result, arguments)
     "comm_open": (
         c_int,
         [
-            *(POINTER(Transport), POINTER(Facts), c_int, c_int, c_int, POINTER(Native)),
-            *(POINTER(POINTER(Comm)), POINTER(Verdict)),
+            *(POINTER(Transport), POINTER(PeerInfo), c_int, c_int, c_int, POINTER(Native)),
+            *(POINTER(POINTER(Comm)), POINTER(SetupResult)),
         ],
     ),
-    "comm_connect": (c_int, [POINTER(Comm), POINTER(Verdict), POINTER(Patience), POINTER(Verdict)]),
+    "comm_connect": (c_int, [POINTER(Comm), POINTER(SetupResult), POINTER(Deadline), POINTER(SetupResult)]),
     "comm_run": (c_int, [POINTER(Comm), POINTER(Call)]),
     "comm_close": (None, [POINTER(Comm)]),
     "local_world_new": (c_void_p, [c_int]),

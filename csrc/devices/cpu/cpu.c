@@ -27,7 +27,7 @@ typedef struct {
     void *const *const *to;
     int targets;
     const spar_scale *scale;
-    int streams; /* past the caches */
+    int nontemporal; /* past the caches */
 } copy;
 
 /* n runs, `ds` and `ss` bytes apart. */
@@ -39,10 +39,10 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
         int64_t item = spar_scale_item(scale->dtype);
         if (run == item)
             spar_scale_items(scale, d, s, n, ds, ss);
-        else if (c->streams && run >= SPAR_STREAM_RUN)
+        else if (c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)
             for (int64_t i = 0; i < n; i++) {
                 char *to = d + i * ds;
-                spar_scale_stream(scale, &to, 1, s + i * ss, run);
+                spar_scale_nontemporal(scale, &to, 1, s + i * ss, run);
             }
         else
             for (int64_t i = 0; i < n; i++)
@@ -57,9 +57,9 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
         COPY_ITEMS(16)
         COPY_ITEMS(32)
     default:
-        if (c->streams && run >= SPAR_STREAM_RUN)
+        if (c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)
             for (int64_t i = 0; i < n; i++)
-                spar_stream_copy(d + i * ds, s + i * ss, run);
+                spar_nontemporal_copy(d + i * ds, s + i * ss, run);
         else
             for (int64_t i = 0; i < n; i++)
                 memcpy(d + i * ds, s + i * ss, (size_t)run);
@@ -74,7 +74,7 @@ static void scale_to_all(const copy *c, int tensor, int64_t dst, const char *s, 
         int targets = c->targets - first < FEW ? c->targets - first : FEW;
         for (int i = 0; i < targets; i++)
             to[i] = (char *)c->to[first + i][tensor] + dst;
-        spar_scale_stream(c->scale, to, targets, s, run);
+        spar_scale_nontemporal(c->scale, to, targets, s, run);
     }
 }
 
@@ -82,12 +82,13 @@ static void copy_to_all(const copy *c, int tensor, int64_t dst, const char *s, i
 {
     int64_t n;
     for (int64_t at = 0; at < run; at += n) {
-        n = TILE - ((dst + at) & (SPAR_LINE - 1)); /* then lines are written whole */
+        n = TILE - ((dst + at) & (SPAR_CACHE_LINE - 1)); /* then lines are written whole */
         n = n < run - at ? n : run - at;
-        for (int64_t line = 0; line < TILE; line += SPAR_LINE) /* read on while these are written */
+        for (int64_t line = 0; line < TILE;
+             line += SPAR_CACHE_LINE) /* read on while these are written */
             __builtin_prefetch(s + at + n + line);
         for (int target = 0; target < c->targets; target++)
-            spar_stream_copy((char *)c->to[target][tensor] + dst + at, s + at, n);
+            spar_nontemporal_copy((char *)c->to[target][tensor] + dst + at, s + at, n);
     }
 }
 
@@ -95,7 +96,7 @@ static void copy_to_all(const copy *c, int tensor, int64_t dst, const char *s, i
 static void copy_inner(const copy *c, int tensor, int64_t dst, const char *s, int64_t n, int64_t ds,
                        int64_t ss, int64_t run)
 {
-    if (c->targets > 1 && c->streams && run >= SPAR_STREAM_RUN)
+    if (c->targets > 1 && c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)
         for (int64_t i = 0; i < n; i++)
             (c->scale->dtype == SPAR_UNSCALED ? copy_to_all : scale_to_all)(c, tensor, dst + i * ds,
                                                                             s + i * ss, run);
@@ -178,8 +179,8 @@ static void copy_part(void *context, int part, int parts)
         }
         at += bytes;
     }
-    if (c->streams)
-        spar_stream_fence();
+    if (c->nontemporal)
+        spar_nontemporal_fence();
 }
 
 static spar_status copy_blocks(const spar_block *blocks, int64_t count, const spar_dim *dims,
@@ -187,21 +188,22 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
                                const spar_scale *scale, void *stream)
 {
     copy c = {blocks, count, 0, dims, from, to, targets, scale, 0};
-    int alone = spar_team_share(INT64_MAX) == 1;
-    int64_t enough = alone ? spar_stream_least() : INT64_MAX; /* to decide: counting takes time */
+    int alone = spar_threads_share(INT64_MAX) == 1;
+    int64_t enough =
+        alone ? spar_nontemporal_min() : INT64_MAX; /* to decide: counting takes time */
     (void)stream;
     for (int64_t i = 0; i < count && c.bytes < enough; i++)
         c.bytes += runs_of(&c, &blocks[i]) * blocks[i].run;
-    c.streams = c.bytes >= spar_stream_least();
-    int parts = alone ? 1 : spar_team_share(c.bytes);
+    c.nontemporal = c.bytes >= spar_nontemporal_min();
+    int parts = alone ? 1 : spar_threads_share(c.bytes);
     if (parts > 1) {
-        spar_team_run(copy_part, &c, parts);
+        spar_threads_run(copy_part, &c, parts);
         return SPAR_OK;
     }
     for (int64_t i = 0; i < count; i++)
         copy_block(&c, &blocks[i], 0, runs_of(&c, &blocks[i]), 0, blocks[i].run);
-    if (c.streams)
-        spar_stream_fence();
+    if (c.nontemporal)
+        spar_nontemporal_fence();
     return SPAR_OK;
 }
 

@@ -3,29 +3,30 @@
 #include <string.h>
 #include <unistd.h>
 
-#ifdef SPAR_STREAMS
+#ifdef SPAR_NONTEMPORAL
 
-/* Both: n is a multiple of SPAR_LINE, `to` is aligned to it. */
+/* Both: n is a multiple of SPAR_CACHE_LINE, `to` is aligned to it. */
 __attribute__((target("avx512f"))) static void copy_lines_avx512(char *to, const char *from,
                                                                  int64_t n)
 {
     int64_t at = 0;
-    for (; at + 4 * SPAR_LINE <= n; at += 4 * SPAR_LINE) {
-        __m512i a = _mm512_loadu_si512(from + at), b = _mm512_loadu_si512(from + at + SPAR_LINE);
-        __m512i c = _mm512_loadu_si512(from + at + 2 * SPAR_LINE);
-        __m512i d = _mm512_loadu_si512(from + at + 3 * SPAR_LINE);
+    for (; at + 4 * SPAR_CACHE_LINE <= n; at += 4 * SPAR_CACHE_LINE) {
+        __m512i a = _mm512_loadu_si512(from + at),
+                b = _mm512_loadu_si512(from + at + SPAR_CACHE_LINE);
+        __m512i c = _mm512_loadu_si512(from + at + 2 * SPAR_CACHE_LINE);
+        __m512i d = _mm512_loadu_si512(from + at + 3 * SPAR_CACHE_LINE);
         _mm512_stream_si512((void *)(to + at), a);
-        _mm512_stream_si512((void *)(to + at + SPAR_LINE), b);
-        _mm512_stream_si512((void *)(to + at + 2 * SPAR_LINE), c);
-        _mm512_stream_si512((void *)(to + at + 3 * SPAR_LINE), d);
+        _mm512_stream_si512((void *)(to + at + SPAR_CACHE_LINE), b);
+        _mm512_stream_si512((void *)(to + at + 2 * SPAR_CACHE_LINE), c);
+        _mm512_stream_si512((void *)(to + at + 3 * SPAR_CACHE_LINE), d);
     }
-    for (; at < n; at += SPAR_LINE)
+    for (; at < n; at += SPAR_CACHE_LINE)
         _mm512_stream_si512((void *)(to + at), _mm512_loadu_si512(from + at));
 }
 
 static void copy_lines_sse2(char *to, const char *from, int64_t n)
 {
-    for (int64_t at = 0; at < n; at += SPAR_LINE) {
+    for (int64_t at = 0; at < n; at += SPAR_CACHE_LINE) {
         const __m128i *s = (const __m128i *)(from + at);
         __m128i *d = (__m128i *)(to + at);
         __m128i a = _mm_loadu_si128(s), b = _mm_loadu_si128(s + 1);
@@ -55,7 +56,7 @@ static const struct {
 } line_copies[] = {{"avx512", has_avx512, copy_lines_avx512}, {"sse2", has_sse2, copy_lines_sse2}};
 
 /* An eighth of what a core has for itself: it is asked for one peer's part of a call. */
-int64_t spar_stream_least(void)
+int64_t spar_nontemporal_min(void)
 {
     static int64_t least; /* racing threads find the same */
     int64_t found = __atomic_load_n(&least, __ATOMIC_RELAXED);
@@ -67,35 +68,35 @@ int64_t spar_stream_least(void)
     return found;
 }
 
-void spar_stream_copy(char *to, const char *from, int64_t n)
+void spar_nontemporal_copy(char *to, const char *from, int64_t n)
 {
-    int64_t head = -(intptr_t)to & (SPAR_LINE - 1);
+    int64_t head = -(intptr_t)to & (SPAR_CACHE_LINE - 1);
     if (head > n)
         head = n;
-    int64_t lines = (n - head) & ~(int64_t)(SPAR_LINE - 1);
+    int64_t lines = (n - head) & ~(int64_t)(SPAR_CACHE_LINE - 1);
     memcpy(to, from, (size_t)head);
     line_copies[!has_avx512()].copy(to + head, from + head, lines);
     memcpy(to + head + lines, from + head + lines, (size_t)(n - head - lines));
 }
 
-void spar_stream_fence(void)
+void spar_nontemporal_fence(void)
 {
     _mm_sfence();
 }
 
 #else
 
-int64_t spar_stream_least(void)
+int64_t spar_nontemporal_min(void)
 {
     return INT64_MAX;
 }
 
-void spar_stream_copy(char *to, const char *from, int64_t n)
+void spar_nontemporal_copy(char *to, const char *from, int64_t n)
 {
     memcpy(to, from, (size_t)n);
 }
 
-void spar_stream_fence(void)
+void spar_nontemporal_fence(void)
 {
 }
 

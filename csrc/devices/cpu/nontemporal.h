@@ -1,7 +1,7 @@
 /* Copies past the caches: for more bytes than a cache holds, a store that does not read its line first takes half
- * the time. Streaming stores pass ordinary ones: who made some calls spar_stream_fence before telling anybody. */
-#ifndef SPAR_STREAM_H
-#define SPAR_STREAM_H
+ * the time. Streaming stores pass ordinary ones: who made some calls spar_nontemporal_fence before telling anybody. */
+#ifndef SPAR_NONTEMPORAL_H
+#define SPAR_NONTEMPORAL_H
 
 #include <stdint.h>
 #include <string.h>
@@ -16,44 +16,44 @@
 #define SPAR_SANITIZED
 #endif
 #if defined(__x86_64__) && !defined(SPAR_SANITIZED)
-#define SPAR_STREAMS
+#define SPAR_NONTEMPORAL
 #include <immintrin.h>
 #endif
 
-enum { SPAR_LINE = 64 };
+enum { SPAR_CACHE_LINE = 64 };
 
 /* The shortest run that is worth it: below, the unaligned bytes at both ends cost more. */
-enum { SPAR_STREAM_RUN = 256 };
+enum { SPAR_NONTEMPORAL_RUN = 256 };
 
 /* From how many bytes on a copy gains by it; INT64_MAX where the processor has no such stores. */
-int64_t spar_stream_least(void);
+int64_t spar_nontemporal_min(void);
 
 /* n bytes. */
-void spar_stream_copy(char *to, const char *from, int64_t n);
+void spar_nontemporal_copy(char *to, const char *from, int64_t n);
 
 /* One line; `to` is aligned to it. */
-static inline void spar_stream_line(char *to, const char *line)
+static inline void spar_nontemporal_line(char *to, const char *line)
 {
-#ifdef SPAR_STREAMS
-    for (int part = 0; part < SPAR_LINE; part += 16)
+#ifdef SPAR_NONTEMPORAL
+    for (int part = 0; part < SPAR_CACHE_LINE; part += 16)
         _mm_stream_si128((__m128i *)(to + part), _mm_load_si128((const __m128i *)(line + part)));
 #else
-    memcpy(to, line, SPAR_LINE);
+    memcpy(to, line, SPAR_CACHE_LINE);
 #endif
 }
 
-#ifdef SPAR_STREAMS
+#ifdef SPAR_NONTEMPORAL
 /* The same in one store. */
-__attribute__((target("avx512f"))) static inline void spar_stream_line_avx512(char *to,
-                                                                              const char *line)
+__attribute__((target("avx512f"))) static inline void spar_nontemporal_line_avx512(char *to,
+                                                                                   const char *line)
 {
     _mm512_stream_si512((void *)to, _mm512_load_si512(line));
 }
 #else
-#define spar_stream_line_avx512 spar_stream_line
+#define spar_nontemporal_line_avx512 spar_nontemporal_line
 #endif
 
 /* All that this thread streamed is written before what it writes from now on. */
-void spar_stream_fence(void);
+void spar_nontemporal_fence(void);
 
 #endif

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { STEP = 2 * SPAR_LINE }; /* with one alone, gcc makes no good vectors */
+enum { STEP = 2 * SPAR_CACHE_LINE }; /* with one alone, gcc makes no good vectors */
 
 /* Inlined into one function for each instruction set, and compiled for it there. */
 #define INLINE static inline __attribute__((always_inline))
@@ -218,7 +218,7 @@ typedef void put_line(char *to, const char *line);
 INLINE void put_lines(put_line *put, char *const *to, int targets, int64_t at, const char *lines)
 {
     for (int target = 0; target < targets; target++)
-        for (int64_t line = 0; line < STEP; line += SPAR_LINE)
+        for (int64_t line = 0; line < STEP; line += SPAR_CACHE_LINE)
             put(to[target] + at + line, lines + line);
 }
 
@@ -230,7 +230,7 @@ INLINE void scale_lines(spar_dtype dtype, int divide, double factor, put_line *p
     const spar_scale scale = {dtype, divide, factor};
     const int item = dtype <= SPAR_BF16 ? 2 : dtype == SPAR_F32 ? 4 : dtype == SPAR_C128 ? 16 : 8;
     for (; at < end; at += STEP) {
-        char lines[STEP] __attribute__((aligned(SPAR_LINE)));
+        char lines[STEP] __attribute__((aligned(SPAR_CACHE_LINE)));
         scale_any(&scale, lines, s + at, STEP / item, item, item);
         put_lines(put, to, targets, at, lines);
     }
@@ -270,7 +270,7 @@ static void items_plain(ITEMS)
 
 static void lines_plain(LINES)
 {
-    scale_any_lines(scale, to, targets, s, at, end, spar_stream_line);
+    scale_any_lines(scale, to, targets, s, at, end, spar_nontemporal_line);
 }
 
 static int has_plain(void)
@@ -301,7 +301,7 @@ AVX2 static inline int64_t scale_f16_vectors(const spar_scale *scale, char *d, c
 AVX2 static inline void f16_lines(LINES, put_line *put)
 {
     for (; at < end; at += STEP) {
-        char lines[STEP] __attribute__((aligned(SPAR_LINE)));
+        char lines[STEP] __attribute__((aligned(SPAR_CACHE_LINE)));
         scale_f16_vectors(scale, lines, s + at, STEP / 2);
         put_lines(put, to, targets, at, lines);
     }
@@ -323,8 +323,8 @@ AVX2 static inline void f16_lines(LINES, put_line *put)
             scale_any_lines(scale, to, targets, s, at, end, put);                                  \
     }
 
-VECTORS(avx2, AVX2, spar_stream_line)
-VECTORS(avx512, AVX512, spar_stream_line_avx512)
+VECTORS(avx2, AVX2, spar_nontemporal_line)
+VECTORS(avx512, AVX512, spar_nontemporal_line_avx512)
 
 /* Each processor with AVX2 has F16C, for which not every compiler can ask. */
 static int has_avx2(void)
@@ -383,19 +383,19 @@ void spar_scale_items(ITEMS)
     widest()->items(&simple, d, s, n, ds, ss);
 }
 
-void spar_scale_stream(const spar_scale *scale, char *const *to, int targets, const char *from,
-                       int64_t bytes)
+void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int targets, const char *from,
+                            int64_t bytes)
 {
     const spar_scale simple = spar_scale_simple(scale);
     const int64_t item = spar_scale_item(scale->dtype);
-    int64_t head = -(intptr_t)to[0] & (SPAR_LINE - 1), end = head;
+    int64_t head = -(intptr_t)to[0] & (SPAR_CACHE_LINE - 1), end = head;
     if (head % item == 0 && head < bytes)
         end += (bytes - head) & ~(int64_t)(STEP - 1);
     else
         head = end = 0; /* items that no line begins with: an input may lie anywhere */
     for (int target = 0; target < targets; target++) {
-        if ((to[target] - to[0]) & (SPAR_LINE - 1)) { /* its lines begin elsewhere */
-            spar_scale_stream(scale, to + target, targets - target, from, bytes);
+        if ((to[target] - to[0]) & (SPAR_CACHE_LINE - 1)) { /* its lines begin elsewhere */
+            spar_scale_nontemporal(scale, to + target, targets - target, from, bytes);
             targets = target;
             break;
         }

@@ -28,7 +28,7 @@ static spar_status room_for(void **array, int64_t *room, int64_t needed, size_t 
     return SPAR_OK;
 }
 
-static spar_status emit(spar_table *table, spar_table_list *list, const spar_block *block,
+static spar_status emit(spar_block_table *table, spar_block_list *list, const spar_block *block,
                         const spar_dim *dims, int64_t bytes)
 {
     SPAR_TRY(room_for((void **)&table->blocks, &table->block_room, table->nblocks + 1,
@@ -57,7 +57,7 @@ static spar_status emit(spar_table *table, spar_table_list *list, const spar_blo
 }
 
 /* Appends a block whose loops are `dims`, cut along the outermost one, or the run, until it is small enough. */
-static spar_status add(spar_table *table, spar_table_list *list, spar_block block,
+static spar_status add(spar_block_table *table, spar_block_list *list, spar_block block,
                        const spar_dim *dims)
 {
     int64_t bytes = block.run, whole = block.run;
@@ -73,27 +73,27 @@ static spar_status add(spar_table *table, spar_table_list *list, spar_block bloc
         }
         return SPAR_OK;
     }
-    int64_t turn = bytes / dims->extent, turns = LARGEST / turn;
+    int64_t iteration = bytes / dims->extent, iterations = LARGEST / iteration;
     spar_dim loops[SPAR_MAX_DIMS];
     for (int i = 0; i < block.ndim; i++)
         loops[i] = dims[i];
-    if (turns <= 1) { /* one turn of the outermost loop at a time, without it */
+    if (iterations <= 1) { /* one turn of the outermost loop at a time, without it */
         block.ndim--;
-        turns = 1;
+        iterations = 1;
     }
-    for (int64_t at = 0; at < dims->extent; at += turns) {
-        loops->extent = dims->extent - at < turns ? dims->extent - at : turns;
-        SPAR_TRY(add(table, list, block, loops + (turns == 1)));
-        block.src += turns * dims->src;
-        block.dst += turns * dims->dst;
+    for (int64_t at = 0; at < dims->extent; at += iterations) {
+        loops->extent = dims->extent - at < iterations ? dims->extent - at : iterations;
+        SPAR_TRY(add(table, list, block, loops + (iterations == 1)));
+        block.src += iterations * dims->src;
+        block.dst += iterations * dims->dst;
     }
     return SPAR_OK;
 }
 
-spar_status spar_table_add(spar_table *table, const spar_block *blocks, int64_t count,
-                           const spar_dim *dims, spar_table_list *list)
+spar_status spar_block_table_add(spar_block_table *table, const spar_block *blocks, int64_t count,
+                                 const spar_dim *dims, spar_block_list *list)
 {
-    *list = (spar_table_list){.first = (int)table->nblocks};
+    *list = (spar_block_list){.first = (int)table->nblocks};
     for (int64_t i = 0; i < count; i++) {
         if (blocks[i].tensor > SHRT_MAX)
             return spar_fail(SPAR_INVALID, "a copy of %d tensors; expected at most %d",
@@ -103,22 +103,22 @@ spar_status spar_table_add(spar_table *table, const spar_block *blocks, int64_t 
     return SPAR_OK;
 }
 
-static spar_status add_ranges(spar_table *table, const spar_plan *plan, const spar_range *ranges,
-                              spar_table_list *lists)
+static spar_status add_ranges(spar_block_table *table, const spar_plan *plan,
+                              const spar_range *ranges, spar_block_list *lists)
 {
     for (int peer = 0; peer < plan->world; peer++)
         if (peer > 0 && ranges[peer].first == ranges[0].first &&
             ranges[peer].count == ranges[0].count)
             lists[peer] = lists[0]; /* every rank is sent the same */
         else
-            SPAR_TRY(spar_table_add(table, plan->blocks + ranges[peer].first, ranges[peer].count,
-                                    plan->dims, &lists[peer]));
+            SPAR_TRY(spar_block_table_add(table, plan->blocks + ranges[peer].first,
+                                          ranges[peer].count, plan->dims, &lists[peer]));
     return SPAR_OK;
 }
 
-spar_status spar_table_build(spar_table *table, const spar_plan *plan)
+spar_status spar_block_table_build(spar_block_table *table, const spar_plan *plan)
 {
-    *table = (spar_table){.world = plan->world};
+    *table = (spar_block_table){.world = plan->world};
     table->push = calloc((size_t)plan->world * 2, sizeof *table->push);
     table->pull = plan->pull && table->push ? table->push + plan->world : NULL;
     spar_status status = SPAR_OK;
@@ -129,19 +129,20 @@ spar_status spar_table_build(spar_table *table, const spar_plan *plan)
     if (status == SPAR_OK && table->pull)
         status = add_ranges(table, plan, plan->pull, table->pull);
     if (status != SPAR_OK)
-        spar_table_free(table);
+        spar_block_table_free(table);
     return status;
 }
 
-void spar_table_free(spar_table *table)
+void spar_block_table_free(spar_block_table *table)
 {
     free(table->blocks);
     free(table->loops);
     free(table->push);
-    *table = (spar_table){0};
+    *table = (spar_block_table){0};
 }
 
-int64_t spar_table_begin(const spar_table *table, const spar_table_list *list, int tensor)
+int64_t spar_block_table_begin(const spar_block_table *table, const spar_block_list *list,
+                               int tensor)
 {
     int low = list->first, high = list->first + list->count; /* the first block from `tensor` on */
     while (low < high) {

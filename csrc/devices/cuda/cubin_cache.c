@@ -104,16 +104,16 @@ static void store(const char *path, uint64_t key, const char *code, size_t size)
         unlink(temporary);
 }
 
-spar_status spar_cubin_get(const char *source, int capability, char **cubin, size_t *size,
-                           int *compiled)
+spar_status spar_cubin_cache_get(const char *source, int capability, char **cubin, size_t *size,
+                                 int *compiled)
 {
     char folder[4096], path[4160] = "";
     int version, arch;
-    SPAR_TRY(spar_compiler_open());
-    SPAR_TRY(spar_compiler_version(&version));
-    SPAR_TRY(spar_compiler_arch(capability, &arch));
+    SPAR_TRY(spar_nvrtc_open());
+    SPAR_TRY(spar_nvrtc_version(&version));
+    SPAR_TRY(spar_nvrtc_arch(capability, &arch));
     uint64_t key = mix(0xcbf29ce484222325u, source, strlen(source));
-    key = mix(key, spar_compiler_options, strlen(spar_compiler_options));
+    key = mix(key, spar_nvrtc_options, strlen(spar_nvrtc_options));
     key = mix(mix(key, &version, sizeof version), &arch, sizeof arch);
     if (find_folder(folder, sizeof folder)) {
         snprintf(path, sizeof path, "%s/sm_%d-%016llx.cubin", folder, arch,
@@ -126,7 +126,7 @@ spar_status spar_cubin_get(const char *source, int capability, char **cubin, siz
         *compiled = !*cubin;
     if (*cubin)
         return SPAR_OK;
-    SPAR_TRY(spar_compile(source, arch, cubin, size));
+    SPAR_TRY(spar_nvrtc_compile(source, arch, cubin, size));
     if (*path)
         store(path, key, *cubin, *size);
     return SPAR_OK;

@@ -18,7 +18,7 @@ static const spar_driver *cu;
 typedef struct gpu {
     CUcontext context;
     CUfunction kernels[SPAR_KERNEL_COUNT];
-    spar_uploads uploads;
+    spar_table_cache cache;
 } gpu;
 
 static struct {
@@ -31,14 +31,14 @@ static spar_status open_libraries(void)
     const spar_driver *driver;
     SPAR_TRY(spar_driver_open(&driver));
     cu = driver; /* the same for whoever comes */
-    return spar_compiler_open();
+    return spar_nvrtc_open();
 }
 
 /* ---- launches ---- */
 
 /* What a span is by the tables. */
 typedef struct {
-    const spar_table_list *list;
+    const spar_block_list *list;
     int64_t low, high;
     char *wire;
 } part;
@@ -46,7 +46,7 @@ typedef struct {
 /* What all launches of a copy share. */
 typedef struct {
     gpu *gpu;
-    const spar_upload *tables;
+    const spar_device_table *tables;
     spar_route route;
     const void *const *from;
     void *const *to;
@@ -127,15 +127,15 @@ static spar_status launch(const copy *c, const part *parts, int count, int tenso
 /* The tensors in groups that a launch can name, and of each group the parts in runs that it can take. */
 static spar_status launch_all(const copy *c, const part *parts, int count)
 {
-    const spar_table *table = &c->tables->table;
+    const spar_block_table *table = &c->tables->table;
     for (int tensor = 0; tensor < c->ntensors; tensor += SPAR_KERNEL_TENSORS) {
         part some[SPAR_KERNEL_SPANS];
         int n = 0;
         for (int i = 0; i < count; i++) {
             part p = parts[i];
             if (c->ntensors > SPAR_KERNEL_TENSORS) {
-                int64_t begin = spar_table_begin(table, p.list, tensor);
-                int64_t end = spar_table_begin(table, p.list, tensor + SPAR_KERNEL_TENSORS);
+                int64_t begin = spar_block_table_begin(table, p.list, tensor);
+                int64_t end = spar_block_table_begin(table, p.list, tensor + SPAR_KERNEL_TENSORS);
                 p.low = p.low > begin ? p.low : begin;
                 p.high = p.high < end ? p.high : end;
                 p.wire = p.wire ? p.wire + (p.low - parts[i].low) : NULL;
@@ -175,10 +175,10 @@ static spar_status copy_spans(const spar_plan *plan, spar_route route, const spa
     enum { ON_STACK = 64 };
     part on_stack[ON_STACK], *parts = on_stack;
     gpu *g;
-    spar_upload *u;
+    spar_device_table *t;
     SPAR_TRY(current(&g));
-    SPAR_TRY(spar_upload_of(&g->uploads, plan, &u));
-    const spar_table_list *lists = route == SPAR_UNPACK ? u->table.pull : u->table.push;
+    SPAR_TRY(spar_table_cache_get(&g->cache, plan, &t));
+    const spar_block_list *lists = route == SPAR_UNPACK ? t->table.pull : t->table.push;
     if (!lists)
         return spar_fail(SPAR_INTERNAL, "the plan was built without what is pulled");
     for (int i = 0; i < count; i++)
@@ -191,8 +191,8 @@ static spar_status copy_spans(const spar_plan *plan, spar_route route, const spa
         return spar_fail(SPAR_NO_MEMORY, "no memory for %d spans", count);
     for (int i = 0; i < count; i++)
         parts[i] = (part){&lists[spans[i].peer], spans[i].low, spans[i].high, spans[i].wire};
-    const copy c = {g, u, route, inputs, outputs, plan->ntensors, spar_scale_simple(scale), stream};
-    spar_status status = spar_upload_await(u, stream);
+    const copy c = {g, t, route, inputs, outputs, plan->ntensors, spar_scale_simple(scale), stream};
+    spar_status status = spar_device_table_await(t, stream);
     if (status == SPAR_OK)
         status = launch_all(&c, parts, count);
     if (parts != on_stack)
@@ -205,22 +205,22 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
                                const void *const *from, void *const *const *to, int targets,
                                const spar_scale *scale, void *stream)
 {
-    spar_table_list list;
+    spar_block_list list;
     gpu *g;
-    spar_upload *u;
+    spar_device_table *t;
     SPAR_TRY(current(&g));
-    SPAR_TRY(spar_upload_blocks(&g->uploads, blocks, count, dims, &list, &u));
+    SPAR_TRY(spar_device_table_make(&g->cache, blocks, count, dims, &list, &t));
     int ntensors = 0;
     for (int64_t i = 0; i < count; i++)
         ntensors = blocks[i].tensor < ntensors ? ntensors : blocks[i].tensor + 1;
     const part whole = {&list, 0, list.bytes, NULL};
-    spar_status status = spar_upload_await(u, stream);
+    spar_status status = spar_device_table_await(t, stream);
     for (int target = 0; target < targets && status == SPAR_OK; target++) {
-        const copy c = {g,     u, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale),
+        const copy c = {g,     t, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale),
                         stream};
         status = launch_all(&c, &whole, 1);
     }
-    spar_upload_retire(u);
+    spar_device_table_retire(t);
     return status;
 }
 
@@ -232,7 +232,7 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     CUmodule module;
     TRY_CU(DeviceGetAttribute, &major, SPAR_CU_COMPUTE_MAJOR, device);
     TRY_CU(DeviceGetAttribute, &minor, SPAR_CU_COMPUTE_MINOR, device);
-    SPAR_TRY(spar_cubin_get(spar_kernel_source, 10 * major + minor, &cubin, &size, NULL));
+    SPAR_TRY(spar_cubin_cache_get(spar_kernel_source, 10 * major + minor, &cubin, &size, NULL));
     CUresult loaded = cu->ModuleLoadData(&module, cubin);
     free(cubin);
     SPAR_TRY(spar_driver_check(loaded, "cuModuleLoadData"));
@@ -242,9 +242,9 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     spar_kernel_copy nothing = {.spans = 0};
     void *parameters[] = {&nothing};
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
-        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0,
-               g->uploads.stream, parameters, NULL);
-    TRY_CU(StreamSynchronize, g->uploads.stream);
+        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, g->cache.stream,
+               parameters, NULL);
+    TRY_CU(StreamSynchronize, g->cache.stream);
     return SPAR_OK;
 }
 
@@ -255,9 +255,9 @@ static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
     if (!g)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a device");
     g->context = context;
-    spar_status status = spar_uploads_open(&g->uploads, cu);
+    spar_status status = spar_table_cache_open(&g->cache, cu);
     if (status == SPAR_OK && (status = load_kernels(g, device)) != SPAR_OK)
-        spar_uploads_close(&g->uploads);
+        spar_table_cache_close(&g->cache);
     if (status == SPAR_OK)
         *made = g;
     else

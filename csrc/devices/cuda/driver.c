@@ -25,8 +25,8 @@ static spar_status find_functions(void *handle)
     };
     get_address get = NULL;
     get_address_v2 get_v2 = NULL;
-    if (spar_library_function(handle, "libcuda", "cuGetProcAddress_v2", &get_v2) != SPAR_OK)
-        SPAR_TRY(spar_library_function(handle, "libcuda", "cuGetProcAddress", &get));
+    if (spar_dynlib_function(handle, "libcuda", "cuGetProcAddress_v2", &get_v2) != SPAR_OK)
+        SPAR_TRY(spar_dynlib_function(handle, "libcuda", "cuGetProcAddress", &get));
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         void *function = NULL;
         int status = 0;
@@ -46,9 +46,9 @@ static spar_status find_functions(void *handle)
 spar_status spar_driver_open(const spar_driver **opened)
 {
     static const char *const names[] = {"libcuda.so.1", NULL};
-    static spar_library_once once = SPAR_LIBRARY_ONCE("libcuda", names, find_functions);
+    static spar_dynlib_once once = SPAR_DYNLIB_ONCE("libcuda", names, find_functions);
     *opened = &functions;
-    return spar_library_open_once(&once);
+    return spar_dynlib_open_once(&once);
 }
 
 spar_status spar_driver_check(CUresult result, const char *what)

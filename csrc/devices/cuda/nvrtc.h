@@ -1,7 +1,7 @@
 /* CUDA's run-time compiler, NVRTC, as far as spar uses it: declared here, opened at run time. It needs neither a
  * device nor a driver. tests/test_cuda_libraries.py holds the declarations against nvrtc.h. */
-#ifndef SPAR_COMPILER_H
-#define SPAR_COMPILER_H
+#ifndef SPAR_NVRTC_H
+#define SPAR_NVRTC_H
 
 #include "base/error.h"
 
@@ -13,7 +13,7 @@ typedef struct _nvrtcProgram *nvrtcProgram;
 #endif
 
 /* X(name without "nvrtc", parameters) */
-#define SPAR_COMPILER_FUNCTIONS(X)                                                                 \
+#define SPAR_NVRTC_FUNCTIONS(X)                                                                    \
     X(Version, (int *major, int *minor))                                                           \
     X(GetNumSupportedArchs, (int *count))                                                          \
     X(GetSupportedArchs, (int *archs))                                                             \
@@ -27,19 +27,19 @@ typedef struct _nvrtcProgram *nvrtcProgram;
     X(DestroyProgram, (nvrtcProgram * program))
 
 /* Opens libnvrtc and finds its functions, once for the process. SPAR_TRANSPORT tells what is missing. */
-spar_status spar_compiler_open(void);
+spar_status spar_nvrtc_open(void);
 
 /* 1000 * major + 10 * minor. Needs an open compiler, as what follows. */
-spar_status spar_compiler_version(int *version);
+spar_status spar_nvrtc_version(int *version);
 
 /* The newest code that this compiler makes and a device of this compute capability (10 * major + minor) runs:
  * its own, or an earlier minor's. */
-spar_status spar_compiler_arch(int capability, int *arch);
+spar_status spar_nvrtc_arch(int capability, int *arch);
 
 /* All that goes into the result beside the source and the version, as text. */
-extern const char spar_compiler_options[];
+extern const char spar_nvrtc_options[];
 
 /* Machine code (a cubin) for sm_ARCH; the caller frees it. Takes seconds. */
-spar_status spar_compile(const char *source, int arch, char **cubin, size_t *size);
+spar_status spar_nvrtc_compile(const char *source, int arch, char **cubin, size_t *size);
 
 #endif

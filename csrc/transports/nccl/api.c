@@ -16,9 +16,9 @@ static spar_status open_locked(void)
     static const char *const names[] = {"libnccl.so.2", NULL};
     void *library;
     spar_nccl_table table;
-    SPAR_TRY(spar_library_open("libnccl", names, &library));
+    SPAR_TRY(spar_dynlib_open("libnccl", names, &library));
 #define FIND(name, result, parameters)                                                             \
-    SPAR_TRY(spar_library_function(library, "libnccl", "nccl" #name, &table.name));
+    SPAR_TRY(spar_dynlib_function(library, "libnccl", "nccl" #name, &table.name));
     SPAR_NCCL_FUNCTIONS(FIND)
 #undef FIND
     if (table.GetVersion(&table.version) != SPAR_NCCL_SUCCESS)

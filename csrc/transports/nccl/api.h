@@ -1,7 +1,7 @@
 /* The functions of NCCL that spar calls, in declarations of its own: neither NCCL nor its headers are needed to
  * build. The library is opened at run time, once; tests hold the declarations against nccl.h. */
-#ifndef SPAR_NCCL_H
-#define SPAR_NCCL_H
+#ifndef SPAR_NCCL_API_H
+#define SPAR_NCCL_API_H
 
 #include "base/error.h"
 

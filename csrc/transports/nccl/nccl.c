@@ -22,44 +22,46 @@ typedef struct {
     int32_t has_native, has_id;
 } token;
 
-_Static_assert(sizeof(token) <= sizeof(((spar_verdict *)0)->token), "it travels in the verdict");
+_Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token),
+               "it travels in the setup result");
 
 typedef struct {
     pthread_mutex_t lock; /* around a call, and of what follows */
-    pthread_cond_t met;
+    pthread_cond_t connected;
     int refs; /* atomic: the comm or its watch; the thread that meets the others */
     int world, rank, ordinal;
     spar_nccl_id id;
-    spar_lane lane;
-    int has_lane;
-    spar_ledger *ledger; /* NULL: the ranks are not all on one host */
+    spar_pipeline pipeline;
+    int has_pipeline;
+    spar_call_ring *ring; /* NULL: the ranks are not all on one host */
     int compare;
     uint64_t calls;
     struct ncclComm *own, *native; /* native: as it was when the ranks met */
-    spar_watch *watch;
+    spar_watchdog *watchdog;
     void *stream; /* of the newest call */
     int called;
     /* of the meeting: 1 when it is over, with how it ended; or that nobody waits for it any more */
-    int over, abandoned;
+    int finished, abandoned;
     spar_status status;
     char text[256];
-} state;
+} nccl_state;
 
-static void probe(spar_facts *facts)
+static void probe(spar_peer_info *info)
 {
     if (spar_device_cuda.open() != SPAR_OK || spar_nccl_open() != SPAR_OK)
-        snprintf(facts->no_nccl, sizeof facts->no_nccl, "%s", spar_last_error());
+        snprintf(info->no_nccl, sizeof info->no_nccl, "%s", spar_last_error());
 }
 
-static int serves(const spar_facts *facts, int world, const char *device, char *reason, size_t size)
+static int serves(const spar_peer_info *info, int world, const char *device, char *reason,
+                  size_t size)
 {
     if (strcmp(device, "cuda") != 0) {
         snprintf(reason, size, "%s tensors do not lie on CUDA devices", device);
         return 0;
     }
     for (int rank = 0; rank < world; rank++)
-        if (facts[rank].no_nccl[0]) {
-            snprintf(reason, size, "rank %d: %.95s", rank, facts[rank].no_nccl);
+        if (info[rank].no_nccl[0]) {
+            snprintf(reason, size, "rank %d: %.95s", rank, info[rank].no_nccl);
             return 0;
         }
     snprintf(reason, size, "all %d ranks have CUDA and NCCL", world);
@@ -68,13 +70,13 @@ static int serves(const spar_facts *facts, int world, const char *device, char *
 
 static void release(void *context)
 {
-    state *s = context;
+    nccl_state *s = context;
     if (__atomic_sub_fetch(&s->refs, 1, __ATOMIC_ACQ_REL))
         return;
-    if (s->has_lane)
-        spar_lane_close(&s->lane);
-    spar_ledger_close(s->ledger);
-    pthread_cond_destroy(&s->met);
+    if (s->has_pipeline)
+        spar_pipeline_close(&s->pipeline);
+    spar_call_ring_close(s->ring);
+    pthread_cond_destroy(&s->connected);
     pthread_mutex_destroy(&s->lock);
     free(s);
 }
@@ -82,7 +84,7 @@ static void release(void *context)
 /* Of a set-up that failed. On a thread of its own: freeing memory waits for the device, and other groups' calls. */
 static void *release_entered(void *context)
 {
-    state *s = context;
+    nccl_state *s = context;
     void *before;
     if (spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
         return NULL; /* the device is gone: so is what lay on it */
@@ -93,17 +95,17 @@ static void *release_entered(void *context)
 
 /* ---- set-up ---- */
 
-static spar_status make(state *s, const spar_native *native, token *own)
+static spar_status make(nccl_state *s, const spar_native *native, token *own)
 {
     spar_env_value most, check;
     SPAR_TRY(spar_env_field("check", &check));
     s->compare = strcmp(check.text, "0") != 0;
     SPAR_TRY(spar_env_field("staging_max", &most));
-    SPAR_TRY(spar_lane_open(&s->lane, s->world, s->rank, most.count));
-    s->has_lane = 1;
+    SPAR_TRY(spar_pipeline_open(&s->pipeline, s->world, s->rank, most.count));
+    s->has_pipeline = 1;
     s->native = native->comm;
     own->has_native = native->comm != NULL;
-    own->chunk = s->lane.chunk;
+    own->chunk = s->pipeline.chunk;
     if (s->rank == 0 && !own->has_native) {
         SPAR_NCCL_TRY(NULL, GetUniqueId(&own->id));
         own->has_id = 1;
@@ -111,22 +113,22 @@ static spar_status make(state *s, const spar_native *native, token *own)
     return SPAR_OK;
 }
 
-static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict *verdict)
+static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
 {
     token own = {0};
     void *before;
     char reason[96];
-    verdict->offset = -1;
+    result->offset = -1;
     SPAR_TRY(spar_device_cuda.open());
     SPAR_TRY(spar_nccl_open());
     SPAR_TRY(spar_device_cuda.prepare(comm->native.ordinal));
-    state *s = calloc(1, sizeof *s);
+    nccl_state *s = calloc(1, sizeof *s);
     if (!s)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", comm->world);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->met, &attributes);
+    pthread_cond_init(&s->connected, &attributes);
     pthread_condattr_destroy(&attributes);
     pthread_mutex_init(&s->lock, NULL);
     s->refs = 1;
@@ -134,18 +136,18 @@ static spar_status setup(spar_comm *comm, const spar_facts *facts, spar_verdict 
     s->rank = comm->rank;
     s->ordinal = comm->native.ordinal;
     comm->state = s;
-    if (spar_meeting_possible(facts, s->world, reason, sizeof reason) &&
-        spar_ledger_open(comm, facts, &s->ledger, &verdict->offset) != SPAR_OK)
-        verdict->offset = -1; /* it is not needed for moving bytes */
+    if (spar_rendezvous_possible(info, s->world, reason, sizeof reason) &&
+        spar_call_ring_open(comm, info, &s->ring, &result->offset) != SPAR_OK)
+        result->offset = -1; /* it is not needed for moving bytes */
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
     spar_device_cuda.leave(before);
-    memcpy(verdict->token, &own, sizeof own);
+    memcpy(result->token, &own, sizeof own);
     return status;
 }
 
 /* What may wait for the other ranks: for as long as NCCL likes. On a thread of its own. */
-static spar_status meet_others(state *s)
+static spar_status init_communicator(nccl_state *s)
 {
     struct ncclComm *comm = s->native;
     int world, rank;
@@ -165,21 +167,21 @@ static spar_status meet_others(state *s)
     if (world != s->world || rank != s->rank)
         return spar_fail(SPAR_TRANSPORT, "torch's communicator is rank %d of %d; expected %d of %d",
                          rank, world, s->rank, s->world);
-    return spar_lane_greet(&s->lane, comm);
+    return spar_pipeline_connect(&s->pipeline, comm);
 }
 
-static void *meet(void *context)
+static void *rendezvous_thread(void *context)
 {
-    state *s = context;
+    nccl_state *s = context;
     void *before = NULL;
     spar_status status = spar_device_cuda.enter(s->ordinal, &before);
     if (status == SPAR_OK)
-        status = meet_others(s);
+        status = init_communicator(s);
     pthread_mutex_lock(&s->lock);
-    s->over = 1;
+    s->finished = 1;
     s->status = status;
     snprintf(s->text, sizeof s->text, "%s", status == SPAR_OK ? "" : spar_last_error());
-    pthread_cond_signal(&s->met);
+    pthread_cond_signal(&s->connected);
     pthread_mutex_unlock(&s->lock);
     release(s);
     spar_device_cuda.leave(before);
@@ -187,37 +189,37 @@ static void *meet(void *context)
 }
 
 /* Other than SPAR_OK where the wait shall end. A peer on this host that failed is not waited for. */
-static spar_status go_on(const state *s, const spar_patience *patience)
+static spar_status poll_setup(const nccl_state *s, const spar_deadline *deadline)
 {
-    SPAR_TRY(spar_patience_poll(patience, "while NCCL was set up"));
-    spar_status status = s->ledger ? spar_ledger_look(s->ledger, 1) : SPAR_OK;
+    SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
+    spar_status status = s->ring ? spar_call_ring_poll(s->ring, 1) : SPAR_OK;
     if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fail alike */
         char why[SPAR_GROUP_TEXT];
         snprintf(why, sizeof why, "%s", spar_last_error());
         return spar_fail(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, "%s", why);
     }
-    if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
+    if (spar_deadline_passed(deadline))
         return spar_fail(SPAR_TIMEOUT, "a rank did not come while NCCL was set up");
     return SPAR_OK;
 }
 
-static spar_status await_meeting(state *s, const spar_patience *patience)
+static spar_status await_communicator(nccl_state *s, const spar_deadline *deadline)
 {
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&s->lock);
-    while (!s->over && status == SPAR_OK) {
+    while (!s->finished && status == SPAR_OK) {
         int64_t until = spar_now_ns() + 50000000;
         const struct timespec slice = {until / 1000000000, until % 1000000000};
-        pthread_cond_timedwait(&s->met, &s->lock, &slice);
-        if (s->over)
+        pthread_cond_timedwait(&s->connected, &s->lock, &slice);
+        if (s->finished)
             break;
         pthread_mutex_unlock(&s->lock);
-        status = go_on(s, patience);
+        status = poll_setup(s, deadline);
         pthread_mutex_lock(&s->lock);
     }
-    if (s->over)
+    if (s->finished)
         status = s->status == SPAR_OK ? SPAR_OK : spar_fail(s->status, "%s", s->text);
-    s->abandoned = !s->over;
+    s->abandoned = !s->finished;
     struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
     if (stuck)
         s->own = NULL;
@@ -228,13 +230,13 @@ static spar_status await_meeting(state *s, const spar_patience *patience)
 }
 
 /* The greetings have come. */
-static spar_status await_greetings(const state *s, const spar_patience *patience)
+static spar_status await_first_exchange(const nccl_state *s, const spar_deadline *deadline)
 {
     const spar_driver *driver;
     const struct timespec moment = {0, 200000};
     SPAR_TRY(spar_driver_open(&driver));
     for (int looks = 1;; looks++) {
-        CUresult result = driver->StreamQuery(s->lane.sidings[0].stream);
+        CUresult result = driver->StreamQuery(s->pipeline.side_streams[0].stream);
         if (result != SPAR_CU_NOT_READY)
             return spar_driver_check(result, "the first exchange over NCCL");
         if (looks % 100 == 0) {
@@ -242,25 +244,25 @@ static spar_status await_greetings(const state *s, const spar_patience *patience
             struct ncclComm *comm = s->own ? s->own : s->native;
             SPAR_NCCL_TRY(comm, CommGetAsyncError(comm, &error));
             SPAR_TRY(spar_nccl_check(error, comm, "the first exchange over NCCL"));
-            SPAR_TRY(go_on(s, patience));
+            SPAR_TRY(poll_setup(s, deadline));
         }
         nanosleep(&moment, NULL);
     }
 }
 
-static spar_status agree(state *s, const spar_verdict *verdicts)
+static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result *results)
 {
     int natives = 0;
     token first, other;
-    memcpy(&first, verdicts[0].token, sizeof first);
+    memcpy(&first, results[0].token, sizeof first);
     for (int rank = 0; rank < s->world; rank++) {
-        memcpy(&other, verdicts[rank].token, sizeof other);
+        memcpy(&other, results[rank].token, sizeof other);
         natives += other.has_native == 1;
         if (other.chunk < 256 || other.chunk % 256)
             return spar_fail(SPAR_TRANSPORT, "rank %d says that it stages %lld bytes at a time",
                              rank, (long long)other.chunk);
-        if (other.chunk < s->lane.chunk)
-            s->lane.chunk = other.chunk;
+        if (other.chunk < s->pipeline.chunk)
+            s->pipeline.chunk = other.chunk;
     }
     if (natives == s->world)
         return SPAR_OK;
@@ -273,33 +275,33 @@ static spar_status agree(state *s, const spar_verdict *verdicts)
 }
 
 /* Where one rank has no ledger, none uses it. */
-static spar_status connect_ledger(state *s, const spar_comm *comm, const spar_verdict *verdicts,
-                                  const spar_patience *patience)
+static spar_status connect_ring(nccl_state *s, const spar_comm *comm,
+                                const spar_setup_result *results, const spar_deadline *deadline)
 {
-    int all = s->ledger != NULL;
+    int all = s->ring != NULL;
     for (int rank = 0; rank < s->world; rank++)
-        all = all && verdicts[rank].offset >= 0;
+        all = all && results[rank].offset >= 0;
     spar_status status =
-        all ? spar_ledger_connect(s->ledger, comm, verdicts, patience) : SPAR_TRANSPORT;
+        all ? spar_call_ring_connect(s->ring, comm, results, deadline) : SPAR_TRANSPORT;
     if (status == SPAR_OK)
         return SPAR_OK;
-    spar_ledger_close(s->ledger);
-    s->ledger = NULL;
+    spar_call_ring_close(s->ring);
+    s->ring = NULL;
     return spar_ends_wait(status) ? status : SPAR_OK;
 }
 
-static spar_status meet_and_greet(state *s, const spar_patience *patience)
+static spar_status init_and_await(nccl_state *s, const spar_deadline *deadline)
 {
     pthread_t thread;
     __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
-    int error = pthread_create(&thread, NULL, meet, s);
+    int error = pthread_create(&thread, NULL, rendezvous_thread, s);
     if (error) {
         release(s);
         return spar_fail(SPAR_TRANSPORT, "no thread to set NCCL up: %s", strerror(error));
     }
     pthread_detach(thread);
-    SPAR_TRY(await_meeting(s, patience));
-    spar_status status = await_greetings(s, patience);
+    SPAR_TRY(await_communicator(s, deadline));
+    spar_status status = await_first_exchange(s, deadline);
     if (status == SPAR_OK || !s->own)
         return status;
     spar_nccl.CommAbort(s->own);
@@ -307,27 +309,27 @@ static spar_status meet_and_greet(state *s, const spar_patience *patience)
     return status;
 }
 
-static spar_status connect_all(spar_comm *comm, const spar_verdict *verdicts,
-                               const spar_patience *patience)
+static spar_status connect_all(spar_comm *comm, const spar_setup_result *results,
+                               const spar_deadline *deadline)
 {
-    state *s = comm->state;
+    nccl_state *s = comm->state;
     void *before;
-    SPAR_TRY(agree(s, verdicts));
-    SPAR_TRY(connect_ledger(s, comm, verdicts, patience));
+    SPAR_TRY(agree_on_communicator(s, results));
+    SPAR_TRY(connect_ring(s, comm, results, deadline));
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
-    spar_status status = meet_and_greet(s, patience);
-    const spar_watched what = {s->own, s->ordinal, s->ledger, release, s};
+    spar_status status = init_and_await(s, deadline);
+    const spar_watchdog_target what = {s->own, s->ordinal, s->ring, release, s};
     if (status == SPAR_OK)
-        status = spar_watch_open(&what, &s->watch);
+        status = spar_watchdog_open(&what, &s->watchdog);
     spar_device_cuda.leave(before);
-    if (status != SPAR_OK && s->ledger)
-        spar_ledger_give_up(s->ledger, status, spar_last_error());
+    if (status != SPAR_OK && s->ring)
+        spar_call_ring_abort(s->ring, status, spar_last_error());
     return status;
 }
 
 /* ---- a call ---- */
 
-static spar_status check_call(const state *s, const spar_call *call)
+static spar_status check_call(const nccl_state *s, const spar_call *call)
 {
     if (call->failed != SPAR_OK)
         return spar_fail(call->failed, "%s", call->why);
@@ -339,7 +341,7 @@ static spar_status check_call(const state *s, const spar_call *call)
 }
 
 /* This rank cannot make call n: the others are told. */
-static spar_status fail_alone(state *s, uint64_t n, const spar_call *call, spar_status status)
+static spar_status fail_alone(nccl_state *s, uint64_t n, const spar_call *call, spar_status status)
 {
     char why[SPAR_GROUP_TEXT];
     spar_call told = *call;
@@ -347,13 +349,13 @@ static spar_status fail_alone(state *s, uint64_t n, const spar_call *call, spar_
     told.failed = status;
     told.why = why;
     if (status == SPAR_INTERRUPTED)
-        spar_watch_break(s->watch, SPAR_BROKEN, why);
-    else if (s->ledger && spar_ledger_enter(s->ledger, n, &told, s->compare) != SPAR_OK)
-        spar_watch_break(s->watch, SPAR_MISMATCH, spar_last_error());
+        spar_watchdog_break(s->watchdog, SPAR_BROKEN, why);
+    else if (s->ring && spar_call_ring_begin(s->ring, n, &told, s->compare) != SPAR_OK)
+        spar_watchdog_break(s->watchdog, SPAR_MISMATCH, spar_last_error());
     return spar_fail(status, "%s", why);
 }
 
-static spar_status enqueue(state *s, const spar_call *call)
+static spar_status enqueue(nccl_state *s, const spar_call *call)
 {
     struct ncclComm *comm = s->own ? s->own : call->native;
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
@@ -364,9 +366,9 @@ static spar_status enqueue(state *s, const spar_call *call)
         status = spar_driver_capturing(call->stream, &captured);
     if (status != SPAR_OK)
         return fail_alone(s, n, call, status);
-    SPAR_TRY(spar_watch_begin(s->watch, n, &call->patience));
-    if (s->ledger)
-        status = spar_ledger_enter(s->ledger, n, call, s->compare);
+    SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline));
+    if (s->ring)
+        status = spar_call_ring_begin(s->ring, n, call, s->compare);
     if (status == SPAR_OK && !s->own) { /* the watch does not know whether torch's is still there */
         status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), comm,
                                  "ncclCommGetAsyncError");
@@ -374,13 +376,14 @@ static spar_status enqueue(state *s, const spar_call *call)
             status = spar_nccl_check(error, comm, "NCCL, later");
     }
     if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
-        status = spar_watch_order(s->watch, call->stream); /* it may still use staging memory */
+        status =
+            spar_watchdog_order(s->watchdog, call->stream); /* it may still use staging memory */
     if (status == SPAR_OK)
-        status = spar_lane_run(&s->lane, call, comm, captured);
+        status = spar_pipeline_run(&s->pipeline, call, comm, captured);
     if (status == SPAR_OK)
-        status = spar_watch_end(s->watch, call->stream, captured);
+        status = spar_watchdog_end(s->watchdog, call->stream, captured);
     if (status != SPAR_OK) { /* the others have been promised bytes that do not come */
-        spar_watch_break(s->watch, status, spar_last_error());
+        spar_watchdog_break(s->watchdog, status, spar_last_error());
         return status;
     }
     if (!captured) {
@@ -392,55 +395,55 @@ static spar_status enqueue(state *s, const spar_call *call)
 
 static spar_status run(spar_comm *comm, spar_call *call)
 {
-    state *s = comm->state;
+    nccl_state *s = comm->state;
     void *before;
-    if (!s->watch)
+    if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     pthread_mutex_lock(&s->lock);
-    uint32_t begun = spar_whereabouts_begin(call->group, call->op, (uint32_t)s->calls + 1);
+    uint32_t begun = spar_last_call_begin(call->group, call->op, (uint32_t)s->calls + 1);
     spar_status status = enqueue(s, call);
-    spar_whereabouts_end(begun, status != SPAR_OK);
+    spar_last_call_end(begun, status != SPAR_OK);
     pthread_mutex_unlock(&s->lock);
     spar_device_cuda.leave(before);
     return status;
 }
 
-static spar_status wait_for(spar_comm *comm, const spar_patience *patience)
+static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
 {
-    state *s = comm->state;
+    nccl_state *s = comm->state;
     void *before;
-    if (!s->watch)
+    if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
-    spar_status status = spar_watch_wait(s->watch, patience);
+    spar_status status = spar_watchdog_wait(s->watchdog, deadline);
     spar_device_cuda.leave(before);
     return status;
 }
 
 static void where(const spar_comm *comm, int rank, char *text, size_t size)
 {
-    const state *s = comm->state;
+    const nccl_state *s = comm->state;
     *text = 0;
-    if (s->ledger)
-        spar_ledger_where(s->ledger, rank, text, size);
+    if (s->ring)
+        spar_call_ring_last_call(s->ring, rank, text, size);
 }
 
 static const char *broken(const spar_comm *comm)
 {
-    const state *s = comm->state;
-    return s->watch ? spar_watch_broken(s->watch) : NULL;
+    const nccl_state *s = comm->state;
+    return s->watchdog ? spar_watchdog_broken(s->watchdog) : NULL;
 }
 
 static void close_comm(spar_comm *comm)
 {
-    state *s = comm->state;
+    nccl_state *s = comm->state;
     pthread_t thread;
     comm->state = NULL;
     if (!s)
         return;
-    if (s->watch)
-        spar_watch_close(s->watch); /* it releases when the calls are over */
+    if (s->watchdog)
+        spar_watchdog_close(s->watchdog); /* it releases when the calls are over */
     else if (pthread_create(&thread, NULL, release_entered, s) == 0)
         pthread_detach(thread);
     else

@@ -20,7 +20,7 @@ static spar_status room_for(void **array, int64_t *room, int64_t needed, size_t 
     return SPAR_OK;
 }
 
-int64_t spar_chunks_steps(const spar_plan *plan, int64_t chunk)
+int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk)
 {
     int64_t most = 0;
     for (int rank = 0; rank < plan->world; rank++) {
@@ -32,8 +32,8 @@ int64_t spar_chunks_steps(const spar_plan *plan, int64_t chunk)
     return most / chunk + (most % chunk != 0);
 }
 
-spar_status spar_chunks_begin(spar_chunks *side, const spar_plan *plan, int pulls, int all,
-                              int64_t chunk)
+spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all,
+                                int64_t chunk)
 {
     side->plan = plan;
     side->pulls = pulls;
@@ -45,15 +45,15 @@ spar_status spar_chunks_begin(spar_chunks *side, const spar_plan *plan, int pull
     return SPAR_OK;
 }
 
-void spar_chunks_free(spar_chunks *side)
+void spar_schedule_free(spar_schedule *side)
 {
     free(side->messages);
     free(side->spans);
     free(side->cursors);
-    *side = (spar_chunks){0};
+    *side = (spar_schedule){0};
 }
 
-static spar_status add_message(spar_chunks *side, int peer, int tensor, int64_t at, int64_t bytes)
+static spar_status add_message(spar_schedule *side, int peer, int tensor, int64_t at, int64_t bytes)
 {
     SPAR_TRY(room_for((void **)&side->messages, &side->message_room, side->nmessages + 1,
                       sizeof *side->messages));
@@ -62,7 +62,7 @@ static spar_status add_message(spar_chunks *side, int peer, int tensor, int64_t 
 }
 
 /* Bytes low to high of a stream, staged from byte `at` on. */
-static spar_status add_span(spar_chunks *side, int peer, int64_t low, int64_t high, int64_t at)
+static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t high, int64_t at)
 {
     spar_span *last = side->nspans ? &side->spans[side->nspans - 1] : NULL;
     if (last && last->peer == peer && last->high == low) {
@@ -76,7 +76,7 @@ static spar_status add_span(spar_chunks *side, int peer, int64_t low, int64_t hi
 }
 
 /* How long a block is, and whether it lies in one piece in this rank's tensor. */
-static int64_t measure(const spar_chunks *side, const spar_block *block, int *in_one_piece)
+static int64_t measure(const spar_schedule *side, const spar_block *block, int *in_one_piece)
 {
     int64_t bytes = block->run;
     *in_one_piece = 1;
@@ -89,7 +89,8 @@ static int64_t measure(const spar_chunks *side, const spar_block *block, int *in
 }
 
 /* The bytes of one stream in a step, low to high; they are staged from byte `area` on. */
-static spar_status step_stream(spar_chunks *side, int peer, int64_t low, int64_t high, int64_t area)
+static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64_t high,
+                               int64_t area)
 {
     const spar_range *range = &(side->pulls ? side->plan->pull : side->plan->push)[peer];
     spar_cursor *cursor = &side->cursors[peer];
@@ -123,13 +124,13 @@ static spar_status step_stream(spar_chunks *side, int peer, int64_t low, int64_t
 }
 
 /* Whether both are sent the same, which is then packed once. */
-static int is_shared(const spar_chunks *side, int first, int peer)
+static int is_shared(const spar_schedule *side, int first, int peer)
 {
     const spar_range *a = &side->plan->push[first], *b = &side->plan->push[peer];
     return !side->pulls && a->first == b->first && a->count == b->count;
 }
 
-spar_status spar_chunks_step(spar_chunks *side, int64_t step, char *staging)
+spar_status spar_schedule_step(spar_schedule *side, int64_t step, char *staging)
 {
     const spar_plan *plan = side->plan;
     int world = plan->world, first = (plan->rank + 1) % world;

@@ -4,8 +4,8 @@
  * plan->pull[sender] here. Step k moves bytes k * chunk to (k + 1) * chunk of each stream, in messages whose
  * lengths follow from the lengths of the stream's blocks alone. So both ends cut alike, though each decides for
  * itself which messages lie in its tensors as they are, and which go through its staging memory. */
-#ifndef SPAR_CHUNKS_H
-#define SPAR_CHUNKS_H
+#ifndef SPAR_SCHEDULE_H
+#define SPAR_SCHEDULE_H
 
 #include "devices/device.h"
 
@@ -32,18 +32,18 @@ typedef struct {
     spar_cursor *cursors; /* [world] */
     int64_t nmessages, nspans;
     int64_t message_room, span_room, cursor_room;
-} spar_chunks;
+} spar_schedule;
 
 /* How many steps a call of this rank has; 0 where it neither sends nor receives. */
-int64_t spar_chunks_steps(const spar_plan *plan, int64_t chunk);
+int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk);
 
 /* A call begins. The plan must have its pull side where `pulls` is set. */
-spar_status spar_chunks_begin(spar_chunks *side, const spar_plan *plan, int pulls, int all,
-                              int64_t chunk);
+spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all,
+                                int64_t chunk);
 
 /* The next step, in order, through this staging memory. */
-spar_status spar_chunks_step(spar_chunks *side, int64_t step, char *staging);
+spar_status spar_schedule_step(spar_schedule *side, int64_t step, char *staging);
 
-void spar_chunks_free(spar_chunks *side);
+void spar_schedule_free(spar_schedule *side);
 
 #endif

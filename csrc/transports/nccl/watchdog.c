@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SLOTS = 64, LOOK_NS = 100000000 };
+enum { SLOTS = 64, POLL_NS = 100000000 };
 
 /* A call under way. */
 typedef struct {
@@ -22,9 +22,9 @@ typedef struct {
     uint64_t call;
 } slot;
 
-struct spar_watch {
-    spar_watch *next;
-    spar_watched what;
+struct spar_watchdog {
+    spar_watchdog *next;
+    spar_watchdog_target what;
     uint64_t call;
     int64_t
         inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
@@ -32,13 +32,13 @@ struct spar_watch {
     int first, count;   /* of the slots in use */
     spar_status status; /* other than SPAR_OK: broken, with the reason */
     char reason[SPAR_GROUP_TEXT];
-    int told, closing, ending, aborted;
+    int reported, closing, ending, aborted;
 };
 
 static struct {
-    pthread_mutex_t lock; /* of everything here and in the watches */
-    pthread_cond_t moved; /* look again */
-    spar_watch *first;
+    pthread_mutex_t lock;   /* of everything here and in the watches */
+    pthread_cond_t changed; /* look again */
+    spar_watchdog *first;
     int running, stop;
     pid_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
@@ -50,24 +50,24 @@ static const spar_driver *driver(void)
     return open;
 }
 
-static void give_up(spar_watch *w, spar_status status, const char *text)
+static void fail_watchdog(spar_watchdog *w, spar_status status, const char *text)
 {
     if (w->status != SPAR_OK)
         return;
     w->status = status;
     snprintf(w->reason, sizeof w->reason, "%s", text);
-    if (w->what.ledger)
-        spar_ledger_give_up(w->what.ledger, status, text);
-    pthread_cond_broadcast(&all.moved);
+    if (w->what.ring)
+        spar_call_ring_abort(w->what.ring, status, text);
+    pthread_cond_broadcast(&all.changed);
 }
 
-static slot *newest(spar_watch *w)
+static slot *newest(spar_watchdog *w)
 {
     return w->count ? &w->slots[(w->first + w->count - 1) % SLOTS] : NULL;
 }
 
 /* Takes the calls off that are over; SPAR_TRANSPORT where the device ended one with an error. */
-static spar_status take_off(spar_watch *w)
+static spar_status retire_calls(spar_watchdog *w)
 {
     uint64_t over = 0;
     spar_status status = SPAR_OK;
@@ -80,12 +80,12 @@ static spar_status take_off(spar_watch *w)
             break;
         over = w->slots[w->first].call;
     }
-    if (over && w->what.ledger)
-        spar_ledger_over(w->what.ledger, over);
+    if (over && w->what.ring)
+        spar_call_ring_complete(w->what.ring, over);
     return status;
 }
 
-static spar_status ask_nccl(spar_watch *w)
+static spar_status check_nccl(spar_watchdog *w)
 {
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
     if (!w->what.comm)
@@ -94,7 +94,7 @@ static spar_status ask_nccl(spar_watch *w)
     return spar_nccl_check(error, w->what.comm, "NCCL, later");
 }
 
-static spar_status check_limits(const spar_watch *w)
+static spar_status check_limits(const spar_watchdog *w)
 {
     const slot *oldest = &w->slots[w->first];
     int64_t now = spar_now_ns(), limit = w->count ? oldest->deadline_ns : 0;
@@ -104,54 +104,54 @@ static spar_status check_limits(const spar_watch *w)
     char absent[SPAR_GROUP_TEXT / 2] = "";
     if (!late)
         return SPAR_OK;
-    if (w->what.ledger)
-        spar_ledger_absent(w->what.ledger, late, absent, sizeof absent);
+    if (w->what.ring)
+        spar_call_ring_absent(w->what.ring, late, absent, sizeof absent);
     return spar_fail(SPAR_TIMEOUT, "call %llu of this group on the GPU did not end in time%s%s",
                      (unsigned long long)late, *absent ? "; not come to it: " : "", absent);
 }
 
 /* One look, with the lock held and the device entered. */
-static void look(spar_watch *w)
+static void poll_once(spar_watchdog *w)
 {
     if (w->status != SPAR_OK)
         return;
-    spar_status status = take_off(w);
+    spar_status status = retire_calls(w);
     if (status == SPAR_OK)
-        status = ask_nccl(w);
+        status = check_nccl(w);
     int under_way = w->count || w->inside_ns;
-    if (status == SPAR_OK && under_way && w->what.ledger)
-        status = spar_ledger_look(w->what.ledger, w->count ? w->slots[w->first].call : w->call);
+    if (status == SPAR_OK && under_way && w->what.ring)
+        status = spar_call_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call);
     if (status == SPAR_OK && under_way)
         status = check_limits(w);
     if (status != SPAR_OK)
-        give_up(w, status, spar_last_error());
+        fail_watchdog(w, status, spar_last_error());
 }
 
 /* The same on a caller's thread, which, or another, may be capturing: a query must not spoil that. */
-static void look_relaxed(spar_watch *w)
+static void poll_relaxed(spar_watchdog *w)
 {
     CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
     driver()->ThreadExchangeStreamCaptureMode(&mode);
-    look(w);
+    poll_once(w);
     driver()->ThreadExchangeStreamCaptureMode(&mode);
 }
 
-static void look_entered(spar_watch *w)
+static void poll_entered(spar_watchdog *w)
 {
     void *before;
     if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK) {
-        give_up(w, SPAR_TRANSPORT, spar_last_error());
+        fail_watchdog(w, SPAR_TRANSPORT, spar_last_error());
         return;
     }
-    look(w);
+    poll_once(w);
     spar_device_cuda.leave(before);
 }
 
 /* Ends a communicator that broke, or is not used any more: on a thread of its own, for it may wait for the device,
  * which may wait for the end of another one. */
-static void *end_comm(void *watch)
+static void *end_comm(void *watchdog)
 {
-    spar_watch *w = watch;
+    spar_watchdog *w = watchdog;
     void *before;
     if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) {
         spar_nccl.CommAbort(w->what.comm);
@@ -159,12 +159,12 @@ static void *end_comm(void *watch)
     }
     pthread_mutex_lock(&all.lock);
     w->aborted = 1;
-    pthread_cond_broadcast(&all.moved);
+    pthread_cond_broadcast(&all.changed);
     pthread_mutex_unlock(&all.lock);
     return NULL;
 }
 
-static int is_over(spar_watch *w)
+static int is_idle(spar_watchdog *w)
 {
     while (w->count && driver()->EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
         w->first = (w->first + 1) % SLOTS;
@@ -174,9 +174,9 @@ static int is_over(spar_watch *w)
 }
 
 /* On a thread of its own, too: freeing memory waits for the device. */
-static void *dispose(void *watch)
+static void *dispose(void *watchdog)
 {
-    spar_watch *w = watch;
+    spar_watchdog *w = watchdog;
     void *before;
     if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK)
         return NULL; /* the device is gone: so is what lay on it */
@@ -204,18 +204,18 @@ static int spawn(void *(*work)(void *context), void *context)
 }
 
 /* One look, and what follows from it; whether the watch is off the list. With the lock held. */
-static int attend(spar_watch **link)
+static int poll_and_close(spar_watchdog **link)
 {
-    spar_watch *w = *link;
-    look_entered(w);
-    int ends = w->status != SPAR_OK || (w->closing && !w->inside_ns && is_over(w));
+    spar_watchdog *w = *link;
+    poll_entered(w);
+    int ends = w->status != SPAR_OK || (w->closing && !w->inside_ns && is_idle(w));
     if (ends && !w->ending) {
         if (w->what.comm)
             w->ending = spawn(end_comm, w);
         else
             w->ending = w->aborted = 1;
     }
-    if (!w->closing || !w->aborted || w->inside_ns || !is_over(w))
+    if (!w->closing || !w->aborted || w->inside_ns || !is_idle(w))
         return 0;
     *link = w->next;
     if (spawn(dispose, w))
@@ -224,13 +224,13 @@ static int attend(spar_watch **link)
     return 0;
 }
 
-static struct timespec in_a_while(int64_t ns)
+static struct timespec deadline_after(int64_t ns)
 {
     int64_t then = spar_now_ns() + ns;
     return (struct timespec){then / 1000000000, then % 1000000000};
 }
 
-static void *keep_watch(void *unused)
+static void *watchdog_thread(void *unused)
 {
     CUstreamCaptureMode mode =
         SPAR_CU_CAPTURE_RELAXED; /* other threads' captures are not disturbed */
@@ -239,15 +239,15 @@ static void *keep_watch(void *unused)
     pthread_mutex_lock(&all.lock);
     for (int last = 0; all.first && !last;) { /* the last look tells the others what is over */
         last = all.stop;
-        for (spar_watch **link = &all.first; *link;)
-            if (!attend(link))
+        for (spar_watchdog **link = &all.first; *link;)
+            if (!poll_and_close(link))
                 link = &(*link)->next;
-        struct timespec until = in_a_while(LOOK_NS);
+        struct timespec until = deadline_after(POLL_NS);
         if (all.first && !all.stop)
-            pthread_cond_timedwait(&all.moved, &all.lock, &until);
+            pthread_cond_timedwait(&all.changed, &all.lock, &until);
     }
     all.running = 0;
-    pthread_cond_broadcast(&all.moved);
+    pthread_cond_broadcast(&all.changed);
     pthread_mutex_unlock(&all.lock);
     return NULL;
 }
@@ -255,19 +255,19 @@ static void *keep_watch(void *unused)
 /* At exit: the driver's own end shall find nobody at work. */
 static void stop(void)
 {
-    struct timespec until = in_a_while(1000000000);
+    struct timespec until = deadline_after(1000000000);
     if (all.owner != getpid())
         return;
     pthread_mutex_lock(&all.lock);
     all.stop = 1;
-    pthread_cond_broadcast(&all.moved);
-    while (all.running && pthread_cond_timedwait(&all.moved, &all.lock, &until) != ETIMEDOUT)
+    pthread_cond_broadcast(&all.changed);
+    while (all.running && pthread_cond_timedwait(&all.changed, &all.lock, &until) != ETIMEDOUT)
         ;
     pthread_mutex_unlock(&all.lock);
 }
 
 /* With the lock held. */
-static spar_status hire(void)
+static spar_status start_thread(void)
 {
     if (all.running)
         return SPAR_OK;
@@ -275,20 +275,20 @@ static spar_status hire(void)
         pthread_condattr_t attributes;
         pthread_condattr_init(&attributes);
         pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-        pthread_cond_init(&all.moved, &attributes);
+        pthread_cond_init(&all.changed, &attributes);
         pthread_condattr_destroy(&attributes);
         all.owner = getpid();
         atexit(stop);
     }
-    if (!spawn(keep_watch, NULL))
+    if (!spawn(watchdog_thread, NULL))
         return spar_fail(SPAR_TRANSPORT, "no thread to watch the GPU");
     all.running = 1;
     return SPAR_OK;
 }
 
-spar_status spar_watch_open(const spar_watched *what, spar_watch **watch)
+spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog **watchdog)
 {
-    spar_watch *w = calloc(1, sizeof *w);
+    spar_watchdog *w = calloc(1, sizeof *w);
     spar_status status = SPAR_OK;
     if (!w)
         return spar_fail(SPAR_NO_MEMORY, "no memory to watch a group");
@@ -298,14 +298,14 @@ spar_status spar_watch_open(const spar_watched *what, spar_watch **watch)
             driver()->EventCreate(&w->slots[i].event, SPAR_CU_EVENT_DISABLE_TIMING), "an event");
     pthread_mutex_lock(&all.lock);
     if (status == SPAR_OK)
-        status = hire();
+        status = start_thread();
     if (status == SPAR_OK) {
         w->next = all.first;
         all.first = w;
     }
     pthread_mutex_unlock(&all.lock);
     if (status == SPAR_OK) {
-        *watch = w;
+        *watchdog = w;
         return SPAR_OK;
     }
     for (int i = 0; i < SLOTS && w->slots[i].event; i++)
@@ -315,29 +315,29 @@ spar_status spar_watch_open(const spar_watched *what, spar_watch **watch)
 }
 
 /* With the lock held. */
-static spar_status tell(spar_watch *w)
+static spar_status report(spar_watchdog *w)
 {
     if (w->status == SPAR_OK)
         return SPAR_OK;
-    return spar_fail(w->told++ ? SPAR_BROKEN : w->status, "%s", w->reason);
+    return spar_fail(w->reported++ ? SPAR_BROKEN : w->status, "%s", w->reason);
 }
 
-spar_status spar_watch_begin(spar_watch *w, uint64_t n, const spar_patience *patience)
+spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadline *deadline)
 {
     if (all.owner != getpid())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
     pthread_mutex_lock(&all.lock);
-    look_relaxed(w);
-    spar_status status = tell(w);
+    poll_relaxed(w);
+    spar_status status = report(w);
     if (status == SPAR_OK) {
         w->call = n;
-        w->inside_ns = patience->deadline_ns ? patience->deadline_ns : -1;
+        w->inside_ns = deadline->at_ns ? deadline->at_ns : -1;
     }
     pthread_mutex_unlock(&all.lock);
     return status;
 }
 
-spar_status spar_watch_end(spar_watch *w, void *stream, int captured)
+spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
 {
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&all.lock);
@@ -352,21 +352,21 @@ spar_status spar_watch_end(spar_watch *w, void *stream, int captured)
     }
     w->inside_ns = 0;
     if (status != SPAR_OK)
-        give_up(w, status, spar_last_error());
+        fail_watchdog(w, status, spar_last_error());
     pthread_mutex_unlock(&all.lock);
     return status;
 }
 
-void spar_watch_break(spar_watch *w, spar_status status, const char *text)
+void spar_watchdog_break(spar_watchdog *w, spar_status status, const char *text)
 {
     pthread_mutex_lock(&all.lock);
-    give_up(w, status, text);
+    fail_watchdog(w, status, text);
     w->inside_ns = 0;
-    w->told++;
+    w->reported++;
     pthread_mutex_unlock(&all.lock);
 }
 
-const char *spar_watch_broken(spar_watch *w)
+const char *spar_watchdog_broken(spar_watchdog *w)
 {
     pthread_mutex_lock(&all.lock);
     const char *reason = w->status == SPAR_OK ? NULL : w->reason;
@@ -374,7 +374,7 @@ const char *spar_watch_broken(spar_watch *w)
     return reason;
 }
 
-spar_status spar_watch_order(spar_watch *w, void *stream)
+spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
 {
     pthread_mutex_lock(&all.lock);
     slot *last = newest(w);
@@ -386,39 +386,39 @@ spar_status spar_watch_order(spar_watch *w, void *stream)
     return status;
 }
 
-spar_status spar_watch_wait(spar_watch *w, const spar_patience *patience)
+spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
 {
     const struct timespec moment = {0, 20000};
     for (int looks = 1;; looks++) {
         pthread_mutex_lock(&all.lock);
-        look_relaxed(w);
-        spar_status status = tell(w);
+        poll_relaxed(w);
+        spar_status status = report(w);
         int over = !w->count;
         pthread_mutex_unlock(&all.lock);
         if (status != SPAR_OK || over)
             return status;
-        if (patience->deadline_ns && spar_now_ns() >= patience->deadline_ns)
+        if (spar_deadline_passed(deadline))
             return spar_fail(SPAR_TIMEOUT, "the GPU did not come to the end of call %llu in time",
                              (unsigned long long)w->call);
         if (looks % 2500 == 0)
-            SPAR_TRY(spar_patience_poll(patience, "while the GPU was awaited"));
+            SPAR_TRY(spar_deadline_poll(deadline, "while the GPU was awaited"));
         nanosleep(&moment, NULL);
     }
 }
 
-void spar_watch_close(spar_watch *w)
+void spar_watchdog_close(spar_watchdog *w)
 {
     pthread_mutex_lock(&all.lock);
     w->closing = 1;
-    pthread_cond_broadcast(&all.moved);
+    pthread_cond_broadcast(&all.changed);
     pthread_mutex_unlock(&all.lock);
 }
 
 /* Not taken before a fork: the watchdog holds it while it asks the driver, which may not answer. */
-void spar_watch_fork(spar_fork_stage stage)
+void spar_watchdog_fork(spar_fork_stage stage)
 {
     if (stage != SPAR_FORK_CHILD)
         return;
     pthread_mutex_init(&all.lock, NULL);
-    pthread_cond_init(&all.moved, NULL);
+    pthread_cond_init(&all.changed, NULL);
 }

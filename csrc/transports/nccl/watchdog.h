@@ -4,47 +4,47 @@
  * there is something to look at: at communicators' own errors, at events behind the calls, at the others, at time limits. What fails
  * breaks its watch for good: an own communicator is aborted, so that its kernels end and the stream goes on, and the
  * next call tells. Graph replays are not watched. */
-#ifndef SPAR_WATCH_H
-#define SPAR_WATCH_H
+#ifndef SPAR_WATCHDOG_H
+#define SPAR_WATCHDOG_H
 
 #include "ipc/group.h"
 #include "transports/nccl/call_ring.h"
 #include "transports/nccl/api.h"
 
-typedef struct spar_watch spar_watch;
+typedef struct spar_watchdog spar_watchdog;
 
 typedef struct {
     struct ncclComm
         *comm;   /* aborted when the watch breaks or ends; NULL: somebody else's, not touched */
     int ordinal; /* device */
-    spar_ledger *ledger; /* of the ranks of one host; NULL: none */
+    spar_call_ring *ring; /* of the ranks of one host; NULL: none */
     /* Frees what the calls use: on the watching thread, when none is under way any more. */
     void (*release)(void *context);
     void *context;
-} spar_watched;
+} spar_watchdog_target;
 
 /* On failure nothing is kept. */
-spar_status spar_watch_open(const spar_watched *what, spar_watch **watch);
+spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog **watchdog);
 
 /* Call n begins: fails where the watch is broken, the first time with what broke it, then SPAR_BROKEN. */
-spar_status spar_watch_begin(spar_watch *watch, uint64_t n, const spar_patience *patience);
+spar_status spar_watchdog_begin(spar_watchdog *watchdog, uint64_t n, const spar_deadline *deadline);
 
 /* The call is in `stream`; watched from now on, unless it is captured. */
-spar_status spar_watch_end(spar_watch *watch, void *stream, int captured);
+spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream, int captured);
 
 /* The call failed half way: breaks the watch. The first reason stays. */
-void spar_watch_break(spar_watch *watch, spar_status status, const char *text);
+void spar_watchdog_break(spar_watchdog *watchdog, spar_status status, const char *text);
 
 /* What broke it, or NULL; valid as long as the watch. */
-const char *spar_watch_broken(spar_watch *watch);
+const char *spar_watchdog_broken(spar_watchdog *watchdog);
 
 /* Makes `stream` wait for the newest call that is watched. */
-spar_status spar_watch_order(spar_watch *watch, void *stream);
+spar_status spar_watchdog_order(spar_watchdog *watchdog, void *stream);
 
 /* Returns when all calls are over, or with what broke the watch. */
-spar_status spar_watch_wait(spar_watch *watch, const spar_patience *patience);
+spar_status spar_watchdog_wait(spar_watchdog *watchdog, const spar_deadline *deadline);
 
 /* Nobody calls any more. Does not wait: release comes later. */
-void spar_watch_close(spar_watch *watch);
+void spar_watchdog_close(spar_watchdog *watchdog);
 
 #endif

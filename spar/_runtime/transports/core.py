@@ -41,8 +41,8 @@ class CoreChannel:
     def explain(self, member: Member, op: str, error: SparError) -> SparError:
         """An error of the C core with what only this side knows."""
         core = self.core
-        if isinstance(error, MismatchError) and core.shown(0) is not None:
-            texts = [core.shown(rank) or "" for rank in range(member.world)]
+        if isinstance(error, MismatchError) and core.call_text(0) is not None:
+            texts = [core.call_text(rank) or "" for rank in range(member.world)]
             return mismatch(member, op, texts)
         text, rows = str(error), ""
         if isinstance(error, ExchangeTimeoutError):

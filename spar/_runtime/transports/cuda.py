@@ -47,7 +47,7 @@ def find_libraries() -> None:
         return
     for library, (names, packages) in _LIBRARIES.items():
         if not any(map(_is_mapped, names)):
-            _C.library_found(library, _in_packages(names, packages) or _by_pathfinder(library))
+            _C.set_library_path(library, _in_packages(names, packages) or _by_pathfinder(library))
 
 
 def _is_mapped(name: str) -> bool:

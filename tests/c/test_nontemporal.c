@@ -1,7 +1,7 @@
 /* Streaming copies: every alignment and length, with each width that this processor has, and nothing beside. */
-#define spar_stream_least least_of_test
-#define spar_stream_copy copy_of_test
-#define spar_stream_fence fence_of_test
+#define spar_nontemporal_min least_of_test
+#define spar_nontemporal_copy copy_of_test
+#define spar_nontemporal_fence fence_of_test
 #include "../../csrc/devices/cpu/nontemporal.c"
 
 #include <stdio.h>
@@ -22,7 +22,7 @@ static void check(const char *name, int64_t to_at, int64_t from_at, int64_t n, c
     }
 }
 
-int test_stream(int argc, char **argv)
+int test_nontemporal(int argc, char **argv)
 {
     static _Alignas(EDGE) char to[ROOM], from[ROOM];
     unsigned seed = 1;
@@ -37,7 +37,7 @@ int test_stream(int argc, char **argv)
         copy_of_test(to + to_at, from + from_at, n);
         fence_of_test();
         check("a copy", to_at, from_at, n, to, from);
-#ifdef SPAR_STREAMS
+#ifdef SPAR_NONTEMPORAL
         n &= ~(int64_t)(EDGE - 1);
         for (int i = 0; i < (int)(sizeof line_copies / sizeof *line_copies); i++) {
             memset(to, 'x', sizeof to);

@@ -19,15 +19,15 @@ typedef struct {
     pthread_barrier_t barrier;
     int world, calls, ended;
     int at[MOST]; /* each rank's call */
-    spar_facts facts[MOST];
-    spar_verdict opened[MOST];
-} meeting;
+    spar_peer_info info[MOST];
+    spar_setup_result opened[MOST];
+} rendezvous;
 
 /* A rank's ledger, and what it needs to misuse it. */
 typedef struct {
-    meeting *m;
+    rendezvous *m;
     int rank;
-    spar_ledger *ledger;
+    spar_call_ring *ring;
     char *room; /* what the others read */
     uint64_t n;
     pthread_t watcher;
@@ -42,15 +42,15 @@ static void wrong(int line, const char *condition)
 
 static void join(rank_state *r)
 {
-    meeting *m = r->m;
-    const spar_patience patience = {.deadline_ns = spar_now_ns() + 20000000000};
+    rendezvous *m = r->m;
+    const spar_deadline deadline = {.at_ns = spar_now_ns() + 20000000000};
     const spar_comm comm = {
-        .world = m->world, .rank = r->rank, .local_ranks = m->world, .facts = m->facts};
-    EXPECT(!spar_peers_listen(&m->facts[r->rank].endpoint, &m->facts[r->rank].secret));
+        .world = m->world, .rank = r->rank, .local_ranks = m->world, .info = m->info};
+    EXPECT(!spar_peers_listen(&m->info[r->rank].endpoint, &m->info[r->rank].secret));
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_ledger_open(&comm, m->facts, &r->ledger, &m->opened[r->rank].offset));
+    EXPECT(!spar_call_ring_open(&comm, m->info, &r->ring, &m->opened[r->rank].offset));
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_ledger_connect(r->ledger, &comm, m->opened, &patience));
+    EXPECT(!spar_call_ring_connect(r->ring, &comm, m->opened, &deadline));
     int64_t mailbox_length = ((int64_t)sizeof(mailbox) + m->world + 63) / 64 * 64;
     r->room = spar_arena_base() + m->opened[r->rank].offset + mailbox_length;
     r->n = 0;
@@ -69,23 +69,23 @@ static spar_status enter(rank_state *r, int64_t items, const char *text, const c
                       .text = text,
                       .failed = why ? SPAR_INVALID : SPAR_OK,
                       .why = why};
-    spar_status status = spar_ledger_enter(r->ledger, ++r->n, &call, 1);
+    spar_status status = spar_call_ring_begin(r->ring, ++r->n, &call, 1);
     spar_plan_release(plan);
     return status;
 }
 
 /* ---- what goes well ---- */
 
-static void *watch(void *argument)
+static void *watchdog(void *argument)
 {
     rank_state *r = argument;
     const struct timespec moment = {0, 100000};
     char text[300];
     for (uint64_t n = 1; !__atomic_load_n(&r->stop, __ATOMIC_ACQUIRE); n += 7) {
-        EXPECT(!spar_ledger_look(r->ledger, n));
-        spar_ledger_absent(r->ledger, n, text, sizeof text);
-        spar_ledger_where(r->ledger, (r->rank + 1) % r->m->world, text, sizeof text);
-        spar_ledger_over(r->ledger, n);
+        EXPECT(!spar_call_ring_poll(r->ring, n));
+        spar_call_ring_absent(r->ring, n, text, sizeof text);
+        spar_call_ring_last_call(r->ring, (r->rank + 1) % r->m->world, text, sizeof text);
+        spar_call_ring_complete(r->ring, n);
         nanosleep(&moment, NULL);
     }
     return NULL;
@@ -94,7 +94,7 @@ static void *watch(void *argument)
 /* The others are a ledger's length behind rank 0: they read what it is just writing over. */
 static void keep_behind(const rank_state *r, int i)
 {
-    meeting *m = r->m;
+    rendezvous *m = r->m;
     __atomic_store_n(&m->at[r->rank], i, __ATOMIC_RELEASE);
     for (int rank = r->rank ? 0 : 1; rank < (r->rank ? 1 : m->world); rank++)
         for (int ahead = 0, looks = 0;; looks++) {
@@ -111,7 +111,7 @@ static void agree(rank_state *r)
 {
     join(r);
     r->stop = 0;
-    EXPECT(pthread_create(&r->watcher, NULL, watch, r) == 0);
+    EXPECT(pthread_create(&r->watcher, NULL, watchdog, r) == 0);
     for (int i = 0; i < r->m->calls; i++) {
         char text[40];
         snprintf(text, sizeof text, ", number %d", i % 3000);
@@ -122,7 +122,7 @@ static void agree(rank_state *r)
     pthread_barrier_wait(&r->m->barrier);
     __atomic_store_n(&r->stop, 1, __ATOMIC_RELEASE);
     EXPECT(pthread_join(r->watcher, NULL) == 0);
-    spar_ledger_close(r->ledger);
+    spar_call_ring_close(r->ring);
 }
 
 /* ---- what does not ---- */
@@ -143,8 +143,8 @@ static void differ(rank_state *r)
     EXPECT(status == (last ? SPAR_MISMATCH : SPAR_OK));
     if (last) {
         EXPECT(strstr(spar_last_error(), " so\n") && strstr(spar_last_error(), " otherwise"));
-        spar_ledger_give_up(r->ledger, SPAR_MISMATCH, spar_last_error());
-        spar_ledger_give_up(r->ledger, SPAR_TIMEOUT, "a second reason");
+        spar_call_ring_abort(r->ring, SPAR_MISMATCH, spar_last_error());
+        spar_call_ring_abort(r->ring, SPAR_TIMEOUT, "a second reason");
     }
 }
 
@@ -152,7 +152,7 @@ static void hear_of_it(rank_state *r)
 {
     if (r->rank == r->m->world - 1)
         return;
-    EXPECT(spar_ledger_look(r->ledger, 1) == SPAR_MISMATCH);
+    EXPECT(spar_call_ring_poll(r->ring, 1) == SPAR_MISMATCH);
     EXPECT(strstr(spar_last_error(), " otherwise"));
     EXPECT(enter(r, 4, " so", NULL) == SPAR_MISMATCH);
 }
@@ -160,7 +160,7 @@ static void hear_of_it(rank_state *r)
 static void come_too_late(rank_state *r)
 {
     char who[100];
-    spar_ledger_absent(r->ledger, 1, who, sizeof who);
+    spar_call_ring_absent(r->ring, 1, who, sizeof who);
     EXPECT((r->rank == r->m->world - 1) == !strstr(who, "(process"));
     EXPECT(enter(r, 4, "", r->rank ? NULL : "no room") == (r->rank ? SPAR_MISMATCH : SPAR_OK));
     EXPECT(!r->rank || strstr(spar_last_error(), "rank 0: failed: no room"));
@@ -196,13 +196,13 @@ static void lie(rank_state *r, unsigned seed)
             EXPECT(strchr(spar_last_error(), '\xff') || seed > 1);
         if (i == 0)
             EXPECT(strlen(spar_last_error()) < 1200);
-        EXPECT((spar_ledger_look(r->ledger, r->n) == SPAR_OK) == (seed == 0));
-        spar_ledger_absent(r->ledger, r->n, text, sizeof text);
+        EXPECT((spar_call_ring_poll(r->ring, r->n) == SPAR_OK) == (seed == 0));
+        spar_call_ring_absent(r->ring, r->n, text, sizeof text);
         EXPECT(strlen(text) < sizeof text);
-        spar_ledger_where(r->ledger, 0, text, sizeof text);
+        spar_call_ring_last_call(r->ring, 0, text, sizeof text);
     }
     pthread_barrier_wait(&r->m->barrier);
-    spar_ledger_close(r->ledger);
+    spar_call_ring_close(r->ring);
     pthread_barrier_wait(&r->m->barrier);
 }
 
@@ -213,24 +213,24 @@ static void lose(rank_state *r)
     spar_status status;
     join(r);
     EXPECT(!enter(r, 4, "", NULL) && !enter(r, 4, "", NULL));
-    spar_ledger_over(r->ledger, 1);
+    spar_call_ring_complete(r->ring, 1);
     pthread_barrier_wait(&r->m->barrier);
     if (r->rank == 0)
         exit(0);
     for (int looks = 0; looks < 10; looks++, nanosleep(&moment, NULL))
-        EXPECT(!spar_ledger_look(r->ledger, 1));
+        EXPECT(!spar_call_ring_poll(r->ring, 1));
     int64_t begin = spar_now_ns();
-    while ((status = spar_ledger_look(r->ledger, 2)) == SPAR_OK &&
+    while ((status = spar_call_ring_poll(r->ring, 2)) == SPAR_OK &&
            spar_now_ns() - begin < 5000000000)
         nanosleep(&moment, NULL);
     EXPECT(status == SPAR_PEER_LOST && strstr(spar_last_error(), "died before the end of call 2"));
     EXPECT(spar_now_ns() - begin > 500000000);
     nanosleep(&(struct timespec){0, 60000000}, NULL);
-    EXPECT(spar_ledger_look(r->ledger, 3) == SPAR_PEER_LOST);
+    EXPECT(spar_call_ring_poll(r->ring, 3) == SPAR_PEER_LOST);
     __atomic_add_fetch(&r->m->ended, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&r->m->ended, __ATOMIC_SEQ_CST) < r->m->world - 1)
         nanosleep(&moment, NULL);
-    spar_ledger_close(r->ledger);
+    spar_call_ring_close(r->ring);
 }
 
 static void work(void *context, int rank)
@@ -240,18 +240,18 @@ static void work(void *context, int rank)
     join(&r);
     one_after_another(&r, differ);
     one_after_another(&r, hear_of_it);
-    spar_ledger_close(r.ledger);
+    spar_call_ring_close(r.ring);
     join(&r);
     one_after_another(&r, come_too_late);
-    spar_ledger_close(r.ledger);
+    spar_call_ring_close(r.ring);
     for (unsigned seed = 0; seed < 5; seed++)
         lie(&r, seed);
     lose(&r);
 }
 
-int test_ledger(int argc, char **argv)
+int test_call_ring(int argc, char **argv)
 {
-    meeting *m = shared_memory(sizeof *m);
+    rendezvous *m = shared_memory(sizeof *m);
     EXPECT(m && argc == 3);
     m->world = atoi(argv[1]);
     m->calls = atoi(argv[2]);

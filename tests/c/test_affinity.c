@@ -1,13 +1,13 @@
 /* Spreading over cores: from any placement, with whatever the others say, in a world whose cores are numbers. */
 #define spar_group_share_cores share_cores_of_test
 #define spar_group_allow_moves allow_moves_of_test
-#define spar_group_note_core note_core_of_test
-#define spar_group_spread spread_of_test
+#define spar_group_publish_core publish_core_of_test
+#define spar_group_balance_cores balance_cores_of_test
 #define spar_cores cores_of_test
 #define sched_getcpu core_of_test
 #define sched_getaffinity affinity_of_test
 #define sched_setaffinity set_affinity_of_test
-#define clock_gettime spread_clock_of_test
+#define clock_gettime affinity_clock_of_test
 #include "../../csrc/ipc/affinity.c"
 
 #include <stdio.h>
@@ -67,7 +67,7 @@ int set_affinity_of_test(pid_t pid, size_t size, const cpu_set_t *set)
     return 0;
 }
 
-int spread_clock_of_test(clockid_t clock, struct timespec *time)
+int affinity_clock_of_test(clockid_t clock, struct timespec *time)
 {
     (void)clock;
     *time = (struct timespec){now.now_ns / 1000000000, now.now_ns % 1000000000};
@@ -91,7 +91,7 @@ static void begin(int world, int cores, int local_ranks, int moving)
     for (int rank = 0; rank < world; rank++) {
         all[rank] = &boxes[rank];
         groups[rank] = (spar_group){
-            .world = world, .rank = rank, .boxes = all, .own = all[rank], .look_ns = 200000};
+            .world = world, .rank = rank, .boxes = all, .own = all[rank], .spin_ns = 200000};
         boxes[rank].core = -1;
         share_cores_of_test(&groups[rank], local_ranks);
         if (moving)
@@ -104,12 +104,12 @@ static int call(void)
 {
     int before = now.moves, on[MOST_CORES] = {0};
     for (now.rank = 0; now.rank < now.world; now.rank++)
-        note_core_of_test(&groups[now.rank]);
+        publish_core_of_test(&groups[now.rank]);
     for (int rank = 0; rank < now.world; rank++)
         on[now.at[rank]]++;
     for (now.rank = 0; now.rank < now.world; now.rank++) {
         int from = now.at[now.rank];
-        spread_of_test(&groups[now.rank]);
+        balance_cores_of_test(&groups[now.rank]);
         EXPECT(CPU_EQUAL(&now.mask, &now.allowed));
         EXPECT(now.at[now.rank] == from || on[now.at[now.rank]] + 2 <= on[from]);
     }
@@ -131,7 +131,7 @@ static void place(unsigned *seed)
         now.at[rank] = rand_r(seed) % (1 + rand_r(seed) % now.cores);
 }
 
-int test_spread(int argc, char **argv)
+int test_affinity(int argc, char **argv)
 {
     unsigned seed = 1;
     (void)argc;
@@ -167,7 +167,7 @@ int test_spread(int argc, char **argv)
         begin(world, cores, world, 1);
         place(&seed);
         for (int rank = 0; rank < world; rank++)
-            groups[rank].look_ns = 0; /* who sleeps at once is placed by the kernel */
+            groups[rank].spin_ns = 0; /* who sleeps at once is placed by the kernel */
         EXPECT(!call());
 
         begin(world, cores, world, 1); /* since the group was opened, its cores have become one */
@@ -182,12 +182,12 @@ int test_spread(int argc, char **argv)
         begin(world, cores, world, 1); /* the others' words may be anything */
         place(&seed);
         for (now.rank = 0; now.rank < world; now.rank++)
-            note_core_of_test(&groups[now.rank]);
+            publish_core_of_test(&groups[now.rank]);
         for (int rank = 1; rank < world; rank++)
             boxes[rank].core =
                 rand_r(&seed) % 2 ? now.at[0] : (int32_t)((unsigned)rand_r(&seed) * 2u);
         now.rank = 0;
-        spread_of_test(&groups[0]);
+        balance_cores_of_test(&groups[0]);
         EXPECT(CPU_EQUAL(&now.mask, &now.allowed) && now.at[0] < cores);
     }
     begin(3, 2, 3, 1);
