@@ -24,12 +24,6 @@ static int Init(unsigned flags)
     return failure("cuInit");
 }
 
-static int DriverGetVersion(int *version)
-{
-    *version = 12090;
-    return 0;
-}
-
 static int GetErrorName(int error, const char **name)
 {
     *name = error == NO_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_OF_A_STAND_IN";
@@ -44,17 +38,10 @@ static int GetErrorString(int error, const char **text)
     return 0;
 }
 
-static int DeviceGetCount(int *number)
-{
-    const char *text = getenv("STANDIN_DEVICES");
-    *number = text ? atoi(text) : 1;
-    return 0;
-}
-
 static int DeviceGet(int *device, int ordinal)
 {
-    int number;
-    DeviceGetCount(&number);
+    const char *text = getenv("STANDIN_DEVICES");
+    int number = text ? atoi(text) : 1;
     *device = ordinal;
     return ordinal < 0 || ordinal >= number || ordinal >= DEVICES ? 101 : 0;
 }
@@ -84,12 +71,6 @@ static int CtxSetCurrent(int *context)
     return 0;
 }
 
-static int CtxGetDevice(int *device)
-{
-    *device = current ? (int)(current - contexts) : 0;
-    return current ? 0 : 201;
-}
-
 static int CtxSynchronize(void)
 {
     MAY_FAIL("cuCtxSynchronize");
@@ -107,12 +88,6 @@ static int ModuleLoadData(void **module, const void *image)
     MAY_FAIL("cuModuleLoadData");
     *module = &contexts;
     return strcmp(image, "stand-in") == 0 ? 0 : 200;
-}
-
-static int ModuleUnload(void *module)
-{
-    (void)module;
-    return 0;
 }
 
 static int ModuleGetFunction(void **function, void *module, const char *name)
@@ -141,12 +116,6 @@ static int LaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsi
     return give(handle, w);
 }
 
-static int LaunchHostFunc(void *handle, void (*function)(void *), void *context)
-{
-    MAY_FAIL("cuLaunchHostFunc");
-    return give(handle, (work){.run = run_host, .host = function, .context = context});
-}
-
 static int MemAlloc(uint64_t *memory, size_t bytes)
 {
     MAY_FAIL("cuMemAlloc");
@@ -168,15 +137,6 @@ static int MemFree(uint64_t memory)
     return 0;
 }
 
-static int MemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *handle)
-{
-    MAY_FAIL("cuMemcpyAsync");
-    return give(handle, (work){.run = run_copy,
-                               .to = (void *)(uintptr_t)to,
-                               .from = (void *)(uintptr_t)from,
-                               .bytes = bytes});
-}
-
 /* From pageable memory, which is read before the call returns. */
 static int MemcpyHtoDAsync(uint64_t to, const void *from, size_t bytes, void *handle)
 {
@@ -187,13 +147,6 @@ static int MemcpyHtoDAsync(uint64_t to, const void *from, size_t bytes, void *ha
                                .from = staged,
                                .bytes = bytes,
                                .owned = 1});
-}
-
-static int PointerGetAttribute(void *value, int attribute, uint64_t memory)
-{
-    (void)memory;
-    *(int *)value = 0;
-    return attribute == 9 ? 0 : INVALID;
 }
 
 static int StreamCreate(stream **made, unsigned flags)
@@ -382,7 +335,8 @@ static int EventSynchronize(event *e)
 /* What a stand-in for libnccl does its work with: it finds it by name. */
 EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *context)
 {
-    return LaunchHostFunc(handle, function, context);
+    MAY_FAIL("cuLaunchHostFunc");
+    return give(handle, (work){.run = run_host, .host = function, .context = context});
 }
 
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags,

@@ -397,10 +397,3 @@ EXPORT spar_nccl_result ncclCommAbort(struct ncclComm *comm)
     free(comm);
     return SPAR_NCCL_SUCCESS;
 }
-
-EXPORT spar_nccl_result ncclCommDestroy(struct ncclComm *comm)
-{
-    while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
-        pause_shortly();
-    return ncclCommAbort(comm);
-}

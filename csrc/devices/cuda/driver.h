@@ -10,7 +10,7 @@
 #include <stddef.h>
 
 #ifndef CUDA_VERSION /* the tests include cuda.h before */
-typedef int CUresult, CUdevice, CUdevice_attribute, CUpointer_attribute, CUfunction_attribute;
+typedef int CUresult, CUdevice, CUdevice_attribute;
 typedef int CUstreamCaptureStatus, CUstreamCaptureMode;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
@@ -18,7 +18,6 @@ typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
-typedef void (*CUhostFn)(void *context);
 #endif
 
 enum {
@@ -27,7 +26,6 @@ enum {
     SPAR_CU_NOT_READY = 600,
     SPAR_CU_COMPUTE_MAJOR = 75, /* device attributes */
     SPAR_CU_COMPUTE_MINOR = 76,
-    SPAR_CU_POINTER_ORDINAL = 9, /* a pointer's attribute: the device that its memory is on */
     SPAR_CU_STREAM_NON_BLOCKING = 1,
     SPAR_CU_EVENT_DISABLE_TIMING = 2,
     SPAR_CU_CAPTURE_NONE = 0, /* what a stream does */
@@ -38,30 +36,23 @@ enum {
 /* X(name without "cu", version, parameters) */
 #define SPAR_DRIVER_FUNCTIONS(X)                                                                   \
     X(Init, 2000, (unsigned int flags))                                                            \
-    X(DriverGetVersion, 2020, (int *version))                                                      \
     X(GetErrorName, 6000, (CUresult error, const char **name))                                     \
     X(GetErrorString, 6000, (CUresult error, const char **text))                                   \
-    X(DeviceGetCount, 2000, (int *count))                                                          \
     X(DeviceGet, 2000, (CUdevice * device, int ordinal))                                           \
     X(DeviceGetAttribute, 2000, (int *value, CUdevice_attribute attribute, CUdevice device))       \
     X(DevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                        \
     X(CtxGetCurrent, 4000, (CUcontext * context))                                                  \
     X(CtxSetCurrent, 4000, (CUcontext context))                                                    \
-    X(CtxGetDevice, 2000, (CUdevice * device))                                                     \
     X(CtxSynchronize, 2000, (void))                                                                \
     X(ModuleLoadData, 2000, (CUmodule * module, const void *image))                                \
-    X(ModuleUnload, 2000, (CUmodule module))                                                       \
     X(ModuleGetFunction, 2000, (CUfunction * function, CUmodule module, const char *name))         \
     X(LaunchKernel, 4000,                                                                          \
       (CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,         \
        unsigned int block_x, unsigned int block_y, unsigned int block_z,                           \
        unsigned int shared_bytes, CUstream stream, void **parameters, void **extra))               \
-    X(LaunchHostFunc, 10000, (CUstream stream, CUhostFn function, void *context))                  \
     X(MemAlloc, 3020, (CUdeviceptr * memory, size_t bytes))                                        \
     X(MemFree, 3020, (CUdeviceptr memory))                                                         \
-    X(MemcpyAsync, 4000, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))        \
     X(MemcpyHtoDAsync, 3020, (CUdeviceptr to, const void *from, size_t bytes, CUstream stream))    \
-    X(PointerGetAttribute, 4000, (void *value, CUpointer_attribute attribute, CUdeviceptr memory)) \
     X(StreamCreate, 2000, (CUstream * stream, unsigned int flags))                                 \
     X(StreamDestroy, 4000, (CUstream stream))                                                      \
     X(StreamSynchronize, 2000, (CUstream stream))                                                  \

@@ -44,7 +44,6 @@ typedef struct {
     F(Recv, spar_nccl_result,                                                                      \
       (void *to, size_t count, unsigned dtype, int peer, struct ncclComm *comm,                    \
        struct CUstream_st *stream))                                                                \
-    F(CommDestroy, spar_nccl_result, (struct ncclComm * comm))                                     \
     F(CommAbort, spar_nccl_result, (struct ncclComm * comm))
 
 typedef struct {
