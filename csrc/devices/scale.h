@@ -4,16 +4,23 @@
 
 #include <stdint.h>
 
-/* The item types that a factor can be applied to while copying. */
+/* The dtypes of scale.def. */
 typedef enum {
     SPAR_UNSCALED = 0,
-    SPAR_F16,
-    SPAR_BF16,
-    SPAR_F32,
-    SPAR_F64,
-    SPAR_C64,
-    SPAR_C128,
+#define SPAR_SCALE_TYPE(NAME, ...) SPAR_##NAME,
+#include "devices/scale.def"
+#undef SPAR_SCALE_TYPE
+    SPAR_SCALE_TYPES, /* their number, with SPAR_UNSCALED */
 } spar_dtype;
+
+typedef struct {
+    const char *name, *torch_name;
+    int8_t bytes; /* of an item */
+    uint8_t dlpack_code;
+} spar_scale_type;
+
+/* By code; SPAR_UNSCALED is {"as_is", NULL, 1, 0}. */
+extern const spar_scale_type spar_scale_types[SPAR_SCALE_TYPES];
 
 /* What happens to each item: x * factor, or x / factor. */
 typedef struct {
@@ -21,9 +28,6 @@ typedef struct {
     int divide;
     double factor;
 } spar_scale;
-
-/* Bytes of an item; 1 where the dtype is SPAR_UNSCALED. */
-int64_t spar_scale_item(spar_dtype dtype);
 
 /* The same factor, as a product where that gives the same bits: x / 2^k is x * 2^-k, several times faster. */
 spar_scale spar_scale_simple(const spar_scale *scale);

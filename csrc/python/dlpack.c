@@ -25,13 +25,7 @@ typedef struct dl_managed {
     void (*deleter)(struct dl_managed *);
 } dl_managed;
 
-enum { DL_CPU = 1, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
-
-/* Of the dtypes that the core knows; of others it knows the item's size alone. */
-static const uint8_t dl_codes[] = {
-    [SPAR_F16] = DL_FLOAT, [SPAR_BF16] = DL_BFLOAT, [SPAR_F32] = DL_FLOAT,
-    [SPAR_F64] = DL_FLOAT, [SPAR_C64] = DL_COMPLEX, [SPAR_C128] = DL_COMPLEX,
-};
+enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
 
 /* Runs on any thread, without the GIL, also when the interpreter is gone. */
 static void free_output(dl_managed *managed)
@@ -62,7 +56,7 @@ PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor
     managed->tensor.data = spar_memory_address(block);
     managed->tensor.device.type = DL_CPU;
     managed->tensor.ndim = tensor->ndim;
-    managed->tensor.dtype.code = dtype                     ? dl_codes[dtype]
+    managed->tensor.dtype.code = dtype                     ? spar_scale_types[dtype].dlpack_code
                                  : tensor->item_size == 16 ? DL_COMPLEX
                                                            : DL_UINT;
     managed->tensor.dtype.bits = (uint8_t)(tensor->item_size * 8);

@@ -139,6 +139,20 @@ static PyObject *module_ops(PyObject *module, PyObject *unused)
     return list;
 }
 
+static PyObject *module_scale_types(PyObject *module, PyObject *unused)
+{
+    PyObject *list = PyList_New(0);
+    (void)module;
+    (void)unused;
+    for (int code = 1; list && code < SPAR_SCALE_TYPES; code++) {
+        PyObject *item = Py_BuildValue("si", spar_scale_types[code].torch_name, code);
+        if (!item || PyList_Append(list, item) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
 static PyObject *module_transports(PyObject *module, PyObject *unused)
 {
     PyObject *list = PyList_New(0);
@@ -383,6 +397,8 @@ static PyMethodDef methods[] = {
      "env(field) -> the variable's value or its default: float, int or str; None where both are empty"},
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
     {"ops", module_ops, METH_NOARGS, "[(name, inverse, args), ...]"},
+    {"scale_types", module_scale_types, METH_NOARGS,
+     "[(name of a torch dtype, its code), ...]: the dtypes that a copy can scale."},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
     {"threads", module_threads, METH_VARARGS,
      "threads(most, local ranks) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"

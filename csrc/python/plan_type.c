@@ -246,7 +246,7 @@ static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **ro
 
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
 {
-    if (dtype < SPAR_UNSCALED || dtype > SPAR_C128) {
+    if (dtype < SPAR_UNSCALED || dtype >= SPAR_SCALE_TYPES) {
         PyErr_Format(PyExc_ValueError, "scale type %d", dtype);
         return -1;
     }

@@ -6,15 +6,10 @@ import functools
 
 import torch
 
-# by the codes of csrc/devices/scale.h: what a factor is fused for
-SCALE_TYPES = {
-    torch.float16: 1,
-    torch.bfloat16: 2,
-    torch.float32: 3,
-    torch.float64: 4,
-    torch.complex64: 5,
-    torch.complex128: 6,
-}
+from .. import _C
+
+# codes of the dtypes that a copy can scale: csrc/devices/scale.def
+SCALE_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.scale_types()}
 # strided copies move items of these, whatever they mean, by their size in bytes
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

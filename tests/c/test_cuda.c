@@ -192,7 +192,7 @@ static void draw_scale(turn *t)
                             factors[draw(&t->seed, 6)]};
     if (draw(&t->seed, 3) == 0)
         t->scale.dtype = SPAR_UNSCALED;
-    t->item = spar_scale_item(t->scale.dtype);
+    t->item = spar_scale_types[t->scale.dtype].bytes;
 }
 
 static void run_turn(turn *t)

@@ -3,7 +3,7 @@
 #define spar_scale_simple simple_of_test
 #define spar_scale_items items_of_test
 #define spar_scale_nontemporal stream_of_test
-#define spar_scale_item item_of_test
+#define spar_scale_types types_of_test
 #include "../../csrc/devices/cpu/scale.c"
 
 #include <stdio.h>
@@ -41,7 +41,7 @@ int test_scale(int argc, char **argv)
     for (int turn = 0; turn < 5000; turn++) {
         spar_scale scale = {SPAR_F16 + rand_r(&seed) % 6, rand_r(&seed) % 2,
                             factors[rand_r(&seed) % 6]};
-        int64_t item = item_of_test(scale.dtype);
+        int64_t item = types_of_test[scale.dtype].bytes;
         int64_t to_at = rand_r(&seed) % 16 * item, from_at = rand_r(&seed) % EDGE;
         int64_t n = rand_r(&seed) % (turn % 2 ? (ROOM - 16 * item) / item - EDGE : 20);
         draw(scale.dtype, from + from_at, ROOM - from_at - EDGE, &seed);

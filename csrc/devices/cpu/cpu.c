@@ -36,7 +36,7 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
 {
     const spar_scale *scale = c->scale;
     if (scale->dtype != SPAR_UNSCALED) {
-        int64_t item = spar_scale_item(scale->dtype);
+        int64_t item = spar_scale_types[scale->dtype].bytes;
         if (run == item)
             spar_scale_items(scale, d, s, n, ds, ss);
         else if (c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)

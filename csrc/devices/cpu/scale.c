@@ -4,6 +4,14 @@
 #include <math.h>
 #include <string.h>
 
+const spar_scale_type spar_scale_types[] = {
+    [SPAR_UNSCALED] = {"as_is", NULL, 1, 0},
+#define SPAR_SCALE_TYPE(NAME, name, torch_name, bytes, dlpack_code)                                \
+    [SPAR_##NAME] = {#name, torch_name, bytes, dlpack_code},
+#include "devices/scale.def"
+#undef SPAR_SCALE_TYPE
+};
+
 enum { STEP = 2 * SPAR_CACHE_LINE }; /* with one alone, gcc makes no good vectors */
 
 /* Inlined into one function for each instruction set, and compiled for it there. */
@@ -189,25 +197,13 @@ INLINE void scale_any(const spar_scale *scale, char *d, const char *s, int64_t n
     double factor = scale->factor;
     int divide = scale->divide;
     switch (scale->dtype) {
-    case SPAR_F16:
-        scale_f16(d, s, n, ds, ss, factor, divide);
+#define SPAR_SCALE_TYPE(NAME, name, ...)                                                           \
+    case SPAR_##NAME:                                                                              \
+        scale_##name(d, s, n, ds, ss, factor, divide);                                             \
         break;
-    case SPAR_BF16:
-        scale_bf16(d, s, n, ds, ss, factor, divide);
-        break;
-    case SPAR_F32:
-        scale_f32(d, s, n, ds, ss, factor, divide);
-        break;
-    case SPAR_F64:
-        scale_f64(d, s, n, ds, ss, factor, divide);
-        break;
-    case SPAR_C64:
-        scale_c64(d, s, n, ds, ss, factor, divide);
-        break;
-    case SPAR_C128:
-        scale_c128(d, s, n, ds, ss, factor, divide);
-        break;
-    case SPAR_UNSCALED:
+#include "devices/scale.def"
+#undef SPAR_SCALE_TYPE
+    default:
         break;
     }
 }
@@ -223,12 +219,11 @@ INLINE void put_lines(put_line *put, char *const *to, int targets, int64_t at, c
 }
 
 /* Bytes `at` to `end`, whole pairs of lines, past the caches to all targets: by way of a few on the stack, so that
- * reading, scaling and writing overlap. `dtype` and `divide` are constants where this is inlined. */
-INLINE void scale_lines(spar_dtype dtype, int divide, double factor, put_line *put, char *const *to,
-                        int targets, const char *s, int64_t at, int64_t end)
+ * reading, scaling and writing overlap. `dtype`, `item` and `divide` are constants where this is inlined. */
+INLINE void scale_lines(spar_dtype dtype, int item, int divide, double factor, put_line *put,
+                        char *const *to, int targets, const char *s, int64_t at, int64_t end)
 {
     const spar_scale scale = {dtype, divide, factor};
-    const int item = dtype <= SPAR_BF16 ? 2 : dtype == SPAR_F32 ? 4 : dtype == SPAR_C128 ? 16 : 8;
     for (; at < end; at += STEP) {
         char lines[STEP] __attribute__((aligned(SPAR_CACHE_LINE)));
         scale_any(&scale, lines, s + at, STEP / item, item, item);
@@ -236,26 +231,21 @@ INLINE void scale_lines(spar_dtype dtype, int divide, double factor, put_line *p
     }
 }
 
-#define LINES_OF(dtype)                                                                            \
-    case 2 * dtype:                                                                                \
-        scale_lines(dtype, 0, scale->factor, put, to, targets, s, at, end);                        \
-        break;                                                                                     \
-    case 2 * dtype + 1:                                                                            \
-        scale_lines(dtype, 1, scale->factor, put, to, targets, s, at, end);                        \
-        break;
-
 #define LINES                                                                                      \
     const spar_scale *scale, char *const *to, int targets, const char *s, int64_t at, int64_t end
 
 INLINE void scale_any_lines(LINES, put_line *put)
 {
     switch (2 * scale->dtype + !!scale->divide) {
-        LINES_OF(SPAR_F16)
-        LINES_OF(SPAR_BF16)
-        LINES_OF(SPAR_F32)
-        LINES_OF(SPAR_F64)
-        LINES_OF(SPAR_C64)
-        LINES_OF(SPAR_C128)
+#define SPAR_SCALE_TYPE(NAME, name, torch_name, bytes, ...)                                        \
+    case 2 * SPAR_##NAME:                                                                          \
+        scale_lines(SPAR_##NAME, bytes, 0, scale->factor, put, to, targets, s, at, end);           \
+        break;                                                                                     \
+    case 2 * SPAR_##NAME + 1:                                                                      \
+        scale_lines(SPAR_##NAME, bytes, 1, scale->factor, put, to, targets, s, at, end);           \
+        break;
+#include "devices/scale.def"
+#undef SPAR_SCALE_TYPE
     default:
         break;
     }
@@ -387,7 +377,7 @@ void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int target
                             int64_t bytes)
 {
     const spar_scale simple = spar_scale_simple(scale);
-    const int64_t item = spar_scale_item(scale->dtype);
+    const int64_t item = spar_scale_types[scale->dtype].bytes;
     int64_t head = -(intptr_t)to[0] & (SPAR_CACHE_LINE - 1), end = head;
     if (head % item == 0 && head < bytes)
         end += (bytes - head) & ~(int64_t)(STEP - 1);
@@ -403,13 +393,4 @@ void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int target
         widest()->items(&simple, to[target] + end, from + end, (bytes - end) / item, item, item);
     }
     widest()->lines(&simple, to, targets, from, head, end);
-}
-
-int64_t spar_scale_item(spar_dtype dtype)
-{
-    static const int8_t sizes[] = {
-        [SPAR_UNSCALED] = 1, [SPAR_F16] = 2, [SPAR_BF16] = 2,  [SPAR_F32] = 4,
-        [SPAR_F64] = 8,      [SPAR_C64] = 8, [SPAR_C128] = 16,
-    };
-    return sizes[dtype];
 }

@@ -58,14 +58,10 @@ typedef struct {
 /* The widest kernel for addresses in which these bits are set. */
 static spar_status choose(const copy *c, uint64_t bits, int *kernel, int64_t *tile)
 {
-    static const char *const factors[] = {
-        [SPAR_UNSCALED] = "as_is", [SPAR_F16] = "f16", [SPAR_BF16] = "bf16", [SPAR_F32] = "f32",
-        [SPAR_F64] = "f64",        [SPAR_C64] = "c64", [SPAR_C128] = "c128",
-    };
-    int64_t item = spar_scale_item(c->scale.dtype);
+    const spar_scale_type *type = &spar_scale_types[c->scale.dtype];
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++) {
         const spar_kernel_row *row = &spar_kernel_rows[i];
-        if (strcmp(row->factor, factors[c->scale.dtype]) != 0 || bits & (uint64_t)(row->width - 1))
+        if (strcmp(row->factor, type->name) != 0 || bits & (uint64_t)(row->width - 1))
             continue;
         *kernel = i;
         *tile = row->width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS;
@@ -74,7 +70,7 @@ static spar_status choose(const copy *c, uint64_t bits, int *kernel, int64_t *ti
     return spar_fail(SPAR_INVALID,
                      "a factor for items of %lld bytes, but a tensor or a span does not begin or "
                      "step at a multiple of that",
-                     (long long)item);
+                     (long long)type->bytes);
 }
 
 /* At most SPAR_KERNEL_SPANS parts, of tensors `tensor` and up. */
