@@ -86,7 +86,7 @@ _Static_assert(__builtin_types_compatible_p(init, __typeof__(((spar_nccl_table *
     functions = [
         line.split("(")[1].split(",")[0] for line in declared.splitlines() if line.startswith("    F(")
     ]
-    assert len(functions) == 14
+    assert len(functions) == 13
     # ncclGetUniqueId and ncclCommInitRank name the struct itself, whose tag is not ours
     text += "\n".join(f"HOLD({name})" for name in functions if name not in ("CommInitRank", "GetUniqueId"))
     text += """

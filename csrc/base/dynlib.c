@@ -1,10 +1,10 @@
 #include "base/dynlib.h"
 
 #include "base/fork.h"
+#include "base/util.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -53,9 +53,8 @@ spar_status spar_dynlib_open(const char *library, const char *const *names, void
     for (int i = 0; names[i] && !*handle; i++) {
         *handle = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
         const char *why = *handle ? "" : dlerror();
-        size_t used = strlen(reasons);
-        snprintf(reasons + used, sizeof reasons - used, "%s%s", used ? "; " : "",
-                 why ? why : "it cannot be opened");
+        spar_append(reasons, sizeof reasons, "%s%s", *reasons ? "; " : "",
+                    why ? why : "it cannot be opened");
     }
     if (*handle)
         return SPAR_OK;

@@ -1,6 +1,8 @@
 /* Waiting for the other ranks of a group, and what ends it early: a death, somebody who gave up, Ctrl-C, the time limit. */
 #include "ipc/mailbox.h"
 
+#include "base/util.h"
+
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdio.h>
@@ -53,19 +55,18 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
 static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up,
                                 enum spar_progress which, uint32_t call, const char *what)
 {
-    char text[SPAR_GROUP_TEXT];
-    size_t used = 0;
-    for (int rank = 0; rank < g->world && used < sizeof text - 200; rank++) {
+    char text[SPAR_GROUP_TEXT] = "";
+    for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++) {
         int aborted = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
         if (!g->peers[rank] || (only_hung_up && (aborted || !spar_peer_hung_up(g->peers[rank]))) ||
             spar_has_reached(progress_of(g->boxes[rank], which), call)) /* it may have ended well */
             continue;
-        used += (size_t)snprintf(text + used, sizeof text - used, "%srank %d (process %lld)",
-                                 used ? ", " : "", rank, (long long)g->peers[rank]->endpoint.pid);
+        spar_append(text, sizeof text, "%srank %d (process %lld)", *text ? ", " : "", rank,
+                    (long long)g->peers[rank]->endpoint.pid);
     }
-    if (!used)
+    if (!*text)
         return SPAR_OK;
-    snprintf(text + used, sizeof text - used, what, (unsigned)call);
+    spar_append(text, sizeof text, what, (unsigned)call);
     spar_group_abort(g, status, g->call, text);
     return spar_fail(status, "%s", text);
 }

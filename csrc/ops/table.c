@@ -1,6 +1,7 @@
 #include "ops/table.h"
 
-#include <stdio.h>
+#include "base/util.h"
+
 #include <string.h>
 
 const spar_op *const spar_ops[] = {
@@ -14,8 +15,7 @@ const spar_op *spar_op_find(const char *name)
     for (const spar_op *const *op = spar_ops; *op; op++) {
         if (strcmp((*op)->name, name) == 0)
             return *op;
-        size_t used = strlen(known);
-        snprintf(known + used, sizeof known - used, "%s%s", used ? ", " : "", (*op)->name);
+        spar_append(known, sizeof known, "%s%s", *known ? ", " : "", (*op)->name);
     }
     spar_fail(SPAR_INVALID, "there is no operation '%s'; known: %s", name, known);
     return NULL;

@@ -2,6 +2,7 @@
 #include "plan/plan.h"
 
 #include "base/fork.h"
+#include "base/util.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -55,7 +56,7 @@ static uint64_t write_key(const spar_request *request, int64_t *words)
     }
     uint64_t hash = 0;
     for (const int64_t *word = words; word < next; word++)
-        hash = ((hash ^ (uint64_t)*word) * 0x9e3779b97f4a7c15u) ^ hash >> 29;
+        hash = spar_hash(hash, *word);
     return hash;
 }
 

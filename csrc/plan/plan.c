@@ -1,5 +1,7 @@
 #include "plan/plan.h"
 
+#include "base/util.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,21 +18,6 @@ typedef struct {
     int64_t strides[SPAR_MAX_DIMS]; /* bytes */
     int64_t bytes;                  /* from the first element's first byte to the last one's last */
 } placement;
-
-static spar_status room_for(void **array, int64_t *room, int64_t needed, size_t item)
-{
-    if (needed <= *room)
-        return SPAR_OK;
-    int64_t larger = *room ? *room * 2 : 16;
-    while (larger < needed)
-        larger *= 2;
-    void *moved = realloc(*array, (size_t)larger * item);
-    if (!moved)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %lld blocks", (long long)needed);
-    *array = moved;
-    *room = larger;
-    return SPAR_OK;
-}
 
 /* Row-major strides of `extents`, in bytes. */
 static spar_status place_contiguous(int ndim, const int64_t *extents, int64_t item_size,
@@ -132,9 +119,10 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
             "%s: a block reaches from byte %lld to %lld of %lld, and to byte %lld of %lld",
             b->plan->op->name, (long long)src, (long long)src_end, (long long)from->bytes,
             (long long)dst_end, (long long)to->bytes);
-    SPAR_TRY(
-        room_for((void **)&b->plan->blocks, &b->block_room, b->blocks + 1, sizeof(spar_block)));
-    SPAR_TRY(room_for((void **)&b->plan->dims, &b->dim_room, b->dims + n, sizeof(spar_dim)));
+    SPAR_TRY(spar_reserve((void **)&b->plan->blocks, &b->block_room, b->blocks + 1,
+                          sizeof(spar_block), "blocks of a plan"));
+    SPAR_TRY(spar_reserve((void **)&b->plan->dims, &b->dim_room, b->dims + n, sizeof(spar_dim),
+                          "blocks of a plan"));
     b->plan->blocks[b->blocks++] = (spar_block){
         .src = src, .dst = dst, .run = run, .dims = b->dims, .tensor = tensor, .ndim = n};
     for (int i = n - 1; i >= 0; i--)
@@ -196,17 +184,11 @@ static spar_status add_pair(builder *b, spar_range *range, int tensor, const spa
     return SPAR_OK;
 }
 
-static uint64_t mix(uint64_t hash, int64_t word)
-{
-    hash = (hash ^ (uint64_t)word) * 0x9e3779b97f4a7c15u;
-    return hash ^ hash >> 32;
-}
-
 uint64_t spar_plan_signature(const spar_plan *plan, const char *text)
 {
     uint64_t hash = plan->signature;
     for (; *text; text++)
-        hash = mix(hash, *text);
+        hash = spar_hash(hash, *text);
     return hash;
 }
 
@@ -219,20 +201,20 @@ static uint32_t order_of(const spar_layout *layout)
         const spar_piece *piece = &layout->pieces[i];
         natural &= piece->local == 0 && piece->global == at;
         at = piece->global + piece->extent;
-        hash = mix(mix(hash, piece->global), piece->extent);
+        hash = spar_hash(spar_hash(hash, piece->global), piece->extent);
     }
     return natural ? 0 : (uint32_t)(hash >> 32) | 1;
 }
 
 static uint64_t mix_layout(uint64_t hash, const spar_layout *layout)
 {
-    hash = mix(hash, layout->dim);
+    hash = spar_hash(hash, layout->dim);
     if (layout->dim < 0)
         return hash;
     for (int rank = 0; rank <= layout->world; rank++)
-        hash = mix(hash, layout->first[rank]);
+        hash = spar_hash(hash, layout->first[rank]);
     for (int64_t i = 0; i < layout->first[layout->world]; i++)
-        hash = mix(mix(hash, layout->pieces[i].global), layout->pieces[i].extent);
+        hash = spar_hash(spar_hash(hash, layout->pieces[i].global), layout->pieces[i].extent);
     return hash;
 }
 
@@ -269,9 +251,9 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tens
         SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &place));
         shape->rank_bytes[rank] = place.bytes;
     }
-    plan->signature = mix(mix(plan->signature, shape->item_size), shape->ndim);
+    plan->signature = spar_hash(spar_hash(plan->signature, shape->item_size), shape->ndim);
     for (int i = 0; i < shape->ndim; i++)
-        plan->signature = mix(plan->signature, shape->global[i]);
+        plan->signature = spar_hash(plan->signature, shape->global[i]);
     plan->signature = mix_layout(mix_layout(plan->signature, in), out);
     return SPAR_OK;
 }
@@ -305,8 +287,10 @@ static spar_status add_blocks(builder *b, const spar_request *request, const spa
 {
     spar_plan *plan = b->plan;
     /* an empty plan has arrays too: a null pointer may not even be moved by 0 */
-    SPAR_TRY(room_for((void **)&plan->blocks, &b->block_room, 1, sizeof(spar_block)));
-    SPAR_TRY(room_for((void **)&plan->dims, &b->dim_room, 1, sizeof(spar_dim)));
+    SPAR_TRY(spar_reserve((void **)&plan->blocks, &b->block_room, 1, sizeof(spar_block),
+                          "blocks of a plan"));
+    SPAR_TRY(
+        spar_reserve((void **)&plan->dims, &b->dim_room, 1, sizeof(spar_dim), "blocks of a plan"));
     for (int side = 0; side < 2; side++) {
         spar_range *ranges = side ? plan->pull : plan->push;
         for (int peer = 0; ranges && peer < plan->world; peer++) {

@@ -8,6 +8,7 @@
 #endif
 #include <Python.h>
 
+#include "ipc/group.h"
 #include "spar.h"
 
 /* Sets the exception that belongs to a status; returns NULL. */

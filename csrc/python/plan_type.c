@@ -229,12 +229,16 @@ static PyObject *plan_signature(PyObject *self, PyObject *args)
     return PyLong_FromLongLong((long long)spar_plan_signature(((plan_object *)self)->plan, text));
 }
 
-static PyObject *plan_describe(PyObject *self, PyObject *unused)
+static PyObject *plan_describe(PyObject *self, PyObject *args)
 {
-    char text[1024];
-    (void)unused;
-    spar_plan_describe(((plan_object *)self)->plan, text, sizeof text);
-    return PyUnicode_FromString(text);
+    spar_call call = {.plan = ((plan_object *)self)->plan};
+    char text[SPAR_GROUP_TEXT];
+    long long number;
+    if (!PyArg_ParseTuple(args, "sL", &call.text, &number))
+        return NULL;
+    call.number = number;
+    spar_call_describe(&call, text, sizeof text);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
 /* The addresses of a plan's tensors, or NULL and an exception. */
@@ -398,7 +402,8 @@ static PyGetSetDef plan_getset[] = {
 static PyMethodDef plan_methods[] = {
     {"signature", plan_signature, METH_VARARGS,
      "signature(text): 64 bits, signed; equal on all ranks that make the same call with the same text."},
-    {"describe", plan_describe, METH_NOARGS, "The global call in words."},
+    {"describe", plan_describe, METH_VARARGS,
+     "describe(text, number): one line about the global call, the same on all ranks; its plan is cut to fit."},
     {"pack", plan_pack, METH_VARARGS, "pack(inputs, wire): host memory, all peers in rank order."},
     {"unpack", plan_unpack, METH_VARARGS, "unpack(wire, outputs, scale_type, divide, factor)"},
     {"copy_own", plan_copy_own, METH_VARARGS,

@@ -44,10 +44,7 @@ static spar_status connect_all(spar_comm *comm, const spar_setup_result *results
 
 static void describe(void *context, char *text, size_t size)
 {
-    const spar_call *call = context;
-    spar_plan_describe(call->plan, text, size - size / 4);
-    size_t used = strlen(text);
-    snprintf(text + used, size - used, "%s (call %lld)", call->text, (long long)call->number);
+    spar_call_describe(context, text, size);
 }
 
 /* Where each rank's output lies, checked against its arena: a word from another process may be anything. */

@@ -1,6 +1,7 @@
 #include "transports/transport.h"
 
 #include "base/env.h"
+#include "base/util.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -79,12 +80,30 @@ static spar_status find(const char *name, const spar_transport **found)
             *found = *row;
             return SPAR_OK;
         }
-        size_t used = strlen(known);
-        snprintf(known + used, sizeof known - used, "%s%s", used ? ", " : "", (*row)->name);
+        spar_append(known, sizeof known, "%s%s", *known ? ", " : "", (*row)->name);
     }
     return spar_fail(SPAR_INVALID,
                      "SPAR_TRANSPORT names '%s'; known: %s, and each with a ^ before it", name,
                      known);
+}
+
+void spar_call_describe(const spar_call *call, char *text, size_t size)
+{
+    char rest[512];
+    size_t limit = sizeof rest < size / 2 ? sizeof rest : size / 2;
+    *text = 0;
+    if (call->failed != SPAR_OK) {
+        spar_append(text, size, "failed: %s", call->why);
+        return;
+    }
+    snprintf(rest, limit, "%s", call->text);
+    if (call->number)
+        spar_append(rest, limit, " (call %lld)", (long long)call->number);
+    size_t room = size - strlen(rest);
+    spar_plan_describe(call->plan, text, room);
+    if (room > 4 && strlen(text) + 1 == room)
+        memcpy(text + room - 4, "...", 3);
+    spar_append(text, size, "%s", rest);
 }
 
 /* Whether a row cannot serve, after all: its set-up failed on some rank. */

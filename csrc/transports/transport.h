@@ -51,6 +51,10 @@ typedef struct {
     const char *group, *op; /* for whom asks where this rank is */
 } spar_call;
 
+/* One line about a call for messages: its plan, text and, unless 0, number; or why it failed. A plan that is too long
+ * for `size` ends in "...", and the rest is whole: up to half of `size`. */
+void spar_call_describe(const spar_call *call, char *text, size_t size);
+
 /* What a rank has on its device. */
 typedef struct {
     int ordinal; /* of the device in this process */

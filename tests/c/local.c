@@ -3,6 +3,8 @@
  * The protocol is that of every pushing transport: publish the call; read everybody's; compare; push
  * straight into the others' outputs; say done; wait for everybody's done. */
 #include "local.h"
+
+#include "base/util.h"
 #include "devices/execute.h"
 
 #include <pthread.h>
@@ -25,15 +27,11 @@ struct spar_local_world {
 spar_local_world *spar_local_world_new(int world)
 {
     spar_local_world *w = calloc(1, sizeof *w + (size_t)world * sizeof w->members[0]);
-    pthread_condattr_t attributes;
     if (!w)
         return NULL;
     w->world = world;
     pthread_mutex_init(&w->lock, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&w->moved, &attributes);
-    pthread_condattr_destroy(&attributes);
+    spar_cond_init(&w->moved);
     return w;
 }
 

@@ -1,7 +1,8 @@
 #include "devices/cpu/threads.h"
 
+#include "base/util.h"
+
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 enum { MOST = 64 };
@@ -68,15 +69,8 @@ static void *serve(void *unused)
 /* As many as are wanted, or can be had: who is missing only leaves more to the others. With the turn held. */
 static void start_threads(int wanted)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the program's own threads' */
-    for (pthread_t thread; pool.threads < wanted; pool.threads++) {
-        if (pthread_create(&thread, NULL, serve, NULL) != 0)
-            break;
-        pthread_detach(thread);
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    while (pool.threads < wanted && spar_thread_start(serve, NULL) == 0)
+        pool.threads++;
 }
 
 /* Whether this is the process that has, or shall have, the threads. With the turn held. */

@@ -1,5 +1,7 @@
 #include "devices/cuda/block_table.h"
 
+#include "base/util.h"
+
 #include <limits.h>
 #include <stdlib.h>
 
@@ -15,26 +17,16 @@ static spar_divisor divisor(int64_t number)
     return (spar_divisor){(unsigned)number, (unsigned)(magic / (uint64_t)number + 1), shift};
 }
 
-static spar_status room_for(void **array, int64_t *room, int64_t needed, size_t item)
-{
-    if (needed <= *room)
-        return SPAR_OK;
-    int64_t larger = needed < 16 ? 16 : 2 * needed;
-    void *moved = needed < INT_MAX / 2 ? realloc(*array, (size_t)larger * item) : NULL;
-    if (!moved)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a table of %lld blocks", (long long)needed);
-    *array = moved;
-    *room = larger;
-    return SPAR_OK;
-}
-
 static spar_status emit(spar_block_table *table, spar_block_list *list, const spar_block *block,
                         const spar_dim *dims, int64_t bytes)
 {
-    SPAR_TRY(room_for((void **)&table->blocks, &table->block_room, table->nblocks + 1,
-                      sizeof *table->blocks));
-    SPAR_TRY(room_for((void **)&table->loops, &table->loop_room, table->nloops + block->ndim,
-                      sizeof *table->loops));
+    if (table->nblocks >= INT_MAX / 2) /* lists count them in ints */
+        return spar_fail(SPAR_NO_MEMORY, "no memory for %lld %s", (long long)table->nblocks,
+                         "blocks of a table");
+    SPAR_TRY(spar_reserve((void **)&table->blocks, &table->block_room, table->nblocks + 1,
+                          sizeof *table->blocks, "blocks of a table"));
+    SPAR_TRY(spar_reserve((void **)&table->loops, &table->loop_room, table->nloops + block->ndim,
+                          sizeof *table->loops, "blocks of a table"));
     table->blocks[table->nblocks++] = (spar_kernel_block){.at = list->bytes,
                                                           .src = block->src,
                                                           .dst = block->dst,

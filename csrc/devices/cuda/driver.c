@@ -51,6 +51,11 @@ spar_status spar_driver_open(const spar_driver **opened)
     return spar_dynlib_open_once(&once);
 }
 
+const spar_driver *spar_driver_functions(void)
+{
+    return &functions;
+}
+
 spar_status spar_driver_check(CUresult result, const char *what)
 {
     const char *name = "an unknown error", *text = "";

@@ -76,6 +76,9 @@ typedef struct {
  * what is missing, also when asked again. Cheap from the second time on. */
 spar_status spar_driver_open(const spar_driver **driver);
 
+/* The functions of the driver, which is open. */
+const spar_driver *spar_driver_functions(void);
+
 /* SPAR_OK, or "WHAT: the driver's text (its name)": SPAR_NO_MEMORY where the device has none, else
  * SPAR_TRANSPORT. Needs an open driver. */
 spar_status spar_driver_check(CUresult result, const char *what);

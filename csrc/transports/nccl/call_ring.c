@@ -2,9 +2,9 @@
 
 #include "transports/rendezvous.h"
 #include "base/shared_text.h"
+#include "base/util.h"
 #include "ipc/last_call.h"
 
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -92,15 +92,12 @@ void spar_call_ring_close(spar_call_ring *r)
 
 /* ---- a call ---- */
 
-/* A call in words, kept for the next of its like. */
+/* A call's description, cached by its signature. */
 static const char *describe(spar_call_ring *r, const spar_call *call, uint64_t signature)
 {
     char *known = r->known[signature % KNOWN].text;
     if (r->known[signature % KNOWN].signature != signature || !*known) {
-        size_t room = TEXT - 80; /* of what else there is to tell, this much is always shown */
-        spar_plan_describe(call->plan, known, room);
-        size_t used = strlen(known);
-        snprintf(known + used, TEXT - used, "%s%s", used + 1 == room ? "..." : "", call->text);
+        spar_call_describe(call, known, TEXT);
         r->known[signature % KNOWN].signature = signature;
     }
     return known;
@@ -114,7 +111,7 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
     const char *text = failure;
     uint64_t signature = 0;
     if (call->failed != SPAR_OK) {
-        snprintf(failure, sizeof failure, "failed: %s", call->why);
+        spar_call_describe(call, failure, sizeof failure);
     } else {
         signature = spar_plan_signature(call->plan, call->text) | 1;
         text = describe(r, call, signature);
@@ -173,18 +170,6 @@ static spar_status check_closed(const spar_call_ring *r, uint64_t n)
     return SPAR_OK;
 }
 
-static void append(char *text, size_t size, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
-
-static void append(char *text, size_t size, const char *format, ...)
-{
-    size_t used = strlen(text);
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text + used, size - used, format, args);
-    va_end(args);
-}
-
 /* All ranks' calls n, each different one once: there may be many ranks. */
 static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
 {
@@ -195,17 +180,17 @@ static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
              (unsigned long long)n, other);
     for (int i = 0; i < 2; i++)
         if (read_entry(r, shown[i], n, &signatures[i], call))
-            append(text, sizeof text, "\n  rank %d: %s", shown[i], call);
+            spar_append(text, sizeof text, "\n  rank %d: %s", shown[i], call);
     for (int rank = 0; rank < r->world; rank++) {
         if (rank == r->rank || rank == other)
             continue;
         if (!read_entry(r, rank, n, &found, call))
-            append(text, sizeof text, "\n  rank %d: not seen there", rank);
+            spar_append(text, sizeof text, "\n  rank %d: not seen there", rank);
         else if (found && (found == signatures[0] || found == signatures[1]))
-            append(text, sizeof text, "\n  rank %d: as rank %d", rank,
-                   shown[found == signatures[1]]);
+            spar_append(text, sizeof text, "\n  rank %d: as rank %d", rank,
+                        shown[found == signatures[1]]);
         else
-            append(text, sizeof text, "\n  rank %d: %s", rank, call);
+            spar_append(text, sizeof text, "\n  rank %d: %s", rank, call);
     }
     return spar_fail(SPAR_MISMATCH, "%s", text);
 }
@@ -257,8 +242,8 @@ void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, char *text, size
     for (int rank = 0; rank < r->world; rank++) {
         const spar_peer *peer = spar_group_peer(r->group, rank);
         if (peer && newest_of(r, rank) < n)
-            append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank,
-                   (long long)peer->endpoint.pid);
+            spar_append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank,
+                        (long long)peer->endpoint.pid);
     }
 }
 

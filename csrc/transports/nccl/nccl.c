@@ -4,6 +4,7 @@
  * All ranks use torch's own communicator where each has one; else one of their own, which costs memory for its
  * buffers again. */
 #include "base/env.h"
+#include "base/util.h"
 #include "transports/nccl/pipeline.h"
 #include "transports/rendezvous.h"
 #include "transports/nccl/watchdog.h"
@@ -14,6 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+
+static const int64_t POLL_NS = 50000000;
 
 /* What a rank tells in the first stage's verdict. */
 typedef struct {
@@ -125,11 +128,7 @@ static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup
     nccl_state *s = calloc(1, sizeof *s);
     if (!s)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", comm->world);
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->connected, &attributes);
-    pthread_condattr_destroy(&attributes);
+    spar_cond_init(&s->connected);
     pthread_mutex_init(&s->lock, NULL);
     s->refs = 1;
     s->world = comm->world;
@@ -208,9 +207,7 @@ static spar_status await_communicator(nccl_state *s, const spar_deadline *deadli
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&s->lock);
     while (!s->finished && status == SPAR_OK) {
-        int64_t until = spar_now_ns() + 50000000;
-        const struct timespec slice = {until / 1000000000, until % 1000000000};
-        pthread_cond_timedwait(&s->connected, &s->lock, &slice);
+        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
         if (s->finished)
             break;
         pthread_mutex_unlock(&s->lock);
@@ -232,11 +229,9 @@ static spar_status await_communicator(nccl_state *s, const spar_deadline *deadli
 /* The greetings have come. */
 static spar_status await_first_exchange(const nccl_state *s, const spar_deadline *deadline)
 {
-    const spar_driver *driver;
     const struct timespec moment = {0, 200000};
-    SPAR_TRY(spar_driver_open(&driver));
     for (int looks = 1;; looks++) {
-        CUresult result = driver->StreamQuery(s->pipeline.side_streams[0].stream);
+        CUresult result = spar_driver_functions()->StreamQuery(s->pipeline.side_streams[0].stream);
         if (result != SPAR_CU_NOT_READY)
             return spar_driver_check(result, "the first exchange over NCCL");
         if (looks % 100 == 0) {
@@ -292,14 +287,12 @@ static spar_status connect_ring(nccl_state *s, const spar_comm *comm,
 
 static spar_status init_and_await(nccl_state *s, const spar_deadline *deadline)
 {
-    pthread_t thread;
     __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
-    int error = pthread_create(&thread, NULL, rendezvous_thread, s);
+    int error = spar_thread_start(rendezvous_thread, s);
     if (error) {
         release(s);
         return spar_fail(SPAR_TRANSPORT, "no thread to set NCCL up: %s", strerror(error));
     }
-    pthread_detach(thread);
     SPAR_TRY(await_communicator(s, deadline));
     spar_status status = await_first_exchange(s, deadline);
     if (status == SPAR_OK || !s->own)
@@ -438,15 +431,12 @@ static const char *broken(const spar_comm *comm)
 static void close_comm(spar_comm *comm)
 {
     nccl_state *s = comm->state;
-    pthread_t thread;
     comm->state = NULL;
     if (!s)
         return;
     if (s->watchdog)
         spar_watchdog_close(s->watchdog); /* it releases when the calls are over */
-    else if (pthread_create(&thread, NULL, release_entered, s) == 0)
-        pthread_detach(thread);
-    else
+    else if (spar_thread_start(release_entered, s) != 0)
         release_entered(s);
 }
 

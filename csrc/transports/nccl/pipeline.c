@@ -12,13 +12,6 @@ void spar_staging_stats(int64_t *cap, int64_t *allocated)
     *allocated = __atomic_load_n(&staging.allocated, __ATOMIC_RELAXED);
 }
 
-static const spar_driver *driver(void)
-{
-    const spar_driver *open = NULL;
-    spar_driver_open(&open); /* it was open before there was a lane */
-    return open;
-}
-
 static spar_status check(CUresult result)
 {
     return spar_driver_check(result, "a stream or an event");
@@ -26,9 +19,10 @@ static spar_status check(CUresult result)
 
 static spar_status open_side_stream(spar_side_stream *s)
 {
-    SPAR_TRY(check(driver()->StreamCreate(&s->stream, SPAR_CU_STREAM_NON_BLOCKING)));
-    SPAR_TRY(check(driver()->EventCreate(&s->to_side, SPAR_CU_EVENT_DISABLE_TIMING)));
-    return check(driver()->EventCreate(&s->to_caller, SPAR_CU_EVENT_DISABLE_TIMING));
+    SPAR_TRY(check(spar_driver_functions()->StreamCreate(&s->stream, SPAR_CU_STREAM_NON_BLOCKING)));
+    SPAR_TRY(
+        check(spar_driver_functions()->EventCreate(&s->to_side, SPAR_CU_EVENT_DISABLE_TIMING)));
+    return check(spar_driver_functions()->EventCreate(&s->to_caller, SPAR_CU_EVENT_DISABLE_TIMING));
 }
 
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t most)
@@ -57,11 +51,11 @@ void spar_pipeline_close(spar_pipeline *pipeline)
     for (int i = 0; i < 2; i++) {
         spar_side_stream *s = &pipeline->side_streams[i];
         if (s->stream)
-            driver()->StreamDestroy(s->stream);
+            spar_driver_functions()->StreamDestroy(s->stream);
         if (s->to_side)
-            driver()->EventDestroy(s->to_side);
+            spar_driver_functions()->EventDestroy(s->to_side);
         if (s->to_caller)
-            driver()->EventDestroy(s->to_caller);
+            spar_driver_functions()->EventDestroy(s->to_caller);
     }
     spar_device_cuda.free(pipeline->staging);
     __atomic_sub_fetch(&staging.cap, pipeline->cap, __ATOMIC_RELAXED);
@@ -183,14 +177,15 @@ static spar_status copy_own(const spar_call *call, void *stream)
 /* The siding must not touch a failed call's tensors when their stream has gone on: as far as it can be had. */
 static void join_side_stream(const spar_side_stream *side_stream, CUstream caller)
 {
-    if (driver()->EventRecord(side_stream->to_caller, side_stream->stream) == SPAR_CU_SUCCESS)
-        driver()->StreamWaitEvent(caller, side_stream->to_caller, 0);
+    if (spar_driver_functions()->EventRecord(side_stream->to_caller, side_stream->stream) ==
+        SPAR_CU_SUCCESS)
+        spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0);
 }
 
 static spar_status wait_for(CUstream waiting, CUevent event, CUstream awaited)
 {
-    SPAR_TRY(check(driver()->EventRecord(event, awaited)));
-    return check(driver()->StreamWaitEvent(waiting, event, 0));
+    SPAR_TRY(check(spar_driver_functions()->EventRecord(event, awaited)));
+    return check(spar_driver_functions()->StreamWaitEvent(waiting, event, 0));
 }
 
 /* Beside the wire of step i: unpacking of step i - 1, packing of step i + 1. Each event is recorded anew in every
@@ -202,23 +197,25 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
     CUstream caller = call->stream, side = side_stream->stream;
     SPAR_TRY(wait_for(side, side_stream->to_side, caller)); /* the inputs */
     SPAR_TRY(pack(pipeline, call, 0, side));
-    SPAR_TRY(check(driver()->EventRecord(side_stream->to_caller, side)));
+    SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_caller, side)));
     SPAR_TRY(copy_own(call, side));
     for (int64_t i = 0; i < steps; i++) {
         if (i > 0) { /* the wire of step i - 1: of its turn comes packing i + 1, too */
-            SPAR_TRY(check(driver()->StreamWaitEvent(side, side_stream->to_side, 0)));
+            SPAR_TRY(
+                check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
             SPAR_TRY(unpack(pipeline, call, side));
         }
         SPAR_TRY(spar_schedule_step(&pipeline->pull, i, buffer_of(pipeline, i, 1)));
         /* step i is packed, and step i - 2 unpacked, whose turn of staging memory it takes */
-        SPAR_TRY(check(driver()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
+        SPAR_TRY(
+            check(spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
         SPAR_TRY(exchange(pipeline, call, comm));
-        SPAR_TRY(check(driver()->EventRecord(side_stream->to_side, caller)));
+        SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_side, caller)));
         if (i + 1 < steps)
             SPAR_TRY(pack(pipeline, call, i + 1, side));
-        SPAR_TRY(check(driver()->EventRecord(side_stream->to_caller, side)));
+        SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_caller, side)));
     }
-    SPAR_TRY(check(driver()->StreamWaitEvent(side, side_stream->to_side, 0)));
+    SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
     SPAR_TRY(unpack(pipeline, call, side));
     return wait_for(caller, side_stream->to_caller, side);
 }

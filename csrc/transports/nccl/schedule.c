@@ -1,24 +1,13 @@
 #include "transports/nccl/schedule.h"
 
+#include "base/util.h"
+
 #include <stdlib.h>
 #include <string.h>
 
 /* A block of at least so many bytes is a message of its own, which need not be packed where it lies in one piece;
  * smaller ones go together: a message costs about as much as moving so many bytes. */
 static const int64_t ALONE = 1 << 16;
-
-static spar_status room_for(void **array, int64_t *room, int64_t needed, size_t item)
-{
-    if (needed <= *room)
-        return SPAR_OK;
-    int64_t larger = needed < 8 ? 8 : 2 * needed;
-    void *moved = realloc(*array, (size_t)larger * item);
-    if (!moved)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a step of %lld parts", (long long)needed);
-    *array = moved;
-    *room = larger;
-    return SPAR_OK;
-}
 
 int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk)
 {
@@ -39,8 +28,8 @@ spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int 
     side->pulls = pulls;
     side->all = all;
     side->chunk = chunk;
-    SPAR_TRY(
-        room_for((void **)&side->cursors, &side->cursor_room, plan->world, sizeof *side->cursors));
+    SPAR_TRY(spar_reserve((void **)&side->cursors, &side->cursor_room, plan->world,
+                          sizeof *side->cursors, "parts of a step"));
     memset(side->cursors, 0, (size_t)plan->world * sizeof *side->cursors);
     return SPAR_OK;
 }
@@ -55,8 +44,8 @@ void spar_schedule_free(spar_schedule *side)
 
 static spar_status add_message(spar_schedule *side, int peer, int tensor, int64_t at, int64_t bytes)
 {
-    SPAR_TRY(room_for((void **)&side->messages, &side->message_room, side->nmessages + 1,
-                      sizeof *side->messages));
+    SPAR_TRY(spar_reserve((void **)&side->messages, &side->message_room, side->nmessages + 1,
+                          sizeof *side->messages, "parts of a step"));
     side->messages[side->nmessages++] = (spar_message){peer, tensor, at, bytes};
     return SPAR_OK;
 }
@@ -69,8 +58,8 @@ static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t 
         last->high = high;
         return SPAR_OK;
     }
-    SPAR_TRY(
-        room_for((void **)&side->spans, &side->span_room, side->nspans + 1, sizeof *side->spans));
+    SPAR_TRY(spar_reserve((void **)&side->spans, &side->span_room, side->nspans + 1,
+                          sizeof *side->spans, "parts of a step"));
     side->spans[side->nspans++] = (spar_span){peer, low, high, side->staging + at};
     return SPAR_OK;
 }

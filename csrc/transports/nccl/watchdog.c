@@ -3,10 +3,9 @@
 #include "devices/device.h"
 #include "devices/cuda/driver.h"
 #include "base/fork.h"
+#include "base/util.h"
 
-#include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,13 +42,6 @@ static struct {
     pid_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static const spar_driver *driver(void)
-{
-    const spar_driver *open = NULL;
-    spar_driver_open(&open); /* it was open before there was a watch */
-    return open;
-}
-
 static void fail_watchdog(spar_watchdog *w, spar_status status, const char *text)
 {
     if (w->status != SPAR_OK)
@@ -72,7 +64,7 @@ static spar_status retire_calls(spar_watchdog *w)
     uint64_t over = 0;
     spar_status status = SPAR_OK;
     for (; w->count; w->count--, w->first = (w->first + 1) % SLOTS) {
-        CUresult result = driver()->EventQuery(w->slots[w->first].event);
+        CUresult result = spar_driver_functions()->EventQuery(w->slots[w->first].event);
         if (result == SPAR_CU_NOT_READY)
             break;
         status = spar_driver_check(result, "a call on the GPU");
@@ -131,9 +123,9 @@ static void poll_once(spar_watchdog *w)
 static void poll_relaxed(spar_watchdog *w)
 {
     CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
-    driver()->ThreadExchangeStreamCaptureMode(&mode);
+    spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
     poll_once(w);
-    driver()->ThreadExchangeStreamCaptureMode(&mode);
+    spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
 }
 
 static void poll_entered(spar_watchdog *w)
@@ -166,7 +158,8 @@ static void *end_comm(void *watchdog)
 
 static int is_idle(spar_watchdog *w)
 {
-    while (w->count && driver()->EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
+    while (w->count &&
+           spar_driver_functions()->EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
         w->first = (w->first + 1) % SLOTS;
         w->count--;
     }
@@ -182,25 +175,11 @@ static void *dispose(void *watchdog)
         return NULL; /* the device is gone: so is what lay on it */
     for (int i = 0; i < SLOTS; i++)
         if (w->slots[i].event)
-            driver()->EventDestroy(w->slots[i].event);
+            spar_driver_functions()->EventDestroy(w->slots[i].event);
     w->what.release(w->what.context);
     spar_device_cuda.leave(before);
     free(w);
     return NULL;
-}
-
-/* Whether there is a thread that does it. Signals are the program's own threads'. */
-static int spawn(void *(*work)(void *context), void *context)
-{
-    sigset_t every, before;
-    pthread_t thread;
-    sigfillset(&every);
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    int error = pthread_create(&thread, NULL, work, context);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!error)
-        pthread_detach(thread);
-    return !error;
 }
 
 /* One look, and what follows from it; whether the watch is off the list. With the lock held. */
@@ -211,23 +190,17 @@ static int poll_and_close(spar_watchdog **link)
     int ends = w->status != SPAR_OK || (w->closing && !w->inside_ns && is_idle(w));
     if (ends && !w->ending) {
         if (w->what.comm)
-            w->ending = spawn(end_comm, w);
+            w->ending = spar_thread_start(end_comm, w) == 0;
         else
             w->ending = w->aborted = 1;
     }
     if (!w->closing || !w->aborted || w->inside_ns || !is_idle(w))
         return 0;
     *link = w->next;
-    if (spawn(dispose, w))
+    if (spar_thread_start(dispose, w) == 0)
         return 1;
     *link = w;
     return 0;
-}
-
-static struct timespec deadline_after(int64_t ns)
-{
-    int64_t then = spar_now_ns() + ns;
-    return (struct timespec){then / 1000000000, then % 1000000000};
 }
 
 static void *watchdog_thread(void *unused)
@@ -235,16 +208,15 @@ static void *watchdog_thread(void *unused)
     CUstreamCaptureMode mode =
         SPAR_CU_CAPTURE_RELAXED; /* other threads' captures are not disturbed */
     (void)unused;
-    driver()->ThreadExchangeStreamCaptureMode(&mode);
+    spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
     pthread_mutex_lock(&all.lock);
     for (int last = 0; all.first && !last;) { /* the last look tells the others what is over */
         last = all.stop;
         for (spar_watchdog **link = &all.first; *link;)
             if (!poll_and_close(link))
                 link = &(*link)->next;
-        struct timespec until = deadline_after(POLL_NS);
         if (all.first && !all.stop)
-            pthread_cond_timedwait(&all.changed, &all.lock, &until);
+            spar_cond_wait(&all.changed, &all.lock, POLL_NS);
     }
     all.running = 0;
     pthread_cond_broadcast(&all.changed);
@@ -255,14 +227,14 @@ static void *watchdog_thread(void *unused)
 /* At exit: the driver's own end shall find nobody at work. */
 static void stop(void)
 {
-    struct timespec until = deadline_after(1000000000);
+    int64_t end = spar_now_ns() + 1000000000;
     if (all.owner != getpid())
         return;
     pthread_mutex_lock(&all.lock);
     all.stop = 1;
     pthread_cond_broadcast(&all.changed);
-    while (all.running && pthread_cond_timedwait(&all.changed, &all.lock, &until) != ETIMEDOUT)
-        ;
+    while (all.running && spar_now_ns() < end)
+        spar_cond_wait(&all.changed, &all.lock, end - spar_now_ns());
     pthread_mutex_unlock(&all.lock);
 }
 
@@ -272,15 +244,11 @@ static spar_status start_thread(void)
     if (all.running)
         return SPAR_OK;
     if (!all.owner) {
-        pthread_condattr_t attributes;
-        pthread_condattr_init(&attributes);
-        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-        pthread_cond_init(&all.changed, &attributes);
-        pthread_condattr_destroy(&attributes);
+        spar_cond_init(&all.changed);
         all.owner = getpid();
         atexit(stop);
     }
-    if (!spawn(watchdog_thread, NULL))
+    if (spar_thread_start(watchdog_thread, NULL) != 0)
         return spar_fail(SPAR_TRANSPORT, "no thread to watch the GPU");
     all.running = 1;
     return SPAR_OK;
@@ -295,7 +263,8 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
     w->what = *what;
     for (int i = 0; status == SPAR_OK && i < SLOTS; i++)
         status = spar_driver_check(
-            driver()->EventCreate(&w->slots[i].event, SPAR_CU_EVENT_DISABLE_TIMING), "an event");
+            spar_driver_functions()->EventCreate(&w->slots[i].event, SPAR_CU_EVENT_DISABLE_TIMING),
+            "an event");
     pthread_mutex_lock(&all.lock);
     if (status == SPAR_OK)
         status = start_thread();
@@ -309,7 +278,7 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
         return SPAR_OK;
     }
     for (int i = 0; i < SLOTS && w->slots[i].event; i++)
-        driver()->EventDestroy(w->slots[i].event);
+        spar_driver_functions()->EventDestroy(w->slots[i].event);
     free(w);
     return status;
 }
@@ -347,7 +316,8 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
         slot *s = full ? newest(w) : &w->slots[(w->first + w->count) % SLOTS];
         s->deadline_ns = w->inside_ns > 0 ? w->inside_ns : 0;
         s->call = w->call;
-        status = spar_driver_check(driver()->EventRecord(s->event, stream), "an event");
+        status =
+            spar_driver_check(spar_driver_functions()->EventRecord(s->event, stream), "an event");
         w->count += !full && status == SPAR_OK;
     }
     w->inside_ns = 0;
@@ -378,10 +348,10 @@ spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
 {
     pthread_mutex_lock(&all.lock);
     slot *last = newest(w);
-    spar_status status = !last
-                             ? SPAR_OK
-                             : spar_driver_check(driver()->StreamWaitEvent(stream, last->event, 0),
-                                                 "an event of another stream");
+    spar_status status =
+        !last ? SPAR_OK
+              : spar_driver_check(spar_driver_functions()->StreamWaitEvent(stream, last->event, 0),
+                                  "an event of another stream");
     pthread_mutex_unlock(&all.lock);
     return status;
 }

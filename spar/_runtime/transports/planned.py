@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import _C
-from ..agreement import TEXT, agree
+from ..agreement import agree
 from ..channel import Operation
 from ..items import call_text
 from ..member import Member
@@ -41,6 +41,6 @@ class PlannedExchange:
         """Raise on all ranks if they do not make the same call, or one failed."""
 
         def describe() -> str:
-            return f"{self.plan.describe()[: TEXT - 200]}{self.text} (call {member.calls})"
+            return self.plan.describe(self.text, member.calls)
 
         agree(member, self.op, self.plan.signature(self.text), describe, self.deadline)
