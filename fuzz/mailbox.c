@@ -260,7 +260,7 @@ static void check_status(spar_status status, const spar_call *call)
     if (status != SPAR_OK)
         EXPECT(*spar_last_error());
     for (int rank = 0; rank < now.world; rank++) {
-        const char *text = spar_transport_shm.shown(&(spar_comm){.state = now.group}, rank);
+        const char *text = spar_transport_shm.call_text(&(spar_comm){.state = now.group}, rank);
         EXPECT(!text || (status != SPAR_OK && strlen(text) < SPAR_GROUP_TEXT));
     }
     EXPECT(fuzz_now_ns < call->deadline.at_ns + 4 * LIMIT_NS);

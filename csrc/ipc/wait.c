@@ -55,7 +55,8 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
 static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up,
                                 enum spar_progress which, uint32_t call, const char *what)
 {
-    char text[SPAR_GROUP_TEXT] = "";
+    char text[SPAR_GROUP_TEXT];
+    *text = 0;
     for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++) {
         int aborted = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
         if (!g->peers[rank] || (only_hung_up && (aborted || !spar_peer_hung_up(g->peers[rank]))) ||
