@@ -7,7 +7,9 @@
 /* A stage's status as all ranks are told it; what ends the wait itself is this rank's own matter. */
 static spar_status report(spar_status status, spar_setup_result *result)
 {
+    const spar_ranks *ranks = spar_last_error_ranks();
     result->failed = status != SPAR_OK;
+    result->cause = status != SPAR_OK && ranks->count ? 1 + ranks->rank[0] : 0;
     snprintf(result->reason, sizeof result->reason, "%s",
              status == SPAR_OK ? "" : spar_last_error());
     return spar_ends_wait(status) ? status : SPAR_OK;
@@ -39,14 +41,25 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
     return report(transport->setup ? transport->setup(made, copy, result) : SPAR_OK, result);
 }
 
+spar_status spar_setup_failure(const spar_setup_result *results, int world)
+{
+    for (int rank = 0; rank < world; rank++) {
+        const spar_setup_result *r = &results[rank];
+        int length = (int)strnlen(r->reason, sizeof r->reason);
+        if (!r->failed)
+            continue;
+        if (r->cause > 0 && r->cause <= world)
+            return spar_fail_rank(SPAR_TRANSPORT, r->cause - 1, "%.*s", length, r->reason);
+        return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d: %.*s", rank, length, r->reason);
+    }
+    return SPAR_OK;
+}
+
 spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline, spar_setup_result *result)
 {
-    spar_status status = SPAR_OK;
     memset(result, 0, sizeof *result);
-    for (int rank = 0; status == SPAR_OK && rank < comm->world; rank++)
-        if (results[rank].failed)
-            status = spar_fail(SPAR_TRANSPORT, "rank %d: %.90s", rank, results[rank].reason);
+    spar_status status = spar_setup_failure(results, comm->world);
     if (status == SPAR_OK && comm->transport->connect)
         status = comm->transport->connect(comm, results, deadline);
     return report(status, result);

@@ -52,6 +52,9 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
                            int rank, int local_ranks, const spar_native *native, spar_comm **comm,
                            spar_setup_result *result);
 
+/* SPAR_TRANSPORT with the reason of the first rank that failed in a stage; SPAR_OK: none did. */
+spar_status spar_setup_failure(const spar_setup_result *results, int world);
+
 /* Second stage, from everybody's verdicts [world]; gives another verdict. Where no rank's says that it failed,
  * the comm can run. */
 spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,

@@ -328,7 +328,7 @@ static void set_up(void)
     info[now.rank].endpoint = own;
     info[now.rank].secret = secret;
     spoil(info, sizeof *info * (size_t)now.world, (size_t)now.rank, sizeof *info);
-    spar_status status = spar_choose(info, now.world, "cpu", NULL, &choice);
+    spar_status status = spar_choose(info, now.world, 0, "cpu", NULL, &choice);
     EXPECT(status == SPAR_OK || (!now.honest && *spar_last_error()));
     if (status != SPAR_OK)
         return;

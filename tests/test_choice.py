@@ -22,7 +22,7 @@ class Choice:
     ) -> None:
         chosen = core.Choice()
         array = (core.PeerInfo * len(facts))(*facts)
-        core.check(core.library().spar_choose(array, len(facts), device.encode(), refused, byref(chosen)))
+        core.check(core.library().spar_choose(array, len(facts), 0, device.encode(), refused, byref(chosen)))
         self.name = chosen.transport.contents.name.decode()
         self.reason = chosen.reason.decode()
         self.rejected = {

@@ -206,7 +206,9 @@ def core_messages() -> list[str]:
     found = []
     for path in sorted(CSRC.rglob("*.c")):
         text = path.read_text()
-        calls = re.findall(r'spar_fail\(\s*([^;"]*?),\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
+        calls = re.findall(
+            r'spar_fail(?:_ranks?)?\(\s*([^;",]*?),\s*(?:[^;"]*?,\s*)?((?:"(?:[^"\\]|\\.)*"\s*)+)', text
+        )
         calls += re.findall(r'\b(fail_missing|spar_group_break)\([^;]*?((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
         for status, quoted in calls:
             if status not in ("SPAR_INVALID", "SPAR_TYPE"):

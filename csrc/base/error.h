@@ -17,12 +17,28 @@ typedef enum {
     SPAR_INTERNAL,    /* a bug in spar; Python: spar.SparError */
 } spar_status;
 
+/* The ranks that caused an error, the first of them where they are many. */
+typedef struct {
+    int count, rank[64];
+} spar_ranks;
+
 /* Keeps the text and returns `status`, so that a failure is one line: return spar_fail(...). */
 spar_status spar_fail(spar_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+/* The same for an error that one rank caused, or several. */
+spar_status spar_fail_rank(spar_status status, int rank, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+spar_status spar_fail_ranks(spar_status status, const spar_ranks *ranks, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+void spar_ranks_add(spar_ranks *ranks, int rank);
+
 /* The text of this thread's newest failure; valid until its next one. */
 const char *spar_last_error(void);
+
+/* The ranks that caused it. */
+const spar_ranks *spar_last_error_ranks(void);
 
 #define SPAR_TRY(expression)                                                                       \
     do {                                                                                           \

@@ -32,11 +32,13 @@ static void publish(mailbox *box, uint32_t *word, uint32_t value)
 
 /* ---- giving up ---- */
 
-void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const char *reason)
+void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const spar_ranks *ranks,
+                      const char *reason)
 {
     if (__atomic_exchange_n(&g->aborted, 1, __ATOMIC_RELAXED))
         return;
     g->own->broken_call = call;
+    g->own->ranks = *ranks;
     snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
     publish(g->own, &g->own->broken, (uint32_t)status);
     wake(&g->own->published);
@@ -46,7 +48,17 @@ void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const ch
 
 void spar_group_break(spar_group *g, const char *reason)
 {
-    spar_group_abort(g, SPAR_BROKEN, g->call, reason);
+    spar_group_abort(g, SPAR_BROKEN, g->call, &(spar_ranks){0}, reason);
+}
+
+spar_ranks spar_group_read_ranks(const spar_group *g, const spar_ranks *ranks)
+{
+    spar_ranks known = {0};
+    int count = ranks->count, most = (int)(sizeof ranks->rank / sizeof *ranks->rank);
+    for (int i = 0; i < count && i < most; i++)
+        if (ranks->rank[i] >= 0 && ranks->rank[i] < g->world)
+            spar_ranks_add(&known, ranks->rank[i]);
+    return known;
 }
 
 /* ---- a call ---- */
@@ -60,7 +72,7 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
         return status;
     }
     if (status != SPAR_OK)
-        return spar_fail(SPAR_BROKEN, "%s", spar_last_error());
+        return spar_fail_ranks(SPAR_BROKEN, spar_last_error_ranks(), "%s", spar_last_error());
     if (g->failed) { /* the others may still be reading why */
         SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, deadline));
         g->failed = 0;
@@ -85,8 +97,8 @@ static spar_status compare_headers(spar_group *g,
         char text[SPAR_GROUP_TEXT];
         memcpy(text, g->boxes[rank]->text, sizeof text);
         text[sizeof text - 1] = 0;
-        return spar_fail(all[rank].status == SPAR_NO_MEMORY ? SPAR_NO_MEMORY : SPAR_MISMATCH,
-                         "rank %d failed: %s", rank, text);
+        return spar_fail_rank(all[rank].status == SPAR_NO_MEMORY ? SPAR_NO_MEMORY : SPAR_MISMATCH,
+                              rank, "rank %d failed: %s", rank, text);
     }
     if (!differs)
         return SPAR_OK;
@@ -227,13 +239,14 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
             continue;
         int64_t most = peers[rank]->length - own_length(g->world) - g->room;
         if (offsets[rank] < 0 || offsets[rank] > most || offsets[rank] % _Alignof(mailbox))
-            return spar_fail(SPAR_TRANSPORT, "rank %d's mailbox is said to lie at %lld of %lld",
-                             rank, (long long)offsets[rank], (long long)peers[rank]->length);
+            return spar_fail_rank(SPAR_TRANSPORT, rank,
+                                  "rank %d's mailbox is said to lie at %lld of %lld", rank,
+                                  (long long)offsets[rank], (long long)peers[rank]->length);
         mailbox *box = (mailbox *)(peers[rank]->base + offsets[rank]);
         if (memcmp(box->magic, MAGIC, sizeof MAGIC) != 0 || box->world != g->world ||
             box->rank != rank)
-            return spar_fail(SPAR_TRANSPORT, "rank %d's mailbox is not at %lld", rank,
-                             (long long)offsets[rank]);
+            return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d's mailbox is not at %lld", rank,
+                                  (long long)offsets[rank]);
         g->boxes[rank] = box;
     }
     return SPAR_OK;

@@ -55,6 +55,9 @@ void spar_group_fail(spar_group *group, spar_status status, const char *text);
 /* Breaks the group for good, on all ranks, with this reason. */
 void spar_group_break(spar_group *group, const char *reason);
 
+/* A copy of the ranks in another process's memory: only those that the group has. */
+spar_ranks spar_group_read_ranks(const spar_group *group, const spar_ranks *ranks);
+
 /* What a rank showed, where the newest call ended in a disagreement; else NULL. */
 const char *spar_group_call_text(const spar_group *group, int rank);
 

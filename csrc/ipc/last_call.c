@@ -2,8 +2,6 @@
 
 #include "base/shared_text.h"
 
-#include <stdio.h>
-
 enum { GROUP = 8, OP = 4 }; /* words of 8 bytes */
 
 /* Written by any thread of its owner, one at a time: `turn` is odd meanwhile. */
@@ -11,11 +9,15 @@ typedef struct {
     uint32_t sequence, ended, call,
         unused; /* ended: the turn of the newest that did, + 1 where it gave up */
     uint64_t group[GROUP], op[OP];
-} last_call;
+} shared_call;
 
-_Static_assert(sizeof(last_call) <= SPAR_ARENA_TAIL, "it lies behind the arena");
+_Static_assert(sizeof(((spar_last_call *)0)->group) == GROUP * sizeof(uint64_t) &&
+                   sizeof(((spar_last_call *)0)->op) == OP * sizeof(uint64_t),
+               "a copy has room for both texts");
 
-static last_call *own(void)
+_Static_assert(sizeof(shared_call) <= SPAR_ARENA_TAIL, "it lies behind the arena");
+
+static shared_call *own(void)
 {
     return spar_arena_base() && spar_arena_is_own()
                ? (void *)(spar_arena_base() + spar_arena_length())
@@ -24,7 +26,7 @@ static last_call *own(void)
 
 uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call)
 {
-    last_call *record = own();
+    shared_call *record = own();
     uint32_t sequence = record ? __atomic_load_n(&record->sequence, __ATOMIC_RELAXED) : 1;
     if (sequence % 2 || !__atomic_compare_exchange_n(&record->sequence, &sequence, sequence + 1, 0,
                                                      __ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
@@ -38,32 +40,28 @@ uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call)
 
 void spar_last_call_end(uint32_t begun, int gave_up)
 {
-    last_call *record = begun ? own() : NULL;
+    shared_call *record = begun ? own() : NULL;
     if (record && __atomic_load_n(&record->sequence, __ATOMIC_RELAXED) == begun)
         __atomic_store_n(&record->ended, begun + (gave_up != 0), __ATOMIC_RELAXED);
 }
 
-void spar_last_call_read(const char *base, int64_t length, char *text, size_t size)
+spar_last_call spar_last_call_read(const char *base, int64_t length)
 {
-    const last_call *record = (const void *)(base + length);
-    char group[GROUP * sizeof(uint64_t)], op[OP * sizeof(uint64_t)];
+    const shared_call *record = (const void *)(base + length);
+    spar_last_call last = {.state = SPAR_CALL_UNKNOWN};
     for (int tries = 0; tries < 100; tries++) {
         uint32_t sequence = __atomic_load_n(&record->sequence, __ATOMIC_ACQUIRE);
-        uint32_t call = __atomic_load_n(&record->call, __ATOMIC_ACQUIRE);
+        last.call = __atomic_load_n(&record->call, __ATOMIC_ACQUIRE);
         uint32_t ended = __atomic_load_n(&record->ended, __ATOMIC_ACQUIRE);
-        spar_shared_text_read(record->group, GROUP, group);
-        spar_shared_text_read(record->op, OP, op);
+        spar_shared_text_read(record->group, GROUP, last.group);
+        spar_shared_text_read(record->op, OP, last.op);
         if (sequence % 2 || __atomic_load_n(&record->sequence, __ATOMIC_RELAXED) != sequence)
             continue;
-        if (sequence == 0)
-            snprintf(text, size, "has begun no call");
-        else
-            snprintf(text, size, "%s %s, call %u on group '%s'",
-                     ended == sequence       ? "has ended"
-                     : ended == sequence + 1 ? "gave up in"
-                                             : "is in",
-                     op, (unsigned)call, group);
-        return;
+        last.state = sequence == 0           ? SPAR_CALL_NONE
+                     : ended == sequence     ? SPAR_CALL_ENDED
+                     : ended == sequence + 1 ? SPAR_CALL_ABORTED
+                                             : SPAR_CALL_RUNNING;
+        break;
     }
-    snprintf(text, size, "cannot be told");
+    return last;
 }

@@ -9,7 +9,21 @@
 uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call);
 void spar_last_call_end(uint32_t begun, int gave_up);
 
-/* Of the process whose arena lies at `base`, `length` bytes long: "gather, call 3 on group 'x'". */
-void spar_last_call_read(const char *base, int64_t length, char *text, size_t size);
+typedef enum {
+    SPAR_CALL_UNKNOWN, /* it changed at each of many reads */
+    SPAR_CALL_NONE,    /* the process has begun no call */
+    SPAR_CALL_RUNNING,
+    SPAR_CALL_ENDED,
+    SPAR_CALL_ABORTED,
+} spar_call_state;
+
+typedef struct {
+    spar_call_state state;
+    uint32_t call;
+    char op[32], group[64];
+} spar_last_call;
+
+/* The last call of the process whose arena is mapped at `base` and is `length` bytes long. */
+spar_last_call spar_last_call_read(const char *base, int64_t length);
 
 #endif

@@ -18,6 +18,7 @@ typedef struct {
     int64_t offsets[SPAR_GROUP_TENSORS];
     char text[SPAR_GROUP_TEXT];   /* of the call, where ranks disagree; valid when told or failed */
     char reason[SPAR_GROUP_TEXT]; /* of `broken` */
+    spar_ranks ranks;             /* that caused it */
     unsigned char detached[];     /* [world] each member's last write; then the room */
 } mailbox;
 
@@ -54,7 +55,8 @@ static inline int spar_has_reached(const uint32_t *word, uint32_t call)
 }
 
 /* Breaks the group because of `call`: a rank that is in that call raises the same status. The first reason stays. */
-void spar_group_abort(spar_group *group, spar_status status, uint32_t call, const char *reason);
+void spar_group_abort(spar_group *group, spar_status status, uint32_t call, const spar_ranks *ranks,
+                      const char *reason);
 
 enum spar_progress { SPAR_PUBLISHED, SPAR_DONE, SPAR_DESCRIBED };
 

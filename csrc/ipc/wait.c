@@ -44,8 +44,9 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
         if (!*reason)
             snprintf(reason, sizeof reason, "rank %d gave up", rank);
         *call = g->boxes[rank]->broken_call;
-        spar_group_abort(g, status, *call, reason);
-        return spar_fail(status, "%s", reason);
+        spar_ranks ranks = spar_group_read_ranks(g, &g->boxes[rank]->ranks);
+        spar_group_abort(g, status, *call, &ranks, reason);
+        return spar_fail_ranks(status, &ranks, "%s", reason);
     }
     return SPAR_OK;
 }
@@ -56,6 +57,7 @@ static spar_status fail_missing(spar_group *g, spar_status status, int only_hung
                                 enum spar_progress which, uint32_t call, const char *what)
 {
     char text[SPAR_GROUP_TEXT];
+    spar_ranks ranks = {0};
     *text = 0;
     for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++) {
         int aborted = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
@@ -64,12 +66,13 @@ static spar_status fail_missing(spar_group *g, spar_status status, int only_hung
             continue;
         spar_append(text, sizeof text, "%srank %d (process %lld)", *text ? ", " : "", rank,
                     (long long)g->peers[rank]->endpoint.pid);
+        spar_ranks_add(&ranks, rank);
     }
     if (!*text)
         return SPAR_OK;
     spar_append(text, sizeof text, what, (unsigned)call);
-    spar_group_abort(g, status, g->call, text);
-    return spar_fail(status, "%s", text);
+    spar_group_abort(g, status, g->call, &ranks, text);
+    return spar_fail_ranks(status, &ranks, "%s", text);
 }
 
 /* What can end a wait early; looked at about every 50 ms. */
@@ -86,8 +89,9 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
         snprintf(text, sizeof text, "rank %d %s in call %u", g->rank,
                  stop == SPAR_STOP_CLOSED ? "closed the group" : "was interrupted",
                  (unsigned)g->call);
-        spar_group_abort(g, SPAR_BROKEN, g->call, text);
-        return spar_fail(stop == SPAR_STOP_CLOSED ? SPAR_BROKEN : SPAR_INTERRUPTED, "%s", text);
+        spar_group_abort(g, SPAR_BROKEN, g->call, &(spar_ranks){1, {g->rank}}, text);
+        return spar_fail_rank(stop == SPAR_STOP_CLOSED ? SPAR_BROKEN : SPAR_INTERRUPTED, g->rank,
+                              "%s", text);
     }
     if (spar_deadline_passed(deadline))
         return fail_missing(g, SPAR_TIMEOUT, 0, which, call, " did not come to call %u in time");

@@ -364,17 +364,24 @@ static PyObject *comm_call_text(PyObject *self, PyObject *args)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-static PyObject *comm_where(PyObject *self, PyObject *args)
+static PyObject *comm_last_call(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
-    char text[256];
+    spar_last_call last;
     int rank;
     if (!comm || !PyArg_ParseTuple(args, "i", &rank))
         return NULL;
-    if (rank < 0 || rank >= comm->world || !comm->transport->where)
+    if (rank < 0 || rank >= comm->world || !comm->transport->last_call ||
+        !comm->transport->last_call(comm, rank, &last))
         Py_RETURN_NONE;
-    comm->transport->where(comm, rank, text, sizeof text);
-    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    /* a process wrote these texts: they may hold anything */
+    PyObject *op = PyUnicode_DecodeUTF8(last.op, (Py_ssize_t)strlen(last.op), "replace");
+    PyObject *group = PyUnicode_DecodeUTF8(last.group, (Py_ssize_t)strlen(last.group), "replace");
+    if (op && group)
+        return Py_BuildValue("iNIN", (int)last.state, op, (unsigned int)last.call, group);
+    Py_XDECREF(op);
+    Py_XDECREF(group);
+    return NULL;
 }
 
 static PyObject *comm_run(PyObject *self, PyObject *args)
@@ -427,8 +434,9 @@ static PyMethodDef comm_methods[] = {
      "within 50 ms. For good; close() follows."},
     {"call_text", comm_call_text, METH_VARARGS,
      "call_text(rank): its call, where the newest one ended in a disagreement; else None"},
-    {"where", comm_where, METH_VARARGS,
-     "where(rank): which call it is in, on any group; None where that cannot be known"},
+    {"last_call", comm_last_call, METH_VARARGS,
+     "last_call(rank) -> (state, op, call, group) of the newest call that the rank's process began, on any\n"
+     "group; None where that cannot be known. state is one of the CALL_ constants."},
     {"close", comm_close_method, METH_NOARGS, "Says goodbye; never waits."},
     {NULL, NULL, 0, NULL},
 };

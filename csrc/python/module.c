@@ -12,6 +12,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+static PyObject *ranks_to_tuple(const spar_ranks *ranks)
+{
+    int64_t numbers[sizeof ranks->rank / sizeof *ranks->rank];
+    for (int i = 0; i < ranks->count; i++)
+        numbers[i] = ranks->rank[i];
+    return spar_ints_to_tuple(numbers, ranks->count);
+}
+
 PyObject *spar_raise(spar_status status)
 {
     static const char *const classes[] = {
@@ -30,8 +38,12 @@ PyObject *spar_raise(spar_status status)
     } else {
         PyObject *errors = PyImport_ImportModule("spar.errors");
         PyObject *class = errors ? PyObject_GetAttrString(errors, classes[status]) : NULL;
-        if (class)
-            PyErr_SetObject(class, text);
+        PyObject *error = class ? PyObject_CallFunctionObjArgs(class, text, NULL) : NULL;
+        PyObject *ranks = error ? ranks_to_tuple(spar_last_error_ranks()) : NULL;
+        if (ranks && PyObject_SetAttrString(error, "ranks", ranks) == 0)
+            PyErr_SetObject(class, error);
+        Py_XDECREF(ranks);
+        Py_XDECREF(error);
         Py_XDECREF(class);
         Py_XDECREF(errors);
     }
@@ -65,10 +77,12 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
     const char *bytes, *device;
     PyObject *refusals;
     Py_ssize_t size;
+    int first_rank = 0;
     spar_choice choice;
     spar_refusal refused = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "y#sO!", &bytes, &size, &device, &PyTuple_Type, &refusals))
+    if (!PyArg_ParseTuple(args, "y#sO!|i", &bytes, &size, &device, &PyTuple_Type, &refusals,
+                          &first_rank))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_Size(refusals) && i < 16; i++, refused.count++)
         if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i],
@@ -81,10 +95,30 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
     if (!info)
         return PyErr_NoMemory();
     memcpy(info, bytes, (size_t)size);
-    spar_status status =
-        spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), device, &refused, &choice);
+    spar_status status = spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), first_rank,
+                                     device, &refused, &choice);
     free(info);
     return status == SPAR_OK ? choice_to_tuple(&choice) : spar_raise(status);
+}
+
+static PyObject *module_setup_failure(PyObject *module, PyObject *args)
+{
+    const char *bytes;
+    Py_ssize_t size;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
+        return NULL;
+    spar_setup_result *results = malloc((size_t)size + 1); /* the bytes may not be aligned */
+    if (!results)
+        return PyErr_NoMemory();
+    memcpy(results, bytes, (size_t)size);
+    spar_status status = spar_setup_failure(results, (int)(size / (Py_ssize_t)sizeof *results));
+    free(results);
+    if (status == SPAR_OK)
+        Py_RETURN_NONE;
+    const char *reason = spar_last_error();
+    return Py_BuildValue("iN", spar_last_error_ranks()->rank[0],
+                         PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace"));
 }
 
 static PyObject *module_env(PyObject *module, PyObject *args)
@@ -380,8 +414,10 @@ static PyMethodDef methods[] = {
     {"peer_info", module_peer_info, METH_NOARGS,
      "What this rank tells all others about itself, as bytes."},
     {"choose", module_choose, METH_VARARGS,
-     "choose(all ranks' peer_info, device, ((refused name, reason), ...))\n"
+     "choose(all ranks' peer_info, device, ((refused name, reason), ...), first_rank=0)\n"
      "    -> (name, reason, ((rejected name, reason), ...))"},
+    {"setup_failure", module_setup_failure, METH_VARARGS,
+     "setup_failure(all ranks' setup_result) -> (rank, reason) of the first failure; None: there is none."},
     {"processes", module_processes, METH_O,
      "processes(all ranks' peer_info) -> [(process id, nonce), ...]; 0: not known"},
     {"connections", module_connections, METH_NOARGS,
@@ -424,6 +460,11 @@ PyMODINIT_FUNC PyInit__C(void)
         PyModule_AddObjectRef(module, "Comm", comm) < 0 ||
         PyModule_AddStringConstant(module, "version", SPAR_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SIDE_PULL", SPAR_SIDE_PULL) < 0 ||
+        PyModule_AddIntConstant(module, "CALL_UNKNOWN", SPAR_CALL_UNKNOWN) < 0 ||
+        PyModule_AddIntConstant(module, "CALL_NONE", SPAR_CALL_NONE) < 0 ||
+        PyModule_AddIntConstant(module, "CALL_RUNNING", SPAR_CALL_RUNNING) < 0 ||
+        PyModule_AddIntConstant(module, "CALL_ENDED", SPAR_CALL_ENDED) < 0 ||
+        PyModule_AddIntConstant(module, "CALL_ABORTED", SPAR_CALL_ABORTED) < 0 ||
         PyModule_AddIntConstant(module, "LONGEST_S", SPAR_LONGEST_S) < 0) {
         Py_DECREF(module);
         return NULL;

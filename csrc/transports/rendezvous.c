@@ -8,16 +8,18 @@
 
 static const int64_t LONGEST_NS = 30000000000;
 
-int spar_rendezvous_possible(const spar_peer_info *info, int world, char *reason, size_t size)
+int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_rank, char *reason,
+                             size_t size)
 {
     for (int rank = 0; rank < world; rank++) {
         if (info[rank].endpoint.pid <= 0) {
-            snprintf(reason, size, "rank %d: %.60s", rank, info[rank].no_shm);
+            snprintf(reason, size, "rank %d: %.60s", first_rank + rank, info[rank].no_shm);
             return 0;
         }
         for (int other = 0; other < rank; other++)
             if (info[other].endpoint.nonce == info[rank].endpoint.nonce) {
-                snprintf(reason, size, "ranks %d and %d are one process", other, rank);
+                snprintf(reason, size, "ranks %d and %d are one process", first_rank + other,
+                         first_rank + rank);
                 return 0;
             }
     }
@@ -61,10 +63,10 @@ static spar_status await_peer(const spar_comm *comm, int rank, const spar_deadli
         if (*peer)
             return SPAR_OK;
         if (spar_deadline_passed(deadline))
-            return spar_fail(SPAR_TIMEOUT, "rank %d did not answer", rank);
+            return spar_fail_rank(SPAR_TIMEOUT, rank, "rank %d did not answer", rank);
         if (spar_now_ns() - begin >
             LONGEST_NS) /* all are here: going without is better than this wait */
-            return spar_fail(SPAR_TRANSPORT, "rank %d did not answer for 30 s", rank);
+            return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d did not answer for 30 s", rank);
         if (polls % 100 == 0)
             SPAR_TRY(spar_deadline_poll(deadline, "during the rendezvous"));
         nanosleep(&moment, NULL);
@@ -85,10 +87,11 @@ spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group,
             continue;
         char first[sizeof results->reason];
         snprintf(first, sizeof first, "%s", spar_last_error());
+        spar_ranks ranks = *spar_last_error_ranks();
         spar_status connected =
             await_peer(comm, rank, deadline, &peers[rank]); /* also after a failure: they wait */
         if (status != SPAR_OK && !spar_ends_wait(connected))
-            spar_fail(status, "%s", first);
+            spar_fail_ranks(status, &ranks, "%s", first);
         else
             status = connected;
     }

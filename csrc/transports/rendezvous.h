@@ -6,7 +6,8 @@
 #include "transports/transport.h"
 
 /* Whether each rank is a process of its own that can be met; else why not. */
-int spar_rendezvous_possible(const spar_peer_info *info, int world, char *reason, size_t size);
+int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_rank, char *reason,
+                             size_t size);
 
 /* First stage: this rank's mailbox with `room` bytes behind it (spar_group_room); the others are expected, and dialed.
  * Does not wait. On failure nothing is kept. */

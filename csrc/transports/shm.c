@@ -15,14 +15,14 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_shm, sizeof info->no_shm, "%s", spar_last_error());
 }
 
-static int serves(const spar_peer_info *info, int world, const char *device, char *reason,
-                  size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, const char *device,
+                  char *reason, size_t size)
 {
     if (strcmp(device, "cpu") != 0) {
         snprintf(reason, size, "%s tensors do not lie in host memory", device);
         return 0;
     }
-    if (!spar_rendezvous_possible(info, world, reason, size))
+    if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
         return 0;
     snprintf(reason, size, "all %d ranks share this host's memory", world);
     return 1;
@@ -56,9 +56,9 @@ static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan,
     for (int t = 0; t < plan->ntensors; t++) {
         int64_t offset = all[rank].offsets[t], bytes = plan->tensors[t].rank_bytes[rank];
         if (offset < 0 || bytes > length || offset > length - bytes)
-            return spar_fail(SPAR_TRANSPORT,
-                             "rank %d says that its output of %lld bytes lies at %lld of %lld",
-                             rank, (long long)bytes, (long long)offset, (long long)length);
+            return spar_fail_rank(SPAR_TRANSPORT, rank,
+                                  "rank %d says that its output of %lld bytes lies at %lld of %lld",
+                                  rank, (long long)bytes, (long long)offset, (long long)length);
         outputs[t] = base + offset;
     }
     return SPAR_OK;
@@ -182,11 +182,12 @@ static const char *call_text(const spar_comm *comm, int rank)
     return spar_group_call_text(comm->state, rank);
 }
 
-static void where(const spar_comm *comm, int rank, char *text, size_t size)
+static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 {
     int64_t length;
     const char *base = spar_group_arena(comm->state, rank, &length);
-    spar_last_call_read(base, length, text, size);
+    *last = spar_last_call_read(base, length);
+    return 1;
 }
 
 static void close_comm(spar_comm *comm)
@@ -204,6 +205,6 @@ const spar_transport spar_transport_shm = {
     .connect = connect_all,
     .run = run,
     .call_text = call_text,
-    .where = where,
+    .last_call = last_call,
     .close = close_comm,
 };

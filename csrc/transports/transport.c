@@ -13,11 +13,12 @@
 _Static_assert(sizeof(spar_peer_info) == 432 && sizeof(spar_setup_result) == 256,
                "they travel as bytes");
 
-static int torch_serves(const spar_peer_info *info, int world, const char *device, char *reason,
-                        size_t size)
+static int torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
+                        char *reason, size_t size)
 {
     (void)info;
     (void)world;
+    (void)first_rank;
     snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
     return 1;
 }
@@ -117,7 +118,7 @@ static int is_refused(const spar_refusal *refused, const char *name, char *reaso
     return 0;
 }
 
-spar_status spar_choose(const spar_peer_info *info, int world, const char *device,
+spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
                         const spar_refusal *refused, spar_choice *choice)
 {
     const spar_transport *named = NULL;
@@ -133,7 +134,7 @@ spar_status spar_choose(const spar_peer_info *info, int world, const char *devic
         SPAR_TRY(agree("spar's version", rank, info[0].version, info[rank].version));
     for (int rank = 0; rank < world; rank++)
         if (info[rank].error[0])
-            return spar_fail(SPAR_INVALID, "rank %d: %s", rank, info[rank].error);
+            return spar_fail(SPAR_INVALID, "rank %d: %s", first_rank + rank, info[rank].error);
     for (int rank = 0; rank < world; rank++) {
         SPAR_TRY(agree("SPAR_TRANSPORT", rank, request, info[rank].transport));
         SPAR_TRY(agree("SPAR_CHECK", rank, info[0].check, info[rank].check));
@@ -147,7 +148,7 @@ spar_status spar_choose(const spar_peer_info *info, int world, const char *devic
         else if (named && request[0] == '^' && *row == named)
             snprintf(reason, sizeof reason, "excluded by SPAR_TRANSPORT=%s", request);
         else if (!is_refused(refused, (*row)->name, reason, sizeof reason) &&
-                 (*row)->serves(info, world, device, reason, sizeof reason)) {
+                 (*row)->serves(info, world, first_rank, device, reason, sizeof reason)) {
             choice->transport = *row;
             memcpy(choice->reason, reason, sizeof reason);
             return SPAR_OK;

@@ -7,6 +7,7 @@
 #define SPAR_TRANSPORT_H
 
 #include "ipc/arena.h"
+#include "ipc/last_call.h"
 #include "devices/device.h"
 #include "base/deadline.h"
 #include "ipc/peers.h"
@@ -27,7 +28,8 @@ typedef struct {
 /* What a rank tells after a stage of a transport's set-up: all go on, or all leave it. */
 typedef struct {
     int32_t failed;
-    char reason[92];
+    int32_t cause; /* 1 + the rank that the reason names; 0: it names none */
+    char reason[88];
     int64_t offset;  /* shm: of its mailbox */
     char token[152]; /* nccl: see there */
 } spar_setup_result;
@@ -67,9 +69,10 @@ typedef struct {
     const char *name;
     /* Writes into this rank's facts what the others must know to choose it. NULL: nothing. */
     void (*probe)(spar_peer_info *info);
-    /* Whether it can serve a group of these ranks, and the reason. Pure; any rank may ask. */
-    int (*serves)(const spar_peer_info *info, int world, const char *device, char *reason,
-                  size_t size);
+    /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, and the reason. Pure; any
+     * rank may ask. */
+    int (*serves)(const spar_peer_info *info, int world, int first_rank, const char *device,
+                  char *reason, size_t size);
     /* First stage of the set-up, from everybody's facts; does not wait. What all must know goes into the
      * verdict, whose `failed` and `reason` the caller fills in from the status. */
     spar_status (*setup)(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
@@ -82,8 +85,8 @@ typedef struct {
     spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
     /* What `rank` showed of its call, where the newest one ended in a disagreement; else NULL. */
     const char *(*call_text)(const spar_comm *comm, int rank);
-    /* Which call `rank` is in, on any group: "is in gather, call 3 on group 'x'". NULL where it cannot be known. */
-    void (*where)(const spar_comm *comm, int rank, char *text, size_t size);
+    /* The last call of `rank`'s process, on any group; 0: it cannot be known. NULL: it never can. */
+    int (*last_call)(const spar_comm *comm, int rank, spar_last_call *last);
     /* What broke the group behind its calls' back, or NULL. NULL where nothing can. */
     const char *(*broken)(const spar_comm *comm);
     /* Frees what setup made. Never waits. */
@@ -122,7 +125,7 @@ typedef struct {
 
 /* The transport for these ranks and this device type. Fails where ranks disagree, or where the one that is
  * forced cannot serve. */
-spar_status spar_choose(const spar_peer_info *info, int world, const char *device,
+spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
                         const spar_refusal *refused, spar_choice *choice);
 
 #endif

@@ -8,6 +8,7 @@ store, since one whose server is stopped or gone does not answer.
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import select
 import threading
@@ -28,17 +29,41 @@ _ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
 _PATIENCE = 0.5  # seconds to wait for the peers' last calls when this rank gives up
 
 
+class CallState(enum.IntEnum):
+    """What a rank does in its last call. The store also keeps why it gave up."""
+
+    UNKNOWN = _C.CALL_UNKNOWN
+    NONE = _C.CALL_NONE
+    RUNNING = _C.CALL_RUNNING
+    ENDED = _C.CALL_ENDED
+    ABORTED = _C.CALL_ABORTED
+    TIMED_OUT = 5
+    PEER_LOST = 6
+
+
+_SENTENCES = {
+    CallState.UNKNOWN: "its last call cannot be read",
+    CallState.NONE: "has begun no call",
+    CallState.RUNNING: "is in {0}",
+    CallState.ENDED: "has ended {0}",
+}
+
+
 class CallStatus(NamedTuple):
     """The newest call that a rank published."""
 
-    state: str  # "is in", "has ended", or the name of the error with which it gave up
+    state: CallState
     op: str
     call: int
     group: str
 
+    @classmethod
+    def of(cls, state: int, op: str, call: int, group: str) -> CallStatus:
+        return cls(CallState(state), op, call, group)
+
     def __str__(self) -> str:
-        state = self.state if " " in self.state else "gave up in"
-        return f"{state} {self.op}, call {self.call} on group {self.group!r}"
+        sentence = _SENTENCES.get(self.state, "gave up in {0}")
+        return sentence.format(f"{self.op}, call {self.call} on group {self.group!r}")
 
 
 class Report(NamedTuple):
@@ -49,7 +74,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         return listing([str(place or "has told of no call that waited") for place in self.places])
 
-    def absent(self, member: Member, states: tuple[str, ...]) -> tuple[int, ...]:
+    def absent(self, member: Member, states: tuple[CallState, ...]) -> tuple[int, ...]:
         """Return the ranks that did not publish the group's current call in one of these states."""
         return tuple(
             rank
@@ -57,7 +82,7 @@ class Report(NamedTuple):
             if place is None or place.state not in states or place[2:] != (member.calls, member.name)
         )
 
-    def somebody(self, member: Member, state: str) -> bool:
+    def somebody(self, member: Member, state: CallState) -> bool:
         return any(
             place is not None and place.state == state and place[2:] == (member.calls, member.name)
             for place in self.places
@@ -77,7 +102,7 @@ def _shared_store(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
     return None
 
 
-def publish(member: Member, op: str, state: str) -> None:
+def publish(member: Member, op: str, state: CallState) -> None:
     """Publish this rank's call, without waiting."""
     found = _shared_store(member.group)
     if found is not None:
@@ -94,7 +119,7 @@ def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
         store.set(_key(ranks[rank]), json.dumps(place))
 
 
-def report(member: Member, op: str, state: str) -> Report | None:
+def report(member: Member, op: str, state: CallState) -> Report | None:
     """Publish that this rank gives up; return what the peers published, or None if the store is silent."""
     found = _shared_store(member.group)
     if found is None:
@@ -110,7 +135,7 @@ def report(member: Member, op: str, state: str) -> Report | None:
             while not over.is_set():
                 for rank, other in enumerate(ranks):
                     if store.check([_key(other)]):
-                        places[rank] = CallStatus(*json.loads(store.get(_key(other))))
+                        places[rank] = CallStatus.of(*json.loads(store.get(_key(other))))
                 answered.set()
                 if time.monotonic() > end or not Report(list(places)).absent(member, (state,)):
                     break

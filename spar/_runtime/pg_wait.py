@@ -24,8 +24,14 @@ from .. import _C
 from ..errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
 from . import peer_status
 from .member import Member
+from .peer_status import CallState
 from .pg_info import wire_device
 
+# how a rank that gave up with these errors ended its call
+_STATES: dict[type[SparError], CallState] = {
+    ExchangeTimeoutError: CallState.TIMED_OUT,
+    PeerLostError: CallState.PEER_LOST,
+}
 _SLICE = datetime.timedelta(milliseconds=50)
 _PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call and checks the peers' processes
 
@@ -73,8 +79,8 @@ def _options(kind: Any, member: Member, op: str, deadline: float) -> Any:
 
 def _give_up(member: Member, op: str, error: type[SparError], text: str) -> SparError:
     """Break the group for good; return the error, with the last call that each peer published."""
-    said = peer_status.report(member, op, error.__name__)
-    if error is PeerLostError and said is not None and said.somebody(member, ExchangeTimeoutError.__name__):
+    said = peer_status.report(member, op, _STATES.get(error, CallState.ABORTED))
+    if error is PeerLostError and said is not None and said.somebody(member, CallState.TIMED_OUT):
         error = ExchangeTimeoutError  # who reached its limit hung up
     why, ranks = _causes(member, error, said)
     words = f"{why}: {text}" if text else why
@@ -92,12 +98,13 @@ def _causes(
     member: Member, error: type[SparError], said: peer_status.Report | None
 ) -> tuple[str, tuple[int, ...]]:
     """Return why a call does not end, and the ranks that cause it."""
-    gave_up = (PeerLostError.__name__, ExchangeTimeoutError.__name__)
     if error is ExchangeTimeoutError:
-        ranks = said.absent(member, ("is in", *gave_up)) if said is not None else ()
+        ranks = said.absent(member, (CallState.RUNNING, *_STATES.values())) if said is not None else ()
         return f"{peer_status.named(member, ranks) or 'a rank'} did not come in time", ranks
     if error is PeerLostError:
-        silent = said.absent(member, gave_up) if said is not None else tuple(range(member.world))
+        silent = (
+            said.absent(member, tuple(_STATES.values())) if said is not None else tuple(range(member.world))
+        )
         ranks = peer_status.unreachable(member, silent)
         return f"{peer_status.named(member, ranks) or 'a rank'} is gone", ranks
     return "the process group failed", ()
@@ -153,12 +160,12 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> N
             if time.monotonic() > deadline + 1.0:  # the backend should have timed out before
                 raise _give_up(member, op, ExchangeTimeoutError, "")
             if not published and time.monotonic() > publish_at:
-                peer_status.publish(member, op, "is in")
+                peer_status.publish(member, op, CallState.RUNNING)
                 published = True
             if published and peer_status.dead(member):  # gloo reports a death to the neighbours only
                 raise _give_up(member, op, PeerLostError, "")
         if published:
-            peer_status.publish(member, op, "has ended")
+            peer_status.publish(member, op, CallState.ENDED)
     except BaseException:
         if not work.is_completed() and collective not in _unfinished:
             _unfinished.append(collective)

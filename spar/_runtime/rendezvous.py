@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import struct
 import zlib
 
 import torch
@@ -71,14 +69,12 @@ def known_rejections(member: Member, device: str) -> tuple[tuple[str, str], ...]
     if device == "cpu":  # whether ranks share memory, they find out together
         return ()
     cuda.find_libraries()
-    own = _C.peer_info() * member.world if member.facts is None else member.facts
     try:
-        rejected = _C.choose(own, device, ())[2]
+        if member.facts is None:
+            return _C.choose(_C.peer_info(), device, (), member.rank)[2]
+        return _C.choose(member.facts, device, ())[2]
     except (ValueError, SparError):  # settings that the first exchange will report
         return ()
-    if member.facts is None:
-        return tuple((name, re.sub(r"^rank 0\b", f"rank {member.rank}", why)) for name, why in rejected)
-    return rejected
 
 
 def _choose(
@@ -98,14 +94,14 @@ def _connect(member: Member, core: _C.Comm, device: torch.device, op: str, deadl
     member.connecting = core
     failure = "it raised"
     try:
-        verdicts = _all_gather(member, core.setup_result, "opened", op, device, deadline)
-        failure = _failure(verdicts, member.world)
+        results = _all_gather(member, core.setup_result, "opened", op, device, deadline)
+        failure = _failure(results)
         if not failure:
             member.progress = SHARED
-            core.connect(verdicts, deadline)
+            core.connect(results, deadline)
             member.progress = LOCAL
-            verdicts = _all_gather(member, core.setup_result, "connected", op, device, deadline)
-            failure = _failure(verdicts, member.world)
+            results = _all_gather(member, core.setup_result, "connected", op, device, deadline)
+            failure = _failure(results)
     finally:
         member.connecting = None
         if failure:
@@ -113,15 +109,10 @@ def _connect(member: Member, core: _C.Comm, device: torch.device, op: str, deadl
     return failure
 
 
-def _failure(verdicts: bytes, world: int) -> str:
-    """The reason of the first rank that failed in a stage of the set-up; empty: none did."""
-    size = len(verdicts) // world
-    for rank in range(world):
-        failed, reason = struct.unpack_from("=i92s", verdicts, rank * size)
-        if failed:
-            text: str = reason.rstrip(bytes(1)).decode(errors="replace")
-            return text if text.startswith("rank ") else f"rank {rank}: {text}"
-    return ""
+def _failure(results: bytes) -> str:
+    """Return the reason of the first rank that failed in a stage of the set-up, or "" if none did."""
+    found = _C.setup_failure(results)
+    return found[1] if found else ""
 
 
 def _all_gather(

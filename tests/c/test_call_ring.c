@@ -83,8 +83,8 @@ static void *watchdog(void *argument)
     char text[300];
     for (uint64_t n = 1; !__atomic_load_n(&r->stop, __ATOMIC_ACQUIRE); n += 7) {
         EXPECT(!spar_call_ring_poll(r->ring, n));
-        spar_call_ring_absent(r->ring, n, text, sizeof text);
-        spar_call_ring_last_call(r->ring, (r->rank + 1) % r->m->world, text, sizeof text);
+        spar_call_ring_absent(r->ring, n, &(spar_ranks){0}, text, sizeof text);
+        spar_call_ring_last_call(r->ring, (r->rank + 1) % r->m->world);
         spar_call_ring_complete(r->ring, n);
         nanosleep(&moment, NULL);
     }
@@ -143,8 +143,8 @@ static void differ(rank_state *r)
     EXPECT(status == (last ? SPAR_MISMATCH : SPAR_OK));
     if (last) {
         EXPECT(strstr(spar_last_error(), " so\n") && strstr(spar_last_error(), " otherwise"));
-        spar_call_ring_abort(r->ring, SPAR_MISMATCH, spar_last_error());
-        spar_call_ring_abort(r->ring, SPAR_TIMEOUT, "a second reason");
+        spar_call_ring_abort(r->ring, SPAR_MISMATCH, spar_last_error_ranks(), spar_last_error());
+        spar_call_ring_abort(r->ring, SPAR_TIMEOUT, &(spar_ranks){0}, "a second reason");
     }
 }
 
@@ -160,7 +160,7 @@ static void hear_of_it(rank_state *r)
 static void come_too_late(rank_state *r)
 {
     char who[100];
-    spar_call_ring_absent(r->ring, 1, who, sizeof who);
+    spar_call_ring_absent(r->ring, 1, &(spar_ranks){0}, who, sizeof who);
     EXPECT((r->rank == r->m->world - 1) == !strstr(who, "(process"));
     EXPECT(enter(r, 4, "", r->rank ? NULL : "no room") == (r->rank ? SPAR_MISMATCH : SPAR_OK));
     EXPECT(!r->rank || strstr(spar_last_error(), "rank 0: failed: no room"));
@@ -197,9 +197,9 @@ static void lie(rank_state *r, unsigned seed)
         if (i == 0)
             EXPECT(strlen(spar_last_error()) < 1200);
         EXPECT((spar_call_ring_poll(r->ring, r->n) == SPAR_OK) == (seed == 0));
-        spar_call_ring_absent(r->ring, r->n, text, sizeof text);
+        spar_call_ring_absent(r->ring, r->n, &(spar_ranks){0}, text, sizeof text);
         EXPECT(strlen(text) < sizeof text);
-        spar_call_ring_last_call(r->ring, 0, text, sizeof text);
+        spar_call_ring_last_call(r->ring, 0);
     }
     pthread_barrier_wait(&r->m->barrier);
     spar_call_ring_close(r->ring);

@@ -194,7 +194,13 @@ class PeerInfo(ctypes.Structure):
 
 
 class SetupResult(ctypes.Structure):
-    _fields_ = (("failed", c_int32), ("reason", c_char * 92), ("offset", c_int64), ("token", c_char * 152))
+    _fields_ = (
+        ("failed", c_int32),
+        ("cause", c_int32),
+        ("reason", c_char * 88),
+        ("offset", c_int64),
+        ("token", c_char * 152),
+    )
 
 
 class Call(ctypes.Structure):
@@ -238,7 +244,7 @@ class Transport(ctypes.Structure):
         ("run", _CallFunction),
         ("wait", c_void_p),
         ("call_text", c_void_p),
-        ("where", c_void_p),
+        ("last_call", c_void_p),
         ("broken", c_void_p),
         ("close", c_void_p),
     )
@@ -330,7 +336,7 @@ _FUNCTIONS = {  # name: (result, arguments)
         [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale), c_void_p],
     ),
     "peer_info_read": (None, [POINTER(PeerInfo)]),
-    "choose": (c_int, [POINTER(PeerInfo), c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
+    "choose": (c_int, [POINTER(PeerInfo), c_int, c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
     "env_get": (c_int, [POINTER(EnvRow), POINTER(EnvValue)]),
     "env_field": (c_int, [c_char_p, POINTER(EnvValue)]),
     "cgroup_memory": (c_int64, [c_char_p]),

@@ -23,6 +23,7 @@ typedef struct {
     _Alignas(64) uint64_t newest, over; /* calls */
     uint32_t abort_status;              /* it gave up: the status with which */
     char reason[SPAR_GROUP_TEXT];
+    spar_ranks ranks; /* that caused it */
     _Alignas(64) entry entries[ENTRIES];
 } call_log;
 
@@ -152,10 +153,14 @@ static spar_status check_aborts(const spar_call_ring *r)
         reason[sizeof reason - 1] = 0;
         int specific =
             status == SPAR_MISMATCH || status == SPAR_TIMEOUT || status == SPAR_PEER_LOST;
-        char who[24] = ""; /* a reason that names a rank may come from further away */
-        if (strncmp(reason, "rank ", 5) != 0)
+        spar_ranks ranks = spar_group_read_ranks(r->group, &theirs->ranks);
+        char who[24] = ""; /* a reason that has its ranks names them */
+        if (!ranks.count) {
             snprintf(who, sizeof who, "rank %d: ", rank);
-        return spar_fail(specific ? (spar_status)status : SPAR_BROKEN, "%s%s", who, reason);
+            spar_ranks_add(&ranks, rank);
+        }
+        return spar_fail_ranks(specific ? (spar_status)status : SPAR_BROKEN, &ranks, "%s%s", who,
+                               reason);
     }
     return SPAR_OK;
 }
@@ -165,8 +170,8 @@ static spar_status check_closed(const spar_call_ring *r, uint64_t n)
 {
     for (int rank = 0; rank < r->world; rank++)
         if (rank != r->rank && spar_group_has_aborted(r->group, rank) && newest_of(r, rank) < n)
-            return spar_fail(SPAR_BROKEN, "rank %d closed the group before call %llu", rank,
-                             (unsigned long long)n);
+            return spar_fail_rank(SPAR_BROKEN, rank, "rank %d closed the group before call %llu",
+                                  rank, (unsigned long long)n);
     return SPAR_OK;
 }
 
@@ -192,7 +197,7 @@ static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
         else
             spar_append(text, sizeof text, "\n  rank %d: %s", rank, call);
     }
-    return spar_fail(SPAR_MISMATCH, "%s", text);
+    return spar_fail_rank(SPAR_MISMATCH, r->rank, "%s", text);
 }
 
 spar_status spar_call_ring_begin(spar_call_ring *r, uint64_t n, const spar_call *call, int compare)
@@ -229,36 +234,41 @@ spar_status spar_call_ring_poll(spar_call_ring *r, uint64_t n)
         if (!r->gone_ns[rank])
             r->gone_ns[rank] = now;
         if (now - r->gone_ns[rank] >= GRACE_NS || newest_of(r, rank) < n)
-            return spar_fail(SPAR_PEER_LOST,
-                             "rank %d (process %lld) died before the end of call %llu", rank,
-                             (long long)peer->endpoint.pid, (unsigned long long)n);
+            return spar_fail_rank(SPAR_PEER_LOST, rank,
+                                  "rank %d (process %lld) died before the end of call %llu", rank,
+                                  (long long)peer->endpoint.pid, (unsigned long long)n);
     }
     return SPAR_OK;
 }
 
-void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, char *text, size_t size)
+void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, spar_ranks *ranks, char *text,
+                           size_t size)
 {
     *text = 0;
     for (int rank = 0; rank < r->world; rank++) {
         const spar_peer *peer = spar_group_peer(r->group, rank);
-        if (peer && newest_of(r, rank) < n)
+        if (peer && newest_of(r, rank) < n) {
             spar_append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank,
                         (long long)peer->endpoint.pid);
+            spar_ranks_add(ranks, rank);
+        }
     }
 }
 
-void spar_call_ring_abort(spar_call_ring *r, spar_status status, const char *reason)
+void spar_call_ring_abort(spar_call_ring *r, spar_status status, const spar_ranks *ranks,
+                          const char *reason)
 {
     call_log *own = log_of(r, r->rank);
     if (__atomic_exchange_n(&r->aborted, 1, __ATOMIC_ACQ_REL))
         return;
+    own->ranks = *ranks;
     snprintf(own->reason, sizeof own->reason, "%s", reason);
     __atomic_store_n(&own->abort_status, (uint32_t)status, __ATOMIC_RELEASE);
 }
 
-void spar_call_ring_last_call(const spar_call_ring *r, int rank, char *text, size_t size)
+spar_last_call spar_call_ring_last_call(const spar_call_ring *r, int rank)
 {
     int64_t length;
     const char *base = spar_group_arena(r->group, rank, &length);
-    spar_last_call_read(base, length, text, size);
+    return spar_last_call_read(base, length);
 }

@@ -34,13 +34,15 @@ void spar_call_ring_complete(spar_call_ring *ring, uint64_t n);
 spar_status spar_call_ring_poll(spar_call_ring *ring, uint64_t n);
 
 /* Those who have not come to call n: "rank 2 (process 71), ..."; empty: all have. */
-void spar_call_ring_absent(const spar_call_ring *ring, uint64_t n, char *text, size_t size);
+void spar_call_ring_absent(const spar_call_ring *ring, uint64_t n, spar_ranks *ranks, char *text,
+                           size_t size);
 
 /* This rank gives up, for good. The first reason stays. */
-void spar_call_ring_abort(spar_call_ring *ring, spar_status status, const char *reason);
+void spar_call_ring_abort(spar_call_ring *ring, spar_status status, const spar_ranks *ranks,
+                          const char *reason);
 
 /* Which call a rank's process is in, on any group. */
-void spar_call_ring_last_call(const spar_call_ring *ring, int rank, char *text, size_t size);
+spar_last_call spar_call_ring_last_call(const spar_call_ring *ring, int rank);
 
 /* NULL: does nothing. */
 void spar_call_ring_close(spar_call_ring *ring);

@@ -47,6 +47,7 @@ typedef struct {
     int finished, abandoned;
     spar_status status;
     char text[256];
+    spar_ranks ranks; /* that caused it */
 } nccl_state;
 
 static void probe(spar_peer_info *info)
@@ -55,8 +56,8 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_nccl, sizeof info->no_nccl, "%s", spar_last_error());
 }
 
-static int serves(const spar_peer_info *info, int world, const char *device, char *reason,
-                  size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, const char *device,
+                  char *reason, size_t size)
 {
     if (strcmp(device, "cuda") != 0) {
         snprintf(reason, size, "%s tensors do not lie on CUDA devices", device);
@@ -64,7 +65,7 @@ static int serves(const spar_peer_info *info, int world, const char *device, cha
     }
     for (int rank = 0; rank < world; rank++)
         if (info[rank].no_nccl[0]) {
-            snprintf(reason, size, "rank %d: %.95s", rank, info[rank].no_nccl);
+            snprintf(reason, size, "rank %d: %.95s", first_rank + rank, info[rank].no_nccl);
             return 0;
         }
     snprintf(reason, size, "all %d ranks have CUDA and NCCL", world);
@@ -135,7 +136,7 @@ static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup
     s->rank = comm->rank;
     s->ordinal = comm->native.ordinal;
     comm->state = s;
-    if (spar_rendezvous_possible(info, s->world, reason, sizeof reason) &&
+    if (spar_rendezvous_possible(info, s->world, 0, reason, sizeof reason) &&
         spar_call_ring_open(comm, info, &s->ring, &result->offset) != SPAR_OK)
         result->offset = -1; /* it is not needed for moving bytes */
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
@@ -180,6 +181,7 @@ static void *rendezvous_thread(void *context)
     s->finished = 1;
     s->status = status;
     snprintf(s->text, sizeof s->text, "%s", status == SPAR_OK ? "" : spar_last_error());
+    s->ranks = *spar_last_error_ranks();
     pthread_cond_signal(&s->connected);
     pthread_mutex_unlock(&s->lock);
     release(s);
@@ -193,9 +195,8 @@ static spar_status poll_setup(const nccl_state *s, const spar_deadline *deadline
     SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
     spar_status status = s->ring ? spar_call_ring_poll(s->ring, 1) : SPAR_OK;
     if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fail alike */
-        char why[SPAR_GROUP_TEXT];
-        snprintf(why, sizeof why, "%s", spar_last_error());
-        return spar_fail(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, "%s", why);
+        return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT,
+                               spar_last_error_ranks(), "%s", spar_last_error());
     }
     if (spar_deadline_passed(deadline))
         return spar_fail(SPAR_TIMEOUT, "a rank did not come while NCCL was set up");
@@ -215,7 +216,8 @@ static spar_status await_communicator(nccl_state *s, const spar_deadline *deadli
         pthread_mutex_lock(&s->lock);
     }
     if (s->finished)
-        status = s->status == SPAR_OK ? SPAR_OK : spar_fail(s->status, "%s", s->text);
+        status =
+            s->status == SPAR_OK ? SPAR_OK : spar_fail_ranks(s->status, &s->ranks, "%s", s->text);
     s->abandoned = !s->finished;
     struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
     if (stuck)
@@ -254,8 +256,9 @@ static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result 
         memcpy(&other, results[rank].token, sizeof other);
         natives += other.has_native == 1;
         if (other.chunk < 256 || other.chunk % 256)
-            return spar_fail(SPAR_TRANSPORT, "rank %d says that it stages %lld bytes at a time",
-                             rank, (long long)other.chunk);
+            return spar_fail_rank(SPAR_TRANSPORT, rank,
+                                  "rank %d says that it stages %lld bytes at a time", rank,
+                                  (long long)other.chunk);
         if (other.chunk < s->pipeline.chunk)
             s->pipeline.chunk = other.chunk;
     }
@@ -316,7 +319,7 @@ static spar_status connect_all(spar_comm *comm, const spar_setup_result *results
         status = spar_watchdog_open(&what, &s->watchdog);
     spar_device_cuda.leave(before);
     if (status != SPAR_OK && s->ring)
-        spar_call_ring_abort(s->ring, status, spar_last_error());
+        spar_call_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
     return status;
 }
 
@@ -338,14 +341,15 @@ static spar_status fail_alone(nccl_state *s, uint64_t n, const spar_call *call, 
 {
     char why[SPAR_GROUP_TEXT];
     spar_call told = *call;
+    spar_ranks ranks = *spar_last_error_ranks();
     snprintf(why, sizeof why, "%s", spar_last_error());
     told.failed = status;
     told.why = why;
     if (status == SPAR_INTERRUPTED)
-        spar_watchdog_break(s->watchdog, SPAR_BROKEN, why);
+        spar_watchdog_break(s->watchdog, SPAR_BROKEN);
     else if (s->ring && spar_call_ring_begin(s->ring, n, &told, s->compare) != SPAR_OK)
-        spar_watchdog_break(s->watchdog, SPAR_MISMATCH, spar_last_error());
-    return spar_fail(status, "%s", why);
+        spar_watchdog_break(s->watchdog, SPAR_MISMATCH);
+    return spar_fail_ranks(status, &ranks, "%s", why);
 }
 
 static spar_status enqueue(nccl_state *s, const spar_call *call)
@@ -376,7 +380,7 @@ static spar_status enqueue(nccl_state *s, const spar_call *call)
     if (status == SPAR_OK)
         status = spar_watchdog_end(s->watchdog, call->stream, captured);
     if (status != SPAR_OK) { /* the others have been promised bytes that do not come */
-        spar_watchdog_break(s->watchdog, status, spar_last_error());
+        spar_watchdog_break(s->watchdog, status);
         return status;
     }
     if (!captured) {
@@ -414,12 +418,12 @@ static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
     return status;
 }
 
-static void where(const spar_comm *comm, int rank, char *text, size_t size)
+static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 {
     const nccl_state *s = comm->state;
-    *text = 0;
     if (s->ring)
-        spar_call_ring_last_call(s->ring, rank, text, size);
+        *last = spar_call_ring_last_call(s->ring, rank);
+    return s->ring != NULL;
 }
 
 static const char *broken(const spar_comm *comm)
@@ -448,7 +452,7 @@ const spar_transport spar_transport_nccl = {
     .connect = connect_all,
     .run = run,
     .wait = wait_for,
-    .where = where,
+    .last_call = last_call,
     .broken = broken,
     .close = close_comm,
 };

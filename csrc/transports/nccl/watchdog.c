@@ -31,6 +31,7 @@ struct spar_watchdog {
     int first, count;   /* of the slots in use */
     spar_status status; /* other than SPAR_OK: broken, with the reason */
     char reason[SPAR_GROUP_TEXT];
+    spar_ranks ranks; /* that caused it */
     int reported, closing, ending, aborted;
 };
 
@@ -42,14 +43,16 @@ static struct {
     pid_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static void fail_watchdog(spar_watchdog *w, spar_status status, const char *text)
+/* As the last error says. */
+static void fail_watchdog(spar_watchdog *w, spar_status status)
 {
     if (w->status != SPAR_OK)
         return;
     w->status = status;
-    snprintf(w->reason, sizeof w->reason, "%s", text);
+    w->ranks = *spar_last_error_ranks();
+    snprintf(w->reason, sizeof w->reason, "%s", spar_last_error());
     if (w->what.ring)
-        spar_call_ring_abort(w->what.ring, status, text);
+        spar_call_ring_abort(w->what.ring, status, &w->ranks, w->reason);
     pthread_cond_broadcast(&all.changed);
 }
 
@@ -94,12 +97,14 @@ static spar_status check_limits(const spar_watchdog *w)
                     : w->inside_ns > 0 && now >= w->inside_ns ? w->call
                                                               : 0;
     char absent[SPAR_GROUP_TEXT / 2] = "";
+    spar_ranks ranks = {0};
     if (!late)
         return SPAR_OK;
     if (w->what.ring)
-        spar_call_ring_absent(w->what.ring, late, absent, sizeof absent);
-    return spar_fail(SPAR_TIMEOUT, "call %llu of this group on the GPU did not end in time%s%s",
-                     (unsigned long long)late, *absent ? "; not come to it: " : "", absent);
+        spar_call_ring_absent(w->what.ring, late, &ranks, absent, sizeof absent);
+    return spar_fail_ranks(SPAR_TIMEOUT, &ranks,
+                           "call %llu of this group on the GPU did not end in time%s%s",
+                           (unsigned long long)late, *absent ? "; not come to it: " : "", absent);
 }
 
 /* One look, with the lock held and the device entered. */
@@ -116,7 +121,7 @@ static void poll_once(spar_watchdog *w)
     if (status == SPAR_OK && under_way)
         status = check_limits(w);
     if (status != SPAR_OK)
-        fail_watchdog(w, status, spar_last_error());
+        fail_watchdog(w, status);
 }
 
 /* The same on a caller's thread, which, or another, may be capturing: a query must not spoil that. */
@@ -132,7 +137,7 @@ static void poll_entered(spar_watchdog *w)
 {
     void *before;
     if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK) {
-        fail_watchdog(w, SPAR_TRANSPORT, spar_last_error());
+        fail_watchdog(w, SPAR_TRANSPORT);
         return;
     }
     poll_once(w);
@@ -288,7 +293,7 @@ static spar_status report(spar_watchdog *w)
 {
     if (w->status == SPAR_OK)
         return SPAR_OK;
-    return spar_fail(w->reported++ ? SPAR_BROKEN : w->status, "%s", w->reason);
+    return spar_fail_ranks(w->reported++ ? SPAR_BROKEN : w->status, &w->ranks, "%s", w->reason);
 }
 
 spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadline *deadline)
@@ -322,15 +327,15 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
     }
     w->inside_ns = 0;
     if (status != SPAR_OK)
-        fail_watchdog(w, status, spar_last_error());
+        fail_watchdog(w, status);
     pthread_mutex_unlock(&all.lock);
     return status;
 }
 
-void spar_watchdog_break(spar_watchdog *w, spar_status status, const char *text)
+void spar_watchdog_break(spar_watchdog *w, spar_status status)
 {
     pthread_mutex_lock(&all.lock);
-    fail_watchdog(w, status, text);
+    fail_watchdog(w, status);
     w->inside_ns = 0;
     w->reported++;
     pthread_mutex_unlock(&all.lock);

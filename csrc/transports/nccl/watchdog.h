@@ -32,8 +32,8 @@ spar_status spar_watchdog_begin(spar_watchdog *watchdog, uint64_t n, const spar_
 /* The call is in `stream`; watched from now on, unless it is captured. */
 spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream, int captured);
 
-/* The call failed half way: breaks the watch. The first reason stays. */
-void spar_watchdog_break(spar_watchdog *watchdog, spar_status status, const char *text);
+/* The call failed half way, as the last error says: breaks the watch. The first reason stays. */
+void spar_watchdog_break(spar_watchdog *watchdog, spar_status status);
 
 /* What broke it, or NULL; valid as long as the watch. */
 const char *spar_watchdog_broken(spar_watchdog *watchdog);

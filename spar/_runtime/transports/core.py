@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 
 from ... import _C
@@ -11,6 +10,7 @@ from ...errors import ExchangeTimeoutError, MismatchError, SparError
 from .. import peer_status
 from ..agreement import mismatch
 from ..member import Member
+from ..peer_status import CallStatus
 
 CALLS = dict.fromkeys(_C.transports(), 0)  # by each transport, in this process
 
@@ -47,11 +47,7 @@ class CoreChannel:
         text, rows = str(error), ""
         if isinstance(error, ExchangeTimeoutError):
             text += f" (limit {member.timeout:g} s, SPAR_TIMEOUT)"
-            places = [core.where(rank) or "" for rank in range(member.world)]
-            rows = peer_status.listing(places) if all(places) else ""
-        ranks = re.findall(r"^rank (\d+)|rank (\d+) \(process", text)
-        return type(error)(
-            f"{member.title(op)}: {text}{rows}",
-            **member.where(op),
-            ranks=tuple(int(first or other) for first, other in ranks),
-        )
+            calls = [core.last_call(rank) for rank in range(member.world)]
+            known = [str(CallStatus.of(*call)) for call in calls if call is not None]
+            rows = peer_status.listing(known) if len(known) == member.world else ""
+        return type(error)(f"{member.title(op)}: {text}{rows}", **member.where(op), ranks=error.ranks)
