@@ -16,7 +16,7 @@ from helpers import standins, workers
 from helpers.core_abi import CSRC, FLAGS
 
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
-PARTS = ("base/dynlib", "base/error")
+PARTS = ("base/dynlib", "base/error", "base/util")
 PARTS += tuple(f"devices/cuda/{name}" for name in ("driver", "nvrtc", "cubin_cache", "kernels"))
 CHILD = """
 import ctypes, locale, sys
@@ -95,7 +95,6 @@ CONSTANTS = {
     "SPAR_CU_NOT_READY": "CUDA_ERROR_NOT_READY",
     "SPAR_CU_COMPUTE_MAJOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
     "SPAR_CU_COMPUTE_MINOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
-    "SPAR_CU_POINTER_ORDINAL": "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL",
     "SPAR_CU_STREAM_NON_BLOCKING": "CU_STREAM_NON_BLOCKING",
     "SPAR_CU_EVENT_DISABLE_TIMING": "CU_EVENT_DISABLE_TIMING",
     "SPAR_CU_CAPTURE_NONE": "CU_STREAM_CAPTURE_STATUS_NONE",

@@ -44,7 +44,7 @@ def test_the_real_library(package: Path, tmp_path: Path) -> None:
     (tmp_path / "extra.c").write_text(EXTRA)
     sources = [
         tmp_path / "extra.c",
-        *(CSRC / name for name in ("transports/nccl/api.c", "base/dynlib.c", "base/error.c")),
+        *(CSRC / name for name in ("transports/nccl/api.c", "base/dynlib.c", "base/error.c", "base/util.c")),
     ]
     command = ["cc", *FLAGS, "-O1", "-fPIC", "-shared", *map(str, sources), "-o", str(tmp_path / "part.so")]
     subprocess.run(command, check=True)

@@ -15,7 +15,7 @@ typedef enum {
 
 typedef struct {
     const char *name, *torch_name;
-    int8_t bytes; /* of an item */
+    uint8_t bytes; /* of an item */
     uint8_t dlpack_code;
 } spar_scale_type;
 
