@@ -1,53 +1,39 @@
-/* spar in C: the whole library, without Python.
+/* spar in C: the whole library, without Python. This header is its API.
  *
- *   error.h      status codes, the last error's text
- *   fork.h       the process-wide locks, while some thread forks
- *   stream.h     copies past the caches
- *   scale.h      a factor, applied to items on their way
- *   team.h       threads that copy
- *   cores.h      how many cores there are to use
- *   cgroup.h     the cgroup's limits, of memory and of cores
- *   env.h        environment variables (env.def)
- *   library.h    other libraries, opened at run time
- *   driver.h     CUDA's driver
- *   compiler.h   CUDA's compiler, and
- *   cubin.h      what it made, kept on disk
- *   kernels.h    the kernels (kernels.cu), which it compiles
- *   layout.h     which part of a tensor each rank holds: the one idea
- *   ops.h, ops/  operations: each a pair of layouts
- *   plan.h       blocks of bytes that follow from them; cache
- *   tables.h     the blocks as the kernels read them
- *   uploads.h    those tables in a CUDA device's memory
- *   device.h, devices/          how blocks are copied
- *   pack.h       packing, for transports that move runs of bytes
- *   chunks.h     an exchange in steps, for transports that stage
- *   patience.h   how long to wait
- *   arena.h      the memory that ranks of one host share
- *   text.h       texts in it
- *   whereabouts.h  which call each process is in, for messages
- *   siphash.h    a message authentication code
- *   peers.h, peer_table.h  the other processes of this host, and which of them live; calls.c: how they connect
- *   hello.h      the handshake between two of them
- *   group.h      mailboxes: the order of a group's calls, verdicts
- *   mailbox.h    what they hold; wait.c: waiting, and what ends it; spread.c: ranks that share cores
- *   nccl.h       NCCL, opened at run time
- *   transport.h, transports/    who moves the bytes, and the choice
- *   meeting.h    how the ranks of one host find each other's mailboxes
- *   ledger.h     what they tell each other of calls on GPUs
- *   lane.h       a rank's way through NCCL: staging memory, streams
- *   watch.h      calls under way on a GPU: their errors and limits
- *   spar.h       a rank's part in a group: open, connect, run
- *   binding.h    module.c, plan_object.c, comm_object.c, stream_object.c, capsule.c: what knows Python
+ *   python/      the extension spar._C: module, plan_type, comm_type, streams, dlpack; binding.h joins them
+ *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
+ *   transports/  move the bytes
+ *     transport     the interface, the ordered table, the choice
+ *     rendezvous    how ranks on one host exchange their mailboxes
+ *     shm           pushes into the peers' outputs in shared memory
+ *     nccl/         nccl, its API opened at run time (api), send/recv steps (schedule) through staging buffers and side
+ *                   streams (pipeline), comparison of calls (call_ring), errors and deadlines on GPUs (watchdog)
+ *   ipc/         processes of one host
+ *     arena         the memory that they share
+ *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
+ *     group, mailbox, wait                        the order of a group's calls, publishing, waiting, aborting
+ *     last_call     each process's newest call, for messages
+ *     affinity      SPAR_AFFINITY=1: balances ranks over cores
+ *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a copy scales
+ *     cpu/          strided copies (cpu), scaling (scale), non-temporal stores (nontemporal), copy threads (threads)
+ *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the kernels
+ *                   (kernels.cu, .h, .c), a plan as they read it (block_table), those tables on a device (table_cache)
+ *   plan/        blocks of bytes (plan), their cache (cache), their description (describe)
+ *   ops/         which part of a tensor each rank holds (layout); an operation is a pair of layouts (table, one file
+ *                per family)
+ *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines (deadline),
+ *                libraries opened at run time (dynlib), locks around fork (fork), cores and cgroup limits (cores,
+ *                cgroup), text in shared memory (shared_text), message authentication (siphash), utilities (util)
  *
- * Includes point upwards in this list only. */
+ * A file includes headers of its own folder or of folders below it in this list. */
 #ifndef SPAR_H
 #define SPAR_H
 
 #include "devices/execute.h"
 #include "transports/transport.h"
 
-/* A rank's part in a group, over a transport that spar_choose named; `native` may be NULL. The verdict is for all
- * other ranks: it says whether this rank failed, and why; the status is about memory alone. */
+/* Opens a rank's communicator over a transport that spar_choose returned; `native` may be NULL. The caller sends the
+ * setup result, which has the failure and its reason, to all ranks. The status reports missing memory only. */
 spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world,
                            int rank, int local_ranks, const spar_native *native, spar_comm **comm,
                            spar_setup_result *result);
@@ -55,12 +41,11 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
 /* SPAR_TRANSPORT with the reason of the first rank that failed in a stage; SPAR_OK: none did. */
 spar_status spar_setup_failure(const spar_setup_result *results, int world);
 
-/* Second stage, from everybody's verdicts [world]; gives another verdict. Where no rank's says that it failed,
- * the comm can run. */
+/* Second stage, from all ranks' setup results [world]; sets another one. The communicator can run if none failed. */
 spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline, spar_setup_result *result);
 
-/* One exchange; all ranks of the group call it in the same order. */
+/* Runs one exchange; all ranks of the group must call it in the same order. */
 spar_status spar_comm_run(spar_comm *comm, spar_call *call);
 
 void spar_comm_close(spar_comm *comm);

@@ -1,4 +1,4 @@
-/* How long to wait for other ranks, and whether to go on. */
+/* Deadlines of waits for other ranks, and their cancellation. */
 #ifndef SPAR_DEADLINE_H
 #define SPAR_DEADLINE_H
 
@@ -12,12 +12,14 @@ enum spar_stop { SPAR_CONTINUE, SPAR_STOP_SIGNAL, SPAR_STOP_CLOSED };
 
 typedef struct {
     int64_t at_ns; /* CLOCK_MONOTONIC; 0: none */
-    /* Polled about every 50 ms, on the waiting thread; returns a spar_stop. NULL: never stops. */
+    /* Polled about every 50 ms on the waiting thread; returns a spar_stop, and other than SPAR_CONTINUE cancels the wait.
+     * NULL: never cancels. */
     int (*interrupted)(void *context);
     void *context;
 } spar_deadline;
 
-/* SPAR_INTERRUPTED or SPAR_BROKEN where a wait must end early; `during`: "while NCCL was set up". */
+/* Returns SPAR_INTERRUPTED or SPAR_BROKEN if the wait is cancelled. `during` completes the message: "while NCCL was
+ * set up". */
 static inline spar_status spar_deadline_poll(const spar_deadline *deadline, const char *during)
 {
     int stop = deadline->interrupted ? deadline->interrupted(deadline->context) : SPAR_CONTINUE;
@@ -27,7 +29,7 @@ static inline spar_status spar_deadline_poll(const spar_deadline *deadline, cons
                                     : spar_fail(SPAR_INTERRUPTED, "interrupted %s", during);
 }
 
-/* Whether a status ends a stage for this rank alone: it cannot take part in the next one. */
+/* Whether a status ends the set-up on this rank alone, which then does not take part in the next stage. */
 static inline int spar_ends_wait(spar_status status)
 {
     return status == SPAR_TIMEOUT || status == SPAR_INTERRUPTED || status == SPAR_BROKEN;

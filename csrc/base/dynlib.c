@@ -13,7 +13,7 @@ enum { MOST = 8 };
 static struct {
     pthread_mutex_t lock;
     char *names[MOST], *paths[MOST];
-    spar_dynlib_once *tried; /* all that were, as a list */
+    spar_dynlib_once *tried; /* list of all opened or failed */
 } found = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 void spar_dynlib_set_path(const char *library, const char *path)
@@ -45,7 +45,7 @@ spar_status spar_dynlib_open(const char *library, const char *const *names, void
 {
     char reasons[256] = "";
     *handle = NULL;
-    /* what somebody, as torch, has loaded already fits the rest of this process */
+    /* prefer a library that torch, for example, has loaded: it matches the rest of the process */
     for (int i = 0; names[i] && !*handle; i++)
         *handle = dlopen(names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     if (!*handle)
@@ -94,7 +94,7 @@ spar_status spar_dynlib_open_once(spar_dynlib_once *once)
     return once->status == SPAR_OK ? SPAR_OK : spar_fail(once->status, "%s", once->why);
 }
 
-/* Not taken before a fork: a library may fork while it is loaded. */
+/* The locks are not taken before a fork: a library may fork while it is being loaded. */
 void spar_dynlib_fork(spar_fork_stage stage)
 {
     if (stage != SPAR_FORK_CHILD)

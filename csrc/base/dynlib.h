@@ -1,4 +1,4 @@
-/* Libraries of others that are opened at run time, by name. Nothing of them is needed to build. */
+/* Third-party libraries, opened at run time by name. The build needs neither them nor their headers. */
 #ifndef SPAR_DYNLIB_H
 #define SPAR_DYNLIB_H
 
@@ -6,18 +6,18 @@
 
 #include <pthread.h>
 
-/* Where Python found a library, as "libnvrtc" in a package of its own: tried before the names that the system
- * knows. Kept until the process ends; NULL forgets it. Only before the library is first opened does it matter. */
+/* Sets the path of a library that Python found, such as "libnvrtc" in a wheel. It is tried before the system's names.
+ * Call before the library is first opened; NULL clears the path. */
 void spar_dynlib_set_path(const char *library, const char *path);
 
-/* Opens the first of `names` (ends in NULL) that can be opened; never closed. The error tells each one's. */
+/* Opens the first of `names` (NULL-terminated) that can be opened; never closes it. The error lists each failure. */
 spar_status spar_dynlib_open(const char *library, const char *const *names, void **handle);
 
-/* The function of this name; its absence is an error that names the library. */
+/* Looks a function up; if it is missing, the error names the library. */
 spar_status spar_dynlib_function(void *handle, const char *library, const char *name,
                                  void *function);
 
-/* A library that is opened once for the process; begins with SPAR_DYNLIB_ONCE. */
+/* A library that is opened once per process; initialize with SPAR_DYNLIB_ONCE. */
 typedef struct spar_dynlib_once {
     const char *library;
     const char *const *names;          /* as of spar_dynlib_open */
@@ -32,7 +32,7 @@ typedef struct spar_dynlib_once {
 #define SPAR_DYNLIB_ONCE(library, names, find)                                                     \
     {(library), (names), (find), PTHREAD_MUTEX_INITIALIZER, 0, 0, NULL, SPAR_OK, ""}
 
-/* Opens it and finds its functions; what failed the first time is told again. */
+/* Opens the library and looks its functions up. A first failure is returned again by later calls. */
 spar_status spar_dynlib_open_once(spar_dynlib_once *once);
 
 #endif

@@ -16,7 +16,7 @@ const spar_env_row spar_env_rows[] = {
     {NULL, NULL, NULL, 0, 0, NULL, NULL},
 };
 
-/* Set by torchrun, so neither documented as a setting of spar nor listed among them. */
+/* Set by torchrun: not one of spar's settings, so not in the table. */
 static const spar_env_row local_ranks = {
     "local_ranks", "LOCAL_WORLD_SIZE", "count", 1, INT32_MAX, "", "ranks on this host"};
 
@@ -38,7 +38,7 @@ static int is_digit(char c)
     return c >= '0' && c <= '9';
 }
 
-/* Digits alone, saturated at INT64_MAX. Returns where they end: `text` where there are none. */
+/* Parses digits only, saturating at INT64_MAX. Returns their end; `text` if there are none. */
 static const char *read_digits(const char *text, int64_t *count)
 {
     for (*count = 0; is_digit(*text); text++)

@@ -1,4 +1,4 @@
-/* The environment variables of env.def, read by one parser: Python gets numbers, not texts. */
+/* Parses the environment variables of env.def; Python receives numbers, not text. */
 #ifndef SPAR_ENV_H
 #define SPAR_ENV_H
 
@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-/* The longest time limit: a year. Deadlines in nanoseconds stay far from overflow. */
+/* The longest timeout: a year. Deadlines in nanoseconds stay far from overflow. */
 #define SPAR_LONGEST_S INT64_C(31536000)
 /* The largest count of any variable. */
 #define SPAR_MOST (INT64_C(1) << 62)
@@ -25,17 +25,17 @@ typedef struct {
     int64_t count;
 } spar_env_value;
 
-/* Ends in a row of NULLs. */
+/* Terminated by a row of NULLs. */
 extern const spar_env_row spar_env_rows[];
 
-/* SPAR_INVALID names the variable, its value and what is expected. */
+/* Parses one variable. SPAR_INVALID: the message names the variable, its value and what is expected. */
 spar_status spar_env_get(const spar_env_row *row, spar_env_value *value);
 
-/* The same by field name; "local_ranks" is the launcher's LOCAL_WORLD_SIZE, which is no row. An unknown field is
- * SPAR_INTERNAL. */
+/* The same by field name. "local_ranks" is the launcher's LOCAL_WORLD_SIZE, which has no row. Returns SPAR_INTERNAL for
+ * an unknown field. */
 spar_status spar_env_field(const char *field, spar_env_value *value);
 
-/* Every row and LOCAL_WORLD_SIZE: the first failure. */
+/* Parses every row and LOCAL_WORLD_SIZE; returns the first failure. */
 spar_status spar_env_check(void);
 
 #endif

@@ -1,23 +1,23 @@
-/* Status codes and the last error's text. Every function that can fail returns a status; the text of the
- * newest failure of this thread is kept here, written by spar_fail alone. */
+/* Status codes and the last error. Functions that can fail return a status. The text and the ranks of this thread's
+ * newest failure are kept here; only spar_fail and its variants write them. */
 #ifndef SPAR_ERROR_H
 #define SPAR_ERROR_H
 
 typedef enum {
     SPAR_OK = 0,
-    SPAR_INVALID,     /* an argument's value; Python: ValueError */
-    SPAR_TYPE,        /* an argument's type; Python: TypeError */
+    SPAR_INVALID,     /* Python: ValueError */
+    SPAR_TYPE,        /* Python: TypeError */
     SPAR_NO_MEMORY,   /* Python: spar.OutOfMemoryError */
-    SPAR_MISMATCH,    /* the ranks disagree; Python: spar.MismatchError */
-    SPAR_TIMEOUT,     /* a time limit; Python: spar.ExchangeTimeoutError */
-    SPAR_PEER_LOST,   /* a rank is gone; Python: spar.PeerLostError */
+    SPAR_MISMATCH,    /* calls differ between ranks; Python: spar.MismatchError */
+    SPAR_TIMEOUT,     /* a deadline passed; Python: spar.ExchangeTimeoutError */
+    SPAR_PEER_LOST,   /* a rank died; Python: spar.PeerLostError */
     SPAR_BROKEN,      /* an earlier call broke the group; Python: spar.GroupBrokenError */
-    SPAR_INTERRUPTED, /* the caller was asked to stop, as by Ctrl-C; Python's own exception is set */
-    SPAR_TRANSPORT,   /* a transport that was asked for cannot serve; Python: spar.TransportError */
+    SPAR_INTERRUPTED, /* cancelled, as by Ctrl-C; Python's own exception is set */
+    SPAR_TRANSPORT,   /* the requested transport cannot serve; Python: spar.TransportError */
     SPAR_INTERNAL,    /* a bug in spar; Python: spar.SparError */
 } spar_status;
 
-/* The ranks that caused an error, the first of them where they are many. */
+/* The ranks that caused an error: the first 64. */
 typedef struct {
     int count, rank[64];
 } spar_ranks;

@@ -2,7 +2,7 @@
 
 #include <pthread.h>
 
-/* In the order in which a thread that holds several takes them. */
+/* In lock order. */
 static void (*const files[])(spar_fork_stage stage) = {
     spar_plan_cache_fork, spar_arena_fork, spar_peers_fork,
     spar_dynlib_fork,     spar_nccl_fork,  spar_watchdog_fork,
@@ -28,7 +28,7 @@ static void in_child(void)
         files[i](SPAR_FORK_CHILD);
 }
 
-/* When the library is loaded: any of its functions may be the first that takes a lock. */
+/* Runs when the library is loaded, before any function can take a lock. */
 __attribute__((constructor)) static void register_handlers(void)
 {
     pthread_atfork(prepare, in_parent, in_child);

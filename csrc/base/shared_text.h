@@ -1,14 +1,14 @@
-/* Texts in memory that ranks share, which another may read while they change.
+/* Text in memory that ranks share; a peer may read it while it changes.
  *
- * They go word by word: who sees a new word sees, too, what its writer stored before it, by which it tells that
- * the text is not whole. */
+ * It is stored word by word with release order: a reader that sees a new word also sees what the writer stored before
+ * it, and so can detect an incomplete text. */
 #ifndef SPAR_SHARED_TEXT_H
 #define SPAR_SHARED_TEXT_H
 
 #include <stdint.h>
 #include <string.h>
 
-/* As much as fits into `count` words with a zero behind it; the rest is zeros. */
+/* Stores the text, cut to fit `count` words with its terminator, and zeros after it. */
 static inline void spar_shared_text_write(uint64_t *target, int count, const char *text)
 {
     size_t left = strnlen(text, (size_t)count * sizeof *target - 1);
@@ -22,7 +22,7 @@ static inline void spar_shared_text_write(uint64_t *target, int count, const cha
     }
 }
 
-/* All `count` words, whatever they hold; the last byte of `text` [count * 8] is zero. */
+/* Reads all `count` words, whatever they hold, and terminates `text` [count * 8]. */
 static inline void spar_shared_text_read(const uint64_t *source, int count, char *text)
 {
     for (int i = 0; i < count; i++) {

@@ -11,7 +11,7 @@ typedef struct {
 
 spar_key spar_siphash(const spar_key *key, const void *data, size_t size);
 
-/* In a time that does not depend on the bytes. */
+/* Compares in constant time. */
 int spar_key_same(const spar_key *a, const spar_key *b);
 
 #endif

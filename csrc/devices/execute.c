@@ -60,7 +60,7 @@ spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int pe
     if (plan->ntensors > 8 && !(from = malloc((size_t)plan->ntensors * sizeof *from)))
         return spar_fail(SPAR_NO_MEMORY, "no memory for %d tensors", plan->ntensors);
     for (int t = 0; t < plan->ntensors; t++)
-        from[t] = wire; /* a peer's tensors lie one behind the other */
+        from[t] = wire; /* a peer's tensors are concatenated */
     spar_status status = device->copy_blocks(plan->blocks + range->first, range->count, plan->dims,
                                              from, &outputs, 1, scale, stream);
     if (from != on_stack)
@@ -88,7 +88,7 @@ spar_status spar_push(const spar_plan *plan, const spar_device *device, const vo
         return device->copy_blocks(plan->blocks + all->first, all->count, plan->dims, inputs,
                                    outputs, plan->world, scale, stream);
     for (int i = 0; i < plan->world; i++) {
-        int rank = (plan->rank + i) % plan->world; /* not everybody to the same peer at once */
+        int rank = (plan->rank + i) % plan->world; /* ranks start with different peers */
         SPAR_TRY(device->copy_blocks(plan->blocks + all[rank].first, all[rank].count, plan->dims,
                                      inputs, &outputs[rank], 1, scale, stream));
     }

@@ -1,4 +1,4 @@
-/* A factor, applied to items on their way: to the bit what torch computes for their dtype. */
+/* Scaling during a copy, bit-identical to torch for each dtype. */
 #ifndef SPAR_SCALE_H
 #define SPAR_SCALE_H
 
@@ -22,21 +22,21 @@ typedef struct {
 /* By code; SPAR_UNSCALED is {"as_is", NULL, 1, 0}. */
 extern const spar_scale_type spar_scale_types[SPAR_SCALE_TYPES];
 
-/* What happens to each item: x * factor, or x / factor. */
+/* Each item becomes x * factor or x / factor. */
 typedef struct {
     spar_dtype dtype; /* SPAR_UNSCALED: the bytes are copied as they are */
     int divide;
     double factor;
 } spar_scale;
 
-/* The same factor, as a product where that gives the same bits: x / 2^k is x * 2^-k, several times faster. */
+/* Replaces a division by a multiplication if that gives the same bits: x / 2^k is x * 2^-k, several times faster. */
 spar_scale spar_scale_simple(const spar_scale *scale);
 
-/* n items, `ds` and `ss` bytes apart, of a dtype that is scaled; also in place. */
+/* Scales n items with destination stride `ds` and source stride `ss`, in bytes; may be in place. */
 void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64_t n, int64_t ds,
                       int64_t ss);
 
-/* The same for items that lie one behind the other, past the caches, to each of the targets. */
+/* The same for contiguous items, to each of the targets, with non-temporal stores. */
 void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int targets, const char *from,
                             int64_t bytes);
 

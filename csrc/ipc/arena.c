@@ -27,7 +27,7 @@ static const int64_t GIVEN_BACK_AT_ONCE = (int64_t)64 << 20; /* bytes in one cal
 
 enum state { FREE, USED, QUARANTINED };
 
-/* All blocks, free ones too, are one list in the order of their addresses, without gaps. */
+/* All blocks, free ones too, are one list in address order, without gaps. */
 struct spar_memory {
     spar_memory *before, *after;
     int64_t offset, size;
@@ -68,7 +68,8 @@ static int64_t default_cap(int local_ranks)
 /* With the lock held. */
 static spar_status make(int64_t max_bytes, int local_ranks)
 {
-    int64_t most = ((int64_t)1 << 45) / local_ranks; /* of the address space that all map */
+    int64_t most =
+        ((int64_t)1 << 45) / local_ranks; /* so that all arenas fit into the address space */
     int64_t cap = max_bytes ? max_bytes : default_cap(local_ranks);
     int64_t length = (cap < most ? cap : most) & ~(GRANULE - 1);
     if (length < GRANULE)
@@ -97,7 +98,7 @@ static spar_status make(int64_t max_bytes, int local_ranks)
         free(used);
         return status;
     }
-    madvise(base, whole, MADV_DONTDUMP); /* a crash would write all of it out */
+    madvise(base, whole, MADV_DONTDUMP); /* a core dump would contain all of it */
     all->size = length;
     arena.first = all;
     arena.used = used;
@@ -109,9 +110,9 @@ static spar_status make(int64_t max_bytes, int local_ranks)
     return SPAR_OK;
 }
 
-/* The mapping stays, as an output that the child captured is live memory, but becomes private: the child's writes
- * reach neither the parent nor its peers. Pages that the child has not written still show the parent's writes. Mapped
- * elsewhere first: where the kernel refuses (strict overcommit), the shared mapping stays whole. */
+/* Keeps the mapping, since the child may use an inherited output, but makes it private: the child's writes reach neither
+ * the parent nor its peers. Pages that the child has not written still show the parent's writes. It is mapped elsewhere
+ * first: if the kernel refuses (strict overcommit), the shared mapping stays. */
 static void make_private_in_child(void)
 {
     size_t whole = (size_t)arena.length + SPAR_ARENA_TAIL;
@@ -167,7 +168,7 @@ int spar_arena_is_own(void)
     return arena.owner == getpid();
 }
 
-/* Makes the pages of [offset, offset + size) present, and notes that they are in use. With the lock held. */
+/* Faults the pages of [offset, offset + size) in, and marks them as used. With the lock held. */
 static spar_status populate(int64_t offset, int64_t size)
 {
     int64_t last = (offset + size - 1) >> GRANULE_BITS;
@@ -197,8 +198,8 @@ static spar_status populate(int64_t offset, int64_t size)
     return SPAR_OK;
 }
 
-/* Gives pages of free blocks that were last in use `before` then back to the system, until it was `most` bytes.
- * With the lock held. */
+/* Returns pages of free blocks that were last used before `before` to the system, at most `most` bytes. With the lock
+ * held. */
 static int64_t give_back(uint32_t before, int64_t most)
 {
     int64_t returned = 0;
@@ -224,7 +225,7 @@ static int64_t give_back(uint32_t before, int64_t most)
     return returned;
 }
 
-/* Now and then, inside a call: there is no thread for it. With the lock held. */
+/* Called inside allocations, at most once a second: there is no thread for it. With the lock held. */
 static void give_back_idle(void)
 {
     uint32_t now = now_s();
@@ -241,7 +242,7 @@ void spar_arena_idle(uint32_t seconds)
     pthread_mutex_unlock(&arena.lock);
 }
 
-/* One with the free block behind it. With the lock held. */
+/* Merges a block with the free block behind it. With the lock held. */
 static void merge_with_next(spar_memory *block)
 {
     spar_memory *next = block->after;
@@ -267,7 +268,7 @@ static void make_free(spar_memory *block)
         merge_with_next(block->before);
 }
 
-/* Frees what may be used again by now. With the lock held. */
+/* Frees quarantined blocks that are settled. With the lock held. */
 static void release_settled(void)
 {
     for (spar_memory *block = arena.first; block && arena.quarantined_blocks;

@@ -1,4 +1,4 @@
-/* How processes of this host come to be connected: the listener, whom set-ups expect, and who calls. */
+/* Connects processes of this host: the listener, the processes that set-ups expect, and the callers. */
 #include "base/fork.h"
 #include "ipc/handshake.h"
 #include "base/deadline.h"
@@ -18,13 +18,13 @@ enum { MOST_EXPECTED = 1024, MOST_CALLERS = 8, BACKLOG = 128 };
 
 static const int64_t CALLER_NS = 5000000000, REDIAL_NS = 1000000;
 
-/* A process that set-ups expect. */
+/* An expected process. */
 typedef struct {
     spar_endpoint endpoint;
     spar_key key;
     int setups;               /* that expect it */
-    spar_handshake handshake; /* this side's, where it is the dialer */
-    char failure[80];         /* of the newest handshake; empty: it goes on, or was not begun */
+    spar_handshake handshake; /* this side's, if it dials */
+    char failure[80];         /* of the newest handshake; empty: running or not begun */
 } expected;
 
 static struct {
@@ -33,7 +33,7 @@ static struct {
     int listener;
     int nexpected, ncallers;
     expected *expected[MOST_EXPECTED];
-    spar_handshake callers[MOST_CALLERS]; /* accepted, and not proven */
+    spar_handshake callers[MOST_CALLERS]; /* accepted, not authenticated */
     int64_t foreign, unproven;
 } table = {.listener = -1}; /* under spar_peers_lock */
 
@@ -47,7 +47,7 @@ static socklen_t address_of(const spar_endpoint *endpoint, struct sockaddr_un *a
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
 }
 
-/* A forked child must not hold its parent's connections open, nor speak for it. */
+/* A forked child must neither hold its parent's connections open nor answer for it. */
 static void close_in_child(void)
 {
     spar_close_fd(&table.listener);
@@ -98,7 +98,7 @@ spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
 
 /* ---- dialing ---- */
 
-/* One look at a handshake in which the other side may prove itself; connected, it is among the peers. */
+/* Polls a handshake once; adds the peer when it is connected. */
 static spar_handshake_state step(spar_handshake *handshake)
 {
     spar_peer peer = {.key = handshake->key};
@@ -158,7 +158,7 @@ static spar_status dial(expected *e)
     return status;
 }
 
-/* The newest handshake failed, as spar_last_error says. */
+/* Records that the newest handshake failed, as spar_last_error states. */
 static void note_failure(expected *e)
 {
     snprintf(e->failure, sizeof e->failure, "%s", spar_last_error());
@@ -193,7 +193,7 @@ static expected *add_expected(const spar_endpoint *endpoint, const spar_key *key
 
 /* ---- callers ---- */
 
-/* A caller that must go: it may dial again. */
+/* Drops a caller, which may dial again. */
 static void postpone(int i)
 {
     spar_handshake_postpone(&table.callers[i], &table.own);
@@ -227,14 +227,14 @@ static spar_handshake_state step_caller(spar_handshake *caller)
         return SPAR_HANDSHAKE_DROPPED; /* one connection serves all groups */
     state = step(caller);
     if (state ==
-        SPAR_HANDSHAKE_CONNECTED) /* what counts where the connection has ended before it is used */
+        SPAR_HANDSHAKE_CONNECTED) /* the failure to report if the connection ends before it is used */
         snprintf(e->failure, sizeof e->failure, "the process hung up");
     if (state == SPAR_HANDSHAKE_REFUSED)
         note_failure(e);
     return state;
 }
 
-/* One look at a caller; it may be gone after it, and the last one be in its place. */
+/* Polls a caller once; may drop it and move the last one into its place. */
 static void poll_caller(int i)
 {
     spar_handshake *caller = &table.callers[i];
@@ -249,7 +249,7 @@ static void poll_caller(int i)
     }
 }
 
-/* A connection from outside: unread, closed where it is another user's. */
+/* Adds an accepted connection; closes it unread if it is another user's. */
 static void accept_caller(int fd)
 {
     struct ucred owner;
@@ -269,7 +269,7 @@ static void accept_caller(int fd)
     poll_caller(table.ncallers - 1);
 }
 
-/* Without a descriptor for it a call cannot be taken: it ends with the socket that it came to. */
+/* Without a free descriptor no connection can be accepted: replacing the listener drops the pending ones. */
 static spar_status reset_listener(void)
 {
     spar_status status = spar_fail(SPAR_TRANSPORT, "taking a call: %s", strerror(errno));
@@ -280,7 +280,7 @@ static spar_status reset_listener(void)
     return spar_fail(status, "%s", reason);
 }
 
-/* Takes calls that came in, at most as many as the backlog holds. */
+/* Accepts pending connections, at most a backlog of them. */
 static spar_status accept_callers(void)
 {
     /* accept4 alone would fail for want of a descriptor where nobody calls */
@@ -297,7 +297,7 @@ static spar_status accept_callers(void)
     return SPAR_OK;
 }
 
-/* One step of all handshakes. */
+/* Polls all handshakes once. */
 static spar_status poll_handshakes(void)
 {
     for (int i = table.ncallers - 1; i >= 0; i--)
@@ -308,7 +308,7 @@ static spar_status poll_handshakes(void)
     return accept_callers();
 }
 
-/* ---- what set-ups ask for ---- */
+/* ---- for set-ups ---- */
 
 spar_status spar_peers_expect(const spar_endpoint *endpoint, const spar_key *secret)
 {
@@ -376,7 +376,7 @@ int spar_peers_open_pidfd(const spar_endpoint *endpoint)
     if (fd < 0)
         return SPAR_PEERS_UNKNOWN;
     pthread_mutex_lock(&spar_peers_lock);
-    accept_callers(); /* room in the backlog, for the others' watches; no descriptors left: they retry */
+    accept_callers(); /* makes room in the backlog for peers that open pidfds; they retry if no descriptor is left */
     while (table.nexpected == 0 && table.ncallers)
         postpone(0);
     pthread_mutex_unlock(&spar_peers_lock);

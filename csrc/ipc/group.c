@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 static const char MAGIC[8] = "spar box";
-/* Twice what it takes to be woken: less, and two ranks may go on sleeping in turn. */
+/* Twice the wake-up latency: with less, two ranks may keep sleeping alternately. */
 static const int64_t SPIN_NS = 200000;
 
 static void wake(uint32_t *word)
@@ -20,7 +20,7 @@ static void wake(uint32_t *word)
     syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* The only way in which a word becomes visible: after everything this thread wrote, streamed or not. */
+/* The only function that makes a word visible: after all stores of this thread, non-temporal ones too. */
 static void publish(mailbox *box, uint32_t *word, uint32_t value)
 {
     spar_nontemporal_fence();
@@ -30,7 +30,7 @@ static void publish(mailbox *box, uint32_t *word, uint32_t value)
         wake(word);
 }
 
-/* ---- giving up ---- */
+/* ---- aborting ---- */
 
 void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const spar_ranks *ranks,
                       const char *reason)
@@ -68,12 +68,12 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
     uint32_t broken_call;
     spar_status status = spar_group_check(g, &broken_call);
     if (status == SPAR_PEER_LOST && broken_call == g->call + 1) {
-        g->call++; /* others found the death in this very call */
+        g->call++; /* peers found the death in this call */
         return status;
     }
     if (status != SPAR_OK)
         return spar_fail_ranks(SPAR_BROKEN, spar_last_error_ranks(), "%s", spar_last_error());
-    if (g->failed) { /* the others may still be reading why */
+    if (g->failed) { /* peers may still be reading the reason */
         SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, deadline));
         g->failed = 0;
     }
@@ -82,7 +82,7 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
     return SPAR_OK;
 }
 
-/* The verdict over everybody's words, the same on all ranks; with the texts of all where they disagree. */
+/* Compares all headers, with the same result on all ranks; on a mismatch collects all descriptions. */
 static spar_status compare_headers(spar_group *g,
                                    void (*describe)(void *context, char *text, size_t size),
                                    void *context, spar_call_header *all,
@@ -155,7 +155,7 @@ void spar_group_fail(spar_group *g, spar_status status, const char *text)
 
 /* ---- life ---- */
 
-/* From a mailbox to what lies behind it. */
+/* The length of a mailbox, without the extra bytes. */
 static int64_t own_length(int world)
 {
     return ((int64_t)sizeof(mailbox) + world + 63) / 64 * 64;
@@ -294,7 +294,7 @@ void spar_group_start_at(spar_group *g, uint32_t call)
     g->call = g->own->published = g->own->done = g->own->described = call;
 }
 
-/* No member will write to our memory in this call any more. */
+/* Whether no peer will write to our memory in this call any more. */
 static int call_settled(void *group, uint32_t call)
 {
     spar_group *g = group;
@@ -309,7 +309,7 @@ static int call_settled(void *group, uint32_t call)
     return settled;
 }
 
-/* No member will look at our mailbox any more. */
+/* Whether no peer will access our mailbox any more. */
 static int mailbox_settled(void *group, uint32_t unused)
 {
     spar_group *g = group;
@@ -339,7 +339,7 @@ static void forget(void *group)
     free_group(g);
 }
 
-/* The last of those who look at the others' mailboxes says goodbye: nothing of theirs is touched after it. */
+/* The last use of the peers' mailboxes sets `detached` there: no later access. */
 static void leave(void *group)
 {
     spar_group *g = group;
@@ -362,7 +362,7 @@ void spar_group_hold(spar_group *g)
     __atomic_add_fetch(&g->uses, 1, __ATOMIC_RELAXED);
 }
 
-/* The arenas of ranks that died: blocks of ours may go on referring to the group for as long as others live. */
+/* Unmaps the arenas of dead ranks: our blocks may hold the group for as long as other peers live. */
 static void unmap_dead(spar_group *g)
 {
     for (int rank = 0; rank < g->world; rank++) {

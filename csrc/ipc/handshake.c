@@ -77,7 +77,7 @@ static message begin(const spar_handshake *h, const spar_endpoint *own, uint64_t
     return m;
 }
 
-/* Whether it was sent; a failure is in errno. Without sendmsg, which a sandbox may forbid: only descriptors need it. */
+/* Whether it was sent; else errno is set. Avoids sendmsg, which a sandbox may forbid: only descriptors need it. */
 static int send_plain(const spar_handshake *h, const message *m)
 {
     return send(h->socket, m, sizeof *m, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof *m;
@@ -103,7 +103,7 @@ static int send_arena(const spar_handshake *h, const spar_endpoint *own)
     return sendmsg(h->socket, &envelope, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof m;
 }
 
-/* This side cannot go on, as spar_last_error says; the other, which is proven, learns why. */
+/* Fails as spar_last_error states, and reports that to the peer, which is authenticated. */
 static spar_handshake_state refuse(const spar_handshake *h, const spar_endpoint *own)
 {
     message m = begin(h, own, REFUSAL);
@@ -113,8 +113,8 @@ static spar_handshake_state refuse(const spar_handshake *h, const spar_endpoint 
     return SPAR_HANDSHAKE_REFUSED;
 }
 
-/* Looks at the next message and leaves it there, so that no descriptor arrives yet: 1 where there is one, 0 where
- * there is none yet, -1 where none will come, or something else came. */
+/* Peeks at the next message, so that no descriptor is received yet. 1: there is one; 0: not yet; -1: hang-up, or not a
+ * valid message. */
 static int peek(const spar_handshake *h, message *m)
 {
     const int how = MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT;
@@ -130,15 +130,15 @@ static int peek(const spar_handshake *h, message *m)
     return 1;
 }
 
-/* Takes the message that was peeked at, without what descriptors may be with it: the system closes those. */
+/* Receives the peeked message without its descriptors, which the kernel closes. */
 static void take(const spar_handshake *h)
 {
     char byte;
     if (recv(h->socket, &byte, 1, MSG_DONTWAIT) < 0)
-        return; /* it was there; if not, the next look will show it */
+        return; /* it was peeked; if it failed, the next peek fails too */
 }
 
-/* The same with its descriptor; -1 where it has none, or could not be received. */
+/* Receives it with its descriptor; -1: it has none, or it could not be received. */
 static int take_descriptor(const spar_handshake *h)
 {
     message m;
@@ -171,7 +171,7 @@ static int take_descriptor(const spar_handshake *h)
 
 /* ---- arenas ---- */
 
-/* Maps what the descriptor is of, if it is an arena that cannot shrink under us. */
+/* Maps the descriptor if it is an arena that is sealed against shrinking. */
 static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
 {
     struct stat status;
@@ -208,7 +208,7 @@ static void release_arena(spar_peer *peer)
     peer->base = NULL;
 }
 
-/* ---- who is at the other end ---- */
+/* ---- the peer process ---- */
 
 int spar_handshake_same_user(int socket, struct ucred *owner)
 {
@@ -296,7 +296,7 @@ static spar_handshake_state offer(spar_handshake *h, const spar_endpoint *own)
     take(h);
     h->step = OFFERED;
     if (send_arena(h, own) || errno == EPIPE || errno == ECONNRESET)
-        return SPAR_HANDSHAKE_PENDING; /* where the answerer hung up, it may have said before what to do */
+        return SPAR_HANDSHAKE_PENDING; /* an answerer that hung up may have sent a LATER or REFUSAL before */
     spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s", strerror(errno));
     return refuse(h, own);
 }

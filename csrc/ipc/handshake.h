@@ -1,13 +1,13 @@
-/* The handshake over one connection between two processes, for calls.c.
+/* The handshake over one connection between two processes, for connections.c.
  *
  *     dialer   -> CALL      both endpoints, the dialer's challenge
  *     answerer -> CHALLENGE the answerer's challenge, its proof
  *     dialer   -> ARENA     the dialer's proof, and its arena's descriptor
  *     answerer -> ARENA     the answerer's proof, and its arena's descriptor
  *
- * A proof is a code over the whole message and both challenges, by the key that only the two processes can derive:
- * it shows that the sender knows the secrets that travel in the group's facts, and that the message is of this
- * handshake. Neither side sends a descriptor, takes one, or says why it refuses, before the other has proved itself.
+ * A proof is a MAC over the whole message and both challenges, with a key that only the two processes can derive. It
+ * proves that the sender knows the secrets exchanged in the group's peer info, and that the message belongs to this
+ * handshake. Before a peer has authenticated, a process sends it no descriptor, receives none, and reports no reason.
  * No function here waits. */
 #ifndef SPAR_HANDSHAKE_H
 #define SPAR_HANDSHAKE_H
@@ -16,13 +16,13 @@
 
 #include <sys/socket.h>
 
-/* How far a handshake is. */
+/* The steps of a handshake. */
 enum {
-    CONNECTING, /* dialer: the other's backlog was full */
+    CONNECTING, /* dialer: the answerer's backlog was full */
     CALLED,     /* dialer: sent CALL */
     OFFERED,    /* dialer: sent ARENA */
-    ACCEPTED,   /* answerer: has read nothing */
-    CLAIMED,    /* answerer: read CALL: whose endpoint it claims is known */
+    ACCEPTED,   /* answerer: accepted, nothing read */
+    CLAIMED,    /* answerer: read CALL, which claims an endpoint */
     CHALLENGED, /* answerer: sent CHALLENGE */
 };
 
@@ -30,7 +30,7 @@ typedef struct {
     int socket; /* -1: none */
     int step;
     int64_t since_ns;
-    spar_endpoint other; /* an answerer only knows what the other claims */
+    spar_endpoint other; /* the peer; for an answerer, what it claims */
     spar_key key;
     spar_key challenges[2]; /* the dialer's, the answerer's */
 } spar_handshake;
@@ -38,9 +38,9 @@ typedef struct {
 typedef enum {
     SPAR_HANDSHAKE_PENDING,
     SPAR_HANDSHAKE_CONNECTED,
-    SPAR_HANDSHAKE_LATER,   /* dialer: the answerer had no room for it: dial again */
-    SPAR_HANDSHAKE_DROPPED, /* answerer: hung up, or unproven: not worth a word */
-    SPAR_HANDSHAKE_REFUSED, /* one side could not go on: spar_last_error */
+    SPAR_HANDSHAKE_LATER,   /* dialer: the answerer is full; dial again */
+    SPAR_HANDSHAKE_DROPPED, /* answerer: hung up or not authenticated: close without an answer */
+    SPAR_HANDSHAKE_REFUSED, /* one side failed: spar_last_error */
 } spar_handshake_state;
 
 static inline int spar_endpoint_same(const spar_endpoint *a, const spar_endpoint *b)
@@ -48,31 +48,31 @@ static inline int spar_endpoint_same(const spar_endpoint *a, const spar_endpoint
     return a->pid == b->pid && a->nonce == b->nonce;
 }
 
-/* The key of a pair, from both processes' secrets; the same on both. */
+/* Derives a pair's key from both secrets; the same on both sides. */
 spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a,
                             const spar_endpoint *b, const spar_key *secret_b);
 
-/* Whether the process at the other end has this process's user; *owner: its user and, where it can be seen, its id. */
+/* Whether the peer process has this process's user; *owner: its user and, if visible, its pid. */
 int spar_handshake_same_user(int socket, struct ucred *owner);
 
 /* The dialer's first message; `hello->other` and `key` are set. */
 spar_status spar_handshake_call(spar_handshake *handshake, const spar_endpoint *own);
 
-/* The answerer's first look: CLAIMED when the CALL has come. */
+/* Polls for the CALL; the step is CLAIMED once it was read. */
 spar_handshake_state spar_handshake_read_call(spar_handshake *handshake, const spar_endpoint *own);
 
-/* The answerer's first message, to an endpoint that is expected. */
+/* Sends the answerer's first message, to an expected endpoint. */
 spar_handshake_state spar_handshake_challenge(spar_handshake *handshake, const spar_endpoint *own,
                                               const spar_key *key);
 
-/* One look at what came in: either side's later steps. On SPAR_HANDSHAKE_CONNECTED the peer has the arena. */
+/* Polls once for either side's later messages. On SPAR_HANDSHAKE_CONNECTED the peer has its arena. */
 spar_handshake_state spar_handshake_step(spar_handshake *handshake, const spar_endpoint *own,
                                          spar_peer *peer);
 
-/* Asks a caller to dial again, and hangs up. */
+/* Asks the dialer to dial again, and hangs up. */
 void spar_handshake_postpone(spar_handshake *handshake, const spar_endpoint *own);
 
-/* Of the process at the other end, the caller's to close; -1 where the system has none. */
+/* Opens a pidfd of the peer process; -1: the system has none. The caller closes it. */
 int spar_handshake_pidfd(int socket);
 
 #endif

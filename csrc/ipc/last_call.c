@@ -4,10 +4,10 @@
 
 enum { GROUP = 8, OP = 4 }; /* words of 8 bytes */
 
-/* Written by any thread of its owner, one at a time: `turn` is odd meanwhile. */
+/* A sequence lock: any thread of the owner writes, one at a time, while `sequence` is odd. */
 typedef struct {
     uint32_t sequence, ended, call,
-        unused; /* ended: the turn of the newest that did, + 1 where it gave up */
+        unused; /* ended: the sequence of the newest call that did, + 1 if it was aborted */
     uint64_t group[GROUP], op[OP];
 } shared_call;
 
@@ -30,7 +30,7 @@ uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call)
     uint32_t sequence = record ? __atomic_load_n(&record->sequence, __ATOMIC_RELAXED) : 1;
     if (sequence % 2 || !__atomic_compare_exchange_n(&record->sequence, &sequence, sequence + 1, 0,
                                                      __ATOMIC_ACQUIRE, __ATOMIC_RELAXED))
-        return 0; /* another thread begins a call just now: that one is as new */
+        return 0; /* another thread is recording its call, which is as new */
     __atomic_store_n(&record->call, call, __ATOMIC_RELEASE);
     spar_shared_text_write(record->group, GROUP, group ? group : "unnamed");
     spar_shared_text_write(record->op, OP, op ? op : "a call");

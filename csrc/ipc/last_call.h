@@ -1,11 +1,11 @@
-/* Where each process is: the newest call that it began, on any group. It is kept behind the process's arena, where
- * peers look when it does not come to theirs. Words for a message: nobody waits for them or trusts them. */
+/* Each process's newest call, on any group, stored behind its arena. Peers read it for the message of a call that it did
+ * not make; it is informational, and never trusted. */
 #ifndef SPAR_LAST_CALL_H
 #define SPAR_LAST_CALL_H
 
 #include "ipc/arena.h"
 
-/* This process begins a call; does nothing without an arena. Returns what `end` takes. */
+/* Records that this process begins a call, if it has an arena; pass the returned sequence to spar_last_call_end. */
 uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call);
 void spar_last_call_end(uint32_t begun, int gave_up);
 

@@ -1,4 +1,4 @@
-/* The connected peers, as calls.c sees them. The lock is held around each of these. */
+/* The connected peers, for connections.c. All functions require the lock. */
 #ifndef SPAR_PEER_TABLE_H
 #define SPAR_PEER_TABLE_H
 
@@ -7,20 +7,20 @@
 #include <pthread.h>
 #include <unistd.h>
 
-/* Of everything in peers.c and calls.c; no lock is taken while it is held. */
+/* Guards all state of peers.c and connections.c; a leaf lock. */
 extern pthread_mutex_t spar_peers_lock;
 
-/* The connected peer of this endpoint; not by a connection that the living other side gave up, as one that could not
- * map our arena does: groups may hold it for long. */
+/* Returns the connected peer of an endpoint. Skips a connection that a live peer closed, for example because it could not
+ * map our arena: groups may hold it for long. */
 spar_peer *spar_peers_find(const spar_endpoint *endpoint);
 
-/* Takes over the peer's descriptors and mapping, also on failure. */
+/* Adds a peer; takes over its descriptors and mapping, also on failure. */
 spar_status spar_peers_add(const spar_peer *peer);
 
-/* Forgets those that no group uses and that hung up: they may call again. */
+/* Drops peers that hung up and that no group uses: they may reconnect. */
 void spar_peers_sweep_locked(void);
 
-/* A forked child must not hold its parent's connections open. */
+/* In a forked child: closes the parent's connections. */
 void spar_peers_close_in_child(void);
 
 static inline void spar_close_fd(int *fd)

@@ -86,7 +86,7 @@ spar_status spar_peers_add(const spar_peer *peer)
     return spar_fail(SPAR_TRANSPORT, "no room for another process");
 }
 
-/* ---- what groups ask for ---- */
+/* ---- for groups ---- */
 
 void spar_peers_unmap(spar_peer *peer)
 {

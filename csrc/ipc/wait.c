@@ -1,4 +1,4 @@
-/* Waiting for the other ranks of a group, and what ends it early: a death, somebody who gave up, Ctrl-C, the time limit. */
+/* Waiting for the peers of a group, and what aborts it: a death, a peer that aborted, Ctrl-C, the deadline. */
 #include "ipc/mailbox.h"
 
 #include "base/util.h"
@@ -18,8 +18,7 @@
 #endif
 
 static const int64_t SLICE_NS = 50000000;
-/* Of a turn of looking: from LENT_NS on another process had the core, from KEPT_NS on no rank that
- * waits in between. */
+/* Duration of one poll: from YIELDED_NS on another process had the core; from PREEMPTED_NS on it was no waiting rank. */
 static const int64_t YIELDED_NS = 3000, PREEMPTED_NS = 1000000;
 
 static uint32_t *progress_of(mailbox *box, enum spar_progress which)
@@ -33,7 +32,7 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
 {
     char reason[SPAR_GROUP_TEXT];
     for (int i = 0; i < g->world; i++) {
-        int rank = (g->rank + i) % g->world; /* one's own first */
+        int rank = (g->rank + i) % g->world; /* the own mailbox first */
         uint32_t broken = __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE);
         if (!broken)
             continue;
@@ -51,8 +50,8 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
     return SPAR_OK;
 }
 
-/* Gives up because of all ranks whose word is missing, and who hung up, if `gone`: "rank 2 (process 71), rank 3
- * (process 72) died ...". SPAR_OK where there is none. */
+/* Aborts because of all peers whose word is missing, or only those that also hung up: "rank 2 (process 71), rank 3
+ * (process 72) died ...". SPAR_OK: there is none. */
 static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up,
                                 enum spar_progress which, uint32_t call, const char *what)
 {
@@ -62,7 +61,8 @@ static spar_status fail_missing(spar_group *g, spar_status status, int only_hung
     for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++) {
         int aborted = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
         if (!g->peers[rank] || (only_hung_up && (aborted || !spar_peer_hung_up(g->peers[rank]))) ||
-            spar_has_reached(progress_of(g->boxes[rank], which), call)) /* it may have ended well */
+            spar_has_reached(progress_of(g->boxes[rank], which),
+                             call)) /* it finished, and may have exited */
             continue;
         spar_append(text, sizeof text, "%srank %d (process %lld)", *text ? ", " : "", rank,
                     (long long)g->peers[rank]->endpoint.pid);
@@ -75,12 +75,12 @@ static spar_status fail_missing(spar_group *g, spar_status status, int only_hung
     return spar_fail_ranks(status, &ranks, "%s", text);
 }
 
-/* What can end a wait early; looked at about every 50 ms. */
+/* Polls about every 50 ms for what ends a wait early. */
 static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t call,
                               const spar_deadline *deadline)
 {
     uint32_t broken_call;
-    /* first: all survivors shall tell of a death */
+    /* first, so that all survivors report a death */
     SPAR_TRY(fail_missing(g, SPAR_PEER_LOST, 1, which, call, " died before the end of call %u"));
     SPAR_TRY(spar_group_check(g, &broken_call));
     int stop = deadline->interrupted ? deadline->interrupted(deadline->context) : SPAR_CONTINUE;
@@ -98,10 +98,9 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
     return SPAR_OK;
 }
 
-/* Before sleeping. Each turn lends the core to who wants it. Where ranks share cores that may be the
- * rank that is awaited: its time is not counted, unless it keeps the core for long (sleepers come
- * before who does) or takes it until it is time to look up. After a sleep there are fewer looks
- * then, after a success more. */
+/* Spins before sleeping; returns 1 if the word arrived. Each iteration yields the core.
+ * If ranks share cores, the awaited rank may be the one that gets it, so that time is not counted, unless it is long: a
+ * sleeper would then be scheduled first. After a sleep it spins for shorter, after a success for longer. */
 static int spin(spar_group *g, const uint32_t *word, uint32_t call)
 {
     int64_t most = g->own_core ? g->spin_ns : g->current_spin_ns;

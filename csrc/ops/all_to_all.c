@@ -1,6 +1,6 @@
 /* y on rank r = concat over p of x_p.split(sizes, scatter)[r] along gather.
  *
- * The input is cut along the gather dim, the output along the scatter dim; both by the size rule. */
+ * The input is sharded along the gather dim, the output along the scatter dim, both by the size rule. */
 #include "ops/table.h"
 
 #include <string.h>

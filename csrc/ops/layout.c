@@ -8,7 +8,7 @@ int64_t spar_shard_size(int64_t total, int world, int rank)
     return total / world + (rank < total % world);
 }
 
-/* An empty layout with room for `most` pieces. */
+/* Allocates an empty layout of up to `most` pieces. */
 static spar_status start(spar_layout *layout, int dim, int64_t total, int world, int64_t most)
 {
     int64_t bytes;
@@ -23,7 +23,7 @@ static spar_status start(spar_layout *layout, int dim, int64_t total, int world,
                      (long long)most, world);
 }
 
-/* The next piece of `rank`, behind what it has; ranks come in order. */
+/* Appends a piece to `rank`'s, in rank order; merges it with an adjacent one. */
 static void add(spar_layout *layout, int rank, int64_t global, int64_t extent)
 {
     int64_t *end = &layout->first[rank + 1], local = 0;
@@ -89,7 +89,7 @@ spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int 
     return SPAR_OK;
 }
 
-/* Where `rank`'s share of `total` begins. */
+/* Returns the offset of `rank`'s shard of `total`. */
 static int64_t shard_start(int64_t total, int world, int rank)
 {
     return rank * (total / world) + (rank < total % world ? rank : total % world);
@@ -108,7 +108,7 @@ spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t 
     if (__builtin_mul_overflow(sequences, (int64_t)world, &most))
         return spar_fail(SPAR_INVALID, "%lld sequences", (long long)sequences);
     SPAR_TRY(start(layout, dim, total, world, most));
-    at = calloc((size_t)sequences + 1, sizeof *at); /* where the next part of each lies */
+    at = calloc((size_t)sequences + 1, sizeof *at); /* global offset of the next part of each */
     if (!at) {
         spar_layout_free(layout);
         return spar_fail(SPAR_NO_MEMORY, "no memory for %lld sequences", (long long)sequences);

@@ -1,8 +1,7 @@
-/* A layout says which part of a global tensor each rank holds: all of it, or the pieces of one dim.
+/* A layout states which part of a global tensor each rank holds: all of it, or pieces of one dim.
  *
- * This is the one idea under every operation: an operation is a pair of layouts of the same global
- * tensor, the one its input has and the one its output shall have. Everything else (shapes, blocks,
- * the inverse) is arithmetic on the two. Extents are counted in elements. */
+ * An operation is a pair of layouts of one global tensor: its input's and its output's. Shapes, blocks and the inverse
+ * are arithmetic on the two. Extents are in elements. */
 #ifndef SPAR_LAYOUT_H
 #define SPAR_LAYOUT_H
 
@@ -10,44 +9,44 @@
 
 #include <stdint.h>
 
-/* `extent` elements that lie at `local` in the rank's tensor and at `global` in the whole one. */
+/* `extent` elements: at `local` in the rank's tensor, at `global` in the global one. */
 typedef struct {
     int64_t local, global, extent;
 } spar_piece;
 
 typedef struct {
-    int dim;            /* the dim that is cut; -1: every rank holds the whole tensor */
+    int dim;            /* the sharded dim; -1: every rank holds the whole tensor */
     int world;          /* ranks */
-    int64_t total;      /* the cut dim's global extent */
+    int64_t total;      /* the sharded dim's global extent */
     int64_t *first;     /* [world + 1]: rank r holds pieces first[r] to first[r + 1] */
     spar_piece *pieces; /* in the order in which a rank holds them */
 } spar_layout;
 
-/* The size rule: rank's share of `total`; the remainder goes one each to the first ranks. */
+/* The size rule: the extent of a rank's shard of `total`. The first ranks get one more each for the remainder. */
 int64_t spar_shard_size(int64_t total, int world, int rank);
 
-/* One piece a rank, in rank order; `sizes` [world] must sum to `total`, NULL means the size rule. */
+/* Shards contiguously, one piece per rank in rank order. `sizes` [world] must sum to `total`; NULL: the size rule. */
 spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,
                             const int64_t *sizes);
 
-/* Rank r holds chunks r and 2 * world - 1 - r of the 2 * world equal ones: with a causal mask, all have the same
- * work. `total` must be a multiple of their number. */
+/* Rank r holds chunks r and 2 * world - 1 - r of 2 * world equal chunks, which balances the work under a causal mask.
+ * `total` must be a multiple of 2 * world. */
 spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int world);
 
-/* Several sequences lie one behind the other, and each is cut by itself: a rank holds its part of each.
- * `numbers` [sequences] are their lengths, cut by the size rule; or, where `table` is set, [world][sequences]
- * what each rank holds of each. */
+/* Shards each of several concatenated sequences on its own; a rank holds its part of each.
+ * `numbers` are the lengths [sequences], sharded by the size rule; or, if `table` is set, each rank's extent of each
+ * sequence [world][sequences]. */
 spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t sequences,
                                const int64_t *numbers, int table);
 
-/* Cuts what each rank holds once more, among `inner` ranks, by the size rule: then rank u * world + r has part u
- * of what rank r had. On failure the layout is freed. */
+/* Shards each rank's part once more over `inner` ranks by the size rule: rank u * world + r then holds part u of what
+ * rank r held. Frees the layout on failure. */
 spar_status spar_layout_refine(spar_layout *layout, int inner);
 
-/* Every rank holds all of it. */
+/* Every rank holds the whole tensor. */
 void spar_layout_whole(spar_layout *layout, int world);
 
-/* How many elements of the cut dim `rank` holds. */
+/* Returns the extent of the sharded dim on `rank`. */
 int64_t spar_layout_extent(const spar_layout *layout, int rank);
 
 void spar_layout_free(spar_layout *layout);

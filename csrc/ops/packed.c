@@ -1,9 +1,9 @@
-/* packed_split:   x holds sequences one behind the other; rank r holds its part of each, in their order
+/* packed_split:   x is several sequences, concatenated; rank r holds its part of each, in their order
  * packed_gather:  the inverse
  *
- * Parts follow the size rule, or a table of what each rank holds of each sequence. With inner > 1 the ranks are
- * inner * R: what one of R ranks would hold, packed, is cut once more among inner ranks (ring outside, Ulysses
- * inside); rank = inner rank * R + ring rank. */
+ * Parts follow the size rule, or a table of each rank's extent of each sequence. With inner > 1 there are inner * R
+ * ranks: the packed shard of each of R ring ranks is sharded once more over inner (Ulysses) ranks; rank = inner rank * R
+ * + ring rank. */
 #include "ops/table.h"
 
 static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank,

@@ -1,12 +1,12 @@
-/* split:   y on rank r = x.split(sizes, dim)[r]      every rank holds all of x, and takes its own part
+/* split:   y on rank r = x.split(sizes, dim)[r]      every rank holds all of x and selects its shard
  * gather:  y           = concat over p of x_p along dim
  *
- * One is the other with its layouts exchanged. */
+ * Each is the other with its layouts swapped. */
 #include "ops/table.h"
 
 #include <string.h>
 
-/* The sizes that were given, one for each rank; NULL where there are none. */
+/* Returns the sizes argument, one per rank; NULL if it is missing. */
 static const int64_t *given_sizes(const spar_tensor *tensor, int world)
 {
     return tensor->nargs == 1 + world ? tensor->args + 1 : NULL;

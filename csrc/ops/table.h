@@ -1,6 +1,6 @@
 /* The op table. An operation turns its arguments into two layouts of one global tensor: see layout.h.
  *
- * To add one: a file in ops/ (or a function beside its family) and a row in ops.c. Shapes, plans,
+ * To add one, write a file in ops/ (or a function in its family's file) and add a row to table.c. Shapes, plans,
  * signatures, transports and tests follow from the two layouts. */
 #ifndef SPAR_OPS_TABLE_H
 #define SPAR_OPS_TABLE_H
@@ -9,7 +9,7 @@
 
 #define SPAR_MAX_DIMS 64 /* as many as torch allows */
 
-/* What an operation is asked to do with one tensor, seen from one rank. */
+/* One tensor of a request, as one rank sees it. */
 typedef struct {
     int64_t item_size;      /* bytes of an element */
     int ndim;               /* 1 to SPAR_MAX_DIMS */
@@ -29,25 +29,25 @@ typedef struct spar_op {
                            int64_t *global, spar_layout *in, spar_layout *out);
 } spar_op;
 
-/* The table ends in a row whose name is NULL. */
+/* NULL-terminated. */
 extern const spar_op *const spar_ops[];
 
-/* NULL and an error that lists the known names, where there is no such op. */
+/* Returns the op; if there is none, NULL and an error that lists the known names. */
 const spar_op *spar_op_find(const char *name);
 
-/* The rows' functions, a file in ops/ per family. */
+/* The rows; one file in ops/ per family. */
 extern const spar_op spar_op_all_to_all, spar_op_split, spar_op_gather;
 extern const spar_op spar_op_zigzag_split, spar_op_zigzag_gather;
 extern const spar_op spar_op_packed_split, spar_op_packed_gather;
 
-/* For the rows: dim `args[which]`, checked against ndim. */
+/* For rows: reads dim `args[which]` and checks it against ndim. */
 spar_status spar_op_dim(const spar_op *op, const spar_tensor *tensor, int which, int *dim);
 
-/* For the rows: `args[which]` divides the ranks into inner ones of that many, and world / inner outer ones. */
+/* For rows: checks that `args[which]`, the number of inner ranks, divides world. */
 spar_status spar_op_inner(const spar_op *op, const spar_tensor *tensor, int which, int world);
 
-/* For the rows whose one side is whole, and the other (`in` where it gathers) spread by a layout that is made:
- * fills in the whole one and the global extents, when `rank` holds what it must. Frees the layout on failure. */
+/* For rows with one whole side and one sharded side (`in` if the op gathers), whose layout is set already. Checks that
+ * `rank` holds its shard, and sets the whole layout and the global extents. Frees the layout on failure. */
 spar_status spar_op_shard(const spar_op *op, const spar_tensor *tensor, int rank, int64_t *global,
                           int gathers, spar_layout *in, spar_layout *out);
 

@@ -1,8 +1,8 @@
 /* zigzag_split:   rank r holds chunks r and 2R-1-r of x.chunk(2R, dim)
  * zigzag_gather:  the inverse: natural order
  *
- * With inner > 1 the ranks are inner * R: what one of R ranks would hold is cut once more among inner ranks (ring
- * outside, Ulysses inside); rank = inner rank * R + ring rank. */
+ * With inner > 1 there are inner * R ranks: the shard of each of R ring ranks is sharded once more over inner (Ulysses)
+ * ranks; rank = inner rank * R + ring rank. */
 #include "ops/table.h"
 
 static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank,

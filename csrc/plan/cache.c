@@ -1,4 +1,4 @@
-/* The bounded least-recently-used cache of plans. Its key is the request itself, as a row of words. */
+/* The bounded LRU cache of plans. The key is the request itself, as an array of words. */
 #include "plan/plan.h"
 
 #include "base/fork.h"
@@ -74,7 +74,7 @@ static void make_newest(entry *e)
     cache.newest = e;
 }
 
-/* The entry of this key, made the newest; NULL where there is none. The lock is held. */
+/* Returns the entry of this key and makes it the newest; NULL: a miss. With the lock held. */
 static entry *find(uint64_t hash, const int64_t *words, size_t size)
 {
     for (entry *e = cache.buckets[hash % BUCKETS]; e; e = e->next_in_bucket) {
@@ -94,7 +94,7 @@ static int64_t footprint(const entry *e)
     return (int64_t)e->size + e->plan->footprint;
 }
 
-/* Takes the oldest entries out until `keep` of `bytes` together are left; returns them, chained. The lock is
+/* Evicts the oldest entries until at most `keep` entries and `bytes` bytes are left; returns them, chained. With the lock
  * held. */
 static entry *evict(int64_t keep, int64_t bytes)
 {
@@ -123,12 +123,12 @@ static void free_chain(entry *chain)
     }
 }
 
-/* Puts a plan that was just built under its key, unless another thread did so in the meantime. */
+/* Inserts a new plan, unless another thread has inserted its key in the meantime. */
 static void keep(spar_plan *plan, uint64_t hash, const int64_t *words, size_t size)
 {
     entry *e = malloc(sizeof *e + size), *evicted = NULL;
     if (!e)
-        return; /* a cache may forget */
+        return; /* not caching is no failure */
     e->plan = plan;
     e->hash = hash;
     e->size = size;

@@ -1,4 +1,4 @@
-/* A plan in words. */
+/* Describes plans in messages. */
 #include "plan/plan.h"
 
 #include "base/util.h"

@@ -5,15 +5,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_RANKS = 1 << 20, MOST_ARGS = 1 << 26 }; /* what is more is a mistake, not a job */
+enum { MOST_RANKS = 1 << 20, MOST_ARGS = 1 << 26 }; /* sanity limits */
 
-/* A plan that is being built, with room to grow. */
+/* A plan under construction. */
 typedef struct {
     spar_plan *plan;
     int64_t blocks, block_room, dims, dim_room;
 } builder;
 
-/* One rank's tensor: where its elements lie. */
+/* Where the elements of one rank's tensor lie. */
 typedef struct {
     int64_t strides[SPAR_MAX_DIMS]; /* bytes */
     int64_t bytes;                  /* from the first element's first byte to the last one's last */
@@ -67,7 +67,7 @@ static void local_extents(const spar_plan_tensor *shape, const spar_layout *layo
         extents[layout->dim] = spar_layout_extent(layout, rank);
 }
 
-/* Whether an outer loop of this stride goes on where the inner one ends. */
+/* Whether an outer loop of this stride continues where the inner one ends. */
 static int adjoins(int64_t outer, int64_t inner, int64_t extent)
 {
     int64_t end;
@@ -82,7 +82,7 @@ static int has_zero(int ndim, const int64_t *extents)
     return 0;
 }
 
-/* Appends one block; loops that adjoin on both sides become one, and a contiguous innermost the run. */
+/* Appends one block. Merges loops that are adjacent on both sides, and a contiguous innermost loop into the run. */
 static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim,
                              const int64_t *extents, const placement *from, const placement *to,
                              int64_t src, int64_t dst)
@@ -131,8 +131,8 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
     return SPAR_OK;
 }
 
-/* The blocks of one tensor that go from rank `sender` to rank `receiver`: each piece that the sender holds,
- * crossed with each piece that the receiver shall hold. `from` NULL: the sender packed them. */
+/* Appends the blocks of one tensor from `sender` to `receiver`: each piece of the sender's layout, crossed with each piece
+ * of the receiver's. `from` NULL: the sender packed them. */
 static spar_status add_pair(builder *b, spar_range *range, int tensor, const spar_layout *in,
                             const spar_layout *out, int sender, int receiver, const placement *from)
 {
@@ -140,7 +140,7 @@ static spar_status add_pair(builder *b, spar_range *range, int tensor, const spa
     int64_t extents[SPAR_MAX_DIMS];
     placement to, packed;
     if (in->dim < 0 && sender != receiver)
-        return SPAR_OK; /* what every rank holds is taken from one's own */
+        return SPAR_OK; /* a whole input is copied from the rank's own */
     local_extents(shape, out, receiver, extents);
     SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &to));
     memcpy(extents, shape->global, sizeof extents);
@@ -192,7 +192,7 @@ uint64_t spar_plan_signature(const spar_plan *plan, const char *text)
     return hash;
 }
 
-/* Tells the orders apart in which ranks can hold several pieces; 0 where each has one, in rank order. */
+/* Hashes the order of pieces over ranks; 0 if each rank has one piece, in rank order. */
 static uint32_t order_of(const spar_layout *layout)
 {
     int64_t at = 0, natural = 1;
@@ -281,7 +281,7 @@ spar_status spar_request_check(const spar_request *request)
     return SPAR_OK;
 }
 
-/* Both lists of blocks, when the layouts of all tensors are known. */
+/* Appends both lists of blocks. */
 static spar_status add_blocks(builder *b, const spar_request *request, const spar_layout *layouts,
                               const placement *inputs)
 {
@@ -365,7 +365,7 @@ done:
 
 void spar_plan_attach(const spar_plan *plan, spar_attached *attached)
 {
-    spar_attached **newest = &((spar_plan *)plan)->attached; /* no part of what a plan says */
+    spar_attached **newest = &((spar_plan *)plan)->attached; /* not part of the plan's value */
     attached->next = __atomic_load_n(newest, __ATOMIC_RELAXED);
     while (!__atomic_compare_exchange_n(newest, &attached->next, attached, 1, __ATOMIC_RELEASE,
                                         __ATOMIC_RELAXED))

@@ -1,8 +1,7 @@
-/* The exchange plan: which strided region of whose input becomes which strided region of whose output.
+/* The exchange plan: which strided region of one rank's input becomes which strided region of another's output.
  *
- * A plan is arithmetic on shapes, strides, layouts, world and rank: every rank computes every other
- * rank's side of it, so nothing is communicated to build one. It counts bytes; it knows no dtype, no
- * device, no operating system and no Python. */
+ * A plan is arithmetic on shapes, strides, layouts, world and rank. Every rank computes every other rank's side of it, so
+ * building one needs no communication. It counts bytes; it is independent of dtype, device, OS and Python. */
 #ifndef SPAR_PLAN_H
 #define SPAR_PLAN_H
 
@@ -28,7 +27,7 @@ typedef struct {
     int64_t first, count, bytes;
 } spar_range;
 
-/* What a plan says of one tensor. */
+/* One tensor of a plan. */
 typedef struct {
     int64_t item_size;
     int ndim;
@@ -41,8 +40,7 @@ typedef struct {
     int64_t *rank_bytes;           /* [world] of each rank's output */
 } spar_plan_tensor;
 
-/* What a device keeps with a plan, freed when the plan is; the newest comes first. Such a free may come from any
- * thread. */
+/* Device data attached to a plan and freed with it, newest first. The free may run on any thread. */
 typedef struct spar_attached {
     struct spar_attached *next;
     void (*free)(struct spar_attached *attached);
@@ -61,7 +59,7 @@ typedef struct spar_plan {
     spar_block *blocks;
     spar_dim *dims;
     uint64_t signature;      /* equal on all ranks that make the same global call */
-    int64_t footprint;       /* bytes of memory that it takes, about */
+    int64_t footprint;       /* about how many bytes of memory it takes */
     int refs;                /* atomic; the cache's own one counted in */
     spar_attached *attached; /* atomic; see spar_plan_attach */
 } spar_plan;
@@ -76,28 +74,28 @@ typedef struct {
     const spar_tensor *tensors;
 } spar_request;
 
-/* Whether ranks, dims and item sizes are in range; build and get call it. */
+/* Checks that ranks, dims and item sizes are in range; build and get call it. */
 spar_status spar_request_check(const spar_request *request);
 
-/* A new plan. SPAR_INVALID names the value, the rank and what was expected. */
+/* Builds a plan. SPAR_INVALID: the message names the value, the rank and what is expected. */
 spar_status spar_plan_build(const spar_request *request, spar_plan **plan);
 
-/* The same out of a bounded least-recently-used cache: SPAR_PLAN_CACHE plans, of 64 MiB together. */
+/* The same, through a bounded LRU cache: SPAR_PLAN_CACHE plans of 64 MiB in total. */
 spar_status spar_plan_get(const spar_request *request, spar_plan **plan);
 
-/* Each build and get is paid back by one release. */
+/* Balance each build or get with one release. */
 void spar_plan_release(spar_plan *plan);
 
-/* Keeps something with the plan, before what was attached earlier. */
+/* Attaches device data to the plan, before earlier ones. */
 void spar_plan_attach(const spar_plan *plan, spar_attached *attached);
 
-/* The newest that was attached, or NULL. */
+/* Returns the newest attached data, or NULL. */
 spar_attached *spar_plan_attached(const spar_plan *plan);
 
-/* The signature of the plan and of whatever else must be equal on all ranks, as text. */
+/* Hashes the plan and `text`, which has everything else that must be equal on all ranks. */
 uint64_t spar_plan_signature(const spar_plan *plan, const char *text);
 
-/* The global call in words, the same on all ranks, cut off at `size`:
+/* Describes the global call, the same on all ranks, truncated to `size`:
  * "all_to_all [1, 8, 4]: dim 1 in [4, 4] -> dim 2 in [2, 2]". */
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size);
 
@@ -107,7 +105,7 @@ typedef struct {
 
 void spar_plan_cache_stats(spar_plan_stats *stats);
 
-/* How many plans the cache keeps from now on; 0 keeps none. */
+/* Sets the capacity of the cache in plans; 0: none. */
 void spar_plan_cache_limit(int64_t capacity);
 
 #endif

@@ -6,9 +6,9 @@
 #include <string.h>
 
 enum {
-    LONG_RUN = 1 << 16, /* bytes of a run that threads share, */
-    PAGE = 4096,        /* and of what they cut it into */
-    TILE = 2048,        /* of what goes to several outputs while it is in the nearest cache */
+    LONG_RUN = 1 << 16, /* bytes of a run that threads share */
+    PAGE = 4096,        /* bytes of its parts */
+    TILE = 2048,        /* bytes that go to several outputs from the L1 cache */
     FEW = 8,            /* outputs that are written at a time */
 };
 
@@ -27,10 +27,10 @@ typedef struct {
     void *const *const *to;
     int targets;
     const spar_scale *scale;
-    int nontemporal; /* past the caches */
+    int nontemporal; /* use non-temporal stores */
 } copy;
 
-/* n runs, `ds` and `ss` bytes apart. */
+/* Copies n runs with strides `ds` and `ss`. */
 static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t ds, int64_t ss,
                       int64_t run)
 {
@@ -66,7 +66,7 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
     }
 }
 
-/* A run to several outputs, past the caches: read, and scaled, once. */
+/* Copies a run to several outputs with non-temporal stores; reads and scales it once. */
 static void scale_to_all(const copy *c, int tensor, int64_t dst, const char *s, int64_t run)
 {
     char *to[FEW];
@@ -82,17 +82,17 @@ static void copy_to_all(const copy *c, int tensor, int64_t dst, const char *s, i
 {
     int64_t n;
     for (int64_t at = 0; at < run; at += n) {
-        n = TILE - ((dst + at) & (SPAR_CACHE_LINE - 1)); /* then lines are written whole */
+        n = TILE - ((dst + at) & (SPAR_CACHE_LINE - 1)); /* then only whole lines are written */
         n = n < run - at ? n : run - at;
         for (int64_t line = 0; line < TILE;
-             line += SPAR_CACHE_LINE) /* read on while these are written */
+             line += SPAR_CACHE_LINE) /* overlap reading with the stores */
             __builtin_prefetch(s + at + n + line);
         for (int target = 0; target < c->targets; target++)
             spar_nontemporal_copy((char *)c->to[target][tensor] + dst + at, s + at, n);
     }
 }
 
-/* The innermost loop of a block. */
+/* Runs the innermost loop of a block. */
 static void copy_inner(const copy *c, int tensor, int64_t dst, const char *s, int64_t n, int64_t ds,
                        int64_t ss, int64_t run)
 {
@@ -105,7 +105,7 @@ static void copy_inner(const copy *c, int tensor, int64_t dst, const char *s, in
             copy_runs(c, (char *)c->to[target][tensor] + dst, s, n, ds, ss, run);
 }
 
-/* Runs first to first + count of a block, counted as its loops go; of each the bytes low to high. */
+/* Copies bytes low to high of runs first to first + count of a block, in loop order. */
 static void copy_block(const copy *c, const spar_block *block, int64_t first, int64_t count,
                        int64_t low, int64_t high)
 {
@@ -149,14 +149,14 @@ static int64_t runs_of(const copy *c, const spar_block *block)
     return runs;
 }
 
-/* Where a part that begins at byte `at` begins in a row of whole `unit`s: a unit is whose part it begins in. */
+/* Rounds the begin of a part up to whole `unit`s: a unit belongs to the part in which it begins. */
 static int64_t cut(int64_t at, int64_t unit, int64_t end)
 {
     int64_t next = at <= 0 ? 0 : (at + unit - 1) / unit * unit;
     return next < end ? next : end;
 }
 
-/* The bytes of all blocks, one behind the other, are shared evenly: by runs, and long runs by pages. */
+/* Copies one of `parts` equal shares of all blocks, split at runs, and long runs at pages. */
 static void copy_part(void *context, int part, int parts)
 {
     const copy *c = context;
@@ -190,7 +190,7 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
     copy c = {blocks, count, 0, dims, from, to, targets, scale, 0};
     int alone = spar_threads_share(INT64_MAX) == 1;
     int64_t enough =
-        alone ? spar_nontemporal_min() : INT64_MAX; /* to decide: counting takes time */
+        alone ? spar_nontemporal_min() : INT64_MAX; /* stop counting there: it takes time */
     (void)stream;
     for (int64_t i = 0; i < count && c.bytes < enough; i++)
         c.bytes += runs_of(&c, &blocks[i]) * blocks[i].run;

@@ -55,7 +55,7 @@ static const struct {
     void (*copy)(char *to, const char *from, int64_t n);
 } line_copies[] = {{"avx512", has_avx512, copy_lines_avx512}, {"sse2", has_sse2, copy_lines_sse2}};
 
-/* An eighth of what a core has for itself: it is asked for one peer's part of a call. */
+/* An eighth of the L2 cache: callers ask for one peer's part of a call. */
 int64_t spar_nontemporal_min(void)
 {
     static int64_t least; /* racing threads find the same */

@@ -1,12 +1,12 @@
-/* Copies past the caches: for more bytes than a cache holds, a store that does not read its line first takes half
- * the time. Streaming stores pass ordinary ones: who made some calls spar_nontemporal_fence before telling anybody. */
+/* Copies with non-temporal stores: above the cache size, a store that does not read its line first takes half the time.
+ * They are weakly ordered: a thread that made some calls spar_nontemporal_fence before it publishes. */
 #ifndef SPAR_NONTEMPORAL_H
 #define SPAR_NONTEMPORAL_H
 
 #include <stdint.h>
 #include <string.h>
 
-/* Sanitizers do not see streaming stores: what they check goes through the caches. */
+/* Sanitizers do not see non-temporal stores: sanitized builds use ordinary ones. */
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
 #define SPAR_SANITIZED
@@ -22,16 +22,16 @@
 
 enum { SPAR_CACHE_LINE = 64 };
 
-/* The shortest run that is worth it: below, the unaligned bytes at both ends cost more. */
+/* The shortest run that gains: below it, the unaligned bytes at both ends cost more. */
 enum { SPAR_NONTEMPORAL_RUN = 256 };
 
-/* From how many bytes on a copy gains by it; INT64_MAX where the processor has no such stores. */
+/* Returns the least bytes of a copy that gains; INT64_MAX if the processor has no such stores. */
 int64_t spar_nontemporal_min(void);
 
-/* n bytes. */
+/* Copies n bytes. */
 void spar_nontemporal_copy(char *to, const char *from, int64_t n);
 
-/* One line; `to` is aligned to it. */
+/* Copies one line; `to` is aligned to it. */
 static inline void spar_nontemporal_line(char *to, const char *line)
 {
 #ifdef SPAR_NONTEMPORAL
@@ -53,7 +53,7 @@ __attribute__((target("avx512f"))) static inline void spar_nontemporal_line_avx5
 #define spar_nontemporal_line_avx512 spar_nontemporal_line
 #endif
 
-/* All that this thread streamed is written before what it writes from now on. */
+/* Orders this thread's non-temporal stores before its later stores. */
 void spar_nontemporal_fence(void);
 
 #endif

@@ -8,13 +8,13 @@
 enum { MOST = 64 };
 
 static struct {
-    pthread_mutex_t in_use; /* held by the thread whose copy it is */
+    pthread_mutex_t in_use; /* held by the thread whose copy runs */
     pthread_mutex_t lock;
     pthread_cond_t begins, ends;
-    pid_t owner;           /* a forked child has none of its parent's threads */
+    pid_t owner;           /* a forked child has no threads */
     int64_t min_bytes;     /* bytes */
-    int limit, threads;    /* wanted, with the caller; made, without */
-    int parts, next, left; /* of the copy: all, the next to be taken, not yet done */
+    int limit, threads;    /* most, with the caller; started, without */
+    int parts, next, left; /* of the copy: all, next, not done */
     void (*work)(void *context, int part, int parts);
     void *context;
 } pool = {.in_use = PTHREAD_MUTEX_INITIALIZER,
@@ -42,7 +42,7 @@ void spar_threads_min_bytes(int64_t bytes)
     __atomic_store_n(&pool.min_bytes, bytes, __ATOMIC_RELAXED);
 }
 
-/* Takes parts as long as there are some. With the lock held. */
+/* Runs parts while any are left. With the lock held. */
 static void take_parts(void)
 {
     while (pool.next < pool.parts) {
@@ -66,14 +66,14 @@ static void *serve(void *unused)
     return NULL;
 }
 
-/* As many as are wanted, or can be had: who is missing only leaves more to the others. With the turn held. */
+/* Starts up to `wanted` threads. If a thread cannot start, the rest take its parts. With in_use held. */
 static void start_threads(int wanted)
 {
     while (pool.threads < wanted && spar_thread_start(serve, NULL) == 0)
         pool.threads++;
 }
 
-/* Whether this is the process that has, or shall have, the threads. With the turn held. */
+/* Whether this process owns the pool; the first caller does. With in_use held. */
 static int is_own(void)
 {
     if (!pool.owner)

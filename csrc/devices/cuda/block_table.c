@@ -48,7 +48,7 @@ static spar_status emit(spar_block_table *table, spar_block_list *list, const sp
     return SPAR_OK;
 }
 
-/* Appends a block whose loops are `dims`, cut along the outermost one, or the run, until it is small enough. */
+/* Appends a block whose loops are `dims`, split along the outermost loop or the run until it is small enough. */
 static spar_status add(spar_block_table *table, spar_block_list *list, spar_block block,
                        const spar_dim *dims)
 {
@@ -69,7 +69,7 @@ static spar_status add(spar_block_table *table, spar_block_list *list, spar_bloc
     spar_dim loops[SPAR_MAX_DIMS];
     for (int i = 0; i < block.ndim; i++)
         loops[i] = dims[i];
-    if (iterations <= 1) { /* one turn of the outermost loop at a time, without it */
+    if (iterations <= 1) { /* one iteration of the outermost loop at a time, without that loop */
         block.ndim--;
         iterations = 1;
     }

@@ -1,12 +1,12 @@
-/* A plan's blocks as the kernels read them: lists in packed order, divisors made ready. Arithmetic alone. */
+/* A plan's blocks as the kernels read them: lists in packed order, with precomputed divisors. Pure arithmetic. */
 #ifndef SPAR_BLOCK_TABLE_H
 #define SPAR_BLOCK_TABLE_H
 
 #include "devices/cuda/kernels.h"
 #include "plan/plan.h"
 
-/* A list: what goes to one peer, or came from it. Its bits tell alignment: the lowest one that is set in any place,
- * step or run. */
+/* What is sent to one peer, or received from it. src_bits and dst_bits are the OR of all offsets, strides and runs: their
+ * lowest set bit is the alignment. */
 typedef struct {
     int first, count; /* its blocks in the table */
     int64_t bytes;
@@ -21,16 +21,16 @@ typedef struct {
     spar_block_list *push, *pull; /* [world]; pull NULL where the plan has none */
 } spar_block_table;
 
-/* Appends a list, with blocks of 2^30 bytes or more cut up. The table begins as zeroes. */
+/* Appends a list; splits blocks above 2^30 bytes. Initialize the table with zeros. */
 spar_status spar_block_table_add(spar_block_table *table, const spar_block *blocks, int64_t count,
                                  const spar_dim *dims, spar_block_list *list);
 
-/* All of a plan's. On failure the table is freed. */
+/* Builds all lists of a plan. Frees the table on failure. */
 spar_status spar_block_table_build(spar_block_table *table, const spar_plan *plan);
 
 void spar_block_table_free(spar_block_table *table);
 
-/* Where in packed order tensor `tensor` begins in a list: lists go by tensors. */
+/* Returns the offset in packed order of a list's first byte of `tensor`; lists are ordered by tensor. */
 int64_t spar_block_table_begin(const spar_block_table *table, const spar_block_list *list,
                                int tensor);
 

@@ -11,9 +11,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST = 64 << 20 }; /* bytes of a file that is believed */
+enum { MOST = 64 << 20 }; /* most bytes of a valid file */
 
-/* What a file begins with. */
+/* The header of a file. */
 typedef struct {
     char magic[8];
     uint64_t key, size, hash; /* of what made it; of what follows */
@@ -28,7 +28,7 @@ static uint64_t mix(uint64_t hash, const void *data, size_t size)
     return hash ^ hash >> 29;
 }
 
-/* The folder, made where it is not there; 0 where there is none. */
+/* Finds or makes the folder; 0 if there is none. */
 static int find_folder(char *folder, size_t size)
 {
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
@@ -62,7 +62,7 @@ static int write_all(int file, const void *data, size_t size)
     return 1;
 }
 
-/* The file's code, or NULL where there is none that is to be trusted. */
+/* Returns the file's cubin, or NULL if there is no valid file. */
 static char *load(const char *path, uint64_t key, size_t *size)
 {
     struct stat is;
@@ -86,7 +86,7 @@ static char *load(const char *path, uint64_t key, size_t *size)
     return code;
 }
 
-/* Under a name of its own first: a reader sees a whole file or none. Nothing here must succeed. */
+/* Writes a temporary file and renames it: readers see a complete file or none. Failures are ignored. */
 static void store(const char *path, uint64_t key, const char *code, size_t size)
 {
     char temporary[4200];

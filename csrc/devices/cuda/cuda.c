@@ -1,4 +1,4 @@
-/* Strided copies in a CUDA device's memory, by the kernels of kernels.cu, in a stream. */
+/* Strided copies in CUDA device memory, in a stream, by the kernels of kernels.cu. */
 #include "devices/cuda/nvrtc.h"
 #include "devices/cuda/cubin_cache.h"
 #include "devices/device.h"
@@ -30,20 +30,20 @@ static spar_status open_libraries(void)
 {
     const spar_driver *driver;
     SPAR_TRY(spar_driver_open(&driver));
-    cu = driver; /* the same for whoever comes */
+    cu = driver; /* every thread stores the same value */
     return spar_nvrtc_open();
 }
 
 /* ---- launches ---- */
 
-/* What a span is by the tables. */
+/* A span with its list. */
 typedef struct {
     const spar_block_list *list;
     int64_t low, high;
     char *wire;
 } part;
 
-/* What all launches of a copy share. */
+/* Common to all launches of a copy. */
 typedef struct {
     gpu *gpu;
     const spar_device_table *tables;
@@ -55,7 +55,7 @@ typedef struct {
     void *stream;
 } copy;
 
-/* The widest kernel for addresses in which these bits are set. */
+/* Chooses the widest kernel for addresses in which these bits are set. */
 static spar_status choose(const copy *c, uint64_t bits, int *kernel, int64_t *tile)
 {
     const spar_scale_type *type = &spar_scale_types[c->scale.dtype];
@@ -73,7 +73,7 @@ static spar_status choose(const copy *c, uint64_t bits, int *kernel, int64_t *ti
                      (long long)type->bytes);
 }
 
-/* At most SPAR_KERNEL_SPANS parts, of tensors `tensor` and up. */
+/* Launches one kernel for up to SPAR_KERNEL_SPANS parts, of tensors `tensor` and up. */
 static spar_status launch(const copy *c, const part *parts, int count, int tensor)
 {
     spar_kernel_copy k = {.tensor = tensor, .spans = count};
@@ -120,7 +120,7 @@ static spar_status launch(const copy *c, const part *parts, int count, int tenso
                              "cuLaunchKernel");
 }
 
-/* The tensors in groups that a launch can name, and of each group the parts in runs that it can take. */
+/* Splits tensors and parts into launches. */
 static spar_status launch_all(const copy *c, const part *parts, int count)
 {
     const spar_block_table *table = &c->tables->table;
@@ -151,7 +151,7 @@ static spar_status launch_all(const copy *c, const part *parts, int count)
 
 /* ---- the device ---- */
 
-/* The prepared device whose context is current. */
+/* Finds the prepared device whose context is current. */
 static spar_status current(gpu **found)
 {
     CUcontext context = NULL;
@@ -196,7 +196,7 @@ static spar_status copy_spans(const spar_plan *plan, spar_route route, const spa
     return status;
 }
 
-/* Blocks without a plan: the tables are made for this one copy. */
+/* Copies blocks without a plan, by a table for this copy only. */
 static spar_status copy_blocks(const spar_block *blocks, int64_t count, const spar_dim *dims,
                                const void *const *from, void *const *const *to, int targets,
                                const spar_scale *scale, void *stream)
@@ -234,7 +234,7 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     SPAR_TRY(spar_driver_check(loaded, "cuModuleLoadData"));
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
         TRY_CU(ModuleGetFunction, &g->kernels[i], module, spar_kernel_rows[i].name);
-    /* A kernel that the driver loads only at its first launch may wait for others that run. */
+    /* The driver may load a kernel at its first launch, which would then wait for running kernels. */
     spar_kernel_copy nothing = {.spans = 0};
     void *parameters[] = {&nothing};
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
@@ -244,7 +244,7 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     return SPAR_OK;
 }
 
-/* With the device's primary context, which is torch's too, current. */
+/* With the device's primary context current; torch uses the same. */
 static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
 {
     gpu *g = calloc(1, sizeof *g);

@@ -1,7 +1,7 @@
-/* CUDA's driver, libcuda.so.1, as far as spar uses it: declared here, opened at run time.
+/* The functions of the CUDA driver, libcuda.so.1, that spar calls: declared here, opened at run time.
  *
- * Each function is asked for by its name and the version of CUDA that gave it the parameters below
- * (cuGetProcAddress): later versions keep it so. tests/test_cuda_libraries.py holds all of it against cuda.h. */
+ * Each is looked up by its name and the CUDA version that introduced the parameters below (cuGetProcAddress), which
+ * later versions keep. tests/test_cuda_libraries.py checks the declarations against cuda.h. */
 #ifndef SPAR_DRIVER_H
 #define SPAR_DRIVER_H
 
@@ -72,18 +72,18 @@ typedef struct {
 #undef SPAR_DRIVER_FIELD
 } spar_driver;
 
-/* Opens libcuda and finds its functions, once for the process; does not touch a device. SPAR_TRANSPORT tells
- * what is missing, also when asked again. Cheap from the second time on. */
+/* Opens libcuda and looks its functions up, once per process; touches no device. SPAR_TRANSPORT names what is missing.
+ * Cheap from the second call on. */
 spar_status spar_driver_open(const spar_driver **driver);
 
-/* The functions of the driver, which is open. */
+/* Returns the functions of the driver, which must be open. */
 const spar_driver *spar_driver_functions(void);
 
 /* SPAR_OK, or "WHAT: the driver's text (its name)": SPAR_NO_MEMORY where the device has none, else
  * SPAR_TRANSPORT. Needs an open driver. */
 spar_status spar_driver_check(CUresult result, const char *what);
 
-/* Whether work given to the stream is captured into a graph instead of done. */
+/* Whether the stream is being captured into a graph. */
 spar_status spar_driver_capturing(void *stream, int *capturing);
 
 #define SPAR_DRIVER_TRY(driver, name, ...)                                                         \

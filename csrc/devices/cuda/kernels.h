@@ -1,4 +1,4 @@
-/* The kernels of kernels.cu: what C and they share, their names, and their source as text for NVRTC. */
+/* The kernels of kernels.cu: structs shared with C, their names, and their source as text for NVRTC. */
 #ifndef SPAR_KERNELS_H
 #define SPAR_KERNELS_H
 
@@ -10,8 +10,8 @@
 #undef SPAR_PTX
 #undef SPAR_DEVICE
 
-/* X(width, factor): copy_WIDTH_FACTOR moves WIDTH bytes at a time. Bytes may lie anywhere; what a factor is applied
- * to lies at multiples of its size, as torch's own kernels want it. */
+/* X(width, factor): copy_WIDTH_FACTOR moves WIDTH bytes at a time. Unscaled bytes may have any alignment; scaled items are
+ * aligned to their size, as torch's kernels require. */
 /* clang-format off */
 #define SPAR_KERNELS(X)                                                                            \
     X(16, as_is) X(8, as_is) X(4, as_is) X(2, as_is) X(1, as_is)                                   \
@@ -25,7 +25,7 @@
 
 typedef struct {
     const char *name, *factor;
-    int width; /* of one factor, the widest comes first */
+    int width; /* per factor, the widest first */
 } spar_kernel_row;
 
 /* In the order of SPAR_KERNELS. */

@@ -1,5 +1,5 @@
-/* CUDA's run-time compiler, NVRTC, as far as spar uses it: declared here, opened at run time. It needs neither a
- * device nor a driver. tests/test_cuda_libraries.py holds the declarations against nvrtc.h. */
+/* The functions of NVRTC, CUDA's run-time compiler, that spar calls: declared here, opened at run time. It needs neither
+ * a device nor a driver. tests/test_cuda_libraries.py checks the declarations against nvrtc.h. */
 #ifndef SPAR_NVRTC_H
 #define SPAR_NVRTC_H
 
@@ -26,20 +26,20 @@ typedef struct _nvrtcProgram *nvrtcProgram;
     X(GetProgramLog, (nvrtcProgram program, char *log))                                            \
     X(DestroyProgram, (nvrtcProgram * program))
 
-/* Opens libnvrtc and finds its functions, once for the process. SPAR_TRANSPORT tells what is missing. */
+/* Opens libnvrtc and looks its functions up, once per process. SPAR_TRANSPORT names what is missing. */
 spar_status spar_nvrtc_open(void);
 
-/* 1000 * major + 10 * minor. Needs an open compiler, as what follows. */
+/* Gets 1000 * major + 10 * minor. NVRTC must be open for this and what follows. */
 spar_status spar_nvrtc_version(int *version);
 
-/* The newest code that this compiler makes and a device of this compute capability (10 * major + minor) runs:
- * its own, or an earlier minor's. */
+/* Gets the newest architecture that NVRTC compiles for and a device of this compute capability (10 * major + minor)
+ * runs: its own, or one of an earlier minor. */
 spar_status spar_nvrtc_arch(int capability, int *arch);
 
-/* All that goes into the result beside the source and the version, as text. */
+/* The options, which the cubin depends on besides the source and the version. */
 extern const char spar_nvrtc_options[];
 
-/* Machine code (a cubin) for sm_ARCH; the caller frees it. Takes seconds. */
+/* Compiles a cubin for sm_ARCH; the caller frees it. Takes seconds. */
 spar_status spar_nvrtc_compile(const char *source, int arch, char **cubin, size_t *size);
 
 #endif

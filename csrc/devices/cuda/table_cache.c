@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { RETIRED = 1024 }; /* tables of plans that are gone are given back together: that waits */
+enum { RETIRED = 1024 }; /* freed in batches, since freeing waits for the device */
 
 static int64_t allocated; /* atomic */
 
@@ -34,12 +34,11 @@ static void free_memory(const spar_device_table *t)
     __atomic_sub_fetch(&allocated, t->bytes, __ATOMIC_RELAXED);
 }
 
-/* Neither CUDA nor a wait here: any thread frees plans. */
+/* Calls no CUDA function and does not wait: any thread may free a plan. */
 void spar_device_table_retire(spar_device_table *t)
 {
     spar_table_cache *c = t->cache;
-    if (c->owner !=
-        getpid()) /* a forked child, with no device, and perhaps with a lock that nobody holds */
+    if (c->owner != getpid()) /* a forked child has no device, and the lock may be held forever */
         return;
     spar_device_table **list = t->captured ? &c->captured : &c->retired;
     spar_block_table_free(&t->table);
@@ -50,17 +49,17 @@ void spar_device_table_retire(spar_device_table *t)
     pthread_mutex_unlock(&c->lock);
 }
 
-/* The plan is gone. */
+/* Called when the plan is freed. */
 static void retire(spar_attached *attached)
 {
     spar_device_table_retire((spar_device_table *)attached);
 }
 
-/* Gives retired tables back, when there are many. With the lock held. */
+/* Frees retired tables if there are many. With the lock held. */
 static void free_retired(spar_table_cache *c)
 {
     if (c->nretired < RETIRED || c->driver->CtxSynchronize() != SPAR_CU_SUCCESS)
-        return; /* somebody captures: later */
+        return; /* a capture is running: retry later */
     while (c->retired) {
         spar_device_table *t = c->retired;
         c->retired = t->next;
@@ -71,7 +70,7 @@ static void free_retired(spar_table_cache *c)
     c->nretired = 0;
 }
 
-/* Fills u->memory from u->table. In this thread captures allow what does not concern their streams. */
+/* Uploads t->table. The thread is in relaxed capture mode. */
 static spar_status upload_relaxed(spar_table_cache *c, spar_device_table *t)
 {
     size_t blocks = (size_t)t->table.nblocks * sizeof *t->table.blocks;
@@ -100,7 +99,7 @@ static spar_status upload(spar_table_cache *c, spar_device_table *t)
     if (t->uploaded_event)
         c->driver->EventDestroy(t->uploaded_event);
     if (t->memory)
-        free_memory(t); /* waits, if a copy is under way */
+        free_memory(t); /* waits for a running copy */
     return status;
 }
 
@@ -122,7 +121,7 @@ static spar_status new_table(spar_table_cache *c, spar_device_table **made)
     return SPAR_OK;
 }
 
-/* Ends what could not be made, too. */
+/* Frees a table that could not be made. */
 static spar_status finish(spar_device_table *t, spar_status status, spar_device_table **made)
 {
     if (status == SPAR_OK) {
@@ -186,7 +185,7 @@ spar_status spar_device_table_await(spar_device_table *t, void *stream)
         return SPAR_OK;
     CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
     TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
-    /* a capture cannot wait for what is not in it; the copy takes microseconds, and waits for no kernel */
+    /* a capture cannot wait for an event outside it; the copy takes microseconds and waits for no kernel */
     CUresult result = capturing ? c->driver->EventSynchronize(t->uploaded_event)
                                 : c->driver->EventQuery(t->uploaded_event);
     c->driver->ThreadExchangeStreamCaptureMode(&mode);

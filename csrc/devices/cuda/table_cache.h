@@ -1,7 +1,7 @@
-/* Tables in a CUDA device's memory, where its kernels read them. A plan's go there at its first use and stay as long
- * as the plan does; what a captured graph may read stays until the process ends.
+/* Block tables in a CUDA device's memory. A plan's are uploaded at its first use and live as long as the plan; those that
+ * a captured graph may read live until the process ends.
  *
- * All but retiring wants the device to be this thread's current one. */
+ * All functions but spar_device_table_retire require the device to be current on this thread. */
 #ifndef SPAR_TABLE_CACHE_H
 #define SPAR_TABLE_CACHE_H
 
@@ -10,10 +10,10 @@
 
 #include <pthread.h>
 
-/* Those of one device. */
+/* One device's tables. */
 typedef struct {
     const spar_driver *driver;
-    CUstream stream;      /* they go there in it, beside what others do */
+    CUstream stream;      /* for uploads, concurrent with other streams */
     pid_t owner;          /* the process; not a forked child */
     pthread_mutex_t lock; /* of what follows, and around an upload */
     struct spar_device_table *retired,
@@ -21,7 +21,7 @@ typedef struct {
     int nretired;
 } spar_table_cache;
 
-/* Tables on the device, and what they were made of. */
+/* A table on the device, with its host copy. */
 typedef struct spar_device_table {
     spar_attached attached; /* to the plan; comes first */
     spar_table_cache *cache;
@@ -35,25 +35,25 @@ typedef struct spar_device_table {
 
 spar_status spar_table_cache_open(spar_table_cache *cache, const spar_driver *driver);
 
-/* Of uploads that nothing was uploaded to. */
+/* Closes an empty cache. */
 void spar_table_cache_close(spar_table_cache *cache);
 
-/* The plan's tables, which its first use uploads: that allocates, also during a capture. */
+/* Gets the plan's table. Its first use uploads it, which allocates, also during a capture. */
 spar_status spar_table_cache_get(spar_table_cache *cache, const spar_plan *plan,
                                  spar_device_table **table);
 
-/* A table of blocks without a plan, and its list; the caller retires it. */
+/* Uploads a table of blocks without a plan, and sets its list; the caller retires it. */
 spar_status spar_device_table_make(spar_table_cache *cache, const spar_block *blocks, int64_t count,
                                    const spar_dim *dims, spar_block_list *list,
                                    spar_device_table **table);
 
-/* What the stream does from now on may read the tables. */
+/* Makes later work in the stream wait for the upload. */
 spar_status spar_device_table_await(spar_device_table *table, void *stream);
 
-/* Bytes of device memory that tables take, on all devices. */
+/* Returns the bytes of device memory of all tables, on all devices. */
 int64_t spar_table_cache_allocated(void);
 
-/* Nobody asks for it any more; kernels that run may still read it. On any thread. */
+/* Releases a table; running kernels may still read it. On any thread. */
 void spar_device_table_retire(spar_device_table *table);
 
 #endif
