@@ -12,20 +12,20 @@
 #include "base/deadline.h"
 #include "ipc/peers.h"
 
-/* What a rank tells all others about itself, once per group. */
+/* What a rank sends to all ranks about itself, once per group. */
 typedef struct {
     char version[24];       /* of spar */
-    char error[160];        /* why this rank cannot take part; empty: it can */
+    char error[160];        /* why this rank cannot exchange; empty: it can */
     char transport[40];     /* SPAR_TRANSPORT */
     char check[8];          /* SPAR_CHECK */
     uint64_t local_world;   /* where all ranks are threads of one process: the world's address */
-    spar_endpoint endpoint; /* where its process can be met; none: see no_shm */
-    spar_key secret;  /* by which the group's other processes on its host prove themselves to it */
-    char no_shm[64];  /* why it has none */
-    char no_nccl[96]; /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
+    spar_endpoint endpoint; /* its process's; none: see no_shm */
+    spar_key secret;        /* authenticates the group's processes on its host to it */
+    char no_shm[64];        /* why it has no endpoint */
+    char no_nccl[96];       /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
 } spar_peer_info;
 
-/* What a rank tells after a stage of a transport's set-up: all go on, or all leave it. */
+/* A rank's result of one set-up stage: all ranks continue, or all reject the transport. */
 typedef struct {
     int32_t failed;
     int32_t cause; /* 1 + the rank that the reason names; 0: it names none */
@@ -73,21 +73,21 @@ typedef struct {
      * rank may ask. */
     int (*serves)(const spar_peer_info *info, int world, int first_rank, const char *device,
                   char *reason, size_t size);
-    /* First stage of the set-up, from everybody's facts; does not wait. What all must know goes into the
-     * verdict, whose `failed` and `reason` the caller fills in from the status. */
+    /* First set-up stage, from all ranks' peer info; does not wait. Sets `offset` and `token` of the result, which is sent
+     * to all ranks; the caller sets the failure from the status. */
     spar_status (*setup)(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
-    /* Second stage, from everybody's verdicts [world], none of which failed. */
+    /* Second set-up stage, from all ranks' results [world], none of which failed. */
     spar_status (*connect)(spar_comm *comm, const spar_setup_result *results,
                            const spar_deadline *deadline);
     /* One exchange: NULL where Python moves the bytes (the torch transport). */
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */
     spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
-    /* What `rank` showed of its call, where the newest one ended in a disagreement; else NULL. */
+    /* `rank`'s description of its call if the newest call ended in a mismatch; else NULL. */
     const char *(*call_text)(const spar_comm *comm, int rank);
     /* The last call of `rank`'s process, on any group; 0: it cannot be known. NULL: it never can. */
     int (*last_call)(const spar_comm *comm, int rank, spar_last_call *last);
-    /* What broke the group behind its calls' back, or NULL. NULL where nothing can. */
+    /* Why the group broke outside a call, or NULL. A NULL slot: that cannot happen. */
     const char *(*broken)(const spar_comm *comm);
     /* Frees what setup made. Never waits. */
     void (*close)(spar_comm *comm);
@@ -113,18 +113,17 @@ typedef struct {
     char rejected_reasons[16][192];
 } spar_choice;
 
-/* This rank's facts, its settings read from the environment. A setting that cannot be read is told in
- * facts->error, so that all ranks fail together. */
+/* Reads this rank's peer info and its settings. An invalid setting is stored in `error`, so that all ranks fail alike. */
 void spar_peer_info_read(spar_peer_info *info);
 
-/* Transports that turned out at their set-up not to serve, as all ranks know: name and reason. */
+/* Transports whose set-up failed, known to all ranks: name and reason. */
 typedef struct {
     int count;
     const char *names[16], *reasons[16];
 } spar_refusal;
 
-/* The transport for these ranks and this device type. Fails where ranks disagree, or where the one that is
- * forced cannot serve. */
+/* Chooses the transport for these ranks and this device type. Fails if settings differ between ranks, or if the forced
+ * transport cannot serve. */
 spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
                         const spar_refusal *refused, spar_choice *choice);
 

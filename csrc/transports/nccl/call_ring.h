@@ -1,8 +1,8 @@
-/* What the ranks of one host tell each other of calls whose bytes go another way, as over NCCL, without waiting.
+/* Compares calls between the ranks of one host, without waiting, if another transport, such as NCCL, moves their bytes.
  *
- * Each rank writes its newest 1,024 calls down, before it makes them. Who comes later to a call compares it with
- * what the others wrote; who finds a difference, gives up or dies is seen by the others, at their next call or by
- * who watches over theirs. An entry that was written over is not compared. Replays of graphs are not seen. */
+ * Each rank records its newest 1,024 calls in a ring in shared memory, before it makes them. A later rank compares its
+ * call with the recorded ones. Peers detect mismatches, aborts and deaths at their next call, or through their watchdog.
+ * An overwritten entry is not compared; graph replays are not recorded. */
 #ifndef SPAR_CALL_RING_H
 #define SPAR_CALL_RING_H
 
@@ -10,8 +10,8 @@
 
 typedef struct spar_call_ring spar_call_ring;
 
-/* The two stages of a transport's set-up; *offset goes into the verdict. After a failure of the second the ranks
- * that met this one may go on. */
+/* The two stages of a transport's set-up; *offset goes into the setup result. After a failed second stage, ranks that
+ * connected to this one may continue. */
 spar_status spar_call_ring_open(const spar_comm *comm, const spar_peer_info *info,
                                 spar_call_ring **ring, int64_t *offset);
 spar_status spar_call_ring_connect(spar_call_ring *ring, const spar_comm *comm,
@@ -24,24 +24,24 @@ spar_status spar_call_ring_connect(spar_call_ring *ring, const spar_comm *comm,
 spar_status spar_call_ring_begin(spar_call_ring *ring, uint64_t n, const spar_call *call,
                                  int compare);
 
-/* The rest is for who watches, on any thread, one at a time: */
+/* For the watchdog, on any thread, one at a time: */
 
-/* This rank's calls up to n are over. */
+/* Publishes that this rank's calls up to n have ended. */
 void spar_call_ring_complete(spar_call_ring *ring, uint64_t n);
 
-/* Call n is under way here: whether the others can still end it. The death of who came to it is told after a
- * second: what it gave may be on its way. */
+/* Polls whether peers can still complete call n, which this rank is in. The death of a peer that had made the call is
+ * reported after a second, since its bytes may still arrive. */
 spar_status spar_call_ring_poll(spar_call_ring *ring, uint64_t n);
 
-/* Those who have not come to call n: "rank 2 (process 71), ..."; empty: all have. */
+/* Lists the ranks that have not made call n: "rank 2 (process 71), ..."; empty: all have. */
 void spar_call_ring_absent(const spar_call_ring *ring, uint64_t n, spar_ranks *ranks, char *text,
                            size_t size);
 
-/* This rank gives up, for good. The first reason stays. */
+/* Aborts this rank for good; keeps the first reason. */
 void spar_call_ring_abort(spar_call_ring *ring, spar_status status, const spar_ranks *ranks,
                           const char *reason);
 
-/* Which call a rank's process is in, on any group. */
+/* The last call of a rank's process, on any group. */
 spar_last_call spar_call_ring_last_call(const spar_call_ring *ring, int rank);
 
 /* NULL: does nothing. */

@@ -1,8 +1,7 @@
-/* NCCL: sends and receives of device memory, on any number of hosts. How the bytes go: lane.h. How errors, time
- * limits and deaths are seen without waiting for the device: watch.h.
+/* NCCL: sends and receives of device memory, on any number of hosts. pipeline.h moves the bytes; watchdog.h detects
+ * errors, timeouts and deaths without waiting for the device.
  *
- * All ranks use torch's own communicator where each has one; else one of their own, which costs memory for its
- * buffers again. */
+ * All ranks use torch's communicator if every rank has one; else they make one, which allocates buffers again. */
 #include "base/env.h"
 #include "base/util.h"
 #include "transports/nccl/pipeline.h"
@@ -18,7 +17,7 @@
 
 static const int64_t POLL_NS = 50000000;
 
-/* What a rank tells in the first stage's verdict. */
+/* A rank's token in the first stage's setup result. */
 typedef struct {
     spar_nccl_id id; /* rank 0's, where an own communicator may be needed */
     int64_t chunk;   /* what its staging memory allows */

@@ -1,9 +1,9 @@
-/* The way of a rank's bytes through NCCL: staging memory, and streams beside the caller's.
+/* Send/recv pipeline: staging buffers and side streams.
  *
- * A call goes in steps (chunks.h). What lies in one piece is sent from and received in the tensors themselves; the
- * rest is packed into staging memory before a step's group of sends and receives, and unpacked behind it. Where a
- * call has several steps, packing and unpacking run in a stream of their own, beside the wire in the caller's, and
- * staging memory has two turns. A factor is applied by who packs. Nothing here waits for the device but close. */
+ * A call runs in steps (schedule.h). Contiguous regions are sent from and received into the tensors directly. The rest is
+ * packed into staging buffers before a step's group of sends and receives, and unpacked after it. If a call has several
+ * steps, packing and unpacking run in a side stream, concurrent with the transfers in the caller's stream, and the
+ * staging memory is double-buffered. Packing scales. Only close waits for the device. */
 #ifndef SPAR_PIPELINE_H
 #define SPAR_PIPELINE_H
 
@@ -21,9 +21,9 @@ typedef struct {
     int world, rank;
     int64_t cap, room; /* bytes of staging memory: at most; taken */
     int64_t chunk;     /* of a peer's stream in a step, the same on all ranks */
-    char *staging;     /* [2 turns][2 directions][world - 1][chunk] */
-    spar_side_stream
-        side_streams[2]; /* [1] while the caller's stream is captured: then the siding is, too */
+    char *staging;     /* [2 buffers][2 directions][world - 1][chunk] */
+    spar_side_stream side_streams
+        [2]; /* [1] while the caller's stream is captured: then the side stream is, too */
     spar_schedule push, pull;
 } spar_pipeline;
 
@@ -35,12 +35,12 @@ spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                               int captured);
 
-/* A byte to and from every peer, in the siding: connections are made, which may wait for the peers. */
+/* Exchanges a byte with every peer in the side stream, which makes NCCL connect; may wait for the peers. */
 spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm);
 
 void spar_pipeline_close(spar_pipeline *pipeline);
 
-/* Device memory in which pieces wait for the wire: what open groups may have of it, and have. */
+/* Staging memory of all open groups: the most, and what is allocated. */
 void spar_staging_stats(int64_t *cap, int64_t *allocated);
 
 #endif

@@ -1,9 +1,9 @@
-/* What has been given to GPUs and is not over yet, watched without holding up who gave it.
+/* Watches calls that run on GPUs, without blocking their callers.
  *
- * A call on a GPU returns before its bytes have moved. One thread of this process looks every 100 ms, as long as
- * there is something to look at: at communicators' own errors, at events behind the calls, at the others, at time limits. What fails
- * breaks its watch for good: an own communicator is aborted, so that its kernels end and the stream goes on, and the
- * next call tells. Graph replays are not watched. */
+ * A call on a GPU returns before its bytes have moved. One thread per process polls every 100 ms while there are
+ * groups: the communicators' asynchronous errors, the events behind the calls, the peers, and the deadlines. A failure breaks
+ * the watchdog for good: an own communicator is aborted, so that its kernels end and the stream continues, and the next
+ * call raises. Graph replays are not watched. */
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
