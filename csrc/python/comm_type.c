@@ -1,4 +1,4 @@
-/* spar._C.Comm: a rank's part in a group. */
+/* spar._C.Comm: one rank's part of a group. */
 #include "python/binding.h"
 
 #include <stdio.h>
@@ -9,7 +9,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *name; /* its transport's */
     char group[64]; /* for messages */
-    int closing;    /* atomic: a call under way must end */
+    int closing;    /* atomic: a call in progress must end */
     spar_comm *comm;
     spar_setup_result setup_result;
 } comm_object;
@@ -22,7 +22,7 @@ static int must_stop(void *context)
 {
     comm_object *self = context;
     PyGILState_STATE state = PyGILState_Ensure();
-    int came = PyErr_CheckSignals(); /* does nothing but on the main thread */
+    int came = PyErr_CheckSignals(); /* only on the main thread */
     PyGILState_Release(state);
     if (came)
         return SPAR_STOP_SIGNAL;
@@ -166,14 +166,14 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
 
 enum { NUMBERS = 256 };
 
-/* What Python gave of a call, taken apart; it must live as long as the request. */
+/* The parsed arguments of a call; they must outlive the request. */
 typedef struct {
     spar_request request;
     spar_tensor tensor;
     int64_t few[NUMBERS], *numbers; /* of the tensor */
 } parsed;
 
-/* 0, or -1 and an exception; either way free_request ends it. */
+/* Returns 0, or -1 and an exception; call free_request in both cases. */
 static int read_request(parsed *p, PyObject *tuple, const char *op, int world, int rank)
 {
     Py_ssize_t room = spar_count_numbers(tuple);
@@ -194,7 +194,7 @@ static void free_request(parsed *p)
         free(p->numbers);
 }
 
-/* Reports the exception that is set, as the failure of this rank's call, to the peers; it stays set. */
+/* Reports the current exception to the peers as the failure of this rank's call; it stays set. */
 static void report_exception(spar_comm *comm, spar_call *call)
 {
     PyObject *type, *value, *trace;
@@ -211,7 +211,7 @@ static void report_exception(spar_comm *comm, spar_call *call)
     Py_END_ALLOW_THREADS;
     Py_XDECREF(name);
     Py_XDECREF(text);
-    if (!PyErr_Occurred()) { /* else a signal's handler raised meanwhile */
+    if (!PyErr_Occurred()) { /* else a signal handler raised */
         PyErr_Restore(type, value, trace);
         return;
     }
@@ -346,7 +346,7 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
-    if (status != call.failed) /* the failure itself is what was asked for */
+    if (status != call.failed) /* the failure itself was requested */
         return spar_py_raise_after_wait(status);
     Py_RETURN_NONE;
 }
@@ -374,7 +374,7 @@ static PyObject *comm_last_call(PyObject *self, PyObject *args)
     if (rank < 0 || rank >= comm->world || !comm->transport->last_call ||
         !comm->transport->last_call(comm, rank, &last))
         Py_RETURN_NONE;
-    /* a process wrote these texts: they may hold anything */
+    /* another process wrote these texts: they may hold any bytes */
     PyObject *op = PyUnicode_DecodeUTF8(last.op, (Py_ssize_t)strlen(last.op), "replace");
     PyObject *group = PyUnicode_DecodeUTF8(last.group, (Py_ssize_t)strlen(last.group), "replace");
     if (op && group)

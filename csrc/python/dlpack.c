@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* As DLPack's specification lays it out (version 0). */
+/* The layout of DLPack's specification, version 0. */
 typedef struct {
     void *data;
     struct {
@@ -27,7 +27,7 @@ typedef struct dl_managed {
 
 enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
 
-/* Runs on any thread, without the GIL, also when the interpreter is gone. */
+/* Runs on any thread, without the GIL, even after the interpreter has ended. */
 static void free_output(dl_managed *managed)
 {
     spar_memory_free(managed->context);
@@ -37,7 +37,7 @@ static void free_output(dl_managed *managed)
 static void free_capsule(PyObject *capsule)
 {
     if (!PyCapsule_IsValid(capsule, "dltensor"))
-        return; /* torch took it, and renamed it */
+        return; /* torch consumed and renamed it */
     dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
     managed->deleter(managed);
 }

@@ -28,7 +28,7 @@ PyObject *spar_raise(spar_status status)
         [SPAR_BROKEN] = "GroupBrokenError",      [SPAR_TRANSPORT] = "TransportError",
         [SPAR_INTERNAL] = "SparError",
     };
-    /* other processes' texts are in it, cut off where they were too long: maybe within a character */
+    /* it may hold other processes' texts, truncated within a character */
     PyObject *text =
         PyUnicode_DecodeUTF8(spar_last_error(), (Py_ssize_t)strlen(spar_last_error()), "replace");
     if (!text)
@@ -201,7 +201,7 @@ static PyObject *module_transports(PyObject *module, PyObject *unused)
     return list;
 }
 
-/* a + b, or the largest number: no tensor has so much. */
+/* a + b, saturating: no tensor is that large. */
 static int64_t sum(int64_t a, int64_t b)
 {
     int64_t result;

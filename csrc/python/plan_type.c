@@ -1,10 +1,10 @@
-/* spar._C.Plan: a plan in Python's hands. */
+/* spar._C.Plan: a plan, as a Python object. */
 #include "python/binding.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* The whole numbers of a tuple; -1 and an exception where it holds something else. */
+/* Reads the ints of a tuple; -1 and an exception for another value. */
 Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what)
 {
     if (!PyTuple_Check(tuple)) {
@@ -25,7 +25,7 @@ Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, con
     return count;
 }
 
-/* `count` addresses, as integers in a tuple. */
+/* Reads `count` addresses from a tuple of ints. */
 static int read_addresses(PyObject *tuple, void **addresses, int count, const char *what)
 {
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
@@ -71,7 +71,7 @@ const spar_plan *spar_py_plan_of(PyObject *object)
     return ((plan_object *)object)->plan;
 }
 
-/* One tensor: (item size, extents, strides, args); its numbers go into `room`. */
+/* Reads one tensor: (item size, extents, strides, args); its numbers are stored in `room`. */
 int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size)
 {
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 4) {
@@ -102,7 +102,7 @@ int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssi
     return 0;
 }
 
-/* How many numbers the tuples of one tensor hold. */
+/* Counts the numbers in the tuples of one tensor. */
 Py_ssize_t spar_count_numbers(PyObject *tensor)
 {
     Py_ssize_t count = 0;
@@ -186,7 +186,7 @@ static PyObject *plan_out_shapes(PyObject *self, void *closure)
     return shapes;
 }
 
-/* What goes over the wire to or from each rank: nothing for oneself. */
+/* Bytes sent to or received from each rank; 0 for the rank itself. */
 static PyObject *wire_bytes(const spar_plan *plan, const spar_range *ranges)
 {
     PyObject *tuple = PyTuple_New(plan->world);
@@ -241,7 +241,7 @@ static PyObject *plan_describe(PyObject *self, PyObject *args)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-/* The addresses of a plan's tensors, or NULL and an exception. */
+/* Reads the addresses of a plan's tensors; NULL and an exception on failure. */
 static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **room,
                                const char *what)
 {

@@ -1,4 +1,4 @@
-/* Calls of a spar._C.Comm that go into a device's stream: torch allocates their outputs. */
+/* Calls of a spar._C.Comm that are enqueued in a device's stream; torch allocates their outputs. */
 #include "python/binding.h"
 
 const char spar_py_run_doc[] = PyDoc_STR(
@@ -51,7 +51,7 @@ PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "d", &deadline_s))
         return NULL;
     if (!comm->transport->wait)
-        Py_RETURN_NONE; /* its calls return when all is over */
+        Py_RETURN_NONE; /* its calls return once they have ended */
     spar_deadline deadline = spar_py_deadline(self, deadline_s);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;

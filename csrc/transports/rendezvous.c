@@ -65,7 +65,7 @@ static spar_status await_peer(const spar_comm *comm, int rank, const spar_deadli
         if (spar_deadline_passed(deadline))
             return spar_fail_rank(SPAR_TIMEOUT, rank, "rank %d did not answer", rank);
         if (spar_now_ns() - begin >
-            LONGEST_NS) /* all are here: going without is better than this wait */
+            LONGEST_NS) /* every process is alive: fall back rather than wait longer */
             return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d did not answer for 30 s", rank);
         if (polls % 100 == 0)
             SPAR_TRY(spar_deadline_poll(deadline, "during the rendezvous"));
@@ -89,7 +89,7 @@ spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group,
         snprintf(first, sizeof first, "%s", spar_last_error());
         spar_ranks ranks = *spar_last_error_ranks();
         spar_status connected =
-            await_peer(comm, rank, deadline, &peers[rank]); /* also after a failure: they wait */
+            await_peer(comm, rank, deadline, &peers[rank]); /* also after a failure: peers wait */
         if (status != SPAR_OK && !spar_ends_wait(connected))
             spar_fail_ranks(status, &ranks, "%s", first);
         else

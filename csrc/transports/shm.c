@@ -47,7 +47,7 @@ static void describe(void *context, char *text, size_t size)
     spar_call_describe(context, text, size);
 }
 
-/* Where each rank's output lies, checked against its arena: a word from another process may be anything. */
+/* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its arena. */
 static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan,
                                 const spar_call_header *all, int rank, void **outputs)
 {
@@ -64,7 +64,7 @@ static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan,
     return SPAR_OK;
 }
 
-/* What all ranks said in a call. */
+/* The call headers of all ranks, and the addresses of their outputs. */
 typedef struct {
     spar_call_header *headers;
     void *(*outputs)[SPAR_GROUP_TENSORS];
@@ -73,14 +73,14 @@ typedef struct {
 
 static spar_status push(const spar_comm *comm, const spar_call *call, const all_headers *all)
 {
-    for (int rank = 0; rank < comm->world; rank++) { /* before anybody is written to */
+    for (int rank = 0; rank < comm->world; rank++) { /* before any peer is written to */
         SPAR_TRY(find_outputs(comm, call->plan, all->headers, rank, all->outputs[rank]));
         all->rows[rank] = all->outputs[rank];
     }
     return spar_push(call->plan, call->device, call->inputs, all->rows, &call->scale, call->stream);
 }
 
-/* Everything that can fail on this rank alone. */
+/* All steps that can fail on this rank alone. */
 static spar_status prepare(const spar_call *call, spar_call_header *header)
 {
     if (call->failed != SPAR_OK)
@@ -161,7 +161,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
     size_t world = (size_t)comm->world;
     if (!spar_arena_is_own())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
-    if (comm->world > FEW) { /* nothing is allocated between saying and done */
+    if (comm->world > FEW) { /* allocate nothing between publish and done */
         char *room = malloc(world * (sizeof *all.headers + sizeof *all.outputs + sizeof *all.rows));
         if (!room)
             return spar_fail(SPAR_NO_MEMORY, "no memory for the words of %d ranks", comm->world);
@@ -192,7 +192,7 @@ static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 
 static void close_comm(spar_comm *comm)
 {
-    if (comm->state && spar_arena_is_own()) /* a forked child does not speak for its parent */
+    if (comm->state && spar_arena_is_own()) /* a forked child leaves its parent's mailbox alone */
         spar_group_close(comm->state);
     comm->state = NULL;
 }

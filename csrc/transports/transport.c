@@ -23,7 +23,7 @@ static int torch_serves(const spar_peer_info *info, int world, int first_rank, c
     return 1;
 }
 
-/* Python moves the bytes: spar/fallback.py. */
+/* Python moves the bytes: spar/_runtime/transports/torch.py. */
 static const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves};
 
 #ifdef __linux__
@@ -72,7 +72,7 @@ static spar_status agree(const char *what, int rank, const char *first, const ch
                      first, other, rank);
 }
 
-/* The row that SPAR_TRANSPORT names, with or without its ^. */
+/* Finds the row that SPAR_TRANSPORT names, with or without a leading ^. */
 static spar_status find(const char *name, const spar_transport **found)
 {
     char known[128] = "";
@@ -107,7 +107,7 @@ void spar_call_describe(const spar_call *call, char *text, size_t size)
     spar_append(text, size, "%s", rest);
 }
 
-/* Whether a row cannot serve, after all: its set-up failed on some rank. */
+/* Whether a row was rejected because its set-up failed on some rank. */
 static int is_refused(const spar_refusal *refused, const char *name, char *reason, size_t size)
 {
     for (int i = 0; refused && i < refused->count; i++)

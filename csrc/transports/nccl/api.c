@@ -41,7 +41,7 @@ spar_status spar_nccl_open(void)
     return status;
 }
 
-/* Not taken before a fork: the library may fork while it is loaded. */
+/* The lock is not held across a fork: the library may fork while it is loaded. */
 void spar_nccl_fork(spar_fork_stage stage)
 {
     if (stage == SPAR_FORK_CHILD)

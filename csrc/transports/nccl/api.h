@@ -1,5 +1,5 @@
-/* The functions of NCCL that spar calls, in declarations of its own: neither NCCL nor its headers are needed to
- * build. The library is opened at run time, once; tests hold the declarations against nccl.h. */
+/* The NCCL functions that spar calls, declared here: the build needs neither NCCL nor its headers. The library is
+ * opened once, at run time. Tests compare the declarations with nccl.h. */
 #ifndef SPAR_NCCL_API_H
 #define SPAR_NCCL_API_H
 
@@ -7,7 +7,7 @@
 
 #include <stddef.h>
 
-/* NCCL's and CUDA's own tags, so that their types and these are the same. */
+/* NCCL's and CUDA's own tags, so that the types are compatible. */
 struct ncclComm;
 struct CUstream_st;
 
@@ -56,11 +56,11 @@ typedef struct {
 /* Valid from the first spar_nccl_open that succeeded. */
 extern spar_nccl_table spar_nccl;
 
-/* Opens libnccl.so.2 (mapped already where torch's CUDA build is imported; else where Python found it), or tells in
- * the last error's text why that cannot be: SPAR_TRANSPORT. Only the first success costs time. */
+/* Opens libnccl.so.2: the one that torch's CUDA build has mapped, else the one that Python found. SPAR_TRANSPORT, with
+ * the reason, if that fails. Cheap after the first success. */
 spar_status spar_nccl_open(void);
 
-/* SPAR_OK, or SPAR_TRANSPORT with NCCL's words; `comm` may be NULL. In progress counts as well. */
+/* SPAR_OK, also for ncclInProgress; else SPAR_TRANSPORT with NCCL's text. `comm` may be NULL. */
 spar_status spar_nccl_check(spar_nccl_result result, struct ncclComm *comm, const char *what);
 
 #define SPAR_NCCL_TRY(comm, call) SPAR_TRY(spar_nccl_check(spar_nccl.call, comm, "nccl" #call))

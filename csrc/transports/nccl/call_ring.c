@@ -13,15 +13,15 @@ enum { ENTRIES = 1024, WORDS = 30, TEXT = WORDS * sizeof(uint64_t), KNOWN = 16 }
 static const int64_t POLL_NS = 50000000, GRACE_NS = 1000000000;
 
 typedef struct {
-    uint64_t call;      /* written last, and first set to 0 */
-    uint64_t signature; /* 0: it could not be made */
+    uint64_t call;      /* set to 0 first, and written last */
+    uint64_t signature; /* 0: the rank could not make the call */
     uint64_t text[WORDS];
 } entry;
 
-/* Each rank writes its own, in its arena. */
+/* Each rank writes its own log, in its arena. */
 typedef struct {
     _Alignas(64) uint64_t newest, over; /* calls */
-    uint32_t abort_status;              /* it gave up: the status with which */
+    uint32_t abort_status;              /* the status with which the rank aborted; 0: it did not */
     char reason[SPAR_GROUP_TEXT];
     spar_ranks ranks; /* that caused it */
     _Alignas(64) entry entries[ENTRIES];
@@ -29,15 +29,15 @@ typedef struct {
 
 struct spar_call_ring {
     int world, rank;
-    int stranded; /* this rank could not connect; others may have */
+    int stranded; /* this rank failed to connect; peers may have connected */
     spar_group *group;
     int aborted;
     int64_t polled_ns;
-    int64_t *gone_ns; /* [world] since when a rank is seen to be gone; 0: it is not */
+    int64_t *gone_ns; /* [world] when a rank was found dead; 0: it is not */
     struct {
         uint64_t signature;
         char text[TEXT];
-    } known[KNOWN]; /* texts by signature: putting a call in words takes longer than all the rest */
+    } known[KNOWN]; /* texts by signature: describing a call takes longer than all other steps */
 };
 
 static call_log *log_of(const spar_call_ring *r, int rank)
@@ -85,7 +85,7 @@ void spar_call_ring_close(spar_call_ring *r)
 {
     if (!r)
         return;
-    if (!r->stranded && spar_arena_is_own()) /* else its mailbox stays, for the others' looks */
+    if (!r->stranded && spar_arena_is_own()) /* else the mailbox stays: peers may still read it */
         spar_group_close(r->group);
     free(r->gone_ns);
     free(r);
@@ -117,16 +117,16 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
         signature = spar_plan_signature(call->plan, call->text) | 1;
         text = describe(r, call, signature);
     }
-    __atomic_store_n(&e->call, 0, __ATOMIC_RELAXED); /* who reads what follows sees it */
+    __atomic_store_n(&e->call, 0, __ATOMIC_RELAXED); /* readers see it before what follows */
     __atomic_store_n(&e->signature, signature, __ATOMIC_RELEASE);
     spar_shared_text_write(e->text, WORDS, text);
-    /* seq_cst: of two ranks that write and then read, one at least sees the other's */
+    /* seq_cst: of two ranks that each write and then read, at least one sees the other's entry */
     __atomic_store_n(&e->call, n, __ATOMIC_SEQ_CST);
     __atomic_store_n(&own->newest, n, __ATOMIC_SEQ_CST);
 }
 
-/* Whether a rank's call n is written there, still and whole; then its signature and, unless NULL,
- * its text [TEXT]. */
+/* Whether the log holds a rank's call n, complete and not overwritten; reads its signature and, unless NULL, its
+ * text [TEXT]. */
 static int read_entry(const spar_call_ring *r, int rank, uint64_t n, uint64_t *signature,
                       char *text)
 {
@@ -139,7 +139,7 @@ static int read_entry(const spar_call_ring *r, int rank, uint64_t n, uint64_t *s
     return __atomic_load_n(&e->call, __ATOMIC_RELAXED) == n;
 }
 
-/* The status and reason of the first rank that gave up. */
+/* The status and reason of the first rank that aborted. */
 static spar_status check_aborts(const spar_call_ring *r)
 {
     for (int i = 1; i < r->world; i++) {
@@ -154,7 +154,7 @@ static spar_status check_aborts(const spar_call_ring *r)
         int specific =
             status == SPAR_MISMATCH || status == SPAR_TIMEOUT || status == SPAR_PEER_LOST;
         spar_ranks ranks = spar_group_read_ranks(r->group, &theirs->ranks);
-        char who[24] = ""; /* a reason that has its ranks names them */
+        char who[24] = ""; /* a reason that carries ranks already names them */
         if (!ranks.count) {
             snprintf(who, sizeof who, "rank %d: ", rank);
             spar_ranks_add(&ranks, rank);
@@ -165,7 +165,7 @@ static spar_status check_aborts(const spar_call_ring *r)
     return SPAR_OK;
 }
 
-/* Who closed the group before call n will not come to it. */
+/* A rank that closed the group before call n will not make it. */
 static spar_status check_closed(const spar_call_ring *r, uint64_t n)
 {
     for (int rank = 0; rank < r->world; rank++)
@@ -175,7 +175,7 @@ static spar_status check_closed(const spar_call_ring *r, uint64_t n)
     return SPAR_OK;
 }
 
-/* All ranks' calls n, each different one once: there may be many ranks. */
+/* Describes call n of all ranks; calls that are equal are described once. */
 static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
 {
     char text[SPAR_GROUP_TEXT], call[TEXT];
@@ -212,7 +212,7 @@ spar_status spar_call_ring_begin(spar_call_ring *r, uint64_t n, const spar_call 
     return call->failed == SPAR_OK ? check_closed(r, n) : SPAR_OK;
 }
 
-/* ---- watching ---- */
+/* ---- for the watchdog ---- */
 
 void spar_call_ring_complete(spar_call_ring *r, uint64_t n)
 {

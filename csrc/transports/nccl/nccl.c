@@ -19,8 +19,8 @@ static const int64_t POLL_NS = 50000000;
 
 /* A rank's token in the first stage's setup result. */
 typedef struct {
-    spar_nccl_id id; /* rank 0's, where an own communicator may be needed */
-    int64_t chunk;   /* what its staging memory allows */
+    spar_nccl_id id; /* rank 0's, if the ranks may need their own communicator */
+    int64_t chunk;   /* bytes of a step that its staging buffers allow */
     int32_t has_native, has_id;
 } token;
 
@@ -28,9 +28,9 @@ _Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token),
                "it travels in the setup result");
 
 typedef struct {
-    pthread_mutex_t lock; /* around a call, and of what follows */
+    pthread_mutex_t lock; /* held during a call; protects what follows */
     pthread_cond_t connected;
-    int refs; /* atomic: the comm or its watch; the thread that meets the others */
+    int refs; /* atomic: held by the comm or its watchdog, and by the rendezvous thread */
     int world, rank, ordinal;
     spar_nccl_id id;
     spar_pipeline pipeline;
@@ -38,11 +38,11 @@ typedef struct {
     spar_call_ring *ring; /* NULL: the ranks are not all on one host */
     int compare;
     uint64_t calls;
-    struct ncclComm *own, *native; /* native: as it was when the ranks met */
+    struct ncclComm *own, *native; /* native: torch's, at the set-up */
     spar_watchdog *watchdog;
     void *stream; /* of the newest call */
     int called;
-    /* of the meeting: 1 when it is over, with how it ended; or that nobody waits for it any more */
+    /* the rendezvous: over is 1 once it ended, with status and text; abandoned: no thread waits for it */
     int finished, abandoned;
     spar_status status;
     char text[256];
@@ -84,13 +84,13 @@ static void release(void *context)
     free(s);
 }
 
-/* Of a set-up that failed. On a thread of its own: freeing memory waits for the device, and other groups' calls. */
+/* Releases a failed set-up on its own thread: freeing device memory waits for the device and other groups' calls. */
 static void *release_entered(void *context)
 {
     nccl_state *s = context;
     void *before;
     if (spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
-        return NULL; /* the device is gone: so is what lay on it */
+        return NULL; /* the device is gone, with its memory */
     release(s);
     spar_device_cuda.leave(before);
     return NULL;
@@ -137,7 +137,7 @@ static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup
     comm->state = s;
     if (spar_rendezvous_possible(info, s->world, 0, reason, sizeof reason) &&
         spar_call_ring_open(comm, info, &s->ring, &result->offset) != SPAR_OK)
-        result->offset = -1; /* it is not needed for moving bytes */
+        result->offset = -1; /* the call ring is optional */
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
     spar_device_cuda.leave(before);
@@ -145,7 +145,7 @@ static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup
     return status;
 }
 
-/* What may wait for the other ranks: for as long as NCCL likes. On a thread of its own. */
+/* Runs the NCCL calls that may block on peers without a limit; on a thread of its own. */
 static spar_status init_communicator(nccl_state *s)
 {
     struct ncclComm *comm = s->native;
@@ -188,12 +188,12 @@ static void *rendezvous_thread(void *context)
     return NULL;
 }
 
-/* Other than SPAR_OK where the wait shall end. A peer on this host that failed is not waited for. */
+/* Returns another status than SPAR_OK if the wait must end: a signal, a timeout, a failed peer on this host. */
 static spar_status poll_setup(const nccl_state *s, const spar_deadline *deadline)
 {
     SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
     spar_status status = s->ring ? spar_call_ring_poll(s->ring, 1) : SPAR_OK;
-    if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fail alike */
+    if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fall back together */
         return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT,
                                spar_last_error_ranks(), "%s", spar_last_error());
     }
@@ -227,7 +227,7 @@ static spar_status await_communicator(nccl_state *s, const spar_deadline *deadli
     return status;
 }
 
-/* The greetings have come. */
+/* Waits for the first exchange, which connects all pairs of ranks. */
 static spar_status await_first_exchange(const nccl_state *s, const spar_deadline *deadline)
 {
     const struct timespec moment = {0, 200000};
@@ -271,7 +271,7 @@ static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result 
     return SPAR_OK;
 }
 
-/* Where one rank has no ledger, none uses it. */
+/* If one rank has no call ring, no rank uses it. */
 static spar_status connect_ring(nccl_state *s, const spar_comm *comm,
                                 const spar_setup_result *results, const spar_deadline *deadline)
 {
@@ -335,7 +335,7 @@ static spar_status check_call(const nccl_state *s, const spar_call *call)
     return SPAR_OK;
 }
 
-/* This rank cannot make call n: the others are told. */
+/* Reports to the peers that this rank cannot make call n. */
 static spar_status fail_alone(nccl_state *s, uint64_t n, const spar_call *call, spar_status status)
 {
     char why[SPAR_GROUP_TEXT];
@@ -365,20 +365,19 @@ static spar_status enqueue(nccl_state *s, const spar_call *call)
     SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline));
     if (s->ring)
         status = spar_call_ring_begin(s->ring, n, call, s->compare);
-    if (status == SPAR_OK && !s->own) { /* the watch does not know whether torch's is still there */
+    if (status == SPAR_OK && !s->own) { /* the watchdog does not check torch's communicator */
         status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), comm,
                                  "ncclCommGetAsyncError");
         if (status == SPAR_OK)
             status = spar_nccl_check(error, comm, "NCCL, later");
     }
     if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
-        status =
-            spar_watchdog_order(s->watchdog, call->stream); /* it may still use staging memory */
+        status = spar_watchdog_order(s->watchdog, call->stream); /* it may use staging buffers */
     if (status == SPAR_OK)
         status = spar_pipeline_run(&s->pipeline, call, comm, captured);
     if (status == SPAR_OK)
         status = spar_watchdog_end(s->watchdog, call->stream, captured);
-    if (status != SPAR_OK) { /* the others have been promised bytes that do not come */
+    if (status != SPAR_OK) { /* the peers wait for bytes that this rank will not send */
         spar_watchdog_break(s->watchdog, status);
         return status;
     }
@@ -438,7 +437,7 @@ static void close_comm(spar_comm *comm)
     if (!s)
         return;
     if (s->watchdog)
-        spar_watchdog_close(s->watchdog); /* it releases when the calls are over */
+        spar_watchdog_close(s->watchdog); /* it releases once the calls have ended */
     else if (spar_thread_start(release_entered, s) != 0)
         release_entered(s);
 }

@@ -4,7 +4,7 @@
 
 static struct {
     int64_t cap, allocated;
-} staging; /* of all lanes; atomic */
+} staging; /* of all pipelines; atomic */
 
 void spar_staging_stats(int64_t *cap, int64_t *allocated)
 {
@@ -28,7 +28,7 @@ static spar_status open_side_stream(spar_side_stream *s)
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t most)
 {
     void *memory;
-    int64_t chunk = most / 4 / (world - 1) / 256 * 256; /* bounds at which copies are fast */
+    int64_t chunk = most / 4 / (world - 1) / 256 * 256; /* at these offsets copies are fast */
     *pipeline = (spar_pipeline){.world = world, .rank = rank, .cap = most, .chunk = chunk};
     if (chunk == 0)
         return spar_fail(SPAR_INVALID, "SPAR_STAGING_MAX is %lld; %d ranks need at least %lld",
@@ -66,7 +66,7 @@ void spar_pipeline_close(spar_pipeline *pipeline)
 
 /* ---- the wire ---- */
 
-/* A communicator of torch's may be one whose calls return before they are in the stream. */
+/* torch's communicator may be non-blocking: then calls return before they are enqueued. */
 static spar_status await_enqueued(struct ncclComm *comm, const spar_deadline *deadline)
 {
     for (;;) {
@@ -138,7 +138,7 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
 
 /* ---- a call ---- */
 
-/* Staging memory of a step: to the peers (0) or from them (1). */
+/* The staging buffer of a step: to the peers (0) or from them (1). */
 static char *buffer_of(const spar_pipeline *pipeline, int64_t step, int direction)
 {
     return pipeline->staging +
@@ -174,7 +174,7 @@ static spar_status copy_own(const spar_call *call, void *stream)
                     : SPAR_OK;
 }
 
-/* The siding must not touch a failed call's tensors when their stream has gone on: as far as it can be had. */
+/* After a failed call the caller's stream waits for the side stream, which may still use the call's tensors. */
 static void join_side_stream(const spar_side_stream *side_stream, CUstream caller)
 {
     if (spar_driver_functions()->EventRecord(side_stream->to_caller, side_stream->stream) ==
@@ -188,8 +188,8 @@ static spar_status wait_for(CUstream waiting, CUevent event, CUstream awaited)
     return check(spar_driver_functions()->StreamWaitEvent(waiting, event, 0));
 }
 
-/* Beside the wire of step i: unpacking of step i - 1, packing of step i + 1. Each event is recorded anew in every
- * step: who waits, waits for what is recorded by then. */
+/* While step i is on the wire, the side stream unpacks step i - 1 and packs step i + 1. Events are recorded again in
+ * every step; a wait covers what was recorded before it. */
 static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
                                  struct ncclComm *comm, const spar_side_stream *side_stream,
                                  int64_t steps)
@@ -200,13 +200,13 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
     SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_caller, side)));
     SPAR_TRY(copy_own(call, side));
     for (int64_t i = 0; i < steps; i++) {
-        if (i > 0) { /* the wire of step i - 1: of its turn comes packing i + 1, too */
+        if (i > 0) { /* step i - 1 left the wire: step i + 1 reuses its buffer */
             SPAR_TRY(
                 check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
             SPAR_TRY(unpack(pipeline, call, side));
         }
         SPAR_TRY(spar_schedule_step(&pipeline->pull, i, buffer_of(pipeline, i, 1)));
-        /* step i is packed, and step i - 2 unpacked, whose turn of staging memory it takes */
+        /* step i is packed, and step i - 2, whose buffer it reuses, is unpacked */
         SPAR_TRY(
             check(spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
         SPAR_TRY(exchange(pipeline, call, comm));

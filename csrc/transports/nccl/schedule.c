@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A block of at least so many bytes is a message of its own, which need not be packed where it lies in one piece;
- * smaller ones go together: a message costs about as much as moving so many bytes. */
+/* A block of at least this many bytes is its own message, without packing if it is contiguous. Smaller blocks share
+ * a message, whose overhead is about the time to move this many bytes. */
 static const int64_t ALONE = 1 << 16;
 
 int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk)
@@ -50,7 +50,7 @@ static spar_status add_message(spar_schedule *side, int peer, int tensor, int64_
     return SPAR_OK;
 }
 
-/* Bytes low to high of a stream, staged from byte `at` on. */
+/* Adds the span of bytes low to high of a stream, staged from byte `at`. */
 static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t high, int64_t at)
 {
     spar_span *last = side->nspans ? &side->spans[side->nspans - 1] : NULL;
@@ -64,7 +64,7 @@ static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t 
     return SPAR_OK;
 }
 
-/* How long a block is, and whether it lies in one piece in this rank's tensor. */
+/* The length of a block, and whether it is contiguous in this rank's tensor. */
 static int64_t measure(const spar_schedule *side, const spar_block *block, int *in_one_piece)
 {
     int64_t bytes = block->run;
@@ -77,13 +77,13 @@ static int64_t measure(const spar_schedule *side, const spar_block *block, int *
     return bytes;
 }
 
-/* The bytes of one stream in a step, low to high; they are staged from byte `area` on. */
+/* Schedules bytes low to high of one stream in a step, staged from byte `area`. */
 static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64_t high,
                                int64_t area)
 {
     const spar_range *range = &(side->pulls ? side->plan->pull : side->plan->push)[peer];
     spar_cursor *cursor = &side->cursors[peer];
-    int64_t joined = low; /* where the blocks begin that make the next message together */
+    int64_t joined = low; /* start of the blocks that share the next message */
     for (int64_t at = low, until; at < high; at = until) {
         const spar_block *block = &side->plan->blocks[range->first + cursor->block];
         int in_one_piece;
@@ -112,7 +112,7 @@ static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64
                          : SPAR_OK;
 }
 
-/* Whether both are sent the same, which is then packed once. */
+/* Whether two peers receive the same bytes, which are then packed once. */
 static int is_shared(const spar_schedule *side, int first, int peer)
 {
     const spar_range *a = &side->plan->push[first], *b = &side->plan->push[peer];
@@ -126,7 +126,7 @@ spar_status spar_schedule_step(spar_schedule *side, int64_t step, char *staging)
     int64_t low = step * side->chunk, messages = 0;
     side->staging = staging;
     side->nmessages = side->nspans = 0;
-    for (int i = 1; i < world; i++) { /* not everybody to the same peer at once */
+    for (int i = 1; i < world; i++) { /* ranks start with different peers */
         int peer = side->pulls ? (plan->rank - i + world) % world : (plan->rank + i) % world;
         int64_t bytes = (side->pulls ? plan->pull : plan->push)[peer].bytes;
         int64_t high = bytes - low < side->chunk ? bytes : low + side->chunk;

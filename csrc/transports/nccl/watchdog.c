@@ -14,9 +14,9 @@
 
 enum { SLOTS = 64, POLL_NS = 100000000 };
 
-/* A call under way. */
+/* A call in progress. */
 typedef struct {
-    CUevent event; /* behind it */
+    CUevent event; /* recorded after it */
     int64_t deadline_ns;
     uint64_t call;
 } slot;
@@ -36,14 +36,14 @@ struct spar_watchdog {
 };
 
 static struct {
-    pthread_mutex_t lock;   /* of everything here and in the watches */
-    pthread_cond_t changed; /* look again */
+    pthread_mutex_t lock;   /* protects all fields here and of the watchdogs */
+    pthread_cond_t changed; /* poll again */
     spar_watchdog *first;
     int running, stop;
     pid_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* As the last error says. */
+/* With the last error as the reason. */
 static void fail_watchdog(spar_watchdog *w, spar_status status)
 {
     if (w->status != SPAR_OK)
@@ -61,7 +61,7 @@ static slot *newest(spar_watchdog *w)
     return w->count ? &w->slots[(w->first + w->count - 1) % SLOTS] : NULL;
 }
 
-/* Takes the calls off that are over; SPAR_TRANSPORT where the device ended one with an error. */
+/* Removes the calls that have ended; SPAR_TRANSPORT if the device reports an error. */
 static spar_status retire_calls(spar_watchdog *w)
 {
     uint64_t over = 0;
@@ -107,7 +107,7 @@ static spar_status check_limits(const spar_watchdog *w)
                            (unsigned long long)late, *absent ? "; not come to it: " : "", absent);
 }
 
-/* One look, with the lock held and the device entered. */
+/* Polls once, with the lock held and the device entered. */
 static void poll_once(spar_watchdog *w)
 {
     if (w->status != SPAR_OK)
@@ -124,7 +124,7 @@ static void poll_once(spar_watchdog *w)
         fail_watchdog(w, status);
 }
 
-/* The same on a caller's thread, which, or another, may be capturing: a query must not spoil that. */
+/* Polls on a caller's thread. Some thread may be capturing, which a query must not invalidate. */
 static void poll_relaxed(spar_watchdog *w)
 {
     CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
@@ -144,8 +144,8 @@ static void poll_entered(spar_watchdog *w)
     spar_device_cuda.leave(before);
 }
 
-/* Ends a communicator that broke, or is not used any more: on a thread of its own, for it may wait for the device,
- * which may wait for the end of another one. */
+/* Ends a broken or unused communicator on a thread of its own: that may wait for the device, which may wait for the
+ * end of another communicator. */
 static void *end_comm(void *watchdog)
 {
     spar_watchdog *w = watchdog;
@@ -171,13 +171,13 @@ static int is_idle(spar_watchdog *w)
     return !w->count;
 }
 
-/* On a thread of its own, too: freeing memory waits for the device. */
+/* On a thread of its own: freeing device memory waits for the device. */
 static void *dispose(void *watchdog)
 {
     spar_watchdog *w = watchdog;
     void *before;
     if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK)
-        return NULL; /* the device is gone: so is what lay on it */
+        return NULL; /* the device is gone, with its memory */
     for (int i = 0; i < SLOTS; i++)
         if (w->slots[i].event)
             spar_driver_functions()->EventDestroy(w->slots[i].event);
@@ -187,7 +187,7 @@ static void *dispose(void *watchdog)
     return NULL;
 }
 
-/* One look, and what follows from it; whether the watch is off the list. With the lock held. */
+/* Polls once and acts on the result; returns whether the watchdog left the list. With the lock held. */
 static int poll_and_close(spar_watchdog **link)
 {
     spar_watchdog *w = *link;
@@ -211,11 +211,11 @@ static int poll_and_close(spar_watchdog **link)
 static void *watchdog_thread(void *unused)
 {
     CUstreamCaptureMode mode =
-        SPAR_CU_CAPTURE_RELAXED; /* other threads' captures are not disturbed */
+        SPAR_CU_CAPTURE_RELAXED; /* do not invalidate other threads' captures */
     (void)unused;
     spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
     pthread_mutex_lock(&all.lock);
-    for (int last = 0; all.first && !last;) { /* the last look tells the others what is over */
+    for (int last = 0; all.first && !last;) { /* the last poll publishes ended calls */
         last = all.stop;
         for (spar_watchdog **link = &all.first; *link;)
             if (!poll_and_close(link))
@@ -229,7 +229,7 @@ static void *watchdog_thread(void *unused)
     return NULL;
 }
 
-/* At exit: the driver's own end shall find nobody at work. */
+/* At exit, before the driver shuts down. */
 static void stop(void)
 {
     int64_t end = spar_now_ns() + 1000000000;
@@ -317,7 +317,7 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
     pthread_mutex_lock(&all.lock);
     if (!captured) {
         int full =
-            w->count == SLOTS; /* then the newest slot stands for both: calls end in their order */
+            w->count == SLOTS; /* then the newest slot covers both calls, which end in order */
         slot *s = full ? newest(w) : &w->slots[(w->first + w->count) % SLOTS];
         s->deadline_ns = w->inside_ns > 0 ? w->inside_ns : 0;
         s->call = w->call;
@@ -389,7 +389,7 @@ void spar_watchdog_close(spar_watchdog *w)
     pthread_mutex_unlock(&all.lock);
 }
 
-/* Not taken before a fork: the watchdog holds it while it asks the driver, which may not answer. */
+/* The lock is not held across a fork: the watchdog holds it while it queries the driver, which may hang. */
 void spar_watchdog_fork(spar_fork_stage stage)
 {
     if (stage != SPAR_FORK_CHILD)
