@@ -96,8 +96,10 @@ static void send_words(int line, const void *words, size_t size, const int *fds,
         envelope.msg_controllen = 0;
     }
     if (now.lines[line].socket >= 0 &&
-        sendmsg(now.lines[line].socket, &envelope, MSG_NOSIGNAL | MSG_DONTWAIT) < 0)
-        hang_up(line);
+        sendmsg(now.lines[line].socket, &envelope, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+        hang_up(line); /* the rank hung up: a right process calls again */
+        strangers[now.who[line]].called = 0;
+    }
 }
 
 static int call_in(int who)

@@ -64,7 +64,7 @@ def test_rejected_rows_are_told_with_their_reasons() -> None:
     assert choice.rejected == {
         "local": "rank 2 is not in rank 0's process",
         "shm": "rank 0: no socket",
-        "nccl": "cpu tensors do not lie on CUDA devices",
+        "nccl": "cpu tensors are not on CUDA devices",
     }
 
 
@@ -154,11 +154,11 @@ def test_one_ranks_error_is_told_on_all(rank: int) -> None:
 
 
 @pytest.mark.parametrize("field", ["version", "error", "transport", "check"])
-def test_unreadable_facts_are_an_error(field: str) -> None:
+def test_malformed_peer_info_is_an_error(field: str) -> None:
     unreadable = facts(local_world=5)
     place = getattr(core.PeerInfo, field)
     ctypes.memset(ctypes.addressof(unreadable[1]) + place.offset, ord("x"), place.size)
-    no_choice(unreadable, Status.TRANSPORT, "rank 1", "not readable")
+    no_choice(unreadable, Status.TRANSPORT, "rank 1", "malformed")
 
 
 def test_the_choice_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:

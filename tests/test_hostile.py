@@ -179,7 +179,7 @@ def test_a_mismatch_is_an_error_on_all(
     )
     for outcome in shared.call(plans, inputs):
         assert outcome and outcome.status == Status.MISMATCH
-        assert "different calls" in outcome.text
+        assert "calls differ" in outcome.text
         assert all(output.is_untouched() for output in outcome.outputs)
     check_content(RIGHT)
 

@@ -187,7 +187,7 @@ def wrong_secret_answers(rank: int, folder: Path, right: bool) -> None:
         else:
             assert (words, count) == (b"", 0)
         line.close()
-    assert (b"hung up" if right else b"did not prove") in member.verdict
+    assert (b"hung up" if right else b"authentication failed") in member.verdict
 
 
 @pytest.mark.parametrize("right", [False, True], ids=["wrong secret", "right secret"])

@@ -135,9 +135,9 @@ spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
     if (!arena.base)
         status = make(max_bytes, local_ranks < 1 ? 1 : local_ranks);
     else if (arena.owner != getpid())
-        status =
-            spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange: its parent, process %d, can",
-                      (int)arena.owner);
+        status = spar_fail(SPAR_TRANSPORT,
+                           "a forked child cannot exchange; exchange in its parent, process %d",
+                           (int)arena.owner);
     pthread_mutex_unlock(&arena.lock);
     return status;
 }
@@ -303,12 +303,12 @@ spar_status spar_arena_take(int64_t bytes, spar_memory **result)
     while (block && (block->state != FREE || block->size < size))
         block = block->after;
     if (!block)
-        status =
-            spar_fail(SPAR_NO_MEMORY,
-                      "no %lld bytes are left of the arena's %lld: %lld are in use, %lld await a "
-                      "peer (SPAR_ARENA_MAX)",
-                      (long long)size, (long long)arena.length, (long long)arena.stats.allocated,
-                      (long long)arena.stats.quarantined);
+        status = spar_fail(
+            SPAR_NO_MEMORY,
+            "the arena has no %lld bytes left of %lld: %lld in use, %lld quarantined until a peer "
+            "finishes (SPAR_ARENA_MAX)",
+            (long long)size, (long long)arena.length, (long long)arena.stats.allocated,
+            (long long)arena.stats.quarantined);
     else
         status = populate(block->offset, size);
     if (status == SPAR_OK) {

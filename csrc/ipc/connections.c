@@ -86,7 +86,7 @@ spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
     pthread_mutex_lock(&spar_peers_lock);
     if (table.own.pid != 0 && table.own.pid != getpid())
         status = spar_fail(SPAR_TRANSPORT,
-                           "a forked child cannot exchange: its parent, process %lld, can",
+                           "a forked child cannot exchange; exchange in its parent, process %lld",
                            (long long)table.own.pid);
     else if (table.listener < 0)
         status = start_listening();
@@ -272,7 +272,7 @@ static void accept_caller(int fd)
 /* Without a free descriptor no connection can be accepted: replacing the listener drops the pending ones. */
 static spar_status reset_listener(void)
 {
-    spar_status status = spar_fail(SPAR_TRANSPORT, "taking a call: %s", strerror(errno));
+    spar_status status = spar_fail(SPAR_TRANSPORT, "accepting a connection: %s", strerror(errno));
     char reason[128];
     snprintf(reason, sizeof reason, "%s", spar_last_error());
     spar_close_fd(&table.listener);
@@ -327,7 +327,7 @@ spar_status spar_peers_expect(const spar_endpoint *endpoint, const spar_key *sec
     if (!e)
         status = spar_fail(SPAR_TRANSPORT, "no room for another process");
     else if (!spar_key_same(&e->key, &key) || (peer && !spar_key_same(&peer->key, &key)))
-        status = spar_fail(SPAR_TRANSPORT, "process %lld is known by another secret",
+        status = spar_fail(SPAR_TRANSPORT, "process %lld is known with another secret",
                            (long long)endpoint->pid);
     else if (lower && !peer && e->handshake.socket < 0)
         status = dial(e);

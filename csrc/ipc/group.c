@@ -111,7 +111,7 @@ static spar_status compare_headers(spar_group *g,
         text[SPAR_GROUP_TEXT - 1] = 0;
     }
     g->mismatched = 1;
-    return spar_fail(SPAR_MISMATCH, "the ranks make different calls");
+    return spar_fail(SPAR_MISMATCH, "calls differ between ranks");
 }
 
 spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
@@ -239,13 +239,14 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
             continue;
         int64_t most = peers[rank]->length - own_length(g->world) - g->room;
         if (offsets[rank] < 0 || offsets[rank] > most || offsets[rank] % _Alignof(mailbox))
-            return spar_fail_rank(SPAR_TRANSPORT, rank,
-                                  "rank %d's mailbox is said to lie at %lld of %lld", rank,
-                                  (long long)offsets[rank], (long long)peers[rank]->length);
+            return spar_fail_rank(
+                SPAR_TRANSPORT, rank,
+                "rank %d published a mailbox outside its arena: at %lld, length %lld", rank,
+                (long long)offsets[rank], (long long)peers[rank]->length);
         mailbox *box = (mailbox *)(peers[rank]->base + offsets[rank]);
         if (memcmp(box->magic, MAGIC, sizeof MAGIC) != 0 || box->world != g->world ||
             box->rank != rank)
-            return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d's mailbox is not at %lld", rank,
+            return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d has no mailbox at %lld", rank,
                                   (long long)offsets[rank]);
         g->boxes[rank] = box;
     }

@@ -244,8 +244,8 @@ spar_status spar_handshake_call(spar_handshake *h, const spar_endpoint *own)
         return spar_fail(SPAR_TRANSPORT, "getrandom: %s", strerror(errno));
     m.challenge = h->challenges[0];
     if (!send_plain(h, &m))
-        return spar_fail(SPAR_TRANSPORT, "process %lld cannot be called: %s",
-                         (long long)h->other.pid, strerror(errno));
+        return spar_fail(SPAR_TRANSPORT, "connecting to process %lld: %s", (long long)h->other.pid,
+                         strerror(errno));
     h->step = CALLED;
     return SPAR_OK;
 }
@@ -315,7 +315,7 @@ static spar_handshake_state step_dialer(spar_handshake *h, const spar_endpoint *
     if (came > 0 && h->step == CALLED)
         h->challenges[1] = m.challenge;
     if (came > 0 && !is_proven(h, own, &m))
-        spar_fail(SPAR_TRANSPORT, "it did not prove that it is of this job");
+        spar_fail(SPAR_TRANSPORT, "authentication failed: it is not part of this job");
     else if (came > 0 && m.kind == CHALLENGE && h->step == CALLED)
         return offer(h, own);
     else if (came > 0 && m.kind == ARENA && h->step == OFFERED)

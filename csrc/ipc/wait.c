@@ -41,7 +41,7 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
         memcpy(reason, g->boxes[rank]->reason, sizeof reason);
         reason[sizeof reason - 1] = 0;
         if (!*reason)
-            snprintf(reason, sizeof reason, "rank %d gave up", rank);
+            snprintf(reason, sizeof reason, "rank %d aborted", rank);
         *call = g->boxes[rank]->broken_call;
         spar_ranks ranks = spar_group_read_ranks(g, &g->boxes[rank]->ranks);
         spar_group_abort(g, status, *call, &ranks, reason);
@@ -94,7 +94,7 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
                               "%s", text);
     }
     if (spar_deadline_passed(deadline))
-        return fail_missing(g, SPAR_TIMEOUT, 0, which, call, " did not come to call %u in time");
+        return fail_missing(g, SPAR_TIMEOUT, 0, which, call, " did not make call %u in time");
     return SPAR_OK;
 }
 

@@ -19,7 +19,7 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
                   char *reason, size_t size)
 {
     if (strcmp(device, "cpu") != 0) {
-        snprintf(reason, size, "%s tensors do not lie in host memory", device);
+        snprintf(reason, size, "%s tensors are not in host memory", device);
         return 0;
     }
     if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
@@ -56,9 +56,10 @@ static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan,
     for (int t = 0; t < plan->ntensors; t++) {
         int64_t offset = all[rank].offsets[t], bytes = plan->tensors[t].rank_bytes[rank];
         if (offset < 0 || bytes > length || offset > length - bytes)
-            return spar_fail_rank(SPAR_TRANSPORT, rank,
-                                  "rank %d says that its output of %lld bytes lies at %lld of %lld",
-                                  rank, (long long)bytes, (long long)offset, (long long)length);
+            return spar_fail_rank(
+                SPAR_TRANSPORT, rank,
+                "rank %d published an output outside its arena: %lld bytes at %lld, length %lld",
+                rank, (long long)bytes, (long long)offset, (long long)length);
         outputs[t] = base + offset;
     }
     return SPAR_OK;
@@ -164,7 +165,8 @@ static spar_status run(spar_comm *comm, spar_call *call)
     if (comm->world > FEW) { /* allocate nothing between publish and done */
         char *room = malloc(world * (sizeof *all.headers + sizeof *all.outputs + sizeof *all.rows));
         if (!room)
-            return spar_fail(SPAR_NO_MEMORY, "no memory for the words of %d ranks", comm->world);
+            return spar_fail(SPAR_NO_MEMORY, "no memory for the call headers of %d ranks",
+                             comm->world);
         all.headers = (void *)room;
         all.outputs = (void *)(room + world * sizeof *all.headers);
         all.rows = (void *)(room + world * (sizeof *all.headers + sizeof *all.outputs));

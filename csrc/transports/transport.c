@@ -84,7 +84,7 @@ static spar_status find(const char *name, const spar_transport **found)
         spar_append(known, sizeof known, "%s%s", *known ? ", " : "", (*row)->name);
     }
     return spar_fail(SPAR_INVALID,
-                     "SPAR_TRANSPORT names '%s'; known: %s, and each with a ^ before it", name,
+                     "SPAR_TRANSPORT is '%s'; known: %s, or ^ and one of them to exclude it", name,
                      known);
 }
 
@@ -129,7 +129,7 @@ spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, c
             memchr(info[rank].version, 0, sizeof info[rank].version) == NULL ||
             memchr(info[rank].transport, 0, sizeof info[rank].transport) == NULL ||
             memchr(info[rank].check, 0, sizeof info[rank].check) == NULL)
-            return spar_fail(SPAR_TRANSPORT, "the facts of rank %d are not readable", rank);
+            return spar_fail(SPAR_TRANSPORT, "the peer info of rank %d is malformed", rank);
     for (int rank = 0; rank < world; rank++)
         SPAR_TRY(agree("spar's version", rank, info[0].version, info[rank].version));
     for (int rank = 0; rank < world; rank++)

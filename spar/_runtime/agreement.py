@@ -85,7 +85,7 @@ def mismatch(member: Member, op: str, texts: list[str]) -> MismatchError:
     """Return the error that shows each rank's call; texts are in rank order."""
     fewest = min(texts, key=texts.count)
     return MismatchError(
-        f"{op} on rank {member.rank}: the ranks of group {member.name!r} make different calls; "
+        f"{op} on rank {member.rank}: calls differ between the ranks of group {member.name!r}; "
         "nothing was exchanged:\n" + by_rank(texts),
         **member.where(op),
         ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),

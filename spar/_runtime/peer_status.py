@@ -72,7 +72,7 @@ class Report(NamedTuple):
     places: list[CallStatus | None]
 
     def __str__(self) -> str:
-        return listing([str(place or "has told of no call that waited") for place in self.places])
+        return listing([str(place or "published no call") for place in self.places])
 
     def absent(self, member: Member, states: tuple[CallState, ...]) -> tuple[int, ...]:
         """Return the ranks that did not publish the group's current call in one of these states."""
@@ -90,7 +90,7 @@ class Report(NamedTuple):
 
 
 def listing(rows: list[str]) -> str:
-    return f"\nthe newest call of each rank, on any group:\n{by_rank(rows)}"
+    return f"\nlast call of each rank, on any group:\n{by_rank(rows)}"
 
 
 def _shared_store(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:

@@ -71,7 +71,7 @@ def _options(kind: Any, member: Member, op: str, deadline: float) -> Any:
     """Return a collective's options, with the remaining time as its timeout."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise _give_up(member, op, ExchangeTimeoutError, "the limit had passed before anything was sent")
+        raise _give_up(member, op, ExchangeTimeoutError, "timed out before anything was sent")
     options = kind()
     options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
     return options
@@ -100,7 +100,7 @@ def _causes(
     """Return why a call does not end, and the ranks that cause it."""
     if error is ExchangeTimeoutError:
         ranks = said.absent(member, (CallState.RUNNING, *_STATES.values())) if said is not None else ()
-        return f"{peer_status.named(member, ranks) or 'a rank'} did not come in time", ranks
+        return f"{peer_status.named(member, ranks) or 'a rank'} did not make this call in time", ranks
     if error is PeerLostError:
         silent = (
             said.absent(member, tuple(_STATES.values())) if said is not None else tuple(range(member.world))

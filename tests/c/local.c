@@ -77,14 +77,14 @@ static spar_status connect(spar_comm *comm, const spar_setup_result *results,
 static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t n, int for_done)
 {
     struct timespec until = {call->deadline.at_ns / 1000000000, call->deadline.at_ns % 1000000000};
-    if (w->broken) /* who gave up may have freed its outputs */
-        return spar_fail(SPAR_TIMEOUT, "another rank gave up");
+    if (w->broken) /* a rank that aborted may have freed its outputs */
+        return spar_fail(SPAR_TIMEOUT, "another rank aborted");
     for (int rank = 0; rank < w->world; rank++) {
         const member *m = &w->members[rank];
         while ((for_done ? m->done : m->started) < n) {
             int late = 0;
             if (w->broken)
-                return spar_fail(SPAR_TIMEOUT, "another rank gave up");
+                return spar_fail(SPAR_TIMEOUT, "another rank aborted");
             if (call->deadline.at_ns)
                 late = pthread_cond_timedwait(&w->moved, &w->lock, &until);
             else
@@ -92,7 +92,7 @@ static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t
             if (late) {
                 w->broken = 1;
                 pthread_cond_broadcast(&w->moved);
-                return spar_fail(SPAR_TIMEOUT, "rank %d did not come to call %lld", rank,
+                return spar_fail(SPAR_TIMEOUT, "rank %d did not make call %lld", rank,
                                  (long long)n);
             }
         }
@@ -137,7 +137,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
         status = await_all(w, call, n, 1);
     pthread_mutex_unlock(&w->lock);
     if (status == SPAR_OK && differs >= 0)
-        return spar_fail(SPAR_MISMATCH, "ranks 0 and %d make different calls", differs);
+        return spar_fail(SPAR_MISMATCH, "calls differ between ranks 0 and %d", differs);
     return status;
 }
 

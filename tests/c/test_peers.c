@@ -80,7 +80,7 @@ static void without_a_reason(spar_group *group, rendezvous *m, int rank)
         spar_group_break(group, "");
     pthread_barrier_wait(&m->barrier);
     EXPECT(spar_group_begin(group, &deadline, &call) == SPAR_BROKEN);
-    EXPECT(strcmp(spar_last_error(), "rank 0 gave up") == 0);
+    EXPECT(strcmp(spar_last_error(), "rank 0 aborted") == 0);
 }
 
 static void *be_thread(void *argument)
@@ -178,7 +178,7 @@ static void be_refused(void *context, int process)
     if (!calls) {
         struct rlimit was = no_more_descriptors();
         EXPECT(spar_peers_poll(other, &peer) == SPAR_TRANSPORT);
-        EXPECT(strstr(spar_last_error(), "taking a call: Too many open files"));
+        EXPECT(strstr(spar_last_error(), "accepting a connection: Too many open files"));
         EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
     }
     pthread_barrier_wait(&all->everybody);

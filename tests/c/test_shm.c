@@ -141,9 +141,8 @@ static void disagree(spar_comm *comm, int call_number, int odd)
     spar_status status = try_gather(comm, call_number, 64, mine && !fails ? "else" : "",
                                     mine && fails ? SPAR_NO_MEMORY : SPAR_OK, 20000000000, &block);
     EXPECT(status == (fails ? SPAR_NO_MEMORY : SPAR_MISMATCH));
-    EXPECT(mine && fails
-               ? strcmp(spar_last_error(), "it was told to") == 0
-               : strstr(spar_last_error(), fails ? "told to" : "different calls") != NULL);
+    EXPECT(mine && fails ? strcmp(spar_last_error(), "it was told to") == 0
+                         : strstr(spar_last_error(), fails ? "told to" : "calls differ") != NULL);
     for (int p = 0; p < comm->world; p++) {
         const char *call_text = comm->transport->call_text(comm, p);
         EXPECT(fails ? !call_text : strstr(call_text, p == odd ? "else" : "gather") != NULL);
@@ -177,7 +176,7 @@ static void say_nothing(void *context, char *text, size_t size)
 /* A word from another process may be anything: nobody writes where an output cannot be. */
 static void lie(spar_comm *comm, int64_t offset)
 {
-    static const char *const expected = "says that its output of";
+    static const char *const expected = "published an output outside its arena";
     spar_call_header all[MOST], own = {0};
     const spar_deadline deadline = {.at_ns = now_ns() + 20000000000};
     const int64_t bytes = 64, one = 1, dim = 0;
@@ -210,7 +209,7 @@ static void give_up(spar_comm *comm, rendezvous *m)
     if (comm->rank != missing) {
         spar_status status = try_gather(comm, 0, 64, "", SPAR_OK, 200000000, &block);
         EXPECT(status == SPAR_TIMEOUT || status == SPAR_BROKEN);
-        EXPECT(strstr(spar_last_error(), "did not come"));
+        EXPECT(strstr(spar_last_error(), "did not make"));
     }
     pthread_barrier_wait(&m->barrier);
     EXPECT(try_gather(comm, 0, 64, "", SPAR_OK, 20000000000, &block) == SPAR_BROKEN);

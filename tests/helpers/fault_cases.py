@@ -189,12 +189,15 @@ def closes_its_own_call(rank: int, world: int, group: Group, scene: Scene) -> ob
 
 
 def different(*shown: str) -> dict[str, Any]:
-    words = (r"make different calls; nothing was exchanged:\n  rank 0.*: \w+ \[.*\n  rank \d: \w+ \[", *shown)
+    words = (
+        r"calls differ between .*; nothing was exchanged:\n  rank 0.*: \w+ \[.*\n  rank \d: \w+ \[",
+        *shown,
+    )
     return {"error": "MismatchError", "words": words, "usable": True}
 
 
-COMING = r"rank {odd} \(process {process}\) did not come .*SPAR_TIMEOUT"
-PLACES = r"the newest call of each rank, on any group:\n  rank 0.*gather, call \d+ on group '{group}'"
+COMING = r"rank {odd} \(process {process}\) did not make .*SPAR_TIMEOUT"
+PLACES = r"last call of each rank, on any group:\n  rank 0.*gather, call \d+ on group '{group}'"
 AT_THE_LIMIT = (LIMIT - 0.1, LIMIT + OVER)
 FAULTS = {
     "another shape": Fault(another_shape, **different(r"\[5, \d+, 12\]")),
@@ -223,7 +226,7 @@ FAULTS = {
     "another group": Fault(
         another_group,
         "ExchangeTimeoutError",
-        (r"did not come .*SPAR_TIMEOUT", r"all_to_all, call 2 on group '{other}'", PLACES),
+        (r"did not make .*SPAR_TIMEOUT", r"all_to_all, call 2 on group '{other}'", PLACES),
         seconds=AT_THE_LIMIT,
     ),
     "never comes": Fault(never_comes, "ExchangeTimeoutError", (COMING, PLACES), "-", seconds=AT_THE_LIMIT),
@@ -237,7 +240,7 @@ FAULTS = {
     "stopped": Fault(
         is_stopped,
         "ExchangeTimeoutError",
-        (COMING, "the newest call of each rank"),
+        (COMING, "last call of each rank"),
         r"GroupBrokenError|ExchangeTimeoutError|PeerLostError",
         seconds=(LIMIT - 0.1, LIMIT + 0.1 + OVER),
     ),

@@ -47,7 +47,7 @@ def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
             expect_broken(
                 comm,
                 spar.ExchangeTimeoutError,
-                r"in time; not come to it: rank 0 \(process \d+\) \(limit 1 s, SPAR_TIMEOUT\)",
+                r"in time; not called by rank 0 \(process \d+\) \(limit 1 s, SPAR_TIMEOUT\)",
             )
     dist.barrier(group)
     comm.close()
@@ -65,7 +65,7 @@ def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
         comm.timeout = 1.0
         with stalled():
             give(comm, "gather", (0,), x)
-        with pytest.raises(spar.ExchangeTimeoutError, match="did not come to the end of call 2"):
+        with pytest.raises(spar.ExchangeTimeoutError, match="did not finish call 2 in time"):
             core_of(comm).wait(time.monotonic() + 0.2)
         within(3, lambda: core_of(comm).broken is not None)  # or it would hold the device until then
     dist.barrier(group)

@@ -22,7 +22,7 @@ static spar_status open_locked(void)
     SPAR_NCCL_FUNCTIONS(FIND)
 #undef FIND
     if (table.GetVersion(&table.version) != SPAR_NCCL_SUCCESS)
-        return spar_fail(SPAR_TRANSPORT, "libnccl does not tell its version");
+        return spar_fail(SPAR_TRANSPORT, "ncclGetVersion failed");
     if (table.version < SPAR_NCCL_LEAST)
         return spar_fail(SPAR_TRANSPORT, "libnccl is NCCL %d.%d.%d; expected 2.21.5 or newer",
                          table.version / 10000, table.version / 100 % 100, table.version % 100);

@@ -59,7 +59,7 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
                   char *reason, size_t size)
 {
     if (strcmp(device, "cuda") != 0) {
-        snprintf(reason, size, "%s tensors do not lie on CUDA devices", device);
+        snprintf(reason, size, "%s tensors are not on CUDA devices", device);
         return 0;
     }
     for (int rank = 0; rank < world; rank++)
@@ -198,7 +198,7 @@ static spar_status poll_setup(const nccl_state *s, const spar_deadline *deadline
                                spar_last_error_ranks(), "%s", spar_last_error());
     }
     if (spar_deadline_passed(deadline))
-        return spar_fail(SPAR_TIMEOUT, "a rank did not come while NCCL was set up");
+        return spar_fail(SPAR_TIMEOUT, "timed out while NCCL was set up: a rank is missing");
     return SPAR_OK;
 }
 
@@ -255,9 +255,10 @@ static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result 
         memcpy(&other, results[rank].token, sizeof other);
         natives += other.has_native == 1;
         if (other.chunk < 256 || other.chunk % 256)
-            return spar_fail_rank(SPAR_TRANSPORT, rank,
-                                  "rank %d says that it stages %lld bytes at a time", rank,
-                                  (long long)other.chunk);
+            return spar_fail_rank(
+                SPAR_TRANSPORT, rank,
+                "rank %d published steps of %lld bytes; expected a multiple of 256", rank,
+                (long long)other.chunk);
         if (other.chunk < s->pipeline.chunk)
             s->pipeline.chunk = other.chunk;
     }
@@ -265,7 +266,7 @@ static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result 
         return SPAR_OK;
     s->native = NULL;
     if (!first.has_id)
-        return spar_fail(SPAR_TRANSPORT, "only %d of %d ranks have a communicator of torch's",
+        return spar_fail(SPAR_TRANSPORT, "only %d of %d ranks have torch's NCCL communicator",
                          natives, s->world);
     s->id = first.id;
     return SPAR_OK;
@@ -293,7 +294,8 @@ static spar_status init_and_await(nccl_state *s, const spar_deadline *deadline)
     int error = spar_thread_start(rendezvous_thread, s);
     if (error) {
         release(s);
-        return spar_fail(SPAR_TRANSPORT, "no thread to set NCCL up: %s", strerror(error));
+        return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s",
+                         strerror(error));
     }
     SPAR_TRY(await_communicator(s, deadline));
     spar_status status = await_first_exchange(s, deadline);

@@ -75,7 +75,7 @@ static spar_status await_enqueued(struct ncclComm *comm, const spar_deadline *de
         if (result != SPAR_NCCL_IN_PROGRESS)
             return spar_nccl_check(result, comm, "ncclGroupEnd");
         if (spar_deadline_passed(deadline))
-            return spar_fail(SPAR_TIMEOUT, "NCCL did not take the call in time");
+            return spar_fail(SPAR_TIMEOUT, "NCCL did not enqueue the call in time");
         sched_yield();
     }
 }

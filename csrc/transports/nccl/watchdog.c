@@ -104,7 +104,7 @@ static spar_status check_limits(const spar_watchdog *w)
         spar_call_ring_absent(w->what.ring, late, &ranks, absent, sizeof absent);
     return spar_fail_ranks(SPAR_TIMEOUT, &ranks,
                            "call %llu of this group on the GPU did not end in time%s%s",
-                           (unsigned long long)late, *absent ? "; not come to it: " : "", absent);
+                           (unsigned long long)late, *absent ? "; not called by " : "", absent);
 }
 
 /* Polls once, with the lock held and the device entered. */
@@ -254,7 +254,7 @@ static spar_status start_thread(void)
         atexit(stop);
     }
     if (spar_thread_start(watchdog_thread, NULL) != 0)
-        return spar_fail(SPAR_TRANSPORT, "no thread to watch the GPU");
+        return spar_fail(SPAR_TRANSPORT, "cannot start the watchdog thread");
     all.running = 1;
     return SPAR_OK;
 }
@@ -373,7 +373,7 @@ spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
         if (status != SPAR_OK || over)
             return status;
         if (spar_deadline_passed(deadline))
-            return spar_fail(SPAR_TIMEOUT, "the GPU did not come to the end of call %llu in time",
+            return spar_fail(SPAR_TIMEOUT, "the GPU did not finish call %llu in time",
                              (unsigned long long)w->call);
         if (looks % 2500 == 0)
             SPAR_TRY(spar_deadline_poll(deadline, "while the GPU was awaited"));
