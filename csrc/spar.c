@@ -48,7 +48,7 @@ spar_status spar_setup_failure(const spar_setup_result *results, int world)
         int length = (int)strnlen(r->reason, sizeof r->reason);
         if (!r->failed)
             continue;
-        if (r->cause > 0 && r->cause <= world)
+        if (length && r->cause > 0 && r->cause <= world)
             return spar_fail_rank(SPAR_TRANSPORT, r->cause - 1, "%.*s", length, r->reason);
         return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d: %.*s", rank, length, r->reason);
     }

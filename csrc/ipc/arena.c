@@ -188,7 +188,7 @@ static spar_status populate(int64_t offset, int64_t size)
                 return spar_fail(SPAR_NO_MEMORY, "no memory for %zu bytes of the arena: %s", bytes,
                                  strerror(errno));
             for (size_t at = 0; at < bytes;
-                 at += 4096) /* before Linux 5.14; nobody lives here yet */
+                 at += 4096) /* before Linux 5.14; the pages are unused */
                 ((volatile char *)start)[at] = 0;
         }
         for (arena.stats.reserved += (int64_t)bytes; i < end; i++)

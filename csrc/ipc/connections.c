@@ -283,7 +283,7 @@ static spar_status reset_listener(void)
 /* Accepts pending connections, at most a backlog of them. */
 static spar_status accept_callers(void)
 {
-    /* accept4 alone would fail for want of a descriptor where nobody calls */
+    /* accept4 alone would fail for lack of a descriptor even if no process connects */
     struct pollfd calls = {table.listener, POLLIN, 0};
     for (int taken = 0; taken <= BACKLOG && poll(&calls, 1, 0) > 0; taken++) {
         int fd = accept4(table.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);

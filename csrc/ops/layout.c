@@ -150,7 +150,7 @@ spar_status spar_layout_refine(spar_layout *layout, int inner)
             int64_t low = piece->local > begin ? piece->local : begin;
             int64_t high = piece->local + piece->extent < end ? piece->local + piece->extent : end;
             if (low < high)
-                add(layout, rank, piece->global + low - piece->local, high - low);
+                add(layout, rank, piece->global + (low - piece->local), high - low);
         }
     }
     spar_layout_free(&outer);

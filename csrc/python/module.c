@@ -411,8 +411,7 @@ static PyMethodDef methods[] = {
      "(cap, allocated) of the open groups' staging memory, and what plans' tables take on GPUs; in bytes"},
     {"set_library_path", module_set_library_path, METH_VARARGS,
      "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
-    {"peer_info", module_peer_info, METH_NOARGS,
-     "What this rank tells all others about itself, as bytes."},
+    {"peer_info", module_peer_info, METH_NOARGS, "This rank's peer info, as bytes."},
     {"choose", module_choose, METH_VARARGS,
      "choose(all ranks' peer_info, device, ((refused name, reason), ...), first_rank=0)\n"
      "    -> (name, reason, ((rejected name, reason), ...))"},

@@ -48,7 +48,7 @@ typedef struct {
     void *stream;     /* the device's queue; NULL on a CPU */
     void *native;     /* the caller's own communicator, as spar_native has it, now */
     spar_deadline deadline;
-    spar_status failed;     /* other than SPAR_OK: only to be told to the others, with `why`; */
+    spar_status failed;     /* other than SPAR_OK: report this failure to the peers, with `why`; */
     const char *why;        /* SPAR_INTERRUPTED: the group is broken with it */
     const char *group, *op; /* for whom asks where this rank is */
 } spar_call;

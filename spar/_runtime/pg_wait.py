@@ -81,7 +81,7 @@ def _give_up(member: Member, op: str, error: type[SparError], text: str) -> Spar
     """Break the group for good; return the error, with the last call that each peer published."""
     said = peer_status.report(member, op, _STATES.get(error, CallState.ABORTED))
     if error is PeerLostError and said is not None and said.somebody(member, CallState.TIMED_OUT):
-        error = ExchangeTimeoutError  # who reached its limit hung up
+        error = ExchangeTimeoutError  # a peer timed out and disconnected
     why, ranks = _causes(member, error, said)
     words = f"{why}: {text}" if text else why
     member.broken = f"{member.moment(op)}: {words}"

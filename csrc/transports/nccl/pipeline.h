@@ -14,7 +14,7 @@
 
 typedef struct {
     CUstream stream;            /* where packing and unpacking run */
-    CUevent to_side, to_caller; /* who waits for whose */
+    CUevent to_side, to_caller; /* the stream that waits for each */
 } spar_side_stream;
 
 typedef struct {
