@@ -76,7 +76,7 @@ class Gpu:
     def __init__(self) -> None:
         self.device = core_abi.Device.in_dll(core.library(), "spar_device_cuda")
         for path in nvrtc_libraries():  # if torch has not loaded its own, which has precedence
-            core.library().spar_library_found(b"libnvrtc", str(path).encode())
+            core.library().spar_dynlib_set_path(b"libnvrtc", str(path).encode())
         core_abi.check(self.device.open())
         begin = time.perf_counter()
         core_abi.check(self.device.prepare(torch.cuda.current_device()))

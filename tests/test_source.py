@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers import core
 from test_faults import TEARDOWN
 
 import spar
@@ -269,6 +270,13 @@ def test_readme_example_runs(world: int, tmp_path: Path) -> None:
     )
     assert done.returncode == 0 or TEARDOWN in done.stderr, done.stderr
     assert done.stdout.count("torch.Size([1, 1000, 6, 64])") == world
+
+
+def test_benchmarks_use_symbols_that_exist() -> None:
+    """Parts of them run on a GPU only."""
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        for name in set(re.findall(r"\bspar_[a-z_]+\b", path.read_text())):
+            assert hasattr(core.library(), name), f"{path.name} uses {name}"
 
 
 def test_version() -> None:
