@@ -193,10 +193,8 @@ def test_a_missing_rank_ends_in_a_time_limit(missing: int) -> None:
     for outcome in outcomes:
         if outcome:
             assert outcome.status == Status.TIMEOUT, outcome.text
-            assert outcome.seconds < 2
+            assert 0.05 < outcome.seconds < 2
             assert all(output.is_untouched() for output in outcome.outputs)
-    # a thread that starts late finds the call given up already
-    assert max(outcome.seconds for outcome in outcomes if outcome) > 0.05
     # who comes late finds the others gone, and must not write into what may be somebody else's by now
     late = [plan if rank == missing else None for rank, plan in enumerate(plans)]
     outcome = broken.call(late, inputs, seconds=5)[missing]

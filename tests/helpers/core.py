@@ -305,9 +305,11 @@ class World:
             calls.append((rank, call, room))
         self.newest.append(calls)
 
+        begin = time.monotonic()  # of all ranks: a thread may start late
+
         def finish(entry: tuple[int, Call, list[Output]]) -> Outcome:
             rank, call, room = entry
-            comm, begin = self.comms[rank], time.monotonic()
+            comm = self.comms[rank]
             status = Status(library().spar_comm_run(comm, byref(call)))
             return Outcome(status, last_error() if status else "", room, time.monotonic() - begin)
 
