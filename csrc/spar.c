@@ -10,13 +10,12 @@ static spar_status report(spar_status status, spar_setup_result *result)
     const spar_ranks *ranks = spar_last_error_ranks();
     result->failed = status != SPAR_OK;
     result->cause = status != SPAR_OK && ranks->count ? 1 + ranks->rank[0] : 0;
-    snprintf(result->reason, sizeof result->reason, "%s",
-             status == SPAR_OK ? "" : spar_last_error());
+    snprintf(result->reason, sizeof result->reason, "%s", status == SPAR_OK ? "" : spar_last_error());
     return spar_ends_wait(status) ? status : SPAR_OK;
 }
 
-spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world,
-                           int rank, int local_ranks, const spar_native *native, spar_comm **comm,
+spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world, int rank,
+                           int local_ranks, const spar_native *native, spar_comm **comm,
                            spar_setup_result *result)
 {
     if (world < 1 || rank < 0 || rank >= world)
@@ -29,11 +28,8 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
     }
     memcpy(copy, info, (size_t)world * sizeof *copy);
-    *made = (spar_comm){.transport = transport,
-                        .world = world,
-                        .rank = rank,
-                        .local_ranks = local_ranks,
-                        .info = copy};
+    *made = (spar_comm){
+        .transport = transport, .world = world, .rank = rank, .local_ranks = local_ranks, .info = copy};
     if (native)
         made->native = *native;
     memset(result, 0, sizeof *result);
@@ -68,8 +64,7 @@ spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,
 spar_status spar_comm_run(spar_comm *comm, spar_call *call)
 {
     if (!comm->transport->run)
-        return spar_fail(SPAR_TRANSPORT, "the %s transport moves no bytes in C",
-                         comm->transport->name);
+        return spar_fail(SPAR_TRANSPORT, "the %s transport moves no bytes in C", comm->transport->name);
     if (call->plan && (call->plan->world != comm->world || call->plan->rank != comm->rank))
         return spar_fail(SPAR_INVALID, "a plan for rank %d of %d was given to rank %d of %d",
                          call->plan->rank, call->plan->world, comm->rank, comm->world);

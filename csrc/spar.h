@@ -34,8 +34,8 @@
 
 /* Opens a rank's communicator over a transport that spar_choose returned; `native` may be NULL. The caller sends the
  * setup result, which has the failure and its reason, to all ranks. The status reports missing memory only. */
-spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world,
-                           int rank, int local_ranks, const spar_native *native, spar_comm **comm,
+spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world, int rank,
+                           int local_ranks, const spar_native *native, spar_comm **comm,
                            spar_setup_result *result);
 
 /* SPAR_TRANSPORT with the reason of the first rank that failed in a stage; SPAR_OK: none did. */

@@ -96,8 +96,7 @@ static void look_at_arenas(void)
     for (int t = 0; t < now.call->plan->ntensors; t++)
         own[t] = malloc((size_t)now.call->plan->tensors[t].out_bytes);
     rows[now.rank] = own;
-    EXPECT(!spar_push(now.call->plan, &spar_device_cpu, now.call->inputs, rows, &now.call->scale,
-                      NULL));
+    EXPECT(!spar_push(now.call->plan, &spar_device_cpu, now.call->inputs, rows, &now.call->scale, NULL));
     for (int t = 0; t < now.call->plan->ntensors; t++)
         free(own[t]);
     now.pushed = 1;
@@ -113,9 +112,9 @@ static void put(liar *l, int64_t at, const void *bytes, size_t size)
     memcpy(l->shadow + at, bytes, size);
 }
 
-#define PUT(l, field, value)                                                                       \
-    put(l, (l)->mailbox + (int64_t)offsetof(mailbox, field),                                       \
-        &(__typeof__(((mailbox *)0)->field)){value}, sizeof((mailbox *)0)->field)
+#define PUT(l, field, value)                                                                                 \
+    put(l, (l)->mailbox + (int64_t)offsetof(mailbox, field), &(__typeof__(((mailbox *)0)->field)){value},    \
+        sizeof((mailbox *)0)->field)
 
 /* The next thing that an honest rank does. */
 static void behave(liar *l, int rank)
@@ -178,8 +177,7 @@ static void lie(liar *l)
         for (size_t at = 0; at < SPAR_GROUP_TEXT; at += sizeof bytes)
             put(l,
                 l->mailbox + (int64_t)at +
-                    (int64_t)(which % 10 == 7 ? offsetof(mailbox, text)
-                                              : offsetof(mailbox, reason)),
+                    (int64_t)(which % 10 == 7 ? offsetof(mailbox, text) : offsetof(mailbox, reason)),
                 bytes, sizeof bytes);
         break;
     default:
@@ -279,8 +277,7 @@ static void check_own(const spar_call *call)
             else
                 memset(expected[t], 0, bytes);
         }
-        EXPECT(!spar_copy_own(call->plan, &spar_device_cpu, call->inputs, expected, &call->scale,
-                              NULL));
+        EXPECT(!spar_copy_own(call->plan, &spar_device_cpu, call->inputs, expected, &call->scale, NULL));
         for (int t = 0; t < call->plan->ntensors; t++) {
             size_t bytes = (size_t)call->plan->tensors[t].out_bytes;
             EXPECT(!fill || memcmp(expected[t], call->outputs[t], bytes) == 0);
@@ -306,8 +303,7 @@ static void run_call(spar_comm *comm)
         in[t] = make_buffer(p, now.rank, &p->in, p->gap);
         visit(p, &in[t], 0);
         inputs[t] = in[t].data;
-        tensors[t] =
-            (spar_tensor){p->item, p->ndim, in[t].extents, in[t].strides, p->nargs, p->args};
+        tensors[t] = (spar_tensor){p->item, p->ndim, in[t].extents, in[t].strides, p->nargs, p->args};
     }
     spar_request request = {op, now.world, now.rank, 0, count, tensors};
     EXPECT(!spar_plan_get(&request, &plan));

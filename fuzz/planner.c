@@ -27,8 +27,7 @@ static spar_request request_of(const asked *a)
 /* ---- what must hold of one plan ---- */
 
 /* The bytes that a block moves; it must lie in `from` bytes of one side and in `to` of the other. */
-static __int128 check_block(const spar_plan *plan, const spar_block *block, __int128 from,
-                            __int128 to)
+static __int128 check_block(const spar_plan *plan, const spar_block *block, __int128 from, __int128 to)
 {
     __int128 src = (__int128)block->src + block->run, dst = (__int128)block->dst + block->run;
     __int128 bytes = block->run;
@@ -116,8 +115,7 @@ static int is_small(const asked *a)
 }
 
 /* Adds one for each byte that the block writes. */
-static void count_writes(const spar_plan *plan, const spar_block *block, int dim, int64_t at,
-                         uint8_t *writes)
+static void count_writes(const spar_plan *plan, const spar_block *block, int dim, int64_t at, uint8_t *writes)
 {
     const spar_dim *d = plan->dims + block->dims + dim;
     if (dim == block->ndim) {
@@ -141,8 +139,8 @@ static void check_outputs(spar_plan *const *plans, int receiver)
             const spar_range *range = &plans[sender]->push[receiver];
             for (int64_t i = range->first; i < range->first + range->count; i++)
                 if (plans[sender]->blocks[i].tensor == t)
-                    count_writes(plans[sender], &plans[sender]->blocks[i], 0,
-                                 plans[sender]->blocks[i].dst, writes);
+                    count_writes(plans[sender], &plans[sender]->blocks[i], 0, plans[sender]->blocks[i].dst,
+                                 writes);
         }
         for (int64_t i = 0; i < bytes; i++)
             EXPECT(writes[i] == 1);
@@ -226,8 +224,8 @@ static void carry_out(const spar_op *op, int world, int count, const part *parts
             visit(p, &m->in[t], 0);
             m->inputs[t] = m->in[t].data;
             m->outputs[t] = m->out[t].data;
-            tensors[t] = (spar_tensor){p->item,          p->ndim,  m->in[t].extents,
-                                       m->in[t].strides, p->nargs, p->args};
+            tensors[t] =
+                (spar_tensor){p->item, p->ndim, m->in[t].extents, m->in[t].strides, p->nargs, p->args};
         }
         spar_request request = {op, world, rank, SPAR_SIDE_PULL, count, tensors};
         EXPECT(!spar_plan_get(&request, &m->plan));
@@ -241,10 +239,9 @@ static void carry_out(const spar_op *op, int world, int count, const part *parts
             const member *a = &members[from], *b = &members[to];
             char *wire = malloc((size_t)a->plan->push[to].bytes); /* not a byte more */
             EXPECT(!spar_pack(a->plan, &spar_device_cpu, to, a->inputs, wire, NULL));
-            EXPECT(from == to ? !spar_copy_own(a->plan, &spar_device_cpu, a->inputs, a->outputs,
-                                               &unscaled, NULL)
-                              : !spar_unpack(b->plan, &spar_device_cpu, from, wire, b->outputs,
-                                             &unscaled, NULL));
+            EXPECT(from == to
+                       ? !spar_copy_own(a->plan, &spar_device_cpu, a->inputs, a->outputs, &unscaled, NULL)
+                       : !spar_unpack(b->plan, &spar_device_cpu, from, wire, b->outputs, &unscaled, NULL));
             free(wire);
         }
     check_received(members, world, count, parts);
@@ -272,8 +269,7 @@ static void ask(asked *a, const spar_op *op, int world, int count, const part *p
         memcpy(a->extents[t], b.extents, sizeof b.extents);
         memcpy(a->strides[t], b.strides, sizeof b.strides);
         memcpy(a->args[t], p->args, sizeof p->args);
-        a->tensors[t] =
-            (spar_tensor){p->item, p->ndim, a->extents[t], a->strides[t], p->nargs, a->args[t]};
+        a->tensors[t] = (spar_tensor){p->item, p->ndim, a->extents[t], a->strides[t], p->nargs, a->args[t]};
         free(b.data);
     }
 }

@@ -15,14 +15,7 @@
 
 extern const spar_transport spar_transport_shm;
 
-enum {
-    RANKS = 4,
-    LINES = 8,
-    LENGTH = 1 << 14,
-    WHOLE = LENGTH + SPAR_ARENA_TAIL,
-    HELD = 16,
-    MAY_SHRINK = 1
-};
+enum { RANKS = 4, LINES = 8, LENGTH = 1 << 14, WHOLE = LENGTH + SPAR_ARENA_TAIL, HELD = 16, MAY_SHRINK = 1 };
 
 /* Some other process; of half of them this one is the lower, and calls. */
 typedef struct {
@@ -71,8 +64,7 @@ static int new_line(int fd, int who, int step)
     }
     hang_up(line);
     now.lines[line] = (spar_handshake){.socket = fd, .step = step, .other = own};
-    now.lines[line].key =
-        spar_handshake_key(&own, &secret, &strangers[who].endpoint, &strangers[who].secret);
+    now.lines[line].key = spar_handshake_key(&own, &secret, &strangers[who].endpoint, &strangers[who].secret);
     now.who[line] = who;
     return line;
 }
@@ -324,8 +316,7 @@ static void set_up(void)
         EXPECT(pwrite(strangers[rank].arena, &box, sizeof box, 64 * rank) == sizeof box &&
                pwrite(strangers[rank].arena, place, sizeof place, 64 * rank + 8) == sizeof place);
         if (rank != now.rank)
-            info[rank].endpoint = strangers[rank].endpoint,
-            info[rank].secret = strangers[rank].secret;
+            info[rank].endpoint = strangers[rank].endpoint, info[rank].secret = strangers[rank].secret;
     }
     info[now.rank].endpoint = own;
     info[now.rank].secret = secret;
@@ -364,8 +355,7 @@ static void begin_input(void)
 {
     if (!own.pid) {
         int ends[2];
-        EXPECT(!spar_arena_open(1 << 20, 1) && !spar_peers_listen(&own, &secret) &&
-               pipe(ends) == 0);
+        EXPECT(!spar_arena_open(1 << 20, 1) && !spar_peers_listen(&own, &secret) && pipe(ends) == 0);
         odd[0] = ends[0];
         odd[MAY_SHRINK] = make_memory(WHOLE, 0);
         odd[2] = make_memory(WHOLE, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE);

@@ -72,8 +72,7 @@ static char *unescape(char *text)
     char *to = text;
     for (const char *from = text; *from; to++) {
         unsigned int code;
-        if (*from == '\\' && sscanf(from + 1, "%3o", &code) == 1 &&
-            strspn(from + 1, "01234567") >= 3) {
+        if (*from == '\\' && sscanf(from + 1, "%3o", &code) == 1 && strspn(from + 1, "01234567") >= 3) {
             *to = (char)code;
             from += 4;
         } else {
@@ -102,8 +101,7 @@ static int read_mount(char *line, const char *controller, mount *found)
     *found = (mount){.root = unescape(fields[3]),
                      .point = unescape(fields[4]),
                      .has_controllers = strcmp(type, "cgroup") == 0};
-    return found->has_controllers ? options && lists(options, controller)
-                                  : strcmp(type, "cgroup2") == 0;
+    return found->has_controllers ? options && lists(options, controller) : strcmp(type, "cgroup2") == 0;
 }
 
 /* The process's cgroup in the hierarchy of `controller`, "" for v2; "" where it is not listed. */
@@ -141,8 +139,7 @@ static const char *below(const char *own, const char *mount_root)
 }
 
 /* The least limit on the way from the process's cgroup up to the root of each mount. */
-static int64_t least(const char *root, const char *controller,
-                     int64_t (*limit_of)(const char *directory))
+static int64_t least(const char *root, const char *controller, int64_t (*limit_of)(const char *directory))
 {
     char *line = NULL, own[PATH], path[2 * PATH];
     size_t room = 0;

@@ -53,16 +53,14 @@ spar_status spar_dynlib_open(const char *library, const char *const *names, void
     for (int i = 0; names[i] && !*handle; i++) {
         *handle = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
         const char *why = *handle ? "" : dlerror();
-        spar_append(reasons, sizeof reasons, "%s%s", *reasons ? "; " : "",
-                    why ? why : "it cannot be opened");
+        spar_append(reasons, sizeof reasons, "%s%s", *reasons ? "; " : "", why ? why : "it cannot be opened");
     }
     if (*handle)
         return SPAR_OK;
     return spar_fail(SPAR_TRANSPORT, "no %s: %s", library, reasons);
 }
 
-spar_status spar_dynlib_function(void *handle, const char *library, const char *name,
-                                 void *function)
+spar_status spar_dynlib_function(void *handle, const char *library, const char *name, void *function)
 {
     void *address = dlsym(handle, name);
     if (!address)

@@ -14,8 +14,7 @@ void spar_dynlib_set_path(const char *library, const char *path);
 spar_status spar_dynlib_open(const char *library, const char *const *names, void **handle);
 
 /* Looks a function up; if it is missing, the error names the library. */
-spar_status spar_dynlib_function(void *handle, const char *library, const char *name,
-                                 void *function);
+spar_status spar_dynlib_function(void *handle, const char *library, const char *name, void *function);
 
 /* A library that is opened once per process; initialize with SPAR_DYNLIB_ONCE. */
 typedef struct spar_dynlib_once {
@@ -29,7 +28,7 @@ typedef struct spar_dynlib_once {
     char why[256];
 } spar_dynlib_once;
 
-#define SPAR_DYNLIB_ONCE(library, names, find)                                                     \
+#define SPAR_DYNLIB_ONCE(library, names, find)                                                               \
     {(library), (names), (find), PTHREAD_MUTEX_INITIALIZER, 0, 0, NULL, SPAR_OK, ""}
 
 /* Opens the library and looks its functions up. A first failure is returned again by later calls. */

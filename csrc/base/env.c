@@ -17,8 +17,8 @@ const spar_env_row spar_env_rows[] = {
 };
 
 /* Set by torchrun: not one of spar's settings, so not in the table. */
-static const spar_env_row local_ranks = {
-    "local_ranks", "LOCAL_WORLD_SIZE", "count", 1, INT32_MAX, "", "ranks on this host"};
+static const spar_env_row local_ranks = {"local_ranks",       "LOCAL_WORLD_SIZE", "count", 1, INT32_MAX, "",
+                                         "ranks on this host"};
 
 static int is_word_of(const char *words, const char *value)
 {
@@ -82,11 +82,9 @@ spar_status spar_env_get(const spar_env_row *row, spar_env_value *value)
         return SPAR_OK;
     if (strcmp(row->kind, "seconds") == 0) {
         value->holds = SPAR_ENV_SECONDS;
-        if (read_decimal(text, &value->seconds) && value->seconds > 0 &&
-            value->seconds <= (double)row->most)
+        if (read_decimal(text, &value->seconds) && value->seconds > 0 && value->seconds <= (double)row->most)
             return SPAR_OK;
-        return spar_fail(SPAR_INVALID,
-                         "%s is '%.40s'; expected a number of seconds above 0 and at most %lld",
+        return spar_fail(SPAR_INVALID, "%s is '%.40s'; expected a number of seconds above 0 and at most %lld",
                          row->variable, text, (long long)row->most);
     }
     if (strcmp(row->kind, "count") == 0) {
@@ -94,8 +92,8 @@ spar_status spar_env_get(const spar_env_row *row, spar_env_value *value)
         const char *end = read_digits(text, &value->count);
         if (end != text && *end == 0 && value->count >= row->least && value->count <= row->most)
             return SPAR_OK;
-        return spar_fail(SPAR_INVALID, "%s is '%.40s'; expected an integer from %lld to %lld",
-                         row->variable, text, (long long)row->least, (long long)row->most);
+        return spar_fail(SPAR_INVALID, "%s is '%.40s'; expected an integer from %lld to %lld", row->variable,
+                         text, (long long)row->least, (long long)row->most);
     }
     if (is_word_of(row->kind, text))
         return SPAR_OK;

@@ -23,8 +23,7 @@ typedef struct {
 } spar_ranks;
 
 /* Keeps the text and returns `status`, so that a failure is one line: return spar_fail(...). */
-spar_status spar_fail(spar_status status, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
+spar_status spar_fail(spar_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* The same for an error that one rank caused, or several. */
 spar_status spar_fail_rank(spar_status status, int rank, const char *format, ...)
@@ -40,18 +39,18 @@ const char *spar_last_error(void);
 /* The ranks that caused it. */
 const spar_ranks *spar_last_error_ranks(void);
 
-#define SPAR_TRY(expression)                                                                       \
-    do {                                                                                           \
-        spar_status status_ = (expression);                                                        \
-        if (status_ != SPAR_OK)                                                                    \
-            return status_;                                                                        \
+#define SPAR_TRY(expression)                                                                                 \
+    do {                                                                                                     \
+        spar_status status_ = (expression);                                                                  \
+        if (status_ != SPAR_OK)                                                                              \
+            return status_;                                                                                  \
     } while (0)
 
-#define SPAR_TRY_GOTO(status, expression, label)                                                   \
-    do {                                                                                           \
-        (status) = (expression);                                                                   \
-        if ((status) != SPAR_OK)                                                                   \
-            goto label;                                                                            \
+#define SPAR_TRY_GOTO(status, expression, label)                                                             \
+    do {                                                                                                     \
+        (status) = (expression);                                                                             \
+        if ((status) != SPAR_OK)                                                                             \
+            goto label;                                                                                      \
     } while (0)
 
 #endif

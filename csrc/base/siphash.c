@@ -50,8 +50,8 @@ spar_key spar_siphash(const spar_key *key, const void *data, size_t size)
 {
     const unsigned char *bytes = data;
     uint64_t k0 = load(key->bytes, 8), k1 = load(key->bytes + 8, 8);
-    uint64_t v[4] = {k0 ^ 0x736f6d6570736575u, k1 ^ 0x646f72616e646f6du ^ 0xee,
-                     k0 ^ 0x6c7967656e657261u, k1 ^ 0x7465646279746573u};
+    uint64_t v[4] = {k0 ^ 0x736f6d6570736575u, k1 ^ 0x646f72616e646f6du ^ 0xee, k0 ^ 0x6c7967656e657261u,
+                     k1 ^ 0x7465646279746573u};
     size_t at = 0;
     spar_key code;
     for (; at + 8 <= size; at += 8)

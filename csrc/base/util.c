@@ -8,8 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t item,
-                         const char *what)
+spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t item, const char *what)
 {
     if (needed <= *capacity)
         return SPAR_OK;

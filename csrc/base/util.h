@@ -9,12 +9,10 @@
 #include <stdint.h>
 
 /* Grows an array to at least `needed` items, doubling its capacity. SPAR_NO_MEMORY: "no memory for 17 `what`". */
-spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t item,
-                         const char *what);
+spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t item, const char *what);
 
 /* Appends to the text in a buffer of `size` bytes; what does not fit is cut off. */
-void spar_append(char *text, size_t size, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
+void spar_append(char *text, size_t size, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 static inline uint64_t spar_hash(uint64_t hash, int64_t word)
 {

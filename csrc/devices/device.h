@@ -45,9 +45,9 @@ typedef struct {
      * [plan->ntensors]; for SPAR_PUSH all spans have the same outputs. Every route can scale.
      * The plan's first use on the device uploads its block tables, which stay with the plan; those that a captured graph
      * reads stay until the process ends. Otherwise it neither allocates nor waits for the device. */
-    spar_status (*copy_spans)(const spar_plan *plan, spar_route route, const spar_span *spans,
-                              int count, const void *const *inputs, void *const *outputs,
-                              const spar_scale *scale, void *stream);
+    spar_status (*copy_spans)(const spar_plan *plan, spar_route route, const spar_span *spans, int count,
+                              const void *const *inputs, void *const *outputs, const spar_scale *scale,
+                              void *stream);
     /* Allocate and free staging memory, aligned to 256 bytes; free waits for the device. Not during a capture. */
     spar_status (*alloc)(int64_t bytes, void **memory);
     void (*free)(void *memory);

@@ -44,16 +44,15 @@ static spar_status pack_block(void *context, const spar_block *block, const spar
     return c->device->copy_blocks(&alone, 1, dims, &from, &to, 1, &unscaled, c->stream);
 }
 
-spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer,
-                      const void *const *inputs, void *wire, void *stream)
+spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer, const void *const *inputs,
+                      void *wire, void *stream)
 {
     pack_context context = {device, inputs, wire, stream};
     return spar_packed_blocks(plan, peer, pack_block, &context);
 }
 
-spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int peer,
-                        const void *wire, void *const *outputs, const spar_scale *scale,
-                        void *stream)
+spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int peer, const void *wire,
+                        void *const *outputs, const spar_scale *scale, void *stream)
 {
     const spar_range *range = &plan->pull[peer];
     const void *on_stack[8] = {NULL}, **from = on_stack;
@@ -61,20 +60,19 @@ spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int pe
         return spar_fail(SPAR_NO_MEMORY, "no memory for %d tensors", plan->ntensors);
     for (int t = 0; t < plan->ntensors; t++)
         from[t] = wire; /* a peer's tensors are concatenated */
-    spar_status status = device->copy_blocks(plan->blocks + range->first, range->count, plan->dims,
-                                             from, &outputs, 1, scale, stream);
+    spar_status status = device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, from,
+                                             &outputs, 1, scale, stream);
     if (from != on_stack)
         free(from);
     return status;
 }
 
-spar_status spar_copy_own(const spar_plan *plan, const spar_device *device,
-                          const void *const *inputs, void *const *outputs, const spar_scale *scale,
-                          void *stream)
+spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, const void *const *inputs,
+                          void *const *outputs, const spar_scale *scale, void *stream)
 {
     const spar_range *range = &plan->push[plan->rank];
-    return device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, inputs,
-                               &outputs, 1, scale, stream);
+    return device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, inputs, &outputs, 1,
+                               scale, stream);
 }
 
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
@@ -85,12 +83,12 @@ spar_status spar_push(const spar_plan *plan, const spar_device *device, const vo
     for (int rank = 1; rank < plan->world; rank++)
         same &= all[rank].first == all[0].first && all[rank].count == all[0].count;
     if (same)
-        return device->copy_blocks(plan->blocks + all->first, all->count, plan->dims, inputs,
-                                   outputs, plan->world, scale, stream);
+        return device->copy_blocks(plan->blocks + all->first, all->count, plan->dims, inputs, outputs,
+                                   plan->world, scale, stream);
     for (int i = 0; i < plan->world; i++) {
         int rank = (plan->rank + i) % plan->world; /* ranks start with different peers */
-        SPAR_TRY(device->copy_blocks(plan->blocks + all[rank].first, all[rank].count, plan->dims,
-                                     inputs, &outputs[rank], 1, scale, stream));
+        SPAR_TRY(device->copy_blocks(plan->blocks + all[rank].first, all[rank].count, plan->dims, inputs,
+                                     &outputs[rank], 1, scale, stream));
     }
     return SPAR_OK;
 }

@@ -9,18 +9,16 @@
 #include "devices/device.h"
 
 /* Packs what is sent to `peer` into `wire`, plan->push[peer].bytes long; spar_unpack scales. */
-spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer,
-                      const void *const *inputs, void *wire, void *stream);
+spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer, const void *const *inputs,
+                      void *wire, void *stream);
 
 /* Unpacks what was received from `peer` (plan->pull[peer].bytes) into the outputs. */
-spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int peer,
-                        const void *wire, void *const *outputs, const spar_scale *scale,
-                        void *stream);
+spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int peer, const void *wire,
+                        void *const *outputs, const spar_scale *scale, void *stream);
 
 /* Copies a rank's own part from its inputs to its outputs. */
-spar_status spar_copy_own(const spar_plan *plan, const spar_device *device,
-                          const void *const *inputs, void *const *outputs, const spar_scale *scale,
-                          void *stream);
+spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, const void *const *inputs,
+                          void *const *outputs, const spar_scale *scale, void *stream);
 
 /* Copies from a rank's inputs into outputs[rank][tensor] of every rank, including its own. */
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,

@@ -33,8 +33,7 @@ typedef struct {
 spar_scale spar_scale_simple(const spar_scale *scale);
 
 /* Scales n items with destination stride `ds` and source stride `ss`, in bytes; may be in place. */
-void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64_t n, int64_t ds,
-                      int64_t ss);
+void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64_t n, int64_t ds, int64_t ss);
 
 /* The same for contiguous items, to each of the targets, with non-temporal stores. */
 void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int targets, const char *from,

@@ -44,8 +44,7 @@ static struct {
     char *base;
     int64_t length;
     spar_memory *first;
-    uint32_t *
-        used; /* by granule: the second when it was last known in use; 0: its pages are not there */
+    uint32_t *used; /* by granule: the second when it was last known in use; 0: its pages are not there */
     uint32_t idle_s, looked; /* how long until free pages go back; when that was last looked at */
     int64_t quarantined_blocks;
     spar_arena_stats stats;
@@ -68,15 +67,13 @@ static int64_t default_cap(int local_ranks)
 /* With the lock held. */
 static spar_status make(int64_t max_bytes, int local_ranks)
 {
-    int64_t most =
-        ((int64_t)1 << 45) / local_ranks; /* so that all arenas fit into the address space */
+    int64_t most = ((int64_t)1 << 45) / local_ranks; /* so that all arenas fit into the address space */
     int64_t cap = max_bytes ? max_bytes : default_cap(local_ranks);
     int64_t length = (cap < most ? cap : most) & ~(GRANULE - 1);
     if (length < GRANULE)
-        return spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes; expected at least %lld",
-                         (long long)cap, (long long)GRANULE);
-    int fd =
-        (int)syscall(SYS_memfd_create, "spar", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+        return spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes; expected at least %lld", (long long)cap,
+                         (long long)GRANULE);
+    int fd = (int)syscall(SYS_memfd_create, "spar", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
     if (fd < 0 && errno == EINVAL) /* before Linux 6.3 */
         fd = (int)syscall(SYS_memfd_create, "spar", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
@@ -89,8 +86,8 @@ static spar_status make(int64_t max_bytes, int local_ranks)
     spar_memory *all = calloc(1, sizeof *all);
     uint32_t *used = calloc((size_t)(length / GRANULE), sizeof *used);
     if (base == MAP_FAILED || !all || !used) {
-        spar_status status = spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes: %s",
-                                       (long long)length, strerror(errno));
+        spar_status status =
+            spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes: %s", (long long)length, strerror(errno));
         if (base != MAP_FAILED)
             munmap(base, whole);
         close(fd);
@@ -118,8 +115,7 @@ static void make_private_in_child(void)
     size_t whole = (size_t)arena.length + SPAR_ARENA_TAIL;
     if (arena.fd < 0)
         return;
-    void *copy =
-        mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, arena.fd, 0);
+    void *copy = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, arena.fd, 0);
     if (copy != MAP_FAILED) {
         madvise(copy, whole, MADV_DONTDUMP);
         mremap(copy, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED, arena.base);
@@ -135,9 +131,9 @@ spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
     if (!arena.base)
         status = make(max_bytes, local_ranks < 1 ? 1 : local_ranks);
     else if (arena.owner != getpid())
-        status = spar_fail(SPAR_TRANSPORT,
-                           "a forked child cannot exchange; exchange in its parent, process %d",
-                           (int)arena.owner);
+        status =
+            spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange; exchange in its parent, process %d",
+                      (int)arena.owner);
     pthread_mutex_unlock(&arena.lock);
     return status;
 }
@@ -187,8 +183,7 @@ static spar_status populate(int64_t offset, int64_t size)
             if (errno != EINVAL)
                 return spar_fail(SPAR_NO_MEMORY, "no memory for %zu bytes of the arena: %s", bytes,
                                  strerror(errno));
-            for (size_t at = 0; at < bytes;
-                 at += 4096) /* before Linux 5.14; the pages are unused */
+            for (size_t at = 0; at < bytes; at += 4096) /* before Linux 5.14; the pages are unused */
                 ((volatile char *)start)[at] = 0;
         }
         for (arena.stats.reserved += (int64_t)bytes; i < end; i++)
@@ -212,8 +207,8 @@ static int64_t give_back(uint32_t before, int64_t most)
             int64_t end = i, limit = i + ((most - returned) >> GRANULE_BITS);
             while (end < to && end < limit && arena.used[end] && arena.used[end] < before)
                 end++;
-            if (end == i || fallocate(arena.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                                      i << GRANULE_BITS, (end - i) << GRANULE_BITS) != 0)
+            if (end == i || fallocate(arena.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, i << GRANULE_BITS,
+                                      (end - i) << GRANULE_BITS) != 0)
                 continue;
             memset(arena.used + i, 0, (size_t)(end - i) * sizeof *arena.used);
             returned += (end - i) << GRANULE_BITS;
@@ -258,8 +253,8 @@ static void merge_with_next(spar_memory *block)
 static void make_free(spar_memory *block)
 {
     uint32_t now = now_s();
-    for (int64_t i = block->offset >> GRANULE_BITS;
-         i <= (block->offset + block->size - 1) >> GRANULE_BITS; i++)
+    for (int64_t i = block->offset >> GRANULE_BITS; i <= (block->offset + block->size - 1) >> GRANULE_BITS;
+         i++)
         arena.used[i] = now;
     block->state = FREE;
     block->group = NULL;
@@ -271,8 +266,7 @@ static void make_free(spar_memory *block)
 /* Frees quarantined blocks that are settled. With the lock held. */
 static void release_settled(void)
 {
-    for (spar_memory *block = arena.first; block && arena.quarantined_blocks;
-         block = block->after) {
+    for (spar_memory *block = arena.first; block && arena.quarantined_blocks; block = block->after) {
         if (block->state != QUARANTINED || !block->rules->settled(block->group, block->call))
             continue;
         block->rules->forget(block->group);
@@ -288,8 +282,7 @@ static void release_settled(void)
 spar_status spar_arena_take(int64_t bytes, spar_memory **result)
 {
     if (bytes > arena.length)
-        return spar_fail(SPAR_NO_MEMORY,
-                         "%lld bytes are more than the arena's %lld (SPAR_ARENA_MAX)",
+        return spar_fail(SPAR_NO_MEMORY, "%lld bytes are more than the arena's %lld (SPAR_ARENA_MAX)",
                          (long long)bytes, (long long)arena.length);
     int64_t size = bytes < 1 ? ALIGNMENT : (bytes + ALIGNMENT - 1) & ~(int64_t)(ALIGNMENT - 1);
     spar_memory *rest = malloc(sizeof *rest);
@@ -303,12 +296,12 @@ spar_status spar_arena_take(int64_t bytes, spar_memory **result)
     while (block && (block->state != FREE || block->size < size))
         block = block->after;
     if (!block)
-        status = spar_fail(
-            SPAR_NO_MEMORY,
-            "the arena has no %lld bytes left of %lld: %lld in use, %lld quarantined until a peer "
-            "finishes (SPAR_ARENA_MAX)",
-            (long long)size, (long long)arena.length, (long long)arena.stats.allocated,
-            (long long)arena.stats.quarantined);
+        status =
+            spar_fail(SPAR_NO_MEMORY,
+                      "the arena has no %lld bytes left of %lld: %lld in use, %lld quarantined until a peer "
+                      "finishes (SPAR_ARENA_MAX)",
+                      (long long)size, (long long)arena.length, (long long)arena.stats.allocated,
+                      (long long)arena.stats.quarantined);
     else
         status = populate(block->offset, size);
     if (status == SPAR_OK) {
@@ -345,8 +338,7 @@ void *spar_memory_address(const spar_memory *block)
     return arena.base + block->offset;
 }
 
-void spar_memory_publish(spar_memory *block, const spar_quarantine *rules, void *group,
-                         uint32_t call)
+void spar_memory_publish(spar_memory *block, const spar_quarantine *rules, void *group, uint32_t call)
 {
     block->rules = rules;
     block->group = group;

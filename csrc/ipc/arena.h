@@ -21,8 +21,7 @@ typedef struct {
 } spar_quarantine;
 
 typedef struct {
-    int64_t cap, reserved, allocated, peak, quarantined,
-        returned; /* bytes; returned: over all time */
+    int64_t cap, reserved, allocated, peak, quarantined, returned; /* bytes; returned: over all time */
 } spar_arena_stats;
 
 /* Creates the arena, once per process. `max_bytes` 0: half of the memory of this host or cgroup, divided by `local_ranks`.
@@ -45,8 +44,7 @@ int64_t spar_memory_offset(const spar_memory *block);
 void *spar_memory_address(const spar_memory *block);
 
 /* Call before publishing the offset: once freed, the block is not reused until `rules->settled(group, call)`. */
-void spar_memory_publish(spar_memory *block, const spar_quarantine *rules, void *group,
-                         uint32_t call);
+void spar_memory_publish(spar_memory *block, const spar_quarantine *rules, void *group, uint32_t call);
 
 /* Ends the quarantine rule of a block: its call has ended on all ranks. */
 void spar_memory_settle(spar_memory *block);

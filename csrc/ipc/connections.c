@@ -85,9 +85,9 @@ spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&spar_peers_lock);
     if (table.own.pid != 0 && table.own.pid != getpid())
-        status = spar_fail(SPAR_TRANSPORT,
-                           "a forked child cannot exchange; exchange in its parent, process %lld",
-                           (long long)table.own.pid);
+        status =
+            spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange; exchange in its parent, process %lld",
+                      (long long)table.own.pid);
     else if (table.listener < 0)
         status = start_listening();
     *own = status == SPAR_OK ? table.own : (spar_endpoint){0, 0};
@@ -140,8 +140,8 @@ static spar_status start_handshake(expected *e)
         return spar_fail(SPAR_TRANSPORT, "process %lld cannot be reached on this host: %s",
                          (long long)e->endpoint.pid, strerror(why));
     if (!spar_handshake_same_user(h->socket, &owner))
-        return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d",
-                         (int)owner.pid, (int)owner.uid, (int)geteuid());
+        return spar_fail(SPAR_TRANSPORT, "process %d belongs to user %d, this one to user %d", (int)owner.pid,
+                         (int)owner.uid, (int)geteuid());
     return spar_handshake_call(h, &table.own);
 }
 
@@ -327,8 +327,8 @@ spar_status spar_peers_expect(const spar_endpoint *endpoint, const spar_key *sec
     if (!e)
         status = spar_fail(SPAR_TRANSPORT, "no room for another process");
     else if (!spar_key_same(&e->key, &key) || (peer && !spar_key_same(&peer->key, &key)))
-        status = spar_fail(SPAR_TRANSPORT, "process %lld is known with another secret",
-                           (long long)endpoint->pid);
+        status =
+            spar_fail(SPAR_TRANSPORT, "process %lld is known with another secret", (long long)endpoint->pid);
     else if (lower && !peer && e->handshake.socket < 0)
         status = dial(e);
     if (e && status == SPAR_OK)
@@ -346,12 +346,10 @@ spar_status spar_peers_poll(const spar_endpoint *endpoint, spar_peer **result)
     spar_peer *peer = spar_peers_find(endpoint);
     expected *e = find_expected(endpoint);
     if (!e)
-        status =
-            spar_fail(SPAR_TRANSPORT, "process %lld is not expected", (long long)endpoint->pid);
-    else if (!peer && (status = poll_handshakes()) == SPAR_OK &&
-             !(peer = spar_peers_find(endpoint)) && e->failure[0])
-        status =
-            spar_fail(SPAR_TRANSPORT, "process %lld: %s", (long long)endpoint->pid, e->failure);
+        status = spar_fail(SPAR_TRANSPORT, "process %lld is not expected", (long long)endpoint->pid);
+    else if (!peer && (status = poll_handshakes()) == SPAR_OK && !(peer = spar_peers_find(endpoint)) &&
+             e->failure[0])
+        status = spar_fail(SPAR_TRANSPORT, "process %lld: %s", (long long)endpoint->pid, e->failure);
     *result = status == SPAR_OK ? peer : NULL;
     if (*result) {
         peer->groups++;

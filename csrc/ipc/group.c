@@ -83,10 +83,8 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
 }
 
 /* Compares all headers, with the same result on all ranks; on a mismatch collects all descriptions. */
-static spar_status compare_headers(spar_group *g,
-                                   void (*describe)(void *context, char *text, size_t size),
-                                   void *context, spar_call_header *all,
-                                   const spar_deadline *deadline)
+static spar_status compare_headers(spar_group *g, void (*describe)(void *context, char *text, size_t size),
+                                   void *context, spar_call_header *all, const spar_deadline *deadline)
 {
     int differs = 0;
     for (int rank = 0; rank < g->world; rank++) {
@@ -97,8 +95,8 @@ static spar_status compare_headers(spar_group *g,
         char text[SPAR_GROUP_TEXT];
         memcpy(text, g->boxes[rank]->text, sizeof text);
         text[sizeof text - 1] = 0;
-        return spar_fail_rank(all[rank].status == SPAR_NO_MEMORY ? SPAR_NO_MEMORY : SPAR_MISMATCH,
-                              rank, "rank %d failed: %s", rank, text);
+        return spar_fail_rank(all[rank].status == SPAR_NO_MEMORY ? SPAR_NO_MEMORY : SPAR_MISMATCH, rank,
+                              "rank %d failed: %s", rank, text);
     }
     if (!differs)
         return SPAR_OK;
@@ -115,8 +113,8 @@ static spar_status compare_headers(spar_group *g,
 }
 
 spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
-                               void (*describe)(void *context, char *text, size_t size),
-                               void *context, spar_call_header *all, const spar_deadline *deadline)
+                               void (*describe)(void *context, char *text, size_t size), void *context,
+                               spar_call_header *all, const spar_deadline *deadline)
 {
     g->own->signature = own->signature;
     g->own->status = SPAR_OK;
@@ -214,8 +212,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
     return SPAR_OK;
 }
 
-spar_status spar_group_expect(spar_group *g, int rank, const spar_endpoint *endpoint,
-                              const spar_key *secret)
+spar_status spar_group_expect(spar_group *g, int rank, const spar_endpoint *endpoint, const spar_key *secret)
 {
     SPAR_TRY(spar_peers_expect(endpoint, secret));
     g->expected[rank] = *endpoint;
@@ -239,13 +236,11 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
             continue;
         int64_t most = peers[rank]->length - own_length(g->world) - g->room;
         if (offsets[rank] < 0 || offsets[rank] > most || offsets[rank] % _Alignof(mailbox))
-            return spar_fail_rank(
-                SPAR_TRANSPORT, rank,
-                "rank %d published a mailbox outside its arena: at %lld, length %lld", rank,
-                (long long)offsets[rank], (long long)peers[rank]->length);
+            return spar_fail_rank(SPAR_TRANSPORT, rank,
+                                  "rank %d published a mailbox outside its arena: at %lld, length %lld", rank,
+                                  (long long)offsets[rank], (long long)peers[rank]->length);
         mailbox *box = (mailbox *)(peers[rank]->base + offsets[rank]);
-        if (memcmp(box->magic, MAGIC, sizeof MAGIC) != 0 || box->world != g->world ||
-            box->rank != rank)
+        if (memcmp(box->magic, MAGIC, sizeof MAGIC) != 0 || box->world != g->world || box->rank != rank)
             return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d has no mailbox at %lld", rank,
                                   (long long)offsets[rank]);
         g->boxes[rank] = box;

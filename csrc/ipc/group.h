@@ -43,8 +43,8 @@ spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, u
  * SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then ended, and no bytes may be moved. `describe` writes this rank's call
  * for its peers, if signatures differ. */
 spar_status spar_group_publish(spar_group *group, const spar_call_header *own,
-                               void (*describe)(void *context, char *text, size_t size),
-                               void *context, spar_call_header *all, const spar_deadline *deadline);
+                               void (*describe)(void *context, char *text, size_t size), void *context,
+                               spar_call_header *all, const spar_deadline *deadline);
 
 /* Publishes that this rank has moved its bytes; returns when all ranks have. */
 spar_status spar_group_finish(spar_group *group, const spar_deadline *deadline);

@@ -38,8 +38,8 @@ static const char MAGIC[8] = "spar 2";
 
 /* ---- proofs ---- */
 
-spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a,
-                            const spar_endpoint *b, const spar_key *secret_b)
+spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a, const spar_endpoint *b,
+                            const spar_key *secret_b)
 {
     int ordered = a->pid < b->pid || (a->pid == b->pid && a->nonce < b->nonce);
     const spar_endpoint pair[2] = {ordered ? *a : *b, ordered ? *b : *a};
@@ -88,10 +88,8 @@ static int send_arena(const spar_handshake *h, const spar_endpoint *own)
     message m = begin(h, own, ARENA);
     char control[CMSG_SPACE(sizeof(int))] = {0};
     struct iovec part = {&m, sizeof m};
-    struct msghdr envelope = {.msg_iov = &part,
-                              .msg_iovlen = 1,
-                              .msg_control = control,
-                              .msg_controllen = sizeof control};
+    struct msghdr envelope = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
     struct cmsghdr *header = CMSG_FIRSTHDR(&envelope);
     int fd = spar_arena_fd();
     m.length = spar_arena_length();
@@ -119,8 +117,7 @@ static int peek(const spar_handshake *h, message *m)
 {
     const int how = MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT;
     ssize_t got = recv(h->socket, m, sizeof *m, how);
-    if (got < 0 &&
-        errno == ECONNRESET) /* reported before what the other sent last, a LATER perhaps */
+    if (got < 0 && errno == ECONNRESET) /* reported before what the other sent last, a LATER perhaps */
         got = recv(h->socket, m, sizeof *m, how);
     if (got < 0 && (errno == EAGAIN || errno == EINTR))
         return 0;
@@ -213,8 +210,7 @@ static void release_arena(spar_peer *peer)
 int spar_handshake_same_user(int socket, struct ucred *owner)
 {
     socklen_t size = sizeof *owner;
-    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, owner, &size) == 0 &&
-           owner->uid == geteuid();
+    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, owner, &size) == 0 && owner->uid == geteuid();
 }
 
 int spar_handshake_pidfd(int socket)
@@ -301,8 +297,7 @@ static spar_handshake_state offer(spar_handshake *h, const spar_endpoint *own)
     return refuse(h, own);
 }
 
-static spar_handshake_state step_dialer(spar_handshake *h, const spar_endpoint *own,
-                                        spar_peer *peer)
+static spar_handshake_state step_dialer(spar_handshake *h, const spar_endpoint *own, spar_peer *peer)
 {
     message m;
     int came = peek(h, &m);
@@ -319,15 +314,13 @@ static spar_handshake_state step_dialer(spar_handshake *h, const spar_endpoint *
     else if (came > 0 && m.kind == CHALLENGE && h->step == CALLED)
         return offer(h, own);
     else if (came > 0 && m.kind == ARENA && h->step == OFFERED)
-        return take_arena(h, peer, m.length) == SPAR_OK ? SPAR_HANDSHAKE_CONNECTED
-                                                        : SPAR_HANDSHAKE_REFUSED;
+        return take_arena(h, peer, m.length) == SPAR_OK ? SPAR_HANDSHAKE_CONNECTED : SPAR_HANDSHAKE_REFUSED;
     else if (came > 0)
         spar_fail(SPAR_TRANSPORT, "%s", m.kind == REFUSAL ? m.refusal : "an unknown message");
     return SPAR_HANDSHAKE_REFUSED;
 }
 
-static spar_handshake_state step_answerer(spar_handshake *h, const spar_endpoint *own,
-                                          spar_peer *peer)
+static spar_handshake_state step_answerer(spar_handshake *h, const spar_endpoint *own, spar_peer *peer)
 {
     message m;
     int came = peek(h, &m);
@@ -348,8 +341,7 @@ static spar_handshake_state step_answerer(spar_handshake *h, const spar_endpoint
     return refuse(h, own);
 }
 
-spar_handshake_state spar_handshake_step(spar_handshake *h, const spar_endpoint *own,
-                                         spar_peer *peer)
+spar_handshake_state spar_handshake_step(spar_handshake *h, const spar_endpoint *own, spar_peer *peer)
 {
     return h->step == CHALLENGED ? step_answerer(h, own, peer) : step_dialer(h, own, peer);
 }

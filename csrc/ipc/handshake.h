@@ -49,8 +49,8 @@ static inline int spar_endpoint_same(const spar_endpoint *a, const spar_endpoint
 }
 
 /* Derives a pair's key from both secrets; the same on both sides. */
-spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a,
-                            const spar_endpoint *b, const spar_key *secret_b);
+spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a, const spar_endpoint *b,
+                            const spar_key *secret_b);
 
 /* Whether the peer process has this process's user; *owner: its user and, if visible, its pid. */
 int spar_handshake_same_user(int socket, struct ucred *owner);

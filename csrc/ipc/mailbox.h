@@ -30,21 +30,19 @@ struct spar_group {
     int uses;     /* atomic: the same without the mailbox; at 0 the rank detaches */
     int aborted;  /* atomic: a thread writes, or has written, the reason */
     uint32_t call;
-    int failed;     /* this rank failed `call` and has not awaited its end */
-    int mismatched; /* the newest call ended in a mismatch: see texts */
-    int64_t spin_ns,
-        current_spin_ns;    /* spin time: the most; the current one, if ranks share cores */
-    int own_core;           /* each rank of this host has one */
-    int may_move;           /* whether ranks share cores, with SPAR_AFFINITY=1 */
-    int fair_share;         /* ranks on a core, where it has more than one */
-    int64_t rests_until_ns; /* before it moves to another core again */
+    int failed;                       /* this rank failed `call` and has not awaited its end */
+    int mismatched;                   /* the newest call ended in a mismatch: see texts */
+    int64_t spin_ns, current_spin_ns; /* spin time: the most; the current one, if ranks share cores */
+    int own_core;                     /* each rank of this host has one */
+    int may_move;                     /* whether ranks share cores, with SPAR_AFFINITY=1 */
+    int fair_share;                   /* ranks on a core, where it has more than one */
+    int64_t rests_until_ns;           /* before it moves to another core again */
     spar_memory *memory;
     mailbox *own;
     spar_endpoint *expected; /* [world] processes expected during the set-up; pid 0: none */
     char *texts;             /* [world][SPAR_GROUP_TEXT] of the newest mismatch */
     mailbox **boxes;         /* [world] */
-    pthread_mutex_t
-        closing; /* guards unmapped, and reads of peers' mailboxes outside calls, on any thread */
+    pthread_mutex_t closing; /* guards unmapped, and reads of peers' mailboxes outside calls, on any thread */
     unsigned char *unmapped; /* [world] ranks that were dead when the group was closed: unmapped */
     spar_peer **peers;       /* [world]; NULL: oneself */
 };

@@ -23,9 +23,7 @@ static const int64_t YIELDED_NS = 3000, PREEMPTED_NS = 1000000;
 
 static uint32_t *progress_of(mailbox *box, enum spar_progress which)
 {
-    return which == SPAR_PUBLISHED ? &box->published
-           : which == SPAR_DONE    ? &box->done
-                                   : &box->described;
+    return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DONE ? &box->done : &box->described;
 }
 
 spar_status spar_group_check(spar_group *g, uint32_t *call)
@@ -52,8 +50,8 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
 
 /* Aborts because of all peers whose word is missing, or only those that also hung up: "rank 2 (process 71), rank 3
  * (process 72) died ...". SPAR_OK: there is none. */
-static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up,
-                                enum spar_progress which, uint32_t call, const char *what)
+static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up, enum spar_progress which,
+                                uint32_t call, const char *what)
 {
     char text[SPAR_GROUP_TEXT];
     spar_ranks ranks = {0};
@@ -61,8 +59,7 @@ static spar_status fail_missing(spar_group *g, spar_status status, int only_hung
     for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++) {
         int aborted = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
         if (!g->peers[rank] || (only_hung_up && (aborted || !spar_peer_hung_up(g->peers[rank]))) ||
-            spar_has_reached(progress_of(g->boxes[rank], which),
-                             call)) /* it finished, and may have exited */
+            spar_has_reached(progress_of(g->boxes[rank], which), call)) /* it finished, and may have exited */
             continue;
         spar_append(text, sizeof text, "%srank %d (process %lld)", *text ? ", " : "", rank,
                     (long long)g->peers[rank]->endpoint.pid);
@@ -87,11 +84,9 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
     if (stop != SPAR_CONTINUE) {
         char text[64];
         snprintf(text, sizeof text, "rank %d %s in call %u", g->rank,
-                 stop == SPAR_STOP_CLOSED ? "closed the group" : "was interrupted",
-                 (unsigned)g->call);
+                 stop == SPAR_STOP_CLOSED ? "closed the group" : "was interrupted", (unsigned)g->call);
         spar_group_abort(g, SPAR_BROKEN, g->call, &(spar_ranks){1, {g->rank}}, text);
-        return spar_fail_rank(stop == SPAR_STOP_CLOSED ? SPAR_BROKEN : SPAR_INTERRUPTED, g->rank,
-                              "%s", text);
+        return spar_fail_rank(stop == SPAR_STOP_CLOSED ? SPAR_BROKEN : SPAR_INTERRUPTED, g->rank, "%s", text);
     }
     if (spar_deadline_passed(deadline))
         return fail_missing(g, SPAR_TIMEOUT, 0, which, call, " did not make call %u in time");

@@ -5,29 +5,27 @@
 
 #include <string.h>
 
-static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank,
-                           int64_t *global, spar_layout *in, spar_layout *out)
+static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank, int64_t *global,
+                           spar_layout *in, spar_layout *out)
 {
     int scatter, gather;
     if (tensor->nargs != 3)
-        return spar_fail(SPAR_INVALID, "%s takes %s; %d were given", op->name, op->args,
-                         tensor->nargs);
+        return spar_fail(SPAR_INVALID, "%s takes %s; %d were given", op->name, op->args, tensor->nargs);
     SPAR_TRY(spar_op_dim(op, tensor, 0, &scatter));
     SPAR_TRY(spar_op_dim(op, tensor, 1, &gather));
     if (scatter == gather)
         return spar_fail(SPAR_INVALID,
-                         "%s: scatter_dim and gather_dim are both %d on rank %d; expected two dims",
-                         op->name, scatter, rank);
+                         "%s: scatter_dim and gather_dim are both %d on rank %d; expected two dims", op->name,
+                         scatter, rank);
     int64_t total = tensor->args[2];
     int64_t local = tensor->extents[gather];
     if (total < 0 || local != spar_shard_size(total, world, rank))
-        return spar_fail(
-            SPAR_INVALID,
-            "%s: gather_size is %lld, of which rank %d of %d holds %lld; its input's dim "
-            "%d has %lld",
-            op->name, (long long)total, rank, world,
-            (long long)(total < 0 ? 0 : spar_shard_size(total, world, rank)), gather,
-            (long long)local);
+        return spar_fail(SPAR_INVALID,
+                         "%s: gather_size is %lld, of which rank %d of %d holds %lld; its input's dim "
+                         "%d has %lld",
+                         op->name, (long long)total, rank, world,
+                         (long long)(total < 0 ? 0 : spar_shard_size(total, world, rank)), gather,
+                         (long long)local);
     memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
     global[gather] = total;
     SPAR_TRY(spar_layout_cut(in, gather, total, world, NULL));

@@ -19,8 +19,8 @@ static spar_status start(spar_layout *layout, int dim, int64_t total, int world,
     if (layout->first && layout->pieces)
         return SPAR_OK;
     spar_layout_free(layout);
-    return spar_fail(SPAR_NO_MEMORY, "no memory for a layout of %lld pieces on %d ranks",
-                     (long long)most, world);
+    return spar_fail(SPAR_NO_MEMORY, "no memory for a layout of %lld pieces on %d ranks", (long long)most,
+                     world);
 }
 
 /* Appends a piece to `rank`'s, in rank order; merges it with an adjacent one. */
@@ -42,19 +42,16 @@ static void add(spar_layout *layout, int rank, int64_t global, int64_t extent)
     layout->pieces[(*end)++] = (spar_piece){local, global, extent};
 }
 
-static spar_status wrong_sizes(spar_layout *layout, int rank, int64_t extent, const char *of,
-                               int64_t total)
+static spar_status wrong_sizes(spar_layout *layout, int rank, int64_t extent, const char *of, int64_t total)
 {
     spar_layout_free(layout);
-    return spar_fail(
-        SPAR_INVALID,
-        "the size of rank %d's piece is %lld; expected sizes of at least 0 that sum to "
-        "%s%lld",
-        rank, (long long)extent, of, (long long)total);
+    return spar_fail(SPAR_INVALID,
+                     "the size of rank %d's piece is %lld; expected sizes of at least 0 that sum to "
+                     "%s%lld",
+                     rank, (long long)extent, of, (long long)total);
 }
 
-spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,
-                            const int64_t *sizes)
+spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes)
 {
     int64_t at = 0;
     SPAR_TRY(start(layout, dim, total, world, world));
@@ -121,8 +118,7 @@ spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t 
     for (int rank = 0; rank < world; rank++) {
         add(layout, rank, 0, 0);
         for (int64_t s = 0; s < sequences; s++) {
-            int64_t extent =
-                table ? numbers[rank * sequences + s] : spar_shard_size(numbers[s], world, rank);
+            int64_t extent = table ? numbers[rank * sequences + s] : spar_shard_size(numbers[s], world, rank);
             add(layout, rank, table ? at[s] : at[s] + shard_start(numbers[s], world, rank), extent);
             at[s] += table ? extent : 0;
         }
@@ -137,13 +133,12 @@ spar_status spar_layout_refine(spar_layout *layout, int inner)
     if (inner == 1)
         return SPAR_OK;
     int64_t pieces = outer.first[outer.world];
-    spar_status status = start(layout, outer.dim, outer.total, outer.world * inner,
-                               pieces + (int64_t)outer.world * inner);
+    spar_status status =
+        start(layout, outer.dim, outer.total, outer.world * inner, pieces + (int64_t)outer.world * inner);
     for (int rank = 0; status == SPAR_OK && rank < layout->world; rank++) {
         int from = rank % outer.world, part = rank / outer.world;
         int64_t held = spar_layout_extent(&outer, from);
-        int64_t begin = shard_start(held, inner, part),
-                end = begin + spar_shard_size(held, inner, part);
+        int64_t begin = shard_start(held, inner, part), end = begin + spar_shard_size(held, inner, part);
         add(layout, rank, 0, 0);
         for (int64_t i = outer.first[from]; i < outer.first[from + 1]; i++) {
             const spar_piece *piece = &outer.pieces[i];

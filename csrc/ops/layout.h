@@ -26,8 +26,7 @@ typedef struct {
 int64_t spar_shard_size(int64_t total, int world, int rank);
 
 /* Shards contiguously, one piece per rank in rank order. `sizes` [world] must sum to `total`; NULL: the size rule. */
-spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world,
-                            const int64_t *sizes);
+spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes);
 
 /* Rank r holds chunks r and 2 * world - 1 - r of 2 * world equal chunks, which balances the work under a causal mask.
  * `total` must be a multiple of 2 * world. */

@@ -43,19 +43,18 @@ static spar_status gather_layouts(const spar_op *op, const spar_tensor *tensor, 
     if (sizes) {
         for (int p = 0; p < world; p++)
             if (sizes[p] < 0 || __builtin_add_overflow(total, sizes[p], &total))
-                return spar_fail(
-                    SPAR_INVALID,
-                    "%s: the size given for rank %d is %lld; expected at least 0, and a "
-                    "sum below 2^63",
-                    op->name, p, (long long)sizes[p]);
+                return spar_fail(SPAR_INVALID,
+                                 "%s: the size given for rank %d is %lld; expected at least 0, and a "
+                                 "sum below 2^63",
+                                 op->name, p, (long long)sizes[p]);
     } else if (tensor->nargs == 2) {
         total = tensor->args[1];
         if (total < 0)
             return spar_fail(SPAR_INVALID, "%s: the total is %lld; expected at least 0", op->name,
                              (long long)total);
     } else if (__builtin_mul_overflow(local, (int64_t)world, &total)) {
-        return spar_fail(SPAR_INVALID, "%s: %d ranks with %lld each hold more than 2^63", op->name,
-                         world, (long long)local);
+        return spar_fail(SPAR_INVALID, "%s: %d ranks with %lld each hold more than 2^63", op->name, world,
+                         (long long)local);
     }
     SPAR_TRY(spar_layout_cut(in, dim, total, world, sizes));
     return spar_op_shard(op, tensor, rank, global, 1, in, out);

@@ -25,8 +25,8 @@ spar_status spar_op_dim(const spar_op *op, const spar_tensor *tensor, int which,
 {
     int64_t value = tensor->args[which];
     if (value < 0 || value >= tensor->ndim)
-        return spar_fail(SPAR_INVALID, "%s: a dim is %lld; expected 0 to %d", op->name,
-                         (long long)value, tensor->ndim - 1);
+        return spar_fail(SPAR_INVALID, "%s: a dim is %lld; expected 0 to %d", op->name, (long long)value,
+                         tensor->ndim - 1);
     *dim = (int)value;
     return SPAR_OK;
 }
@@ -35,8 +35,8 @@ spar_status spar_op_inner(const spar_op *op, const spar_tensor *tensor, int whic
 {
     int64_t inner = tensor->args[which];
     if (inner < 1 || inner > world || world % inner)
-        return spar_fail(SPAR_INVALID, "%s: %lld inner ranks; expected a divisor of the %d ranks",
-                         op->name, (long long)inner, world);
+        return spar_fail(SPAR_INVALID, "%s: %lld inner ranks; expected a divisor of the %d ranks", op->name,
+                         (long long)inner, world);
     return SPAR_OK;
 }
 

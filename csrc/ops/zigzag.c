@@ -5,14 +5,14 @@
  * ranks; rank = inner rank * R + ring rank. */
 #include "ops/table.h"
 
-static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank,
-                           int64_t *global, spar_layout *in, spar_layout *out)
+static spar_status layouts(const spar_op *op, const spar_tensor *tensor, int world, int rank, int64_t *global,
+                           spar_layout *in, spar_layout *out)
 {
     int dim, gathers = op == &spar_op_zigzag_gather;
     spar_layout *sharded = gathers ? in : out;
     if (tensor->nargs != 3)
-        return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks", op->name,
-                         op->args, tensor->nargs, world);
+        return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks", op->name, op->args,
+                         tensor->nargs, world);
     SPAR_TRY(spar_op_dim(op, tensor, 0, &dim));
     SPAR_TRY(spar_op_inner(op, tensor, 1, world));
     int inner = (int)tensor->args[1];

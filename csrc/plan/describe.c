@@ -10,8 +10,7 @@ static void put_list(char *text, size_t size, const int64_t *values, int count)
     spar_append(text, size, "]");
 }
 
-static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, int world,
-                       uint32_t order)
+static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, int world, uint32_t order)
 {
     if (dim < 0) {
         spar_append(text, size, "whole");

@@ -20,8 +20,7 @@ typedef struct {
 } placement;
 
 /* Row-major strides of `extents`, in bytes. */
-static spar_status place_contiguous(int ndim, const int64_t *extents, int64_t item_size,
-                                    placement *place)
+static spar_status place_contiguous(int ndim, const int64_t *extents, int64_t item_size, placement *place)
 {
     int64_t stride = item_size;
     place->bytes = 0;
@@ -42,15 +41,13 @@ static spar_status place_strided(const spar_tensor *tensor, placement *place)
     for (int i = 0; i < tensor->ndim; i++) {
         int64_t stride, reach;
         if (tensor->extents[i] < 0 || tensor->strides[i] < 0)
-            return spar_fail(SPAR_INVALID,
-                             "dim %d has extent %lld and stride %lld; expected at least 0", i,
+            return spar_fail(SPAR_INVALID, "dim %d has extent %lld and stride %lld; expected at least 0", i,
                              (long long)tensor->extents[i], (long long)tensor->strides[i]);
         empty |= tensor->extents[i] == 0;
         if (__builtin_mul_overflow(tensor->strides[i], tensor->item_size, &stride) ||
             __builtin_mul_overflow(stride, tensor->extents[i] - 1, &reach) ||
             __builtin_add_overflow(last, reach, &last))
-            return spar_fail(SPAR_INVALID,
-                             "dim %d (extent %lld, stride %lld) reaches past 2^63 bytes", i,
+            return spar_fail(SPAR_INVALID, "dim %d (extent %lld, stride %lld) reaches past 2^63 bytes", i,
                              (long long)tensor->extents[i], (long long)tensor->strides[i]);
         place->strides[i] = stride;
     }
@@ -83,9 +80,8 @@ static int has_zero(int ndim, const int64_t *extents)
 }
 
 /* Appends one block. Merges loops that are adjacent on both sides, and a contiguous innermost loop into the run. */
-static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim,
-                             const int64_t *extents, const placement *from, const placement *to,
-                             int64_t src, int64_t dst)
+static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim, const int64_t *extents,
+                             const placement *from, const placement *to, int64_t src, int64_t dst)
 {
     spar_dim loops[SPAR_MAX_DIMS];
     int64_t run = b->plan->tensors[tensor].item_size;
@@ -114,17 +110,16 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
         dst_end += (loops[i].extent - 1) * loops[i].dst;
     }
     if (src < 0 || src_end > from->bytes || dst < 0 || dst_end > to->bytes)
-        return spar_fail(
-            SPAR_INTERNAL,
-            "%s: a block reaches from byte %lld to %lld of %lld, and to byte %lld of %lld",
-            b->plan->op->name, (long long)src, (long long)src_end, (long long)from->bytes,
-            (long long)dst_end, (long long)to->bytes);
-    SPAR_TRY(spar_reserve((void **)&b->plan->blocks, &b->block_room, b->blocks + 1,
-                          sizeof(spar_block), "blocks of a plan"));
+        return spar_fail(SPAR_INTERNAL,
+                         "%s: a block reaches from byte %lld to %lld of %lld, and to byte %lld of %lld",
+                         b->plan->op->name, (long long)src, (long long)src_end, (long long)from->bytes,
+                         (long long)dst_end, (long long)to->bytes);
+    SPAR_TRY(spar_reserve((void **)&b->plan->blocks, &b->block_room, b->blocks + 1, sizeof(spar_block),
+                          "blocks of a plan"));
     SPAR_TRY(spar_reserve((void **)&b->plan->dims, &b->dim_room, b->dims + n, sizeof(spar_dim),
                           "blocks of a plan"));
-    b->plan->blocks[b->blocks++] = (spar_block){
-        .src = src, .dst = dst, .run = run, .dims = b->dims, .tensor = tensor, .ndim = n};
+    b->plan->blocks[b->blocks++] =
+        (spar_block){.src = src, .dst = dst, .run = run, .dims = b->dims, .tensor = tensor, .ndim = n};
     for (int i = n - 1; i >= 0; i--)
         b->plan->dims[b->dims++] = loops[i];
     range->count++;
@@ -219,8 +214,8 @@ static uint64_t mix_layout(uint64_t hash, const spar_layout *layout)
 }
 
 /* Shapes of one tensor, and its part of the signature. */
-static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tensor,
-                             const spar_layout *in, const spar_layout *out)
+static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tensor, const spar_layout *in,
+                             const spar_layout *out)
 {
     spar_plan_tensor *shape = &plan->tensors[which];
     int64_t extents[SPAR_MAX_DIMS];
@@ -229,8 +224,8 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tens
         return spar_fail(SPAR_INTERNAL, "%s: both layouts cut dim %d", plan->op->name, in->dim);
     local_extents(shape, in, plan->rank, extents);
     if (memcmp(extents, tensor->extents, (size_t)shape->ndim * sizeof *extents) != 0)
-        return spar_fail(SPAR_INTERNAL, "%s: the layout is not that of rank %d's input",
-                         plan->op->name, plan->rank);
+        return spar_fail(SPAR_INTERNAL, "%s: the layout is not that of rank %d's input", plan->op->name,
+                         plan->rank);
     SPAR_TRY(place_contiguous(shape->ndim, shape->global, shape->item_size, &place));
     local_extents(shape, out, plan->rank, shape->out);
     SPAR_TRY(place_contiguous(shape->ndim, shape->out, shape->item_size, &place));
@@ -272,11 +267,11 @@ spar_status spar_request_check(const spar_request *request)
             return spar_fail(SPAR_INVALID, "%s: rank %d's input has %d dims; expected 1 to %d",
                              request->op->name, request->rank, tensor->ndim, SPAR_MAX_DIMS);
         if (tensor->nargs < 0 || tensor->nargs > MOST_ARGS)
-            return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks",
-                             request->op->name, request->op->args, tensor->nargs, request->world);
+            return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks", request->op->name,
+                             request->op->args, tensor->nargs, request->world);
         if (tensor->item_size < 1 || tensor->item_size > 4096)
-            return spar_fail(SPAR_INVALID, "%s: an item of %lld bytes; expected 1 to 4096",
-                             request->op->name, (long long)tensor->item_size);
+            return spar_fail(SPAR_INVALID, "%s: an item of %lld bytes; expected 1 to 4096", request->op->name,
+                             (long long)tensor->item_size);
     }
     return SPAR_OK;
 }
@@ -287,10 +282,8 @@ static spar_status add_blocks(builder *b, const spar_request *request, const spa
 {
     spar_plan *plan = b->plan;
     /* an empty plan has arrays too: a null pointer may not even be moved by 0 */
-    SPAR_TRY(spar_reserve((void **)&plan->blocks, &b->block_room, 1, sizeof(spar_block),
-                          "blocks of a plan"));
-    SPAR_TRY(
-        spar_reserve((void **)&plan->dims, &b->dim_room, 1, sizeof(spar_dim), "blocks of a plan"));
+    SPAR_TRY(spar_reserve((void **)&plan->blocks, &b->block_room, 1, sizeof(spar_block), "blocks of a plan"));
+    SPAR_TRY(spar_reserve((void **)&plan->dims, &b->dim_room, 1, sizeof(spar_dim), "blocks of a plan"));
     for (int side = 0; side < 2; side++) {
         spar_range *ranges = side ? plan->pull : plan->push;
         for (int peer = 0; ranges && peer < plan->world; peer++) {
@@ -341,10 +334,10 @@ spar_status spar_plan_build(const spar_request *request, spar_plan **result)
         plan->tensors[made].item_size = tensor->item_size;
         plan->tensors[made].ndim = tensor->ndim;
         SPAR_TRY_GOTO(status, place_strided(tensor, &inputs[made]), done);
-        SPAR_TRY_GOTO(status,
-                      plan->op->layouts(plan->op, tensor, world, plan->rank,
-                                        plan->tensors[made].global, in, out),
-                      done);
+        SPAR_TRY_GOTO(
+            status,
+            plan->op->layouts(plan->op, tensor, world, plan->rank, plan->tensors[made].global, in, out),
+            done);
         SPAR_TRY_GOTO(status, set_shape(plan, made, tensor, in, out), done);
     }
     status = add_blocks(&b, request, layouts, inputs);

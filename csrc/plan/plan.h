@@ -31,8 +31,7 @@ typedef struct {
 typedef struct {
     int64_t item_size;
     int ndim;
-    int64_t global[SPAR_MAX_DIMS],
-        out[SPAR_MAX_DIMS]; /* extents of the whole, of this rank's output */
+    int64_t global[SPAR_MAX_DIMS], out[SPAR_MAX_DIMS]; /* extents of the whole, of this rank's output */
     int64_t out_bytes;
     int in_dim, out_dim;           /* the dims that the layouts cut, or -1 */
     uint32_t in_order, out_order;  /* which pieces each rank holds; 0: one each, in rank order */

@@ -36,8 +36,7 @@ PyObject *spar_py_raise_after_wait(spar_status status)
 
 spar_deadline spar_py_deadline(PyObject *comm, double deadline_s)
 {
-    return (spar_deadline){
-        .at_ns = (int64_t)(deadline_s * 1e9), .interrupted = must_stop, .context = comm};
+    return (spar_deadline){.at_ns = (int64_t)(deadline_s * 1e9), .interrupted = must_stop, .context = comm};
 }
 
 /* ---- set-up ---- */
@@ -63,8 +62,8 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
         row++;
     int world = (int)(size / (Py_ssize_t)sizeof(spar_peer_info));
     if (!*row || size % (Py_ssize_t)sizeof(spar_peer_info) || rank < 0 || rank >= world)
-        return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, facts of %zd bytes", name,
-                            rank, size);
+        return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, facts of %zd bytes", name, rank,
+                            size);
     PyObject *interned = PyUnicode_InternFromString((*row)->name);
     spar_peer_info *info = malloc((size_t)size);
     comm_object *object = interned && info ? PyObject_New(comm_object, comm_type) : NULL;
@@ -78,8 +77,8 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
     object->name = interned;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(info, bytes, (size_t)size);
-    spar_status status = spar_comm_open(*row, info, world, rank, local_ranks, &native,
-                                        &object->comm, &object->setup_result);
+    spar_status status =
+        spar_comm_open(*row, info, world, rank, local_ranks, &native, &object->comm, &object->setup_result);
     free(info);
     if (status == SPAR_OK)
         return (PyObject *)object;
@@ -145,8 +144,7 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
     if (!comm || !PyArg_ParseTuple(args, "y#d", &bytes, &size, &deadline_s))
         return NULL;
     if (size != comm->world * (Py_ssize_t)sizeof(spar_setup_result))
-        return PyErr_Format(PyExc_ValueError, "verdicts of %zd bytes for %d ranks", size,
-                            comm->world);
+        return PyErr_Format(PyExc_ValueError, "verdicts of %zd bytes for %d ranks", size, comm->world);
     spar_setup_result *results = malloc((size_t)size);
     if (!results)
         return PyErr_NoMemory();
@@ -237,8 +235,8 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     double deadline_s;
     long long number;
     parsed asked;
-    if (!comm || !PyArg_ParseTuple(args, "sOKipdsLd", &op, &tuple, &address, &dtype, &divide,
-                                   &factor, &text, &number, &deadline_s))
+    if (!comm || !PyArg_ParseTuple(args, "sOKipdsLd", &op, &tuple, &address, &dtype, &divide, &factor, &text,
+                                   &number, &deadline_s))
         return NULL;
     const void *input = (const void *)(uintptr_t)address;
     void *output = NULL;
@@ -295,8 +293,7 @@ PyObject *spar_py_select(PyObject *module, PyObject *args)
     spar_memory *block = NULL;
     spar_plan *plan = NULL;
     (void)module;
-    if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tuple, &address, &dtype, &divide,
-                          &factor))
+    if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tuple, &address, &dtype, &divide, &factor))
         return NULL;
     if (read_request(&asked, tuple, op, world, rank) < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
@@ -415,8 +412,7 @@ static PyObject *comm_transport(PyObject *self, void *closure)
 static PyGetSetDef comm_getset[] = {
     {"transport", comm_transport, NULL, "its transport's name", NULL},
     {"broken", comm_broken, NULL, "what broke it behind the calls' back, or None", NULL},
-    {"setup_result", comm_setup_result, NULL,
-     "what all ranks must see of the newest stage, as bytes", NULL},
+    {"setup_result", comm_setup_result, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -68,8 +68,7 @@ static PyObject *choice_to_tuple(const spar_choice *choice)
         if (!row || PyTuple_SetItem(rejected, i, row) < 0)
             Py_CLEAR(rejected);
     }
-    return rejected ? Py_BuildValue("ssN", choice->transport->name, choice->reason, rejected)
-                    : NULL;
+    return rejected ? Py_BuildValue("ssN", choice->transport->name, choice->reason, rejected) : NULL;
 }
 
 static PyObject *module_choose(PyObject *module, PyObject *args)
@@ -81,22 +80,20 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
     spar_choice choice;
     spar_refusal refused = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "y#sO!|i", &bytes, &size, &device, &PyTuple_Type, &refusals,
-                          &first_rank))
+    if (!PyArg_ParseTuple(args, "y#sO!|i", &bytes, &size, &device, &PyTuple_Type, &refusals, &first_rank))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_Size(refusals) && i < 16; i++, refused.count++)
-        if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i],
-                              &refused.reasons[i]))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i], &refused.reasons[i]))
             return NULL;
     if (size == 0 || size % (Py_ssize_t)sizeof(spar_peer_info) != 0)
-        return PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu",
-                            size, sizeof(spar_peer_info));
+        return PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu", size,
+                            sizeof(spar_peer_info));
     spar_peer_info *info = malloc((size_t)size); /* the bytes may not be aligned */
     if (!info)
         return PyErr_NoMemory();
     memcpy(info, bytes, (size_t)size);
-    spar_status status = spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), first_rank,
-                                     device, &refused, &choice);
+    spar_status status =
+        spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), first_rank, device, &refused, &choice);
     free(info);
     return status == SPAR_OK ? choice_to_tuple(&choice) : spar_raise(status);
 }
@@ -208,12 +205,11 @@ static int64_t sum(int64_t a, int64_t b)
     return __builtin_add_overflow(a, b, &result) ? INT64_MAX : result;
 }
 
-PyDoc_STRVAR(
-    table_doc,
-    "table(address, world, sequences, rank) -> (least, own, numbers)\n\n"
-    "Of what each rank holds of each of several packed sequences, int64 [world][sequences]:\n"
-    "the least entry, what `rank` holds, and the numbers that tell the core all: the sequences'\n"
-    "lengths where the size rule cuts them, else the table.");
+PyDoc_STRVAR(table_doc,
+             "table(address, world, sequences, rank) -> (least, own, numbers)\n\n"
+             "Of what each rank holds of each of several packed sequences, int64 [world][sequences]:\n"
+             "the least entry, what `rank` holds, and the numbers that tell the core all: the sequences'\n"
+             "lengths where the size rule cuts them, else the table.");
 
 static PyObject *module_table(PyObject *module, PyObject *args)
 {
@@ -250,8 +246,7 @@ static PyObject *module_plan_stats(PyObject *module, PyObject *unused)
     (void)module;
     (void)unused;
     spar_plan_cache_stats(&stats);
-    return Py_BuildValue("LLL", (long long)stats.cached, (long long)stats.hits,
-                         (long long)stats.misses);
+    return Py_BuildValue("LLL", (long long)stats.cached, (long long)stats.hits, (long long)stats.misses);
 }
 
 static PyObject *module_plan_limit(PyObject *module, PyObject *args)
@@ -315,8 +310,7 @@ static PyObject *module_processes(PyObject *module, PyObject *info)
          at += (Py_ssize_t)sizeof(spar_peer_info)) {
         spar_endpoint endpoint;
         memcpy(&endpoint, bytes + at + offsetof(spar_peer_info, endpoint), sizeof endpoint);
-        PyObject *process =
-            Py_BuildValue("LK", (long long)endpoint.pid, (unsigned long long)endpoint.nonce);
+        PyObject *process = Py_BuildValue("LK", (long long)endpoint.pid, (unsigned long long)endpoint.nonce);
         if (!process || PyList_Append(result, process) < 0)
             Py_CLEAR(result);
         Py_XDECREF(process);
@@ -343,8 +337,7 @@ static PyObject *module_connections(PyObject *module, PyObject *unused)
     spar_peers_counts counts = spar_peers_count();
     (void)module;
     (void)unused;
-    return Py_BuildValue("LLi", (long long)counts.foreign, (long long)counts.unproven,
-                         counts.pending);
+    return Py_BuildValue("LLi", (long long)counts.foreign, (long long)counts.unproven, counts.pending);
 }
 
 static PyObject *module_arena_stats(PyObject *module, PyObject *unused)
@@ -405,8 +398,7 @@ static PyMethodDef methods[] = {
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
-    {"in_arena", module_in_arena, METH_VARARGS,
-     "in_arena(address) -> whether it lies in the arena"},
+    {"in_arena", module_in_arena, METH_VARARGS, "in_arena(address) -> whether it lies in the arena"},
     {"device_stats", module_device_stats, METH_NOARGS,
      "(cap, allocated) of the open groups' staging memory, and what plans' tables take on GPUs; in bytes"},
     {"set_library_path", module_set_library_path, METH_VARARGS,

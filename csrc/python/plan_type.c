@@ -13,8 +13,7 @@ Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, con
     }
     Py_ssize_t count = PyTuple_Size(tuple);
     if (count > room) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd entries; expected at most %zd", what, count,
-                     room);
+        PyErr_Format(PyExc_ValueError, "%s has %zd entries; expected at most %zd", what, count, room);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -125,23 +124,21 @@ PyObject *spar_py_plan(PyObject *module, PyObject *args)
     int64_t on_stack[128], *numbers = on_stack;
     spar_request request = {.tensors = tensors};
     (void)module;
-    if (!PyArg_ParseTuple(args, "siiiO!", &name, &request.world, &request.rank, &request.sides,
-                          &PyTuple_Type, &tuple))
+    if (!PyArg_ParseTuple(args, "siiiO!", &name, &request.world, &request.rank, &request.sides, &PyTuple_Type,
+                          &tuple))
         return NULL;
     if (!(request.op = spar_op_find(name)))
         return spar_raise(SPAR_INVALID);
     Py_ssize_t count = PyTuple_Size(tuple), size = 0, used = 0;
     if (count > MAX_TENSORS)
-        return PyErr_Format(PyExc_ValueError, "%zd tensors; expected at most %d", count,
-                            MAX_TENSORS);
+        return PyErr_Format(PyExc_ValueError, "%zd tensors; expected at most %d", count, MAX_TENSORS);
     for (Py_ssize_t t = 0; t < count; t++)
         size += spar_count_numbers(PyTuple_GetItem(tuple, t));
     if (size > 128 && !(numbers = malloc((size_t)size * sizeof *numbers)))
         return PyErr_NoMemory();
     plan_object *object = NULL;
     for (Py_ssize_t t = 0; t < count; t++) {
-        if (spar_read_tensor(PyTuple_GetItem(tuple, t), &tensors[t], numbers + used, size - used) <
-            0)
+        if (spar_read_tensor(PyTuple_GetItem(tuple, t), &tensors[t], numbers + used, size - used) < 0)
             goto done;
         used += 2 * tensors[t].ndim + tensors[t].nargs;
     }
@@ -242,8 +239,7 @@ static PyObject *plan_describe(PyObject *self, PyObject *args)
 }
 
 /* Reads the addresses of a plan's tensors; NULL and an exception on failure. */
-static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **room,
-                               const char *what)
+static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **room, const char *what)
 {
     return read_addresses(tuple, room, plan->ntensors, what) < 0 ? NULL : room;
 }
@@ -271,8 +267,7 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
     void *inputs[MAX_TENSORS];
     PyObject *tuple;
     unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OK", &tuple, &address) ||
-        !tensor_addresses(plan, tuple, inputs, "inputs"))
+    if (!PyArg_ParseTuple(args, "OK", &tuple, &address) || !tensor_addresses(plan, tuple, inputs, "inputs"))
         return NULL;
     spar_status status = SPAR_OK;
     char *wire = (char *)(uintptr_t)address;
@@ -322,14 +317,12 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
     int dtype, divide;
     double factor;
     if (!PyArg_ParseTuple(args, "OOipd", &in, &out, &dtype, &divide, &factor) ||
-        !tensor_addresses(plan, in, inputs, "inputs") ||
-        !tensor_addresses(plan, out, outputs, "outputs") ||
+        !tensor_addresses(plan, in, inputs, "inputs") || !tensor_addresses(plan, out, outputs, "outputs") ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status =
-        spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale, NULL);
+    status = spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale, NULL);
     Py_END_ALLOW_THREADS;
     return finish(status);
 }
@@ -344,25 +337,23 @@ static spar_status append_block(void *context, const spar_block *block, const sp
     block_list *blocks = context;
     PyObject *loops = PyTuple_New(block->ndim);
     for (int i = 0; loops && i < block->ndim; i++) {
-        PyObject *loop = Py_BuildValue("LLL", (long long)dims[i].extent, (long long)dims[i].src,
-                                       (long long)dims[i].dst);
+        PyObject *loop =
+            Py_BuildValue("LLL", (long long)dims[i].extent, (long long)dims[i].src, (long long)dims[i].dst);
         if (!loop || PyTuple_SetItem(loops, i, loop) < 0)
             Py_CLEAR(loops);
     }
-    PyObject *row =
-        loops ? Py_BuildValue("iiLLLN", blocks->peer, (int)block->tensor, (long long)block->src,
-                              (long long)block->dst, (long long)block->run, loops)
-              : NULL;
+    PyObject *row = loops ? Py_BuildValue("iiLLLN", blocks->peer, (int)block->tensor, (long long)block->src,
+                                          (long long)block->dst, (long long)block->run, loops)
+                          : NULL;
     int failed = !row || PyList_Append(blocks->list, row) < 0;
     Py_XDECREF(row);
     return failed ? SPAR_NO_MEMORY : SPAR_OK;
 }
 
-PyDoc_STRVAR(
-    plan_blocks_doc,
-    "blocks(side) -> [(peer, tensor, src, dst, run, ((extent, src, dst), ...)), ...]\n\n"
-    "In bytes. side: 'push' (inputs to the peers' outputs), 'pack' (inputs to the packed bytes for\n"
-    "each peer), 'pull' (each peer's packed bytes to the outputs).");
+PyDoc_STRVAR(plan_blocks_doc,
+             "blocks(side) -> [(peer, tensor, src, dst, run, ((extent, src, dst), ...)), ...]\n\n"
+             "In bytes. side: 'push' (inputs to the peers' outputs), 'pack' (inputs to the packed bytes for\n"
+             "each peer), 'pull' (each peer's packed bytes to the outputs).");
 
 static PyObject *plan_blocks(PyObject *self, PyObject *args)
 {
@@ -394,8 +385,7 @@ static PyObject *plan_blocks(PyObject *self, PyObject *args)
 static PyGetSetDef plan_getset[] = {
     {"out_shapes", plan_out_shapes, NULL, "extents of each tensor's output on this rank", NULL},
     {"push_bytes", plan_push_bytes, NULL, "packed bytes that go to each rank; 0 for oneself", NULL},
-    {"pull_bytes", plan_pull_bytes, NULL, "packed bytes that come from each rank; 0 for oneself",
-     NULL},
+    {"pull_bytes", plan_pull_bytes, NULL, "packed bytes that come from each rank; 0 for oneself", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -406,8 +396,7 @@ static PyMethodDef plan_methods[] = {
      "describe(text, number): one line about the global call, the same on all ranks; its plan is cut to fit."},
     {"pack", plan_pack, METH_VARARGS, "pack(inputs, wire): host memory, all peers in rank order."},
     {"unpack", plan_unpack, METH_VARARGS, "unpack(wire, outputs, scale_type, divide, factor)"},
-    {"copy_own", plan_copy_own, METH_VARARGS,
-     "copy_own(inputs, outputs, scale_type, divide, factor)"},
+    {"copy_own", plan_copy_own, METH_VARARGS, "copy_own(inputs, outputs, scale_type, divide, factor)"},
     {"blocks", plan_blocks, METH_VARARGS, plan_blocks_doc},
     {NULL, NULL, 0, NULL},
 };

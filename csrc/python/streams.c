@@ -14,8 +14,8 @@ PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObje
     int dtype, divide;
     double factor, deadline_s;
     spar_scale scale;
-    if (!PyArg_ParseTuple(args, "OKKKKipdsd", &object, &from, &to, &stream, &native, &dtype,
-                          &divide, &factor, &text, &deadline_s) ||
+    if (!PyArg_ParseTuple(args, "OKKKKipdsd", &object, &from, &to, &stream, &native, &dtype, &divide, &factor,
+                          &text, &deadline_s) ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     const spar_plan *plan = spar_py_plan_of(object);

@@ -8,8 +8,7 @@
 
 static const int64_t LONGEST_NS = 30000000000;
 
-int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_rank, char *reason,
-                             size_t size)
+int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
     for (int rank = 0; rank < world; rank++) {
         if (info[rank].endpoint.pid <= 0) {
@@ -40,10 +39,9 @@ spar_status spar_rendezvous_begin(const spar_comm *comm, const spar_peer_info *i
     if (*affinity.text == '1')
         spar_group_allow_moves(*group);
     for (int rank = 0; rank < comm->world; rank++) {
-        spar_status status =
-            rank == comm->rank
-                ? SPAR_OK
-                : spar_group_expect(*group, rank, &info[rank].endpoint, &info[rank].secret);
+        spar_status status = rank == comm->rank
+                                 ? SPAR_OK
+                                 : spar_group_expect(*group, rank, &info[rank].endpoint, &info[rank].secret);
         if (status != SPAR_OK) {
             spar_group_close(*group);
             *group = NULL;
@@ -73,8 +71,8 @@ static spar_status await_peer(const spar_comm *comm, int rank, const spar_deadli
     }
 }
 
-spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group,
-                                const spar_setup_result *results, const spar_deadline *deadline)
+spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const spar_setup_result *results,
+                                const spar_deadline *deadline)
 {
     spar_status status = SPAR_OK;
     spar_peer **peers = calloc((size_t)comm->world, sizeof *peers);

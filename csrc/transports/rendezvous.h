@@ -15,7 +15,7 @@ spar_status spar_rendezvous_begin(const spar_comm *comm, const spar_peer_info *i
                                   spar_group **group, int64_t *offset);
 
 /* Second stage, from all ranks' results: attaches the peers' mailboxes. */
-spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group,
-                                const spar_setup_result *results, const spar_deadline *deadline);
+spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const spar_setup_result *results,
+                                const spar_deadline *deadline);
 
 #endif

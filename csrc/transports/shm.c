@@ -15,8 +15,8 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_shm, sizeof info->no_shm, "%s", spar_last_error());
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                  char *reason, size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                  size_t size)
 {
     if (strcmp(device, "cpu") != 0) {
         snprintf(reason, size, "%s tensors are not in host memory", device);
@@ -48,8 +48,8 @@ static void describe(void *context, char *text, size_t size)
 }
 
 /* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its arena. */
-static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan,
-                                const spar_call_header *all, int rank, void **outputs)
+static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, const spar_call_header *all,
+                                int rank, void **outputs)
 {
     int64_t length;
     char *base = spar_group_arena(comm->state, rank, &length);
@@ -58,8 +58,8 @@ static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan,
         if (offset < 0 || bytes > length || offset > length - bytes)
             return spar_fail_rank(
                 SPAR_TRANSPORT, rank,
-                "rank %d published an output outside its arena: %lld bytes at %lld, length %lld",
-                rank, (long long)bytes, (long long)offset, (long long)length);
+                "rank %d published an output outside its arena: %lld bytes at %lld, length %lld", rank,
+                (long long)bytes, (long long)offset, (long long)length);
         outputs[t] = base + offset;
     }
     return SPAR_OK;
@@ -145,8 +145,8 @@ static spar_status run_locked(spar_comm *comm, spar_call *call, const all_header
     SPAR_TRY(spar_group_begin(group, &call->deadline, &n));
     uint32_t begun = spar_last_call_begin(call->group, call->op, n);
     spar_status status = run_call(comm, call, all, n);
-    spar_last_call_end(begun, status == SPAR_TIMEOUT || status == SPAR_PEER_LOST ||
-                                  status == SPAR_BROKEN || status == SPAR_INTERRUPTED);
+    spar_last_call_end(begun, status == SPAR_TIMEOUT || status == SPAR_PEER_LOST || status == SPAR_BROKEN ||
+                                  status == SPAR_INTERRUPTED);
     return status;
 }
 
@@ -165,8 +165,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
     if (comm->world > FEW) { /* allocate nothing between publish and done */
         char *room = malloc(world * (sizeof *all.headers + sizeof *all.outputs + sizeof *all.rows));
         if (!room)
-            return spar_fail(SPAR_NO_MEMORY, "no memory for the call headers of %d ranks",
-                             comm->world);
+            return spar_fail(SPAR_NO_MEMORY, "no memory for the call headers of %d ranks", comm->world);
         all.headers = (void *)room;
         all.outputs = (void *)(room + world * sizeof *all.headers);
         all.rows = (void *)(room + world * (sizeof *all.headers + sizeof *all.outputs));

@@ -10,8 +10,7 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_peer_info) == 432 && sizeof(spar_setup_result) == 256,
-               "they travel as bytes");
+_Static_assert(sizeof(spar_peer_info) == 432 && sizeof(spar_setup_result) == 256, "they travel as bytes");
 
 static int torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
                         char *reason, size_t size)
@@ -67,8 +66,7 @@ static spar_status agree(const char *what, int rank, const char *first, const ch
 {
     if (strcmp(first, other) == 0)
         return SPAR_OK;
-    return spar_fail(SPAR_INVALID,
-                     "%s is '%s' on rank 0 and '%s' on rank %d; expected the same on all", what,
+    return spar_fail(SPAR_INVALID, "%s is '%s' on rank 0 and '%s' on rank %d; expected the same on all", what,
                      first, other, rank);
 }
 
@@ -83,9 +81,8 @@ static spar_status find(const char *name, const spar_transport **found)
         }
         spar_append(known, sizeof known, "%s%s", *known ? ", " : "", (*row)->name);
     }
-    return spar_fail(SPAR_INVALID,
-                     "SPAR_TRANSPORT is '%s'; known: %s, or ^ and one of them to exclude it", name,
-                     known);
+    return spar_fail(SPAR_INVALID, "SPAR_TRANSPORT is '%s'; known: %s, or ^ and one of them to exclude it",
+                     name, known);
 }
 
 void spar_call_describe(const spar_call *call, char *text, size_t size)
@@ -158,6 +155,5 @@ spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, c
         choice->rejected_names[choice->rejected] = (*row)->name;
         memcpy(choice->rejected_reasons[choice->rejected++], reason, sizeof reason);
     }
-    return spar_fail(SPAR_TRANSPORT, "SPAR_TRANSPORT=%s leaves no transport for %s tensors",
-                     request, device);
+    return spar_fail(SPAR_TRANSPORT, "SPAR_TRANSPORT=%s leaves no transport for %s tensors", request, device);
 }

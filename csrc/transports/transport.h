@@ -71,14 +71,13 @@ typedef struct {
     void (*probe)(spar_peer_info *info);
     /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, and the reason. Pure; any
      * rank may ask. */
-    int (*serves)(const spar_peer_info *info, int world, int first_rank, const char *device,
-                  char *reason, size_t size);
+    int (*serves)(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                  size_t size);
     /* First set-up stage, from all ranks' peer info; does not wait. Sets `offset` and `token` of the result, which is sent
      * to all ranks; the caller sets the failure from the status. */
     spar_status (*setup)(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
     /* Second set-up stage, from all ranks' results [world], none of which failed. */
-    spar_status (*connect)(spar_comm *comm, const spar_setup_result *results,
-                           const spar_deadline *deadline);
+    spar_status (*connect)(spar_comm *comm, const spar_setup_result *results, const spar_deadline *deadline);
     /* One exchange: NULL where Python moves the bytes (the torch transport). */
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */

@@ -42,14 +42,13 @@ void spar_local_world_free(spar_local_world *w)
     free(w);
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                  char *reason, size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                  size_t size)
 {
     (void)device;
     for (int rank = 0; rank < world; rank++)
         if (!info[rank].local_world || info[rank].local_world != info[0].local_world) {
-            snprintf(reason, size, "rank %d is not in rank %d's process", first_rank + rank,
-                     first_rank);
+            snprintf(reason, size, "rank %d is not in rank %d's process", first_rank + rank, first_rank);
             return 0;
         }
     snprintf(reason, size, "all %d ranks are in one process", world);
@@ -63,8 +62,7 @@ static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup
     return SPAR_OK;
 }
 
-static spar_status connect(spar_comm *comm, const spar_setup_result *results,
-                           const spar_deadline *deadline)
+static spar_status connect(spar_comm *comm, const spar_setup_result *results, const spar_deadline *deadline)
 {
     (void)deadline;
     for (int rank = 0; rank < comm->world; rank++)
@@ -92,8 +90,7 @@ static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t
             if (late) {
                 w->broken = 1;
                 pthread_cond_broadcast(&w->moved);
-                return spar_fail(SPAR_TIMEOUT, "rank %d did not make call %lld", rank,
-                                 (long long)n);
+                return spar_fail(SPAR_TIMEOUT, "rank %d did not make call %lld", rank, (long long)n);
             }
         }
     }

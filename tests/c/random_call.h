@@ -172,8 +172,7 @@ static const spar_op *draw_call(uint64_t seed, int world, int *count, part *part
     const spar_op *op = spar_ops[draw(&seed, ops)];
     *count = 1 + draw(&seed, TENSORS);
     for (part *p = parts; p < parts + *count; p++) {
-        *p = (part){
-            .item = items[draw(&seed, 6)], .ndim = 2 + draw(&seed, 3), .gap = draw(&seed, 3)};
+        *p = (part){.item = items[draw(&seed, 6)], .ndim = 2 + draw(&seed, 3), .gap = draw(&seed, 3)};
         for (int i = 0; i < p->ndim; i++)
             p->whole[i] = draw(&seed, p->ndim == 2 ? 20 : 7);
         draw_args(&seed, op->name, world, p);

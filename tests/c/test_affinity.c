@@ -90,8 +90,8 @@ static void begin(int world, int cores, int local_ranks, int moving)
     memset(boxes, 0, sizeof boxes);
     for (int rank = 0; rank < world; rank++) {
         all[rank] = &boxes[rank];
-        groups[rank] = (spar_group){
-            .world = world, .rank = rank, .boxes = all, .own = all[rank], .spin_ns = 200000};
+        groups[rank] =
+            (spar_group){.world = world, .rank = rank, .boxes = all, .own = all[rank], .spin_ns = 200000};
         boxes[rank].core = -1;
         share_cores_of_test(&groups[rank], local_ranks);
         if (moving)
@@ -184,8 +184,7 @@ int test_affinity(int argc, char **argv)
         for (now.rank = 0; now.rank < world; now.rank++)
             publish_core_of_test(&groups[now.rank]);
         for (int rank = 1; rank < world; rank++)
-            boxes[rank].core =
-                rand_r(&seed) % 2 ? now.at[0] : (int32_t)((unsigned)rand_r(&seed) * 2u);
+            boxes[rank].core = rand_r(&seed) % 2 ? now.at[0] : (int32_t)((unsigned)rand_r(&seed) * 2u);
         now.rank = 0;
         balance_cores_of_test(&groups[0]);
         EXPECT(CPU_EQUAL(&now.mask, &now.allowed) && now.at[0] < cores);

@@ -44,8 +44,7 @@ static void join(rank_state *r)
 {
     rendezvous *m = r->m;
     const spar_deadline deadline = {.at_ns = spar_now_ns() + 20000000000};
-    const spar_comm comm = {
-        .world = m->world, .rank = r->rank, .local_ranks = m->world, .info = m->info};
+    const spar_comm comm = {.world = m->world, .rank = r->rank, .local_ranks = m->world, .info = m->info};
     EXPECT(!spar_peers_listen(&m->info[r->rank].endpoint, &m->info[r->rank].secret));
     pthread_barrier_wait(&m->barrier);
     EXPECT(!spar_call_ring_open(&comm, m->info, &r->ring, &m->opened[r->rank].offset));
@@ -65,10 +64,8 @@ static spar_status enter(rank_state *r, int64_t items, const char *text, const c
     spar_request request = {spar_op_find("gather"), r->m->world, r->rank, 0, 1, &tensor};
     spar_plan *plan;
     EXPECT(!spar_plan_get(&request, &plan));
-    spar_call call = {.plan = why ? NULL : plan,
-                      .text = text,
-                      .failed = why ? SPAR_INVALID : SPAR_OK,
-                      .why = why};
+    spar_call call = {
+        .plan = why ? NULL : plan, .text = text, .failed = why ? SPAR_INVALID : SPAR_OK, .why = why};
     spar_status status = spar_call_ring_begin(r->ring, ++r->n, &call, 1);
     spar_plan_release(plan);
     return status;
@@ -220,8 +217,7 @@ static void lose(rank_state *r)
     for (int looks = 0; looks < 10; looks++, nanosleep(&moment, NULL))
         EXPECT(!spar_call_ring_poll(r->ring, 1));
     int64_t begin = spar_now_ns();
-    while ((status = spar_call_ring_poll(r->ring, 2)) == SPAR_OK &&
-           spar_now_ns() - begin < 5000000000)
+    while ((status = spar_call_ring_poll(r->ring, 2)) == SPAR_OK && spar_now_ns() - begin < 5000000000)
         nanosleep(&moment, NULL);
     EXPECT(status == SPAR_PEER_LOST && strstr(spar_last_error(), "died before the end of call 2"));
     EXPECT(spar_now_ns() - begin > 500000000);

@@ -63,8 +63,7 @@ static void call_once(member *m, uint64_t seed)
         visit(p, &in[t], 0);
         inputs[t] = in[t].data;
         outputs[t] = out[t].data;
-        tensors[t] =
-            (spar_tensor){p->item, p->ndim, in[t].extents, in[t].strides, p->nargs, p->args};
+        tensors[t] = (spar_tensor){p->item, p->ndim, in[t].extents, in[t].strides, p->nargs, p->args};
     }
     spar_request request = {op, m->world, m->rank, SPAR_SIDE_PULL, count, tensors};
     spar_plan *plan;
@@ -151,8 +150,8 @@ static void test_world(int size)
         members[rank] = (member){rank, size, NULL, &barrier, wires};
     }
     for (int rank = 0; rank < size; rank++)
-        EXPECT(!spar_comm_open(&spar_transport_local, info, size, rank, size, NULL,
-                               &members[rank].comm, &results[rank]));
+        EXPECT(!spar_comm_open(&spar_transport_local, info, size, rank, size, NULL, &members[rank].comm,
+                               &results[rank]));
     for (int rank = 0; rank < size; rank++)
         EXPECT(!spar_comm_connect(members[rank].comm, results, &forever, &last) && !last.failed);
     in_threads(call_often, members, sizeof *members, size);
@@ -253,9 +252,9 @@ static void test_hostile(void)
         for (int t = 0; t < TENSORS; t++) {
             for (int k = 0; k < 2 * DIMS + ARGS; k++)
                 room[t][k] = numbers[draw(&seed, draw(&seed, 8) ? 5 : 11)];
-            tensors[t] = (spar_tensor){
-                numbers[draw(&seed, 4)], draw(&seed, DIMS + 1),     room[t],
-                room[t] + DIMS,          draw(&seed, ARGS + 2) - 1, room[t] + 2 * DIMS};
+            tensors[t] =
+                (spar_tensor){numbers[draw(&seed, 4)], draw(&seed, DIMS + 1),     room[t],
+                              room[t] + DIMS,          draw(&seed, ARGS + 2) - 1, room[t] + 2 * DIMS};
         }
         int world = draw(&seed, 5);
         ask(world, draw(&seed, 5) - 1, 1 + draw(&seed, TENSORS), tensors);

@@ -75,8 +75,7 @@ static int is_nan(spar_dtype dtype, const unsigned char *real, int64_t size)
 }
 
 /* To the bit, but that a NaN is a NaN; and the byte behind. */
-static void expect_same(const turn *t, const unsigned char *got, const unsigned char *wanted,
-                        int64_t bytes)
+static void expect_same(const turn *t, const unsigned char *got, const unsigned char *wanted, int64_t bytes)
 {
     spar_dtype dtype = t->scale.dtype;
     int64_t size = t->item >> (dtype == SPAR_C64 || dtype == SPAR_C128);
@@ -110,8 +109,8 @@ static void copy(turn *t, spar_route route, const spar_span *spans, int count, v
     if (captures)
         EXPECT(begin_capture(t->stream, 0) == 0);
     for (int i = 0; i < count; i += step)
-        EXPECT(!gpu->copy_spans(t->plan, route, spans + i, count - i < step ? count - i : step,
-                                t->inputs, outputs, &t->scale, t->stream));
+        EXPECT(!gpu->copy_spans(t->plan, route, spans + i, count - i < step ? count - i : step, t->inputs,
+                                outputs, &t->scale, t->stream));
     if (captures) {
         EXPECT(end_capture(t->stream, &graph) == 0);
         EXPECT(launch_graph(graph, t->stream) == 0);
@@ -137,8 +136,7 @@ static void pack(turn *t)
         unsigned char *wanted = malloc((size_t)bytes + 1);
         EXPECT(!spar_pack(plan, &spar_device_cpu, peer, t->inputs, wanted, NULL));
         if (t->scale.dtype != SPAR_UNSCALED && bytes)
-            spar_scale_items(&t->scale, (char *)wanted, (char *)wanted, bytes / t->item, t->item,
-                             t->item);
+            spar_scale_items(&t->scale, (char *)wanted, (char *)wanted, bytes / t->item, t->item, t->item);
         expect_same(t, wires[peer].data, wanted, bytes);
         free(wanted);
         free(wires[peer].memory);
@@ -161,8 +159,7 @@ static void fetch(turn *t, int how)
     for (int peer = 0; how == SPAR_UNPACK && peer < plan->world; peer++) {
         wires[peer] = make(t, plan->pull[peer].bytes, 1);
         count += cut_up(t, spans + count, peer, plan->pull[peer].bytes, wires[peer].data);
-        EXPECT(
-            !spar_unpack(plan, &spar_device_cpu, peer, wires[peer].data, wanted, &t->scale, NULL));
+        EXPECT(!spar_unpack(plan, &spar_device_cpu, peer, wires[peer].data, wanted, &t->scale, NULL));
     }
     if (how == SPAR_PUSH) {
         const spar_range *own = &plan->push[plan->rank];
@@ -171,8 +168,8 @@ static void fetch(turn *t, int how)
         if (draw(&t->seed, 4)) {
             count = cut_up(t, spans, plan->rank, own->bytes, NULL);
         } else {
-            EXPECT(!gpu->copy_blocks(plan->blocks + own->first, own->count, plan->dims, t->inputs,
-                                     &targets, 1, &t->scale, t->stream));
+            EXPECT(!gpu->copy_blocks(plan->blocks + own->first, own->count, plan->dims, t->inputs, &targets,
+                                     1, &t->scale, t->stream));
             EXPECT(cu->StreamSynchronize(t->stream) == 0);
         }
     }
@@ -215,8 +212,8 @@ static void run_turn(turn *t)
         layouts[i] = make_buffer(p, rank, &p->in, p->gap);
         rooms[i] = make(t, layouts[i].bytes, 1);
         t->inputs[i] = rooms[i].data;
-        tensors[i] = (spar_tensor){p->item,  p->ndim, layouts[i].extents, layouts[i].strides,
-                                   p->nargs, p->args};
+        tensors[i] =
+            (spar_tensor){p->item, p->ndim, layouts[i].extents, layouts[i].strides, p->nargs, p->args};
     }
     spar_request request = {op, world, rank, SPAR_SIDE_PULL, count, tensors};
     EXPECT(!spar_plan_get(&request, &t->plan));

@@ -15,8 +15,8 @@ static void check(const char *name, int64_t to_at, int64_t from_at, int64_t n, c
     for (int64_t i = 0; i < ROOM; i++) {
         char expected = i >= to_at && i < to_at + n ? from[from_at + i - to_at] : 'x';
         if (to[i] != expected) {
-            fprintf(stderr, "%s of %lld bytes from %lld to %lld: wrong at %lld\n", name,
-                    (long long)n, (long long)from_at, (long long)to_at, (long long)i);
+            fprintf(stderr, "%s of %lld bytes from %lld to %lld: wrong at %lld\n", name, (long long)n,
+                    (long long)from_at, (long long)to_at, (long long)i);
             abort();
         }
     }

@@ -92,8 +92,8 @@ static void *be_thread(void *argument)
         spar_comm *comm;
         spar_peer_info_read(&m->info[at->process]);
         pthread_barrier_wait(&m->barrier);
-        EXPECT(!spar_comm_open(&spar_transport_shm, m->info, at->all->world, at->process,
-                               at->all->world, NULL, &comm, &m->opened[at->process]));
+        EXPECT(!spar_comm_open(&spar_transport_shm, m->info, at->all->world, at->process, at->all->world,
+                               NULL, &comm, &m->opened[at->process]));
         pthread_barrier_wait(&m->barrier);
         EXPECT(!spar_comm_connect(comm, m->opened, &deadline, &m->connected[at->process]));
         pthread_barrier_wait(&m->barrier);
@@ -194,8 +194,7 @@ static void be_refused(void *context, int process)
         EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
     } else {
         spar_status met = meet(other, &peer); /* or it has seen already that the other hung up */
-        EXPECT(met == SPAR_OK ||
-               (met == SPAR_TRANSPORT && strstr(spar_last_error(), "the process hung up")));
+        EXPECT(met == SPAR_OK || (met == SPAR_TRANSPORT && strstr(spar_last_error(), "the process hung up")));
     }
     pthread_barrier_wait(&all->everybody);
     spar_peers_end(other);

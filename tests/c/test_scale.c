@@ -39,8 +39,7 @@ int test_scale(int argc, char **argv)
     (void)argc;
     (void)argv;
     for (int turn = 0; turn < 5000; turn++) {
-        spar_scale scale = {SPAR_F16 + rand_r(&seed) % 6, rand_r(&seed) % 2,
-                            factors[rand_r(&seed) % 6]};
+        spar_scale scale = {SPAR_F16 + rand_r(&seed) % 6, rand_r(&seed) % 2, factors[rand_r(&seed) % 6]};
         int64_t item = types_of_test[scale.dtype].bytes;
         int64_t to_at = rand_r(&seed) % 16 * item, from_at = rand_r(&seed) % EDGE;
         int64_t n = rand_r(&seed) % (turn % 2 ? (ROOM - 16 * item) / item - EDGE : 20);

@@ -69,8 +69,7 @@ static spar_comm *join_threads(rendezvous *m, int rank)
     spar_group *group;
     EXPECT(comm && !spar_arena_open(1 << 28, 1));
     EXPECT(!spar_group_open(m->world, rank, m->world, 0, &group, &m->opened[rank].offset));
-    *comm = (spar_comm){
-        .transport = &spar_transport_shm, .world = m->world, .rank = rank, .state = group};
+    *comm = (spar_comm){.transport = &spar_transport_shm, .world = m->world, .rank = rank, .state = group};
     pthread_barrier_wait(&m->barrier);
     for (int p = 0; p < m->world; p++) {
         offsets[p] = m->opened[p].offset;
@@ -246,15 +245,13 @@ static spar_memory *work(rendezvous *m, spar_comm *comm)
     pthread_barrier_wait(&m->barrier);
     qsort(took, (size_t)m->calls, sizeof *took, ascending);
     if (comm->rank == 0)
-        printf("%.1f %.1f\n", (double)took[m->calls / 2] / 1e3,
-               (double)took[m->calls * 99 / 100] / 1e3);
+        printf("%.1f %.1f\n", (double)took[m->calls / 2] / 1e3, (double)took[m->calls * 99 / 100] / 1e3);
     free(took);
     if (m->world == 1)
         return kept;
     fail_together(comm);
     if (m->calls % 2) {
-        const int64_t lies[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 64,
-                                spar_arena_length() - 127};
+        const int64_t lies[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 64, spar_arena_length() - 127};
         spar_memory *block;
         lie(comm, lies[m->calls / 2 % 5]);
         pthread_barrier_wait(&m->barrier);

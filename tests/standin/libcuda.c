@@ -103,13 +103,12 @@ static int ModuleGetFunction(void **function, void *module, const char *name)
     return 500;
 }
 
-static int LaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads,
-                        unsigned by, unsigned bz, unsigned shared, void *handle, void **parameters,
-                        void **extra)
+static int LaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned by,
+                        unsigned bz, unsigned shared, void *handle, void **parameters, void **extra)
 {
     MAY_FAIL("cuLaunchKernel");
-    if (!current || !x || y != 1 || z != 1 || threads != SPAR_KERNEL_THREADS || by != 1 ||
-        bz != 1 || shared || extra)
+    if (!current || !x || y != 1 || z != 1 || threads != SPAR_KERNEL_THREADS || by != 1 || bz != 1 ||
+        shared || extra)
         return INVALID;
     work w = {.run = run_kernel, .kernel = (int)(intptr_t)function - 1, .bytes = x};
     w.copy = *(spar_kernel_copy *)parameters[0];
@@ -142,11 +141,9 @@ static int MemcpyHtoDAsync(uint64_t to, const void *from, size_t bytes, void *ha
 {
     MAY_FAIL("cuMemcpyHtoDAsync");
     void *staged = memcpy(malloc(bytes), from, bytes);
-    return give(handle, (work){.run = run_copy,
-                               .to = (void *)(uintptr_t)to,
-                               .from = staged,
-                               .bytes = bytes,
-                               .owned = 1});
+    return give(
+        handle,
+        (work){.run = run_copy, .to = (void *)(uintptr_t)to, .from = staged, .bytes = bytes, .owned = 1});
 }
 
 static int StreamCreate(stream **made, unsigned flags)
@@ -339,8 +336,7 @@ EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *contex
     return give(handle, (work){.run = run_host, .host = function, .context = context});
 }
 
-EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags,
-                               int *status)
+EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status)
 {
 #define ROW(name, version, parameters) {"cu" #name, (void *)name},
     static const struct {

@@ -42,8 +42,7 @@ struct ncclComm {
     shared_memory *shared;
     uint32_t aborted, running; /* atomic: whether; groups given to streams and not over */
     uint32_t error;            /* atomic: a later error */
-    uint64_t given,
-        over; /* groups: the order of a communicator's is that in which they were given */
+    uint64_t given, over;      /* groups: the order of a communicator's is that in which they were given */
 };
 
 typedef struct {
@@ -51,8 +50,7 @@ typedef struct {
     struct CUstream_st *stream;
     char *bytes;
     int sends, peer;
-    uint64_t length, head,
-        at; /* of the message; bytes of its length, and of itself, that have moved */
+    uint64_t length, head, at; /* of the message; bytes of its length, and of itself, that have moved */
 } operation;
 
 typedef struct {
@@ -65,8 +63,7 @@ typedef struct {
 
 static _Thread_local operation *open_operations;
 static _Thread_local int depth, open_count, open_room;
-static _Thread_local spar_nccl_result
-    open_error; /* a group in which something failed does nothing */
+static _Thread_local spar_nccl_result open_error; /* a group in which something failed does nothing */
 static char last_error[256];
 
 static spar_nccl_result fail(spar_nccl_result result, const char *text)
@@ -145,8 +142,8 @@ static int advance(operation *o, spar_nccl_result *error)
             return 0;
         o->head += move(pipe, o->sends, (char *)&length, sizeof length);
         if (length != o->length) {
-            snprintf(last_error, sizeof last_error, "rank %d sent %llu bytes, rank %d expects %llu",
-                     o->peer, (unsigned long long)length, c->rank, (unsigned long long)o->length);
+            snprintf(last_error, sizeof last_error, "rank %d sent %llu bytes, rank %d expects %llu", o->peer,
+                     (unsigned long long)length, c->rank, (unsigned long long)o->length);
             *error = INVALID_USAGE;
             return 0;
         }
@@ -283,8 +280,7 @@ EXPORT spar_nccl_result ncclGetUniqueId(spar_nccl_id *id)
     return SPAR_NCCL_SUCCESS;
 }
 
-EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar_nccl_id id,
-                                         int rank)
+EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar_nccl_id id, int rank)
 {
     size_t bytes = sizeof(shared_memory) + (size_t)(world * world) * sizeof(pipe_memory);
     if (is_to_fail("CommInitRank"))
@@ -355,8 +351,8 @@ EXPORT spar_nccl_result ncclGroupEnd(void)
     return result;
 }
 
-static spar_nccl_result add(struct ncclComm *comm, struct CUstream_st *stream, int sends,
-                            void *bytes, size_t count, unsigned dtype, int peer)
+static spar_nccl_result add(struct ncclComm *comm, struct CUstream_st *stream, int sends, void *bytes,
+                            size_t count, unsigned dtype, int peer)
 {
     if (comm->aborted || dtype != SPAR_NCCL_UINT8 || peer < 0 || peer >= comm->world || !count)
         return fail(INVALID_ARGUMENT, "an impossible message");
@@ -379,8 +375,8 @@ EXPORT spar_nccl_result ncclSend(const void *from, size_t count, unsigned dtype,
     return add(comm, stream, 1, (void *)(uintptr_t)from, count, dtype, peer);
 }
 
-EXPORT spar_nccl_result ncclRecv(void *to, size_t count, unsigned dtype, int peer,
-                                 struct ncclComm *comm, struct CUstream_st *stream)
+EXPORT spar_nccl_result ncclRecv(void *to, size_t count, unsigned dtype, int peer, struct ncclComm *comm,
+                                 struct CUstream_st *stream)
 {
     if (is_to_fail("Recv"))
         return fail(SYSTEM_ERROR, "the stand-in's connection was reset");
@@ -392,8 +388,7 @@ EXPORT spar_nccl_result ncclCommAbort(struct ncclComm *comm)
     __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE);
     while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
         pause_shortly();
-    munmap(comm->shared,
-           sizeof(shared_memory) + (size_t)(comm->world * comm->world) * sizeof(pipe_memory));
+    munmap(comm->shared, sizeof(shared_memory) + (size_t)(comm->world * comm->world) * sizeof(pipe_memory));
     free(comm);
     return SPAR_NCCL_SUCCESS;
 }

@@ -62,8 +62,7 @@ static void *run_tiles(void *argument)
     work *w = argument;
     size_t half = w->bytes / 2 + (w->owned == 0 && w->bytes % 2), seed = (uintptr_t)w >> 4;
     for (size_t i = 0; i < half; i++)
-        standin_kernel(w->kernel, &w->copy,
-                       (unsigned)(2 * ((i + seed) % half)) + (unsigned)w->owned,
+        standin_kernel(w->kernel, &w->copy, (unsigned)(2 * ((i + seed) % half)) + (unsigned)w->owned,
                        (unsigned)(seed + i) % SPAR_KERNEL_THREADS);
     return NULL;
 }

@@ -53,29 +53,28 @@ void count(int by);
 /* The code with which this call is to fail; 0: it is not. */
 int failure(const char *name);
 
-#define MAY_FAIL(name)                                                                             \
-    do {                                                                                           \
-        int code_ = failure(name);                                                                 \
-        if (code_)                                                                                 \
-            return code_;                                                                          \
+#define MAY_FAIL(name)                                                                                       \
+    do {                                                                                                     \
+        int code_ = failure(name);                                                                           \
+        if (code_)                                                                                           \
+            return code_;                                                                                    \
     } while (0)
 
 /* What a capture forbids. With the lock held. */
 int forbidden(void);
 
-#define FORBIDDEN_IN_CAPTURE                                                                       \
-    do {                                                                                           \
-        pthread_mutex_lock(&lock);                                                                 \
-        int code_ = forbidden();                                                                   \
-        pthread_mutex_unlock(&lock);                                                               \
-        if (code_)                                                                                 \
-            return code_;                                                                          \
+#define FORBIDDEN_IN_CAPTURE                                                                                 \
+    do {                                                                                                     \
+        pthread_mutex_lock(&lock);                                                                           \
+        int code_ = forbidden();                                                                             \
+        pthread_mutex_unlock(&lock);                                                                         \
+        if (code_)                                                                                           \
+            return code_;                                                                                    \
     } while (0)
 
 /* With the lock held: */
 stream *new_stream(void);
-stream *
-stream_of(void *handle); /* NULL is the legacy stream, which here is ordered with no other */
+stream *stream_of(void *handle); /* NULL is the legacy stream, which here is ordered with no other */
 int quiet(const stream *s);
 void append(void *handle, work w); /* to the stream, or the graph that it is captured into */
 void drop_event(event *e);

@@ -13,10 +13,10 @@ enum {
 };
 
 /* A constant size lets the compiler copy an item with one load and one store. */
-#define COPY_ITEMS(size)                                                                           \
-    case size:                                                                                     \
-        for (int64_t i = 0; i < n; i++)                                                            \
-            memcpy(d + i * ds, s + i * ss, size);                                                  \
+#define COPY_ITEMS(size)                                                                                     \
+    case size:                                                                                               \
+        for (int64_t i = 0; i < n; i++)                                                                      \
+            memcpy(d + i * ds, s + i * ss, size);                                                            \
         break;
 
 typedef struct {
@@ -31,8 +31,7 @@ typedef struct {
 } copy;
 
 /* Copies n runs with strides `ds` and `ss`. */
-static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t ds, int64_t ss,
-                      int64_t run)
+static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t ds, int64_t ss, int64_t run)
 {
     const spar_scale *scale = c->scale;
     if (scale->dtype != SPAR_UNSCALED) {
@@ -84,8 +83,7 @@ static void copy_to_all(const copy *c, int tensor, int64_t dst, const char *s, i
     for (int64_t at = 0; at < run; at += n) {
         n = TILE - ((dst + at) & (SPAR_CACHE_LINE - 1)); /* then only whole lines are written */
         n = n < run - at ? n : run - at;
-        for (int64_t line = 0; line < TILE;
-             line += SPAR_CACHE_LINE) /* overlap reading with the stores */
+        for (int64_t line = 0; line < TILE; line += SPAR_CACHE_LINE) /* overlap reading with the stores */
             __builtin_prefetch(s + at + n + line);
         for (int target = 0; target < c->targets; target++)
             spar_nontemporal_copy((char *)c->to[target][tensor] + dst + at, s + at, n);
@@ -106,8 +104,8 @@ static void copy_inner(const copy *c, int tensor, int64_t dst, const char *s, in
 }
 
 /* Copies bytes low to high of runs first to first + count of a block, in loop order. */
-static void copy_block(const copy *c, const spar_block *block, int64_t first, int64_t count,
-                       int64_t low, int64_t high)
+static void copy_block(const copy *c, const spar_block *block, int64_t first, int64_t count, int64_t low,
+                       int64_t high)
 {
     int64_t at[SPAR_MAX_DIMS] = {0}, dst = block->dst + low;
     const char *s = (const char *)c->from[block->tensor] + block->src + low;
@@ -124,8 +122,8 @@ static void copy_block(const copy *c, const spar_block *block, int64_t first, in
     }
     for (;;) {
         int64_t n = inner->extent - begin < count ? inner->extent - begin : count;
-        copy_inner(c, block->tensor, dst + begin * inner->dst, s + begin * inner->src, n,
-                   inner->dst, inner->src, high - low);
+        copy_inner(c, block->tensor, dst + begin * inner->dst, s + begin * inner->src, n, inner->dst,
+                   inner->src, high - low);
         if ((count -= n) == 0)
             return;
         begin = 0;
@@ -189,8 +187,7 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
 {
     copy c = {blocks, count, 0, dims, from, to, targets, scale, 0};
     int alone = spar_threads_share(INT64_MAX) == 1;
-    int64_t enough =
-        alone ? spar_nontemporal_min() : INT64_MAX; /* stop counting there: it takes time */
+    int64_t enough = alone ? spar_nontemporal_min() : INT64_MAX; /* stop counting there: it takes time */
     (void)stream;
     for (int64_t i = 0; i < count && c.bytes < enough; i++)
         c.bytes += runs_of(&c, &blocks[i]) * blocks[i].run;

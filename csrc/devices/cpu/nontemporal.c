@@ -6,13 +6,11 @@
 #ifdef SPAR_NONTEMPORAL
 
 /* Both: n is a multiple of SPAR_CACHE_LINE, `to` is aligned to it. */
-__attribute__((target("avx512f"))) static void copy_lines_avx512(char *to, const char *from,
-                                                                 int64_t n)
+__attribute__((target("avx512f"))) static void copy_lines_avx512(char *to, const char *from, int64_t n)
 {
     int64_t at = 0;
     for (; at + 4 * SPAR_CACHE_LINE <= n; at += 4 * SPAR_CACHE_LINE) {
-        __m512i a = _mm512_loadu_si512(from + at),
-                b = _mm512_loadu_si512(from + at + SPAR_CACHE_LINE);
+        __m512i a = _mm512_loadu_si512(from + at), b = _mm512_loadu_si512(from + at + SPAR_CACHE_LINE);
         __m512i c = _mm512_loadu_si512(from + at + 2 * SPAR_CACHE_LINE);
         __m512i d = _mm512_loadu_si512(from + at + 3 * SPAR_CACHE_LINE);
         _mm512_stream_si512((void *)(to + at), a);

@@ -6,7 +6,7 @@
 
 const spar_scale_type spar_scale_types[] = {
     [SPAR_UNSCALED] = {"as_is", NULL, 1, 0},
-#define SPAR_SCALE_TYPE(NAME, name, torch_name, bytes, dlpack_code)                                \
+#define SPAR_SCALE_TYPE(NAME, name, torch_name, bytes, dlpack_code)                                          \
     [SPAR_##NAME] = {#name, torch_name, bytes, dlpack_code},
 #include "devices/scale.def"
 #undef SPAR_SCALE_TYPE
@@ -67,8 +67,7 @@ INLINE uint16_t store_f16(float value)
         return (uint16_t)(sign | 0x7e00);
     if (rest >= 0x47800000) /* 2^16 and more */
         return (uint16_t)(sign | 0x7c00);
-    if (rest <
-        0x38800000) { /* below 2^-14: adding 0.5 leaves the subnormal's bits, rounded, at the end */
+    if (rest < 0x38800000) { /* below 2^-14: adding 0.5 leaves the subnormal's bits, rounded, at the end */
         uint32_t sum = to_bits(from_bits(rest) + 0.5f);
         return (uint16_t)(sign | (sum - 0x3f000000));
     }
@@ -79,27 +78,26 @@ INLINE uint16_t store_f16(float value)
 #define SAME(x) (x)
 
 /* n items of one type, times or divided by `by`; with the strides known where both sides are contiguous. */
-#define SCALER(name, type, wide, load, store)                                                      \
-    INLINE void name##_strided(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, wide by, \
-                               int divide)                                                         \
-    {                                                                                              \
-        for (int64_t i = 0; i < n; i++) {                                                          \
-            type item;                                                                             \
-            memcpy(&item, s + i * ss, sizeof item);                                                \
-            item = store(divide ? load(item) / by : load(item) * by);                              \
-            memcpy(d + i * ds, &item, sizeof item);                                                \
-        }                                                                                          \
-    }                                                                                              \
-    INLINE void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,     \
-                     int divide)                                                                   \
-    {                                                                                              \
-        wide by = (wide)factor;                                                                    \
-        if (ds != sizeof(type) || ss != sizeof(type))                                              \
-            name##_strided(d, s, n, ds, ss, by, divide);                                           \
-        else if (divide)                                                                           \
-            name##_strided(d, s, n, sizeof(type), sizeof(type), by, 1);                            \
-        else                                                                                       \
-            name##_strided(d, s, n, sizeof(type), sizeof(type), by, 0);                            \
+#define SCALER(name, type, wide, load, store)                                                                \
+    INLINE void name##_strided(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, wide by,           \
+                               int divide)                                                                   \
+    {                                                                                                        \
+        for (int64_t i = 0; i < n; i++) {                                                                    \
+            type item;                                                                                       \
+            memcpy(&item, s + i * ss, sizeof item);                                                          \
+            item = store(divide ? load(item) / by : load(item) * by);                                        \
+            memcpy(d + i * ds, &item, sizeof item);                                                          \
+        }                                                                                                    \
+    }                                                                                                        \
+    INLINE void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor, int divide)   \
+    {                                                                                                        \
+        wide by = (wide)factor;                                                                              \
+        if (ds != sizeof(type) || ss != sizeof(type))                                                        \
+            name##_strided(d, s, n, ds, ss, by, divide);                                                     \
+        else if (divide)                                                                                     \
+            name##_strided(d, s, n, sizeof(type), sizeof(type), by, 1);                                      \
+        else                                                                                                 \
+            name##_strided(d, s, n, sizeof(type), sizeof(type), by, 0);                                      \
     }
 
 SCALER(scale_f16, uint16_t, float, load_f16, store_f16)
@@ -154,8 +152,7 @@ INLINE int shift_bf16(char *d, const char *s, shift by)
     return 1;
 }
 
-INLINE void scale_bf16(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,
-                       int divide)
+INLINE void scale_bf16(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor, int divide)
 {
     int64_t pairs = ds == 2 && ss == 2 ? n / 2 : 0;
     const shift by = shift_of((float)factor);
@@ -174,32 +171,30 @@ INLINE void scale_bf16(char *d, const char *s, int64_t n, int64_t ds, int64_t ss
 
 /* Complex items, as torch multiplies and divides them by a real number: with the terms of the zero imaginary
  * part, which matter for infinities and signed zeros, and a division as a product with the reciprocal. */
-#define COMPLEX_SCALER(name, type)                                                                 \
-    INLINE void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor,     \
-                     int divide)                                                                   \
-    {                                                                                              \
-        const type by = (type)factor, inverse = 1 / by, zero = 0, ratio = zero / by;               \
-        for (int64_t i = 0; i < n; i++) {                                                          \
-            type x[2], y[2];                                                                       \
-            memcpy(x, s + i * ss, sizeof x);                                                       \
-            y[0] = divide ? (x[0] + x[1] * ratio) * inverse : x[0] * by - x[1] * zero;             \
-            y[1] = divide ? (x[1] - x[0] * ratio) * inverse : x[0] * zero + x[1] * by;             \
-            memcpy(d + i * ds, y, sizeof y);                                                       \
-        }                                                                                          \
+#define COMPLEX_SCALER(name, type)                                                                           \
+    INLINE void name(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor, int divide)   \
+    {                                                                                                        \
+        const type by = (type)factor, inverse = 1 / by, zero = 0, ratio = zero / by;                         \
+        for (int64_t i = 0; i < n; i++) {                                                                    \
+            type x[2], y[2];                                                                                 \
+            memcpy(x, s + i * ss, sizeof x);                                                                 \
+            y[0] = divide ? (x[0] + x[1] * ratio) * inverse : x[0] * by - x[1] * zero;                       \
+            y[1] = divide ? (x[1] - x[0] * ratio) * inverse : x[0] * zero + x[1] * by;                       \
+            memcpy(d + i * ds, y, sizeof y);                                                                 \
+        }                                                                                                    \
     }
 
 COMPLEX_SCALER(scale_c64, float)
 COMPLEX_SCALER(scale_c128, double)
 
-INLINE void scale_any(const spar_scale *scale, char *d, const char *s, int64_t n, int64_t ds,
-                      int64_t ss)
+INLINE void scale_any(const spar_scale *scale, char *d, const char *s, int64_t n, int64_t ds, int64_t ss)
 {
     double factor = scale->factor;
     int divide = scale->divide;
     switch (scale->dtype) {
-#define SPAR_SCALE_TYPE(NAME, name, ...)                                                           \
-    case SPAR_##NAME:                                                                              \
-        scale_##name(d, s, n, ds, ss, factor, divide);                                             \
+#define SPAR_SCALE_TYPE(NAME, name, ...)                                                                     \
+    case SPAR_##NAME:                                                                                        \
+        scale_##name(d, s, n, ds, ss, factor, divide);                                                       \
         break;
 #include "devices/scale.def"
 #undef SPAR_SCALE_TYPE
@@ -220,8 +215,8 @@ INLINE void put_lines(put_line *put, char *const *to, int targets, int64_t at, c
 
 /* Bytes `at` to `end`, whole pairs of lines, past the caches to all targets: by way of a few on the stack, so that
  * reading, scaling and writing overlap. `dtype`, `item` and `divide` are constants where this is inlined. */
-INLINE void scale_lines(spar_dtype dtype, int item, int divide, double factor, put_line *put,
-                        char *const *to, int targets, const char *s, int64_t at, int64_t end)
+INLINE void scale_lines(spar_dtype dtype, int item, int divide, double factor, put_line *put, char *const *to,
+                        int targets, const char *s, int64_t at, int64_t end)
 {
     const spar_scale scale = {dtype, divide, factor};
     for (; at < end; at += STEP) {
@@ -231,18 +226,17 @@ INLINE void scale_lines(spar_dtype dtype, int item, int divide, double factor, p
     }
 }
 
-#define LINES                                                                                      \
-    const spar_scale *scale, char *const *to, int targets, const char *s, int64_t at, int64_t end
+#define LINES const spar_scale *scale, char *const *to, int targets, const char *s, int64_t at, int64_t end
 
 INLINE void scale_any_lines(LINES, put_line *put)
 {
     switch (2 * scale->dtype + !!scale->divide) {
-#define SPAR_SCALE_TYPE(NAME, name, torch_name, bytes, ...)                                        \
-    case 2 * SPAR_##NAME:                                                                          \
-        scale_lines(SPAR_##NAME, bytes, 0, scale->factor, put, to, targets, s, at, end);           \
-        break;                                                                                     \
-    case 2 * SPAR_##NAME + 1:                                                                      \
-        scale_lines(SPAR_##NAME, bytes, 1, scale->factor, put, to, targets, s, at, end);           \
+#define SPAR_SCALE_TYPE(NAME, name, torch_name, bytes, ...)                                                  \
+    case 2 * SPAR_##NAME:                                                                                    \
+        scale_lines(SPAR_##NAME, bytes, 0, scale->factor, put, to, targets, s, at, end);                     \
+        break;                                                                                               \
+    case 2 * SPAR_##NAME + 1:                                                                                \
+        scale_lines(SPAR_##NAME, bytes, 1, scale->factor, put, to, targets, s, at, end);                     \
         break;
 #include "devices/scale.def"
 #undef SPAR_SCALE_TYPE
@@ -275,8 +269,7 @@ static int has_plain(void)
 #define AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 
 /* Contiguous f16, eight at a time; how many it did. */
-AVX2 static inline int64_t scale_f16_vectors(const spar_scale *scale, char *d, const char *s,
-                                             int64_t n)
+AVX2 static inline int64_t scale_f16_vectors(const spar_scale *scale, char *d, const char *s, int64_t n)
 {
     const __m256 by = _mm256_set1_ps((float)scale->factor);
     int64_t i = 0;
@@ -297,20 +290,20 @@ AVX2 static inline void f16_lines(LINES, put_line *put)
     }
 }
 
-#define VECTORS(name, target, put)                                                                 \
-    target static void items_##name(ITEMS)                                                         \
-    {                                                                                              \
-        int64_t done = 0;                                                                          \
-        if (scale->dtype == SPAR_F16 && ds == 2 && ss == 2)                                        \
-            done = scale_f16_vectors(scale, d, s, n);                                              \
-        scale_any(scale, d + done * ds, s + done * ss, n - done, ds, ss);                          \
-    }                                                                                              \
-    target static void lines_##name(LINES)                                                         \
-    {                                                                                              \
-        if (scale->dtype == SPAR_F16)                                                              \
-            f16_lines(scale, to, targets, s, at, end, put);                                        \
-        else                                                                                       \
-            scale_any_lines(scale, to, targets, s, at, end, put);                                  \
+#define VECTORS(name, target, put)                                                                           \
+    target static void items_##name(ITEMS)                                                                   \
+    {                                                                                                        \
+        int64_t done = 0;                                                                                    \
+        if (scale->dtype == SPAR_F16 && ds == 2 && ss == 2)                                                  \
+            done = scale_f16_vectors(scale, d, s, n);                                                        \
+        scale_any(scale, d + done * ds, s + done * ss, n - done, ds, ss);                                    \
+    }                                                                                                        \
+    target static void lines_##name(LINES)                                                                   \
+    {                                                                                                        \
+        if (scale->dtype == SPAR_F16)                                                                        \
+            f16_lines(scale, to, targets, s, at, end, put);                                                  \
+        else                                                                                                 \
+            scale_any_lines(scale, to, targets, s, at, end, put);                                            \
     }
 
 VECTORS(avx2, AVX2, spar_nontemporal_line)

@@ -49,8 +49,7 @@ static spar_status emit(spar_block_table *table, spar_block_list *list, const sp
 }
 
 /* Appends a block whose loops are `dims`, split along the outermost loop or the run until it is small enough. */
-static spar_status add(spar_block_table *table, spar_block_list *list, spar_block block,
-                       const spar_dim *dims)
+static spar_status add(spar_block_table *table, spar_block_list *list, spar_block block, const spar_dim *dims)
 {
     int64_t bytes = block.run, whole = block.run;
     for (int i = 0; i < block.ndim; i++)
@@ -58,8 +57,7 @@ static spar_status add(spar_block_table *table, spar_block_list *list, spar_bloc
     if (bytes <= LARGEST)
         return emit(table, list, &block, dims, bytes);
     if (block.ndim == 0) {
-        for (int64_t at = 0; at < whole;
-             at += LARGEST, block.src += LARGEST, block.dst += LARGEST) {
+        for (int64_t at = 0; at < whole; at += LARGEST, block.src += LARGEST, block.dst += LARGEST) {
             block.run = whole - at < LARGEST ? whole - at : LARGEST;
             SPAR_TRY(emit(table, list, &block, dims, block.run));
         }
@@ -88,23 +86,22 @@ spar_status spar_block_table_add(spar_block_table *table, const spar_block *bloc
     *list = (spar_block_list){.first = (int)table->nblocks};
     for (int64_t i = 0; i < count; i++) {
         if (blocks[i].tensor > SHRT_MAX)
-            return spar_fail(SPAR_INVALID, "a copy of %d tensors; expected at most %d",
-                             blocks[i].tensor + 1, SHRT_MAX);
+            return spar_fail(SPAR_INVALID, "a copy of %d tensors; expected at most %d", blocks[i].tensor + 1,
+                             SHRT_MAX);
         SPAR_TRY(add(table, list, blocks[i], dims + blocks[i].dims));
     }
     return SPAR_OK;
 }
 
-static spar_status add_ranges(spar_block_table *table, const spar_plan *plan,
-                              const spar_range *ranges, spar_block_list *lists)
+static spar_status add_ranges(spar_block_table *table, const spar_plan *plan, const spar_range *ranges,
+                              spar_block_list *lists)
 {
     for (int peer = 0; peer < plan->world; peer++)
-        if (peer > 0 && ranges[peer].first == ranges[0].first &&
-            ranges[peer].count == ranges[0].count)
+        if (peer > 0 && ranges[peer].first == ranges[0].first && ranges[peer].count == ranges[0].count)
             lists[peer] = lists[0]; /* every rank is sent the same */
         else
-            SPAR_TRY(spar_block_table_add(table, plan->blocks + ranges[peer].first,
-                                          ranges[peer].count, plan->dims, &lists[peer]));
+            SPAR_TRY(spar_block_table_add(table, plan->blocks + ranges[peer].first, ranges[peer].count,
+                                          plan->dims, &lists[peer]));
     return SPAR_OK;
 }
 
@@ -133,8 +130,7 @@ void spar_block_table_free(spar_block_table *table)
     *table = (spar_block_table){0};
 }
 
-int64_t spar_block_table_begin(const spar_block_table *table, const spar_block_list *list,
-                               int tensor)
+int64_t spar_block_table_begin(const spar_block_table *table, const spar_block_list *list, int tensor)
 {
     int low = list->first, high = list->first + list->count; /* the first block from `tensor` on */
     while (low < high) {

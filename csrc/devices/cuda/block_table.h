@@ -31,7 +31,6 @@ spar_status spar_block_table_build(spar_block_table *table, const spar_plan *pla
 void spar_block_table_free(spar_block_table *table);
 
 /* Returns the offset in packed order of a list's first byte of `tensor`; lists are ordered by tensor. */
-int64_t spar_block_table_begin(const spar_block_table *table, const spar_block_list *list,
-                               int tensor);
+int64_t spar_block_table_begin(const spar_block_table *table, const spar_block_list *list, int tensor);
 
 #endif

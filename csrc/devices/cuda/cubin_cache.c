@@ -98,8 +98,7 @@ static void store(const char *path, uint64_t key, const char *code, size_t size)
     int file = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (file < 0)
         return;
-    int whole =
-        write_all(file, &head, sizeof head) && write_all(file, code, size) && fsync(file) == 0;
+    int whole = write_all(file, &head, sizeof head) && write_all(file, code, size) && fsync(file) == 0;
     if (close(file) != 0 || !whole || rename(temporary, path) != 0)
         unlink(temporary);
 }
@@ -116,8 +115,7 @@ spar_status spar_cubin_cache_get(const char *source, int capability, char **cubi
     key = mix(key, spar_nvrtc_options, strlen(spar_nvrtc_options));
     key = mix(mix(key, &version, sizeof version), &arch, sizeof arch);
     if (find_folder(folder, sizeof folder)) {
-        snprintf(path, sizeof path, "%s/sm_%d-%016llx.cubin", folder, arch,
-                 (unsigned long long)key);
+        snprintf(path, sizeof path, "%s/sm_%d-%016llx.cubin", folder, arch, (unsigned long long)key);
         *cubin = load(path, key, size);
     } else {
         *cubin = NULL;

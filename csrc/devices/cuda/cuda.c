@@ -115,8 +115,7 @@ static spar_status launch(const copy *c, const part *parts, int count, int tenso
                          (long long)tiles, (long long)tile);
     void *parameters[] = {&k};
     return spar_driver_check(cu->LaunchKernel(c->gpu->kernels[kernel], (unsigned)tiles, 1, 1,
-                                              SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters,
-                                              NULL),
+                                              SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters, NULL),
                              "cuLaunchKernel");
 }
 
@@ -164,9 +163,9 @@ static spar_status current(gpu **found)
     return spar_fail(SPAR_INTERNAL, "no prepared CUDA device is this thread's current one");
 }
 
-static spar_status copy_spans(const spar_plan *plan, spar_route route, const spar_span *spans,
-                              int count, const void *const *inputs, void *const *outputs,
-                              const spar_scale *scale, void *stream)
+static spar_status copy_spans(const spar_plan *plan, spar_route route, const spar_span *spans, int count,
+                              const void *const *inputs, void *const *outputs, const spar_scale *scale,
+                              void *stream)
 {
     enum { ON_STACK = 64 };
     part on_stack[ON_STACK], *parts = on_stack;
@@ -181,8 +180,7 @@ static spar_status copy_spans(const spar_plan *plan, spar_route route, const spa
         if (spans[i].peer < 0 || spans[i].peer >= plan->world || spans[i].low < 0 ||
             spans[i].low > spans[i].high || spans[i].high > lists[spans[i].peer].bytes)
             return spar_fail(SPAR_INVALID, "a copy of bytes %lld to %lld of rank %d of %d",
-                             (long long)spans[i].low, (long long)spans[i].high, spans[i].peer,
-                             plan->world);
+                             (long long)spans[i].low, (long long)spans[i].high, spans[i].peer, plan->world);
     if (count > ON_STACK && !(parts = malloc((size_t)count * sizeof *parts)))
         return spar_fail(SPAR_NO_MEMORY, "no memory for %d spans", count);
     for (int i = 0; i < count; i++)
@@ -212,8 +210,7 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
     const part whole = {&list, 0, list.bytes, NULL};
     spar_status status = spar_device_table_await(t, stream);
     for (int target = 0; target < targets && status == SPAR_OK; target++) {
-        const copy c = {g,     t, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale),
-                        stream};
+        const copy c = {g, t, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale), stream};
         status = launch_all(&c, &whole, 1);
     }
     spar_device_table_retire(t);
@@ -292,9 +289,8 @@ static spar_status prepare(int ordinal)
 
 static spar_status enter(int ordinal, void **before)
 {
-    gpu *g = ordinal < 0 || ordinal >= GPUS
-                 ? NULL
-                 : __atomic_load_n(&gpus.by_ordinal[ordinal], __ATOMIC_ACQUIRE);
+    gpu *g =
+        ordinal < 0 || ordinal >= GPUS ? NULL : __atomic_load_n(&gpus.by_ordinal[ordinal], __ATOMIC_ACQUIRE);
     CUcontext context;
     if (!g)
         return spar_fail(SPAR_INTERNAL, "CUDA device %d is not prepared", ordinal);

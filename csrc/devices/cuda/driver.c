@@ -30,14 +30,13 @@ static spar_status find_functions(void *handle)
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         void *function = NULL;
         int status = 0;
-        CUresult result =
-            get_v2 ? get_v2(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM, &status)
-                   : get(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM);
+        CUresult result = get_v2
+                              ? get_v2(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM, &status)
+                              : get(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM);
         if (result != SPAR_CU_SUCCESS || !function)
-            return spar_fail(SPAR_TRANSPORT,
-                             "this libcuda is too old: it has no %s of CUDA %d.%d (error %d)",
-                             wanted[i].name, wanted[i].version / 1000,
-                             wanted[i].version % 1000 / 10, (int)result);
+            return spar_fail(SPAR_TRANSPORT, "this libcuda is too old: it has no %s of CUDA %d.%d (error %d)",
+                             wanted[i].name, wanted[i].version / 1000, wanted[i].version % 1000 / 10,
+                             (int)result);
         memcpy((char *)&functions + wanted[i].at, &function, sizeof function);
     }
     return SPAR_OK;
@@ -63,15 +62,14 @@ spar_status spar_driver_check(CUresult result, const char *what)
         return SPAR_OK;
     functions.GetErrorName(result, &name);
     functions.GetErrorString(result, &text);
-    return spar_fail((int)result == SPAR_CU_OUT_OF_MEMORY ? SPAR_NO_MEMORY : SPAR_TRANSPORT,
-                     "%s: %s (%s)", what, text, name);
+    return spar_fail((int)result == SPAR_CU_OUT_OF_MEMORY ? SPAR_NO_MEMORY : SPAR_TRANSPORT, "%s: %s (%s)",
+                     what, text, name);
 }
 
 spar_status spar_driver_capturing(void *stream, int *capturing)
 {
     CUstreamCaptureStatus status = SPAR_CU_CAPTURE_NONE;
-    SPAR_TRY(
-        spar_driver_check(functions.StreamIsCapturing(stream, &status), "cuStreamIsCapturing"));
+    SPAR_TRY(spar_driver_check(functions.StreamIsCapturing(stream, &status), "cuStreamIsCapturing"));
     *capturing = (int)status != SPAR_CU_CAPTURE_NONE;
     return SPAR_OK;
 }

@@ -28,42 +28,41 @@ enum {
     SPAR_CU_COMPUTE_MINOR = 76,
     SPAR_CU_STREAM_NON_BLOCKING = 1,
     SPAR_CU_EVENT_DISABLE_TIMING = 2,
-    SPAR_CU_CAPTURE_NONE = 0, /* what a stream does */
-    SPAR_CU_CAPTURE_RELAXED =
-        2, /* a thread's mode: what captures of others do not see is allowed */
+    SPAR_CU_CAPTURE_NONE = 0,    /* what a stream does */
+    SPAR_CU_CAPTURE_RELAXED = 2, /* a thread's mode: what captures of others do not see is allowed */
 };
 
 /* X(name without "cu", version, parameters) */
-#define SPAR_DRIVER_FUNCTIONS(X)                                                                   \
-    X(Init, 2000, (unsigned int flags))                                                            \
-    X(GetErrorName, 6000, (CUresult error, const char **name))                                     \
-    X(GetErrorString, 6000, (CUresult error, const char **text))                                   \
-    X(DeviceGet, 2000, (CUdevice * device, int ordinal))                                           \
-    X(DeviceGetAttribute, 2000, (int *value, CUdevice_attribute attribute, CUdevice device))       \
-    X(DevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                        \
-    X(CtxGetCurrent, 4000, (CUcontext * context))                                                  \
-    X(CtxSetCurrent, 4000, (CUcontext context))                                                    \
-    X(CtxSynchronize, 2000, (void))                                                                \
-    X(ModuleLoadData, 2000, (CUmodule * module, const void *image))                                \
-    X(ModuleGetFunction, 2000, (CUfunction * function, CUmodule module, const char *name))         \
-    X(LaunchKernel, 4000,                                                                          \
-      (CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,         \
-       unsigned int block_x, unsigned int block_y, unsigned int block_z,                           \
-       unsigned int shared_bytes, CUstream stream, void **parameters, void **extra))               \
-    X(MemAlloc, 3020, (CUdeviceptr * memory, size_t bytes))                                        \
-    X(MemFree, 3020, (CUdeviceptr memory))                                                         \
-    X(MemcpyHtoDAsync, 3020, (CUdeviceptr to, const void *from, size_t bytes, CUstream stream))    \
-    X(StreamCreate, 2000, (CUstream * stream, unsigned int flags))                                 \
-    X(StreamDestroy, 4000, (CUstream stream))                                                      \
-    X(StreamSynchronize, 2000, (CUstream stream))                                                  \
-    X(StreamQuery, 2000, (CUstream stream))                                                        \
-    X(StreamWaitEvent, 3020, (CUstream stream, CUevent event, unsigned int flags))                 \
-    X(StreamIsCapturing, 10000, (CUstream stream, CUstreamCaptureStatus * status))                 \
-    X(ThreadExchangeStreamCaptureMode, 10010, (CUstreamCaptureMode * mode))                        \
-    X(EventCreate, 2000, (CUevent * event, unsigned int flags))                                    \
-    X(EventDestroy, 4000, (CUevent event))                                                         \
-    X(EventRecord, 2000, (CUevent event, CUstream stream))                                         \
-    X(EventQuery, 2000, (CUevent event))                                                           \
+#define SPAR_DRIVER_FUNCTIONS(X)                                                                             \
+    X(Init, 2000, (unsigned int flags))                                                                      \
+    X(GetErrorName, 6000, (CUresult error, const char **name))                                               \
+    X(GetErrorString, 6000, (CUresult error, const char **text))                                             \
+    X(DeviceGet, 2000, (CUdevice * device, int ordinal))                                                     \
+    X(DeviceGetAttribute, 2000, (int *value, CUdevice_attribute attribute, CUdevice device))                 \
+    X(DevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                                  \
+    X(CtxGetCurrent, 4000, (CUcontext * context))                                                            \
+    X(CtxSetCurrent, 4000, (CUcontext context))                                                              \
+    X(CtxSynchronize, 2000, (void))                                                                          \
+    X(ModuleLoadData, 2000, (CUmodule * module, const void *image))                                          \
+    X(ModuleGetFunction, 2000, (CUfunction * function, CUmodule module, const char *name))                   \
+    X(LaunchKernel, 4000,                                                                                    \
+      (CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,                   \
+       unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,          \
+       CUstream stream, void **parameters, void **extra))                                                    \
+    X(MemAlloc, 3020, (CUdeviceptr * memory, size_t bytes))                                                  \
+    X(MemFree, 3020, (CUdeviceptr memory))                                                                   \
+    X(MemcpyHtoDAsync, 3020, (CUdeviceptr to, const void *from, size_t bytes, CUstream stream))              \
+    X(StreamCreate, 2000, (CUstream * stream, unsigned int flags))                                           \
+    X(StreamDestroy, 4000, (CUstream stream))                                                                \
+    X(StreamSynchronize, 2000, (CUstream stream))                                                            \
+    X(StreamQuery, 2000, (CUstream stream))                                                                  \
+    X(StreamWaitEvent, 3020, (CUstream stream, CUevent event, unsigned int flags))                           \
+    X(StreamIsCapturing, 10000, (CUstream stream, CUstreamCaptureStatus * status))                           \
+    X(ThreadExchangeStreamCaptureMode, 10010, (CUstreamCaptureMode * mode))                                  \
+    X(EventCreate, 2000, (CUevent * event, unsigned int flags))                                              \
+    X(EventDestroy, 4000, (CUevent event))                                                                   \
+    X(EventRecord, 2000, (CUevent event, CUstream stream))                                                   \
+    X(EventQuery, 2000, (CUevent event))                                                                     \
     X(EventSynchronize, 2000, (CUevent event))
 
 typedef struct {
@@ -86,7 +85,7 @@ spar_status spar_driver_check(CUresult result, const char *what);
 /* Whether the stream is being captured into a graph. */
 spar_status spar_driver_capturing(void *stream, int *capturing);
 
-#define SPAR_DRIVER_TRY(driver, name, ...)                                                         \
+#define SPAR_DRIVER_TRY(driver, name, ...)                                                                   \
     SPAR_TRY(spar_driver_check((driver)->name(__VA_ARGS__), "cu" #name))
 
 #endif

@@ -21,8 +21,7 @@ static struct {
 
 static spar_status find_functions(void *handle)
 {
-#define FIND(name, parameters)                                                                     \
-    SPAR_TRY(spar_dynlib_function(handle, "libnvrtc", "nvrtc" #name, &nvrtc.name));
+#define FIND(name, parameters) SPAR_TRY(spar_dynlib_function(handle, "libnvrtc", "nvrtc" #name, &nvrtc.name));
     SPAR_NVRTC_FUNCTIONS(FIND)
 #undef FIND
     return spar_dynlib_function(handle, "libnvrtc", "nvrtcGetErrorString", &nvrtc.GetErrorString);
@@ -30,8 +29,8 @@ static spar_status find_functions(void *handle)
 
 spar_status spar_nvrtc_open(void)
 {
-    static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2",
-                                        "libnvrtc.so", NULL};
+    static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so",
+                                        NULL};
     static spar_dynlib_once once = SPAR_DYNLIB_ONCE("libnvrtc", names, find_functions);
     return spar_dynlib_open_once(&once);
 }
@@ -65,8 +64,8 @@ spar_status spar_nvrtc_arch(int capability, int *arch)
             *arch = archs[i];
     if (*arch)
         return SPAR_OK;
-    return spar_fail(SPAR_TRANSPORT, "NVRTC %d.%d makes no code for compute capability %d.%d",
-                     version / 1000, version % 1000 / 10, capability / 10, capability % 10);
+    return spar_fail(SPAR_TRANSPORT, "NVRTC %d.%d makes no code for compute capability %d.%d", version / 1000,
+                     version % 1000 / 10, capability / 10, capability % 10);
 }
 
 /* The first lines of what the compiler wrote. */

@@ -13,17 +13,17 @@ typedef struct _nvrtcProgram *nvrtcProgram;
 #endif
 
 /* X(name without "nvrtc", parameters) */
-#define SPAR_NVRTC_FUNCTIONS(X)                                                                    \
-    X(Version, (int *major, int *minor))                                                           \
-    X(GetNumSupportedArchs, (int *count))                                                          \
-    X(GetSupportedArchs, (int *archs))                                                             \
-    X(CreateProgram, (nvrtcProgram * program, const char *source, const char *name, int headers,   \
-                      const char *const *texts, const char *const *names))                         \
-    X(CompileProgram, (nvrtcProgram program, int count, const char *const *options))               \
-    X(GetCUBINSize, (nvrtcProgram program, size_t *size))                                          \
-    X(GetCUBIN, (nvrtcProgram program, char *cubin))                                               \
-    X(GetProgramLogSize, (nvrtcProgram program, size_t *size))                                     \
-    X(GetProgramLog, (nvrtcProgram program, char *log))                                            \
+#define SPAR_NVRTC_FUNCTIONS(X)                                                                              \
+    X(Version, (int *major, int *minor))                                                                     \
+    X(GetNumSupportedArchs, (int *count))                                                                    \
+    X(GetSupportedArchs, (int *archs))                                                                       \
+    X(CreateProgram, (nvrtcProgram * program, const char *source, const char *name, int headers,             \
+                      const char *const *texts, const char *const *names))                                   \
+    X(CompileProgram, (nvrtcProgram program, int count, const char *const *options))                         \
+    X(GetCUBINSize, (nvrtcProgram program, size_t *size))                                                    \
+    X(GetCUBIN, (nvrtcProgram program, char *cubin))                                                         \
+    X(GetProgramLogSize, (nvrtcProgram program, size_t *size))                                               \
+    X(GetProgramLog, (nvrtcProgram program, char *log))                                                      \
     X(DestroyProgram, (nvrtcProgram * program))
 
 /* Opens libnvrtc and looks its functions up, once per process. SPAR_TRANSPORT names what is missing. */

@@ -146,8 +146,7 @@ static spar_status make(spar_table_cache *c, const spar_plan *plan, spar_device_
     return status;
 }
 
-spar_status spar_table_cache_get(spar_table_cache *c, const spar_plan *plan,
-                                 spar_device_table **found)
+spar_status spar_table_cache_get(spar_table_cache *c, const spar_plan *plan, spar_device_table **found)
 {
     spar_status status = SPAR_OK;
     if ((*found = find(c, plan)) != NULL)
@@ -160,8 +159,7 @@ spar_status spar_table_cache_get(spar_table_cache *c, const spar_plan *plan,
 }
 
 spar_status spar_device_table_make(spar_table_cache *c, const spar_block *blocks, int64_t count,
-                                   const spar_dim *dims, spar_block_list *list,
-                                   spar_device_table **made)
+                                   const spar_dim *dims, spar_block_list *list, spar_device_table **made)
 {
     spar_device_table *t;
     SPAR_TRY(new_table(c, &t));
@@ -186,8 +184,8 @@ spar_status spar_device_table_await(spar_device_table *t, void *stream)
     CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
     TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
     /* a capture cannot wait for an event outside it; the copy takes microseconds and waits for no kernel */
-    CUresult result = capturing ? c->driver->EventSynchronize(t->uploaded_event)
-                                : c->driver->EventQuery(t->uploaded_event);
+    CUresult result =
+        capturing ? c->driver->EventSynchronize(t->uploaded_event) : c->driver->EventQuery(t->uploaded_event);
     c->driver->ThreadExchangeStreamCaptureMode(&mode);
     if (result == SPAR_CU_SUCCESS)
         __atomic_store_n(&t->uploaded, 1, __ATOMIC_RELEASE);

@@ -13,11 +13,10 @@
 /* One device's tables. */
 typedef struct {
     const spar_driver *driver;
-    CUstream stream;      /* for uploads, concurrent with other streams */
-    pid_t owner;          /* the process; not a forked child */
-    pthread_mutex_t lock; /* of what follows, and around an upload */
-    struct spar_device_table *retired,
-        *captured; /* of plans that are gone; the captured ones stay */
+    CUstream stream;                              /* for uploads, concurrent with other streams */
+    pid_t owner;                                  /* the process; not a forked child */
+    pthread_mutex_t lock;                         /* of what follows, and around an upload */
+    struct spar_device_table *retired, *captured; /* of plans that are gone; the captured ones stay */
     int nretired;
 } spar_table_cache;
 
@@ -29,7 +28,7 @@ typedef struct spar_device_table {
     CUdeviceptr memory; /* blocks, then loops */
     int64_t bytes;      /* of it */
     CUevent uploaded_event;
-    int uploaded, captured; /* atomic. Captured: a graph may read it whenever it is replayed */
+    int uploaded, captured;         /* atomic. Captured: a graph may read it whenever it is replayed */
     struct spar_device_table *next; /* among the retired ones */
 } spar_device_table;
 
@@ -39,13 +38,11 @@ spar_status spar_table_cache_open(spar_table_cache *cache, const spar_driver *dr
 void spar_table_cache_close(spar_table_cache *cache);
 
 /* Gets the plan's table. Its first use uploads it, which allocates, also during a capture. */
-spar_status spar_table_cache_get(spar_table_cache *cache, const spar_plan *plan,
-                                 spar_device_table **table);
+spar_status spar_table_cache_get(spar_table_cache *cache, const spar_plan *plan, spar_device_table **table);
 
 /* Uploads a table of blocks without a plan, and sets its list; the caller retires it. */
 spar_status spar_device_table_make(spar_table_cache *cache, const spar_block *blocks, int64_t count,
-                                   const spar_dim *dims, spar_block_list *list,
-                                   spar_device_table **table);
+                                   const spar_dim *dims, spar_block_list *list, spar_device_table **table);
 
 /* Makes later work in the stream wait for the upload. */
 spar_status spar_device_table_await(spar_device_table *table, void *stream);

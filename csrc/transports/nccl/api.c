@@ -17,7 +17,7 @@ static spar_status open_locked(void)
     void *library;
     spar_nccl_table table;
     SPAR_TRY(spar_dynlib_open("libnccl", names, &library));
-#define FIND(name, result, parameters)                                                             \
+#define FIND(name, result, parameters)                                                                       \
     SPAR_TRY(spar_dynlib_function(library, "libnccl", "nccl" #name, &table.name));
     SPAR_NCCL_FUNCTIONS(FIND)
 #undef FIND
@@ -54,6 +54,5 @@ spar_status spar_nccl_check(spar_nccl_result result, struct ncclComm *comm, cons
         return SPAR_OK;
     const char *last = spar_nccl.GetLastError(comm);
     return spar_fail(SPAR_TRANSPORT, "%.*s: %s%s%s", (int)strcspn(what, "("), what,
-                     spar_nccl.GetErrorString(result), last && *last ? ": " : "",
-                     last && *last ? last : "");
+                     spar_nccl.GetErrorString(result), last && *last ? ": " : "", last && *last ? last : "");
 }

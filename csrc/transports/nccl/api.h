@@ -26,24 +26,22 @@ typedef struct {
 } spar_nccl_id; /* ncclUniqueId */
 
 /* name, result, parameters */
-#define SPAR_NCCL_FUNCTIONS(F)                                                                     \
-    F(GetVersion, spar_nccl_result, (int *version))                                                \
-    F(GetErrorString, const char *, (spar_nccl_result result))                                     \
-    F(GetLastError, const char *, (struct ncclComm * comm))                                        \
-    F(GetUniqueId, spar_nccl_result, (spar_nccl_id * id))                                          \
-    F(CommInitRank, spar_nccl_result,                                                              \
-      (struct ncclComm * *comm, int world, spar_nccl_id id, int rank))                             \
-    F(CommCount, spar_nccl_result, (struct ncclComm *const comm, int *world))                      \
-    F(CommUserRank, spar_nccl_result, (struct ncclComm *const comm, int *rank))                    \
-    F(CommGetAsyncError, spar_nccl_result, (struct ncclComm * comm, spar_nccl_result * error))     \
-    F(GroupStart, spar_nccl_result, (void))                                                        \
-    F(GroupEnd, spar_nccl_result, (void))                                                          \
-    F(Send, spar_nccl_result,                                                                      \
-      (const void *from, size_t count, unsigned dtype, int peer, struct ncclComm *comm,            \
-       struct CUstream_st *stream))                                                                \
-    F(Recv, spar_nccl_result,                                                                      \
-      (void *to, size_t count, unsigned dtype, int peer, struct ncclComm *comm,                    \
-       struct CUstream_st *stream))                                                                \
+#define SPAR_NCCL_FUNCTIONS(F)                                                                               \
+    F(GetVersion, spar_nccl_result, (int *version))                                                          \
+    F(GetErrorString, const char *, (spar_nccl_result result))                                               \
+    F(GetLastError, const char *, (struct ncclComm * comm))                                                  \
+    F(GetUniqueId, spar_nccl_result, (spar_nccl_id * id))                                                    \
+    F(CommInitRank, spar_nccl_result, (struct ncclComm * *comm, int world, spar_nccl_id id, int rank))       \
+    F(CommCount, spar_nccl_result, (struct ncclComm *const comm, int *world))                                \
+    F(CommUserRank, spar_nccl_result, (struct ncclComm *const comm, int *rank))                              \
+    F(CommGetAsyncError, spar_nccl_result, (struct ncclComm * comm, spar_nccl_result * error))               \
+    F(GroupStart, spar_nccl_result, (void))                                                                  \
+    F(GroupEnd, spar_nccl_result, (void))                                                                    \
+    F(Send, spar_nccl_result,                                                                                \
+      (const void *from, size_t count, unsigned dtype, int peer, struct ncclComm *comm,                      \
+       struct CUstream_st *stream))                                                                          \
+    F(Recv, spar_nccl_result,                                                                                \
+      (void *to, size_t count, unsigned dtype, int peer, struct ncclComm *comm, struct CUstream_st *stream)) \
     F(CommAbort, spar_nccl_result, (struct ncclComm * comm))
 
 typedef struct {

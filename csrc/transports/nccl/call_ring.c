@@ -52,8 +52,8 @@ static uint64_t newest_of(const spar_call_ring *r, int rank)
 
 /* ---- set-up ---- */
 
-spar_status spar_call_ring_open(const spar_comm *comm, const spar_peer_info *info,
-                                spar_call_ring **result, int64_t *offset)
+spar_status spar_call_ring_open(const spar_comm *comm, const spar_peer_info *info, spar_call_ring **result,
+                                int64_t *offset)
 {
     spar_call_ring *r = calloc(1, sizeof *r);
     int64_t *gone = calloc((size_t)comm->world, sizeof *gone);
@@ -73,8 +73,8 @@ spar_status spar_call_ring_open(const spar_comm *comm, const spar_peer_info *inf
     return SPAR_OK;
 }
 
-spar_status spar_call_ring_connect(spar_call_ring *r, const spar_comm *comm,
-                                   const spar_setup_result *results, const spar_deadline *deadline)
+spar_status spar_call_ring_connect(spar_call_ring *r, const spar_comm *comm, const spar_setup_result *results,
+                                   const spar_deadline *deadline)
 {
     spar_status status = spar_rendezvous_end(comm, r->group, results, deadline);
     r->stranded = status != SPAR_OK;
@@ -127,8 +127,7 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
 
 /* Whether the log holds a rank's call n, complete and not overwritten; reads its signature and, unless NULL, its
  * text [TEXT]. */
-static int read_entry(const spar_call_ring *r, int rank, uint64_t n, uint64_t *signature,
-                      char *text)
+static int read_entry(const spar_call_ring *r, int rank, uint64_t n, uint64_t *signature, char *text)
 {
     const entry *e = &log_of(r, rank)->entries[n % ENTRIES];
     if (__atomic_load_n(&e->call, __ATOMIC_SEQ_CST) != n)
@@ -151,16 +150,14 @@ static spar_status check_aborts(const spar_call_ring *r)
             continue;
         memcpy(reason, theirs->reason, sizeof reason);
         reason[sizeof reason - 1] = 0;
-        int specific =
-            status == SPAR_MISMATCH || status == SPAR_TIMEOUT || status == SPAR_PEER_LOST;
+        int specific = status == SPAR_MISMATCH || status == SPAR_TIMEOUT || status == SPAR_PEER_LOST;
         spar_ranks ranks = spar_group_read_ranks(r->group, &theirs->ranks);
         char who[24] = ""; /* a reason that carries ranks already names them */
         if (!ranks.count) {
             snprintf(who, sizeof who, "rank %d: ", rank);
             spar_ranks_add(&ranks, rank);
         }
-        return spar_fail_ranks(specific ? (spar_status)status : SPAR_BROKEN, &ranks, "%s%s", who,
-                               reason);
+        return spar_fail_ranks(specific ? (spar_status)status : SPAR_BROKEN, &ranks, "%s%s", who, reason);
     }
     return SPAR_OK;
 }
@@ -170,8 +167,8 @@ static spar_status check_closed(const spar_call_ring *r, uint64_t n)
 {
     for (int rank = 0; rank < r->world; rank++)
         if (rank != r->rank && spar_group_has_aborted(r->group, rank) && newest_of(r, rank) < n)
-            return spar_fail_rank(SPAR_BROKEN, rank, "rank %d closed the group before call %llu",
-                                  rank, (unsigned long long)n);
+            return spar_fail_rank(SPAR_BROKEN, rank, "rank %d closed the group before call %llu", rank,
+                                  (unsigned long long)n);
     return SPAR_OK;
 }
 
@@ -192,8 +189,7 @@ static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
         if (!read_entry(r, rank, n, &found, call))
             spar_append(text, sizeof text, "\n  rank %d: not seen there", rank);
         else if (found && (found == signatures[0] || found == signatures[1]))
-            spar_append(text, sizeof text, "\n  rank %d: as rank %d", rank,
-                        shown[found == signatures[1]]);
+            spar_append(text, sizeof text, "\n  rank %d: as rank %d", rank, shown[found == signatures[1]]);
         else
             spar_append(text, sizeof text, "\n  rank %d: %s", rank, call);
     }
@@ -241,8 +237,7 @@ spar_status spar_call_ring_poll(spar_call_ring *r, uint64_t n)
     return SPAR_OK;
 }
 
-void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, spar_ranks *ranks, char *text,
-                           size_t size)
+void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, spar_ranks *ranks, char *text, size_t size)
 {
     *text = 0;
     for (int rank = 0; rank < r->world; rank++) {
@@ -255,8 +250,7 @@ void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, spar_ranks *rank
     }
 }
 
-void spar_call_ring_abort(spar_call_ring *r, spar_status status, const spar_ranks *ranks,
-                          const char *reason)
+void spar_call_ring_abort(spar_call_ring *r, spar_status status, const spar_ranks *ranks, const char *reason)
 {
     call_log *own = log_of(r, r->rank);
     if (__atomic_exchange_n(&r->aborted, 1, __ATOMIC_ACQ_REL))

@@ -12,8 +12,8 @@ typedef struct spar_call_ring spar_call_ring;
 
 /* The two stages of a transport's set-up; *offset goes into the setup result. After a failed second stage, ranks that
  * connected to this one may continue. */
-spar_status spar_call_ring_open(const spar_comm *comm, const spar_peer_info *info,
-                                spar_call_ring **ring, int64_t *offset);
+spar_status spar_call_ring_open(const spar_comm *comm, const spar_peer_info *info, spar_call_ring **ring,
+                                int64_t *offset);
 spar_status spar_call_ring_connect(spar_call_ring *ring, const spar_comm *comm,
                                    const spar_setup_result *results, const spar_deadline *deadline);
 
@@ -21,8 +21,7 @@ spar_status spar_call_ring_connect(spar_call_ring *ring, const spar_comm *comm,
  * call n is a different one, or could not be made; else the status of whoever gave up, or went away before n. One
  * rank's failure is a difference, all ranks' is none. `compare` 0: calls are not looked at. Any thread, one at a
  * time. */
-spar_status spar_call_ring_begin(spar_call_ring *ring, uint64_t n, const spar_call *call,
-                                 int compare);
+spar_status spar_call_ring_begin(spar_call_ring *ring, uint64_t n, const spar_call *call, int compare);
 
 /* For the watchdog, on any thread, one at a time: */
 

@@ -24,8 +24,7 @@ typedef struct {
     int32_t has_native, has_id;
 } token;
 
-_Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token),
-               "it travels in the setup result");
+_Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token), "it travels in the setup result");
 
 typedef struct {
     pthread_mutex_t lock; /* held during a call; protects what follows */
@@ -55,8 +54,8 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_nccl, sizeof info->no_nccl, "%s", spar_last_error());
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                  char *reason, size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                  size_t size)
 {
     if (strcmp(device, "cuda") != 0) {
         snprintf(reason, size, "%s tensors are not on CUDA devices", device);
@@ -164,8 +163,8 @@ static spar_status init_communicator(nccl_state *s)
     SPAR_NCCL_TRY(comm, CommCount(comm, &world));
     SPAR_NCCL_TRY(comm, CommUserRank(comm, &rank));
     if (world != s->world || rank != s->rank)
-        return spar_fail(SPAR_TRANSPORT, "torch's communicator is rank %d of %d; expected %d of %d",
-                         rank, world, s->rank, s->world);
+        return spar_fail(SPAR_TRANSPORT, "torch's communicator is rank %d of %d; expected %d of %d", rank,
+                         world, s->rank, s->world);
     return spar_pipeline_connect(&s->pipeline, comm);
 }
 
@@ -194,8 +193,8 @@ static spar_status poll_setup(const nccl_state *s, const spar_deadline *deadline
     SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
     spar_status status = s->ring ? spar_call_ring_poll(s->ring, 1) : SPAR_OK;
     if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fall back together */
-        return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT,
-                               spar_last_error_ranks(), "%s", spar_last_error());
+        return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, spar_last_error_ranks(),
+                               "%s", spar_last_error());
     }
     if (spar_deadline_passed(deadline))
         return spar_fail(SPAR_TIMEOUT, "timed out while NCCL was set up: a rank is missing");
@@ -215,8 +214,7 @@ static spar_status await_communicator(nccl_state *s, const spar_deadline *deadli
         pthread_mutex_lock(&s->lock);
     }
     if (s->finished)
-        status =
-            s->status == SPAR_OK ? SPAR_OK : spar_fail_ranks(s->status, &s->ranks, "%s", s->text);
+        status = s->status == SPAR_OK ? SPAR_OK : spar_fail_ranks(s->status, &s->ranks, "%s", s->text);
     s->abandoned = !s->finished;
     struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
     if (stuck)
@@ -255,10 +253,9 @@ static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result 
         memcpy(&other, results[rank].token, sizeof other);
         natives += other.has_native == 1;
         if (other.chunk < 256 || other.chunk % 256)
-            return spar_fail_rank(
-                SPAR_TRANSPORT, rank,
-                "rank %d published steps of %lld bytes; expected a multiple of 256", rank,
-                (long long)other.chunk);
+            return spar_fail_rank(SPAR_TRANSPORT, rank,
+                                  "rank %d published steps of %lld bytes; expected a multiple of 256", rank,
+                                  (long long)other.chunk);
         if (other.chunk < s->pipeline.chunk)
             s->pipeline.chunk = other.chunk;
     }
@@ -266,21 +263,20 @@ static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result 
         return SPAR_OK;
     s->native = NULL;
     if (!first.has_id)
-        return spar_fail(SPAR_TRANSPORT, "only %d of %d ranks have torch's NCCL communicator",
-                         natives, s->world);
+        return spar_fail(SPAR_TRANSPORT, "only %d of %d ranks have torch's NCCL communicator", natives,
+                         s->world);
     s->id = first.id;
     return SPAR_OK;
 }
 
 /* If one rank has no call ring, no rank uses it. */
-static spar_status connect_ring(nccl_state *s, const spar_comm *comm,
-                                const spar_setup_result *results, const spar_deadline *deadline)
+static spar_status connect_ring(nccl_state *s, const spar_comm *comm, const spar_setup_result *results,
+                                const spar_deadline *deadline)
 {
     int all = s->ring != NULL;
     for (int rank = 0; rank < s->world; rank++)
         all = all && results[rank].offset >= 0;
-    spar_status status =
-        all ? spar_call_ring_connect(s->ring, comm, results, deadline) : SPAR_TRANSPORT;
+    spar_status status = all ? spar_call_ring_connect(s->ring, comm, results, deadline) : SPAR_TRANSPORT;
     if (status == SPAR_OK)
         return SPAR_OK;
     spar_call_ring_close(s->ring);
@@ -294,8 +290,7 @@ static spar_status init_and_await(nccl_state *s, const spar_deadline *deadline)
     int error = spar_thread_start(rendezvous_thread, s);
     if (error) {
         release(s);
-        return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s",
-                         strerror(error));
+        return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s", strerror(error));
     }
     SPAR_TRY(await_communicator(s, deadline));
     spar_status status = await_first_exchange(s, deadline);
@@ -368,8 +363,7 @@ static spar_status enqueue(nccl_state *s, const spar_call *call)
     if (s->ring)
         status = spar_call_ring_begin(s->ring, n, call, s->compare);
     if (status == SPAR_OK && !s->own) { /* the watchdog does not check torch's communicator */
-        status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), comm,
-                                 "ncclCommGetAsyncError");
+        status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), comm, "ncclCommGetAsyncError");
         if (status == SPAR_OK)
             status = spar_nccl_check(error, comm, "NCCL, later");
     }

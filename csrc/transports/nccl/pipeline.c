@@ -20,8 +20,7 @@ static spar_status check(CUresult result)
 static spar_status open_side_stream(spar_side_stream *s)
 {
     SPAR_TRY(check(spar_driver_functions()->StreamCreate(&s->stream, SPAR_CU_STREAM_NON_BLOCKING)));
-    SPAR_TRY(
-        check(spar_driver_functions()->EventCreate(&s->to_side, SPAR_CU_EVENT_DISABLE_TIMING)));
+    SPAR_TRY(check(spar_driver_functions()->EventCreate(&s->to_side, SPAR_CU_EVENT_DISABLE_TIMING)));
     return check(spar_driver_functions()->EventCreate(&s->to_caller, SPAR_CU_EVENT_DISABLE_TIMING));
 }
 
@@ -80,26 +79,24 @@ static spar_status await_enqueued(struct ncclComm *comm, const spar_deadline *de
     }
 }
 
-static spar_status send_all(const spar_pipeline *pipeline, const spar_call *call,
-                            struct ncclComm *comm)
+static spar_status send_all(const spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm)
 {
     for (int64_t i = 0; i < pipeline->push.nmessages; i++) {
         const spar_message *m = &pipeline->push.messages[i];
         const char *base = m->tensor < 0 ? pipeline->push.staging : call->inputs[m->tensor];
-        SPAR_NCCL_TRY(comm, Send(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm,
-                                 call->stream));
+        SPAR_NCCL_TRY(comm,
+                      Send(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
     }
     for (int64_t i = 0; i < pipeline->pull.nmessages; i++) {
         const spar_message *m = &pipeline->pull.messages[i];
         char *base = m->tensor < 0 ? pipeline->pull.staging : call->outputs[m->tensor];
-        SPAR_NCCL_TRY(comm, Recv(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm,
-                                 call->stream));
+        SPAR_NCCL_TRY(comm,
+                      Recv(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
     }
     return SPAR_OK;
 }
 
-static spar_status end_group(struct ncclComm *comm, const spar_deadline *deadline,
-                             spar_status status)
+static spar_status end_group(struct ncclComm *comm, const spar_deadline *deadline, spar_status status)
 {
     spar_nccl_result result = spar_nccl.GroupEnd(); /* also after a failure */
     if (status != SPAR_OK)
@@ -108,8 +105,7 @@ static spar_status end_group(struct ncclComm *comm, const spar_deadline *deadlin
     return result == SPAR_NCCL_IN_PROGRESS ? await_enqueued(comm, deadline) : SPAR_OK;
 }
 
-static spar_status exchange(const spar_pipeline *pipeline, const spar_call *call,
-                            struct ncclComm *comm)
+static spar_status exchange(const spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm)
 {
     if (!pipeline->push.nmessages && !pipeline->pull.nmessages)
         return SPAR_OK;
@@ -127,11 +123,10 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
         int to = (pipeline->rank + i) % pipeline->world,
             from = (pipeline->rank - i + pipeline->world) % pipeline->world;
         char *at = pipeline->staging + 2 * i;
-        status = spar_nccl_check(spar_nccl.Send(at, 1, SPAR_NCCL_UINT8, to, comm, stream), comm,
-                                 "ncclSend");
+        status = spar_nccl_check(spar_nccl.Send(at, 1, SPAR_NCCL_UINT8, to, comm, stream), comm, "ncclSend");
         if (status == SPAR_OK)
-            status = spar_nccl_check(spar_nccl.Recv(at + 1, 1, SPAR_NCCL_UINT8, from, comm, stream),
-                                     comm, "ncclRecv");
+            status = spar_nccl_check(spar_nccl.Recv(at + 1, 1, SPAR_NCCL_UINT8, from, comm, stream), comm,
+                                     "ncclRecv");
     }
     return end_group(comm, &endless, status);
 }
@@ -141,44 +136,40 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
 /* The staging buffer of a step: to the peers (0) or from them (1). */
 static char *buffer_of(const spar_pipeline *pipeline, int64_t step, int direction)
 {
-    return pipeline->staging +
-           ((step & 1) * 2 + direction) * (pipeline->world - 1) * pipeline->chunk;
+    return pipeline->staging + ((step & 1) * 2 + direction) * (pipeline->world - 1) * pipeline->chunk;
 }
 
 static spar_status pack(spar_pipeline *pipeline, const spar_call *call, int64_t step, void *stream)
 {
     spar_schedule *side = &pipeline->push;
     SPAR_TRY(spar_schedule_step(side, step, buffer_of(pipeline, step, 0)));
-    return side->nspans
-               ? call->device->copy_spans(call->plan, SPAR_PACK, side->spans, (int)side->nspans,
-                                          call->inputs, call->outputs, &call->scale, stream)
-               : SPAR_OK;
+    return side->nspans ? call->device->copy_spans(call->plan, SPAR_PACK, side->spans, (int)side->nspans,
+                                                   call->inputs, call->outputs, &call->scale, stream)
+                        : SPAR_OK;
 }
 
 static spar_status unpack(const spar_pipeline *pipeline, const spar_call *call, void *stream)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     const spar_schedule *side = &pipeline->pull;
-    return side->nspans
-               ? call->device->copy_spans(call->plan, SPAR_UNPACK, side->spans, (int)side->nspans,
-                                          call->inputs, call->outputs, &unscaled, stream)
-               : SPAR_OK;
+    return side->nspans ? call->device->copy_spans(call->plan, SPAR_UNPACK, side->spans, (int)side->nspans,
+                                                   call->inputs, call->outputs, &unscaled, stream)
+                        : SPAR_OK;
 }
 
 static spar_status copy_own(const spar_call *call, void *stream)
 {
     const spar_plan *plan = call->plan;
     const spar_span own = {plan->rank, 0, plan->push[plan->rank].bytes, NULL};
-    return own.high ? call->device->copy_spans(plan, SPAR_PUSH, &own, 1, call->inputs,
-                                               call->outputs, &call->scale, stream)
+    return own.high ? call->device->copy_spans(plan, SPAR_PUSH, &own, 1, call->inputs, call->outputs,
+                                               &call->scale, stream)
                     : SPAR_OK;
 }
 
 /* After a failed call the caller's stream waits for the side stream, which may still use the call's tensors. */
 static void join_side_stream(const spar_side_stream *side_stream, CUstream caller)
 {
-    if (spar_driver_functions()->EventRecord(side_stream->to_caller, side_stream->stream) ==
-        SPAR_CU_SUCCESS)
+    if (spar_driver_functions()->EventRecord(side_stream->to_caller, side_stream->stream) == SPAR_CU_SUCCESS)
         spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0);
 }
 
@@ -190,9 +181,8 @@ static spar_status wait_for(CUstream waiting, CUevent event, CUstream awaited)
 
 /* While step i is on the wire, the side stream unpacks step i - 1 and packs step i + 1. Events are recorded again in
  * every step; a wait covers what was recorded before it. */
-static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
-                                 struct ncclComm *comm, const spar_side_stream *side_stream,
-                                 int64_t steps)
+static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
+                                 const spar_side_stream *side_stream, int64_t steps)
 {
     CUstream caller = call->stream, side = side_stream->stream;
     SPAR_TRY(wait_for(side, side_stream->to_side, caller)); /* the inputs */
@@ -201,14 +191,12 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
     SPAR_TRY(copy_own(call, side));
     for (int64_t i = 0; i < steps; i++) {
         if (i > 0) { /* step i - 1 left the wire: step i + 1 reuses its buffer */
-            SPAR_TRY(
-                check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
+            SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
             SPAR_TRY(unpack(pipeline, call, side));
         }
         SPAR_TRY(spar_schedule_step(&pipeline->pull, i, buffer_of(pipeline, i, 1)));
         /* step i is packed, and step i - 2, whose buffer it reuses, is unpacked */
-        SPAR_TRY(
-            check(spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
+        SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
         SPAR_TRY(exchange(pipeline, call, comm));
         SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_side, caller)));
         if (i + 1 < steps)

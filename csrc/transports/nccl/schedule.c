@@ -21,15 +21,14 @@ int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk)
     return most / chunk + (most % chunk != 0);
 }
 
-spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all,
-                                int64_t chunk)
+spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all, int64_t chunk)
 {
     side->plan = plan;
     side->pulls = pulls;
     side->all = all;
     side->chunk = chunk;
-    SPAR_TRY(spar_reserve((void **)&side->cursors, &side->cursor_room, plan->world,
-                          sizeof *side->cursors, "parts of a step"));
+    SPAR_TRY(spar_reserve((void **)&side->cursors, &side->cursor_room, plan->world, sizeof *side->cursors,
+                          "parts of a step"));
     memset(side->cursors, 0, (size_t)plan->world * sizeof *side->cursors);
     return SPAR_OK;
 }
@@ -58,8 +57,8 @@ static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t 
         last->high = high;
         return SPAR_OK;
     }
-    SPAR_TRY(spar_reserve((void **)&side->spans, &side->span_room, side->nspans + 1,
-                          sizeof *side->spans, "parts of a step"));
+    SPAR_TRY(spar_reserve((void **)&side->spans, &side->span_room, side->nspans + 1, sizeof *side->spans,
+                          "parts of a step"));
     side->spans[side->nspans++] = (spar_span){peer, low, high, side->staging + at};
     return SPAR_OK;
 }
@@ -78,8 +77,7 @@ static int64_t measure(const spar_schedule *side, const spar_block *block, int *
 }
 
 /* Schedules bytes low to high of one stream in a step, staged from byte `area`. */
-static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64_t high,
-                               int64_t area)
+static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64_t high, int64_t area)
 {
     const spar_range *range = &(side->pulls ? side->plan->pull : side->plan->push)[peer];
     spar_cursor *cursor = &side->cursors[peer];
@@ -94,8 +92,7 @@ static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64
             SPAR_TRY(add_message(side, peer, -1, area + joined - low, at - joined));
         if (alone && in_one_piece && !side->all) {
             int64_t begin = side->pulls ? block->dst : block->src;
-            SPAR_TRY(
-                add_message(side, peer, block->tensor, begin + at - cursor->start, until - at));
+            SPAR_TRY(add_message(side, peer, block->tensor, begin + at - cursor->start, until - at));
         } else {
             SPAR_TRY(add_span(side, peer, at, until, area + at - low));
             if (alone)
@@ -108,8 +105,7 @@ static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64
             cursor->start = end;
         }
     }
-    return high > joined ? add_message(side, peer, -1, area + joined - low, high - joined)
-                         : SPAR_OK;
+    return high > joined ? add_message(side, peer, -1, area + joined - low, high - joined) : SPAR_OK;
 }
 
 /* Whether two peers receive the same bytes, which are then packed once. */

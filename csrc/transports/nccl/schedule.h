@@ -23,10 +23,10 @@ typedef struct {
 /* One side of a call. The arrays are reused by later calls and grow on demand. */
 typedef struct {
     const spar_plan *plan;
-    int pulls;     /* 0: push, from inputs; 1: pull, to outputs */
-    int all;       /* every message is staged, because its items are scaled */
-    int64_t chunk; /* bytes of a peer's stream in a step, and of its part of the staging buffer */
-    char *staging; /* (world - 1) * chunk bytes, for the next step */
+    int pulls;              /* 0: push, from inputs; 1: pull, to outputs */
+    int all;                /* every message is staged, because its items are scaled */
+    int64_t chunk;          /* bytes of a peer's stream in a step, and of its part of the staging buffer */
+    char *staging;          /* (world - 1) * chunk bytes, for the next step */
     spar_message *messages; /* of the newest step; each peer's are in its stream's order */
     spar_span *spans;       /* of the newest step: what to pack before it, or to unpack after it */
     spar_cursor *cursors;   /* [world] */

@@ -25,8 +25,7 @@ struct spar_watchdog {
     spar_watchdog *next;
     spar_watchdog_target what;
     uint64_t call;
-    int64_t
-        inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
+    int64_t inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
     slot slots[SLOTS];
     int first, count;   /* of the slots in use */
     spar_status status; /* other than SPAR_OK: broken, with the reason */
@@ -102,8 +101,7 @@ static spar_status check_limits(const spar_watchdog *w)
         return SPAR_OK;
     if (w->what.ring)
         spar_call_ring_absent(w->what.ring, late, &ranks, absent, sizeof absent);
-    return spar_fail_ranks(SPAR_TIMEOUT, &ranks,
-                           "call %llu of this group on the GPU did not end in time%s%s",
+    return spar_fail_ranks(SPAR_TIMEOUT, &ranks, "call %llu of this group on the GPU did not end in time%s%s",
                            (unsigned long long)late, *absent ? "; not called by " : "", absent);
 }
 
@@ -163,8 +161,7 @@ static void *end_comm(void *watchdog)
 
 static int is_idle(spar_watchdog *w)
 {
-    while (w->count &&
-           spar_driver_functions()->EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
+    while (w->count && spar_driver_functions()->EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
         w->first = (w->first + 1) % SLOTS;
         w->count--;
     }
@@ -210,8 +207,7 @@ static int poll_and_close(spar_watchdog **link)
 
 static void *watchdog_thread(void *unused)
 {
-    CUstreamCaptureMode mode =
-        SPAR_CU_CAPTURE_RELAXED; /* do not invalidate other threads' captures */
+    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED; /* do not invalidate other threads' captures */
     (void)unused;
     spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
     pthread_mutex_lock(&all.lock);
@@ -316,13 +312,11 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&all.lock);
     if (!captured) {
-        int full =
-            w->count == SLOTS; /* then the newest slot covers both calls, which end in order */
+        int full = w->count == SLOTS; /* then the newest slot covers both calls, which end in order */
         slot *s = full ? newest(w) : &w->slots[(w->first + w->count) % SLOTS];
         s->deadline_ns = w->inside_ns > 0 ? w->inside_ns : 0;
         s->call = w->call;
-        status =
-            spar_driver_check(spar_driver_functions()->EventRecord(s->event, stream), "an event");
+        status = spar_driver_check(spar_driver_functions()->EventRecord(s->event, stream), "an event");
         w->count += !full && status == SPAR_OK;
     }
     w->inside_ns = 0;

@@ -14,10 +14,9 @@
 typedef struct spar_watchdog spar_watchdog;
 
 typedef struct {
-    struct ncclComm
-        *comm;   /* aborted when the watch breaks or ends; NULL: somebody else's, not touched */
-    int ordinal; /* device */
-    spar_call_ring *ring; /* of the ranks of one host; NULL: none */
+    struct ncclComm *comm; /* aborted when the watch breaks or ends; NULL: somebody else's, not touched */
+    int ordinal;           /* device */
+    spar_call_ring *ring;  /* of the ranks of one host; NULL: none */
     /* Frees what the calls use: on the watching thread, when none is under way any more. */
     void (*release)(void *context);
     void *context;
