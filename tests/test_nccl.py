@@ -188,6 +188,10 @@ def test_disagreement(gpus: Ranks, late: int) -> None:
     gpus(3, nccl_faults.check_disagreement, late)
 
 
+def test_mismatch_carries_gathered_sizes(gpus: Ranks) -> None:
+    gpus(3, nccl_faults.check_gathered_sizes)
+
+
 def test_calls_are_not_compared_where_nobody_wants_it(gpus: Ranks) -> None:
     gpus(2, nccl_faults.check_unchecked)
 
@@ -248,6 +252,7 @@ def check_reason(rank: int, world: int, group: dist.ProcessGroup) -> None:
     rejected = dict(spar.transport(fresh, "cuda").rejected)
     assert re.match(rf"rank {rank}: no libcuda: libcuda.so.1: ", rejected["nccl"]), rejected
     assert spar.transport(fresh, "cuda").name is None
+    dist.barrier(fresh)  # no rank may close connections that gloo is still making
     dist.destroy_process_group(fresh)
 
 
