@@ -177,7 +177,7 @@ static void lie(liar *l)
         for (size_t at = 0; at < SPAR_GROUP_TEXT; at += sizeof bytes)
             put(l,
                 l->mailbox + (int64_t)at +
-                    (int64_t)(which % 10 == 7 ? offsetof(mailbox, text) : offsetof(mailbox, reason)),
+                    (int64_t)(which % 10 == 7 ? offsetof(mailbox, description) : offsetof(mailbox, reason)),
                 bytes, sizeof bytes);
         break;
     default:
@@ -258,8 +258,9 @@ static void check_status(spar_status status, const spar_call *call)
     if (status != SPAR_OK)
         EXPECT(*spar_last_error());
     for (int rank = 0; rank < now.world; rank++) {
-        const char *text = spar_transport_shm.call_text(&(spar_comm){.state = now.group}, rank);
-        EXPECT(!text || (status != SPAR_OK && strlen(text) < SPAR_GROUP_TEXT));
+        spar_description made;
+        int known = spar_transport_shm.description(&(spar_comm){.state = now.group}, rank, &made);
+        EXPECT(!known || (status != SPAR_OK && strlen(made.text) < SPAR_GROUP_TEXT));
     }
     EXPECT(fuzz_now_ns < call->deadline.at_ns + 4 * LIMIT_NS);
 }

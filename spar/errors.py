@@ -62,6 +62,9 @@ def by_rank(texts: list[str]) -> str:
 class MismatchError(SparError):
     """Calls differed between ranks. Nothing was exchanged; the group stays usable."""
 
+    # the gathered dim and each rank's size of it, if the calls differ only in that
+    _gathered_sizes: tuple[int, list[int]] | None = None
+
 
 class PeerLostError(SparError):
     """A rank of the group died or disconnected. The group is broken."""

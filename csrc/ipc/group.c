@@ -83,7 +83,7 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
 }
 
 /* Compares all headers, with the same result on all ranks; on a mismatch collects all descriptions. */
-static spar_status compare_headers(spar_group *g, void (*describe)(void *context, char *text, size_t size),
+static spar_status compare_headers(spar_group *g, void (*describe)(void *context, spar_description *own),
                                    void *context, spar_call_header *all, const spar_deadline *deadline)
 {
     int differs = 0;
@@ -93,27 +93,26 @@ static spar_status compare_headers(spar_group *g, void (*describe)(void *context
             continue;
         }
         char text[SPAR_GROUP_TEXT];
-        memcpy(text, g->boxes[rank]->text, sizeof text);
+        memcpy(text, g->boxes[rank]->description.text, sizeof text);
         text[sizeof text - 1] = 0;
         return spar_fail_rank(all[rank].status == SPAR_NO_MEMORY ? SPAR_NO_MEMORY : SPAR_MISMATCH, rank,
                               "rank %d failed: %s", rank, text);
     }
     if (!differs)
         return SPAR_OK;
-    describe(context, g->own->text, sizeof g->own->text);
+    describe(context, &g->own->description);
     publish(g->own, &g->own->described, g->call);
     SPAR_TRY(spar_group_await(g, SPAR_DESCRIBED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
-        char *text = g->texts + (size_t)rank * SPAR_GROUP_TEXT;
-        memcpy(text, g->boxes[rank]->text, SPAR_GROUP_TEXT);
-        text[SPAR_GROUP_TEXT - 1] = 0;
+        g->descriptions[rank] = g->boxes[rank]->description;
+        g->descriptions[rank].text[SPAR_GROUP_TEXT - 1] = 0;
     }
     g->mismatched = 1;
     return spar_fail(SPAR_MISMATCH, "calls differ between ranks");
 }
 
 spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
-                               void (*describe)(void *context, char *text, size_t size), void *context,
+                               void (*describe)(void *context, spar_description *own), void *context,
                                spar_call_header *all, const spar_deadline *deadline)
 {
     g->own->signature = own->signature;
@@ -144,7 +143,7 @@ spar_status spar_group_finish(spar_group *g, const spar_deadline *deadline)
 
 void spar_group_fail(spar_group *g, spar_status status, const char *text)
 {
-    snprintf(g->own->text, sizeof g->own->text, "%s", text);
+    snprintf(g->own->description.text, sizeof g->own->description.text, "%s", text);
     g->own->status = (uint32_t)status;
     publish(g->own, &g->own->published, g->call);
     publish(g->own, &g->own->done, g->call);
@@ -164,7 +163,7 @@ static void free_group(spar_group *g)
     if (g) {
         free(g->peers);
         free(g->boxes);
-        free(g->texts);
+        free(g->descriptions);
         free(g->expected);
         free(g->unmapped);
     }
@@ -178,12 +177,12 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
     if (g) {
         g->peers = calloc((size_t)world, sizeof *g->peers);
         g->boxes = calloc((size_t)world, sizeof *g->boxes);
-        g->texts = calloc((size_t)world, SPAR_GROUP_TEXT);
+        g->descriptions = calloc((size_t)world, sizeof *g->descriptions);
         g->expected = calloc((size_t)world, sizeof *g->expected);
         g->unmapped = calloc((size_t)world, sizeof *g->unmapped);
     }
     spar_status status = SPAR_NO_MEMORY;
-    if (!g || !g->peers || !g->boxes || !g->texts || !g->expected || !g->unmapped)
+    if (!g || !g->peers || !g->boxes || !g->descriptions || !g->expected || !g->unmapped)
         spar_fail(status, "no memory for a group of %d ranks", world);
     else
         status = spar_arena_take(own_length(world) + room, &g->memory);
@@ -248,9 +247,9 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
     return SPAR_OK;
 }
 
-const char *spar_group_call_text(const spar_group *g, int rank)
+const spar_description *spar_group_description(const spar_group *g, int rank)
 {
-    return g->mismatched ? g->texts + (size_t)rank * SPAR_GROUP_TEXT : NULL;
+    return g->mismatched ? &g->descriptions[rank] : NULL;
 }
 
 void *spar_group_room(const spar_group *g, int rank)

@@ -7,6 +7,7 @@
 #define SPAR_GROUP_H
 
 #include "ipc/arena.h"
+#include "plan/plan.h"
 #include "base/deadline.h"
 #include "ipc/peers.h"
 
@@ -16,6 +17,12 @@
 #define SPAR_GROUP_TENSORS 16
 
 typedef struct spar_group spar_group;
+
+/* A rank's call, for peers whose calls differ. */
+typedef struct {
+    char text[SPAR_GROUP_TEXT];
+    spar_gathered gathered;
+} spar_description;
 
 /* What a rank publishes in call n. */
 typedef struct {
@@ -43,7 +50,7 @@ spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, u
  * SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then ended, and no bytes may be moved. `describe` writes this rank's call
  * for its peers, if signatures differ. */
 spar_status spar_group_publish(spar_group *group, const spar_call_header *own,
-                               void (*describe)(void *context, char *text, size_t size), void *context,
+                               void (*describe)(void *context, spar_description *own), void *context,
                                spar_call_header *all, const spar_deadline *deadline);
 
 /* Publishes that this rank has moved its bytes; returns when all ranks have. */
@@ -59,7 +66,7 @@ void spar_group_break(spar_group *group, const char *reason);
 spar_ranks spar_group_read_ranks(const spar_group *group, const spar_ranks *ranks);
 
 /* A rank's description of its call if the newest call ended in a mismatch; else NULL. */
-const char *spar_group_call_text(const spar_group *group, int rank);
+const spar_description *spar_group_description(const spar_group *group, int rank);
 
 /* Sets the spin time before sleeping. */
 void spar_group_spin(spar_group *group, int64_t spin_ns);

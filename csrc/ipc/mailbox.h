@@ -16,7 +16,7 @@ typedef struct {
     uint32_t status;
     int32_t core; /* on which the rank runs, if it may move; else -1 */
     int64_t offsets[SPAR_GROUP_TENSORS];
-    char text[SPAR_GROUP_TEXT];   /* description of the call; valid once described or failed */
+    spar_description description; /* valid once described; its text, the failure's, once failed */
     char reason[SPAR_GROUP_TEXT]; /* of `broken` */
     spar_ranks ranks;             /* that caused it */
     unsigned char detached[];     /* [world] each peer's last write here; then the extra bytes */
@@ -31,7 +31,7 @@ struct spar_group {
     int aborted;  /* atomic: a thread writes, or has written, the reason */
     uint32_t call;
     int failed;                       /* this rank failed `call` and has not awaited its end */
-    int mismatched;                   /* the newest call ended in a mismatch: see texts */
+    int mismatched;                   /* the newest call ended in a mismatch: see descriptions */
     int64_t spin_ns, current_spin_ns; /* spin time: the most; the current one, if ranks share cores */
     int own_core;                     /* each rank of this host has one */
     int may_move;                     /* whether ranks share cores, with SPAR_AFFINITY=1 */
@@ -39,9 +39,9 @@ struct spar_group {
     int64_t rests_until_ns;           /* before it moves to another core again */
     spar_memory *memory;
     mailbox *own;
-    spar_endpoint *expected; /* [world] processes expected during the set-up; pid 0: none */
-    char *texts;             /* [world][SPAR_GROUP_TEXT] of the newest mismatch */
-    mailbox **boxes;         /* [world] */
+    spar_endpoint *expected;        /* [world] processes expected during the set-up; pid 0: none */
+    spar_description *descriptions; /* [world] of the newest mismatch */
+    mailbox **boxes;                /* [world] */
     pthread_mutex_t closing; /* guards unmapped, and reads of peers' mailboxes outside calls, on any thread */
     unsigned char *unmapped; /* [world] ranks that were dead when the group was closed: unmapped */
     spar_peer **peers;       /* [world]; NULL: oneself */

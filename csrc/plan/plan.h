@@ -98,6 +98,15 @@ uint64_t spar_plan_signature(const spar_plan *plan, const char *text);
  * "all_to_all [1, 8, 4]: dim 1 in [4, 4] -> dim 2 in [2, 2]". */
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size);
 
+/* What each rank holds of the gathered dim. Calls with an equal `rest` differ in nothing else; 0: not one such dim, or
+ * the caller passed the sizes. */
+typedef struct {
+    int64_t rest, dim, size;
+} spar_gathered;
+
+/* `text` is as in spar_plan_signature. */
+spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text);
+
 typedef struct {
     int64_t cached, hits, misses;
 } spar_plan_stats;

@@ -30,6 +30,9 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
  * does not know become unsigned integers of their size, or complex ones if they have 16 bytes. */
 PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype);
 
+/* (text, (rest, dim, size)): see spar_gathered. */
+PyObject *spar_py_description(const spar_description *description);
+
 /* The type spar._C.Comm, and its maker. */
 PyObject *spar_comm_type(void);
 PyObject *spar_py_comm(PyObject *module, PyObject *args);

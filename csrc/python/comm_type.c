@@ -348,17 +348,17 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_call_text(PyObject *self, PyObject *args)
+static PyObject *comm_description(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
+    spar_description description;
     int rank;
     if (!comm || !PyArg_ParseTuple(args, "i", &rank))
         return NULL;
-    int known = comm->transport->call_text && rank >= 0 && rank < comm->world;
-    const char *text = known ? comm->transport->call_text(comm, rank) : NULL;
-    if (!text)
+    if (rank < 0 || rank >= comm->world || !comm->transport->description ||
+        !comm->transport->description(comm, rank, &description))
         Py_RETURN_NONE;
-    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    return spar_py_description(&description);
 }
 
 static PyObject *comm_last_call(PyObject *self, PyObject *args)
@@ -428,8 +428,8 @@ static PyMethodDef comm_methods[] = {
     {"abort", comm_abort, METH_NOARGS,
      "End a call under way on another thread, or around a signal's handler: it raises GroupBrokenError\n"
      "within 50 ms. For good; close() follows."},
-    {"call_text", comm_call_text, METH_VARARGS,
-     "call_text(rank): its call, where the newest one ended in a disagreement; else None"},
+    {"description", comm_description, METH_VARARGS,
+     "description(rank): as Plan.describe, if the newest call ended in a mismatch; else None"},
     {"last_call", comm_last_call, METH_VARARGS,
      "last_call(rank) -> (state, op, call, group) of the newest call that the rank's process began, on any\n"
      "group; None where that cannot be known. state is one of the CALL_ constants."},

@@ -226,16 +226,27 @@ static PyObject *plan_signature(PyObject *self, PyObject *args)
     return PyLong_FromLongLong((long long)spar_plan_signature(((plan_object *)self)->plan, text));
 }
 
+PyObject *spar_py_description(const spar_description *description)
+{
+    const spar_gathered *gathered = &description->gathered;
+    const char *text = description->text; /* another process may have written it: any bytes */
+    PyObject *decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    return decoded ? Py_BuildValue("N(LLL)", decoded, (long long)gathered->rest, (long long)gathered->dim,
+                                   (long long)gathered->size)
+                   : NULL;
+}
+
 static PyObject *plan_describe(PyObject *self, PyObject *args)
 {
     spar_call call = {.plan = ((plan_object *)self)->plan};
-    char text[SPAR_GROUP_TEXT];
+    spar_description description;
     long long number;
     if (!PyArg_ParseTuple(args, "sL", &call.text, &number))
         return NULL;
     call.number = number;
-    spar_call_describe(&call, text, sizeof text);
-    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    spar_call_describe(&call, description.text, sizeof description.text);
+    description.gathered = spar_call_gathered(&call);
+    return spar_py_description(&description);
 }
 
 /* Reads the addresses of a plan's tensors; NULL and an exception on failure. */
@@ -393,7 +404,7 @@ static PyMethodDef plan_methods[] = {
     {"signature", plan_signature, METH_VARARGS,
      "signature(text): 64 bits, signed; equal on all ranks that make the same call with the same text."},
     {"describe", plan_describe, METH_VARARGS,
-     "describe(text, number): one line about the global call, the same on all ranks; its plan is cut to fit."},
+     "describe(text, number): (one line about the global call, what this rank holds of the gathered dim)."},
     {"pack", plan_pack, METH_VARARGS, "pack(inputs, wire): host memory, all peers in rank order."},
     {"unpack", plan_unpack, METH_VARARGS, "unpack(wire, outputs, scale_type, divide, factor)"},
     {"copy_own", plan_copy_own, METH_VARARGS, "copy_own(inputs, outputs, scale_type, divide, factor)"},

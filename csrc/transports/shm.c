@@ -42,9 +42,10 @@ static spar_status connect_all(spar_comm *comm, const spar_setup_result *results
     return spar_rendezvous_end(comm, comm->state, results, deadline);
 }
 
-static void describe(void *context, char *text, size_t size)
+static void describe(void *context, spar_description *own)
 {
-    spar_call_describe(context, text, size);
+    spar_call_describe(context, own->text, sizeof own->text);
+    own->gathered = spar_call_gathered(context);
 }
 
 /* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its arena. */
@@ -178,9 +179,12 @@ static spar_status run(spar_comm *comm, spar_call *call)
     return status;
 }
 
-static const char *call_text(const spar_comm *comm, int rank)
+static int description(const spar_comm *comm, int rank, spar_description *result)
 {
-    return spar_group_call_text(comm->state, rank);
+    const spar_description *known = spar_group_description(comm->state, rank);
+    if (known)
+        *result = *known;
+    return known != NULL;
 }
 
 static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
@@ -205,7 +209,7 @@ const spar_transport spar_transport_shm = {
     .setup = setup,
     .connect = connect_all,
     .run = run,
-    .call_text = call_text,
+    .description = description,
     .last_call = last_call,
     .close = close_comm,
 };

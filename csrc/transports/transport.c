@@ -104,6 +104,16 @@ void spar_call_describe(const spar_call *call, char *text, size_t size)
     spar_append(text, size, "%s", rest);
 }
 
+spar_gathered spar_call_gathered(const spar_call *call)
+{
+    spar_gathered result = {0};
+    if (call->failed == SPAR_OK)
+        result = spar_plan_gathered(call->plan, call->text);
+    if (result.rest) /* keeps its lowest bit */
+        result.rest ^= call->number << 1;
+    return result;
+}
+
 /* Whether a row was rejected because its set-up failed on some rank. */
 static int is_refused(const spar_refusal *refused, const char *name, char *reason, size_t size)
 {

@@ -7,6 +7,7 @@
 #define SPAR_TRANSPORT_H
 
 #include "ipc/arena.h"
+#include "ipc/group.h"
 #include "ipc/last_call.h"
 #include "devices/device.h"
 #include "base/deadline.h"
@@ -57,6 +58,9 @@ typedef struct {
  * for `size` ends in "...", and the rest is whole: up to half of `size`. */
 void spar_call_describe(const spar_call *call, char *text, size_t size);
 
+/* What this rank holds of the dim that the call gathers. */
+spar_gathered spar_call_gathered(const spar_call *call);
+
 /* What a rank has on its device. */
 typedef struct {
     int ordinal; /* of the device in this process */
@@ -82,8 +86,8 @@ typedef struct {
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */
     spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
-    /* `rank`'s description of its call if the newest call ended in a mismatch; else NULL. */
-    const char *(*call_text)(const spar_comm *comm, int rank);
+    /* If the newest call ended in a mismatch: `rank`'s call, 1; its text is empty if the error's has it. Else 0. */
+    int (*description)(const spar_comm *comm, int rank, spar_description *description);
     /* The last call of `rank`'s process, on any group; 0: it cannot be known. NULL: it never can. */
     int (*last_call)(const spar_comm *comm, int rank, spar_last_call *last);
     /* Why the group broke outside a call, or NULL. A NULL slot: that cannot happen. */

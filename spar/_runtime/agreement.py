@@ -14,6 +14,7 @@ import torch
 
 from ..errors import MismatchError, OutOfMemoryError, by_rank
 from . import pg_wait
+from .hints import Gathered, gathered_sizes
 from .member import OVER, SHARED, Member
 
 TEXT = 1024  # bytes of a description or a reason
@@ -25,7 +26,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def agree(member: Member, op: str, step: int, describe: Callable[[], str], deadline: float) -> None:
+def agree(
+    member: Member,
+    op: str,
+    step: int,
+    describe: Callable[[], tuple[str, Gathered | None]],
+    deadline: float,
+) -> None:
     """Return once every rank has reached the same step of the same call.
 
     The caller must have done before what can fail on one rank alone.
@@ -34,7 +41,8 @@ def agree(member: Member, op: str, step: int, describe: Callable[[], str], deadl
         member: this rank's state in the group.
         op: the operation's name, for messages.
         step: an int that must be equal on all ranks: a call's signature, or a stage of the set-up.
-        describe: returns this rank's step in words; called only if ranks differ.
+        describe: returns this rank's step in words, and what it holds of the gathered dim if the step is a
+            call that gathers; called only if ranks differ.
         deadline: in seconds of time.monotonic().
 
     Raises:
@@ -46,17 +54,16 @@ def agree(member: Member, op: str, step: int, describe: Callable[[], str], deadl
     rows = [row.tolist() for row in pg_wait.all_gather(member, _header(member, step, _OK), op, deadline)]
     if all(row == rows[0] for row in rows):
         return
-    texts = [
-        bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
-        for row in pg_wait.all_gather(member, _row(describe()), op, deadline)
-    ]
+    told = pg_wait.all_gather(member, _row(*describe()), op, deadline)
+    texts = [bytes(row[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in told]
     member.progress = OVER
     for rank, (*_, status) in enumerate(rows):
         if status != _OK:
             kind = OutOfMemoryError if status == _OUT_OF_MEMORY else MismatchError
             text = f"{member.title(op)}: rank {rank} failed: {texts[rank]}"
             raise kind(text, **member.where(op), ranks=(rank,))
-    raise mismatch(member, op, texts)
+    gathered = [Gathered(*row[TEXT:].view(torch.int64).tolist()) for row in told]
+    raise mismatch(member, op, texts, gathered_sizes(gathered))
 
 
 def announce_failure(member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
@@ -75,21 +82,23 @@ def _header(member: Member, step: int, status: int) -> torch.Tensor:
     return torch.tensor([member.calls, step, status])
 
 
-def _row(text: str) -> torch.Tensor:
-    return torch.frombuffer(
-        bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8
-    )
+def _row(text: str, gathered: Gathered | None = None) -> torch.Tensor:
+    shown = bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0"))
+    numbers = torch.tensor(gathered or (0, 0, 0))
+    return torch.cat((torch.frombuffer(shown, dtype=torch.uint8), numbers.view(torch.uint8)))
 
 
-def mismatch(member: Member, op: str, texts: list[str]) -> MismatchError:
-    """Return the error that shows each rank's call; texts are in rank order."""
+def mismatch(member: Member, op: str, texts: list[str], sizes: tuple[int, list[int]] | None) -> MismatchError:
+    """Return the error that shows each rank's call: texts in rank order, and what gathered_sizes returns."""
     fewest = min(texts, key=texts.count)
-    return MismatchError(
+    error = MismatchError(
         f"{op} on rank {member.rank}: calls differ between the ranks of group {member.name!r}; "
         "nothing was exchanged:\n" + by_rank(texts),
         **member.where(op),
         ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
     )
+    error._gathered_sizes = sizes
+    return error
 
 
 def failure_text(error: BaseException) -> str:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-import re
+from typing import NamedTuple
 
 from ..errors import MismatchError, SparError
 from ..sizes import share
 
-# A line of `errors.by_rank` with a call that gathers, in the words of csrc/plan/describe.c
-_ROW = re.compile(r"^  rank ([\d, ]+): (all_to_all|gather) \[(.*?)\]: dim (\d+) in \[(.*?)\] -> (.*)$", re.M)
+
+class Gathered(NamedTuple):
+    """What a rank holds of the gathered dim: csrc/plan/plan.h. Another process may have sent it."""
+
+    rest: int  # equal on ranks whose calls differ only in `size`; 0: the call has no such dim
+    dim: int
+    size: int
+
+
+def gathered_sizes(calls: list[Gathered]) -> tuple[int, list[int]] | None:
+    """Return the gathered dim and each rank's size of it, if the calls differ only in that."""
+    first = calls[0]
+    if first.rest == 0 or any(call[:2] != first[:2] for call in calls):
+        return None
+    return first.dim, [max(call.size, 0) for call in calls]
 
 
 def name_operation(error: BaseException, name: str) -> None:
@@ -18,31 +31,12 @@ def name_operation(error: BaseException, name: str) -> None:
     text = str(error)
     if text.startswith(error.op):
         text = name + text[len(error.op) :]
-    held = _sizes_held(text) if isinstance(error, MismatchError) else None
-    advice = None if held is None else _advice(name, held[1])
-    if held is not None and advice is not None:
-        text += f"\nThe ranks hold {held[1]} of dim {held[0]}: {advice}"
+    if isinstance(error, MismatchError) and error._gathered_sizes is not None:
+        dim, sizes = error._gathered_sizes
+        if (advice := _advice(name, sizes)) is not None:
+            text += f"\nThe ranks hold {sizes} of dim {dim}: {advice}"
     error.args = (text,)
     error.op = name
-
-
-def _sizes_held(text: str) -> tuple[int, list[int]] | None:
-    """Return the gathered dim and each rank's size of it, if the calls of a MismatchError differ in that.
-
-    None if the caller passed the sizes: a call then expects different sizes of its ranks.
-    """
-    rows = _ROW.findall(text)
-    if len(rows) != text.count("\n"):
-        return None
-    calls, by_rank, dim = set(), {}, 0
-    for ranks, op, extents, of_dim, sizes, rest in rows:
-        shape, expected, dim = extents.split(", "), sizes.split(", "), int(of_dim)
-        if len(set(expected)) > 1:
-            return None
-        shape[dim] = ""
-        calls.add((op, *shape, dim, rest))
-        by_rank.update(dict.fromkeys(map(int, ranks.split(", ")), int(expected[0])))
-    return (dim, [by_rank[rank] for rank in sorted(by_rank)]) if len(calls) == 1 else None
 
 
 def _advice(name: str, sizes: list[int]) -> str | None:

@@ -121,7 +121,7 @@ def _all_gather(
     """Everybody's bytes in one stage of the set-up, to which all ranks must have come."""
     row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     step = zlib.crc32(f"{stage} {device.type}".encode())
-    agree(member, op, step, lambda: f"sets up its {device.type} transport ({stage})", deadline)
+    agree(member, op, step, lambda: (f"sets up its {device.type} transport ({stage})", None), deadline)
     rows = pg_wait.all_gather(member, row, op, deadline)
     member.progress = LOCAL
     return b"".join(bytes(r.tolist()) for r in rows)

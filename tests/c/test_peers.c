@@ -53,10 +53,10 @@ static spar_deadline soon(void)
 
 /* ---- groups ---- */
 
-static void say_nothing(void *context, char *text, size_t size)
+static void say_nothing(void *context, spar_description *own)
 {
     (void)context;
-    snprintf(text, size, "a call");
+    snprintf(own->text, sizeof own->text, "a call");
 }
 
 static void one_call(spar_group *group, int world, int rank, int round)

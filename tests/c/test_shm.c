@@ -143,8 +143,9 @@ static void disagree(spar_comm *comm, int call_number, int odd)
     EXPECT(mine && fails ? strcmp(spar_last_error(), "it was told to") == 0
                          : strstr(spar_last_error(), fails ? "told to" : "calls differ") != NULL);
     for (int p = 0; p < comm->world; p++) {
-        const char *call_text = comm->transport->call_text(comm, p);
-        EXPECT(fails ? !call_text : strstr(call_text, p == odd ? "else" : "gather") != NULL);
+        spar_description call;
+        EXPECT(comm->transport->description(comm, p, &call) == !fails);
+        EXPECT(fails || strstr(call.text, p == odd ? "else" : "gather") != NULL);
     }
 }
 
@@ -166,10 +167,10 @@ static void fail_together(spar_comm *comm)
         EXPECT(strcmp(spar_last_error(), "rank 1 failed: it was told to") == 0);
 }
 
-static void say_nothing(void *context, char *text, size_t size)
+static void say_nothing(void *context, spar_description *own)
 {
     (void)context;
-    snprintf(text, size, "a lie");
+    snprintf(own->text, sizeof own->text, "a lie");
 }
 
 /* A word from another process may be anything: nobody writes where an output cannot be. */

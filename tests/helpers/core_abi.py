@@ -243,7 +243,7 @@ class Transport(ctypes.Structure):
         ("connect", c_void_p),
         ("run", _CallFunction),
         ("wait", c_void_p),
-        ("call_text", c_void_p),
+        ("description", c_void_p),
         ("last_call", c_void_p),
         ("broken", c_void_p),
         ("close", c_void_p),

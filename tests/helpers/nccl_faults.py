@@ -272,6 +272,23 @@ def check_disagreement(rank: int, world: int, group: dist.ProcessGroup, late: in
     comm.close()
 
 
+def check_gathered_sizes(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A mismatch carries what each rank holds of the gathered dim."""
+    comm = set_up(group)
+    last = world - 1
+    with Stream() as stream:
+        if rank != last:
+            give(comm, "gather", (1,), torch.zeros(2, 4))
+        dist.barrier(group)
+        if rank == last:
+            with pytest.raises(spar.MismatchError) as caught:
+                give(comm, "gather", (1,), torch.zeros(2, 5))
+            assert caught.value._gathered_sizes == (1, [4] * last + [5])
+        stream.synchronize()
+    dist.barrier(group)
+    comm.close()
+
+
 def check_unchecked(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """SPAR_CHECK=0 compares nothing: calls whose blocks have the same sizes pass."""
     comm = set_up(group, SPAR_CHECK="0")

@@ -16,6 +16,7 @@ typedef struct {
     uint64_t call;      /* set to 0 first, and written last */
     uint64_t signature; /* 0: the rank could not make the call */
     uint64_t text[WORDS];
+    int64_t gathered[3]; /* the fields of spar_gathered */
 } entry;
 
 /* Each rank writes its own log, in its arena. */
@@ -27,17 +28,20 @@ typedef struct {
     _Alignas(64) entry entries[ENTRIES];
 } call_log;
 
+typedef struct {
+    uint64_t signature; /* 0: the rank could not make the call */
+    char text[TEXT];
+    spar_gathered gathered;
+} description;
+
 struct spar_call_ring {
     int world, rank;
     int stranded; /* this rank failed to connect; peers may have connected */
     spar_group *group;
     int aborted;
     int64_t polled_ns;
-    int64_t *gone_ns; /* [world] when a rank was found dead; 0: it is not */
-    struct {
-        uint64_t signature;
-        char text[TEXT];
-    } known[KNOWN]; /* texts by signature: describing a call takes longer than all other steps */
+    int64_t *gone_ns;         /* [world] when a rank was found dead; 0: it is not */
+    description known[KNOWN]; /* by signature: describing a call takes longer than all other steps */
 };
 
 static call_log *log_of(const spar_call_ring *r, int rank)
@@ -94,12 +98,13 @@ void spar_call_ring_close(spar_call_ring *r)
 /* ---- a call ---- */
 
 /* A call's description, cached by its signature. */
-static const char *describe(spar_call_ring *r, const spar_call *call, uint64_t signature)
+static const description *describe(spar_call_ring *r, const spar_call *call, uint64_t signature)
 {
-    char *known = r->known[signature % KNOWN].text;
-    if (r->known[signature % KNOWN].signature != signature || !*known) {
-        spar_call_describe(call, known, TEXT);
-        r->known[signature % KNOWN].signature = signature;
+    description *known = &r->known[signature % KNOWN];
+    if (known->signature != signature || !*known->text) {
+        spar_call_describe(call, known->text, TEXT);
+        known->gathered = spar_call_gathered(call);
+        known->signature = signature;
     }
     return known;
 }
@@ -108,33 +113,37 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
 {
     call_log *own = log_of(r, r->rank);
     entry *e = &own->entries[n % ENTRIES];
-    char failure[TEXT];
-    const char *text = failure;
-    uint64_t signature = 0;
-    if (call->failed != SPAR_OK) {
-        spar_call_describe(call, failure, sizeof failure);
-    } else {
-        signature = spar_plan_signature(call->plan, call->text) | 1;
-        text = describe(r, call, signature);
-    }
+    description failure = {0};
+    const description *known = &failure;
+    if (call->failed != SPAR_OK)
+        spar_call_describe(call, failure.text, TEXT);
+    else
+        known = describe(r, call, spar_plan_signature(call->plan, call->text) | 1);
+    const int64_t gathered[] = {known->gathered.rest, known->gathered.dim, known->gathered.size};
     __atomic_store_n(&e->call, 0, __ATOMIC_RELAXED); /* readers see it before what follows */
-    __atomic_store_n(&e->signature, signature, __ATOMIC_RELEASE);
-    spar_shared_text_write(e->text, WORDS, text);
+    __atomic_store_n(&e->signature, known->signature, __ATOMIC_RELEASE);
+    spar_shared_text_write(e->text, WORDS, known->text);
+    for (int i = 0; i < 3; i++)
+        __atomic_store_n(&e->gathered[i], gathered[i], __ATOMIC_RELAXED);
     /* seq_cst: of two ranks that each write and then read, at least one sees the other's entry */
     __atomic_store_n(&e->call, n, __ATOMIC_SEQ_CST);
     __atomic_store_n(&own->newest, n, __ATOMIC_SEQ_CST);
 }
 
-/* Whether the log holds a rank's call n, complete and not overwritten; reads its signature and, unless NULL, its
- * text [TEXT]. */
-static int read_entry(const spar_call_ring *r, int rank, uint64_t n, uint64_t *signature, char *text)
+/* Whether the log holds a rank's call n, complete and not overwritten. `whole` 0: reads only its signature. */
+static int read_entry(const spar_call_ring *r, int rank, uint64_t n, description *call, int whole)
 {
     const entry *e = &log_of(r, rank)->entries[n % ENTRIES];
     if (__atomic_load_n(&e->call, __ATOMIC_SEQ_CST) != n)
         return 0;
-    *signature = __atomic_load_n(&e->signature, __ATOMIC_ACQUIRE);
-    if (text)
-        spar_shared_text_read(e->text, WORDS, text);
+    call->signature = __atomic_load_n(&e->signature, __ATOMIC_ACQUIRE);
+    if (whole) {
+        spar_shared_text_read(e->text, WORDS, call->text);
+        call->gathered.rest = __atomic_load_n(&e->gathered[0], __ATOMIC_RELAXED);
+        call->gathered.dim = __atomic_load_n(&e->gathered[1], __ATOMIC_RELAXED);
+        call->gathered.size = __atomic_load_n(&e->gathered[2], __ATOMIC_RELAXED);
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    }
     return __atomic_load_n(&e->call, __ATOMIC_RELAXED) == n;
 }
 
@@ -175,37 +184,48 @@ static spar_status check_closed(const spar_call_ring *r, uint64_t n)
 /* Describes call n of all ranks; calls that are equal are described once. */
 static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
 {
-    char text[SPAR_GROUP_TEXT], call[TEXT];
-    uint64_t signatures[2] = {0}, found;
+    char text[SPAR_GROUP_TEXT];
+    description calls[2] = {0}, call;
     int shown[2] = {r->rank, other};
     snprintf(text, sizeof text, "rank %d's call %llu over the GPU is not rank %d's:", r->rank,
              (unsigned long long)n, other);
     for (int i = 0; i < 2; i++)
-        if (read_entry(r, shown[i], n, &signatures[i], call))
-            spar_append(text, sizeof text, "\n  rank %d: %s", shown[i], call);
+        if (read_entry(r, shown[i], n, &calls[i], 1))
+            spar_append(text, sizeof text, "\n  rank %d: %s", shown[i], calls[i].text);
     for (int rank = 0; rank < r->world; rank++) {
         if (rank == r->rank || rank == other)
             continue;
-        if (!read_entry(r, rank, n, &found, call))
+        if (!read_entry(r, rank, n, &call, 1))
             spar_append(text, sizeof text, "\n  rank %d: not seen there", rank);
-        else if (found && (found == signatures[0] || found == signatures[1]))
-            spar_append(text, sizeof text, "\n  rank %d: as rank %d", rank, shown[found == signatures[1]]);
+        else if (call.signature &&
+                 (call.signature == calls[0].signature || call.signature == calls[1].signature))
+            spar_append(text, sizeof text, "\n  rank %d: as rank %d", rank,
+                        shown[call.signature == calls[1].signature]);
         else
-            spar_append(text, sizeof text, "\n  rank %d: %s", rank, call);
+            spar_append(text, sizeof text, "\n  rank %d: %s", rank, call.text);
     }
     return spar_fail_rank(SPAR_MISMATCH, r->rank, "%s", text);
 }
 
 spar_status spar_call_ring_begin(spar_call_ring *r, uint64_t n, const spar_call *call, int compare)
 {
-    uint64_t own, theirs;
+    description own, theirs;
     record(r, n, call);
     SPAR_TRY(check_aborts(r));
-    if (compare && read_entry(r, r->rank, n, &own, NULL))
+    if (compare && read_entry(r, r->rank, n, &own, 0))
         for (int rank = 0; rank < r->world; rank++)
-            if (rank != r->rank && read_entry(r, rank, n, &theirs, NULL) && theirs != own)
+            if (rank != r->rank && read_entry(r, rank, n, &theirs, 0) && theirs.signature != own.signature)
                 return fail_mismatch(r, n, rank);
     return call->failed == SPAR_OK ? check_closed(r, n) : SPAR_OK;
+}
+
+int spar_call_ring_gathered(const spar_call_ring *r, int rank, spar_gathered *gathered)
+{
+    description call;
+    int known = read_entry(r, rank, newest_of(r, r->rank), &call, 1);
+    if (known)
+        *gathered = call.gathered;
+    return known;
 }
 
 /* ---- for the watchdog ---- */

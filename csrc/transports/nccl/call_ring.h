@@ -23,6 +23,9 @@ spar_status spar_call_ring_connect(spar_call_ring *ring, const spar_comm *comm,
  * time. */
 spar_status spar_call_ring_begin(spar_call_ring *ring, uint64_t n, const spar_call *call, int compare);
 
+/* What `rank` holds of the gathered dim in this rank's newest call; 0 if its call was not recorded. */
+int spar_call_ring_gathered(const spar_call_ring *ring, int rank, spar_gathered *gathered);
+
 /* For the watchdog, on any thread, one at a time: */
 
 /* Publishes that this rank's calls up to n have ended. */

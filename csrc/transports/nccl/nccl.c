@@ -412,6 +412,14 @@ static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
     return status;
 }
 
+/* The error has the texts. */
+static int description(const spar_comm *comm, int rank, spar_description *result)
+{
+    const nccl_state *s = comm->state;
+    *result->text = 0;
+    return s->ring && spar_call_ring_gathered(s->ring, rank, &result->gathered);
+}
+
 static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 {
     const nccl_state *s = comm->state;
@@ -446,6 +454,7 @@ const spar_transport spar_transport_nccl = {
     .connect = connect_all,
     .run = run,
     .wait = wait_for,
+    .description = description,
     .last_call = last_call,
     .broken = broken,
     .close = close_comm,

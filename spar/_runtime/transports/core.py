@@ -9,6 +9,7 @@ from ... import _C
 from ...errors import ExchangeTimeoutError, MismatchError, SparError
 from .. import peer_status
 from ..agreement import mismatch
+from ..hints import Gathered, gathered_sizes
 from ..member import Member
 from ..peer_status import CallStatus
 
@@ -41,13 +42,19 @@ class CoreChannel:
     def explain(self, member: Member, op: str, error: SparError) -> SparError:
         """An error of the C core with what only this side knows."""
         core = self.core
-        if isinstance(error, MismatchError) and core.call_text(0) is not None:
-            texts = [core.call_text(rank) or "" for rank in range(member.world)]
-            return mismatch(member, op, texts)
-        text, rows = str(error), ""
+        text, rows, sizes = str(error), "", None
+        if isinstance(error, MismatchError):
+            calls = [call for rank in range(member.world) if (call := core.description(rank)) is not None]
+            if len(calls) == member.world:
+                sizes = gathered_sizes([Gathered(*gathered) for _, gathered in calls])
+                if all(text for text, _ in calls):
+                    return mismatch(member, op, [text for text, _ in calls], sizes)
         if isinstance(error, ExchangeTimeoutError):
             text += f" (limit {member.timeout:g} s, SPAR_TIMEOUT)"
-            calls = [core.last_call(rank) for rank in range(member.world)]
-            known = [str(CallStatus.of(*call)) for call in calls if call is not None]
+            last = [core.last_call(rank) for rank in range(member.world)]
+            known = [str(CallStatus.of(*call)) for call in last if call is not None]
             rows = peer_status.listing(known) if len(known) == member.world else ""
-        return type(error)(f"{member.title(op)}: {text}{rows}", **member.where(op), ranks=error.ranks)
+        result = type(error)(f"{member.title(op)}: {text}{rows}", **member.where(op), ranks=error.ranks)
+        if isinstance(result, MismatchError):
+            result._gathered_sizes = sizes
+        return result

@@ -9,6 +9,7 @@ import torch
 from ... import _C
 from ..agreement import agree
 from ..channel import Operation
+from ..hints import Gathered
 from ..items import call_text
 from ..member import Member
 
@@ -40,7 +41,8 @@ class PlannedExchange:
     def compare(self, member: Member) -> None:
         """Raise on all ranks if they do not make the same call, or one failed."""
 
-        def describe() -> str:
-            return self.plan.describe(self.text, member.calls)
+        def describe() -> tuple[str, Gathered]:
+            text, gathered = self.plan.describe(self.text, member.calls)
+            return text, Gathered(*gathered)
 
         agree(member, self.op, self.plan.signature(self.text), describe, self.deadline)
