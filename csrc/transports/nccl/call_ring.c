@@ -139,10 +139,9 @@ static int read_entry(const spar_call_ring *r, int rank, uint64_t n, description
     call->signature = __atomic_load_n(&e->signature, __ATOMIC_ACQUIRE);
     if (whole) {
         spar_shared_text_read(e->text, WORDS, call->text);
-        call->gathered.rest = __atomic_load_n(&e->gathered[0], __ATOMIC_RELAXED);
-        call->gathered.dim = __atomic_load_n(&e->gathered[1], __ATOMIC_RELAXED);
-        call->gathered.size = __atomic_load_n(&e->gathered[2], __ATOMIC_RELAXED);
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        call->gathered.rest = __atomic_load_n(&e->gathered[0], __ATOMIC_ACQUIRE);
+        call->gathered.dim = __atomic_load_n(&e->gathered[1], __ATOMIC_ACQUIRE);
+        call->gathered.size = __atomic_load_n(&e->gathered[2], __ATOMIC_ACQUIRE);
     }
     return __atomic_load_n(&e->call, __ATOMIC_RELAXED) == n;
 }
