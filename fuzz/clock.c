@@ -1,4 +1,4 @@
-/* The system as the library sees it under a fuzzer: see fuzz.h. */
+/* System calls as the library sees them under a fuzzer: see fuzz.h. */
 #include "fuzz.h"
 
 #include <linux/futex.h>
@@ -10,19 +10,19 @@
 long syscall(long number, ...);
 
 int64_t fuzz_now_ns = 1000000000;
-void (*fuzz_waits)(void);
+void (*fuzz_on_wait)(void);
 
-static void pass(int64_t ns)
+static void advance(int64_t ns)
 {
     fuzz_now_ns += ns;
-    if (fuzz_waits)
-        fuzz_waits();
+    if (fuzz_on_wait)
+        fuzz_on_wait();
 }
 
-int fuzz_clock_gettime(clockid_t which, struct timespec *now)
+int fuzz_clock_gettime(clockid_t clock, struct timespec *now)
 {
-    (void)which;
-    fuzz_now_ns += 1000; /* else who looks until it is later would look for ever */
+    (void)clock;
+    fuzz_now_ns += 1000; /* else a loop that polls the clock would never end */
     *now = (struct timespec){fuzz_now_ns / 1000000000, fuzz_now_ns % 1000000000};
     return 0;
 }
@@ -30,17 +30,17 @@ int fuzz_clock_gettime(clockid_t which, struct timespec *now)
 int fuzz_nanosleep(const struct timespec *time, struct timespec *left)
 {
     (void)left;
-    pass(time->tv_sec * 1000000000LL + time->tv_nsec);
+    advance(time->tv_sec * 1000000000LL + time->tv_nsec);
     return 0;
 }
 
 int fuzz_sched_yield(void)
 {
-    pass(1000);
+    advance(1000);
     return 0;
 }
 
-/* Futexes; memfd_create and pidfd_open, which have two arguments, are the system's own. */
+/* Emulates futexes. memfd_create and pidfd_open, which take two arguments, go to the kernel. */
 long fuzz_syscall(long number, ...)
 {
     va_list args;
@@ -50,7 +50,7 @@ long fuzz_syscall(long number, ...)
         uint32_t seen = va_arg(args, uint32_t);
         const struct timespec *limit = va_arg(args, const struct timespec *);
         if (*(const uint32_t *)first == seen)
-            pass(limit->tv_sec * 1000000000LL + limit->tv_nsec);
+            advance(limit->tv_sec * 1000000000LL + limit->tv_nsec);
     }
     va_end(args);
     return number == SYS_futex ? 0 : syscall(number, first, second);

@@ -1,8 +1,8 @@
-/* What the fuzzers share: bytes as numbers, and a world whose clock stands still while nobody waits.
+/* Shared by the fuzzers: numbers drawn from the input, and a simulated clock that only waits advance.
  *
- * The library is compiled for them with its clock, its sleeps and its futexes renamed (see run): a wait ends at
- * once, costs time of this clock alone, and lets the other ranks, who are the fuzzer's, act. So nothing here
- * depends on the machine, and a limit of seconds takes microseconds. */
+ * The library is compiled with its clock, sleeps and futexes renamed (see run). A wait returns at once, advances
+ * the simulated clock, and lets the simulated peers act. So runs are deterministic, and a timeout of seconds
+ * takes microseconds. */
 #ifndef FUZZ_H
 #define FUZZ_H
 
@@ -13,24 +13,24 @@ typedef struct {
     const uint8_t *next, *end;
 } source;
 
-/* The input's next byte; 0 when it is used up. */
+/* The input's next byte; 0 at its end. */
 static inline unsigned next_byte(source *s)
 {
     return s->next < s->end ? *s->next++ : 0;
 }
 
-static inline uint64_t next_word(source *s)
+static inline uint64_t next_uint64(source *s)
 {
-    uint64_t word = 0;
+    uint64_t value = 0;
     for (int i = 0; i < 8; i++)
-        word = word << 8 | next_byte(s);
-    return word;
+        value = value << 8 | next_byte(s);
+    return value;
 }
 
-/* Small, remarkable, or any. */
+/* A small number, an edge case, or any number. */
 static inline int64_t next_number(source *s)
 {
-    static const int64_t remarkable[] = {
+    static const int64_t edge_cases[] = {
         -1,
         INT64_MIN,
         INT64_MAX,
@@ -54,14 +54,14 @@ static inline int64_t next_number(source *s)
     if (byte < 192)
         return byte - 128;
     if (byte < 240)
-        return remarkable[byte % (sizeof remarkable / sizeof *remarkable)];
-    return (int64_t)next_word(s);
+        return edge_cases[byte % (sizeof edge_cases / sizeof *edge_cases)];
+    return (int64_t)next_uint64(s);
 }
 
-/* The library's clock, in ns; only waits move it. */
+/* The library's clock, in ns; only waits advance it. */
 extern int64_t fuzz_now_ns;
 
-/* Called while the library waits: time has passed, and the others may have acted. */
-extern void (*fuzz_waits)(void);
+/* Called when a wait has advanced the clock: the simulated peers may act. */
+extern void (*fuzz_on_wait)(void);
 
 #endif

@@ -1,11 +1,11 @@
-/* The mailbox: one rank, whose peers' words are whatever the input says.
+/* Fuzzes the mailbox protocol: one real rank, and simulated peers that the input controls.
  *
- * A peer is an arena between pages that nobody may touch, and a shadow of what must stand in it. Whenever the rank
- * waits, the input lets the peers act: come, as they should, or write anything into their mailboxes, vanish, stay
- * silent. Then each arena must be its shadow, or its shadow with the rank's bytes where that peer's own words, if
- * they can be true, want them. A call ends in time, in success or in an error; in success where all were honest. */
-#include "../csrc/ipc/group.c" /* MAGIC is known to it alone, */
-#include "../csrc/ipc/wait.c"  /* and SLICE_NS to it */
+ * A peer is an arena between guard pages, and a shadow copy of its expected contents. Whenever the rank waits, the
+ * input lets the peers act: follow the protocol, write anything into their mailboxes, die, or stall. Then each
+ * arena must equal its shadow, or the shadow after this rank's push to the offsets that the peer published, if
+ * these are valid. Each call ends in time, with success or an error; with success if all peers were honest. */
+#include "../csrc/ipc/group.c" /* for its MAGIC */
+#include "../csrc/ipc/wait.c"  /* for its SLICE_NS */
 
 #include "fuzz.h"
 
@@ -27,21 +27,21 @@ typedef struct {
     _Alignas(64) char shadow[LENGTH];
     int64_t mailbox; /* its offset */
     spar_peer peer;
-    int silent; /* does nothing any more, and does not hang up */
-} liar;
+    int stalled; /* makes no progress, but keeps its connection */
+} fake_peer;
 
-static liar liars[RANKS];
+static fake_peer fake_peers[RANKS];
 
 static struct {
     spar_group *group;
     int world, rank, honest, interrupted, nothing_fits;
-    const spar_call *call; /* that runs; NULL between calls */
+    const spar_call *call; /* the running one; NULL between calls */
     int pushed, waits;
 } now;
 
-static mailbox *box_of(liar *l)
+static mailbox *box_of(fake_peer *p)
 {
-    return (mailbox *)(l->arena + l->mailbox);
+    return (mailbox *)(p->arena + p->mailbox);
 }
 
 static int is_peer(int rank)
@@ -49,50 +49,50 @@ static int is_peer(int rank)
     return rank < now.world && rank != now.rank;
 }
 
-/* ---- what the rank may have done ---- */
+/* ---- what the rank may write ---- */
 
-/* Where its bytes would go by a peer's words; 0 where they cannot be true, or are of another call. */
-static int find_targets(liar *l, int rank, void **targets)
+/* Finds where this rank's bytes go by a peer's call header; 0: it is invalid, or of another call. */
+static int find_targets(fake_peer *p, int rank, void **targets)
 {
     const spar_plan *plan = now.call->plan;
-    const mailbox *box = (const mailbox *)(l->shadow + l->mailbox);
+    const mailbox *box = (const mailbox *)(p->shadow + p->mailbox);
     if (box->status != SPAR_OK || box->signature != spar_plan_signature(plan, now.call->text))
         return 0;
     for (int t = 0; t < plan->ntensors; t++) {
         __int128 offset = box->offsets[t], bytes = plan->tensors[t].rank_bytes[rank];
         if (offset < 0 || offset + bytes > LENGTH)
             return 0;
-        targets[t] = l->shadow + offset;
+        targets[t] = p->shadow + offset;
     }
     return 1;
 }
 
-/* Whether an arena is its shadow, but for the two words that are others' to write. */
-static int is_shadow(liar *l)
+/* Whether an arena equals its shadow, except for the two fields that this rank may write. */
+static int is_shadow(fake_peer *p)
 {
-    mailbox *box = box_of(l), *shadow = (mailbox *)(l->shadow + l->mailbox);
+    mailbox *box = box_of(p), *shadow = (mailbox *)(p->shadow + p->mailbox);
     shadow->waiters = box->waiters;
     shadow->detached[now.rank] = box->detached[now.rank];
-    return memcmp(l->arena, l->shadow, LENGTH) == 0;
+    return memcmp(p->arena, p->shadow, LENGTH) == 0;
 }
 
-/* Everything that changed since the peers last acted is right. */
-static void look_at_arenas(void)
+/* Expects that this rank changed no arena since the peers last acted, or pushed this call's bytes. */
+static void check_arenas(void)
 {
     void *targets[RANKS][TENSORS], *own[TENSORS];
     void *const *rows[RANKS];
-    int same = 1, true_words = now.call && now.call->plan && !now.pushed;
+    int same = 1, valid = now.call && now.call->plan && !now.pushed;
     for (int rank = 0; rank < now.world; rank++)
         if (is_peer(rank))
-            same &= is_shadow(&liars[rank]);
+            same &= is_shadow(&fake_peers[rank]);
     if (same)
         return;
     for (int rank = 0; rank < now.world; rank++) {
         rows[rank] = targets[rank];
-        if (true_words && is_peer(rank))
-            true_words &= find_targets(&liars[rank], rank, targets[rank]);
+        if (valid && is_peer(rank))
+            valid &= find_targets(&fake_peers[rank], rank, targets[rank]);
     }
-    EXPECT(true_words);
+    EXPECT(valid);
     for (int t = 0; t < now.call->plan->ntensors; t++)
         own[t] = malloc((size_t)now.call->plan->tensors[t].out_bytes);
     rows[now.rank] = own;
@@ -101,29 +101,29 @@ static void look_at_arenas(void)
         free(own[t]);
     now.pushed = 1;
     for (int rank = 0; rank < now.world; rank++)
-        EXPECT(!is_peer(rank) || is_shadow(&liars[rank]));
+        EXPECT(!is_peer(rank) || is_shadow(&fake_peers[rank]));
 }
 
 /* ---- what the peers do ---- */
 
-static void put(liar *l, int64_t at, const void *bytes, size_t size)
+static void put(fake_peer *p, int64_t at, const void *bytes, size_t size)
 {
-    memcpy(l->arena + at, bytes, size);
-    memcpy(l->shadow + at, bytes, size);
+    memcpy(p->arena + at, bytes, size);
+    memcpy(p->shadow + at, bytes, size);
 }
 
-#define PUT(l, field, value)                                                                                 \
-    put(l, (l)->mailbox + (int64_t)offsetof(mailbox, field), &(__typeof__(((mailbox *)0)->field)){value},    \
+#define PUT(p, field, value)                                                                                 \
+    put(p, (p)->mailbox + (int64_t)offsetof(mailbox, field), &(__typeof__(((mailbox *)0)->field)){value},    \
         sizeof((mailbox *)0)->field)
 
-/* The next thing that an honest rank does. */
-static void behave(liar *l, int rank)
+/* Takes an honest rank's next step. */
+static void follow_protocol(fake_peer *p, int rank)
 {
     const spar_plan *plan = now.call->plan;
-    const mailbox *box = box_of(l);
-    if (l->silent)
+    const mailbox *box = box_of(p);
+    if (p->stalled)
         return;
-    uint32_t call = now.group->call; /* one that this rank failed may not be over yet */
+    uint32_t call = now.group->call; /* a call that this rank failed may not have ended */
     if ((int32_t)(box->published - call) < 0) {
         int64_t offsets[SPAR_GROUP_TENSORS] = {0}, at = OUTPUTS;
         for (int t = 0; plan && t < plan->ntensors; t++) {
@@ -131,18 +131,19 @@ static void behave(liar *l, int rank)
             at += (plan->tensors[t].rank_bytes[rank] + 127) & ~127ll;
             now.nothing_fits |= at > LENGTH;
         }
-        put(l, l->mailbox + (int64_t)offsetof(mailbox, offsets), offsets, sizeof offsets);
-        PUT(l, signature, plan ? spar_plan_signature(plan, now.call->text) : 0);
-        PUT(l, status, SPAR_OK);
-        PUT(l, published, call);
+        put(p, p->mailbox + (int64_t)offsetof(mailbox, offsets), offsets, sizeof offsets);
+        PUT(p, signature, plan ? spar_plan_signature(plan, now.call->text) : 0);
+        PUT(p, status, SPAR_OK);
+        PUT(p, published, call);
     } else if ((int32_t)(box->described - now.group->own->described) < 0) {
-        PUT(l, described, now.group->own->described);
+        PUT(p, described, now.group->own->described);
     } else if ((int32_t)(box->done - call) < 0) {
-        PUT(l, done, call);
+        PUT(p, done, call);
     }
 }
 
-static void lie(liar *l)
+/* Writes an arbitrary value into a field of a mailbox. */
+static void corrupt(fake_peer *p)
 {
     int64_t value = next_number(&input);
     uint32_t half = (uint32_t)value, near = now.group->call + half % 8 - 4;
@@ -150,77 +151,77 @@ static void lie(liar *l)
     char bytes[64];
     switch (which % 10) {
     case 0:
-        PUT(l, published, which & 16 ? half : near);
+        PUT(p, published, which & 16 ? half : near);
         break;
     case 1:
-        PUT(l, done, which & 16 ? half : near);
+        PUT(p, done, which & 16 ? half : near);
         break;
     case 2:
-        PUT(l, described, which & 16 ? half : near);
+        PUT(p, described, which & 16 ? half : near);
         break;
     case 3:
-        PUT(l, broken, half);
+        PUT(p, broken, half);
         break;
     case 4:
-        PUT(l, status, half);
+        PUT(p, status, half);
         break;
     case 5:
-        PUT(l, signature, (uint64_t)value);
+        PUT(p, signature, (uint64_t)value);
         break;
-    case 6: /* near an end of its arena, or anywhere */
+    case 6: /* an offset near the end of its arena, or anywhere */
         value = which & 16 ? (int64_t)(LENGTH - (uint64_t)value) : value;
-        put(l, l->mailbox + (int64_t)offsetof(mailbox, offsets[which / 32]), &value, sizeof value);
+        put(p, p->mailbox + (int64_t)offsetof(mailbox, offsets[which / 32]), &value, sizeof value);
         break;
-    case 7: /* a text that has no end */
+    case 7: /* a text without a terminator */
     case 8:
         memset(bytes, half, sizeof bytes);
         for (size_t at = 0; at < SPAR_GROUP_TEXT; at += sizeof bytes)
-            put(l,
-                l->mailbox + (int64_t)at +
+            put(p,
+                p->mailbox + (int64_t)at +
                     (int64_t)(which % 10 == 7 ? offsetof(mailbox, description) : offsetof(mailbox, reason)),
                 bytes, sizeof bytes);
         break;
     default:
-        put(l, l->mailbox + (int64_t)(half % sizeof(mailbox) & ~7u), &value, sizeof value);
+        put(p, p->mailbox + (int64_t)(half % sizeof(mailbox) & ~7u), &value, sizeof value);
     }
 }
 
-/* One step of the peers. An input that is used up means that all behave. */
+/* One step of the peers. After the input's end, all follow the protocol. */
 static void step(unsigned what)
 {
-    unsigned who = (what >> 4) % (unsigned)now.world;
+    int actor = (int)((what >> 4) % (unsigned)now.world);
     if (what % 8 == 0) {
         for (int rank = 0; rank < now.world; rank++)
             if (is_peer(rank))
-                behave(&liars[rank], rank);
+                follow_protocol(&fake_peers[rank], rank);
         return;
     }
-    if (!is_peer((int)who))
+    if (!is_peer(actor))
         return;
     if (what % 8 < 3) {
-        behave(&liars[who], (int)who);
+        follow_protocol(&fake_peers[actor], actor);
         return;
     }
     now.honest = 0;
     if (what % 8 < 6) {
-        if (what & 8) /* comes, with a lie */
-            behave(&liars[who], (int)who);
-        lie(&liars[who]);
+        if (what & 8) /* a correct step, with a corrupt field */
+            follow_protocol(&fake_peers[actor], actor);
+        corrupt(&fake_peers[actor]);
     } else if (what % 8 == 6) {
         now.interrupted |= what & 8;
     } else if (what & 8) {
-        liars[who].peer.socket = -1; /* hung up; and dead, as there is no such process */
+        fake_peers[actor].peer.socket = -1; /* hung up, and dead: no such process exists */
     } else {
         fuzz_now_ns += next_byte(&input) % 8 * SLICE_NS;
-        liars[who].silent = (int)(what >> 6 & 1);
+        fake_peers[actor].stalled = (int)(what >> 6 & 1);
     }
 }
 
-/* While the rank waits: a few steps, which it sees together. */
+/* Runs while the rank waits: up to four steps, which become visible together. */
 static void act(void)
 {
     unsigned what = 128;
-    look_at_arenas();
+    check_arenas();
     EXPECT(++now.waits < 200);
     for (int steps = 0; steps < 4 && what & 128; steps++)
         step(what = next_byte(&input));
@@ -287,7 +288,7 @@ static void check_own(const spar_call *call)
     }
 }
 
-/* Any call that this rank makes; its inputs are right, and stay as they are. */
+/* Makes a random valid call on this rank; its inputs must not change. */
 static void run_call(spar_comm *comm)
 {
     part parts[TENSORS];
@@ -318,16 +319,16 @@ static void run_call(spar_comm *comm)
                       .failed = fails % 16 < 14    ? SPAR_OK
                                 : fails % 32 == 14 ? SPAR_NO_MEMORY
                                                    : SPAR_INVALID,
-                      .why = "it was told to",
+                      .why = "an injected failure",
                       .deadline = {fuzz_now_ns + LIMIT_NS, is_interrupted, NULL}};
     int was_broken = now.group->own->broken != 0;
     now.pushed = now.waits = now.nothing_fits = 0;
     now.call = &call;
     spar_status status = spar_comm_run(comm, &call);
-    look_at_arenas();
-    now.honest &= !now.nothing_fits && now.waits * SLICE_NS < LIMIT_NS / 2; /* none too late */
+    check_arenas();
+    now.honest &= !now.nothing_fits && now.waits * SLICE_NS < LIMIT_NS / 2; /* no step came too late */
     check_status(status, &call);
-    /* where peers lied, the word may name another reason */
+    /* corrupt peers may change the error */
     EXPECT(!was_broken || status == SPAR_BROKEN || (!now.honest && status != SPAR_OK));
     if (status == SPAR_OK)
         check_own(&call);
@@ -342,49 +343,49 @@ static void run_call(spar_comm *comm)
     spar_plan_release(plan);
 }
 
-/* ---- an input ---- */
+/* ---- one input ---- */
 
-/* Peers, and what they say of their mailboxes before the first call. */
-static int meet(int64_t *offsets)
+/* Creates the peers with their mailboxes; returns 0 if the input made one invalid. */
+static int create_peers(int64_t *offsets)
 {
     for (int rank = 0; rank < now.world; rank++) {
-        liar *l = &liars[rank];
+        fake_peer *p = &fake_peers[rank];
         if (!is_peer(rank))
             continue;
-        memset(l->arena, NOT_WRITTEN, LENGTH);
-        memset(l->shadow, NOT_WRITTEN, LENGTH);
-        l->mailbox = 64 * (next_byte(&input) % 8);
+        memset(p->arena, NOT_WRITTEN, LENGTH);
+        memset(p->shadow, NOT_WRITTEN, LENGTH);
+        p->mailbox = 64 * (next_byte(&input) % 8);
         mailbox empty = {.world = now.world, .rank = rank};
         memcpy(empty.magic, MAGIC, sizeof MAGIC);
-        put(l, l->mailbox, &empty, sizeof empty);
-        l->peer = (spar_peer){.endpoint = {INT32_MAX, (uint64_t)rank + 1},
-                              .base = l->arena,
+        put(p, p->mailbox, &empty, sizeof empty);
+        p->peer = (spar_peer){.endpoint = {INT32_MAX, (uint64_t)rank + 1},
+                              .base = p->arena,
                               .length = LENGTH,
                               .socket = -1,
                               .pidfd = -1,
                               .groups = 2};
-        l->silent = 0;
-        offsets[rank] = l->mailbox;
+        p->stalled = 0;
+        offsets[rank] = p->mailbox;
         unsigned what = next_byte(&input);
         switch (what % 8) {
         case 1:
             offsets[rank] = next_number(&input);
             break;
         case 2:
-            PUT(l, world, (int32_t)next_number(&input));
+            PUT(p, world, (int32_t)next_number(&input));
             break;
         case 3:
-            PUT(l, rank, (int32_t)next_number(&input));
+            PUT(p, rank, (int32_t)next_number(&input));
             break;
         case 4:
-            put(l, l->mailbox + what / 32, &what, 1);
+            put(p, p->mailbox + what / 32, &what, 1);
             break;
         case 5:
-            l->peer.length = next_number(&input) % (LENGTH / 64 + 1) * 64;
+            p->peer.length = next_number(&input) % (LENGTH / 64 + 1) * 64;
             break;
-        case 6: /* a mailbox that begins in the arena, and ends outside */
+        case 6: /* a mailbox that begins inside the arena and ends outside */
             offsets[rank] = LENGTH - 64 * (8 + what / 8);
-            put(l, offsets[rank], &empty, 16);
+            put(p, offsets[rank], &empty, 16);
             break;
         default:
             continue;
@@ -401,8 +402,8 @@ static void make_arenas(void)
         char *room = mmap(NULL, (size_t)(2 * GUARD + LENGTH), PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         EXPECT(room != MAP_FAILED && mprotect(room + GUARD, LENGTH, PROT_READ | PROT_WRITE) == 0);
-        EXPECT(mprotect(room + GUARD + LENGTH, SPAR_ARENA_TAIL, PROT_READ) == 0); /* whereabouts */
-        liars[rank].arena = room + GUARD;
+        EXPECT(mprotect(room + GUARD + LENGTH, SPAR_ARENA_TAIL, PROT_READ) == 0); /* its last call */
+        fake_peers[rank].arena = room + GUARD;
     }
 }
 
@@ -410,11 +411,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    static int quiet[2] = {-1, -1}; /* a pipe on which nothing ever comes */
+    static int quiet[2] = {-1, -1}; /* a pipe that nobody writes to */
     spar_peer *peers[RANKS] = {NULL};
     int64_t offsets[RANKS] = {0}, own;
     spar_arena_stats stats;
-    if (!liars[0].arena)
+    if (!fake_peers[0].arena)
         make_arenas();
     if (quiet[0] < 0)
         EXPECT(pipe(quiet) == 0);
@@ -423,39 +424,39 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     now.honest = 1;
     now.world = 2 + (int)(next_byte(&input) % (RANKS - 1));
     now.rank = (int)(next_byte(&input) % (unsigned)now.world);
-    int honest = meet(offsets);
+    int honest = create_peers(offsets);
     EXPECT(!spar_group_open(now.world, now.rank, now.world, 0, &now.group, &own));
     spar_group_spin(now.group, next_byte(&input) % 4 ? 0 : 50000);
     for (int rank = 0; rank < now.world; rank++)
         if (is_peer(rank)) {
-            peers[rank] = &liars[rank].peer;
+            peers[rank] = &fake_peers[rank].peer;
             peers[rank]->socket = quiet[0];
         }
     spar_comm comm = {
         .transport = &spar_transport_shm, .world = now.world, .rank = now.rank, .state = now.group};
     spar_status status = spar_group_attach(now.group, peers, offsets);
     EXPECT(status == SPAR_OK || (status == SPAR_TRANSPORT && !honest && *spar_last_error()));
-    if (next_byte(&input) % 4 == 0) { /* near the wrap */
+    if (next_byte(&input) % 4 == 0) { /* call numbers near the wrap */
         spar_group_start_at(now.group, UINT32_MAX - 1);
         for (int rank = 0; status == SPAR_OK && rank < now.world; rank++)
             if (is_peer(rank)) {
-                PUT(&liars[rank], published, UINT32_MAX - 1);
-                PUT(&liars[rank], described, UINT32_MAX - 1);
-                PUT(&liars[rank], done, UINT32_MAX - 1);
+                PUT(&fake_peers[rank], published, UINT32_MAX - 1);
+                PUT(&fake_peers[rank], described, UINT32_MAX - 1);
+                PUT(&fake_peers[rank], done, UINT32_MAX - 1);
             }
     }
-    fuzz_waits = act;
+    fuzz_on_wait = act;
     for (int i = next_byte(&input) % CALLS; status == SPAR_OK && i >= 0; i--)
         run_call(&comm);
-    fuzz_waits = NULL;
-    /* all go, and nothing is left */
+    fuzz_on_wait = NULL;
+    /* all peers leave; then nothing is allocated */
     for (int rank = 0; rank < now.world; rank++)
         if (is_peer(rank)) {
-            liars[rank].peer.socket = -1;
+            fake_peers[rank].peer.socket = -1;
             now.group->own->detached[rank] = 1;
         }
     spar_group_close(now.group);
-    for (int looks = 0; looks < 2; looks++)
+    for (int i = 0; i < 2; i++)
         spar_arena_trim();
     spar_arena_read_stats(&stats);
     EXPECT(stats.allocated == 0 && stats.quarantined == 0);

@@ -1,8 +1,7 @@
-/* The planner: a right call, and then some of its numbers changed.
+/* Fuzzes the planner with valid calls, and with valid calls some of whose numbers were changed.
  *
- * A call that nobody changed is carried out on all ranks, and each byte must come to where it belongs. Of a
- * changed one the planner may say that it is invalid; what it plans must stay in bounds, count its bytes right
- * and be the same on all ranks. */
+ * An unchanged call runs on all ranks, and each byte must arrive at its place. The planner may reject a changed
+ * call; a plan that it builds must stay in bounds, count its bytes correctly and agree between all ranks. */
 #include "fuzz.h"
 
 static source input;
@@ -11,22 +10,22 @@ static source input;
 
 enum { ROOM = 64, RANKS = 64, SMALL = 1 << 12, MOST_ARGS = 1 << 26, MOST_RANKS = 1 << 20 };
 
-/* One rank's request, in numbers that may be anything. */
+/* One rank's request; its numbers may have any value. */
 typedef struct {
     const spar_op *op;
     int world, rank, count;
     spar_tensor tensors[TENSORS];
     int64_t extents[TENSORS][ROOM], strides[TENSORS][ROOM], args[TENSORS][ROOM];
-} asked;
+} fuzz_request;
 
-static spar_request request_of(const asked *a)
+static spar_request request_of(const fuzz_request *a)
 {
     return (spar_request){a->op, a->world, a->rank, SPAR_SIDE_PULL, a->count, a->tensors};
 }
 
-/* ---- what must hold of one plan ---- */
+/* ---- one plan ---- */
 
-/* The bytes that a block moves; it must lie in `from` bytes of one side and in `to` of the other. */
+/* Returns how many bytes a block moves. It must stay within `from` source bytes and `to` destination bytes. */
 static __int128 check_block(const spar_plan *plan, const spar_block *block, __int128 from, __int128 to)
 {
     __int128 src = (__int128)block->src + block->run, dst = (__int128)block->dst + block->run;
@@ -43,7 +42,7 @@ static __int128 check_block(const spar_plan *plan, const spar_block *block, __in
     return bytes;
 }
 
-/* From an input's first byte to its last one's end. */
+/* The length in bytes from an input's first byte to the end of its last item. */
 static __int128 span_of(const spar_tensor *tensor)
 {
     __int128 span = tensor->item_size;
@@ -55,7 +54,7 @@ static __int128 span_of(const spar_tensor *tensor)
     return span;
 }
 
-static void check_plan(const asked *a, const spar_plan *plan)
+static void check_plan(const fuzz_request *a, const spar_plan *plan)
 {
     __int128 pulled = 0, output = 0;
     EXPECT(plan->op == a->op && plan->world == a->world && plan->rank == a->rank);
@@ -73,7 +72,7 @@ static void check_plan(const asked *a, const spar_plan *plan)
         bytes = 0;
         for (int64_t i = pull->first; i < pull->first + pull->count; i++) {
             const spar_block *block = &plan->blocks[i];
-            EXPECT(block->src == bytes); /* packed bytes lie one behind the other */
+            EXPECT(block->src == bytes); /* packed bytes are contiguous */
             bytes += check_block(plan, block, pull->bytes, plan->tensors[block->tensor].out_bytes);
         }
         EXPECT(bytes == pull->bytes);
@@ -92,8 +91,8 @@ static void check_plan(const asked *a, const spar_plan *plan)
     EXPECT(pulled == output);
 }
 
-/* However little room there is, the text fits, and is the beginning of the whole. */
-static void check_words(const spar_plan *plan, size_t size)
+/* Into a buffer of any size, the description fits, and is a prefix of the full one. */
+static void check_description(const spar_plan *plan, size_t size)
 {
     char whole[1 << 12], *text = malloc(size + 1);
     spar_plan_describe(plan, whole, sizeof whole);
@@ -103,9 +102,9 @@ static void check_words(const spar_plan *plan, size_t size)
     free(text);
 }
 
-/* ---- what must hold of all ranks' plans ---- */
+/* ---- all ranks' plans ---- */
 
-static int is_small(const asked *a)
+static int is_small(const fuzz_request *a)
 {
     for (int t = 0; t < a->count; t++)
         for (int i = 0; i < a->tensors[t].ndim; i++)
@@ -114,7 +113,7 @@ static int is_small(const asked *a)
     return 1;
 }
 
-/* Adds one for each byte that the block writes. */
+/* Counts the writes to each byte; a block writes none twice. */
 static void count_writes(const spar_plan *plan, const spar_block *block, int dim, int64_t at, uint8_t *writes)
 {
     const spar_dim *d = plan->dims + block->dims + dim;
@@ -148,14 +147,14 @@ static void check_outputs(spar_plan *const *plans, int receiver)
     }
 }
 
-/* The others ask for the same, each with what the plan says that it holds. */
-static void check_world(const asked *a, const spar_plan *plan)
+/* The other ranks request the same exchange, each with the local shape that the plan gives it. */
+static void check_world(const fuzz_request *a, const spar_plan *plan)
 {
-    static asked other;
+    static fuzz_request other;
     spar_plan *plans[RANKS] = {NULL};
-    char words[256], theirs[256];
+    char own_text[256], other_text[256];
     int built = 1, small = is_small(a);
-    spar_plan_describe(plan, words, sizeof words);
+    spar_plan_describe(plan, own_text, sizeof own_text);
     for (int rank = 0; rank < plan->world; rank++) {
         other = *a;
         other.rank = rank;
@@ -168,14 +167,14 @@ static void check_world(const asked *a, const spar_plan *plan)
         }
         spar_request request = request_of(&other);
         spar_status status = spar_plan_build(&request, &plans[rank]);
-        if (status != SPAR_OK) { /* of the far strides the larger parts reach too far */
+        if (status != SPAR_OK) { /* with large strides, a larger part may overflow */
             EXPECT(status == SPAR_INVALID && !(small && is_small(&other)));
             built = 0;
             continue;
         }
         check_plan(&other, plans[rank]);
-        spar_plan_describe(plans[rank], theirs, sizeof theirs);
-        EXPECT(plans[rank]->signature == plan->signature && !strcmp(words, theirs));
+        spar_plan_describe(plans[rank], other_text, sizeof other_text);
+        EXPECT(plans[rank]->signature == plan->signature && !strcmp(own_text, other_text));
     }
     for (int p = 0; built && p < plan->world; p++) {
         for (int q = 0; q < plan->world; q++)
@@ -188,7 +187,7 @@ static void check_world(const asked *a, const spar_plan *plan)
             spar_plan_release(plans[rank]);
 }
 
-/* ---- a right call, carried out ---- */
+/* ---- a valid call, executed ---- */
 
 typedef struct {
     buffer in[TENSORS], out[TENSORS];
@@ -209,7 +208,7 @@ static void check_received(member *members, int world, int count, const part *pa
         }
 }
 
-static void carry_out(const spar_op *op, int world, int count, const part *parts)
+static void run_valid_call(const spar_op *op, int world, int count, const part *parts)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     member members[WORLD];
@@ -237,7 +236,7 @@ static void carry_out(const spar_op *op, int world, int count, const part *parts
     for (int from = 0; from < world; from++)
         for (int to = 0; to < world; to++) {
             const member *a = &members[from], *b = &members[to];
-            char *wire = malloc((size_t)a->plan->push[to].bytes); /* not a byte more */
+            char *wire = malloc((size_t)a->plan->push[to].bytes); /* exact: sanitizers catch an overrun */
             EXPECT(!spar_pack(a->plan, &spar_device_cpu, to, a->inputs, wire, NULL));
             EXPECT(from == to
                        ? !spar_copy_own(a->plan, &spar_device_cpu, a->inputs, a->outputs, &unscaled, NULL)
@@ -254,9 +253,9 @@ static void carry_out(const spar_op *op, int world, int count, const part *parts
     }
 }
 
-/* ---- an input ---- */
+/* ---- one input ---- */
 
-static void ask(asked *a, const spar_op *op, int world, int count, const part *parts)
+static void fill_request(fuzz_request *a, const spar_op *op, int world, int count, const part *parts)
 {
     memset(a, 0, sizeof *a);
     a->op = op;
@@ -274,8 +273,8 @@ static void ask(asked *a, const spar_op *op, int world, int count, const part *p
     }
 }
 
-/* One number, or another one's place. The arrays are as long as the planner may look. */
-static void change(asked *a)
+/* Changes one number, or all strides of a tensor. Counts stay within the arrays, or beyond the planner's limits. */
+static void change(fuzz_request *a)
 {
     unsigned what = next_byte(&input) % 9, t = next_byte(&input) % TENSORS;
     unsigned which = next_byte(&input);
@@ -309,7 +308,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    static asked a;
+    static fuzz_request a;
     part parts[TENSORS];
     spar_plan *plan, *cached;
     int count;
@@ -318,12 +317,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     int world = 1 + (int)(next_byte(&input) % WORLD), changes = (int)(next_byte(&input) % 6);
     const spar_op *op = draw_call(0, world, &count, parts);
     for (int t = count; t < TENSORS; t++)
-        parts[t] = parts[0]; /* should a change make them count */
+        parts[t] = parts[0]; /* a change may raise the count */
     if (changes == 0) {
-        carry_out(op, world, count, parts);
+        run_valid_call(op, world, count, parts);
         return 0;
     }
-    ask(&a, op, world, TENSORS, parts);
+    fill_request(&a, op, world, TENSORS, parts);
     a.count = count;
     while (changes--)
         change(&a);
@@ -336,7 +335,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     EXPECT(cached->signature == plan->signature);
     spar_plan_release(cached);
     check_plan(&a, plan);
-    check_words(plan, next_byte(&input) * 4);
+    check_description(plan, next_byte(&input) * 4);
     check_world(&a, plan);
     spar_plan_release(plan);
     return 0;
