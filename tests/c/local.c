@@ -1,7 +1,7 @@
-/* All ranks are threads of one process: the whole world under one roof, for tests (-DSPAR_LOCAL).
+/* A transport between ranks that are threads of one process, for tests (-DSPAR_LOCAL).
  *
- * The protocol is that of every pushing transport: publish the call; read everybody's; compare; push
- * straight into the others' outputs; say done; wait for everybody's done. */
+ * Its protocol is that of every pushing transport: publish the call; read the peers' calls; compare; push straight
+ * into the peers' outputs; publish done; wait until all ranks are done. */
 #include "local.h"
 
 #include "base/util.h"
@@ -13,8 +13,8 @@
 #include <time.h>
 
 typedef struct {
-    const spar_call *call; /* its newest */
-    int64_t started, done; /* calls */
+    const spar_call *call; /* the newest */
+    int64_t started, done; /* call numbers */
 } member;
 
 struct spar_local_world {
@@ -67,11 +67,11 @@ static spar_status connect(spar_comm *comm, const spar_setup_result *results, co
     (void)deadline;
     for (int rank = 0; rank < comm->world; rank++)
         if (results[rank].offset != rank)
-            return spar_fail(SPAR_TRANSPORT, "the verdict of rank %d is not its own", rank);
+            return spar_fail(SPAR_TRANSPORT, "the setup result of rank %d is another rank's", rank);
     return SPAR_OK;
 }
 
-/* Waits, with the lock held, until everybody has started (or done) call n. */
+/* Waits, with the lock held, until all ranks have started (or done) call n. */
 static spar_status await_all(spar_local_world *w, const spar_call *call, int64_t n, int for_done)
 {
     struct timespec until = {call->deadline.at_ns / 1000000000, call->deadline.at_ns % 1000000000};
@@ -140,7 +140,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
 
 static void close_comm(spar_comm *comm)
 {
-    comm->state = NULL; /* the world is the test's */
+    comm->state = NULL; /* the test owns the world */
 }
 
 const spar_transport spar_transport_local = {

@@ -1,4 +1,4 @@
-/* The world that the ranks of the local transport share; it outlives their comms. */
+/* The state that the ranks of the local transport share; it outlives their comms. */
 #ifndef SPAR_LOCAL_H
 #define SPAR_LOCAL_H
 

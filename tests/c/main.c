@@ -1,4 +1,4 @@
-/* tests NAME [ARGUMENTS]: one of the tests in this folder; 0 where it holds. */
+/* tests NAME [ARGUMENTS]: runs one of the tests in this folder; exit status 0 if it passes. */
 #include <stdio.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* Ranks as processes of a test: forks that share what was mapped before. */
+/* Runs the ranks of a test as forked processes that share memory. */
 #ifndef PROCESSES_H
 #define PROCESSES_H
 
@@ -10,14 +10,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Zeros that forks share; NULL: there are none. */
+/* Maps zeroed memory that forks share; NULL on failure. */
 static inline void *shared_memory(size_t size)
 {
     void *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     return memory == MAP_FAILED ? NULL : memory;
 }
 
-/* A barrier in such memory. */
+/* Initializes a barrier in shared memory. */
 static inline void share_barrier(pthread_barrier_t *barrier, int world)
 {
     pthread_barrierattr_t shared;
@@ -26,7 +26,7 @@ static inline void share_barrier(pthread_barrier_t *barrier, int world)
     pthread_barrier_init(barrier, &shared, (unsigned)world);
 }
 
-/* Runs work(context, rank) in a process for each rank; 0: all ended well. In a fork it does not return. */
+/* Runs work(context, rank) in one process per rank. Returns 0 if all succeed; does not return in a child. */
 static inline int run_ranks(int world, void (*work)(void *context, int rank), void *context)
 {
     enum { MOST_RANKS = 64 };
@@ -44,7 +44,7 @@ static inline int run_ranks(int world, void (*work)(void *context, int rank), vo
         if (wait(&status) > 0 && WIFEXITED(status) && WEXITSTATUS(status) == 0)
             continue;
         failed = 1;
-        for (int rank = 0; rank < started; rank++) /* they would wait at a barrier */
+        for (int rank = 0; rank < started; rank++) /* the others may wait at a barrier */
             if (ranks[rank] > 0)
                 kill(ranks[rank], SIGKILL);
     }

@@ -1,4 +1,4 @@
-/* Random calls: what is asked for, what each rank holds before, and what it must hold after. */
+/* Random calls: the request, and what each rank holds before and after. */
 #ifndef RANDOM_CALL_H
 #define RANDOM_CALL_H
 
@@ -25,7 +25,7 @@ static uint64_t scramble(uint64_t x)
     return x ^ x >> 31;
 }
 
-#ifndef DRAW /* a fuzzer draws from its input */
+#ifndef DRAW /* fuzzers draw from their input */
 #define DRAW(seed, bound) ((int)(scramble(*(seed) += 0x9e3779b97f4a7c15u) % (uint64_t)(bound)))
 #endif
 
@@ -35,7 +35,7 @@ static int draw(uint64_t *seed, int bound)
     return DRAW(seed, bound);
 }
 
-/* Which rank owns each index of one dim; a rank holds its own in their order. */
+/* Which rank owns each index of one dim; a rank holds its indices in ascending order. */
 typedef struct {
     int dim; /* -1: every rank holds all */
     int owner[EXTENT];
@@ -47,8 +47,8 @@ typedef struct {
     cut in, out;
 } part;
 
-/* The next `count` indices belong to `rank`. */
-static void give(cut *c, int64_t *at, int rank, int64_t count)
+/* Assigns the next `count` indices to `rank`. */
+static void assign(cut *c, int64_t *at, int rank, int64_t count)
 {
     while (count-- > 0)
         c->owner[(*at)++] = rank;
@@ -59,11 +59,11 @@ static cut by_rule(const part *p, int dim, int world)
     cut c = {.dim = dim};
     int64_t at = 0;
     for (int rank = 0; rank < world; rank++)
-        give(&c, &at, rank, p->whole[dim] / world + (rank < p->whole[dim] % world));
+        assign(&c, &at, rank, p->whole[dim] / world + (rank < p->whole[dim] % world));
     return c;
 }
 
-/* What each of the outer ranks owns, cut once more among inner ones, by the size rule. */
+/* Splits each outer rank's indices among inner ranks, by the size rule. */
 static void refine(cut *c, int64_t extent, int outer, int inner)
 {
     for (int rank = 0; rank < outer; rank++) {
@@ -88,7 +88,7 @@ static cut draw_sizes(uint64_t *seed, int world, part *p, int dim)
     p->nargs = 1 + world;
     p->whole[dim] = 0;
     for (int rank = 0; rank < world; rank++)
-        give(&c, &p->whole[dim], rank, p->args[1 + rank] = draw(seed, 4));
+        assign(&c, &p->whole[dim], rank, p->args[1 + rank] = draw(seed, 4));
     return c;
 }
 
@@ -99,7 +99,7 @@ static cut draw_zigzag(uint64_t *seed, int outer, part *p, int dim)
     p->nargs = 3;
     p->whole[dim] = 0;
     for (int i = 0; i < 2 * outer; i++)
-        give(&c, &p->whole[dim], i < outer ? i : 2 * outer - 1 - i, chunk);
+        assign(&c, &p->whole[dim], i < outer ? i : 2 * outer - 1 - i, chunk);
     p->args[2] = p->whole[dim];
     return c;
 }
@@ -115,7 +115,7 @@ static cut draw_packed(uint64_t *seed, int outer, part *p, int dim)
         int64_t length = draw(seed, 7);
         for (int rank = 0; rank < outer; rank++) {
             int64_t size = table ? draw(seed, 3) : length / outer + (rank < length % outer);
-            give(&c, &p->whole[dim], rank, size);
+            assign(&c, &p->whole[dim], rank, size);
             if (table)
                 p->args[3 + rank * sequences + s] = size;
         }
@@ -125,7 +125,7 @@ static cut draw_packed(uint64_t *seed, int outer, part *p, int dim)
     return c;
 }
 
-/* Arguments of each op. A new one fails here until it has some. */
+/* Draws arguments for each op. A new op fails here until it has a branch. */
 static void draw_args(uint64_t *seed, const char *op, int world, part *p)
 {
     int dim = draw(seed, p->ndim), other = (dim + 1 + draw(seed, p->ndim - 1)) % p->ndim;
@@ -184,7 +184,7 @@ static const spar_op *draw_call(uint64_t seed, int world, int *count, part *part
 typedef struct {
     int dim;
     int64_t extents[DIMS], strides[DIMS], bytes;
-    int64_t place[EXTENT]; /* of each index of the cut dim, in the whole */
+    int64_t place[EXTENT]; /* of each index of the cut dim, in the global tensor */
     unsigned char *data;
 } buffer;
 
@@ -207,7 +207,7 @@ static buffer make_buffer(const part *p, int rank, const cut *c, int gap)
     return b;
 }
 
-/* Writes into each cell what its place in the whole says, or expects to find it there. */
+/* Writes a value derived from its global index into each cell, or expects that value. */
 static inline void visit(const part *p, const buffer *b, int check)
 {
     int64_t cells = 1;

@@ -1,4 +1,4 @@
-/* Spreading over cores: from any placement, with whatever the others say, in a world whose cores are numbers. */
+/* SPAR_AFFINITY, over simulated cores: ranks spread evenly from any start, whatever their peers publish. */
 #define spar_group_share_cores share_cores_of_test
 #define spar_group_allow_moves allow_moves_of_test
 #define spar_group_publish_core publish_core_of_test
@@ -19,7 +19,7 @@
 enum { MOST_RANKS = 24, MOST_CORES = 8 };
 
 static struct {
-    int world, cores, rank; /* whose turn it is */
+    int world, cores, rank; /* the running rank */
     int at[MOST_RANKS], moves;
     cpu_set_t allowed, mask;
     int64_t now_ns;
@@ -51,13 +51,13 @@ int affinity_of_test(pid_t pid, size_t size, cpu_set_t *set)
     return 0;
 }
 
-/* Moves the rank that runs to the only core of the set; or gives it its cores back. */
+/* Moves the running rank to the only core of the set, or restores its mask. */
 int set_affinity_of_test(pid_t pid, size_t size, const cpu_set_t *set)
 {
     EXPECT(pid == 0 && size == sizeof *set);
-    int back = !CPU_EQUAL(&now.mask, &now.allowed);
+    int restores = !CPU_EQUAL(&now.mask, &now.allowed);
     now.mask = *set;
-    if (back)
+    if (restores)
         return 0;
     EXPECT(CPU_COUNT(set) == 1 && !CPU_ISSET(now.at[now.rank], set));
     for (int core = 0; core < CPU_SETSIZE; core++)
@@ -99,7 +99,7 @@ static void begin(int world, int cores, int local_ranks, int moving)
     }
 }
 
-/* One call of all ranks; how many of them move. */
+/* One call on all ranks; returns how many of them move. */
 static int call(void)
 {
     int before = now.moves, on[MOST_CORES] = {0};
@@ -125,7 +125,7 @@ static int most_on_a_core(void)
     return most;
 }
 
-static void place(unsigned *seed)
+static void draw_cores(unsigned *seed)
 {
     for (int rank = 0; rank < now.world; rank++)
         now.at[rank] = rand_r(seed) % (1 + rand_r(seed) % now.cores);
@@ -137,14 +137,14 @@ int test_affinity(int argc, char **argv)
     (void)argc;
     (void)argv;
     now.now_ns = 1;
-    for (int turn = 0; turn < 20000; turn++) {
+    for (int round = 0; round < 20000; round++) {
         int cores = 1 + rand_r(&seed) % MOST_CORES, world = 2 + rand_r(&seed) % (MOST_RANKS - 1);
         int fair_share = (world + cores - 1) / cores;
         now.now_ns += 1000000000;
         begin(world, cores, world, 1);
-        place(&seed);
-        int crowded = world > cores && most_on_a_core() > fair_share;
-        EXPECT((call() > 0) == crowded);
+        draw_cores(&seed);
+        int unbalanced = world > cores && most_on_a_core() > fair_share;
+        EXPECT((call() > 0) == unbalanced);
         for (int calls = 0; calls < world; calls++) {
             now.now_ns += 10000000;
             call();
@@ -156,22 +156,22 @@ int test_affinity(int argc, char **argv)
         EXPECT(now.moves == settled);
 
         begin(world, cores, world, 0); /* SPAR_AFFINITY=0: neither moves nor publishes its core */
-        place(&seed);
+        draw_cores(&seed);
         EXPECT(!call());
         for (int rank = 0; rank < world; rank++)
             EXPECT(boxes[rank].core == -1);
 
-        begin(world, cores, world + 1, 1); /* there are other groups */
-        place(&seed);
+        begin(world, cores, world + 1, 1); /* the host has ranks outside this group */
+        draw_cores(&seed);
         EXPECT(!call());
         begin(world, cores, world, 1);
-        place(&seed);
+        draw_cores(&seed);
         for (int rank = 0; rank < world; rank++)
-            groups[rank].spin_ns = 0; /* who sleeps at once is placed by the kernel */
+            groups[rank].spin_ns = 0; /* the kernel places a rank that blocks at once */
         EXPECT(!call());
 
-        begin(world, cores, world, 1); /* since the group was opened, its cores have become one */
-        place(&seed);
+        begin(world, cores, world, 1); /* the process was restricted to one core later */
+        draw_cores(&seed);
         CPU_ZERO(&now.allowed);
         CPU_SET(now.at[0], &now.allowed);
         now.mask = now.allowed;
@@ -179,8 +179,8 @@ int test_affinity(int argc, char **argv)
             now.at[rank] = now.at[0];
         EXPECT(!call());
 
-        begin(world, cores, world, 1); /* the others' words may be anything */
-        place(&seed);
+        begin(world, cores, world, 1); /* peers may publish any core */
+        draw_cores(&seed);
         for (now.rank = 0; now.rank < world; now.rank++)
             publish_core_of_test(&groups[now.rank]);
         for (int rank = 1; rank < world; rank++)
@@ -191,7 +191,7 @@ int test_affinity(int argc, char **argv)
     }
     begin(3, 2, 3, 1);
     now.now_ns += 1000000000;
-    for (int moved = 0; moved < 2; moved++) { /* within a rest: once */
+    for (int moved = 0; moved < 2; moved++) { /* at most one move every 5 ms */
         now.at[0] = now.at[1] = now.at[2] = 0;
         EXPECT(call() == !moved);
         now.now_ns += 1000000;

@@ -1,4 +1,4 @@
-/* The arena by itself: which block is handed out, what is held back, what goes back to the system. */
+/* The arena: which block is allocated, which is quarantined, and which pages return to the system. */
 #include "ipc/arena.h"
 
 #include <stdio.h>
@@ -17,7 +17,7 @@ static void wrong(int line, const char *condition)
     abort();
 }
 
-static spar_memory *take(int64_t bytes)
+static spar_memory *allocate(int64_t bytes)
 {
     spar_memory *block;
     EXPECT(!spar_arena_take(bytes, &block));
@@ -32,7 +32,7 @@ static spar_arena_stats stats(void)
     return now;
 }
 
-static void test_opening(void)
+static void test_open(void)
 {
     EXPECT(spar_arena_trim() == 0);
     EXPECT(spar_arena_open(1000, 1) == SPAR_TRANSPORT);
@@ -44,15 +44,15 @@ static void test_opening(void)
 
 static void test_lowest_first(void)
 {
-    spar_memory *a = take(1), *b = take(129), *c = take(MIB), *d = take(0);
+    spar_memory *a = allocate(1), *b = allocate(129), *c = allocate(MIB), *d = allocate(0);
     EXPECT(spar_memory_offset(a) == 0 && spar_memory_offset(b) == 128);
     EXPECT(spar_memory_offset(c) == 384 && spar_memory_offset(d) == 384 + MIB);
     spar_memory_free(a);
-    spar_memory_free(b); /* one hole of 384 bytes with a's */
-    b = take(384);
+    spar_memory_free(b); /* merges with a's: a free block of 384 bytes */
+    b = allocate(384);
     EXPECT(spar_memory_offset(b) == 0);
     spar_memory_free(c);
-    a = take(200);
+    a = allocate(200);
     EXPECT(spar_memory_offset(a) == 384);
     spar_memory_free(d);
     spar_memory_free(a);
@@ -60,9 +60,9 @@ static void test_lowest_first(void)
     EXPECT(stats().allocated == 0 && stats().peak >= MIB);
 }
 
-static void test_the_cap(void)
+static void test_cap(void)
 {
-    spar_memory *all = take(255 * MIB), *more = NULL;
+    spar_memory *all = allocate(255 * MIB), *more = NULL;
     EXPECT(spar_arena_take(2 * MIB, &more) == SPAR_NO_MEMORY && !more);
     EXPECT(strstr(spar_last_error(), "no 2097152 bytes left of 268435456: 267386880 in use"));
     EXPECT(spar_arena_take(257 * MIB, &more) == SPAR_NO_MEMORY);
@@ -88,36 +88,36 @@ static void forget(void *group)
 static void test_quarantine(void)
 {
     const spar_quarantine rules = {settled, forget};
-    spar_memory *slow = take(100), *own = take(100), *next;
+    spar_memory *slow = allocate(100), *own = allocate(100), *next;
     spar_memory_publish(slow, &rules, &is_settled, 9);
     spar_memory_free(slow);
     EXPECT(stats().quarantined == 128 && stats().allocated == 128);
-    next = take(100);
+    next = allocate(100);
     EXPECT(spar_memory_offset(next) == 256 && !forgotten); /* a peer may still write to 0 */
     spar_memory_free(next);
     is_settled = 1;
-    next = take(100);
+    next = allocate(100);
     EXPECT(spar_memory_offset(next) == 0 && forgotten == 1 && stats().quarantined == 0);
     spar_memory_publish(next, &rules, &is_settled, 9);
-    spar_memory_settle(next); /* the owner's alone again: nobody is asked */
+    spar_memory_settle(next); /* no longer published: the peers are not asked */
     is_settled = 0;
     spar_memory_free(next);
     spar_memory_free(own);
     EXPECT(forgotten == 1 && stats().allocated == 0);
 }
 
-/* Calls go on; what they do not need goes back, a part at a time. */
+/* While calls go on, idle pages return to the system, at most 64 MiB at a time. */
 static void test_idle(void)
 {
     const struct timespec second = {1, 50000000};
     int64_t before = stats().returned, after = before;
     EXPECT(stats().reserved >= 255 * MIB);
-    spar_memory_free(take(200 * MIB));
+    spar_memory_free(allocate(200 * MIB));
     spar_arena_idle(1);
-    for (int seconds = 0; seconds < 6; seconds++) {
+    for (int i = 0; i < 6; i++) {
         nanosleep(&second, NULL);
         int64_t last = after;
-        spar_memory *block = take(1000);
+        spar_memory *block = allocate(1000);
         EXPECT(((char *)spar_memory_address(block))[999] == 1);
         spar_memory_free(block);
         after = stats().returned;
@@ -125,15 +125,15 @@ static void test_idle(void)
     }
     EXPECT(after - before >= 254 * MIB && stats().reserved <= 2 * MIB);
     EXPECT(stats().reserved + after - before >= 255 * MIB);
-    spar_memory *block = take(100 * MIB); /* its pages come back, empty */
+    spar_memory *block = allocate(100 * MIB); /* needs new pages */
     spar_memory_free(block);
     EXPECT(spar_arena_trim() >= 99 * MIB && stats().reserved <= MIB);
 }
 
-/* A child has the parent's outputs, and gives none back. */
+/* A child keeps the parent's outputs and cannot free them. */
 static void test_fork(void)
 {
-    spar_memory *block = take(100);
+    spar_memory *block = allocate(100);
     int status;
     pid_t child = fork();
     if (child == 0) {
@@ -150,9 +150,9 @@ int test_arena(int argc, char **argv)
 {
     (void)argc;
     (void)argv;
-    test_opening();
+    test_open();
     test_lowest_first();
-    test_the_cap();
+    test_cap();
     test_quarantine();
     test_fork();
     test_idle();

@@ -1,7 +1,7 @@
-/* The ledger between processes: entries that are read while they change, calls that differ, a rank that dies, one
- * whose memory holds anything.
+/* The call ring between processes: entries that are read while they change, calls that differ, a rank that dies,
+ * and a rank whose memory is corrupt.
  *
- * test_ledger WORLD CALLS */
+ * test_call_ring WORLD CALLS */
 #include "transports/nccl/call_ring.h"
 
 #include "ipc/mailbox.h"
@@ -23,12 +23,12 @@ typedef struct {
     spar_setup_result opened[MOST];
 } rendezvous;
 
-/* A rank's ledger, and what it needs to misuse it. */
+/* A rank's call ring, and what it needs to corrupt it. */
 typedef struct {
     rendezvous *m;
     int rank;
     spar_call_ring *ring;
-    char *room; /* what the others read */
+    char *entries; /* what the peers read */
     uint64_t n;
     pthread_t watcher;
     int stop;
@@ -51,13 +51,13 @@ static void join(rank_state *r)
     pthread_barrier_wait(&m->barrier);
     EXPECT(!spar_call_ring_connect(r->ring, &comm, m->opened, &deadline));
     int64_t mailbox_length = ((int64_t)sizeof(mailbox) + m->world + 63) / 64 * 64;
-    r->room = spar_arena_base() + m->opened[r->rank].offset + mailbox_length;
+    r->entries = spar_arena_base() + m->opened[r->rank].offset + mailbox_length;
     r->n = 0;
     pthread_barrier_wait(&m->barrier);
 }
 
-/* A call of `items` items; `why` is NULL, or why this rank cannot make it. */
-static spar_status enter(rank_state *r, int64_t items, const char *text, const char *why)
+/* Begins a gather of `items` items; `why`: NULL, or the reason why this rank cannot make the call. */
+static spar_status begin_call(rank_state *r, int64_t items, const char *text, const char *why)
 {
     const int64_t one = 1, dim = 0;
     spar_tensor tensor = {1, 1, &items, &one, 1, &dim};
@@ -71,7 +71,7 @@ static spar_status enter(rank_state *r, int64_t items, const char *text, const c
     return status;
 }
 
-/* ---- what goes well ---- */
+/* ---- equal calls ---- */
 
 static void *watchdog(void *argument)
 {
@@ -88,18 +88,18 @@ static void *watchdog(void *argument)
     return NULL;
 }
 
-/* The others are a ledger's length behind rank 0: they read what it is just writing over. */
+/* Keeps the peers a ring's length behind rank 0: they read entries that it is overwriting. */
 static void keep_behind(const rank_state *r, int i)
 {
     rendezvous *m = r->m;
     __atomic_store_n(&m->at[r->rank], i, __ATOMIC_RELEASE);
     for (int rank = r->rank ? 0 : 1; rank < (r->rank ? 1 : m->world); rank++)
-        for (int ahead = 0, looks = 0;; looks++) {
+        for (int ahead = 0, polls = 0;; polls++) {
             int at = __atomic_load_n(&m->at[rank], __ATOMIC_ACQUIRE);
             ahead = r->rank ? at - i : i - at;
             if (r->rank ? ahead >= 1022 || at == m->calls : ahead <= 1026)
                 break;
-            if (looks > 1000)
+            if (polls > 1000)
                 sched_yield();
         }
 }
@@ -113,7 +113,7 @@ static void agree(rank_state *r)
         char text[40];
         snprintf(text, sizeof text, ", number %d", i % 3000);
         keep_behind(r, i);
-        EXPECT(!enter(r, 1 + i % 7, text, i % 11 == 5 ? "all of them" : NULL));
+        EXPECT(!begin_call(r, 1 + i % 7, text, i % 11 == 5 ? "every rank fails" : NULL));
     }
     __atomic_store_n(&r->m->at[r->rank], r->m->calls, __ATOMIC_RELEASE);
     pthread_barrier_wait(&r->m->barrier);
@@ -122,7 +122,7 @@ static void agree(rank_state *r)
     spar_call_ring_close(r->ring);
 }
 
-/* ---- what does not ---- */
+/* ---- faults ---- */
 
 static void one_after_another(rank_state *r, void (*act)(rank_state *r))
 {
@@ -136,58 +136,59 @@ static void one_after_another(rank_state *r, void (*act)(rank_state *r))
 static void differ(rank_state *r)
 {
     int last = r->rank == r->m->world - 1;
-    spar_status status = enter(r, 4, last ? " otherwise" : " so", NULL);
+    spar_status status = begin_call(r, 4, last ? " different" : " equal", NULL);
     EXPECT(status == (last ? SPAR_MISMATCH : SPAR_OK));
     if (last) {
-        EXPECT(strstr(spar_last_error(), " so\n") && strstr(spar_last_error(), " otherwise"));
+        EXPECT(strstr(spar_last_error(), " equal\n") && strstr(spar_last_error(), " different"));
         spar_call_ring_abort(r->ring, SPAR_MISMATCH, spar_last_error_ranks(), spar_last_error());
         spar_call_ring_abort(r->ring, SPAR_TIMEOUT, &(spar_ranks){0}, "a second reason");
     }
 }
 
-static void hear_of_it(rank_state *r)
+static void expect_abort(rank_state *r)
 {
     if (r->rank == r->m->world - 1)
         return;
     EXPECT(spar_call_ring_poll(r->ring, 1) == SPAR_MISMATCH);
-    EXPECT(strstr(spar_last_error(), " otherwise"));
-    EXPECT(enter(r, 4, " so", NULL) == SPAR_MISMATCH);
+    EXPECT(strstr(spar_last_error(), " different"));
+    EXPECT(begin_call(r, 4, " equal", NULL) == SPAR_MISMATCH);
 }
 
-static void come_too_late(rank_state *r)
+/* Rank 0 cannot make the call that its peers make. */
+static void fail_alone(rank_state *r)
 {
-    char who[100];
-    spar_call_ring_absent(r->ring, 1, &(spar_ranks){0}, who, sizeof who);
-    EXPECT((r->rank == r->m->world - 1) == !strstr(who, "(process"));
-    EXPECT(enter(r, 4, "", r->rank ? NULL : "no room") == (r->rank ? SPAR_MISMATCH : SPAR_OK));
+    char text[100];
+    spar_call_ring_absent(r->ring, 1, &(spar_ranks){0}, text, sizeof text);
+    EXPECT((r->rank == r->m->world - 1) == !strstr(text, "(process"));
+    EXPECT(begin_call(r, 4, "", r->rank ? NULL : "no room") == (r->rank ? SPAR_MISMATCH : SPAR_OK));
     EXPECT(!r->rank || strstr(spar_last_error(), "rank 0: failed: no room"));
 }
 
-/* Rank 0's memory is written over with anything: the others come to an end, and the texts have one. */
-static void scribble(rank_state *r, unsigned seed)
+/* Overwrites rank 0's entries. The peers must still end their calls, with terminated texts. */
+static void overwrite(rank_state *r, unsigned seed)
 {
-    size_t size = 250000; /* all that the others read */
-    if (seed == 0) {      /* its call alone: the signature is another, and the text has no end */
-        char *text = memmem(r->room, size, "gather", 6);
+    size_t size = 250000; /* all that the peers read */
+    if (seed == 0) {      /* its call alone: another signature, and a text without a terminator */
+        char *text = memmem(r->entries, size, "gather", 6);
         EXPECT(text);
         memset(text - sizeof(uint64_t), 0xff, 240 + sizeof(uint64_t));
         return;
     }
     for (size_t i = 0; i < size; i++)
-        r->room[i] = seed == 1 ? (char)0xff : (char)rand_r(&seed);
+        r->entries[i] = seed == 1 ? (char)0xff : (char)rand_r(&seed);
 }
 
-static void lie(rank_state *r, unsigned seed)
+static void corrupt(rank_state *r, unsigned seed)
 {
     join(r);
     if (r->rank == 0) {
-        EXPECT(!enter(r, 4, "", NULL));
-        scribble(r, seed);
+        EXPECT(!begin_call(r, 4, "", NULL));
+        overwrite(r, seed);
     }
     pthread_barrier_wait(&r->m->barrier);
     for (int i = 0; r->rank && i < 1100; i++) {
         char text[64];
-        spar_status status = enter(r, 4, "", NULL);
+        spar_status status = begin_call(r, 4, "", NULL);
         EXPECT(seed == 0 ? status == (i ? SPAR_OK : SPAR_MISMATCH) : status != SPAR_OK);
         if (status != SPAR_OK)
             EXPECT(strchr(spar_last_error(), '\xff') || seed > 1);
@@ -203,18 +204,19 @@ static void lie(rank_state *r, unsigned seed)
     pthread_barrier_wait(&r->m->barrier);
 }
 
-/* Rank 0 dies: told at once where it had not come, after a second where it had, not at all of what was over. */
-static void lose(rank_state *r)
+/* Rank 0 dies. Its peers report that at once for a call that it did not make, after a second for one under way, and
+ * never for a completed one. */
+static void die(rank_state *r)
 {
     const struct timespec moment = {0, 20000000};
     spar_status status;
     join(r);
-    EXPECT(!enter(r, 4, "", NULL) && !enter(r, 4, "", NULL));
+    EXPECT(!begin_call(r, 4, "", NULL) && !begin_call(r, 4, "", NULL));
     spar_call_ring_complete(r->ring, 1);
     pthread_barrier_wait(&r->m->barrier);
     if (r->rank == 0)
         exit(0);
-    for (int looks = 0; looks < 10; looks++, nanosleep(&moment, NULL))
+    for (int i = 0; i < 10; i++, nanosleep(&moment, NULL))
         EXPECT(!spar_call_ring_poll(r->ring, 1));
     int64_t begin = spar_now_ns();
     while ((status = spar_call_ring_poll(r->ring, 2)) == SPAR_OK && spar_now_ns() - begin < 5000000000)
@@ -235,14 +237,14 @@ static void work(void *context, int rank)
     agree(&r);
     join(&r);
     one_after_another(&r, differ);
-    one_after_another(&r, hear_of_it);
+    one_after_another(&r, expect_abort);
     spar_call_ring_close(r.ring);
     join(&r);
-    one_after_another(&r, come_too_late);
+    one_after_another(&r, fail_alone);
     spar_call_ring_close(r.ring);
     for (unsigned seed = 0; seed < 5; seed++)
-        lie(&r, seed);
-    lose(&r);
+        corrupt(&r, seed);
+    die(&r);
 }
 
 int test_call_ring(int argc, char **argv)

@@ -1,7 +1,7 @@
-/* The C core for the sanitizers: ranks are threads, calls are random.
+/* Random calls on ranks that are threads, for the sanitizers.
  *
- *   test_core         runs everything; what is wrong aborts
- *   test_core bench   prints what a plan costs */
+ *   test_core         runs all tests; aborts on a failure
+ *   test_core bench   prints the time to build a plan and to get a cached one */
 #include "random_call.h"
 #include "spar.h"
 #include "devices/cpu/threads.h"
@@ -44,7 +44,7 @@ static void exchange_packed(member *m, const spar_plan *plan, const spar_call *c
         free(m->wires[m->rank][peer]);
 }
 
-/* One call by run, by start and wait, or packed. Where one rank asks for something else, nobody gets anything. */
+/* One call, run or packed. If one rank's call differs, no output is written. */
 static void call_once(member *m, uint64_t seed)
 {
     int packed = draw(&seed, 3) == 2, count;
@@ -101,8 +101,8 @@ static void *call_often(void *argument)
     return NULL;
 }
 
-/* Gathers a byte with a limit of 50 ms, and frees its memory at once, as a caller that raises would. */
-static void *give_up(void *argument)
+/* Gathers a byte with a timeout of 50 ms, and frees its memory at once, as a caller that raises does. */
+static void *time_out(void *argument)
 {
     member *m = argument;
     const int64_t one = 1, dim = 0;
@@ -155,9 +155,9 @@ static void test_world(int size)
     for (int rank = 0; rank < size; rank++)
         EXPECT(!spar_comm_connect(members[rank].comm, results, &forever, &last) && !last.failed);
     in_threads(call_often, members, sizeof *members, size);
-    if (size > 1) { /* rank 0 does not come; then it comes, when the others have gone */
-        in_threads(give_up, members + 1, sizeof *members, size - 1);
-        give_up(members);
+    if (size > 1) { /* rank 0 calls only after the others have timed out */
+        in_threads(time_out, members + 1, sizeof *members, size - 1);
+        time_out(members);
     }
     for (int rank = 0; rank < size; rank++)
         spar_comm_close(members[rank].comm);
@@ -184,8 +184,8 @@ static void *hammer(void *argument)
     return NULL;
 }
 
-/* The same new plan, which takes a while, in all threads at once. */
-static void *ask_together(void *barrier)
+/* Requests the same new plan, which is slow to build, in all threads at once. */
+static void *get_together(void *barrier)
 {
     const int64_t one = 1, dim = 0;
     spar_tensor tensor = {1, 1, &one, &one, 1, &dim};
@@ -206,22 +206,22 @@ static void test_cache(void)
     for (int i = 0; i < 5; i++) {
         spar_plan_cache_limit(0);
         spar_plan_cache_limit(10);
-        in_threads(ask_together, &barrier, 0, WORLD);
+        in_threads(get_together, &barrier, 0, WORLD);
         spar_plan_cache_stats(&after);
         EXPECT(after.cached == 1);
     }
     pthread_barrier_destroy(&barrier);
     spar_plan_cache_stats(&before);
     in_threads(hammer, seeds, sizeof *seeds, WORLD);
-    spar_plan_cache_limit(-1); /* as 0: it keeps nothing */
+    spar_plan_cache_limit(-1); /* as 0: the cache keeps nothing */
     spar_plan_cache_stats(&after);
     EXPECT(after.cached == 0);
     EXPECT(after.hits + after.misses == before.hits + before.misses + WORLD * 3000);
 }
 
-/* ---- Numbers that nobody sends in good faith ---- */
+/* ---- Hostile requests ---- */
 
-static void ask(int world, int rank, int count, const spar_tensor *tensors)
+static void request_all_ops(int world, int rank, int count, const spar_tensor *tensors)
 {
     for (const spar_op *const *op = spar_ops; *op; op++) {
         spar_request request = {*op, world, rank, SPAR_SIDE_PULL, count, tensors};
@@ -241,10 +241,10 @@ static void test_hostile(void)
     const spar_tensor broadcast = {1, 2, twos, (const int64_t[]){0, huge}, 1, zeros};
     const spar_tensor large = {1, 1, &huge, ones, 1, zeros};
     const spar_tensor few = {1, 64, ones, ones, -100, zeros};
-    ask(3, 2, 1, &far);       /* an empty piece behind the last item */
-    ask(1, 0, 1, &broadcast); /* loops that do not merge */
-    ask(1, 0, 3, (spar_tensor[]){large, large, large});
-    ask(1, 0, 2, (spar_tensor[]){few, few}); /* a key shorter than its words */
+    request_all_ops(3, 2, 1, &far);       /* an empty piece behind the last item */
+    request_all_ops(1, 0, 1, &broadcast); /* loops that do not merge */
+    request_all_ops(1, 0, 3, (spar_tensor[]){large, large, large});
+    request_all_ops(1, 0, 2, (spar_tensor[]){few, few}); /* a key that is shorter than its header */
     uint64_t seed = 1;
     for (int i = 0; i < 20000; i++) {
         int64_t room[TENSORS][2 * DIMS + ARGS];
@@ -257,11 +257,11 @@ static void test_hostile(void)
                               room[t] + DIMS,          draw(&seed, ARGS + 2) - 1, room[t] + 2 * DIMS};
         }
         int world = draw(&seed, 5);
-        ask(world, draw(&seed, 5) - 1, 1 + draw(&seed, TENSORS), tensors);
+        request_all_ops(world, draw(&seed, 5) - 1, 1 + draw(&seed, TENSORS), tensors);
     }
 }
 
-/* ---- What a plan costs: the best of several ---- */
+/* ---- The time of a plan: the best of several ---- */
 
 static void bench(void)
 {
@@ -294,7 +294,7 @@ int test_core(int argc, char **argv)
         bench();
     } else {
         for (int size = 1; size <= WORLD; size++) {
-            spar_threads_limit(size % 4 + 1); /* threads that copy beside the ranks' own */
+            spar_threads_limit(size % 4 + 1); /* copy threads beside the ranks' own */
             spar_threads_min_bytes(size * 8);
             test_world(size);
         }

@@ -1,7 +1,7 @@
-/* The CUDA device against the CPU's copies, over the stand-ins of tests/standin: random plans, spans that begin and
- * end anywhere, every factor, streams that do their work later, captured graphs.
+/* Compares the CUDA device with the CPU's copies, over the stand-ins of tests/standin: random plans, spans with any
+ * bounds, every factor, streams that run later, captured graphs.
  *
- *   test_cuda THREADS PLANS   each thread runs so many plans, the same ones at about the same time */
+ *   test_cuda THREADS PLANS   each thread runs PLANS plans; all threads run the same ones at about the same time */
 #include "devices/cuda/driver.h"
 #include "devices/execute.h"
 #include "random_call.h"
@@ -23,14 +23,14 @@ static CUresult (*destroy_graph)(void *graph);
 
 typedef struct {
     uint64_t seed;
-    int aligned;  /* all buffers begin at multiples of 16: for the wide kernels */
-    int captures; /* whether this one may be captured: not while another thread waits for a stream */
+    int aligned;  /* all buffers begin at multiples of 16, which selects the wide kernels */
+    int captures; /* whether it may be captured: not while another thread waits for a stream */
     CUstream stream;
     spar_scale scale;
-    int64_t item; /* what a span's bounds are multiples of */
+    int64_t item; /* a span's bounds are multiples of it */
     spar_plan *plan;
     const void *inputs[TENSORS];
-} turn;
+} run_state;
 
 static void find(const char *name, void *function)
 {
@@ -49,12 +49,12 @@ static void fill(uint64_t *seed, unsigned char *bytes, int64_t n)
         bytes[i] = (unsigned char)draw(seed, 256);
 }
 
-/* `data` begins anywhere that a factor allows; the byte behind its end must not change. */
+/* `data` has any alignment that the factor allows; the byte after its end must not change. */
 typedef struct {
     unsigned char *memory, *data;
 } room;
 
-static room make(turn *t, int64_t bytes, int contents)
+static room make(run_state *t, int64_t bytes, int contents)
 {
     room r = {.memory = malloc((size_t)bytes + MOST_SHIFT + 1)};
     EXPECT(r.memory);
@@ -74,8 +74,9 @@ static int is_nan(spar_dtype dtype, const unsigned char *real, int64_t size)
     return size == 4 ? (bits & 0x7fffffff) > 0x7f800000 : bits << 1 > 0xffe0000000000000u;
 }
 
-/* To the bit, but that a NaN is a NaN; and the byte behind. */
-static void expect_same(const turn *t, const unsigned char *got, const unsigned char *wanted, int64_t bytes)
+/* Expects equal bits (any NaN equals any NaN), and an unchanged byte after the end. */
+static void expect_same(const run_state *t, const unsigned char *got, const unsigned char *wanted,
+                        int64_t bytes)
 {
     spar_dtype dtype = t->scale.dtype;
     int64_t size = t->item >> (dtype == SPAR_C64 || dtype == SPAR_C128);
@@ -87,8 +88,8 @@ static void expect_same(const turn *t, const unsigned char *got, const unsigned 
         }
 }
 
-/* Cuts [0, bytes) of a peer's packed bytes into up to three spans. */
-static int cut_up(turn *t, spar_span *spans, int peer, int64_t bytes, unsigned char *wire)
+/* Cuts a peer's packed bytes into up to three spans. */
+static int cut_up(run_state *t, spar_span *spans, int peer, int64_t bytes, unsigned char *wire)
 {
     int count = 0;
     for (int64_t low = 0, high; low < bytes; low = high) {
@@ -100,8 +101,8 @@ static int cut_up(turn *t, spar_span *spans, int peer, int64_t bytes, unsigned c
     return count;
 }
 
-/* The spans in one call or in several, on a stream; all is done on return. */
-static void copy(turn *t, spar_route route, const spar_span *spans, int count, void *const *outputs)
+/* Copies the spans in one or several calls on a stream, captured or not; waits for the stream. */
+static void copy(run_state *t, spar_route route, const spar_span *spans, int count, void *const *outputs)
 {
     void *graph = NULL;
     int captures = t->captures && draw(&t->seed, 4) == 0,
@@ -120,7 +121,7 @@ static void copy(turn *t, spar_route route, const spar_span *spans, int count, v
         EXPECT(destroy_graph(graph) == 0);
 }
 
-static void pack(turn *t)
+static void pack(run_state *t)
 {
     const spar_plan *plan = t->plan;
     spar_span spans[SPANS];
@@ -143,8 +144,8 @@ static void pack(turn *t)
     }
 }
 
-/* What the peers sent, or this rank's own part, into outputs. */
-static void fetch(turn *t, int how)
+/* Copies into outputs: what the peers sent, or this rank's own part. */
+static void unpack_or_copy_own(run_state *t, int how)
 {
     const spar_plan *plan = t->plan;
     spar_span spans[SPANS];
@@ -182,7 +183,7 @@ static void fetch(turn *t, int how)
         free(wires[peer].memory);
 }
 
-static void draw_scale(turn *t)
+static void draw_scale(run_state *t)
 {
     static const double factors[] = {2, 3, 0.1, -4, 7, 64};
     t->scale = (spar_scale){(spar_dtype)draw(&t->seed, SPAR_C128 + 1), draw(&t->seed, 2),
@@ -192,7 +193,7 @@ static void draw_scale(turn *t)
     t->item = spar_scale_types[t->scale.dtype].bytes;
 }
 
-static void run_turn(turn *t)
+static void run_plan(run_state *t)
 {
     static const int large[] = {24, 48, 112, 640, 4096};
     part parts[TENSORS];
@@ -218,8 +219,8 @@ static void run_turn(turn *t)
     spar_request request = {op, world, rank, SPAR_SIDE_PULL, count, tensors};
     EXPECT(!spar_plan_get(&request, &t->plan));
     pack(t);
-    fetch(t, SPAR_UNPACK);
-    fetch(t, SPAR_PUSH);
+    unpack_or_copy_own(t, SPAR_UNPACK);
+    unpack_or_copy_own(t, SPAR_PUSH);
     for (int i = 0; i < count; i++) {
         free(rooms[i].memory);
         free(layouts[i].data);
@@ -228,20 +229,20 @@ static void run_turn(turn *t)
 }
 
 typedef struct {
-    int turns, alone;
-} order;
+    int plans, alone;
+} arguments;
 
 static void *run(void *argument)
 {
-    const order *o = argument;
+    const arguments *a = argument;
     CUstream streams[2];
     void *before;
     EXPECT(!gpu->enter(0, &before) && !before);
     for (int i = 0; i < 2; i++)
         EXPECT(cu->StreamCreate(&streams[i], SPAR_CU_STREAM_NON_BLOCKING) == 0);
-    for (int i = 0; i < o->turns; i++) {
-        turn t = {.seed = scramble((uint64_t)i), .captures = o->alone, .stream = streams[i % 2]};
-        run_turn(&t);
+    for (int i = 0; i < a->plans; i++) {
+        run_state t = {.seed = scramble((uint64_t)i), .captures = a->alone, .stream = streams[i % 2]};
+        run_plan(&t);
     }
     for (int i = 0; i < 2; i++)
         EXPECT(cu->StreamDestroy(streams[i]) == 0);
@@ -249,7 +250,7 @@ static void *run(void *argument)
     return NULL;
 }
 
-/* Blocks past 2^30 bytes are cut up: in order, without a gap, each byte of the run where it belongs. */
+/* Blocks over 2^30 bytes are cut in order, without a gap, and each byte keeps its place. */
 static void test_large_blocks(void)
 {
     const int64_t giga = 1 << 30;
@@ -282,7 +283,7 @@ static void test_large_blocks(void)
     spar_block_table_free(&table);
 }
 
-/* A graph reads its plan's tables whenever it is replayed, also when the plan and many others are long gone. */
+/* A graph's replays read its plan's tables, even after the plan and many others were freed. */
 static void test_graph_outlives_its_plan(void)
 {
     enum { ROWS = 3, ROW = 5, MANY = 1200, COLLECTED = 1024 };
@@ -311,7 +312,7 @@ static void test_graph_outlives_its_plan(void)
         each = i ? each : spar_table_cache_allocated() - kept;
     }
     EXPECT(each > 0 && spar_table_cache_allocated() == kept + (MANY - COLLECTED) * each);
-    EXPECT(cu->StreamSynchronize(stream) == 0); /* they read it */
+    EXPECT(cu->StreamSynchronize(stream) == 0); /* the copies above read `from` */
     for (int i = 0; i < ROWS * ROW; i++)
         from[i] = (unsigned char)i;
     EXPECT(launch_graph(graph, stream) == 0 && cu->StreamSynchronize(stream) == 0);
@@ -325,7 +326,7 @@ int test_cuda(int argc, char **argv)
 {
     EXPECT(argc == 3);
     int threads = atoi(argv[1]);
-    order o = {atoi(argv[2]), threads == 1};
+    arguments shared = {atoi(argv[2]), threads == 1};
     pthread_t others[WORLD];
     test_large_blocks();
     EXPECT(!spar_driver_open(&cu) && !gpu->open() && !gpu->prepare(0));
@@ -333,10 +334,10 @@ int test_cuda(int argc, char **argv)
     find("cuStreamEndCapture", &end_capture);
     find("cuGraphLaunch", &launch_graph);
     find("cuGraphDestroy", &destroy_graph);
-    if (o.alone)
+    if (shared.alone)
         test_graph_outlives_its_plan();
     for (int i = 0; i < threads; i++)
-        EXPECT(!pthread_create(&others[i], NULL, run, &o));
+        EXPECT(!pthread_create(&others[i], NULL, run, &shared));
     for (int i = 0; i < threads; i++)
         pthread_join(others[i], NULL);
     spar_plan_cache_limit(0);

@@ -1,5 +1,5 @@
-/* Streaming copies: every alignment and length, with each width that this processor has, and nothing beside. */
-#define spar_nontemporal_min least_of_test
+/* Non-temporal copies: all alignments and lengths, with each width that this CPU has; nothing else is written. */
+#define spar_nontemporal_min min_of_test
 #define spar_nontemporal_copy copy_of_test
 #define spar_nontemporal_fence fence_of_test
 #include "../../csrc/devices/cpu/nontemporal.c"
@@ -30,9 +30,9 @@ int test_nontemporal(int argc, char **argv)
     (void)argv;
     for (int i = 0; i < ROOM; i++)
         from[i] = (char)rand_r(&seed);
-    for (int turn = 0; turn < 30000; turn++) {
+    for (int round = 0; round < 30000; round++) {
         int64_t to_at = rand_r(&seed) % EDGE, from_at = rand_r(&seed) % EDGE;
-        int64_t n = rand_r(&seed) % (turn % 2 ? ROOM - EDGE : 200);
+        int64_t n = rand_r(&seed) % (round % 2 ? ROOM - EDGE : 200);
         memset(to, 'x', sizeof to);
         copy_of_test(to + to_at, from + from_at, n);
         fence_of_test();
@@ -49,7 +49,7 @@ int test_nontemporal(int argc, char **argv)
         }
 #endif
     }
-    if (least_of_test() < INT64_MAX && (least_of_test() < 4096 || least_of_test() > 64 << 20))
+    if (min_of_test() < INT64_MAX && (min_of_test() < 4096 || min_of_test() > 64 << 20))
         return 1;
     return 0;
 }

@@ -1,8 +1,8 @@
-/* Processes that meet: the table of peers under many threads, and calls that could not be taken.
+/* Connections between processes: the peer table under many threads, and handshakes that fail for lack of descriptors.
  *
- * test_peers groups WORLD THREADS ROUNDS: each process sets groups up on several threads at once, a thread's ranks
- * being those of the same number in the other processes; makes a call on each; and closes it.
- * test_peers refused: two processes, of which now one, now the other has no descriptor left. */
+ * test_peers groups WORLD THREADS ROUNDS: on several threads at once, each process sets up a group with the threads
+ * of the same number in the other processes, makes a call on it, and closes it.
+ * test_peers refused: of two processes, first one, then the other has no descriptor left. */
 #include "ipc/group.h"
 #include "ipc/handshake.h"
 #include "processes.h"
@@ -22,7 +22,7 @@ enum { MOST = 4, THREADS = 8 };
 
 extern const spar_transport spar_transport_shm;
 
-/* What the ranks of one group know of each other without spar. */
+/* What the ranks of one group exchange without spar. */
 typedef struct {
     pthread_barrier_t barrier;
     spar_peer_info info[MOST];
@@ -31,12 +31,12 @@ typedef struct {
 
 typedef struct {
     int world, threads, rounds;
-    pthread_barrier_t everybody; /* a thread of each process */
-    rendezvous meetings[THREADS];
-} plan;
+    pthread_barrier_t barrier; /* one thread of each process */
+    rendezvous groups[THREADS];
+} shared_state;
 
 typedef struct {
-    plan *all;
+    shared_state *all;
     int process, thread;
 } place;
 
@@ -53,7 +53,7 @@ static spar_deadline soon(void)
 
 /* ---- groups ---- */
 
-static void say_nothing(void *context, spar_description *own)
+static void describe_call(void *context, spar_description *own)
 {
     (void)context;
     snprintf(own->text, sizeof own->text, "a call");
@@ -65,14 +65,14 @@ static void one_call(spar_group *group, int world, int rank, int round)
     spar_call_header own = {.signature = (uint64_t)round + 1, .offsets = {rank, round}}, all[MOST];
     uint32_t call;
     EXPECT(!spar_group_begin(group, &deadline, &call) && call == 1);
-    EXPECT(!spar_group_publish(group, &own, say_nothing, NULL, all, &deadline));
+    EXPECT(!spar_group_publish(group, &own, describe_call, NULL, all, &deadline));
     for (int p = 0; p < world; p++)
         EXPECT(all[p].offsets[0] == p && all[p].offsets[1] == round);
     EXPECT(!spar_group_finish(group, &deadline));
 }
 
-/* Rank 0 gives up, and does not say why. */
-static void without_a_reason(spar_group *group, rendezvous *m, int rank)
+/* Rank 0 aborts without a reason. */
+static void abort_without_reason(spar_group *group, rendezvous *m, int rank)
 {
     const spar_deadline deadline = soon();
     uint32_t call;
@@ -83,10 +83,10 @@ static void without_a_reason(spar_group *group, rendezvous *m, int rank)
     EXPECT(strcmp(spar_last_error(), "rank 0 aborted") == 0);
 }
 
-static void *be_thread(void *argument)
+static void *run_thread(void *argument)
 {
     const place *at = argument;
-    rendezvous *m = &at->all->meetings[at->thread];
+    rendezvous *m = &at->all->groups[at->thread];
     for (int round = 0; round < at->all->rounds; round++) {
         const spar_deadline deadline = soon();
         spar_comm *comm;
@@ -101,35 +101,35 @@ static void *be_thread(void *argument)
             EXPECT(!m->connected[p].failed);
         one_call(comm->state, at->all->world, at->process, round);
         if (round % 8 == 7)
-            without_a_reason(comm->state, m, at->process);
+            abort_without_reason(comm->state, m, at->process);
         spar_comm_close(comm);
     }
     return NULL;
 }
 
-/* Threads that set groups up at once; then everybody's mailboxes are free again. */
-static void be_process(void *context, int process)
+/* Sets groups up on all threads at once; afterwards all mailboxes are freed. */
+static void run_process(void *context, int process)
 {
-    plan *all = context;
+    shared_state *all = context;
     pthread_t threads[THREADS];
     place places[THREADS];
     spar_arena_stats stats;
     for (int t = 0; t < all->threads; t++) {
         places[t] = (place){all, process, t};
-        EXPECT(pthread_create(&threads[t], NULL, be_thread, &places[t]) == 0);
+        EXPECT(pthread_create(&threads[t], NULL, run_thread, &places[t]) == 0);
     }
     for (int t = 0; t < all->threads; t++)
         EXPECT(pthread_join(threads[t], NULL) == 0);
-    pthread_barrier_wait(&all->everybody); /* all have said goodbye */
+    pthread_barrier_wait(&all->barrier); /* all groups are closed */
     spar_arena_trim();
     spar_arena_read_stats(&stats);
     EXPECT(stats.allocated == 0 && stats.quarantined == 0);
-    pthread_barrier_wait(&all->everybody);
+    pthread_barrier_wait(&all->barrier);
 }
 
 /* ---- refused ---- */
 
-/* From now on this process gets no descriptor more; returns what the limit was. */
+/* Lowers the limit so that no descriptor is left; returns the previous limit. */
 static struct rlimit no_more_descriptors(void)
 {
     struct rlimit was = {0}, none;
@@ -141,8 +141,8 @@ static struct rlimit no_more_descriptors(void)
     return was;
 }
 
-/* Looks until the other is there, or cannot be. */
-static spar_status meet(const spar_endpoint *other, spar_peer **peer)
+/* Polls until the peer is connected, or failed. */
+static spar_status poll_peer(const spar_endpoint *other, spar_peer **peer)
 {
     const struct timespec moment = {0, 500000};
     for (int64_t until = spar_now_ns() + 10000000000; spar_now_ns() < until;) {
@@ -151,78 +151,79 @@ static spar_status meet(const spar_endpoint *other, spar_peer **peer)
             return status;
         nanosleep(&moment, NULL);
     }
-    return spar_fail(SPAR_TIMEOUT, "nobody came");
+    return spar_fail(SPAR_TIMEOUT, "the peer did not connect");
 }
 
-static void leave(spar_peer *peer)
+static void release(spar_peer *peer)
 {
     spar_peers_unmap(peer);
     spar_peers_release(peer);
 }
 
-static void be_refused(void *context, int process)
+static void run_refused(void *context, int process)
 {
-    plan *all = context;
-    spar_peer_info *own_facts = &all->meetings[0].info[process];
-    const spar_peer_info *other_facts = &all->meetings[0].info[!process];
-    spar_endpoint *own = &own_facts->endpoint;
-    const spar_endpoint *other = &other_facts->endpoint;
+    shared_state *all = context;
+    spar_peer_info *own_info = &all->groups[0].info[process];
+    const spar_peer_info *other_info = &all->groups[0].info[!process];
+    spar_endpoint *own = &own_info->endpoint;
+    const spar_endpoint *other = &other_info->endpoint;
     spar_peer *peer, *again;
-    EXPECT(!spar_arena_open(1 << 20, 2) && !spar_peers_listen(own, &own_facts->secret));
-    pthread_barrier_wait(&all->everybody);
-    int calls = own->pid < other->pid;
+    EXPECT(!spar_arena_open(1 << 20, 2) && !spar_peers_listen(own, &own_info->secret));
+    pthread_barrier_wait(&all->barrier);
+    int dials = own->pid < other->pid;
 
-    /* who is called cannot take it, and who calls does not look: another set-up calls again */
-    EXPECT(!spar_peers_expect(other, &other_facts->secret));
-    pthread_barrier_wait(&all->everybody);
-    if (!calls) {
+    /* the answerer cannot accept, and the dialer does not poll: the next set-up dials again */
+    EXPECT(!spar_peers_expect(other, &other_info->secret));
+    pthread_barrier_wait(&all->barrier);
+    if (!dials) {
         struct rlimit was = no_more_descriptors();
         EXPECT(spar_peers_poll(other, &peer) == SPAR_TRANSPORT);
         EXPECT(strstr(spar_last_error(), "accepting a connection: Too many open files"));
         EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
     }
-    pthread_barrier_wait(&all->everybody);
+    pthread_barrier_wait(&all->barrier);
     spar_peers_end(other);
 
-    /* it is taken, but who called cannot take the answer, while the other thinks that they have met */
-    EXPECT(!spar_peers_expect(other, &other_facts->secret));
-    pthread_barrier_wait(&all->everybody);
-    if (calls) {
+    /* the answerer accepts, but the dialer cannot receive the arena; the answerer believes that it is connected */
+    EXPECT(!spar_peers_expect(other, &other_info->secret));
+    pthread_barrier_wait(&all->barrier);
+    if (dials) {
         struct rlimit was = no_more_descriptors();
-        EXPECT(meet(other, &peer) == SPAR_TRANSPORT);
+        EXPECT(poll_peer(other, &peer) == SPAR_TRANSPORT);
         EXPECT(strstr(spar_last_error(), "could not be received: too many open files"));
         EXPECT(setrlimit(RLIMIT_NOFILE, &was) == 0);
     } else {
-        spar_status met = meet(other, &peer); /* or it has seen already that the other hung up */
-        EXPECT(met == SPAR_OK || (met == SPAR_TRANSPORT && strstr(spar_last_error(), "the process hung up")));
+        spar_status status = poll_peer(other, &peer); /* fails if it already noticed the hang-up */
+        EXPECT(status == SPAR_OK ||
+               (status == SPAR_TRANSPORT && strstr(spar_last_error(), "the process hung up")));
     }
-    pthread_barrier_wait(&all->everybody);
+    pthread_barrier_wait(&all->barrier);
     spar_peers_end(other);
 
-    /* once more, also while a group of the other still holds what it took for the peer */
-    EXPECT(!spar_peers_expect(other, &other_facts->secret));
-    EXPECT(!meet(other, &again) && spar_endpoint_same(&again->endpoint, other));
+    /* a third set-up succeeds, although the answerer's group still holds the stale peer */
+    EXPECT(!spar_peers_expect(other, &other_info->secret));
+    EXPECT(!poll_peer(other, &again) && spar_endpoint_same(&again->endpoint, other));
     EXPECT(!peer || (spar_peer_hung_up(peer) && !spar_peer_is_dead(peer)));
     EXPECT(!spar_peer_hung_up(again));
-    pthread_barrier_wait(&all->everybody);
+    pthread_barrier_wait(&all->barrier);
     spar_peers_end(other);
-    leave(again);
+    release(again);
     if (peer)
-        leave(peer);
-    pthread_barrier_wait(&all->everybody);
+        release(peer);
+    pthread_barrier_wait(&all->barrier);
 }
 
 int test_peers(int argc, char **argv)
 {
     int groups = argc == 5 && strcmp(argv[1], "groups") == 0;
-    plan *all = shared_memory(sizeof *all);
+    shared_state *all = shared_memory(sizeof *all);
     EXPECT(all && (groups || (argc == 2 && strcmp(argv[1], "refused") == 0)));
     all->world = groups ? atoi(argv[2]) : 2;
     all->threads = groups ? atoi(argv[3]) : 1;
     all->rounds = groups ? atoi(argv[4]) : 1;
     EXPECT(all->world >= 2 && all->world <= MOST && all->threads >= 1 && all->threads <= THREADS);
-    share_barrier(&all->everybody, all->world);
+    share_barrier(&all->barrier, all->world);
     for (int t = 0; t < all->threads; t++)
-        share_barrier(&all->meetings[t].barrier, all->world);
-    return run_ranks(all->world, groups ? be_process : be_refused, all);
+        share_barrier(&all->groups[t].barrier, all->world);
+    return run_ranks(all->world, groups ? run_process : run_refused, all);
 }

@@ -1,5 +1,5 @@
-/* A factor applied with each width that this processor has, and on its way past the caches: the same bits, at every
- * alignment and length, and nothing beside. That the bits are torch's is shown in test_scales.py. */
+/* Scaling with each width that this CPU has, and with non-temporal stores: the same bits at all alignments and
+ * lengths, and nothing else is written. test_scales.py compares the bits with torch's. */
 #define spar_scale_simple simple_of_test
 #define spar_scale_items items_of_test
 #define spar_scale_nontemporal stream_of_test
@@ -15,12 +15,12 @@ static void check(const char *what, const spar_scale *scale, const char *got, co
 {
     if (memcmp(got, expected, ROOM) == 0)
         return;
-    fprintf(stderr, "%s of dtype %d, %s %g: another result\n", what, scale->dtype,
+    fprintf(stderr, "%s of dtype %d, %s %g: a different result\n", what, scale->dtype,
             scale->divide ? "divided by" : "times", scale->factor);
     abort();
 }
 
-/* Any item but NaN: which of its bits a NaN keeps is left to the processor. */
+/* Draws items that are not NaN: which bits a NaN keeps depends on the CPU. */
 static void draw(spar_dtype dtype, char *to, int64_t bytes, unsigned *seed)
 {
     for (int64_t i = 0; i < bytes; i++)
@@ -38,11 +38,11 @@ int test_scale(int argc, char **argv)
     unsigned seed = 1;
     (void)argc;
     (void)argv;
-    for (int turn = 0; turn < 5000; turn++) {
+    for (int round = 0; round < 5000; round++) {
         spar_scale scale = {SPAR_F16 + rand_r(&seed) % 6, rand_r(&seed) % 2, factors[rand_r(&seed) % 6]};
         int64_t item = types_of_test[scale.dtype].bytes;
         int64_t to_at = rand_r(&seed) % 16 * item, from_at = rand_r(&seed) % EDGE;
-        int64_t n = rand_r(&seed) % (turn % 2 ? (ROOM - 16 * item) / item - EDGE : 20);
+        int64_t n = rand_r(&seed) % (round % 2 ? (ROOM - 16 * item) / item - EDGE : 20);
         draw(scale.dtype, from + from_at, ROOM - from_at - EDGE, &seed);
         memset(expected, 'x', sizeof expected);
         items_plain(&scale, expected + to_at, from + from_at, n, item, item);
@@ -51,7 +51,7 @@ int test_scale(int argc, char **argv)
                 continue;
             memset(to, 'x', sizeof to);
             scalers[i].items(&scale, to + to_at, from + from_at, n, item, item);
-            check("one of the widths", &scale, to, expected);
+            check("one width", &scale, to, expected);
             int64_t lines = n * item & ~(int64_t)(STEP - 1);
             memset(to, 'x', sizeof to);
             scalers[i].lines(&scale, &(char *){to}, 1, from + from_at, 0, lines);
@@ -64,15 +64,16 @@ int test_scale(int argc, char **argv)
         check("the chosen width", &scale, to, expected);
         memset(to, 'x', sizeof to);
         memset(other, 'x', sizeof other);
-        int64_t aside = rand_r(&seed) % 4 ? 0 : item; /* outputs that lie unlike have other lines */
-        char *targets[] = {to + to_at, other + to_at, other + ROOM + to_at + aside};
+        int64_t shift =
+            rand_r(&seed) % 4 ? 0 : item; /* outputs with different alignment have other cache lines */
+        char *targets[] = {to + to_at, other + to_at, other + ROOM + to_at + shift};
         stream_of_test(&scale, targets, 3, from + from_at, n * item);
         spar_nontemporal_fence();
-        check("the streamed", &scale, to, expected);
-        check("the second", &scale, other, expected);
-        memmove(other + ROOM + to_at, other + ROOM + to_at + aside, (size_t)(n * item));
-        memset(other + ROOM + to_at + n * item, 'x', (size_t)aside);
-        check("the third", &scale, other + ROOM, expected);
+        check("the non-temporal copy", &scale, to, expected);
+        check("the second output", &scale, other, expected);
+        memmove(other + ROOM + to_at, other + ROOM + to_at + shift, (size_t)(n * item));
+        memset(other + ROOM + to_at + n * item, 'x', (size_t)shift);
+        check("the third output", &scale, other + ROOM, expected);
     }
     return 0;
 }

@@ -1,5 +1,5 @@
-/* Shared memory without Python: call numbers that wrap, wake-ups that must not be lost, calls that fail, and how
- * long the slowest ones take. Between real processes; and between threads, for the sanitizers that see only one.
+/* The shm transport without Python: call numbers that wrap, wake-ups that must not be lost, calls that fail, and the
+ * latency of the slowest calls. Ranks are processes, or threads for the sanitizers, which see one process only.
  *
  * test_shm processes|threads WORLD CALLS: prints the median and the 99th percentile of a call in microseconds. */
 #include "ipc/group.h"
@@ -19,14 +19,14 @@ enum { MOST = 8, BYTES = 2048 };
 
 extern const spar_transport spar_transport_shm;
 
-/* What the ranks know of each other without spar. */
+/* What the ranks exchange without spar. */
 typedef struct {
     pthread_barrier_t barrier;
-    int world, calls, quiet; /* quiet: the read end of a pipe on which nothing ever comes */
+    int world, calls, quiet; /* quiet: the read end of a pipe that nobody writes to */
     spar_peer_info info[MOST];
     spar_setup_result opened[MOST], connected[MOST];
-    spar_memory *kept[MOST];     /* threads only: each one's last output, */
-    spar_peer peers[MOST][MOST]; /* and what it takes for the others' processes */
+    spar_memory *kept[MOST];     /* threads only: the last output of each rank, */
+    spar_peer peers[MOST][MOST]; /* and its simulated peer processes */
 } rendezvous;
 
 static void wrong(int line, const char *condition)
@@ -60,7 +60,7 @@ static spar_comm *join_processes(rendezvous *m, int rank)
     return comm;
 }
 
-/* Threads share one arena, which stands for each one's own; a peer is a thread that never hangs up. */
+/* Threads share one arena, which stands for the arena of each rank; their connections never hang up. */
 static spar_comm *join_threads(rendezvous *m, int rank)
 {
     spar_comm *comm = calloc(1, sizeof *comm);
@@ -90,7 +90,7 @@ static spar_comm *join_threads(rendezvous *m, int rank)
 
 /* ---- calls ---- */
 
-/* One gather of `bytes` bytes that tell their rank and call; its output goes to *block. */
+/* Gathers `bytes` bytes that encode the rank and the call; *block: the output. */
 static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, const char *text,
                               spar_status failed, int64_t limit_ns, spar_memory **block)
 {
@@ -111,7 +111,7 @@ static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, c
                       .scale = {SPAR_UNSCALED, 0, 1},
                       .text = text,
                       .failed = failed,
-                      .why = "it was told to",
+                      .why = "an injected failure",
                       .deadline = {.at_ns = now_ns() + limit_ns}};
     *block = NULL;
     spar_status status = spar_comm_run(comm, &call);
@@ -132,29 +132,29 @@ static void gather(spar_comm *comm, int call_number, int64_t bytes, spar_memory 
     *kept = block;
 }
 
-/* Now and then one rank disagrees, or fails: all raise the same, and go on. */
+/* The call of rank `odd` differs or fails: all ranks raise the same error, and the group stays usable. */
 static void disagree(spar_comm *comm, int call_number, int odd)
 {
     spar_memory *block;
     int fails = call_number % 2, mine = comm->rank == odd;
-    spar_status status = try_gather(comm, call_number, 64, mine && !fails ? "else" : "",
+    spar_status status = try_gather(comm, call_number, 64, mine && !fails ? "other" : "",
                                     mine && fails ? SPAR_NO_MEMORY : SPAR_OK, 20000000000, &block);
     EXPECT(status == (fails ? SPAR_NO_MEMORY : SPAR_MISMATCH));
-    EXPECT(mine && fails ? strcmp(spar_last_error(), "it was told to") == 0
-                         : strstr(spar_last_error(), fails ? "told to" : "calls differ") != NULL);
+    EXPECT(mine && fails ? strcmp(spar_last_error(), "an injected failure") == 0
+                         : strstr(spar_last_error(), fails ? "injected" : "calls differ") != NULL);
     for (int p = 0; p < comm->world; p++) {
         spar_description call;
         EXPECT(comm->transport->description(comm, p, &call) == !fails);
-        EXPECT(fails || strstr(call.text, p == odd ? "else" : "gather") != NULL);
+        EXPECT(fails || strstr(call.text, p == odd ? "other" : "gather") != NULL);
     }
 }
 
-/* Some fail, one of them for want of memory, and one disagrees: all tell of the lowest that failed. */
+/* Ranks fail with different errors, and one differs: all report the lowest rank that failed. */
 static void fail_together(spar_comm *comm)
 {
     spar_memory *block;
     int last = comm->world - 1, fails = comm->rank == last || comm->rank == 1;
-    spar_status status = try_gather(comm, 0, 64, comm->rank == 0 ? "else" : "",
+    spar_status status = try_gather(comm, 0, 64, comm->rank == 0 ? "other" : "",
                                     !fails               ? SPAR_OK
                                     : comm->rank == last ? SPAR_NO_MEMORY
                                                          : SPAR_INVALID,
@@ -164,17 +164,17 @@ static void fail_together(spar_comm *comm)
                           : comm->rank == 1  ? SPAR_INVALID
                                              : SPAR_MISMATCH));
     if (!fails)
-        EXPECT(strcmp(spar_last_error(), "rank 1 failed: it was told to") == 0);
+        EXPECT(strcmp(spar_last_error(), "rank 1 failed: an injected failure") == 0);
 }
 
-static void say_nothing(void *context, spar_description *own)
+static void describe_call(void *context, spar_description *own)
 {
     (void)context;
-    snprintf(own->text, sizeof own->text, "a lie");
+    snprintf(own->text, sizeof own->text, "a corrupt call");
 }
 
-/* A word from another process may be anything: nobody writes where an output cannot be. */
-static void lie(spar_comm *comm, int64_t offset)
+/* Rank 0 publishes an invalid offset: no peer writes there. */
+static void publish_offset(spar_comm *comm, int64_t offset)
 {
     static const char *const expected = "published an output outside its arena";
     spar_call_header all[MOST], own = {0};
@@ -196,13 +196,13 @@ static void lie(spar_comm *comm, int64_t offset)
     own.offsets[0] = offset;
     spar_plan_release(plan);
     EXPECT(!spar_group_begin(comm->state, &deadline, &call));
-    EXPECT(!spar_group_publish(comm->state, &own, say_nothing, NULL, all, &deadline));
+    EXPECT(!spar_group_publish(comm->state, &own, describe_call, NULL, all, &deadline));
     EXPECT(spar_group_finish(comm->state, &deadline) == SPAR_BROKEN);
     EXPECT(strstr(spar_last_error(), expected));
 }
 
-/* One rank does not come: the others give up, and then all refuse. */
-static void give_up(spar_comm *comm, rendezvous *m)
+/* One rank makes no call: the others time out, and then the group is broken on all. */
+static void time_out(spar_comm *comm, rendezvous *m)
 {
     spar_memory *block;
     int missing = comm->world - 1;
@@ -221,51 +221,51 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* A rank's work; returns its last output. */
+/* Runs a rank's calls; returns its last output. */
 static spar_memory *work(rendezvous *m, spar_comm *comm)
 {
     spar_memory *kept = NULL;
-    int64_t *took = calloc((size_t)m->calls, sizeof *took);
+    int64_t *times = calloc((size_t)m->calls, sizeof *times);
     unsigned seed = (unsigned)comm->rank + 1;
-    EXPECT(took != NULL);
+    EXPECT(times != NULL);
     spar_group_start_at(comm->state, UINT32_MAX - 9); /* ten calls before the wrap */
     pthread_barrier_wait(&m->barrier);
     for (int i = 0; i < m->calls; i++) {
-        const int64_t looks[] = {0, 20000, 200000}; /* sleeping at once, soon, and hardly ever */
+        const int64_t spins_ns[] = {0, 20000, 200000}; /* block at once, soon, and hardly ever */
         if (i % 500 == 0)
-            spar_group_spin(comm->state, looks[(i / 500 + comm->rank) % 3]);
+            spar_group_spin(comm->state, spins_ns[(i / 500 + comm->rank) % 3]);
         int64_t begin = now_ns();
         gather(comm, i, i % 3 ? BYTES : 1 + i % BYTES, &kept);
-        took[i] = now_ns() - begin;
+        times[i] = now_ns() - begin;
         if (i % 97 == 5 && m->world > 1)
             disagree(comm, i, i / 97 % m->world);
-        if (rand_r(&seed) % 64 == 0) /* so that now this rank is late, now that one sleeps */
+        if (rand_r(&seed) % 64 == 0) /* vary which rank is late, and which blocks */
             for (int64_t until = now_ns() + rand_r(&seed) % 200000; now_ns() < until;)
                 ;
     }
     pthread_barrier_wait(&m->barrier);
-    qsort(took, (size_t)m->calls, sizeof *took, ascending);
+    qsort(times, (size_t)m->calls, sizeof *times, ascending);
     if (comm->rank == 0)
-        printf("%.1f %.1f\n", (double)took[m->calls / 2] / 1e3, (double)took[m->calls * 99 / 100] / 1e3);
-    free(took);
+        printf("%.1f %.1f\n", (double)times[m->calls / 2] / 1e3, (double)times[m->calls * 99 / 100] / 1e3);
+    free(times);
     if (m->world == 1)
         return kept;
     fail_together(comm);
     if (m->calls % 2) {
-        const int64_t lies[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 64, spar_arena_length() - 127};
+        const int64_t invalid[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 64, spar_arena_length() - 127};
         spar_memory *block;
-        lie(comm, lies[m->calls / 2 % 5]);
+        publish_offset(comm, invalid[m->calls / 2 % 5]);
         pthread_barrier_wait(&m->barrier);
         EXPECT(try_gather(comm, 0, 64, "", SPAR_OK, 20000000000, &block) == SPAR_BROKEN);
     } else {
-        give_up(comm, m);
+        time_out(comm, m);
     }
     return kept;
 }
 
 /* ---- processes and threads ---- */
 
-static void be_process(void *context, int rank)
+static void run_process(void *context, int rank)
 {
     rendezvous *m = context;
     spar_comm *comm = join_processes(m, rank);
@@ -278,18 +278,18 @@ typedef struct {
     int rank;
 } place;
 
-static void *be_thread(void *argument)
+static void *run_thread(void *argument)
 {
     place *at = argument;
     rendezvous *m = at->m;
     spar_comm *comm = join_threads(m, at->rank);
     m->kept[at->rank] = work(m, comm);
     pthread_barrier_wait(&m->barrier);
-    spar_memory_free(m->kept[(at->rank + 1) % m->world]); /* on another thread than its call's */
+    spar_memory_free(m->kept[(at->rank + 1) % m->world]); /* on another thread than that of its call */
     spar_comm_close(comm);
     pthread_barrier_wait(&m->barrier);
-    for (int looks = 0; at->rank == 0 && looks < 2; looks++)
-        spar_arena_trim(); /* the outputs that were held back; then the mailboxes that they needed */
+    for (int i = 0; at->rank == 0 && i < 2; i++)
+        spar_arena_trim(); /* the quarantined outputs, then the mailboxes that they needed */
     return NULL;
 }
 
@@ -303,7 +303,7 @@ static int run_threads(rendezvous *m)
     m->quiet = ends[0];
     for (int rank = 0; rank < m->world; rank++) {
         places[rank] = (place){m, rank};
-        EXPECT(pthread_create(&threads[rank], NULL, be_thread, &places[rank]) == 0);
+        EXPECT(pthread_create(&threads[rank], NULL, run_thread, &places[rank]) == 0);
     }
     for (int rank = 0; rank < m->world; rank++)
         pthread_join(threads[rank], NULL);
@@ -321,5 +321,5 @@ int test_shm(int argc, char **argv)
     m->calls = atoi(argv[3]);
     EXPECT(m->world >= 1 && m->world <= MOST && m->calls >= 1);
     share_barrier(&m->barrier, m->world);
-    return strcmp(argv[1], "threads") == 0 ? run_threads(m) : run_ranks(m->world, be_process, m);
+    return strcmp(argv[1], "threads") == 0 ? run_threads(m) : run_ranks(m->world, run_process, m);
 }
