@@ -36,7 +36,7 @@ SPREAD = {  # whose tests share nothing that is made once for a module
 # What `make check` runs: modules without ranks; and of some with ranks, one world over one transport
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
 QUICK |= {"test_sizes", "test_source", "test_structure", "test_utils"}
-NOT_QUICK = {"test_readme_example_runs", "test_import_does_not_bring_in_dynamo"}  # start Python several times
+NOT_QUICK = {"test_readme_example_runs", "test_import_does_not_import_dynamo"}  # start Python several times
 QUICK_RANKS = {"test_data", "test_layouts", "test_ops", "test_sharding"}
 # Else each rank starts processes that import torch, to see that what was compiled for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

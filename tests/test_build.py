@@ -41,7 +41,7 @@ def check_packages(lines: list[str]) -> None:
 
 @pytest.mark.parametrize("command", ["build", "build_ext"])
 @pytest.mark.parametrize("environment", [{"CC": "/nonexistent"}, {"PATH": "/nonexistent", "CC": "gcc"}])
-def test_without_a_compiler(tmp_path: Path, command: str, environment: dict[str, str]) -> None:
+def test_missing_compiler_is_reported(tmp_path: Path, command: str, environment: dict[str, str]) -> None:
     lines = refused(tmp_path, command=command, **environment)
     assert lines[0].startswith("spar needs a C compiler: No such file or directory: " + environment["CC"])
     check_packages(lines)
@@ -50,7 +50,7 @@ def test_without_a_compiler(tmp_path: Path, command: str, environment: dict[str,
 @pytest.mark.parametrize(
     ("without", "what"), [("Python.h", "CPython's headers (Python.h"), ("stdio.h", "the C library's headers")]
 )
-def test_without_headers(tmp_path: Path, without: str, what: str) -> None:
+def test_missing_headers_are_reported(tmp_path: Path, without: str, what: str) -> None:
     compiler = tmp_path / "gcc"
     compiler.write_text(
         f'#!/bin/sh\nif grep -q {without}; then echo "fatal error: {without}: No such file" >&2; exit 1; fi\n'
@@ -62,7 +62,7 @@ def test_without_headers(tmp_path: Path, without: str, what: str) -> None:
     check_packages(lines)
 
 
-def test_on_another_system(tmp_path: Path) -> None:
+def test_other_systems_are_rejected(tmp_path: Path) -> None:
     code = "import runpy, setuptools.command.build_ext, sys; sys.platform = 'darwin'; "
     lines = refused(tmp_path, "-c", code + "sys.argv[0] = 'setup.py'; runpy.run_path('setup.py')")
     assert len(lines) == 3

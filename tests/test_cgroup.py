@@ -55,11 +55,11 @@ def cores(root: bytes) -> int:
         ({}, NONE),
     ],
 )
-def test_v2_takes_the_least_on_the_way_up(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+def test_v2_limit_is_minimum_over_ancestors(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     assert memory(tree(tmp_path, "0::/a/b\n", [V2.format(root="/")], files)) == expected
 
 
-def test_v1_takes_the_least_on_the_way_up(tmp_path: Path) -> None:
+def test_v1_limit_is_minimum_over_ancestors(tmp_path: Path) -> None:
     files = {
         "memory/a/b/memory.limit_in_bytes": "9223372036854771712\n",
         "memory/a/memory.limit_in_bytes": f"{GB}\n",
@@ -99,9 +99,7 @@ def test_hybrid_reads_both_hierarchies(tmp_path: Path) -> None:
         ("/docker/1f (deleted)", "/docker", "memory.max"),
     ],
 )
-def test_mounts_that_do_not_start_at_the_root(
-    tmp_path: Path, cgroup: str, mount_root: str, file: str
-) -> None:
+def test_mount_of_a_cgroup_subtree(tmp_path: Path, cgroup: str, mount_root: str, file: str) -> None:
     files = {file: f"{GB}\n", "../other/memory.max": "1\n"}
     root = tree(tmp_path, f"0::{cgroup}\n", [V2.format(root=mount_root)], files)
     assert memory(root) == GB
@@ -120,7 +118,7 @@ def test_mounts_that_do_not_start_at_the_root(
         ("much\n", NONE),
     ],
 )
-def test_cpu_quotas(tmp_path: Path, text: str, expected: int) -> None:
+def test_cpu_quota_gives_cores(tmp_path: Path, text: str, expected: int) -> None:
     files = {"a/cpu.max": text, "cpu.max": "max 100000\n"}
     assert cores(tree(tmp_path, "0::/a/b\n", [V2.format(root="/")], files)) == expected
 
@@ -132,11 +130,11 @@ def test_missing_and_garbled_files_set_no_limit(tmp_path: Path) -> None:
     assert (memory(root), cores(root)) == (NONE, NONE)
 
 
-def test_escaped_mount_points(tmp_path: Path) -> None:
+def test_escaped_mount_point_is_decoded(tmp_path: Path) -> None:
     mount = "31 23 0:28 / /sys/fs/cgroup/a\\040b\\134c rw - cgroup2 cgroup2 rw"
     assert memory(tree(tmp_path, "0::/\n", [mount], {"a b\\c/memory.max": f"{GB}\n"})) == GB
 
 
-def test_the_last_of_several_mounts_counts_too(tmp_path: Path) -> None:
+def test_limit_is_read_from_the_last_of_several_mounts(tmp_path: Path) -> None:
     mounts = ["30 23 0:28 /x /elsewhere rw - cgroup2 cgroup2 rw", V2.format(root="/")]
     assert memory(tree(tmp_path, "0::/a\n", mounts, {"a/memory.max": f"{GB}\n"})) == GB

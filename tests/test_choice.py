@@ -50,13 +50,13 @@ def no_choice(facts: Sequence[core.PeerInfo], status: Status, *words: str) -> No
     assert len(texts) == 1
 
 
-def test_the_first_row_that_can_serve_is_chosen() -> None:
+def test_first_transport_that_can_serve_is_chosen() -> None:
     choice = Choice(facts(local_world=5))
     assert (choice.name, choice.rejected) == ("local", {})
     assert "3 ranks" in choice.reason
 
 
-def test_rejected_rows_are_told_with_their_reasons() -> None:
+def test_rejected_transports_are_reported_with_reasons() -> None:
     apart = facts(local_world=5)
     apart[2].local_world = 6
     choice = Choice(apart)
@@ -68,7 +68,7 @@ def test_rejected_rows_are_told_with_their_reasons() -> None:
     }
 
 
-def test_a_row_whose_set_up_failed_is_passed_over() -> None:
+def test_transport_with_failed_set_up_is_skipped() -> None:
     refused = core.Refusal(1, (b"local",), (b"rank 1: no memory",))
     choice = Choice(facts(local_world=5), refused=refused)
     assert (choice.name, choice.rejected["local"]) == ("torch", "rank 1: no memory")
@@ -77,7 +77,7 @@ def test_a_row_whose_set_up_failed_is_passed_over() -> None:
         Choice(forced, refused=refused)
 
 
-def test_shm_needs_host_memory_and_a_process_for_each_rank() -> None:
+def test_shm_requires_cpu_tensors_and_one_process_per_rank() -> None:
     ranks = facts()
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
@@ -87,7 +87,7 @@ def test_shm_needs_host_memory_and_a_process_for_each_rank() -> None:
     assert Choice(ranks).rejected["shm"] == "ranks 1 and 2 are one process"
 
 
-def test_nccl_needs_cuda_on_each_rank() -> None:
+def test_nccl_requires_cuda_on_each_rank() -> None:
     ranks = facts()
     assert Choice(ranks, "cuda").name == "nccl"
     ranks[1].no_nccl = b"no libcuda: libcuda.so.1: cannot open"
@@ -101,7 +101,7 @@ def test_nccl_needs_cuda_on_each_rank() -> None:
 
 
 @pytest.mark.parametrize("name", core.transports())
-def test_a_transport_can_be_forced(name: str) -> None:
+def test_forced_transport_is_chosen(name: str) -> None:
     ranks = facts(local_world=5, transport=name.encode())
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
@@ -111,22 +111,22 @@ def test_a_transport_can_be_forced(name: str) -> None:
     assert choice.rejected == dict.fromkeys(earlier, f"SPAR_TRANSPORT={name}")
 
 
-def test_a_forced_transport_that_cannot_serve_is_an_error() -> None:
+def test_forced_transport_that_cannot_serve_raises() -> None:
     no_choice(facts(transport=b"local"), Status.TRANSPORT, "SPAR_TRANSPORT=local", "rank 0 is not in")
 
 
-def test_a_transport_can_be_excluded() -> None:
+def test_excluded_transport_is_skipped() -> None:
     choice = Choice(facts(local_world=5, transport=b"^local"))
     assert choice.name == "torch"
     assert choice.rejected["local"] == "excluded by SPAR_TRANSPORT=^local"
 
 
-def test_nothing_left_is_an_error() -> None:
+def test_excluding_the_last_transport_raises() -> None:
     no_choice(facts(transport=b"^torch"), Status.TRANSPORT, "^torch", "leaves no transport", "cpu")
 
 
 @pytest.mark.parametrize("name", ["bogus", "^bogus", "^", "Local", "loca", "localx", "^^local", " local"])
-def test_an_unknown_transport_lists_the_known(name: str) -> None:
+def test_unknown_transport_error_lists_known_names(name: str) -> None:
     no_choice(
         facts(local_world=5, transport=name.encode()),
         Status.INVALID,
@@ -139,7 +139,7 @@ def test_an_unknown_transport_lists_the_known(name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "words"), [("version", "version"), ("transport", "SPAR_TRANSPORT"), ("check", "SPAR_CHECK")]
 )
-def test_ranks_that_differ_are_an_error(field: str, words: str, rank: int) -> None:
+def test_settings_that_differ_between_ranks_raise(field: str, words: str, rank: int) -> None:
     differing = facts(local_world=5, transport=b"torch")
     first = getattr(differing[0], field).decode()
     setattr(differing[rank], field, b"other")
@@ -147,21 +147,21 @@ def test_ranks_that_differ_are_an_error(field: str, words: str, rank: int) -> No
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_one_ranks_error_is_told_on_all(rank: int) -> None:
+def test_error_of_one_rank_is_reported_on_all_ranks(rank: int) -> None:
     failed = facts(local_world=5, check=b"1")
     failed[rank] = core.PeerInfo(version=b"1", error=b"SPAR_CHECK is 'x'; known: auto|0|1")
     no_choice(failed, Status.INVALID, f"rank {rank}: SPAR_CHECK is 'x'; known: auto|0|1")
 
 
 @pytest.mark.parametrize("field", ["version", "error", "transport", "check"])
-def test_malformed_peer_info_is_an_error(field: str) -> None:
+def test_malformed_peer_info_raises(field: str) -> None:
     unreadable = facts(local_world=5)
     place = getattr(core.PeerInfo, field)
     ctypes.memset(ctypes.addressof(unreadable[1]) + place.offset, ord("x"), place.size)
     no_choice(unreadable, Status.TRANSPORT, "rank 1", "malformed")
 
 
-def test_the_choice_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_depends_on_peer_info_only(monkeypatch: pytest.MonkeyPatch) -> None:
     given = facts(local_world=5)
     before = [bytes(own) for own in given]
     monkeypatch.setenv("SPAR_TRANSPORT", "torch")
@@ -170,7 +170,7 @@ def test_the_choice_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("world", "rank"), [(0, 0), (-1, 0), (2, 2), (2, -1)])
-def test_a_comm_of_an_impossible_rank_is_refused(world: int, rank: int) -> None:
+def test_comm_with_invalid_rank_is_rejected(world: int, rank: int) -> None:
     array = (core.PeerInfo * 4)(*facts(4, local_world=5))
     comm, verdict = ctypes.POINTER(core.Comm)(), core.SetupResult()
     status = core.library().spar_comm_open(
@@ -180,7 +180,7 @@ def test_a_comm_of_an_impossible_rank_is_refused(world: int, rank: int) -> None:
     assert f"rank {rank} of {world}" in core.last_error()
 
 
-def test_a_failed_verdict_is_told_on_all() -> None:
+def test_failed_setup_result_is_reported_on_all_ranks() -> None:
     array = (core.PeerInfo * 2)(*facts(2, local_world=5))
     comm, own = ctypes.POINTER(core.Comm)(), core.SetupResult()
     core.check(core.library().spar_comm_open(core.local(), array, 2, 0, 1, None, byref(comm), byref(own)))
@@ -260,7 +260,7 @@ every_row = pytest.mark.parametrize("variable", ROWS)
 
 
 @every_row
-def test_the_default_is_accepted(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_is_accepted(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[variable]
     monkeypatch.delenv(variable, raising=False)
     assert env(row) == row.fallback.decode()
@@ -277,9 +277,7 @@ def test_known_values_are_accepted(variable: str, monkeypatch: pytest.MonkeyPatc
 
 
 @every_row
-def test_unknown_values_are_an_error_that_lists_the_known(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_value_error_lists_known_values(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[variable]
     wrong, known = values_of(row)
     for value in wrong:
@@ -295,7 +293,7 @@ def test_unknown_values_are_an_error_that_lists_the_known(
         assert own.error.decode() == caught.value.text[: core.PeerInfo.error.size - 1]
 
 
-def test_facts_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_info_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ROWS:
         monkeypatch.delenv(variable, raising=False)
     own = core.PeerInfo()
@@ -310,7 +308,7 @@ def test_facts_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert b"SPAR_TRANSPORT has 40" in own.error
 
 
-def test_python_gets_parsed_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_returns_parsed_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*ROWS, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     assert [_C.env(field) for field in ("timeout", "plan_cache", "local_ranks", "check")] == [
@@ -329,7 +327,7 @@ def test_python_gets_parsed_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "4x", "1e3", " 4", str(2**31)])
-def test_an_invalid_local_world_size_is_in_the_facts(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_local_world_size_is_in_the_peer_info(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
     own = core.PeerInfo()
     core.library().spar_peer_info_read(byref(own))
@@ -338,7 +336,7 @@ def test_an_invalid_local_world_size_is_in_the_facts(value: str, monkeypatch: py
     assert "LOCAL_WORLD_SIZE" not in {variable for _, variable, *_ in _C.env_rows()}
 
 
-def test_an_unknown_field_is_a_bug() -> None:
+def test_unknown_env_field_is_an_internal_error() -> None:
     assert core.library().spar_env_field(b"bogus", byref(core.EnvValue())) == Status.INTERNAL
     assert "bogus" in core.last_error()
 
@@ -346,7 +344,7 @@ def test_an_unknown_field_is_a_bug() -> None:
 # ---- Cores ------------------------------------------------------------------------------------------------
 
 
-def test_cores_are_those_that_this_process_may_use() -> None:
+def test_core_count_follows_the_affinity_mask() -> None:
     """Ranks spin where each has a core: by the affinity, which a launcher may set, not by the machine."""
     mine = os.sched_getaffinity(0)
     most = core.library().spar_cores()

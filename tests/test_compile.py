@@ -84,7 +84,7 @@ def check_two_groups(rank: int, world: int, group: Group) -> None:
         assert_same(compiled(x, argument), expected)
 
 
-def test_one_function_with_two_groups(ranks: Ranks) -> None:
+def test_compiled_function_with_two_groups(ranks: Ranks) -> None:
     ranks(7, check_two_groups)
 
 
@@ -106,7 +106,7 @@ def alone_again(rank: int, folder: Path) -> None:
     (folder / "well").touch()
 
 
-def test_after_destroy_and_init(tmp_path: Path) -> None:
+def test_compiled_function_after_destroy_and_init(tmp_path: Path) -> None:
     assert finish(start(alone_again, 1, tmp_path, initialize=False), 120) == [0]
     assert (tmp_path / "well").exists()
 
@@ -149,7 +149,7 @@ def check_constants(rank: int, world: int, group: dist.ProcessGroup) -> None:
     assert spar.memory_stats()["calls.shm"] == before["calls.shm"]
 
 
-def test_a_constant_is_not_exchanged_while_tracing(ranks: Ranks) -> None:
+def test_constants_are_not_exchanged_while_tracing(ranks: Ranks) -> None:
     ranks(2, check_constants)
 
 
@@ -178,7 +178,7 @@ def check_lengths(rank: int, world: int, group: Group) -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == expected
 
 
-def test_graphs_for_lengths_as_arguments_and_as_attributes(ranks: Ranks) -> None:
+def test_graph_count_for_lengths_as_arguments_and_attributes(ranks: Ranks) -> None:
     ranks(2, check_lengths)
 
 

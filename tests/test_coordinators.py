@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.reference import assert_same
-from test_faults import finish, start, tell, told
+from test_faults import await_report, finish, report, start
 from test_hybrid import exchanges
 
 from spar.parallel_state import (
@@ -284,9 +284,9 @@ def check_discarded_handles(rank: int, folder: Path) -> None:
     if rank == 0:
         for step in range(100):  # never received: they do not block exit
             send(step)
-        tell(folder, rank, "")
+        report(folder, rank, "")
     else:
-        told(folder, 0)
+        await_report(folder, 0)
 
 
 def test_sends_outlive_discarded_handles(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_core(program: Builder, compiler: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["arena", "scale", "affinity", "nontemporal", "siphash", "wait"])
-def test_parts(program: Builder, name: str, kind: str) -> None:
+def test_components(program: Builder, name: str, kind: str) -> None:
     done = run(program("gcc", kind), name)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -129,7 +129,7 @@ def test_shared_memory_between_threads(program: Builder, kind: str, world: int) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_that_meet(program: Builder, kind: str) -> None:
+def test_connections_between_processes(program: Builder, kind: str) -> None:
     """Set-ups on several threads of each at once; and who had no descriptor for a call meets at the next."""
     for arguments in (("groups", "3", "6", "60"), ("refused",)):
         done = run(program("gcc", kind), "peers", *arguments)
@@ -137,7 +137,7 @@ def test_processes_that_meet(program: Builder, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_ranks_write_down(program: Builder, kind: str) -> None:
+def test_call_ring(program: Builder, kind: str) -> None:
     """Entries that are read while they are written over; differences, lies, a death."""
     done = run(program("gcc", kind), "call_ring", "3", "20000")
     assert (done.returncode, done.stderr) == (0, "")
@@ -145,13 +145,13 @@ def test_what_ranks_write_down(program: Builder, kind: str) -> None:
 
 @pytest.mark.parametrize("which", range(5))
 @pytest.mark.parametrize("how", ["processes", "threads"])
-def test_a_rank_that_lies_about_its_output(program: Builder, how: str, which: int) -> None:
+def test_invalid_output_offset_is_rejected(program: Builder, how: str, which: int) -> None:
     done = run(program("gcc", "address"), "shm", how, "3", str(2 * which + 1))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.alone
-def test_what_a_plan_costs(program: Builder, record_property: Callable[[str, object], None]) -> None:
+def test_plan_latency(program: Builder, record_property: Callable[[str, object], None]) -> None:
     done = run(program("gcc", "plain"), "core", "bench")
     assert (done.returncode, done.stderr) == (0, "")
     print(done.stdout)

@@ -19,7 +19,7 @@ PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "spar", "tests")
 
 
-def test_names_in_the_readme_exist() -> None:
+def test_readme_operations_match_exports() -> None:
     """Each operation in the README's table is one of spar, and each of spar's is in it, by its whole name."""
     table = README.split("| operation | forward | backward |")[1].split("\n\n")[0]
     names = set(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
@@ -40,7 +40,7 @@ def fastest_and_slowest(table: str) -> tuple[float, float]:
     return min(factors), max(factors)
 
 
-def test_gathers_backwards_are_as_fast_as_their_tables_show() -> None:
+def test_gather_backward_figures_match_tables() -> None:
     two, four = PERFORMANCE.split("\n| | 2 KB |")[1:]
     (text,) = re.findall(r"from 1 MB spar is (.*?) times faster on 2 ranks and (.*?) times on 4", PERFORMANCE)
     found = [tuple(float(bound) for bound in part.split(" to ")) for part in text]
@@ -48,7 +48,7 @@ def test_gathers_backwards_are_as_fast_as_their_tables_show() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git tells which files are tracked")
-def test_source_distribution_holds_every_tracked_file(tmp_path: Path) -> None:
+def test_source_distribution_contains_tracked_files(tmp_path: Path) -> None:
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = [name for name in files.stdout.splitlines() if (ROOT / name).exists()]
     for name in tracked:  # a copy: what setuptools found before, in *.egg-info, would count as well

@@ -32,7 +32,7 @@ def start(
     folder: Path,
     *args: Any,
     initialize: bool = True,
-    meet: bool = True,
+    set_up: bool = True,
     **environment: str,
 ) -> list[Any]:
     """Runs function(rank, folder, *args) on fresh ranks, in a group of their own that has met."""
@@ -41,7 +41,7 @@ def start(
     processes = [
         context.Process(
             target=_enter,
-            args=(function, rank, world, folder, args, initialize, meet, environment),
+            args=(function, rank, world, folder, args, initialize, set_up, environment),
         )
         for rank in range(world)
     ]
@@ -58,7 +58,7 @@ def _enter(
     folder: Path,
     args: tuple[Any, ...],
     initialize: bool,
-    meet: bool,
+    set_up: bool,
     environment: dict[str, str],
 ) -> None:
     gc.freeze()  # what torch's import left: gc.collect() would take half a second for it
@@ -67,18 +67,18 @@ def _enter(
     torch.set_num_threads(1)
     if initialize:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    if initialize and meet:
+    if initialize and set_up:
         spar.gather_forward_split_backward(torch.zeros(1), None, 0)
     function(rank, folder, *args)
     (folder / f"{rank}.ended").touch()
 
 
-def tell(folder: Path, rank: int, what: str) -> None:
+def report(folder: Path, rank: int, what: str) -> None:
     (folder / f"{rank}.part").write_text(what)
     (folder / f"{rank}.part").rename(folder / f"{rank}")
 
 
-def told(folder: Path, rank: int, limit: float = 60) -> str:
+def await_report(folder: Path, rank: int, limit: float = 60) -> str:
     end = time.monotonic() + limit
     while not (folder / f"{rank}").exists():
         assert time.monotonic() < end, f"rank {rank} said nothing"
@@ -114,14 +114,14 @@ def never_comes(rank: int, folder: Path) -> None:
     assert (error.op, error.rank, error.call) == ("gather_forward_split_backward", rank, 2)
     with pytest.raises(spar.GroupBrokenError, match="call 2"):
         spar.gather_forward_split_backward(torch.zeros(4), None, 0)
-    tell(folder, rank, f"{waited}")
+    report(folder, rank, f"{waited}")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_never_comes(tmp_path: Path, transport: str) -> None:
+def test_missing_rank_times_out(tmp_path: Path, transport: str) -> None:
     processes = start(never_comes, 3, tmp_path, SPAR_TIMEOUT="2", SPAR_TRANSPORT=transport)
     for rank in (0, 1):
-        assert 1.5 < float(told(tmp_path, rank)) < 4
+        assert 1.5 < float(await_report(tmp_path, rank)) < 4
     assert finish(processes[:2], 5) == [0, 0], "the processes must have ended, too"
     processes[2].kill()
 
@@ -142,39 +142,39 @@ def peer_dies(rank: int, folder: Path, how: str) -> None:
         spar.all_to_all(torch.zeros(3, 3), None, 0, 1)
     with pytest.raises(spar.GroupBrokenError):
         spar.all_to_all(torch.zeros(3, 3), None, 0, 1)
-    tell(folder, rank, f"{time.monotonic() - begin}")
+    report(folder, rank, f"{time.monotonic() - begin}")
 
 
 @pytest.mark.parametrize("how", WAYS_TO_DIE)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_dies(tmp_path: Path, transport: str, how: str) -> None:
+def test_peer_death_raises(tmp_path: Path, transport: str, how: str) -> None:
     world = 3 if transport == "shm" else 2  # gloo's survivors hang up on one another, too
     processes = start(peer_dies, world, tmp_path, how, SPAR_TRANSPORT=transport)
     for rank in range(0, world, 2):
-        assert float(told(tmp_path, rank)) < 2.5
+        assert float(await_report(tmp_path, rank)) < 2.5
     assert finish(processes, 5) == [0, WAYS_TO_DIE[how][1], 0][:world]
 
 
 def interrupted(rank: int, folder: Path) -> None:
     if rank == 1:
-        told(folder, 0)
+        await_report(folder, 0)
         return
     with pytest.raises(KeyboardInterrupt):
-        tell(folder, 7, f"{os.getpid()}")
+        report(folder, 7, f"{os.getpid()}")
         spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
-    tell(folder, 0, f"{time.time()}")
+    report(folder, 0, f"{time.time()}")
     with pytest.raises(spar.GroupBrokenError, match=r"interrupted on rank 0|rank 0 was interrupted"):
         spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ctrl_c(tmp_path: Path, transport: str) -> None:
+def test_ctrl_c_interrupts_a_call(tmp_path: Path, transport: str) -> None:
     processes = start(interrupted, 2, tmp_path, SPAR_TRANSPORT=transport)
-    pid = int(told(tmp_path, 7))
+    pid = int(await_report(tmp_path, 7))
     time.sleep(0.5)  # it waits by now
     sent = time.time()
     os.kill(pid, signal.SIGINT)
-    assert float(told(tmp_path, 0)) - sent < 1
+    assert float(await_report(tmp_path, 0)) - sent < 1
     # gloo's own thread ends when the other rank does, or at the time limit
     assert finish(processes, 15) == [0, 0]
 
@@ -188,12 +188,12 @@ def never_sets_up(rank: int, folder: Path) -> None:
         spar.gather_forward_split_backward(torch.zeros(4), group, 0)
     with pytest.raises(spar.GroupBrokenError):
         spar.gather_forward_split_backward(torch.zeros(4), group, 0)
-    tell(folder, rank, "")
+    report(folder, rank, "")
 
 
-def test_a_rank_that_never_comes_to_the_set_up(tmp_path: Path) -> None:
+def test_missing_rank_in_set_up_times_out(tmp_path: Path) -> None:
     processes = start(never_sets_up, 2, tmp_path, SPAR_TIMEOUT="1.5")
-    told(tmp_path, 0)
+    await_report(tmp_path, 0)
     assert finish(processes[:1], 5) == [0]
     processes[1].kill()
 
@@ -202,20 +202,20 @@ def calls_itself(rank: int, folder: Path) -> None:
     def handler(*_: object) -> None:
         with pytest.raises(spar.SparError, match="inside a call on the same group"):
             spar.gather_forward_split_backward(torch.zeros(4), None, 0)
-        tell(folder, rank, "")
+        report(folder, rank, "")
 
     if rank == 0:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.5)
     else:
-        told(folder, 0)
+        await_report(folder, 0)
     assert spar.gather_forward_split_backward(torch.zeros(4), None, 0).shape == (8,)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_from_inside_a_call(tmp_path: Path, transport: str) -> None:
+def test_nested_call_on_the_same_group_raises(tmp_path: Path, transport: str) -> None:
     processes = start(calls_itself, 2, tmp_path, SPAR_TRANSPORT=transport)
-    told(tmp_path, 0)
+    await_report(tmp_path, 0)
     assert finish(processes, 15) == [0, 0]
 
 
@@ -244,7 +244,7 @@ def threads(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_threads_with_a_group_each(tmp_path: Path, transport: str) -> None:
+def test_threads_with_one_group_each(tmp_path: Path, transport: str) -> None:
     assert finish(start(threads, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
@@ -285,5 +285,5 @@ def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_an_interrupt_between_the_lock_and_the_call(tmp_path: Path) -> None:
-    assert finish(start(is_interrupted_on_its_way_in, 1, tmp_path, meet=False), 30) == [0]
+def test_interrupt_after_taking_the_lock_releases_it(tmp_path: Path) -> None:
+    assert finish(start(is_interrupted_on_its_way_in, 1, tmp_path, set_up=False), 30) == [0]

@@ -76,7 +76,7 @@ def forks_beside_threads(rank: int, folder: Path) -> None:
     gather(torch.zeros(1), None, 0)
 
 
-def test_fork_beside_threads_inside_spar(tmp_path: Path) -> None:
+def test_fork_while_threads_are_inside_spar(tmp_path: Path) -> None:
     assert finish(start(forks_beside_threads, 2, tmp_path, SPAR_TRANSPORT="shm"), 150) == [0, 0]
 
 
@@ -107,7 +107,7 @@ def child_exchanges(rank: int, folder: Path, seen: bool) -> None:
 @pytest.mark.parametrize("seen", [False, True], ids=["before the set-up", "after the set-up"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_child_cannot_exchange(tmp_path: Path, transport: str, seen: bool) -> None:
-    ranks = start(child_exchanges, 2, tmp_path, seen, meet=False, SPAR_TRANSPORT=transport)
+    ranks = start(child_exchanges, 2, tmp_path, seen, set_up=False, SPAR_TRANSPORT=transport)
     assert finish(ranks, 60) == [0, 0]
 
 
@@ -123,5 +123,5 @@ def child_makes_a_group(rank: int, folder: Path) -> None:
     assert in_child(use, 30) == 0
 
 
-def test_forked_child_makes_a_group(tmp_path: Path) -> None:
+def test_forked_child_exchanges_on_its_own_group(tmp_path: Path) -> None:
     assert finish(start(child_makes_a_group, 2, tmp_path, initialize=False), 60) == [0, 0]

@@ -143,8 +143,8 @@ def follows_the_page(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_factors(tmp_path: Path, world: int) -> None:
-    assert finish(start(follows_the_page, world, tmp_path, meet=False), 120) == [0] * world
+def test_loss_factors_match_one_process(tmp_path: Path, world: int) -> None:
+    assert finish(start(follows_the_page, world, tmp_path, set_up=False), 120) == [0] * world
 
 
 def averages_means(rank: int, folder: Path) -> None:
@@ -159,7 +159,7 @@ def averages_means(rank: int, folder: Path) -> None:
 
 def test_mean_per_rank_is_wrong(tmp_path: Path) -> None:
     assert "differ from those of one process by about 10 %" in re.sub(r"\s+", " ", PAGE)
-    assert finish(start(averages_means, 2, tmp_path, meet=False), 60) == [0, 0]
+    assert finish(start(averages_means, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 def leaves_scales_out(rank: int, folder: Path) -> None:
@@ -174,5 +174,5 @@ def leaves_scales_out(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_without_scales(tmp_path: Path) -> None:
-    assert finish(start(leaves_scales_out, 2, tmp_path, meet=False), 60) == [0, 0]
+def test_grad_scale_none_matches_one_process(tmp_path: Path) -> None:
+    assert finish(start(leaves_scales_out, 2, tmp_path, set_up=False), 60) == [0, 0]

@@ -54,7 +54,7 @@ def test_group_arguments(ranks: Ranks) -> None:
     ranks(ALL, check_group_arguments)
 
 
-def test_none_needs_torch_distributed() -> None:
+def test_group_none_requires_init_process_group() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
     with pytest.raises(ValueError, match="init_process_group"):
@@ -76,7 +76,7 @@ def check_handles(rank: int, world: int, group: Group) -> None:
     assert place_of(again).handle > handle
 
 
-def test_handles_die_with_their_group_and_are_never_used_again(ranks: Ranks) -> None:
+def test_handles_are_invalid_after_destroy_and_never_reused(ranks: Ranks) -> None:
     ranks(ALL, check_handles)
 
 
@@ -218,7 +218,7 @@ def check_disagreement(rank: int, world: int, group: Group, what: str, odd: int)
 
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("what", disagreements(0, None, 1))  # type: ignore[arg-type]
-def test_mismatch_on_all_ranks(ranks: Ranks, what: str, odd: int) -> None:
+def test_mismatch_raises_on_all_ranks(ranks: Ranks, what: str, odd: int) -> None:
     texts = ranks(3, check_disagreement, what, odd)
     assert len(set(texts)) == 1, "every rank shows the same"
 

@@ -143,7 +143,7 @@ def test_hostile_numbers(op: str, world: int, specs: list[Spec], words: str) -> 
     refused(words, op, world, 0, specs)
 
 
-def test_an_unknown_op_lists_the_known() -> None:
+def test_unknown_op_error_lists_known_ops() -> None:
     assert not core.library().spar_op_find(b"bogus")
     text = core.last_error()
     assert "bogus" in text and all(op in text for op in OPS)
@@ -169,7 +169,7 @@ ELSE = {
 
 @pytest.mark.parametrize("other", [0, 3], ids=["first", "last"])
 @pytest.mark.parametrize(("op", "shapes", "args", "item"), ELSE.values(), ids=ELSE.keys())
-def test_a_mismatch_is_an_error_on_all(
+def test_mismatch_raises_on_all_ranks(
     op: str, shapes: list[tuple[int, ...]], args: list[list[int]], item: int, other: int
 ) -> None:
     plans, inputs, shared = RIGHT.plans(), RIGHT.inputs(), core.world(4)
@@ -185,7 +185,7 @@ def test_a_mismatch_is_an_error_on_all(
 
 
 @pytest.mark.parametrize("missing", [0, 2])
-def test_a_missing_rank_ends_in_a_time_limit(missing: int) -> None:
+def test_missing_rank_times_out(missing: int) -> None:
     plans, inputs, broken = RIGHT.plans(), RIGHT.inputs(), World(4)
     some = [None if rank == missing else plan for rank, plan in enumerate(plans)]
     outcomes = broken.call(some, inputs, seconds=0.1)
@@ -205,7 +205,7 @@ def test_a_missing_rank_ends_in_a_time_limit(missing: int) -> None:
     broken.close()
 
 
-def test_a_plan_of_another_rank_is_refused() -> None:
+def test_plan_of_another_rank_is_rejected() -> None:
     plans, inputs = RIGHT.plans(), RIGHT.inputs()
     for wrong in ([plans[1]] * 4, [RIGHT.plans()[0], None, None, None][:1] * 4):
         outcome = core.world(4).call([None, None, None, wrong[3]], inputs)[3]

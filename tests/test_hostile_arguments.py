@@ -229,7 +229,7 @@ def probe_by_topology(rank: int, folder: Path, ring: int, ulysses: int) -> None:
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
-def test_functions_that_go_by_the_topology(tmp_path: Path, ring: int, ulysses: int) -> None:
+def test_hostile_arguments_without_group(tmp_path: Path, ring: int, ulysses: int) -> None:
     codes = finish(start(probe_by_topology, 2, tmp_path, ring, ulysses, SPAR_TRANSPORT="shm"), 100)
     for rank in range(2):
         wrong = (tmp_path / f"{rank}.wrong").read_text()
@@ -237,7 +237,7 @@ def test_functions_that_go_by_the_topology(tmp_path: Path, ring: int, ulysses: i
     assert codes == [0, 0]
 
 
-def test_the_size_rule() -> None:
+def test_hostile_arguments_of_the_size_rule() -> None:
     by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
     sizes, multi = spar.cal_split_sizes, spar.cal_split_sizes_multi
     calls: Calls = [
@@ -260,7 +260,7 @@ def tell_too_much(rank: int, world: int, group: dist.ProcessGroup, blanks: int) 
     return "nothing"
 
 
-def test_a_text_that_is_cut_within_a_character(pool: Ranks) -> None:
+def test_error_text_is_truncated_between_characters(pool: Ranks) -> None:
     pool.transport = "shm"
     for blanks in range(3):
         first, second = pool(2, tell_too_much, blanks)

@@ -104,7 +104,9 @@ def check_topology(rank: int, ring: int, ulysses: int, combined: bool) -> None:
         pytest.param([(1, 3), (3, 1)], "torch", id="1x3 3x1 torch"),
     ],
 )
-def test_one_exchange_and_two(tmp_path: Path, topologies: list[tuple[int, int]], transport: str) -> None:
+def test_one_and_two_exchanges_match_the_reference(
+    tmp_path: Path, topologies: list[tuple[int, int]], transport: str
+) -> None:
     """Over the cp group, and over the ring's and the ulysses groups: both give what the reference gives."""
     world = topologies[0][0] * topologies[0][1]
     ranks = start(agree_with_the_reference, world, tmp_path, topologies, SPAR_TRANSPORT=transport)
@@ -134,7 +136,7 @@ def compiled_agrees(rank: int, folder: Path) -> None:
         parallel_state.destroy_parallel_state()
 
 
-def test_compiled(tmp_path: Path) -> None:
+def test_compiled_equals_eager(tmp_path: Path) -> None:
     assert finish(start(compiled_agrees, 4, tmp_path), 90) == [0] * 4
 
 
@@ -157,7 +159,7 @@ def first_of_two_fails(rank: int, folder: Path) -> None:
     assert_same(gather(x, 0, None, 8), torch.zeros(8))  # usable after it
 
 
-def test_the_second_exchange_is_told_of_the_first(tmp_path: Path) -> None:
+def test_failed_first_exchange_is_reported_in_the_second(tmp_path: Path) -> None:
     ranks = start(first_of_two_fails, 4, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="20")
     assert finish(ranks, 40) == [0] * 4
 
@@ -186,7 +188,7 @@ def refuses(rank: int, folder: Path) -> None:
 # ---- the state ----
 
 
-def test_a_single_process_goes_on_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_returns_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state.context_parallel, "_warned", False)
     with pytest.warns(UserWarning, match="not initialized"):
         state = get_parallel_state()
@@ -228,7 +230,7 @@ def test_a_single_process_goes_on_unchanged(monkeypatch: pytest.MonkeyPatch) -> 
         ({"expert_parallel_size": 2}, "edp 1 x efsdp 1 x ep 2 is 2 ranks"),
     ],
 )
-def test_a_layout_that_does_not_fit(arguments: dict[str, int], text: str) -> None:
+def test_layout_that_does_not_fit_the_world_raises(arguments: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError) as caught:
         init_parallel_state(**arguments)
     assert text in str(caught.value)
@@ -286,15 +288,15 @@ def has_groups(rank: int, folder: Path) -> None:
     assert state.get_fsdp_rank() == state.get_rank("hsdp") == rank
 
 
-def test_the_groups(tmp_path: Path) -> None:
+def test_init_parallel_state_creates_groups(tmp_path: Path) -> None:
     assert finish(start(has_groups, 4, tmp_path), 60) == [0] * 4
 
 
-def test_errors(tmp_path: Path) -> None:
+def test_bad_arguments_raise(tmp_path: Path) -> None:
     assert finish(start(refuses, 4, tmp_path), 60) == [0] * 4
 
 
-def test_the_reference_itself() -> None:
+def test_reference_layouts() -> None:
     assert zigzag(8, 2) == [0, 0, 1, 1, 1, 1, 0, 0]
     assert packed([3, 2], 2) == [0, 0, 1, 0, 1]
     assert among([0, 0, 1, 1, 1, 1, 0, 0], 2, 2) == [0, 0, 1, 1, 3, 3, 2, 2]

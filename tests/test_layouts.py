@@ -126,7 +126,7 @@ def check_adjoint(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_adjoint(ranks: Ranks, world: int) -> None:
+def test_backward_is_the_adjoint(ranks: Ranks, world: int) -> None:
     ranks(world, check_adjoint)
 
 
@@ -146,7 +146,7 @@ def check_table(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 7])
-def test_any_table_of_sizes(ranks: Ranks, world: int) -> None:
+def test_arbitrary_size_tables(ranks: Ranks, world: int) -> None:
     ranks(world, check_table)
 
 
@@ -219,7 +219,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     assert_same(gather(torch.ones(1), group, 0, [2], 2), torch.ones(2))
 
 
-def test_errors(pool: Ranks) -> None:
+def test_bad_arguments_raise(pool: Ranks) -> None:
     pool.transport = "torch"
     pool(2, check_errors)
 
@@ -234,7 +234,7 @@ def check_disagreement(rank: int, world: int, group: Group) -> None:
     assert_same(gather(torch.ones(1), group, 0, [2], 2), torch.ones(2))
 
 
-def test_other_sequences_are_a_mismatch(ranks: Ranks) -> None:
+def test_different_sequence_lengths_raise_mismatch(ranks: Ranks) -> None:
     ranks(2, check_disagreement)
 
 
@@ -260,7 +260,7 @@ def check_compiled(rank: int, world: int, group: Group, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(ranks: Ranks, backend: str) -> None:
+def test_compiled_equals_eager(ranks: Ranks, backend: str) -> None:
     ranks(2, check_compiled, backend)
 
 
@@ -289,7 +289,7 @@ def test_reorder_output() -> None:
             spar.reorder_output(*arguments)
 
 
-def test_the_torch_words_of_a_packed_split() -> None:
+def test_packed_split_by_index_select() -> None:
     """Devices whose memory C cannot read select by an index."""
     from spar._runtime.tracing import packed_index
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
-from test_faults import finish, start, tell, told
+from test_faults import await_report, finish, report, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar
@@ -102,7 +102,7 @@ def fails_alone(rank: int, folder: Path, world: int, kind: str, odd: int) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", LOCAL)
-def test_a_local_failure_is_reported_in_its_call(tmp_path: Path, transport: str, kind: str) -> None:
+def test_local_failure_is_reported_in_the_same_call(tmp_path: Path, transport: str, kind: str) -> None:
     world, odd = 3, 1
     processes = start(
         fails_alone, world, tmp_path, world, kind, odd, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="20"
@@ -127,7 +127,7 @@ def wants_memory(rank: int, folder: Path) -> None:
     in_step(rank, 2, dist.group.WORLD)
 
 
-def test_want_of_memory_over_torch(tmp_path: Path) -> None:
+def test_out_of_memory_over_torch_raises_on_all_ranks(tmp_path: Path) -> None:
     processes = start(wants_memory, 2, tmp_path, SPAR_TRANSPORT="torch", SPAR_TIMEOUT="20")
     assert finish(processes, 60) == [0, 0]
 
@@ -141,7 +141,7 @@ def fails_twice(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_local_failures_in_a_row(tmp_path: Path, transport: str) -> None:
+def test_two_consecutive_local_failures(tmp_path: Path, transport: str) -> None:
     assert finish(start(fails_twice, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
@@ -153,14 +153,14 @@ def fails_unchecked(rank: int, folder: Path) -> None:
             gather(torch.zeros(2), None, 7)
         with pytest.raises(spar.GroupBrokenError, match="failed on rank 1: ValueError"):
             gather(torch.zeros(2), None, 0)
-        told(folder, 0)
+        await_report(folder, 0)
     else:
         with pytest.raises(spar.ExchangeTimeoutError):
             gather(torch.zeros(2), None, 0)
-        tell(folder, 0, "")
+        report(folder, 0, "")
 
 
-def test_a_local_failure_without_comparisons(tmp_path: Path) -> None:
+def test_local_failure_without_comparison_breaks_the_group(tmp_path: Path) -> None:
     settings = {"SPAR_TRANSPORT": "torch", "SPAR_CHECK": "0", "SPAR_TIMEOUT": "1.5"}
     assert finish(start(fails_unchecked, 2, tmp_path, **settings), 60) == [0, 0]
 
@@ -172,17 +172,17 @@ def fails_and_exits(rank: int, folder: Path) -> None:
         if os.environ["DESTROY"] == "1":
             dist.destroy_process_group()
         return
-    assert not told(folder, 9)
+    assert not await_report(folder, 9)
     with pytest.raises(spar.SparError):  # the peer's report, or its end
         gather(torch.zeros(2), None, 0)
 
 
 @pytest.mark.parametrize("destroy", ["0", "1"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_failed_rank_exits_without_waiting(tmp_path: Path, transport: str, destroy: str) -> None:
+def test_failed_rank_exits_without_waiting(tmp_path: Path, transport: str, destroy: str) -> None:
     processes = start(fails_and_exits, 2, tmp_path, SPAR_TRANSPORT=transport, DESTROY=destroy)
     assert finish(processes[1:], 20) == [0], "its exit does not wait for the peers"
-    tell(tmp_path, 9, "")
+    report(tmp_path, 9, "")
     processes[0].join(30)
     assert processes[0].exitcode == 0
 
@@ -198,7 +198,7 @@ def infers_alone(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_is_a_call_ahead(tmp_path: Path, transport: str) -> None:
+def test_meta_tensor_on_one_rank_raises_mismatch(tmp_path: Path, transport: str) -> None:
     assert finish(start(infers_alone, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
@@ -211,7 +211,7 @@ def is_alarmed(rank: int, folder: Path, where: str) -> None:
         in_step(rank, 2, group)
     dist.barrier()
     if rank == 1:
-        assert not told(folder, 0)
+        assert not await_report(folder, 0)
         with pytest.raises(spar.SparError) as caught:
             gather(torch.zeros(2), group, 0)
         assert isinstance(
@@ -224,16 +224,14 @@ def is_alarmed(rank: int, folder: Path, where: str) -> None:
     with pytest.raises(Alarm):
         gather(torch.zeros(2), group, 0)
     assert time.monotonic() - begin < 1.5
-    tell(folder, 0, "")
+    report(folder, 0, "")
     with pytest.raises(spar.GroupBrokenError, match=r"went off|interrupted"):
         gather(torch.zeros(2), group, 0)
 
 
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_exception_from_a_signal_handler_breaks_the_group(
-    tmp_path: Path, transport: str, where: str
-) -> None:
+def test_signal_handler_exception_breaks_the_group(tmp_path: Path, transport: str, where: str) -> None:
     processes = start(is_alarmed, 2, tmp_path, where, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="3")
     assert finish(processes, 30) == [0, 0]
 
@@ -244,7 +242,7 @@ def is_alarmed_while_waiting(rank: int, folder: Path, where: str) -> None:
         in_step(rank, 2, group)
     dist.barrier()
     if rank == 1:
-        assert not told(folder, 0)
+        assert not await_report(folder, 0)
         return
     raised: list[BaseException] = []
 
@@ -268,12 +266,12 @@ def is_alarmed_while_waiting(rank: int, folder: Path, where: str) -> None:
     assert isinstance(raised[0], spar.GroupBrokenError), raised
     with pytest.raises(spar.GroupBrokenError, match=r"another thread's call|went off"):
         gather(torch.zeros(2), group, 0)
-    tell(folder, 0, "")
+    report(folder, 0, "")
 
 
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_exception_ends_the_wait_for_another_threads_call(
+def test_signal_handler_exception_ends_wait_for_another_thread(
     tmp_path: Path, transport: str, where: str
 ) -> None:
     processes = start(is_alarmed_while_waiting, 2, tmp_path, where, SPAR_TRANSPORT=transport)
@@ -289,7 +287,7 @@ def is_closed(rank: int, folder: Path, where: str, who: str) -> None:
         in_step(rank, 2, group)
     dist.barrier()
     if rank == 1:
-        assert not told(folder, 0)
+        assert not await_report(folder, 0)
         return
     took: list[float] = []
 
@@ -308,13 +306,13 @@ def is_closed(rank: int, folder: Path, where: str, who: str) -> None:
         gather(torch.zeros(2), group, 0)
     assert time.monotonic() - begin < 2.0
     assert took[0] < 1.0
-    tell(folder, 0, "")
+    report(folder, 0, "")
 
 
 @pytest.mark.parametrize("who", ["a handler", "another thread"])
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_close_ends_a_call_under_way(tmp_path: Path, transport: str, where: str, who: str) -> None:
+def test_close_ends_a_running_call(tmp_path: Path, transport: str, where: str, who: str) -> None:
     processes = start(is_closed, 2, tmp_path, where, who, SPAR_TRANSPORT=transport)
     assert finish(processes, 30) == [0, 0]
 
@@ -327,19 +325,19 @@ def comes_after_a_death(rank: int, folder: Path) -> None:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        assert not told(folder, 0)
+        assert not await_report(folder, 0)
     with pytest.raises(spar.PeerLostError, match=r"rank 2 \(process") as caught:
         gather(torch.zeros(2), None, 0)
     assert caught.value.ranks == (2,)
     if rank == 0:
-        tell(folder, 0, "")
+        report(folder, 0, "")
     with pytest.raises(spar.GroupBrokenError):
         gather(torch.zeros(2), None, 0)
-    tell(folder, 10 + rank, "")
-    told(folder, 11 - rank)
+    report(folder, 10 + rank, "")
+    await_report(folder, 11 - rank)
 
 
-def test_a_rank_that_comes_to_the_call_after_a_death_was_found(tmp_path: Path) -> None:
+def test_late_rank_reports_a_death_that_a_peer_detected(tmp_path: Path) -> None:
     processes = start(comes_after_a_death, 3, tmp_path, SPAR_TRANSPORT="shm")
     assert finish(processes, 30) == [0, 0, -signal.SIGKILL]
 
@@ -364,7 +362,7 @@ def fails_in_many_groups(rank: int, folder: Path) -> None:
     assert not pg_wait._unfinished
 
 
-def test_reported_failures_keep_no_group(tmp_path: Path) -> None:
+def test_reported_failures_release_the_group(tmp_path: Path) -> None:
     assert finish(start(fails_in_many_groups, 2, tmp_path, SPAR_TRANSPORT="torch"), 60) == [0, 0]
 
 
@@ -392,7 +390,7 @@ def fails_after_the_exchange(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_error_after_the_exchange_is_of_its_rank_alone(tmp_path: Path, transport: str) -> None:
+def test_error_after_the_exchange_is_local(tmp_path: Path, transport: str) -> None:
     assert finish(start(fails_after_the_exchange, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
@@ -409,5 +407,5 @@ def fails_between_exchanges(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_error_between_two_exchanges_is_reported(tmp_path: Path, transport: str) -> None:
+def test_error_between_two_exchanges_is_reported(tmp_path: Path, transport: str) -> None:
     assert finish(start(fails_between_exchanges, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]

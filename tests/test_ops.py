@@ -169,7 +169,7 @@ def check_torch_packer(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_packing_with_torchs_own_copies(ranks: Ranks, world: int) -> None:
+def test_packing_with_torch_copies(ranks: Ranks, world: int) -> None:
     """What other devices than the CPU use, on the CPU."""
     ranks(world, check_torch_packer)
 
@@ -339,7 +339,7 @@ def check_alone(rank: int, world: int, group: Group) -> None:
     assert spar.transport(group).name is None
 
 
-def test_a_group_of_one_returns_its_input(ranks: Ranks) -> None:
+def test_group_of_one_returns_its_input(ranks: Ranks) -> None:
     ranks(1, check_alone)
 
 
@@ -403,5 +403,5 @@ def check_profiled(rank: int, world: int, group: Group) -> None:
     assert calls["SparExchangeBackward"] == 2, calls
 
 
-def test_the_profiler_shows_names(ranks: Ranks) -> None:
+def test_profiler_shows_op_names(ranks: Ranks) -> None:
     ranks(2, check_profiled)

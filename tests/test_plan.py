@@ -42,7 +42,7 @@ def test_every_op_has_an_inverse() -> None:
 
 @every_check
 @every_op
-def test_any_shape(op: str, check: Callable[[Case], None]) -> None:
+def test_random_shapes(op: str, check: Callable[[Case], None]) -> None:
     @settings(EXAMPLES, max_examples=200)
     @given(cases(op))
     def run(case: Case) -> None:
@@ -54,7 +54,7 @@ def test_any_shape(op: str, check: Callable[[Case], None]) -> None:
 @every_check
 @pytest.mark.parametrize("world", WORLDS)
 @every_op
-def test_worlds(op: str, world: int, check: Callable[[Case], None]) -> None:
+def test_world_sizes(op: str, world: int, check: Callable[[Case], None]) -> None:
     for seed in range(12 if world < 16 else 3):
         check(seeded_case(op, world, seed))
 
@@ -113,7 +113,7 @@ ALONE = {  # on one rank every op is the identity
         *(pytest.param(op, ALONE[op], items(4, 6, 5), 1, id=f"{op} alone") for op in OPS),
     ],
 )
-def test_a_memcpy_is_seen_to_be_one(op: str, args: list[int], x: torch.Tensor, world: int) -> None:
+def test_contiguous_copy_is_one_block(op: str, args: list[int], x: torch.Tensor, world: int) -> None:
     inputs = [x] * world
     if len(args) == 1 + world and op == "gather":
         inputs = [items(size, 6, 5) for size in args[1:]]
@@ -121,7 +121,7 @@ def test_a_memcpy_is_seen_to_be_one(op: str, args: list[int], x: torch.Tensor, w
     assert block.loops == []
 
 
-def test_split_along_dim_0_is_a_memcpy_of_ones_own() -> None:
+def test_split_along_dim_0_is_one_block() -> None:
     plans = core.build_plans("split", [[items(7, 6, 5)]] * 3, [[0]])
     for plan in plans:
         (block,) = plan.blocks(plan.rank)
@@ -138,7 +138,7 @@ def test_split_along_dim_0_is_a_memcpy_of_ones_own() -> None:
         pytest.param(3, 1, 2, id="sequence"),
     ],
 )
-def test_ulysses_is_merged(batch: int, scatter: int, loops: int) -> None:
+def test_ulysses_blocks_are_merged(batch: int, scatter: int, loops: int) -> None:
     """[B, S, H, D]: one head's D, or the heads of a rank, are the run; batch and sequence are the loops."""
     world, heads, depth = 4, 8, 16
     sequence = 5 if scatter == 2 else 20
@@ -148,12 +148,12 @@ def test_ulysses_is_merged(batch: int, scatter: int, loops: int) -> None:
     assert (len(block.loops), block.run) == (loops, heads // world * depth * 2)
 
 
-def test_what_all_ranks_are_sent_is_one_list_of_blocks() -> None:
+def test_equal_sends_share_one_block_list() -> None:
     plan = core.build_plans("gather", [[items(4, 6)]] * 64, [[1]])[5]
     assert len({(plan.struct.push[peer].first, plan.struct.push[peer].count) for peer in range(64)}) == 1
 
 
-def test_an_expanded_input_is_one_loop() -> None:
+def test_expanded_input_is_one_loop() -> None:
     x = items(1, 1, 1, item=4).expand(4, 5, 6, 4)
     (block,) = blocks_of("gather", [0], x, x)
     assert (block.loops, block.run) == ([(120, 0, 4)], 4)
@@ -172,7 +172,7 @@ def test_signatures_are_equal_on_all_ranks() -> None:
             assert len({plan.describe() for plan in plans}) == 1
 
 
-def test_signatures_do_not_tell_strides_or_sides_apart() -> None:
+def test_signatures_ignore_strides_and_sides() -> None:
     x = items(4, 6)
     plans = [
         *core.build_plans("gather", [[x]] * 2, [[0]]),
@@ -223,12 +223,12 @@ def test_describe() -> None:
     assert two.describe() == "gather [4]: dim 0 in [3, 1] -> whole; [2, 4]: dim 1 in [2, 2] -> whole"
 
 
-def test_a_long_description_is_cut_off() -> None:
+def test_long_description_is_truncated() -> None:
     plan = Plan(request("gather", 64, 0, [contiguous([3] * 30, [2])] * 4))
     assert len(plan.describe(1024)) == 1023
 
 
-def test_a_description_that_is_full_is_not_written_on() -> None:
+def test_full_description_stops_formatting() -> None:
     """Of 100,000 ranks the rest would take 10 ms, and of a million as many times as long."""
     plan = Plan(request("gather", 100_000, 0, [contiguous([3], [0])]))
     took = []

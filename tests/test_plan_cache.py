@@ -46,7 +46,7 @@ def planning_seconds(op: str, world: int, sides: int) -> float:
 
 @pytest.mark.parametrize("sides", [0, core.SIDE_PULL], ids=["push", "push and pull"])
 @every_op
-def test_planning_is_cheap(op: str, sides: int, record_property: Callable[[str, object], None]) -> None:
+def test_planning_time(op: str, sides: int, record_property: Callable[[str, object], None]) -> None:
     times = {world: planning_seconds(op, world, sides) * 1e6 for world in (8, 1024, 4096)}
     for world, microseconds in times.items():
         record_property(f"plan for {world} ranks, us", round(microseconds, 1))
@@ -97,14 +97,14 @@ class Counts:
         return stats()[2] - self.misses_before
 
 
-def test_the_cache_gives_the_same_plan_again(cache: Callable[[int], None]) -> None:
+def test_cache_returns_the_same_plan(cache: Callable[[int], None]) -> None:
     counts = Counts()
     a, b = get(1), get(1)
     assert ctypes.addressof(a.struct) == ctypes.addressof(b.struct)
     assert (counts.cached, counts.hits, counts.misses) == (1, 1, 1)
 
 
-def test_the_cache_forgets_the_least_recently_used(cache: Callable[[int], None]) -> None:
+def test_least_recently_used_plan_is_evicted(cache: Callable[[int], None]) -> None:
     cache(3)
     for extent in (1, 2, 3, 1, 4):  # 4 takes the place of 2
         get(extent)
@@ -120,7 +120,7 @@ def test_the_cache_forgets_the_least_recently_used(cache: Callable[[int], None])
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 2000])
-def test_the_cache_is_bounded(cache: Callable[[int], None], limit: int) -> None:
+def test_cache_is_bounded(cache: Callable[[int], None], limit: int) -> None:
     cache(limit)
     counts = Counts()
     for extent in range(3000):
@@ -135,7 +135,7 @@ def test_the_cache_is_bounded(cache: Callable[[int], None], limit: int) -> None:
     assert counts.hits == limit + 1
 
 
-def test_large_plans_do_not_pile_up(cache: Callable[[int], None]) -> None:
+def test_cache_is_bounded_in_bytes(cache: Callable[[int], None]) -> None:
     """One of 20,000 sequences takes a megabyte and more: the cache keeps 64 MiB of them."""
     counts = Counts()
 
@@ -154,7 +154,7 @@ def test_large_plans_do_not_pile_up(cache: Callable[[int], None]) -> None:
     assert counts.cached >= 2
 
 
-def test_a_cache_of_0_keeps_nothing(cache: Callable[[int], None]) -> None:
+def test_capacity_0_caches_nothing(cache: Callable[[int], None]) -> None:
     get(1)
     cache(0)
     counts = Counts()
@@ -176,7 +176,7 @@ def test_evicted_plans_in_use_stay_valid(cache: Callable[[int], None]) -> None:
             assert torch.equal(got, wanted)
 
 
-def test_a_failed_plan_is_not_kept(cache: Callable[[int], None]) -> None:
+def test_failed_plan_is_not_cached(cache: Callable[[int], None]) -> None:
     counts = Counts()
     for _ in range(2):
         with pytest.raises(CoreError, match="a dim is 9"):
@@ -200,7 +200,7 @@ DIFFERENT = {
 }
 
 
-def test_the_cache_tells_all_requests_apart(cache: Callable[[int], None]) -> None:
+def test_different_requests_have_different_entries(cache: Callable[[int], None]) -> None:
     counts = Counts()
     asked = [("gather", 4, 0, [BASE], 0), *DIFFERENT.values()]
     plans = [Plan(request(*one), cached=True) for one in asked]
@@ -210,7 +210,7 @@ def test_the_cache_tells_all_requests_apart(cache: Callable[[int], None]) -> Non
     assert (counts.hits, counts.misses) == (len(asked), len(asked))
 
 
-def test_a_key_longer_than_usual_is_cached_too(cache: Callable[[int], None]) -> None:
+def test_long_key_is_cached(cache: Callable[[int], None]) -> None:
     counts = Counts()
     specs = [contiguous([1] * 64, [63])] * 16
     a, b = (Plan(request("gather", 1, 0, specs), cached=True) for _ in range(2))

@@ -51,7 +51,7 @@ def forks(rank: int, folder: Path) -> None:
     assert_same(gather(torch.ones(2), None, 0), torch.ones(4))
 
 
-def test_a_forked_child_raises_and_harms_nothing(tmp_path: Path) -> None:
+def test_forked_child_exchange_raises_without_side_effects(tmp_path: Path) -> None:
     assert finish(start(forks, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
 
 
@@ -87,7 +87,7 @@ def writes_in_a_child(rank: int, folder: Path) -> None:
     assert_same(gather(y[:2], None, 0), torch.full((4,), 9.0))
 
 
-def test_a_forked_childs_writes_are_its_own(tmp_path: Path) -> None:
+def test_forked_child_writes_stay_in_the_child(tmp_path: Path) -> None:
     assert finish(start(writes_in_a_child, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
 
 
@@ -105,7 +105,7 @@ def reads_in_a_child(rank: int, folder: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_forked_child_with_torchs_outputs(tmp_path: Path) -> None:
+def test_forked_child_gets_a_snapshot_of_torch_outputs(tmp_path: Path) -> None:
     settings = {"SPAR_TRANSPORT": "shm", "SPAR_OUTPUT": "torch"}
     assert finish(start(reads_in_a_child, 2, tmp_path, **settings), 40) == [0, 0]
 
@@ -155,7 +155,7 @@ def warns(rank: int, folder: Path) -> None:
     assert load(Holder(y)) == text, "once per program"
 
 
-def test_a_worker_that_holds_an_output_warns_once(tmp_path: Path) -> None:
+def test_worker_that_holds_an_output_warns_once(tmp_path: Path) -> None:
     assert finish(start(warns, 2, tmp_path, SPAR_TRANSPORT="shm"), 60) == [0, 0]
 
 
@@ -167,7 +167,7 @@ def does_not_warn(rank: int, folder: Path) -> None:
     assert len(list(loader)) == 2
 
 
-def test_a_worker_that_holds_torchs_memory_does_not_warn(tmp_path: Path) -> None:
+def test_worker_that_holds_torch_memory_does_not_warn(tmp_path: Path) -> None:
     settings = {"SPAR_TRANSPORT": "shm", "SPAR_OUTPUT": "torch"}
     assert finish(start(does_not_warn, 2, tmp_path, **settings), 60) == [0, 0]
     assert not (tmp_path / "warned").exists()
@@ -225,7 +225,7 @@ def trains_with_workers(rank: int, folder: Path) -> None:
     assert_same(gather(captured, None, 0), captured.repeat(2))
 
 
-def test_a_loader_with_forked_workers(tmp_path: Path) -> None:
+def test_data_loader_with_forked_workers(tmp_path: Path) -> None:
     assert finish(start(trains_with_workers, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
 
 
@@ -244,7 +244,7 @@ def makes_samples(rank: int, folder: Path) -> None:
     assert weight.grad is not None
 
 
-def test_a_loader_with_spawned_workers(tmp_path: Path) -> None:
+def test_data_loader_with_spawned_workers(tmp_path: Path) -> None:
     assert finish(start(makes_samples, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
 
 
@@ -293,7 +293,7 @@ def executes(rank: int, folder: Path) -> None:
     assert "spar" not in others and "pidfd" not in others, others
 
 
-def test_descriptors_end_at_exec(tmp_path: Path) -> None:
+def test_descriptors_close_at_exec(tmp_path: Path) -> None:
     assert finish(start(executes, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
 
 
@@ -378,7 +378,7 @@ def ends(rank: int, folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_the_interpreter_ends_in_any_order(tmp_path: Path, how: str) -> None:
+def test_interpreter_exits_in_any_order(tmp_path: Path, how: str) -> None:
     assert finish(start(ends, 2, tmp_path, how, SPAR_TRANSPORT="shm"), 40) == [0, 0]
 
 
@@ -396,7 +396,7 @@ def crashes(rank: int, folder: Path) -> None:
     os.abort()
 
 
-def test_a_crash_does_not_write_out_the_arena(tmp_path: Path) -> None:
+def test_core_dump_excludes_the_arena(tmp_path: Path) -> None:
     pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
     if "/" in pattern or "|" in pattern:
         pytest.skip(f"this machine's core dumps go to {pattern}")
@@ -409,7 +409,7 @@ def test_a_crash_does_not_write_out_the_arena(tmp_path: Path) -> None:
         assert 1 << 20 < written < 600 << 20, "the input's 256 MiB and torch's own, but not the arenas"
 
 
-def test_nothing_is_dumped_or_left_behind(tmp_path: Path) -> None:
+def test_arenas_are_not_dumped_and_leave_no_files(tmp_path: Path) -> None:
     code = """
 import os, torch, torch.distributed as dist, spar
 dist.init_process_group("gloo")
@@ -433,7 +433,7 @@ print("seen")
     assert {name for name in os.listdir("/dev/shm") if "spar" in name} <= before
 
 
-def test_an_elastic_restart(tmp_path: Path) -> None:
+def test_elastic_restart_uses_shm_again(tmp_path: Path) -> None:
     """torchrun starts all ranks anew after one was killed; the new ones meet over shared memory again."""
     code = """
 import os, signal, sys, torch, torch.distributed as dist, spar
@@ -503,7 +503,7 @@ def makes_and_leaves(rank: int, folder: Path, rounds: int) -> None:
     growth.check()
 
 
-def test_ten_thousand_groups(tmp_path: Path) -> None:
+def test_ten_thousand_groups_do_not_leak(tmp_path: Path) -> None:
     ranks = start(makes_and_leaves, 2, tmp_path, 10_000, SPAR_TRANSPORT="shm")
     assert finish(ranks, 200) == [0, 0]
 
@@ -536,7 +536,7 @@ def makes_and_destroys(rank: int, folder: Path, rounds: int) -> None:
     assert grown < (4 << 20) + rounds * 5000, grown  # what is made once, and what torch alone keeps of each
 
 
-def test_groups_of_torchs_own(tmp_path: Path) -> None:
+def test_torch_process_groups_do_not_leak(tmp_path: Path) -> None:
     ranks = start(makes_and_destroys, 2, tmp_path, 80, SPAR_TRANSPORT="shm")
     assert finish(ranks, 120) == [0, 0]
 

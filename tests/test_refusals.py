@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.reference import assert_same
-from test_faults import finish, start, tell, told
+from test_faults import await_report, finish, report, start
 
 import spar
 from spar import _C
@@ -133,8 +133,8 @@ each_fault = pytest.mark.parametrize(
 
 
 @each_fault
-def test_all_ranks_take_the_next_transport(tmp_path: Path, fault: str) -> None:
-    assert finish(start(refused, 3, tmp_path, fault, meet=False), 60) == [0, 0, 0]
+def test_all_ranks_fall_back_together(tmp_path: Path, fault: str) -> None:
+    assert finish(start(refused, 3, tmp_path, fault, set_up=False), 60) == [0, 0, 0]
 
 
 def has_a_small_dev_shm(rank: int, folder: Path) -> None:
@@ -150,13 +150,13 @@ def has_a_small_dev_shm(rank: int, folder: Path) -> None:
 
 
 @root
-def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
-    assert finish(start(has_a_small_dev_shm, 2, tmp_path, meet=False), 60) == [0, 0]
+def test_small_dev_shm_does_not_limit_shm(tmp_path: Path) -> None:
+    assert finish(start(has_a_small_dev_shm, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 @each_fault
-def test_a_forced_transport_is_an_error_on_all(tmp_path: Path, fault: str) -> None:
-    ranks = start(refused_and_forced, 2, tmp_path, fault, meet=False, SPAR_TRANSPORT="shm")
+def test_forced_transport_that_fails_raises_on_all_ranks(tmp_path: Path, fault: str) -> None:
+    ranks = start(refused_and_forced, 2, tmp_path, fault, set_up=False, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, 0]
 
 
@@ -193,7 +193,7 @@ def few_descriptors(rank: int, folder: Path) -> None:
         assert both[0] == both[1]
         if chosen.name == "torch":
             assert "rank" in chosen.rejected[0][1], chosen
-        tell(folder, 10 * (rank + 1) + left, f"{chosen.rejected}")
+        report(folder, 10 * (rank + 1) + left, f"{chosen.rejected}")
     assert seen == {"torch", "shm"}
     assert len(os.listdir("/proc/self/fd")) < len(before) + 60  # the groups' own connections
 
@@ -209,17 +209,17 @@ def recovers(rank: int, folder: Path, left: int) -> None:
     dist.barrier()
 
 
-def test_a_set_up_after_one_that_failed(tmp_path: Path) -> None:
+def test_set_up_succeeds_after_a_failed_one(tmp_path: Path) -> None:
     worlds = []
     for left in range(6):
         (tmp_path / str(left)).mkdir()
-        worlds.append(start(recovers, 2, tmp_path / str(left), left, meet=False))
+        worlds.append(start(recovers, 2, tmp_path / str(left), left, set_up=False))
     assert [finish(world, 60) for world in worlds] == [[0, 0]] * 6
 
 
-def test_few_descriptors(tmp_path: Path) -> None:
-    assert finish(start(few_descriptors, 2, tmp_path, meet=False), 90) == [0, 0]
-    texts = {told(tmp_path, 20 + left, 1) for left in range(8)}
+def test_set_up_with_few_descriptors(tmp_path: Path) -> None:
+    assert finish(start(few_descriptors, 2, tmp_path, set_up=False), 90) == [0, 0]
+    texts = {await_report(tmp_path, 20 + left, 1) for left in range(8)}
     assert len(texts) >= 3, "several stages have failed"
 
 
@@ -228,7 +228,7 @@ def test_few_descriptors(tmp_path: Path) -> None:
     ("quota", "cores"),
     [("max 100000", 0), ("50000 100000", 1), ("100000 100000", 1), ("rubbish", 0), ("", 0)],
 )
-def test_the_cores_of_a_cgroup(tmp_path: Path, quota: str, cores: int) -> None:
+def test_core_count_follows_the_cgroup_quota(tmp_path: Path, quota: str, cores: int) -> None:
     """A quota below one core is one; no quota, or one that cannot be read, leaves those of the affinity."""
     from helpers import core_abi
 
@@ -278,8 +278,8 @@ def strangers_call(rank: int, folder: Path) -> None:
         call.close()
 
 
-def test_strangers_are_not_noticed(tmp_path: Path) -> None:
-    assert finish(start(strangers_call, 2, tmp_path, meet=False), 60) == [0, 0]
+def test_strangers_do_not_disturb_ranks(tmp_path: Path) -> None:
+    assert finish(start(strangers_call, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 def silent_peer(rank: int, folder: Path) -> None:
@@ -287,7 +287,7 @@ def silent_peer(rank: int, folder: Path) -> None:
     if rank == 1:
         comm = communicator(process_group(None))
         rendezvous._all_gather(comm, _C.peer_info(), "facts", "gather", torch.device("cpu"), comm.deadline())
-        tell(folder, 1, "")
+        report(folder, 1, "")
         time.sleep(60)
     begin = time.monotonic()
     with pytest.raises(spar.ExchangeTimeoutError):
@@ -297,7 +297,7 @@ def silent_peer(rank: int, folder: Path) -> None:
         gather(torch.zeros(1), None, 0)
 
 
-def test_a_rank_that_stops_in_the_set_up(tmp_path: Path) -> None:
-    ranks = start(silent_peer, 2, tmp_path, meet=False, SPAR_TIMEOUT="2")
+def test_rank_stopped_in_set_up_times_out(tmp_path: Path) -> None:
+    ranks = start(silent_peer, 2, tmp_path, set_up=False, SPAR_TIMEOUT="2")
     assert finish(ranks[:1], 30) == [0]
     ranks[1].kill()

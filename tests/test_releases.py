@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_faults import finish, start, tell, told
+from test_faults import await_report, finish, report, start
 
 import spar
 
@@ -57,11 +57,11 @@ def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> 
             gather(torch.zeros(4 << 20), group, 0)
     assert arenas() == world
     assert death.poll(30_000)
-    tell(folder, world + rank, "lost")
+    report(folder, world + rank, "lost")
     for other in range(world - 1):  # one still in its calls holds what these have published
-        told(folder, world + other)
+        await_report(folder, world + other)
     if rank:
-        told(folder, rank - 1)
+        await_report(folder, rank - 1)
     if how == "close":
         spar.close(pair)
     del pair, group
@@ -75,9 +75,9 @@ def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> 
             assert y[:: 4 << 20].tolist() == list(range(world))
     else:
         assert stats["arena.allocated_bytes"] == 0
-    tell(folder, rank, "closed")
+    report(folder, rank, "closed")
     for other in range(world - 1):
-        told(folder, other)
+        await_report(folder, other)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["no outputs", "outputs held"])
@@ -96,23 +96,23 @@ def stopped_rank_holds_quarantine(rank: int, folder: Path) -> None:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        tell(folder, 1, str(os.getpid()))
+        report(folder, 1, str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         return
-    told(folder, 1)
+    await_report(folder, 1)
     with pytest.raises(spar.PeerLostError):
         gather(torch.zeros(4 << 20), None, 0)
     assert death.poll(30_000)
     spar.close()
     assert arenas() == 2
     assert spar.memory_stats()["arena.quarantined_bytes"] > 32 << 20
-    os.kill(int(told(folder, 1)), signal.SIGKILL)
+    os.kill(int(await_report(folder, 1)), signal.SIGKILL)
     while arenas() > 1:
         spar.empty_cache()
     stats = spar.memory_stats()
     assert (stats["arena.quarantined_bytes"], stats["arena.reserved_bytes"]) == (0, 0)
 
 
-def test_quarantined_blocks_do_not_hold_dead_rank(tmp_path: Path) -> None:
+def test_quarantine_does_not_keep_dead_rank_mapped(tmp_path: Path) -> None:
     ranks = start(stopped_rank_holds_quarantine, 3, tmp_path, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, -signal.SIGKILL, -signal.SIGKILL]

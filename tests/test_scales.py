@@ -68,7 +68,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 @pytest.mark.parametrize("layout", ["contiguous", "stepped", "rows"])
 @every_scale
 @every_dtype
-def test_scales_are_torchs(dtype: torch.dtype, divide: bool, layout: str) -> None:
+def test_scales_match_torch(dtype: torch.dtype, divide: bool, layout: str) -> None:
     """Each layout is another path of the copy: one long run, single items, short runs.
 
     torch is asked with a contiguous tensor: the sign of a complex zero differs between its own paths.
@@ -87,7 +87,7 @@ def test_scales_are_torchs(dtype: torch.dtype, divide: bool, layout: str) -> Non
 
 
 @every_scale
-def test_a_scale_is_applied_once_on_every_route(divide: bool) -> None:
+def test_scale_is_applied_once_on_every_route(divide: bool) -> None:
     scale = Scale(ScaleType.F32, divide, 3.0)
     inputs = [[as_items(torch.arange(24.0).view(4, 6) + 100 * rank)] for rank in range(3)]
     plans = core.build_plans("all_to_all", inputs, [[1, 0, 12]], core.SIDE_PULL)

@@ -210,4 +210,4 @@ def secret_is_nowhere(rank: int, folder: Path) -> None:
 
 
 def test_secret_is_not_shown(tmp_path: Path) -> None:
-    assert finish(start(secret_is_nowhere, 2, tmp_path, meet=False, SPAR_LOG="debug"), 60) == [0, 0]
+    assert finish(start(secret_is_nowhere, 2, tmp_path, set_up=False, SPAR_LOG="debug"), 60) == [0, 0]

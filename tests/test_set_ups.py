@@ -42,7 +42,7 @@ def owns_outputs(rank: int, folder: Path) -> None:
     assert spar.memory_stats()["arena.allocated_bytes"] < 4096, "the mailbox alone"
 
 
-def test_outputs_in_torchs_memory(tmp_path: Path) -> None:
+def test_outputs_in_torch_memory(tmp_path: Path) -> None:
     assert finish(start(owns_outputs, 2, tmp_path, SPAR_OUTPUT="torch"), 40) == [0, 0]
 
 
@@ -84,7 +84,7 @@ def spins(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("microseconds", ["0", "1", "300"])
-def test_spinning_and_sleeping(tmp_path: Path, microseconds: str) -> None:
+def test_exchanges_with_any_spin_time(tmp_path: Path, microseconds: str) -> None:
     ranks = start(spins, 3, tmp_path, SPAR_SPIN_US=microseconds, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, 0, 0]
 
@@ -152,7 +152,7 @@ def waits_for_a_late_rank(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
 @pytest.mark.parametrize("timeout", ["", "31536000"])
-def test_the_longest_time_limits(tmp_path: Path, transport: str, timeout: str) -> None:
+def test_longest_timeouts(tmp_path: Path, transport: str, timeout: str) -> None:
     settings = {"SPAR_TIMEOUT": timeout, "SPAR_TRANSPORT": transport, "LOCAL_WORLD_SIZE": ""}
     assert finish(start(waits_for_a_late_rank, 2, tmp_path, **settings), 40) == [0, 0]
 
@@ -169,7 +169,7 @@ def caps(rank: int, folder: Path) -> None:
         gather(torch.zeros(1 << 20), None, 0)
 
 
-def test_the_cap(tmp_path: Path) -> None:
+def test_arena_cap(tmp_path: Path) -> None:
     assert finish(start(caps, 2, tmp_path, SPAR_ARENA_MAX=str(3 << 20)), 40) == [0, 0]
 
 
@@ -181,7 +181,7 @@ def share_of_memory(rank: int, folder: Path) -> None:
     assert 0 <= limit // 2 // 8 - cap < 1 << 18
 
 
-def test_the_default_cap(tmp_path: Path) -> None:
+def test_default_arena_cap(tmp_path: Path) -> None:
     assert finish(start(share_of_memory, 2, tmp_path, LOCAL_WORLD_SIZE="8"), 40) == [0, 0]
 
 
@@ -207,8 +207,8 @@ def meets_twice_at_once(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_set_ups_at_once(tmp_path: Path) -> None:
-    assert finish(start(meets_twice_at_once, 2, tmp_path, meet=False), 60) == [0, 0]
+def test_concurrent_set_ups(tmp_path: Path) -> None:
+    assert finish(start(meets_twice_at_once, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 # ---- init, close ----
@@ -238,4 +238,4 @@ def warms_up(rank: int, folder: Path) -> None:
 
 
 def test_init_and_close(tmp_path: Path) -> None:
-    assert finish(start(warms_up, 2, tmp_path, meet=False), 40) == [0, 0]
+    assert finish(start(warms_up, 2, tmp_path, set_up=False), 40) == [0, 0]

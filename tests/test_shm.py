@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.reference import assert_same
-from test_faults import finish, start, tell, told
+from test_faults import await_report, finish, report, start
 
 import spar
 from spar._runtime import registry
@@ -125,7 +125,7 @@ def check_poison(rank: int, world: int, group: Group) -> None:
         del y
 
 
-def test_poisoned_memory(shm: Ranks) -> None:
+def test_freed_outputs_receive_no_late_writes(shm: Ranks) -> None:
     shm(4, check_poison)
 
 
@@ -146,7 +146,7 @@ def check_growth(rank: int, world: int, group: Group, calls: int) -> None:
     assert after["plans.cached"] <= 1024
 
 
-def test_calls_leave_nothing(shm: Ranks) -> None:
+def test_calls_do_not_leak(shm: Ranks) -> None:
     shm(2, check_growth, 100_000)
 
 
@@ -174,7 +174,7 @@ def makes_and_closes(rank: int, folder: Path) -> None:
     assert not registry._by_group and not registry._by_handle
 
 
-def test_groups_made_and_closed(tmp_path: Path) -> None:
+def test_closed_groups_do_not_leak(tmp_path: Path) -> None:
     assert finish(start(makes_and_closes, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
 
 
@@ -248,7 +248,7 @@ def check_argument_error(rank: int, world: int, group: Group) -> None:
     assert_same(gather(torch.full((1,), float(rank)), group, 0), torch.arange(float(world)))
 
 
-def test_a_bad_argument_is_told_to_the_others(shm: Ranks) -> None:
+def test_bad_argument_is_reported_to_peers(shm: Ranks) -> None:
     shm(3, check_argument_error)
 
 
@@ -259,7 +259,7 @@ def over_the_cap(rank: int, folder: Path) -> None:
     assert_same(gather(torch.ones(3), None, 0), torch.ones(6))  # usable after it
 
 
-def test_over_the_cap_all_ranks_raise(tmp_path: Path) -> None:
+def test_output_over_the_cap_raises_on_all_ranks(tmp_path: Path) -> None:
     assert finish(start(over_the_cap, 2, tmp_path, SPAR_ARENA_MAX="8000000"), 40) == [0, 0]
 
 
@@ -276,7 +276,7 @@ def dies_with_a_worker(rank: int, folder: Path) -> None:
         worker = mp.get_context("fork").Process(target=sleep_as_a_worker)
         worker.start()
         time.sleep(0.5)
-        tell(folder, 7, str(worker.pid))
+        report(folder, 7, str(worker.pid))
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(spar.PeerLostError, match=r"rank 1 \(process \d+\) died") as caught:
@@ -284,18 +284,18 @@ def dies_with_a_worker(rank: int, folder: Path) -> None:
     assert caught.value.ranks == (1,)
     with pytest.raises(spar.GroupBrokenError):
         gather(torch.zeros(3), None, 0)
-    tell(folder, rank, str(time.monotonic() - begin))
+    report(folder, rank, str(time.monotonic() - begin))
 
 
-def test_a_dead_peer_whose_worker_lives_on(tmp_path: Path) -> None:
+def test_dead_peer_with_live_worker_is_detected(tmp_path: Path) -> None:
     processes = start(dies_with_a_worker, 3, tmp_path, SPAR_TRANSPORT="shm")
     try:
         for rank in (0, 2):
-            assert float(told(tmp_path, rank)) < 2.5
+            assert float(await_report(tmp_path, rank)) < 2.5
         assert finish(processes, 10) == [0, -signal.SIGKILL, 0]
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(told(tmp_path, 7)), signal.SIGKILL)
+            os.kill(int(await_report(tmp_path, 7)), signal.SIGKILL)
 
 
 def ends_early(rank: int, folder: Path) -> None:
@@ -307,7 +307,7 @@ def ends_early(rank: int, folder: Path) -> None:
     assert y[0] == 0 and y[-1] == 2
 
 
-def test_a_rank_that_ends_normally(tmp_path: Path) -> None:
+def test_normal_exit_raises_nothing_on_peers(tmp_path: Path) -> None:
     assert finish(start(ends_early, 3, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0, 0]
 
 
@@ -319,14 +319,14 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
     other = dist.new_group([0, 1])
     gather(torch.zeros(1), other, 0)
     if rank == 1:
-        tell(folder, 1, str(os.getpid()))
+        report(folder, 1, str(os.getpid()))
         x = torch.full((4_000_000,), 7.0)  # long enough to be stopped in
         try:
             for _ in range(1000):
                 gather(x, pair, 0)
         except spar.SparError:
             pass
-        tell(folder, 8, "")
+        report(folder, 8, "")
         time.sleep(1)
         return
     del own
@@ -334,12 +334,12 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
         for _ in range(1000):
             gather(torch.full((4_000_000,), 3.0), pair, 0)
     assert spar.memory_stats()["arena.quarantined_bytes"] >= 4 * 8_000_000
-    tell(folder, 0, "")
+    report(folder, 0, "")
     mine = [torch.empty(0)]
     from spar import _C
 
     assert _C.arena_stats()[4] >= 4 * 8_000_000
-    told(folder, 8)  # the other one was resumed, and has given up
+    await_report(folder, 8)  # the other one was resumed, and has given up
     del mine
     spar.close(pair)
     time.sleep(0.2)
@@ -349,9 +349,9 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
 
 def test_quarantine(tmp_path: Path) -> None:
     processes = start(stopped_and_resumed, 2, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="2")
-    pid = int(told(tmp_path, 1))
+    pid = int(await_report(tmp_path, 1))
     time.sleep(0.7)
     os.kill(pid, signal.SIGSTOP)
-    told(tmp_path, 0)
+    await_report(tmp_path, 0)
     os.kill(pid, signal.SIGCONT)
     assert finish(processes, 20) == [0, 0]

@@ -17,7 +17,7 @@ def test_size_rule(total: int, world: int) -> None:
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=9), st.integers(1, 9))
-def test_multi(sizes: list[int], world: int) -> None:
+def test_size_rule_of_several_sequences(sizes: list[int], world: int) -> None:
     table = spar.cal_split_sizes_multi(sizes, world)
     assert table.dtype == torch.int64
     assert table.shape == (world, len(sizes))
@@ -31,7 +31,7 @@ def test_large_totals() -> None:
 
 
 @pytest.mark.parametrize("function", [spar.cal_split_sizes, lambda n, w: spar.cal_split_sizes_multi([n], w)])
-def test_errors(function: object) -> None:
+def test_bad_sizes_raise(function: object) -> None:
     with pytest.raises(ValueError, match="world_size is 0"):
         function(4, 0)  # type: ignore[operator]
     with pytest.raises(ValueError, match="-3"):

@@ -39,7 +39,7 @@ def functions_with(words: str) -> set[str]:
     return found
 
 
-def test_words_become_visible_in_one_function() -> None:
+def test_nontemporal_stores_are_fenced() -> None:
     """Streaming stores pass ordinary ones: a word that tells of them must come after a fence."""
     stores = functions_with(r"atomic_store_n\(.*(word|published|done|described|broken)\b")
     assert stores == {"group.c:publish"}
@@ -284,7 +284,7 @@ def test_version() -> None:
     assert spar.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_one_function_makes_words_visible() -> None:
+def test_only_publish_stores_futex_words() -> None:
     """Streaming stores pass ordinary ones: only publish(), which fences, may store what peers await."""
     for path in [CSRC / "ipc/group.c", *(CSRC / "transports").glob("*.c")]:
         stores = re.findall(r"__atomic_store_n\((.+?),", path.read_text())
@@ -301,12 +301,12 @@ def test_op_table_is_closed_under_inverse() -> None:
     assert all(inverse[undo] == name for name, undo in inverse.items())
 
 
-def test_import_does_not_bring_in_dynamo() -> None:
+def test_import_does_not_import_dynamo() -> None:
     code = "import torch, sys; before = set(sys.modules); import spar; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "README.md", "spar/py.typed"])
-def test_files_of_a_distribution(name: str) -> None:
+def test_distribution_files_exist(name: str) -> None:
     assert (ROOT / name).exists()

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.stateless import answers, at_once, free_port, groups, is_free, taken
-from test_faults import finish, start, tell, told
+from test_faults import await_report, finish, report, start
 
 import spar
 from spar.utils import StatelessProcessGroup
@@ -176,14 +176,14 @@ def check_missing_rank(rank: int, folder: Path, port: int) -> None:
     group.barrier()
     if rank == 2:
         for peer in (0, 1, 3):
-            told(folder, peer)
+            await_report(folder, peer)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"barrier on rank \d of 4: rank 2 did not arrive while") as caught:
         group.barrier(timeout=1)
     waited = time.monotonic() - begin
     assert waited < 0.5 if rank == 2 else 0.9 < waited < 2, waited
     assert isinstance(caught.value, spar.SparError) and caught.value.ranks == (2,)
-    tell(folder, rank, "")
+    report(folder, rank, "")
     group.barrier()  # the next barrier starts anew
     assert group.all_gather_obj(rank) == [0, 1, 2, 3]
     group.barrier()
@@ -267,7 +267,7 @@ def check_lost_store(rank: int, folder: Path, port: int) -> None:
     group = StatelessProcessGroup.create("127.0.0.1", port, rank, 3)
     if rank == 0:
         for peer in (1, 2):
-            told(folder, peer)
+            await_report(folder, peer)
         os._exit(0)
     calls = [
         lambda: group.barrier(30),
@@ -275,7 +275,7 @@ def check_lost_store(rank: int, folder: Path, port: int) -> None:
         lambda: group.all_gather_obj(1),
         lambda: (group.send_obj(1, 0), group.send_obj(1, 0)),
     ]
-    tell(folder, rank, "")
+    report(folder, rank, "")
     begin = time.monotonic()
     for call in calls:
         with pytest.raises(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import TRANSPORTS
 from helpers.reference import assert_same, cells
 from helpers.stateless import free_port, is_free
-from test_faults import finish, start, tell, told
+from test_faults import await_report, finish, report, start
 
 import spar
 from spar import utils
@@ -84,9 +84,9 @@ def check_immediate_destroy(rank: int, folder: Path, port: int) -> None:
     if rank == 0:
         destroy(group)
         assert is_free("127.0.0.1", port)
-        tell(folder, rank, "")
+        report(folder, rank, "")
         return
-    told(folder, 0)
+    await_report(folder, 0)
     x = torch.full((2,), rank)
     if rank == 1:
         group.send([x], 2, 0).wait()

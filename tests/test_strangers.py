@@ -173,7 +173,7 @@ def stranger_calls(rank: int, folder: Path) -> None:
 
 
 def test_same_user_stranger_gets_no_descriptor(tmp_path: Path) -> None:
-    assert finish(start(stranger_calls, 2, tmp_path, meet=False), 60) == [0, 0]
+    assert finish(start(stranger_calls, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 def forged_endpoints(rank: int, folder: Path) -> None:
@@ -204,7 +204,7 @@ def forged_endpoints(rank: int, folder: Path) -> None:
 
 
 def test_forged_endpoint_leaves_groups_on_shm(tmp_path: Path) -> None:
-    assert finish(start(forged_endpoints, 2, tmp_path, meet=False), 60) == [0, 0]
+    assert finish(start(forged_endpoints, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 # ---- another user ----
@@ -266,13 +266,13 @@ def is_flooded(rank: int, folder: Path, how: str, another_user: bool) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_other_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
-    assert finish(start(is_flooded, 2, tmp_path, how, True, meet=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
+    assert finish(start(is_flooded, 2, tmp_path, how, True, set_up=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_same_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
-    assert finish(start(is_flooded, 2, tmp_path, how, False, meet=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
+    assert finish(start(is_flooded, 2, tmp_path, how, False, set_up=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
 
 
 def watches_under_a_flood(rank: int, folder: Path) -> None:
@@ -296,5 +296,5 @@ def watches_under_a_flood(rank: int, folder: Path) -> None:
 @root
 @pytest.mark.alone
 def test_watch_under_other_user_flood(tmp_path: Path) -> None:
-    ranks = start(watches_under_a_flood, 2, tmp_path, meet=False, SPAR_TRANSPORT="torch")
+    ranks = start(watches_under_a_flood, 2, tmp_path, set_up=False, SPAR_TRANSPORT="torch")
     assert finish(ranks, 60) == [0, -signal.SIGKILL]

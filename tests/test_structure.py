@@ -29,7 +29,7 @@ def test_folders_of_csrc_include_only_folders_below() -> None:
             assert FOLDERS.index(header.parent.as_posix()) <= own, f"{path} includes {header}"
 
 
-def test_the_plan_knows_no_system_and_python_is_bound_in_few_files() -> None:
+def test_plan_is_portable_and_only_the_binding_includes_python() -> None:
     for path in (CSRC / "ops/layout.c", CSRC / "plan/plan.c", *(CSRC / "ops").glob("*.c")):
         system = set(re.findall(r"#include <(.+?)>", path.read_text()))
         assert system <= {"stdint.h", "stdio.h", "stdlib.h", "string.h", "stdarg.h", "stddef.h"}, path

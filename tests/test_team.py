@@ -73,7 +73,7 @@ def copies(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_spar_threads(tmp_path: Path, transport: str) -> None:
+def test_spar_threads_sets_the_number_of_copy_threads(tmp_path: Path, transport: str) -> None:
     counts = []
     for wanted in ("1", "3"):
         folder = tmp_path / wanted
@@ -83,7 +83,7 @@ def test_spar_threads(tmp_path: Path, transport: str) -> None:
     assert [b - a for a, b in zip(*counts, strict=True)] == [2, 2], counts
 
 
-def test_threads_are_at_most_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_threads_are_at_most_the_share_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = core.library().spar_cores()
     monkeypatch.delenv("SPAR_THREADS", raising=False)
     assert _C.threads(1, 1) == 1

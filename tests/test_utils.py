@@ -105,7 +105,7 @@ def test_get_pp_indices(layers: int, expected: list[tuple[int, int]]) -> None:
     assert [get_pp_indices(layers, rank, len(expected)) for rank in range(len(expected))] == expected
 
 
-def test_get_pp_indices_spares_the_last_and_first_stage() -> None:
+def test_get_pp_indices_gives_the_first_and_last_stage_fewer_layers() -> None:
     for size in range(1, 9):
         for layers in range(30):
             sizes = [layers // size] * size
