@@ -1,4 +1,4 @@
-"""Real ranks for tests: one pool of processes for the whole session, spawned at its first use."""
+"""Real ranks for tests: one pool of processes per session, started at its first use."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import beforehand, workers
+from helpers import prebuild, workers
 
 from spar import _C
 
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
 WORLDS = (1, 2, 3, 4, 7)
 PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
-COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]  # which each rank would import, by torch.compile
+COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]  # or each rank imports them itself
 FIRST = ("test_fault_matrix", "test_process", "test_compile", "test_ops", "test_layouts", "test_plan")
-LAST = ("test_cuda_libraries", "test_core")  # which have something compiled meanwhile
-SPREAD = {  # whose tests share nothing that is made once for a module
+LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile
+SPREAD = {  # modules without module-scoped fixtures: their tests may run on any worker
     *("test_core", "test_coordinators", "test_faults", "test_forks", "test_hybrid", "test_local_failures"),
     *("test_process", "test_refusals", "test_releases", "test_secrets", "test_set_ups", "test_source"),
     *("test_strangers", "test_topology"),
 }
-# What `make check` runs: modules without ranks; and of some with ranks, one world over one transport
+# `make check` runs modules without ranks, and of some with ranks, one world size over one transport
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
 QUICK |= {"test_sizes", "test_source", "test_structure", "test_utils"}
 NOT_QUICK = {"test_readme_example_runs", "test_import_does_not_import_dynamo"}  # start Python several times
 QUICK_RANKS = {"test_data", "test_layouts", "test_ops", "test_sharding"}
-# Else each rank starts processes that import torch, to see that what was compiled for this CPU can be loaded.
+# Otherwise each rank starts processes that import torch, to test that code for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def _for_cpu_tensors() -> list[str]:
-    """The rows of the table that can serve the CPU tensors of one rank, in their order."""
+    """Return the transports that can serve CPU tensors of one rank, in the order of the table."""
     names: list[str] = []
-    facts = _C.peer_info()
-    while not names or names[-1] != "torch":  # which serves whatever the others do not
-        names.append(_C.choose(facts, "cpu", tuple((name, "seen") for name in names))[0])
+    info = _C.peer_info()
+    while not names or names[-1] != "torch":  # the last row, which serves every device
+        names.append(_C.choose(info, "cpu", tuple((name, "seen") for name in names))[0])
     return names
 
 
-# In a rank of a test, which imports this too, nothing of spar shall have begun before the test says so.
+# Ranks import this module too; spar's state must not start before the test does.
 TRANSPORTS = _for_cpu_tensors() if mp.current_process().name == "MainProcess" else []
 
 
 def pytest_configure() -> None:
-    workers.folder()  # before any worker or rank is started, which inherit it
+    workers.folder()  # workers and ranks inherit it
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long modules first, and last what has something compiled meanwhile; mark what is quick."""
+    """Run long modules first, and those with background builds last; mark the quick tests."""
     places = {name: place for place, name in enumerate((*FIRST, "", *LAST))}
     items.sort(key=lambda item: places.get(_module(item).__name__, len(FIRST)))
     for item in items:
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each module to one worker, but each test of SPREAD to any worker, in their order."""
+    """Run each module on one worker, but the tests of SPREAD on any worker, in order."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -90,18 +90,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("compile" in item.nodeid for item in session.items):
         PRELOAD.extend(COMPILERS)
-    # one worker begins: another one that is earlier builds what it needs itself
+    # one worker builds; another that needs a result earlier builds it itself
     if not session.config.option.collectonly and os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         modules = dict.fromkeys(_module(item) for item in session.items)
-        calls = [call for module in modules for call in getattr(module, "BEFOREHAND", ())]
-        session.config.add_cleanup(beforehand.begin(calls))
+        calls = [call for module in modules for call in getattr(module, "PREBUILD", ())]
+        session.config.add_cleanup(prebuild.begin(calls))
 
 
 def _module(item: pytest.Item) -> Any:
     return item.getparent(pytest.Module).obj  # type: ignore[union-attr]
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's limit
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's timeout
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     machine = workers.machine.alone() if item.get_closest_marker("alone") else workers.machine.shared()
     with machine:
@@ -109,7 +109,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Also called where the run is reported, with reports of all workers."""
+    """Collect the fault matrix; pytest-xdist passes the reports of all workers to the main process."""
     for name, value in report.user_properties:
         if name == "fault" and report.when == "call":
             fault, column, cell = value  # type: ignore[misc]
@@ -123,7 +123,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     rows = [["fault", *columns]]
     rows += [[fault, *(row.get(column, "") for column in columns)] for fault, row in FAULT_TABLE.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    terminalreporter.section("faults: the error on every rank, and seconds until it is raised")
+    terminalreporter.section("faults: the error on every rank, and the seconds until it is raised")
     for row in rows:
         line = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
         terminalreporter.write_line(line.rstrip())
@@ -142,19 +142,19 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # what torch's import left: gc.collect() would take half a second for it
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background ignores
+    gc.freeze()  # the objects of torch's import: gc.collect() would take half a second for them
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     os.environ.update(environment)
     for library in libraries:
         ctypes.CDLL(str(library))
-    faulthandler.register(signal.SIGUSR1)  # where a rank is that does not answer
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that does not answer
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     groups = {key: dist.new_group(list(range(key[1]))) for key in itertools.product(transports, worlds)}
     while (task := pipe.recv()) is not None:
         world, transport, function, args = task
-        os.environ["SPAR_TRANSPORT"] = transport  # forced: a test must not pass over another one
+        os.environ["SPAR_TRANSPORT"] = transport  # forced: a test must not pass on another transport
         try:
             pipe.send((True, function(rank, world, groups[transport, world], *args)))
         except BaseException:
@@ -165,8 +165,9 @@ def _serve(
 class Ranks:
     """ranks(world, function, *args) runs function(rank, world, group, *args) on `world` ranks.
 
-    The group's transport is the fixture's: a test that asks for `ranks` runs over each of the table.
-    Returns their results in rank order; fails with the first rank's traceback. The function is importable.
+    The fixture sets the group's transport: a test that requests `ranks` runs over each CPU transport.
+    Returns the results in rank order; fails with the traceback of the lowest failed rank. The function must
+    be importable.
     """
 
     def __init__(
@@ -177,13 +178,13 @@ class Ranks:
     ) -> None:
         self.worlds = worlds
         self.environment = environment or {}
-        self.libraries = libraries  # which its processes load before anything else does
+        self.libraries = libraries  # its processes load them first
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.transport = TRANSPORTS[-1]
 
     def _start(self) -> None:
-        # A fork of a process that only imported torch is as good as new, and quicker.
+        # Forking a process that only imported torch is faster than spawning one.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         store = os.path.join(tempfile.mkdtemp(), "store")
@@ -223,7 +224,7 @@ class Ranks:
             if not ready:
                 for rank in range(world):
                     os.kill(self.processes[rank].pid, signal.SIGUSR1)
-                    time.sleep(0.2)  # one after the other on stderr
+                    time.sleep(0.2)  # so that the stacks do not mix on stderr
                 self.stop()
                 missing = sorted(set(range(world)) - set(results))
                 pytest.fail(f"ranks {missing} did not answer in {timeout} s; others: {failed or 'fine'}")
@@ -232,13 +233,13 @@ class Ranks:
                     try:
                         results[rank] = pipe.recv()
                     except EOFError:
-                        results[rank] = (False, "the process is gone")
+                        results[rank] = (False, "the process died")
             if failed or any(not ok for ok, _ in results.values()):
-                timeout = 10  # the others may wait for the one that failed
+                timeout = 10  # the other ranks may wait for the failed one
         for rank in range(world):
             ok, value = results[rank]
             if not ok:
-                self.stop()  # a rank that failed in the middle leaves its group's calls out of step
+                self.stop()  # the calls of its groups may no longer match
                 pytest.fail(f"rank {rank} of {world}:\n{value}", pytrace=False)
         return [results[rank][1] for rank in range(world)]
 
@@ -258,7 +259,7 @@ def ranks(pool: Ranks, request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.fixture(scope="module")
 def one_thread_for_torch() -> Iterator[None]:
-    """Where many small tensors are made: more threads only disturb one another."""
+    """Use one torch thread: with many small tensors, more threads are slower."""
     import torch
 
     threads = torch.get_num_threads()

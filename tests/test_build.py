@@ -1,4 +1,4 @@
-"""setup.py where spar cannot be built: three lines that say what to install, and no compiler output."""
+"""setup.py on systems that cannot build spar: three lines that name what to install, no compiler output."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PACKAGES = [
 ]
 
 
-def refused(tmp_path: Path, *python: str, command: str = "build_ext", **environment: str) -> list[str]:
-    """The lines that setup.py prints, nothing built."""
+def rejected_build(tmp_path: Path, *python: str, command: str = "build_ext", **environment: str) -> list[str]:
+    """Return the lines that setup.py prints; check that it builds nothing."""
     folders = {"build": ["--build-base"], "build_ext": ["--build-lib", "--build-temp"]}[command]
-    arguments = [command, *(word for option in folders for word in (option, str(tmp_path / "built")))]
+    arguments = [command, *(item for option in folders for item in (option, str(tmp_path / "built")))]
     done = subprocess.run(
         [sys.executable, *(python or ("setup.py",)), "-q", *arguments],
         cwd=ROOT,
@@ -42,7 +42,7 @@ def check_packages(lines: list[str]) -> None:
 @pytest.mark.parametrize("command", ["build", "build_ext"])
 @pytest.mark.parametrize("environment", [{"CC": "/nonexistent"}, {"PATH": "/nonexistent", "CC": "gcc"}])
 def test_missing_compiler_is_reported(tmp_path: Path, command: str, environment: dict[str, str]) -> None:
-    lines = refused(tmp_path, command=command, **environment)
+    lines = rejected_build(tmp_path, command=command, **environment)
     assert lines[0].startswith("spar needs a C compiler: No such file or directory: " + environment["CC"])
     check_packages(lines)
 
@@ -56,7 +56,7 @@ def test_missing_headers_are_reported(tmp_path: Path, without: str, what: str) -
         f'#!/bin/sh\nif grep -q {without}; then echo "fatal error: {without}: No such file" >&2; exit 1; fi\n'
     )
     compiler.chmod(0o755)
-    lines = refused(tmp_path, CC=str(compiler))
+    lines = rejected_build(tmp_path, CC=str(compiler))
     assert lines[0].startswith(f"spar needs {what}")
     assert lines[0].endswith(f"failed: fatal error: {without}: No such file")
     check_packages(lines)
@@ -64,7 +64,7 @@ def test_missing_headers_are_reported(tmp_path: Path, without: str, what: str) -
 
 def test_other_systems_are_rejected(tmp_path: Path) -> None:
     code = "import runpy, setuptools.command.build_ext, sys; sys.platform = 'darwin'; "
-    lines = refused(tmp_path, "-c", code + "sys.argv[0] = 'setup.py'; runpy.run_path('setup.py')")
+    lines = rejected_build(tmp_path, "-c", code + "sys.argv[0] = 'setup.py'; runpy.run_path('setup.py')")
     assert len(lines) == 3
     assert "spar builds on Linux only: on darwin there is no shared memory transport" in lines[0]
     assert "over torch.distributed" in lines[2]

@@ -1,4 +1,4 @@
-"""Limits of the process's cgroup, read from made-up trees of /proc and cgroup mounts."""
+"""Limits of the process's cgroup, read from synthetic /proc and cgroup trees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GB = 1 << 30
 
 
 def tree(folder: Path, cgroup: str, mounts: list[str], files: dict[str, str]) -> bytes:
-    """Writes /proc/self and the files below /sys/fs/cgroup; returns the folder, as the core takes it."""
+    """Write /proc/self and files below /sys/fs/cgroup; return the root folder as bytes, for the core."""
     proc = folder / "proc" / "self"
     proc.mkdir(parents=True)
     (proc / "cgroup").write_text(cgroup)
@@ -92,10 +92,10 @@ def test_hybrid_reads_both_hierarchies(tmp_path: Path) -> None:
         ("/docker/1f/job", "/docker/1f", "job/memory.max"),
         ("/", "/", "memory.max"),  # a cgroup namespace
         ("/job", "/", "job/memory.max"),
-        ("/../other", "/..", "other/memory.max"),  # outside of the namespace, mounted from its parent
-        ("/", "/../..", "memory.max"),  # mounted outside of the namespace: the name below is not known
+        ("/../other", "/..", "other/memory.max"),  # outside the namespace, mounted from its parent
+        ("/", "/../..", "memory.max"),  # mounted from outside the namespace: the path below is unknown
         ("/../other", "/", "memory.max"),
-        ("/docker/1fa", "/docker/1f", "memory.max"),  # not shown
+        ("/docker/1fa", "/docker/1f", "memory.max"),  # not below the mount
         ("/docker/1f (deleted)", "/docker", "memory.max"),
     ],
 )
@@ -136,5 +136,5 @@ def test_escaped_mount_point_is_decoded(tmp_path: Path) -> None:
 
 
 def test_limit_is_read_from_the_last_of_several_mounts(tmp_path: Path) -> None:
-    mounts = ["30 23 0:28 /x /elsewhere rw - cgroup2 cgroup2 rw", V2.format(root="/")]
+    mounts = ["30 23 0:28 /x /other rw - cgroup2 cgroup2 rw", V2.format(root="/")]
     assert memory(tree(tmp_path, "0::/a\n", mounts, {"a/memory.max": f"{GB}\n"})) == GB

@@ -1,4 +1,4 @@
-"""The choice of a transport, a pure function; the settings that it reads."""
+"""The choice of a transport, a pure function of the peer info, and the settings in it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spar import _C
 
 class Choice:
     def __init__(
-        self, facts: Sequence[core.PeerInfo], device: str = "cpu", refused: core.Refusal | None = None
+        self, info: Sequence[core.PeerInfo], device: str = "cpu", refused: core.Refusal | None = None
     ) -> None:
         chosen = core.Choice()
-        array = (core.PeerInfo * len(facts))(*facts)
-        core.check(core.library().spar_choose(array, len(facts), 0, device.encode(), refused, byref(chosen)))
+        array = (core.PeerInfo * len(info))(*info)
+        core.check(core.library().spar_choose(array, len(info), 0, device.encode(), refused, byref(chosen)))
         self.name = chosen.transport.contents.name.decode()
         self.reason = chosen.reason.decode()
         self.rejected = {
@@ -31,19 +31,19 @@ class Choice:
         }
 
 
-def facts(count: int = 3, **fields: object) -> list[core.PeerInfo]:
-    """Invented facts, the same on all ranks; 'local' can serve where local_world is set."""
+def make_info(count: int = 3, **fields: object) -> list[core.PeerInfo]:
+    """Make peer info, the same on all ranks; 'local' can serve if local_world is set."""
     return [
         core.PeerInfo(**{"version": b"1", "check": b"auto", "no_shm": b"no socket", **fields})
         for _ in range(count)
     ]
 
 
-def no_choice(facts: Sequence[core.PeerInfo], status: Status, *words: str) -> None:
+def expect_no_choice(info: Sequence[core.PeerInfo], status: Status, *words: str) -> None:
     texts = set()
-    for _ in facts:  # any rank may ask
+    for _ in info:  # every rank computes the same
         with pytest.raises(CoreError) as caught:
-            Choice(facts)
+            Choice(info)
         assert caught.value.status == status, caught.value
         assert all(word in caught.value.text for word in words), caught.value
         texts.add(caught.value.text)
@@ -51,13 +51,13 @@ def no_choice(facts: Sequence[core.PeerInfo], status: Status, *words: str) -> No
 
 
 def test_first_transport_that_can_serve_is_chosen() -> None:
-    choice = Choice(facts(local_world=5))
+    choice = Choice(make_info(local_world=5))
     assert (choice.name, choice.rejected) == ("local", {})
     assert "3 ranks" in choice.reason
 
 
 def test_rejected_transports_are_reported_with_reasons() -> None:
-    apart = facts(local_world=5)
+    apart = make_info(local_world=5)
     apart[2].local_world = 6
     choice = Choice(apart)
     assert choice.name == "torch" and "cpu" in choice.reason
@@ -70,15 +70,15 @@ def test_rejected_transports_are_reported_with_reasons() -> None:
 
 def test_transport_with_failed_set_up_is_skipped() -> None:
     refused = core.Refusal(1, (b"local",), (b"rank 1: no memory",))
-    choice = Choice(facts(local_world=5), refused=refused)
+    choice = Choice(make_info(local_world=5), refused=refused)
     assert (choice.name, choice.rejected["local"]) == ("torch", "rank 1: no memory")
-    forced = facts(local_world=5, transport=b"local")
+    forced = make_info(local_world=5, transport=b"local")
     with pytest.raises(CoreError, match="SPAR_TRANSPORT=local cannot serve: rank 1: no memory"):
         Choice(forced, refused=refused)
 
 
 def test_shm_requires_cpu_tensors_and_one_process_per_rank() -> None:
-    ranks = facts()
+    ranks = make_info()
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
     assert Choice(ranks).name == "shm"
@@ -88,7 +88,7 @@ def test_shm_requires_cpu_tensors_and_one_process_per_rank() -> None:
 
 
 def test_nccl_requires_cuda_on_each_rank() -> None:
-    ranks = facts()
+    ranks = make_info()
     assert Choice(ranks, "cuda").name == "nccl"
     ranks[1].no_nccl = b"no libcuda: libcuda.so.1: cannot open"
     choice = Choice(ranks, "cuda")
@@ -102,7 +102,7 @@ def test_nccl_requires_cuda_on_each_rank() -> None:
 
 @pytest.mark.parametrize("name", core.transports())
 def test_forced_transport_is_chosen(name: str) -> None:
-    ranks = facts(local_world=5, transport=name.encode())
+    ranks = make_info(local_world=5, transport=name.encode())
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
     choice = Choice(ranks, "cuda" if name == "nccl" else "cpu")
@@ -112,23 +112,25 @@ def test_forced_transport_is_chosen(name: str) -> None:
 
 
 def test_forced_transport_that_cannot_serve_raises() -> None:
-    no_choice(facts(transport=b"local"), Status.TRANSPORT, "SPAR_TRANSPORT=local", "rank 0 is not in")
+    expect_no_choice(
+        make_info(transport=b"local"), Status.TRANSPORT, "SPAR_TRANSPORT=local", "rank 0 is not in"
+    )
 
 
 def test_excluded_transport_is_skipped() -> None:
-    choice = Choice(facts(local_world=5, transport=b"^local"))
+    choice = Choice(make_info(local_world=5, transport=b"^local"))
     assert choice.name == "torch"
     assert choice.rejected["local"] == "excluded by SPAR_TRANSPORT=^local"
 
 
 def test_excluding_the_last_transport_raises() -> None:
-    no_choice(facts(transport=b"^torch"), Status.TRANSPORT, "^torch", "leaves no transport", "cpu")
+    expect_no_choice(make_info(transport=b"^torch"), Status.TRANSPORT, "^torch", "leaves no transport", "cpu")
 
 
 @pytest.mark.parametrize("name", ["bogus", "^bogus", "^", "Local", "loca", "localx", "^^local", " local"])
 def test_unknown_transport_error_lists_known_names(name: str) -> None:
-    no_choice(
-        facts(local_world=5, transport=name.encode()),
+    expect_no_choice(
+        make_info(local_world=5, transport=name.encode()),
         Status.INVALID,
         f"'{name.removeprefix('^')}'",
         *core.transports(),
@@ -140,29 +142,29 @@ def test_unknown_transport_error_lists_known_names(name: str) -> None:
     ("field", "words"), [("version", "version"), ("transport", "SPAR_TRANSPORT"), ("check", "SPAR_CHECK")]
 )
 def test_settings_that_differ_between_ranks_raise(field: str, words: str, rank: int) -> None:
-    differing = facts(local_world=5, transport=b"torch")
+    differing = make_info(local_world=5, transport=b"torch")
     first = getattr(differing[0], field).decode()
     setattr(differing[rank], field, b"other")
-    no_choice(differing, Status.INVALID, words, f"'{first}' on rank 0", f"'other' on rank {rank}")
+    expect_no_choice(differing, Status.INVALID, words, f"'{first}' on rank 0", f"'other' on rank {rank}")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_error_of_one_rank_is_reported_on_all_ranks(rank: int) -> None:
-    failed = facts(local_world=5, check=b"1")
+    failed = make_info(local_world=5, check=b"1")
     failed[rank] = core.PeerInfo(version=b"1", error=b"SPAR_CHECK is 'x'; known: auto|0|1")
-    no_choice(failed, Status.INVALID, f"rank {rank}: SPAR_CHECK is 'x'; known: auto|0|1")
+    expect_no_choice(failed, Status.INVALID, f"rank {rank}: SPAR_CHECK is 'x'; known: auto|0|1")
 
 
 @pytest.mark.parametrize("field", ["version", "error", "transport", "check"])
 def test_malformed_peer_info_raises(field: str) -> None:
-    unreadable = facts(local_world=5)
+    unreadable = make_info(local_world=5)
     place = getattr(core.PeerInfo, field)
     ctypes.memset(ctypes.addressof(unreadable[1]) + place.offset, ord("x"), place.size)
-    no_choice(unreadable, Status.TRANSPORT, "rank 1", "malformed")
+    expect_no_choice(unreadable, Status.TRANSPORT, "rank 1", "malformed")
 
 
 def test_choice_depends_on_peer_info_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = facts(local_world=5)
+    given = make_info(local_world=5)
     before = [bytes(own) for own in given]
     monkeypatch.setenv("SPAR_TRANSPORT", "torch")
     assert Choice(given).name == "local"
@@ -171,21 +173,21 @@ def test_choice_depends_on_peer_info_only(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("world", "rank"), [(0, 0), (-1, 0), (2, 2), (2, -1)])
 def test_comm_with_invalid_rank_is_rejected(world: int, rank: int) -> None:
-    array = (core.PeerInfo * 4)(*facts(4, local_world=5))
-    comm, verdict = ctypes.POINTER(core.Comm)(), core.SetupResult()
+    array = (core.PeerInfo * 4)(*make_info(4, local_world=5))
+    comm, result = ctypes.POINTER(core.Comm)(), core.SetupResult()
     status = core.library().spar_comm_open(
-        core.local(), array, world, rank, 1, None, byref(comm), byref(verdict)
+        core.local(), array, world, rank, 1, None, byref(comm), byref(result)
     )
     assert status == Status.INVALID
     assert f"rank {rank} of {world}" in core.last_error()
 
 
 def test_failed_setup_result_is_reported_on_all_ranks() -> None:
-    array = (core.PeerInfo * 2)(*facts(2, local_world=5))
+    array = (core.PeerInfo * 2)(*make_info(2, local_world=5))
     comm, own = ctypes.POINTER(core.Comm)(), core.SetupResult()
     core.check(core.library().spar_comm_open(core.local(), array, 2, 0, 1, None, byref(comm), byref(own)))
-    verdicts = (core.SetupResult * 2)(own, core.SetupResult(failed=1, reason=b"no descriptors", offset=1))
-    core.check(core.library().spar_comm_connect(comm, verdicts, byref(core.Deadline()), byref(own)))
+    results = (core.SetupResult * 2)(own, core.SetupResult(failed=1, reason=b"no descriptors", offset=1))
+    core.check(core.library().spar_comm_connect(comm, results, byref(core.Deadline()), byref(own)))
     assert own.failed and own.reason == b"rank 1: no descriptors"
     core.library().spar_comm_close(comm)
 
@@ -250,10 +252,18 @@ def values_of(row: core.EnvRow) -> tuple[list[str], list[str]]:
     kind = row.kind.decode()
     if kind in BAD:
         return BAD[kind]
-    words = kind.split("|")
-    assert len(words) > 1, f"{row.variable.decode()} has a kind without cases here: {kind}"
-    wrong = ["bogus", words[0][:-1], words[0] + "x", words[-1].upper() + "X", kind, "|".join(words[:2]), "|"]
-    return [value for value in wrong if value], words  # "": as if it were not set
+    choices = kind.split("|")
+    assert len(choices) > 1, f"{row.variable.decode()} has a kind without cases here: {kind}"
+    wrong = [
+        "bogus",
+        choices[0][:-1],
+        choices[0] + "x",
+        choices[-1].upper() + "X",
+        kind,
+        "|".join(choices[:2]),
+        "|",
+    ]
+    return [value for value in wrong if value], choices  # "" counts as unset
 
 
 every_row = pytest.mark.parametrize("variable", ROWS)
@@ -288,7 +298,7 @@ def test_unknown_value_error_lists_known_values(variable: str, monkeypatch: pyte
         assert f"{variable} is '{value[:40]}'" in caught.value.text
         if row.kind.decode() not in BAD:
             assert all(word in caught.value.text for word in known)
-        own = core.PeerInfo()  # the others are told
+        own = core.PeerInfo()  # peers receive the error
         core.library().spar_peer_info_read(byref(own))
         assert own.error.decode() == caught.value.text[: core.PeerInfo.error.size - 1]
 
@@ -345,7 +355,7 @@ def test_unknown_env_field_is_an_internal_error() -> None:
 
 
 def test_core_count_follows_the_affinity_mask() -> None:
-    """Ranks spin where each has a core: by the affinity, which a launcher may set, not by the machine."""
+    """Ranks spin if each has a core, by the affinity mask, which a launcher may set."""
     mine = os.sched_getaffinity(0)
     most = core.library().spar_cores()
     assert 1 <= most <= len(mine)

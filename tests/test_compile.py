@@ -23,7 +23,7 @@ INDUCTOR = pytest.mark.skipif(not CXX and "CI" not in os.environ, reason="induct
 
 
 def model(x: torch.Tensor, weight: torch.Tensor, group: Group, seq: int, heads: int) -> torch.Tensor:
-    """Splits, exchanges there and back, gathers. Small whole numbers, so that sums are exact in any order."""
+    """Split, exchange twice, gather. Small ints, so that sums are exact in any order."""
     half = spar.split_forward_gather_backward(x, group, 1) * weight
     there = spar.all_to_all(half, group, 2, 1, seq)
     back = spar.all_to_all(there * there, group, 1, 2, heads)
@@ -31,7 +31,7 @@ def model(x: torch.Tensor, weight: torch.Tensor, group: Group, seq: int, heads: 
 
 
 def compare(function: Callable[..., torch.Tensor], compiled: Callable[..., torch.Tensor], *args: Any) -> None:
-    """args: tensors that take gradients first, then the rest."""
+    """Compare results and gradients; args: tensors with gradients first, then the rest."""
     results = []
     for run in (function, compiled):
         leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
@@ -45,7 +45,7 @@ def compare(function: Callable[..., torch.Tensor], compiled: Callable[..., torch
 def check_model(rank: int, world: int, group: Group, backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for seq in (8, 9, 11):  # the second makes the extent symbolic, the third must not compile again
+    for seq in (8, 9, 11):  # the second makes the size symbolic; the third must not recompile
         x = (torch.arange(2 * seq * 5 * 3, dtype=torch.float32) % 13).reshape(2, seq, 5, 3)
         frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         compare(model, compiled, x, torch.full((3,), 1.5), group, seq, 5)
@@ -88,8 +88,8 @@ def test_compiled_function_with_two_groups(ranks: Ranks) -> None:
     ranks(7, check_two_groups)
 
 
-def alone_again(rank: int, folder: Path) -> None:
-    """destroy and init: compiled code must not go on with the group that is gone."""
+def reinitialize(rank: int, folder: Path) -> None:
+    """After destroy and init, compiled code must not use the destroyed group."""
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda x: spar.gather_forward_split_backward(x, None, 0, None, 0.5),
@@ -103,16 +103,16 @@ def alone_again(rank: int, folder: Path) -> None:
         assert x.grad is not None
         assert_same(x.grad, torch.full((3,), 0.5))
         dist.destroy_process_group()
-    (folder / "well").touch()
+    (folder / "passed").touch()
 
 
 def test_compiled_function_after_destroy_and_init(tmp_path: Path) -> None:
-    assert finish(start(alone_again, 1, tmp_path, initialize=False), 120) == [0]
-    assert (tmp_path / "well").exists()
+    assert finish(start(reinitialize, 1, tmp_path, initialize=False), 120) == [0]
+    assert (tmp_path / "passed").exists()
 
 
 def check_opcheck(rank: int, world: int, group: Group) -> None:
-    """The dispatcher op keeps torch.library's rules; its fake gives the shapes of the real one."""
+    """The dispatcher op passes torch.library.opcheck; its fake returns the real op's shapes."""
     from spar._runtime.registry import place_of
 
     place = place_of(group)
@@ -137,7 +137,7 @@ def test_opcheck(ranks: Ranks) -> None:
 
 
 def check_constants(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A tracer computes at once what it can of constants; an exchange of one waits until it is run."""
+    """A tracer folds constants, but must not run an exchange of one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     spar.init(group)

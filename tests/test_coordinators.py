@@ -276,7 +276,7 @@ def check_discarded_handles(rank: int, folder: Path) -> None:
     group.barrier()
     if held is not None:
         assert eventually(lambda: count_alive() <= Outbox.MAX_KEPT), count_alive()
-        held.wait()  # the thread may have waited for it first
+        held.wait()  # the thread may wait for it first
         held.wait()
         assert held.is_completed()
         assert eventually(lambda: threading.active_count() == 1), "the thread ended"

@@ -1,6 +1,6 @@
-"""c/*.c: the core without Python, plain and under the sanitizers, and what a plan costs.
+"""Run tests/c/*.c: the core without Python, plain and under the sanitizers; measure the time of a plan.
 
-The CUDA device runs over stand-ins for CUDA's libraries: standins.py.
+The CUDA device runs over the stand-ins of helpers/standins.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers import core, standins, workers
-from helpers.beforehand import once
+from helpers.prebuild import once
 
 pytestmark = pytest.mark.not_under_asan("programs without Python, which have sanitizers of their own")
 
@@ -40,7 +40,7 @@ def run(program: Path, *arguments: str, **environment: str) -> subprocess.Comple
 
 
 class NoCompiler(Exception):
-    """Why this machine cannot have a program."""
+    """The reason why this machine cannot build a program."""
 
 
 @once
@@ -57,7 +57,7 @@ def build(compiler: str, kind: str) -> Path:
             done = run(probe)
         if done.returncode:
             raise NoCompiler(
-                f"{compiler} {' '.join(KINDS[kind])} gives no program that runs: {done.stderr[-300:]}"
+                f"{compiler} {' '.join(KINDS[kind])} builds no program that runs: {done.stderr[-300:]}"
             )
         sources = [FOLDER / "main.c", *sorted(FOLDER.glob("test_*.c"))]
         core.compile_core(folder / "program", *KINDS[kind], *sources, compiler=compiler)
@@ -65,8 +65,8 @@ def build(compiler: str, kind: str) -> Path:
     return workers.built(f"{compiler}-{kind}", fill) / "program"
 
 
-BEFOREHAND = [partial(build, compiler, kind) for compiler, kind in BUILDS]
-BEFOREHAND += [partial(standins.built, *flags) for flags in KINDS.values()]
+PREBUILD = [partial(build, compiler, kind) for compiler, kind in BUILDS]
+PREBUILD += [partial(standins.built, *flags) for flags in KINDS.values()]
 
 
 Builder = Callable[[str, str], Path]
@@ -88,7 +88,7 @@ def program() -> Builder:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("threads", "plans", "delay"), [(1, 1200, 0), (3, 150, 50)])
 def test_cuda_device(program: Builder, kind: str, threads: int, plans: int, delay: int) -> None:
-    """Random plans, spans, factors, graphs: the kernels' host build gives what the CPU's copies give."""
+    """Random plans, spans, factors, graphs: the kernels, built for the host, match the CPU's copies."""
     environment = {**standins.environment(standins.built(*KINDS[kind])), "STANDIN_DELAY_US": str(delay)}
     done = run(program("gcc", kind), "cuda", str(threads), str(plans), **environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -112,7 +112,7 @@ def test_components(program: Builder, name: str, kind: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", ["plain", "address"])
 def test_shared_memory_between_processes(program: Builder, kind: str, world: int) -> None:
-    """Ten calls before the numbers wrap and on; a lost wake-up would cost a slice of 50 ms."""
+    """Calls across the wrap of their numbers; a lost wake-up would cost a slice of 50 ms."""
     done = run(program("gcc", kind), "shm", "processes", str(world), "10000")
     assert (done.returncode, done.stderr) == (0, "")
     median, slow = map(float, done.stdout.split())
@@ -123,14 +123,14 @@ def test_shared_memory_between_processes(program: Builder, kind: str, world: int
 @pytest.mark.parametrize("world", [2, 4, 7])
 @pytest.mark.parametrize("kind", ["address", "thread"])
 def test_shared_memory_between_threads(program: Builder, kind: str, world: int) -> None:
-    """The same protocol where the sanitizers see every rank; at the end one does not come."""
+    """The same protocol with all ranks visible to the sanitizers; at the end one rank makes no call."""
     done = run(program("gcc", kind), "shm", "threads", str(world), "2000")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_connections_between_processes(program: Builder, kind: str) -> None:
-    """Set-ups on several threads of each at once; and who had no descriptor for a call meets at the next."""
+    """Concurrent set-ups on several threads; a set-up after one that failed for lack of descriptors."""
     for arguments in (("groups", "3", "6", "60"), ("refused",)):
         done = run(program("gcc", kind), "peers", *arguments)
         assert (done.returncode, done.stderr) == (0, "")
@@ -138,7 +138,7 @@ def test_connections_between_processes(program: Builder, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_call_ring(program: Builder, kind: str) -> None:
-    """Entries that are read while they are written over; differences, lies, a death."""
+    """Entries that are read while they are overwritten; different calls, corrupt entries, a death."""
     done = run(program("gcc", kind), "call_ring", "3", "20000")
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -191,7 +191,7 @@ def compiled(architecture: str) -> tuple[int, bytes]:
     return int((folder / "status").read_text()), (folder / "code").read_bytes()
 
 
-BEFOREHAND = [partial(compiled, architecture) for architecture in ARCHITECTURES]
+PREBUILD = [partial(compiled, architecture) for architecture in ARCHITECTURES]
 
 
 @pytest.mark.not_under_asan("its dlopen looks in its own RUNPATH for what the real NVRTC keeps beside itself")

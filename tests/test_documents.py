@@ -1,4 +1,4 @@
-"""Documents against what they describe: names, figures, and the files of a source distribution."""
+"""Compare documents with the code: names, figures, and the files of a source distribution."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "spar", "tests")
 
 
 def test_readme_operations_match_exports() -> None:
-    """Each operation in the README's table is one of spar, and each of spar's is in it, by its whole name."""
+    """The README's table lists exactly spar's operations, by their full names."""
     table = README.split("| operation | forward | backward |")[1].split("\n\n")[0]
     names = set(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
-    no_operations = {"transport", "init", "close", "empty_cache", "memory_stats", "Transport"}
+    not_operations = {"transport", "init", "close", "empty_cache", "memory_stats", "Transport"}
     functions = {
         name
         for name in spar.__all__
         if callable(getattr(spar, name)) and not isinstance(getattr(spar, name), type)
     }
-    assert names == functions - no_operations
+    assert names == functions - not_operations
 
 
 def fastest_and_slowest(table: str) -> tuple[float, float]:
-    """How many times faster the backwards of gathers are from 1 MB on, at least and at most."""
+    """Return the least and greatest speed-up of a gather's backward from 1 MB on."""
     rows = re.findall(r"^\| (?:packed |zigzag )?gather, backward \|(.*)\|$", table, re.MULTILINE)
     assert len(rows) == 3
     factors = [float(factor) for row in rows for factor in re.findall(r"\(([\d.]+) x, ", row)]
@@ -47,11 +47,11 @@ def test_gather_backward_figures_match_tables() -> None:
     assert found == [fastest_and_slowest(two), fastest_and_slowest(four)]
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git tells which files are tracked")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git to list the tracked files")
 def test_source_distribution_contains_tracked_files(tmp_path: Path) -> None:
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = [name for name in files.stdout.splitlines() if (ROOT / name).exists()]
-    for name in tracked:  # a copy: what setuptools found before, in *.egg-info, would count as well
+    for name in tracked:  # a copy without *.egg-info, whose list of files setuptools would add
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
     command = [sys.executable, "setup.py", "-q", "sdist"]

@@ -1,8 +1,9 @@
-"""Every fault on every transport that moves bytes here, in worlds of 2, 3 and 4; pytest prints the table.
+"""Every fault on every transport for CPU tensors, in worlds of 2, 3 and 4 ranks; pytest prints the table.
 
-A world for each transport and size goes through all faults that processes survive, each on its own group;
-then come the deaths, each in a fresh world. In each cell every rank must raise the same error, with the words
-that help, in time; afterwards the group does what is promised, others go on, and the process has ended.
+For each transport and size, one world runs all faults that processes survive, each on its own group. The
+deaths follow, each in a new world. In each cell every rank must raise the same error in time, with a message
+that names the cause. Afterwards the group must be usable or broken as promised, other groups usable, and the
+process must end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from helpers.fault_cases import (
     FAULTS,
     LIMIT,
     LOST_WITHIN,
-    NOT_THERE,
+    NOT_APPLICABLE,
     SIZES,
     TRANSPORTS,
     Scene,
@@ -40,7 +41,7 @@ from test_faults import finish, start
 
 import spar
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 # ---- on the ranks ----
@@ -56,8 +57,8 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
     return {**result, "seconds": time.monotonic() - begin}
 
 
-def goes_through(rank: int, folder: Path, world: int, transport: str) -> None:
-    """All faults that leave the processes alive."""
+def run_faults(rank: int, folder: Path, world: int, transport: str) -> None:
+    """Run all faults that leave the processes alive."""
     report: dict[str, Any] = {}
     processes: list[int] = [0] * world
     dist.all_gather_object(processes, os.getpid())
@@ -73,7 +74,7 @@ def goes_through(rank: int, folder: Path, world: int, transport: str) -> None:
         result = attempt(functools.partial(fault.call, rank, world, group, scene))
         result |= {"group": group.group_name, "other": other.group_name}
         if not fault.usable:
-            time.sleep(0.3)  # who gave up last
+            time.sleep(0.3)  # until the last rank has aborted
         result["again"] = attempt(warm)
         result["named"] = spar.transport(group).name
         assert gather(torch.full((1,), 1.0 + rank), None, 0).sum() == world * (world + 1) / 2
@@ -85,8 +86,8 @@ def goes_through(rank: int, folder: Path, world: int, transport: str) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(report))
 
 
-def dies(rank: int, folder: Path, world: int, how: str) -> None:
-    """The last rank dies; a group of the others goes on."""
+def run_death(rank: int, folder: Path, world: int, how: str) -> None:
+    """The last rank dies; a group of the survivors stays usable."""
     survivors = dist.new_group(list(range(world - 1)))
     if world > 2 and rank < world - 1:
         gather(torch.zeros(1), survivors, 0)
@@ -122,7 +123,7 @@ def dies(rank: int, folder: Path, world: int, how: str) -> None:
 
 
 class Column:
-    """One transport and world: what each rank reports of each fault, and how its process ended."""
+    """One transport and world size: each rank's report of each fault, and its exit code."""
 
     def __init__(self, folder: Path, transport: str, world: int) -> None:
         folder.mkdir()
@@ -147,8 +148,8 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], C
     folder = tmp_path_factory.mktemp("faults")
     made = {(t, w): Column(folder / f"{t}{w}", t, w) for w in SIZES for t in TRANSPORTS}
     with machine.alone():
-        for column in made.values():  # at once: they mostly wait
-            column.start(goes_through, column.transport)
+        for column in made.values():  # all at once: they mostly wait
+            column.start(run_faults, column.transport)
         for column in made.values():
             column.finish(90)
     return made
@@ -161,7 +162,7 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int
         some = [Column(folder / f"{t}{world}.{i}", t, world) for t in TRANSPORTS for world in SIZES]
         with machine.alone():
             for column in some:
-                column.start(dies, how)
+                column.start(run_death, how)
                 made[how, column.transport, column.world] = column
             for column in some:
                 column.finish(30)
@@ -172,11 +173,11 @@ Property = Callable[[str, object], None]
 
 
 def note(record_property: Property, fault: str, transport: str, world: int, cell: str) -> None:
-    """For the table that conftest.py prints."""
+    """Add a cell to the table that conftest.py prints."""
     record_property("fault", (fault, f"{transport} {world}", cell))
 
 
-def first_words(name: str) -> str:
+def short_name(name: str) -> str:
     return name.removesuffix("Error").removeprefix("Exchange").removeprefix("Group") or "fine"
 
 
@@ -193,7 +194,7 @@ def test_fault(
     fault, column = FAULTS[name], columns[transport, world]
     assert column.codes == [0] * world, "the processes must have ended"
     if fault.only not in ("", transport):
-        note(record_property, name, transport, world, NOT_THERE[name])
+        note(record_property, name, transport, world, NOT_APPLICABLE[name])
         return
     results = [report[name] for report in column.reports]
     pids = [process.pid for process in column.processes]
@@ -205,25 +206,25 @@ def test_fault(
             assert re.fullmatch(fault.odd if odd and fault.odd else fault.error, result["error"]), result
         if not odd or not fault.odd:
             names = {"odd": world - 1, "process": pids[-1], "group": results[0]["group"]}
-            for words in fault.words:
+            for pattern in fault.patterns:
                 for key, value in {**names, "other": result["other"]}.items():
-                    words = words.replace(f"{{{key}}}", str(value))
-                assert re.search(words, result["text"], re.S), (words, result["text"])
+                    pattern = pattern.replace(f"{{{key}}}", str(value))
+                assert re.search(pattern, result["text"], re.S), (pattern, result["text"])
             least, most = fault.seconds
             assert least <= result["seconds"] <= most, result
         again = result["again"]
         if fault.usable:
             assert not again["error"], again
         elif not odd:
-            assert again["error"] == "GroupBrokenError" and again["seconds"] < 0.3, "refused at once"
-        else:  # it may have given up in no call of its own on this group
+            assert again["error"] == "GroupBrokenError" and again["seconds"] < 0.3, "rejected at once"
+        else:  # its abort may not have been in a call on this group
             assert again["error"] in ("GroupBrokenError", "ExchangeTimeoutError", "PeerLostError"), again
         assert result["named"] in (transport, None)
     if fault.error == "MismatchError" and not fault.odd:
         assert len({result["text"].split(":", 1)[1] for result in results}) == 1, "the same on all ranks"
         assert all(0 < len(result["ranks"]) < world for result in results)
     seconds = max(result["seconds"] for result in results[: world - 1])
-    note(record_property, name, transport, world, f"{first_words(fault.error)} {seconds:.2f}")
+    note(record_property, name, transport, world, f"{short_name(fault.error)} {seconds:.2f}")
 
 
 @pytest.mark.parametrize("world", SIZES)
@@ -253,32 +254,32 @@ def test_death(
     note(record_property, how, transport, world, f"PeerLost {max(took):.2f}")
 
 
-# ---- threads of one process: the test builds' own transport ----
+# ---- threads of one process: the local transport of the tests ----
 
 
 @pytest.mark.parametrize("world", SIZES)
-@pytest.mark.parametrize("name", ["another shape", "another dim", "never comes"])
+@pytest.mark.parametrize("name", ["different shape", "different dim", "no call"])
 def test_fault_between_threads(record_property: Property, name: str, world: int) -> None:
-    from helpers import core  # here: the ranks import this file, too, and shall not wait for it
+    from helpers import core  # here, because ranks import this file and need no core
     from helpers.cases import items
     from helpers.core import Plan, Spec, Status, request
 
     shared = core.World(world)
     inputs = [(items(2, 6),) for _ in range(world)]
-    if name == "another shape":
+    if name == "different shape":
         inputs[-1] = (items(2, 7),)
-    dims = [int(name == "another dim" and rank == world - 1) for rank in range(world)]
+    dims = [int(name == "different dim" and rank == world - 1) for rank in range(world)]
     plans: list[Plan | None] = [
         Plan(request("gather", world, rank, [Spec.of(inputs[rank][0], [dims[rank]])]))
         for rank in range(world)
     ]
-    if name == "never comes":
+    if name == "no call":
         plans[-1] = None
-    outcomes = shared.call(plans, inputs, seconds=0.1 if name == "never comes" else 30)
-    expected = Status.TIMEOUT if name == "never comes" else Status.MISMATCH
+    outcomes = shared.call(plans, inputs, seconds=0.1 if name == "no call" else 30)
+    expected = Status.TIMEOUT if name == "no call" else Status.MISMATCH
     seconds = [outcome.seconds for outcome in outcomes if outcome and outcome.status == expected]
-    assert len(seconds) == world - (name == "never comes")
+    assert len(seconds) == world - (name == "no call")
     assert all(output.is_untouched() for outcome in outcomes if outcome for output in outcome.outputs)
     shared.close()
-    error = "ExchangeTimeoutError" if name == "never comes" else "MismatchError"
-    note(record_property, name, "local", world, f"{first_words(error)} {max(seconds):.2f}")
+    error = "ExchangeTimeoutError" if name == "no call" else "MismatchError"
+    note(record_property, name, "local", world, f"{short_name(error)} {max(seconds):.2f}")

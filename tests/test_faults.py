@@ -1,4 +1,4 @@
-"""Ranks that do not come, die or are interrupted: the others raise in time, and their processes end."""
+"""Ranks that make no call, die or are interrupted: their peers raise in time, and the processes end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import spar
 from spar._runtime.channel import Operation
 from spar._runtime.registry import communicator
 
-# torch's own threads sometimes abort a process that has ended well (seen without spar, under load)
+# torch's threads sometimes abort a process at its exit (seen without spar, under load)
 TEARDOWN = "terminate called without an active exception"
 
 
@@ -35,8 +35,8 @@ def start(
     set_up: bool = True,
     **environment: str,
 ) -> list[Any]:
-    """Runs function(rank, folder, *args) on fresh ranks, in a group of their own that has met."""
-    context = mp.get_context("forkserver")  # which only imports torch: a fork of it is as good as new
+    """Run function(rank, folder, *args) on new ranks; `set_up`: after a first exchange on their group."""
+    context = mp.get_context("forkserver")  # it only imports torch, so that its forks are clean
     context.set_forkserver_preload(PRELOAD)
     processes = [
         context.Process(
@@ -46,7 +46,7 @@ def start(
         for rank in range(world)
     ]
     for rank, process in enumerate(processes):
-        process.ended_well = folder / f"{rank}.ended"  # type: ignore[attr-defined]
+        process.completed = folder / f"{rank}.ended"  # type: ignore[attr-defined]
         process.start()
     return processes
 
@@ -61,8 +61,8 @@ def _enter(
     set_up: bool,
     environment: dict[str, str],
 ) -> None:
-    gc.freeze()  # what torch's import left: gc.collect() would take half a second for it
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background ignores
+    gc.freeze()  # the objects of torch's import: gc.collect() would take half a second for them
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     os.environ.update(environment)
     torch.set_num_threads(1)
     if initialize:
@@ -74,6 +74,7 @@ def _enter(
 
 
 def report(folder: Path, rank: int, what: str) -> None:
+    """Publish a text under a number, for await_report."""
     (folder / f"{rank}.part").write_text(what)
     (folder / f"{rank}.part").rename(folder / f"{rank}")
 
@@ -81,29 +82,29 @@ def report(folder: Path, rank: int, what: str) -> None:
 def await_report(folder: Path, rank: int, limit: float = 60) -> str:
     end = time.monotonic() + limit
     while not (folder / f"{rank}").exists():
-        assert time.monotonic() < end, f"rank {rank} said nothing"
+        assert time.monotonic() < end, f"no report of rank {rank}"
         time.sleep(0.01)
     return (folder / f"{rank}").read_text()
 
 
 def finish(processes: list[Any], limit: float) -> list[int | None]:
-    """Exit codes of processes that must end within the limit; None: one did not."""
+    """Return the exit codes of processes that must end within the limit; None: one did not."""
     end = time.monotonic() + limit
     codes: list[int | None] = []
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
-        torn = process.exitcode == -signal.SIGABRT and process.ended_well.exists()
+        torn = process.exitcode == -signal.SIGABRT and process.completed.exists()
         codes.append(0 if torn else process.exitcode)
     for process in processes:
         process.kill()
     return codes
 
 
-def never_comes(rank: int, folder: Path) -> None:
+def call_with_missing_rank(rank: int, folder: Path) -> None:
     if rank == 2:
         time.sleep(60)
     begin = time.monotonic()
-    # with shared memory, who sees another give up gives up too
+    # over shm, a rank that sees a peer abort raises GroupBrokenError
     with pytest.raises((spar.ExchangeTimeoutError, spar.GroupBrokenError)) as caught:
         spar.gather_forward_split_backward(torch.zeros(4), None, 0)
     waited = time.monotonic() - begin
@@ -119,7 +120,7 @@ def never_comes(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_missing_rank_times_out(tmp_path: Path, transport: str) -> None:
-    processes = start(never_comes, 3, tmp_path, SPAR_TIMEOUT="2", SPAR_TRANSPORT=transport)
+    processes = start(call_with_missing_rank, 3, tmp_path, SPAR_TIMEOUT="2", SPAR_TRANSPORT=transport)
     for rank in (0, 1):
         assert 1.5 < float(await_report(tmp_path, rank)) < 4
     assert finish(processes[:2], 5) == [0, 0], "the processes must have ended, too"
@@ -133,9 +134,9 @@ WAYS_TO_DIE: dict[str, tuple[Callable[[], object], int]] = {  # and the exit cod
 }
 
 
-def peer_dies(rank: int, folder: Path, how: str) -> None:
+def call_while_peer_dies(rank: int, folder: Path, how: str) -> None:
     if rank == 1:
-        time.sleep(0.5)  # the others wait by now
+        time.sleep(0.5)  # its peers wait by now
         WAYS_TO_DIE[how][0]()
     begin = time.monotonic()
     with pytest.raises(spar.PeerLostError, match=r"is gone|rank 1 \(process \d+\) died"):
@@ -148,14 +149,14 @@ def peer_dies(rank: int, folder: Path, how: str) -> None:
 @pytest.mark.parametrize("how", WAYS_TO_DIE)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_peer_death_raises(tmp_path: Path, transport: str, how: str) -> None:
-    world = 3 if transport == "shm" else 2  # gloo's survivors hang up on one another, too
-    processes = start(peer_dies, world, tmp_path, how, SPAR_TRANSPORT=transport)
+    world = 3 if transport == "shm" else 2  # gloo's survivors also disconnect from each other
+    processes = start(call_while_peer_dies, world, tmp_path, how, SPAR_TRANSPORT=transport)
     for rank in range(0, world, 2):
         assert float(await_report(tmp_path, rank)) < 2.5
     assert finish(processes, 5) == [0, WAYS_TO_DIE[how][1], 0][:world]
 
 
-def interrupted(rank: int, folder: Path) -> None:
+def call_until_interrupted(rank: int, folder: Path) -> None:
     if rank == 1:
         await_report(folder, 0)
         return
@@ -169,18 +170,18 @@ def interrupted(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ctrl_c_interrupts_a_call(tmp_path: Path, transport: str) -> None:
-    processes = start(interrupted, 2, tmp_path, SPAR_TRANSPORT=transport)
+    processes = start(call_until_interrupted, 2, tmp_path, SPAR_TRANSPORT=transport)
     pid = int(await_report(tmp_path, 7))
     time.sleep(0.5)  # it waits by now
     sent = time.time()
     os.kill(pid, signal.SIGINT)
     assert float(await_report(tmp_path, 0)) - sent < 1
-    # gloo's own thread ends when the other rank does, or at the time limit
+    # gloo's thread ends when the other rank does, or at the timeout
     assert finish(processes, 15) == [0, 0]
 
 
-def never_sets_up(rank: int, folder: Path) -> None:
-    """The first exchange of a group meets the others: that wait ends as any other."""
+def set_up_with_missing_rank(rank: int, folder: Path) -> None:
+    """The set-up in a group's first exchange ends at the timeout, as any other wait."""
     group = dist.new_group([0, 1])
     if rank == 1:
         time.sleep(60)
@@ -192,13 +193,13 @@ def never_sets_up(rank: int, folder: Path) -> None:
 
 
 def test_missing_rank_in_set_up_times_out(tmp_path: Path) -> None:
-    processes = start(never_sets_up, 2, tmp_path, SPAR_TIMEOUT="1.5")
+    processes = start(set_up_with_missing_rank, 2, tmp_path, SPAR_TIMEOUT="1.5")
     await_report(tmp_path, 0)
     assert finish(processes[:1], 5) == [0]
     processes[1].kill()
 
 
-def calls_itself(rank: int, folder: Path) -> None:
+def call_in_handler(rank: int, folder: Path) -> None:
     def handler(*_: object) -> None:
         with pytest.raises(spar.SparError, match="inside a call on the same group"):
             spar.gather_forward_split_backward(torch.zeros(4), None, 0)
@@ -214,27 +215,27 @@ def calls_itself(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nested_call_on_the_same_group_raises(tmp_path: Path, transport: str) -> None:
-    processes = start(calls_itself, 2, tmp_path, SPAR_TRANSPORT=transport)
+    processes = start(call_in_handler, 2, tmp_path, SPAR_TRANSPORT=transport)
     await_report(tmp_path, 0)
     assert finish(processes, 15) == [0, 0]
 
 
-def threads(rank: int, folder: Path) -> None:
-    """Calls of several threads on one group come in the group's order, one at a time."""
+def call_from_threads(rank: int, folder: Path) -> None:
+    """Two threads call at the same time, each on its own group."""
     import threading
 
     group = dist.new_group([0, 1])
     errors: list[BaseException] = []
 
-    def work(which: Any) -> None:
+    def work(own: Any) -> None:
         try:
             for _ in range(20):
-                y = spar.gather_forward_split_backward(torch.full((3,), float(rank)), which, 0)
+                y = spar.gather_forward_split_backward(torch.full((3,), float(rank)), own, 0)
                 assert y.tolist() == [0.0] * 3 + [1.0] * 3
         except BaseException as error:
             errors.append(error)
 
-    workers = [threading.Thread(target=work, args=(which,)) for which in (None, group)]
+    workers = [threading.Thread(target=work, args=(own,)) for own in (None, group)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -245,11 +246,11 @@ def threads(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_threads_with_one_group_each(tmp_path: Path, transport: str) -> None:
-    assert finish(start(threads, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+    assert finish(start(call_from_threads, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
-def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
-    """The signal comes when the lock is taken, before this thread has done anything more."""
+def interrupt_before_the_call(rank: int, folder: Path) -> None:
+    """The signal arrives after the thread acquired the lock, before it does anything else."""
     operation = Operation("gather", (0,), 1.0, False, False)
     for begin in ("exchange", "turn"):
         group = dist.new_group([0])
@@ -257,27 +258,27 @@ def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
         lock, main = comm._lock, threading.main_thread().ident
         assert main is not None
 
-        def lend(lock: threading.Lock = lock, main: int = main) -> None:
+        def release_and_signal(lock: threading.Lock = lock, main: int = main) -> None:
             time.sleep(0.1)  # the main thread waits for the lock
             lock.release()
             until = time.perf_counter() + 0.05
-            while time.perf_counter() < until:  # it has it by now, but not the interpreter
+            while time.perf_counter() < until:  # by now it has the lock, but not the GIL
                 pass
             signal.pthread_kill(main, signal.SIGINT)
 
         lock.acquire()
         switch = sys.getswitchinterval()
         sys.setswitchinterval(60)
-        lender = threading.Thread(target=lend)
-        lender.start()
+        thread = threading.Thread(target=release_and_signal)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
             if begin == "exchange":
                 comm.exchange(operation, torch.zeros(1))
             with comm.turn("init"):
                 time.sleep(5)
-        lender.join()
+        thread.join()
         sys.setswitchinterval(switch)
-        assert lock.acquire(timeout=1), "nobody holds it"
+        assert lock.acquire(timeout=1), "the lock is still held"
         lock.release()
         with pytest.raises(spar.GroupBrokenError, match="was interrupted"):
             comm.exchange(operation, torch.zeros(1))
@@ -286,4 +287,4 @@ def is_interrupted_on_its_way_in(rank: int, folder: Path) -> None:
 
 
 def test_interrupt_after_taking_the_lock_releases_it(tmp_path: Path) -> None:
-    assert finish(start(is_interrupted_on_its_way_in, 1, tmp_path, set_up=False), 30) == [0]
+    assert finish(start(interrupt_before_the_call, 1, tmp_path, set_up=False), 30) == [0]

@@ -1,4 +1,4 @@
-"""Forks while other threads are inside spar, and what a forked child may do with its parent's groups."""
+"""Forks while other threads are inside spar, and exchanges of a forked child on its parent's groups."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from test_faults import finish, start
 
 import spar
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 gather, split = spar.gather_forward_split_backward, spar.split_forward_gather_backward
 
 
 def in_child(work: Callable[[], None], seconds: float) -> int | None:
-    """The exit code of a forked child that works; None where it hangs."""
+    """Run `work` in a forked child; return its exit code, or None if it hangs."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -45,12 +45,12 @@ def in_child(work: Callable[[], None], seconds: float) -> int | None:
     return None
 
 
-def forks_beside_threads(rank: int, folder: Path) -> None:
+def fork_beside_threads(rank: int, folder: Path) -> None:
     over = threading.Event()
     pair = dist.new_group([0, 1])
 
     def allocate() -> None:
-        while not over.is_set():  # plans that are not cached yet, and shared memory
+        while not over.is_set():  # new plans, and shared memory
             for rows in range(2, 600, 2):
                 split(torch.ones(rows, 3).t(), None, 1, grad_scale=None)
             spar.empty_cache()
@@ -63,7 +63,7 @@ def forks_beside_threads(rank: int, folder: Path) -> None:
         assert spar.memory_stats()["arena.cap_bytes"] > 0
         part = split(torch.arange(14.0).view(7, 2).t(), None, 1, split_sizes=[3, 4])
         assert part.shape == (2, 3 + rank)
-        assert split(torch.zeros(2), pair, 0).shape == (1,)  # a group that spar has not seen
+        assert split(torch.zeros(2), pair, 0).shape == (1,)  # a group that is new to spar
 
     threads = [threading.Thread(target=work, daemon=True) for work in (allocate, allocate, read)]
     for thread in threads:
@@ -77,11 +77,11 @@ def forks_beside_threads(rank: int, folder: Path) -> None:
 
 
 def test_fork_while_threads_are_inside_spar(tmp_path: Path) -> None:
-    assert finish(start(forks_beside_threads, 2, tmp_path, SPAR_TRANSPORT="shm"), 150) == [0, 0]
+    assert finish(start(fork_beside_threads, 2, tmp_path, SPAR_TRANSPORT="shm"), 150) == [0, 0]
 
 
-def child_exchanges(rank: int, folder: Path, seen: bool) -> None:
-    """On a group that is set up, one that spar has not seen, and after spar.close: an error at once."""
+def exchange_in_child(rank: int, folder: Path, seen: bool) -> None:
+    """Raise at once on a group that is set up, on a group that is new to spar, and after spar.close."""
     fresh = dist.new_group([0, 1])
     if seen:
         gather(torch.zeros(1), None, 0)
@@ -107,12 +107,12 @@ def child_exchanges(rank: int, folder: Path, seen: bool) -> None:
 @pytest.mark.parametrize("seen", [False, True], ids=["before the set-up", "after the set-up"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_child_cannot_exchange(tmp_path: Path, transport: str, seen: bool) -> None:
-    ranks = start(child_exchanges, 2, tmp_path, seen, set_up=False, SPAR_TRANSPORT=transport)
+    ranks = start(exchange_in_child, 2, tmp_path, seen, set_up=False, SPAR_TRANSPORT=transport)
     assert finish(ranks, 60) == [0, 0]
 
 
-def child_makes_a_group(rank: int, folder: Path) -> None:
-    """A child exchanges on the group that it makes, where its parent has none."""
+def create_group_in_child(rank: int, folder: Path) -> None:
+    """A child exchanges on a group that it creates itself; its parent has none."""
 
     def use() -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -124,4 +124,4 @@ def child_makes_a_group(rank: int, folder: Path) -> None:
 
 
 def test_forked_child_exchanges_on_its_own_group(tmp_path: Path) -> None:
-    assert finish(start(child_makes_a_group, 2, tmp_path, initialize=False), 60) == [0, 0]
+    assert finish(start(create_group_in_child, 2, tmp_path, initialize=False), 60) == [0, 0]

@@ -1,4 +1,4 @@
-"""docs/gradients.md: each cell of its tables on real ranks, against the gradients of one process."""
+"""Compare each cell of the tables of docs/gradients.md, on real ranks, with the gradients of one process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ IGNORED = -100
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows under a heading, without the backticks."""
+    """Return the rows under a heading, without backticks."""
     lines = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
     rows = [line for line in lines if line.startswith("|")][2:]
     return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
 
 
 class Model(nn.Module):
-    """Attention over a sequence whose tokens are shared unevenly; `positions` lies before the split."""
+    """Attention over an unevenly split sequence; the parameter `positions` is used before the split."""
 
     def __init__(self, seq: int, scale: str | None = "down") -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.out = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """This rank's losses, one per token."""
+        """Return this rank's losses, one per token."""
         positions = spar.split_forward_gather_backward(self.positions, group, 0, grad_scale=self.scale)
         x = spar.split_forward_gather_backward(x, group, 1) + positions
         qkv = self.qkv(x).unflatten(2, (HEADS, -1))
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def batches(copies: int, seq: int) -> list[tuple[Tensor, Tensor]]:
-    """One for each copy; each has another number of labels that count."""
+    """Return one batch per data-parallel copy, each with a different number of labels that count."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for copy in range(copies):
@@ -97,7 +97,7 @@ WRAPPERS = (ddp, fsdp2, summed)  # in the order of the page's columns
 
 
 def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """Of each parameter, relative to its largest gradient."""
+    """Return the error of each parameter's gradient, relative to its largest element."""
     pairs = zip(found, expected, strict=True)
     return [float((own - one).abs().max() / one.abs().max()) for own, one in pairs]
 
@@ -129,7 +129,7 @@ class Setting:
         return float(eval(code, {"W": self.W, "P": P}))
 
 
-def follows_the_page(rank: int, folder: Path) -> None:
+def check_factors(rank: int, folder: Path) -> None:
     setting = Setting(rank, 11)
     rows = table("Which factor")
     assert len(rows) == 2
@@ -144,10 +144,10 @@ def follows_the_page(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_loss_factors_match_one_process(tmp_path: Path, world: int) -> None:
-    assert finish(start(follows_the_page, world, tmp_path, set_up=False), 120) == [0] * world
+    assert finish(start(check_factors, world, tmp_path, set_up=False), 120) == [0] * world
 
 
-def averages_means(rank: int, folder: Path) -> None:
+def average_means(rank: int, folder: Path) -> None:
     setting = Setting(rank, 11)
     model, gradients = ddp(Model(setting.seq))
     setting.loss(model, "losses.mean()").backward()  # type: ignore[no-untyped-call]
@@ -159,10 +159,10 @@ def averages_means(rank: int, folder: Path) -> None:
 
 def test_mean_per_rank_is_wrong(tmp_path: Path) -> None:
     assert "differ from those of one process by about 10 %" in re.sub(r"\s+", " ", PAGE)
-    assert finish(start(averages_means, 2, tmp_path, set_up=False), 60) == [0, 0]
+    assert finish(start(average_means, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
-def leaves_scales_out(rank: int, folder: Path) -> None:
+def check_without_scales(rank: int, folder: Path) -> None:
     setting = Setting(rank, 11)
     for loss, between, before in table("With grad_scale=None"):
         model, gradients = summed(Model(setting.seq, None))
@@ -175,4 +175,4 @@ def leaves_scales_out(rank: int, folder: Path) -> None:
 
 
 def test_grad_scale_none_matches_one_process(tmp_path: Path) -> None:
-    assert finish(start(leaves_scales_out, 2, tmp_path, set_up=False), 60) == [0, 0]
+    assert finish(start(check_without_scales, 2, tmp_path, set_up=False), 60) == [0, 0]

@@ -1,4 +1,4 @@
-"""Group arguments, bad arguments, ranks that disagree: each ends in an error that says what was expected."""
+"""Group arguments, bad arguments and calls that differ: each error states what was expected."""
 
 from __future__ import annotations
 
@@ -164,35 +164,35 @@ def check_bad_arguments(rank: int, world: int, group: Group) -> None:
 
 
 def test_bad_arguments_name_value_rank_and_expectation(ranks: Ranks) -> None:
-    """All ranks fail alike, and the group stays in step. One that fails alone: test_local_failures.py."""
+    """All ranks raise, and later calls match. test_local_failures.py covers failures of one rank."""
     ranks(2, check_bad_arguments)
 
 
-# ---- ranks that disagree ----
+# ---- calls that differ between ranks ----
 
 
 def disagreements(rank: int, group: Group, odd: int) -> dict[str, tuple[Any, str]]:
-    """Calls that differ on rank `odd`, and what the message must show of it."""
-    strange = rank == odd
+    """Return calls that differ on rank `odd`, and the text that the message must contain."""
+    differs = rank == odd
     x, sizes = torch.zeros(4, 12, 12), rule(12, 3)
     half = x.narrow(1, 0, sizes[rank])
     gather, all_to_all = spar.gather_forward_split_backward, spar.all_to_all
     return {
-        "shape": (lambda: all_to_all(torch.zeros(4 + strange, 4, 12), group, 2, 1), "[5, 12, 12]"),
-        "local extent": (lambda: gather(torch.zeros(4 + strange), group, 0), "[5, 5, 5]"),
+        "shape": (lambda: all_to_all(torch.zeros(4 + differs, 4, 12), group, 2, 1), "[5, 12, 12]"),
+        "local extent": (lambda: gather(torch.zeros(4 + differs), group, 0), "[5, 5, 5]"),
         "dtype": (
-            lambda: gather(half.to(torch.int32 if strange else torch.float32), group, 1),
+            lambda: gather(half.to(torch.int32 if differs else torch.float32), group, 1),
             "torch.int32",
         ),
-        "dims": (lambda: all_to_all(torch.zeros(4, 4, 4, 4), group, 3 if strange else 2, 1), "dim 3"),
-        "number of dims": (lambda: gather(half[None] if strange else half, group, 0), "[3, 4, 4, 12]"),
-        "op": (lambda: gather(half, group, 1) if strange else all_to_all(half, group, 2, 1), "gather"),
+        "dims": (lambda: all_to_all(torch.zeros(4, 4, 4, 4), group, 3 if differs else 2, 1), "dim 3"),
+        "number of dims": (lambda: gather(half[None] if differs else half, group, 0), "[3, 4, 4, 12]"),
+        "op": (lambda: gather(half, group, 1) if differs else all_to_all(half, group, 2, 1), "gather"),
         "sizes": (
-            lambda: gather(half, group, 1, [4, 4, 5] if strange and rank < 2 else [4, 4, 4]),
+            lambda: gather(half, group, 1, [4, 4, 5] if differs and rank < 2 else [4, 4, 4]),
             "[4, 4, 5]",
         ),
         "requires_grad": (
-            lambda: gather(half.clone().requires_grad_(strange), group, 1),
+            lambda: gather(half.clone().requires_grad_(differs), group, 1),
             "gradient recorded",
         ),
     }
@@ -211,7 +211,7 @@ def check_disagreement(rank: int, world: int, group: Group, what: str, odd: int)
     assert (str(again), again.ranks, again.call) == (str(error), error.ranks, error.call)
     x = torch.full((1,), float(rank))
     assert_same(
-        spar.gather_forward_split_backward(x, group, 0), torch.arange(float(world)), "usable after it"
+        spar.gather_forward_split_backward(x, group, 0), torch.arange(float(world)), "the group is usable"
     )
     return str(error).split(":", 1)[1]
 
@@ -220,7 +220,7 @@ def check_disagreement(rank: int, world: int, group: Group, what: str, odd: int)
 @pytest.mark.parametrize("what", disagreements(0, None, 1))  # type: ignore[arg-type]
 def test_mismatch_raises_on_all_ranks(ranks: Ranks, what: str, odd: int) -> None:
     texts = ranks(3, check_disagreement, what, odd)
-    assert len(set(texts)) == 1, "every rank shows the same"
+    assert len(set(texts)) == 1, "the message is the same on every rank"
 
 
 def check_advice(rank: int, world: int, group: Group) -> None:
@@ -254,7 +254,7 @@ def test_mismatch_names_the_public_operation_and_the_sizes_to_pass(ranks: Ranks)
     ranks(2, check_advice)
 
 
-# ---- ints and lists of ints, of any type ----
+# ---- sizes of any int type ----
 
 
 def check_int_types(rank: int, world: int, group: Group) -> None:
@@ -301,7 +301,7 @@ def check_meta(rank: int, world: int, group: Group) -> None:
     assert spar.packed_data_gather_forward_split_backward(own, [[1, 2], [0, 1]], group).shape == x.shape
     assert spar.load_balanced_gather_forward_split_backward(x, group).shape == (8, 6)
     with pytest.raises(ValueError, match="gather_size is 4"):
-        spar.all_to_all(x, group, 1, 0, 4)  # nor is an error reported to the peers
+        spar.all_to_all(x, group, 1, 0, 4)  # an error is not reported to the peers either
     assert (communicator(group).calls, spar.memory_stats()) == (calls + 4, before)
 
 
@@ -309,7 +309,7 @@ def test_meta_tensors_infer_shapes_without_communication(ranks: Ranks) -> None:
     ranks(2, check_meta)
 
 
-# ---- settings that differ between ranks, or cannot be read ----
+# ---- settings that differ between ranks, or are invalid ----
 
 
 def check_settings(rank: int, world: int, group: Group, variable: str, values: list[str], text: str) -> None:
@@ -350,7 +350,7 @@ def test_settings_fail_on_all_ranks(ranks: Ranks, variable: str, values: list[st
 
 
 def check_forced(rank: int, world: int, group: Group, transports: list[str]) -> None:
-    """Each transport can be forced; each can be excluded, and another serves, or none is left."""
+    """Force each transport; exclude each, so that another serves or none is left."""
     before = os.environ["SPAR_TRANSPORT"]
     os.environ["SPAR_CHECK"] = "0"
     try:

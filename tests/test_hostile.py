@@ -1,4 +1,4 @@
-"""Numbers that nobody should send, and ranks that disagree or do not come."""
+"""Hostile numbers in requests; calls that differ between ranks; a rank that makes no call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOW = -(2**63)
 
 
 def valid(op: str, world: int = 3, ndim: int = 2) -> Spec:
-    """Rank 0's tensor of a valid call."""
+    """Return rank 0's tensor of a valid call."""
     shape = [6] * ndim
     move = GENERATORS[op].move(lambda first, last: first, shape, world)
     whole = torch.empty(*shape, 1, dtype=torch.uint8)
@@ -26,7 +26,7 @@ def valid(op: str, world: int = 3, ndim: int = 2) -> Spec:
 
 
 def refused(words: str, op: str, world: int, rank: int, specs: Sequence[Spec], **overrides: int) -> None:
-    """Build and get both say SPAR_INVALID, and why."""
+    """Check that build and get both return SPAR_INVALID with a reason."""
     for cached in (False, True):
         with pytest.raises(CoreError) as caught:
             Plan(request(op, world, rank, specs, core.SIDE_PULL, **overrides), cached)
@@ -149,7 +149,7 @@ def test_unknown_op_error_lists_known_ops() -> None:
     assert "bogus" in text and all(op in text for op in OPS)
 
 
-# ---- Ranks that disagree, or do not come ------------------------------------------------------------------
+# ---- Calls that differ, or are missing --------------------------------------------------------------------
 
 RIGHT = Case(
     "gather", 4, [Part(2, (8, 6), "contiguous", Move([0], [0], Cut(0, in_runs([2, 2, 2, 2])), Cut()))]
@@ -195,7 +195,7 @@ def test_missing_rank_times_out(missing: int) -> None:
             assert outcome.status == Status.TIMEOUT, outcome.text
             assert 0.05 < outcome.seconds < 2
             assert all(output.is_untouched() for output in outcome.outputs)
-    # who comes late finds the others gone, and must not write into what may be somebody else's by now
+    # the late rank must not write: its peers may have freed their outputs
     late = [plan if rank == missing else None for rank, plan in enumerate(plans)]
     outcome = broken.call(late, inputs, seconds=5)[missing]
     assert outcome and outcome.status == Status.TIMEOUT

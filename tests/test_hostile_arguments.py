@@ -1,4 +1,4 @@
-"""Arguments that nobody should pass to the public functions: a clear error, or what a whole number gives."""
+"""Hostile arguments of the public functions: a clear error, or the result of the equal int."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def an_input() -> torch.Tensor:
 
 @functools.cache
 def calls() -> Calls:
-    """Each parameter of each function: a call in which it is what was asked for, and what to ask."""
+    """Return, for each parameter of each function, a call that passes a value, and the values to pass."""
     by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
     by_table = [*by_list, *TABLES, *([[value], [value]] for value in NUMBERS)]
     split, gather = spar.split_forward_gather_backward, spar.gather_forward_split_backward
@@ -120,16 +120,16 @@ def calls() -> Calls:
 
 
 def plain(value: object) -> Any:
-    """The same with Python's own whole numbers; a TypeError where there are none."""
+    """Convert to Python's ints; raise TypeError if that is impossible."""
     if isinstance(value, torch.Tensor):
-        return value  # an input, or a table, that is one
+        return value  # an input, or a table
     if isinstance(value, (list, tuple, range)):
         return [plain(item) for item in value]
     return value if value is None or isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Tensors, lists of numbers, or pairs of a tensor and a number; NaN is itself."""
+    """Compare tensors, lists of numbers, or pairs of a tensor and a number; NaN equals NaN."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
     if isinstance(one, tuple):
@@ -137,44 +137,42 @@ def same(one: Any, other: Any) -> bool:
     return bool(type(one) is type(other) and one == other)
 
 
-def ask(rank: int | None, group: dist.ProcessGroup | None, calls: Calls) -> Iterator[str]:
-    """What is wrong with how each value was answered. All ranks ask the same, so none may mismatch.
+def wrong_answers(rank: int | None, group: dist.ProcessGroup | None, calls: Calls) -> Iterator[str]:
+    """Yield each wrong answer to a value. All ranks pass the same values, so that no call may mismatch.
 
-    rank None: the functions know of none.
+    rank None: the errors name no rank.
     """
     for name, call, values in calls:
         for value in values:
-            told = f"{name} = {repr(value)[:60]}: "
+            what = f"{name} = {repr(value)[:60]}: "
             try:
                 result = call(group, value)
             except (ValueError, TypeError) as error:
                 text = str(error)
                 if rank is not None and f"rank {rank}" not in text and "is a " not in text:
-                    yield f"{told}{text[:200]!r} names no rank"
+                    yield f"{what}{text[:200]!r} does not name the rank"
                 if "expected" not in text:
-                    yield f"{told}{text[:200]!r} says nothing of what was expected"
+                    yield f"{what}{text[:200]!r} does not state what was expected"
             except spar.OutOfMemoryError:
                 pass
-            except (
-                spar.MismatchError
-            ) as error:  # a size of which this rank holds its part, and another does not
+            except spar.MismatchError as error:  # a size that fits what this rank holds, but not a peer
                 if not re.search(r"rank \d failed: .* expected", str(error), re.DOTALL):
-                    yield f"{told}{error}"
+                    yield f"{what}{error}"
             except BaseException as error:
-                yield f"{told}{type(error).__name__}: {str(error)[:200]}"
+                yield f"{what}{type(error).__name__}: {str(error)[:200]}"
             else:
                 try:
                     if not same(result, call(group, plain(value))):
-                        yield f"{told}not what the whole number gives"
+                        yield f"{what}differs from the result of the equal int"
                 except Exception as error:
-                    yield f"{told}taken, but its whole number is refused: {error!r:.200}"
+                    yield f"{what}accepted, but the equal int is rejected: {error!r:.200}"
 
 
 def probe(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
-    wrong = list(ask(rank, group, calls()))
+    wrong = list(wrong_answers(rank, group, calls()))
     x = torch.full((1, 2), float(rank))
     y = spar.gather_forward_split_backward(x, group, 0)
-    assert y[:, 0].tolist() == [float(r) for r in range(world)], "the group is out of step"
+    assert y[:, 0].tolist() == [float(r) for r in range(world)], "later calls do not match"
     return wrong
 
 
@@ -184,7 +182,7 @@ def test_hostile_arguments(ranks: Ranks) -> None:
 
 
 def by_topology() -> Calls:
-    """The same of functions that take no group; half of the sequence is this rank's."""
+    """The same for functions without a group argument; this rank holds half of the sequence."""
     by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
     whole, part = torch.arange(8.0).view(4, 2), torch.arange(4.0).view(2, 2)
     pad = lambda x, v: spar.sharding.sp_shard_with_padding(x, 0, v)  # noqa: E731
@@ -194,7 +192,7 @@ def by_topology() -> Calls:
         ("sp_shard: dim", lambda g, v: spar.sharding.sp_shard(whole, v)),
         ("sp_shard: tensor", lambda g, v: spar.sharding.sp_shard(v, 0, False)),
         ("sp_gather: dim", lambda g, v: spar.sharding.sp_gather(part, v)),
-        ("sp_gather: dim, unseen", lambda g, v: spar.sharding.sp_gather(part, v, False)),
+        ("sp_gather: dim, not validated", lambda g, v: spar.sharding.sp_gather(part, v, False)),
         ("sp_gather: tensor", lambda g, v: spar.sharding.sp_gather(v, 0)),
         ("sp_shard_with_padding: dim", lambda g, v: spar.sharding.sp_shard_with_padding(whole[:3], v)),
         ("sp_shard_with_padding: tensor", lambda g, v: spar.sharding.sp_shard_with_padding(v, 0)),
@@ -222,10 +220,10 @@ def by_topology() -> Calls:
 def probe_by_topology(rank: int, folder: Path, ring: int, ulysses: int) -> None:
     parallel_state.init_parallel_state(ring_attention_size=ring, ulysses_parallel_size=ulysses)
     parallel_state.set_sequence_parallel_group(dist.group.WORLD)
-    wrong = list(ask(rank, None, by_topology()))
+    wrong = list(wrong_answers(rank, None, by_topology()))
     (folder / f"{rank}.wrong").write_text("\n".join(wrong))
     y = spar.gather_forward_split_backward_with_cp(torch.full((2,), float(rank)), 0, 4)
-    assert y.tolist() == ([0, 1, 1, 0] if ring > 1 else [0, 0, 1, 1]), "the group is out of step"
+    assert y.tolist() == ([0, 1, 1, 0] if ring > 1 else [0, 0, 1, 1]), "later calls do not match"
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
@@ -246,12 +244,12 @@ def test_hostile_arguments_of_the_size_rule() -> None:
         ("cal_split_sizes_multi: sizes", lambda g, v: multi(v, 3), by_list),
         ("cal_split_sizes_multi: world_size", lambda g, v: multi([10, 3], v), NUMBERS),
     ]
-    wrong = list(ask(None, None, calls))
+    wrong = list(wrong_answers(None, None, calls))
     assert not wrong, "\n".join(wrong)
 
 
-def tell_too_much(rank: int, world: int, group: dist.ProcessGroup, blanks: int) -> str:
-    """Rank 0 fails with a text that its mailbox has no room for; what this rank is told."""
+def fail_with_long_text(rank: int, world: int, group: dist.ProcessGroup, blanks: int) -> str:
+    """Rank 0 fails with a text that exceeds its mailbox; return this rank's error."""
     dim = 0 if rank else " " * blanks + "\N{SNOWMAN}" * 2000
     try:
         spar.gather_forward_split_backward(torch.ones(1), group, dim)  # type: ignore[arg-type]
@@ -263,6 +261,6 @@ def tell_too_much(rank: int, world: int, group: dist.ProcessGroup, blanks: int) 
 def test_error_text_is_truncated_between_characters(pool: Ranks) -> None:
     pool.transport = "shm"
     for blanks in range(3):
-        first, second = pool(2, tell_too_much, blanks)
+        first, second = pool(2, fail_with_long_text, blanks)
         assert first.startswith("TypeError: ")
         assert second.startswith("MismatchError: ") and "\N{SNOWMAN}" * 100 in second

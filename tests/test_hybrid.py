@@ -1,4 +1,4 @@
-"""Ring x ulysses by the parallel state: against a reference, one exchange against two; the state itself."""
+"""Ring x ulysses by the parallel state: one and two exchanges against a reference; the state itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACK = [5, 0, 9, 1, 14]
 
 
 def whole_cases(ring: int, ulysses: int) -> list[tuple[tuple[int, ...], int, list[int], Any]]:
-    """(shape, dim, who owns each index, lengths or None). Without a ring zigzag is the plain size rule."""
+    """Return (shape, dim, owner of each index, lengths or None). Without a ring, zigzag is the size rule."""
     found: list[tuple[tuple[int, ...], int, list[int], Any]] = []
     for chunk, extents, dim in ((3, (2,), 0), (1, (3,), -1), (2, (2, 2), 1), (0, (2,), 0)):
         total = 2 * ring * chunk + (1 if ring == 1 else 0)
@@ -49,7 +49,7 @@ def exchanges() -> int:
     return sum(stats[f"calls.{name}"] for name in ("shm", "torch"))
 
 
-def agree_with_the_reference(rank: int, folder: Path, topologies: list[tuple[int, int]]) -> None:
+def check_topologies(rank: int, folder: Path, topologies: list[tuple[int, int]]) -> None:
     for ring, ulysses in topologies:
         for combined in (True, False) if ring > 1 and ulysses > 1 else (True,):
             check_topology(rank, ring, ulysses, combined)
@@ -86,7 +86,7 @@ def check_topology(rank: int, ring: int, ulysses: int, combined: bool) -> None:
             assert_same(own.grad, owned(grad, owners, dim, rank) * world, (shape, lengths))
     integers = torch.arange(4 * world * 2)
     assert_same(gather(split(integers, 0, None), 0, None, len(integers)), integers)
-    # twice differentiated: the operation itself again
+    # the second derivative is the operation itself
     x = torch.arange(4.0 * world, dtype=torch.float64).requires_grad_()
     v = torch.ones(x.numel() // world, dtype=torch.float64, requires_grad=True)
     (back,) = torch.autograd.grad(split(x, 0, None), x, v, create_graph=True)
@@ -107,18 +107,18 @@ def check_topology(rank: int, ring: int, ulysses: int, combined: bool) -> None:
 def test_one_and_two_exchanges_match_the_reference(
     tmp_path: Path, topologies: list[tuple[int, int]], transport: str
 ) -> None:
-    """Over the cp group, and over the ring's and the ulysses groups: both give what the reference gives."""
+    """One exchange over the cp group, and two over the ring and ulysses groups, both match the reference."""
     world = topologies[0][0] * topologies[0][1]
-    ranks = start(agree_with_the_reference, world, tmp_path, topologies, SPAR_TRANSPORT=transport)
+    ranks = start(check_topologies, world, tmp_path, topologies, SPAR_TRANSPORT=transport)
     assert finish(ranks, 120) == [0] * world
 
 
-def compiled_agrees(rank: int, folder: Path) -> None:
+def check_compiled(rank: int, folder: Path) -> None:
     def step(x: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
         return gather(split(x * 2, 0, lengths).sin(), 0, lengths, x.size(0))
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for combined in (True, False):  # the compiled function notices another state
+    for combined in (True, False):  # the compiled function must follow a new state
         state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
         if not combined:
             del state._meshes["cp"]
@@ -137,34 +137,34 @@ def compiled_agrees(rank: int, folder: Path) -> None:
 
 
 def test_compiled_equals_eager(tmp_path: Path) -> None:
-    assert finish(start(compiled_agrees, 4, tmp_path), 90) == [0] * 4
+    assert finish(start(check_compiled, 4, tmp_path), 90) == [0] * 4
 
 
-def first_of_two_fails(rank: int, folder: Path) -> None:
-    """In the first exchange two ranks disagree: those who would wait in the second are told."""
+def fail_in_first_of_two(rank: int, folder: Path) -> None:
+    """Calls differ in the first of two exchanges: ranks that wait in the second receive the failure."""
     state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
     del state._meshes["cp"]
     x = torch.zeros(2)
     wrong = x.int() if rank == 3 else x
     whole = lambda x: gather(x, 0, None, 8)  # noqa: E731
     for function in (whole, torch.compile(whole, fullgraph=True, backend="aot_eager")):
-        function(x)  # both groups have met
+        function(x)  # sets both groups up
         with pytest.raises(spar.MismatchError) as caught:
             function(wrong)
         assert ("the exchange before it failed" in str(caught.value)) == (rank in (0, 2)), caught.value
-        assert_same(function(x), torch.zeros(8))  # usable after it
+        assert_same(function(x), torch.zeros(8))  # the group is usable
     with pytest.raises(ValueError if rank == 3 else spar.MismatchError) as caught:
-        gather(x, 0, None, 12 if rank == 3 else 8)  # a bad argument is told in both groups
+        gather(x, 0, None, 12 if rank == 3 else 8)  # a bad argument is reported in both groups
     assert "gather_size is 12" in str(caught.value), caught.value
-    assert_same(gather(x, 0, None, 8), torch.zeros(8))  # usable after it
+    assert_same(gather(x, 0, None, 8), torch.zeros(8))  # the group is usable
 
 
 def test_failed_first_exchange_is_reported_in_the_second(tmp_path: Path) -> None:
-    ranks = start(first_of_two_fails, 4, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="20")
+    ranks = start(fail_in_first_of_two, 4, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="20")
     assert finish(ranks, 40) == [0] * 4
 
 
-def refuses(rank: int, folder: Path) -> None:
+def check_errors(rank: int, folder: Path) -> None:
     init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
     x = torch.zeros(6)
     for call, kind, text in (
@@ -179,7 +179,7 @@ def refuses(rank: int, folder: Path) -> None:
         (lambda: gather(x, 0, [4], 4), ValueError, "by its sizes rank"),
     ):
         dist.barrier()
-        with pytest.raises((kind, spar.MismatchError)) as caught:  # the latter where another told of it first
+        with pytest.raises((kind, spar.MismatchError)) as caught:  # the latter if a peer reported it first
             call()
         assert text in str(caught.value), str(caught.value)
     assert_same(gather(torch.ones(2), 0, None, 8), torch.ones(8))
@@ -237,7 +237,7 @@ def test_layout_that_does_not_fit_the_world_raises(arguments: dict[str, int], te
     assert not parallel_state.is_parallel_state_initialized()
 
 
-def has_groups(rank: int, folder: Path) -> None:
+def check_groups(rank: int, folder: Path) -> None:
     state = init_parallel_state(
         data_parallel_size=2,
         fully_shard_parallel_size=2,
@@ -289,11 +289,11 @@ def has_groups(rank: int, folder: Path) -> None:
 
 
 def test_init_parallel_state_creates_groups(tmp_path: Path) -> None:
-    assert finish(start(has_groups, 4, tmp_path), 60) == [0] * 4
+    assert finish(start(check_groups, 4, tmp_path), 60) == [0] * 4
 
 
 def test_bad_arguments_raise(tmp_path: Path) -> None:
-    assert finish(start(refuses, 4, tmp_path), 60) == [0] * 4
+    assert finish(start(check_errors, 4, tmp_path), 60) == [0] * 4
 
 
 def test_reference_layouts() -> None:

@@ -1,4 +1,4 @@
-"""Zigzag and packed splits and gathers on real ranks, to the bit; compiled; of many sequences."""
+"""Zigzag and packed splits and gathers on real ranks, to the bit: eager, compiled, and of many sequences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inserted(extents: tuple[int, ...], dim: int, total: int) -> tuple[int, ...]:
 
 
 def wholes(world: int) -> list[tuple[tuple[int, ...], int, list[int], Any]]:
-    """(shape, dim, who owns each index, lengths or None for zigzag)."""
+    """Return (shape, dim, owner of each index, lengths or None for zigzag)."""
     found: list[tuple[tuple[int, ...], int, list[int], Any]] = []
     for extents, dim, chunk in ZIGZAGS:
         total = 2 * world * chunk
@@ -109,7 +109,7 @@ def test_gradients(ranks: Ranks, world: int) -> None:
 
 
 def check_adjoint(rank: int, world: int, group: Group) -> None:
-    """<v, J w>, summed over ranks: a gather's derivative, and the derivative of that, in whole numbers."""
+    """Compare <v, J w>, summed over ranks, for a gather's derivative and its derivative, in ints."""
     for shape, dim, owners, lengths in wholes(world):
         w = owned(cells(shape, torch.float64), owners, dim, rank) * 64
         v = cells(shape, torch.float64, salt=3) * 64  # the same on all ranks
@@ -120,7 +120,7 @@ def check_adjoint(rank: int, world: int, group: Group) -> None:
             [(back * w).sum() / world, (gather(w, group, dim, lengths, world) * v).sum() / world]
         )
         dist.all_reduce(sums, group=group)
-        assert torch.equal(sums[0], sums[1]), sums  # each of `world` ranks holds all of the second
+        assert torch.equal(sums[0], sums[1]), sums  # each of `world` ranks holds the whole second tensor
         (twice,) = torch.autograd.grad(back, v2, w)
         assert_same(twice, gather(w, group, dim, lengths, world))
 
@@ -131,7 +131,7 @@ def test_backward_is_the_adjoint(ranks: Ranks, world: int) -> None:
 
 
 def check_table(rank: int, world: int, group: Group) -> None:
-    """Sizes of each sequence on each rank may be any, given as a tensor or a nested list."""
+    """Any size of each sequence on each rank, as a tensor or a nested list."""
     table = [[(5 * p + 3 * s) % 4 for s in range(6)] for p in range(world)]
     owners = [rank for s in range(6) for rank in in_runs([row[s] for row in table])]
     whole = cells((len(owners), 3), torch.float32)
@@ -166,7 +166,7 @@ def check_many(rank: int, world: int, group: Group, count: int) -> list[float]:
 
 
 def test_many_short_sequences(ranks: Ranks) -> None:
-    """10,000 of them: two exchanges and two copies, however many there are."""
+    """10,000 sequences take two exchanges and two copies, whatever their number."""
     times = [min(of_rank[1:]) for of_rank in ranks(2, check_many, 10_000)]
     print(f"{max(times) * 1e3:.1f} ms")
     assert max(times) < 0.5, "forward and backward; a cost per sequence in Python would be seconds"
@@ -225,7 +225,7 @@ def test_bad_arguments_raise(pool: Ranks) -> None:
 
 
 def check_disagreement(rank: int, world: int, group: Group) -> None:
-    """The same totals, of other sequences: what differs is shown."""
+    """Different sequences with equal totals: the message shows the difference."""
     lengths = [4, 8] if rank == 0 else [8, 4]
     with pytest.raises(spar.MismatchError) as caught:
         gather(torch.zeros(6), group, 0, lengths, 2)
@@ -290,7 +290,7 @@ def test_reorder_output() -> None:
 
 
 def test_packed_split_by_index_select() -> None:
-    """Devices whose memory C cannot read select by an index."""
+    """Devices whose memory C cannot access use index_select."""
     from spar._runtime.tracing import packed_index
 
     for ring in (1, 2, 3):

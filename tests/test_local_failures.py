@@ -1,6 +1,6 @@
-"""What fails on one rank alone is reported to its peers in that call, or breaks the group on every rank.
+"""A failure of one rank alone is reported to its peers in that call, or breaks the group on every rank.
 
-Never is a group off by one: after each failure either all later calls pair up, or all raise.
+Calls never match the wrong ones: after each failure either all later calls match, or all raise.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Alarm(Exception):
     """What a SIGALRM handler raises."""
 
 
-def sound(*_: object) -> None:
+def raise_alarm(*_: object) -> None:
     raise Alarm("the alarm went off")
 
 
-class Sounding(int):
-    """A dim that sounds the alarm when it is checked, as a signal that comes then."""
+class RaisingInt(int):
+    """A dim that raises Alarm when it is checked, as a signal handler could."""
 
     def __mod__(self, other: int) -> int:
         raise Alarm("the alarm went off")
@@ -67,23 +67,23 @@ LOCAL: dict[str, tuple[Callable[[Group], object], type[Exception], str]] = {
         "gather_size is 18446744073709551616",
     ),
     "a nested tensor": (lambda g: gather(nested(), g, 0), TypeError, "a nested tensor"),
-    "an alarm": (lambda g: gather(torch.zeros(2), g, Sounding(0)), Alarm, "went off"),
+    "an alarm": (lambda g: gather(torch.zeros(2), g, RaisingInt(0)), Alarm, "went off"),
 }
 
 
-def in_step(rank: int, world: int, group: Group) -> None:
-    """Calls of one signature pair up as they were made."""
+def check_later_calls(rank: int, world: int, group: Group) -> None:
+    """Check that calls of one signature match in the order of their calls."""
     for i in range(5):
         whole = gather(torch.tensor([100.0 * i + rank]), group, 0)
         assert whole.tolist() == [100.0 * i + peer for peer in range(world)]
 
 
-def fails_alone(rank: int, folder: Path, world: int, kind: str, odd: int) -> None:
+def fail_on_one_rank(rank: int, folder: Path, world: int, kind: str, odd: int) -> None:
     call, error, text = LOCAL[kind]
     for warm in (False, True):
         group = dist.new_group(list(range(world)))
         if warm:
-            in_step(rank, world, group)
+            check_later_calls(rank, world, group)
         dist.barrier()
         begin = time.monotonic()
         if rank == odd:
@@ -96,7 +96,7 @@ def fails_alone(rank: int, folder: Path, world: int, kind: str, odd: int) -> Non
                 gather(torch.zeros(2), group, 0)
             assert caught.value.ranks == (odd,)
         assert time.monotonic() - begin < REPORTED_WITHIN
-        in_step(rank, world, group)
+        check_later_calls(rank, world, group)
         spar.close(group)
 
 
@@ -105,14 +105,14 @@ def fails_alone(rank: int, folder: Path, world: int, kind: str, odd: int) -> Non
 def test_local_failure_is_reported_in_the_same_call(tmp_path: Path, transport: str, kind: str) -> None:
     world, odd = 3, 1
     processes = start(
-        fails_alone, world, tmp_path, world, kind, odd, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="20"
+        fail_on_one_rank, world, tmp_path, world, kind, odd, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="20"
     )
     assert finish(processes, 60) == [0] * world
 
 
-def wants_memory(rank: int, folder: Path) -> None:
-    """torch's allocator refuses on one rank what it grants on the others."""
-    in_step(rank, 2, dist.group.WORLD)
+def run_out_of_memory(rank: int, folder: Path) -> None:
+    """torch's allocator fails on one rank alone."""
+    check_later_calls(rank, 2, dist.group.WORLD)
     wide = torch.zeros(1).expand(1 << 26)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if rank == 1:
@@ -124,30 +124,30 @@ def wants_memory(rank: int, folder: Path) -> None:
     else:
         with pytest.raises(spar.OutOfMemoryError, match=r"rank 1 failed: .*allocate memory"):
             gather(wide, None, 0)
-    in_step(rank, 2, dist.group.WORLD)
+    check_later_calls(rank, 2, dist.group.WORLD)
 
 
 def test_out_of_memory_over_torch_raises_on_all_ranks(tmp_path: Path) -> None:
-    processes = start(wants_memory, 2, tmp_path, SPAR_TRANSPORT="torch", SPAR_TIMEOUT="20")
+    processes = start(run_out_of_memory, 2, tmp_path, SPAR_TRANSPORT="torch", SPAR_TIMEOUT="20")
     assert finish(processes, 60) == [0, 0]
 
 
-def fails_twice(rank: int, folder: Path) -> None:
-    """A rank that fails twice in a row reports both; its peers raise twice."""
+def fail_twice(rank: int, folder: Path) -> None:
+    """A rank that fails in two consecutive calls reports both; its peers raise twice."""
     for _ in range(2):
         with pytest.raises((ValueError, spar.MismatchError), match="dim is 7"):
             gather(torch.zeros(2), None, 7 if rank == 0 else 0)
-    in_step(rank, 2, dist.group.WORLD)
+    check_later_calls(rank, 2, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_consecutive_local_failures(tmp_path: Path, transport: str) -> None:
-    assert finish(start(fails_twice, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+    assert finish(start(fail_twice, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
-def fails_unchecked(rank: int, folder: Path) -> None:
-    """Without comparisons the peers cannot be told: the group breaks on every rank within the limit."""
-    in_step(rank, 2, dist.group.WORLD)
+def fail_without_comparison(rank: int, folder: Path) -> None:
+    """Without comparisons a failure cannot be reported: the group breaks on every rank within the timeout."""
+    check_later_calls(rank, 2, dist.group.WORLD)
     if rank == 1:
         with pytest.raises(ValueError, match="dim is 7"):
             gather(torch.zeros(2), None, 7)
@@ -162,10 +162,10 @@ def fails_unchecked(rank: int, folder: Path) -> None:
 
 def test_local_failure_without_comparison_breaks_the_group(tmp_path: Path) -> None:
     settings = {"SPAR_TRANSPORT": "torch", "SPAR_CHECK": "0", "SPAR_TIMEOUT": "1.5"}
-    assert finish(start(fails_unchecked, 2, tmp_path, **settings), 60) == [0, 0]
+    assert finish(start(fail_without_comparison, 2, tmp_path, **settings), 60) == [0, 0]
 
 
-def fails_and_exits(rank: int, folder: Path) -> None:
+def fail_and_exit(rank: int, folder: Path) -> None:
     if rank == 1:
         with pytest.raises(ValueError, match="dim is 7"):
             gather(torch.zeros(2), None, 7)
@@ -173,23 +173,23 @@ def fails_and_exits(rank: int, folder: Path) -> None:
             dist.destroy_process_group()
         return
     assert not await_report(folder, 9)
-    with pytest.raises(spar.SparError):  # the peer's report, or its end
+    with pytest.raises(spar.SparError):  # the peer's failure, or its exit
         gather(torch.zeros(2), None, 0)
 
 
 @pytest.mark.parametrize("destroy", ["0", "1"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_failed_rank_exits_without_waiting(tmp_path: Path, transport: str, destroy: str) -> None:
-    processes = start(fails_and_exits, 2, tmp_path, SPAR_TRANSPORT=transport, DESTROY=destroy)
+    processes = start(fail_and_exit, 2, tmp_path, SPAR_TRANSPORT=transport, DESTROY=destroy)
     assert finish(processes[1:], 20) == [0], "its exit does not wait for the peers"
     report(tmp_path, 9, "")
     processes[0].join(30)
     assert processes[0].exitcode == 0
 
 
-def infers_alone(rank: int, folder: Path) -> None:
-    """A meta tensor on one rank leaves it a call ahead: every later call raises, with the numbers."""
-    in_step(rank, 2, dist.group.WORLD)
+def pass_meta_on_one_rank(rank: int, folder: Path) -> None:
+    """A meta tensor on one rank puts it one call ahead: every later call raises, with the call numbers."""
+    check_later_calls(rank, 2, dist.group.WORLD)
     if rank == 1:
         assert gather(torch.zeros(2, device="meta"), None, 0).shape == (4,)
     for _ in range(2):
@@ -199,16 +199,16 @@ def infers_alone(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_meta_tensor_on_one_rank_raises_mismatch(tmp_path: Path, transport: str) -> None:
-    assert finish(start(infers_alone, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+    assert finish(start(pass_meta_on_one_rank, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
 # ---- exceptions from signal handlers ----
 
 
-def is_alarmed(rank: int, folder: Path, where: str) -> None:
+def raise_in_handler(rank: int, folder: Path, where: str) -> None:
     group = dist.new_group([0, 1])
     if where == "a call":
-        in_step(rank, 2, group)
+        check_later_calls(rank, 2, group)
     dist.barrier()
     if rank == 1:
         assert not await_report(folder, 0)
@@ -218,7 +218,7 @@ def is_alarmed(rank: int, folder: Path, where: str) -> None:
             caught.value, (spar.GroupBrokenError, spar.ExchangeTimeoutError, spar.PeerLostError)
         )
         return
-    signal.signal(signal.SIGALRM, sound)
+    signal.signal(signal.SIGALRM, raise_alarm)
     signal.setitimer(signal.ITIMER_REAL, 0.4)
     begin = time.monotonic()
     with pytest.raises(Alarm):
@@ -232,14 +232,14 @@ def is_alarmed(rank: int, folder: Path, where: str) -> None:
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_signal_handler_exception_breaks_the_group(tmp_path: Path, transport: str, where: str) -> None:
-    processes = start(is_alarmed, 2, tmp_path, where, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="3")
+    processes = start(raise_in_handler, 2, tmp_path, where, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="3")
     assert finish(processes, 30) == [0, 0]
 
 
-def is_alarmed_while_waiting(rank: int, folder: Path, where: str) -> None:
+def raise_while_waiting_for_thread(rank: int, folder: Path, where: str) -> None:
     group = dist.new_group([0, 1])
     if where == "a call":
-        in_step(rank, 2, group)
+        check_later_calls(rank, 2, group)
     dist.barrier()
     if rank == 1:
         assert not await_report(folder, 0)
@@ -254,10 +254,10 @@ def is_alarmed_while_waiting(rank: int, folder: Path, where: str) -> None:
 
     thread = threading.Thread(target=gathers)
     thread.start()
-    signal.signal(signal.SIGALRM, sound)
+    signal.signal(signal.SIGALRM, raise_alarm)
     signal.setitimer(signal.ITIMER_REAL, 0.4)
     begin = time.monotonic()
-    time.sleep(0.1)  # the other thread has the turn
+    time.sleep(0.1)  # the other thread holds the lock
     with pytest.raises(Alarm):
         gather(torch.zeros(2), group, 0)
     assert time.monotonic() - begin < 1.5
@@ -274,29 +274,29 @@ def is_alarmed_while_waiting(rank: int, folder: Path, where: str) -> None:
 def test_signal_handler_exception_ends_wait_for_another_thread(
     tmp_path: Path, transport: str, where: str
 ) -> None:
-    processes = start(is_alarmed_while_waiting, 2, tmp_path, where, SPAR_TRANSPORT=transport)
+    processes = start(raise_while_waiting_for_thread, 2, tmp_path, where, SPAR_TRANSPORT=transport)
     assert finish(processes, 30) == [0, 0]
 
 
 # ---- close during a call ----
 
 
-def is_closed(rank: int, folder: Path, where: str, who: str) -> None:
+def close_during_call(rank: int, folder: Path, where: str, caller: str) -> None:
     group = dist.new_group([0, 1])
     if where == "a call":
-        in_step(rank, 2, group)
+        check_later_calls(rank, 2, group)
     dist.barrier()
     if rank == 1:
         assert not await_report(folder, 0)
         return
-    took: list[float] = []
+    times: list[float] = []
 
     def close(*_: object) -> None:
         begin = time.monotonic()
         spar.close(group)
-        took.append(time.monotonic() - begin)
+        times.append(time.monotonic() - begin)
 
-    if who == "a handler":
+    if caller == "a handler":
         signal.signal(signal.SIGALRM, close)
         signal.setitimer(signal.ITIMER_REAL, 0.4)
     else:
@@ -305,23 +305,23 @@ def is_closed(rank: int, folder: Path, where: str, who: str) -> None:
     with pytest.raises(spar.GroupBrokenError, match="closed"):
         gather(torch.zeros(2), group, 0)
     assert time.monotonic() - begin < 2.0
-    assert took[0] < 1.0
+    assert times[0] < 1.0
     report(folder, 0, "")
 
 
-@pytest.mark.parametrize("who", ["a handler", "another thread"])
+@pytest.mark.parametrize("caller", ["a handler", "another thread"])
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_close_ends_a_running_call(tmp_path: Path, transport: str, where: str, who: str) -> None:
-    processes = start(is_closed, 2, tmp_path, where, who, SPAR_TRANSPORT=transport)
+def test_close_ends_a_running_call(tmp_path: Path, transport: str, where: str, caller: str) -> None:
+    processes = start(close_during_call, 2, tmp_path, where, caller, SPAR_TRANSPORT=transport)
     assert finish(processes, 30) == [0, 0]
 
 
-# ---- a death that another rank found first ----
+# ---- a death that a peer detected first ----
 
 
-def comes_after_a_death(rank: int, folder: Path) -> None:
-    in_step(rank, 3, dist.group.WORLD)
+def call_after_a_death(rank: int, folder: Path) -> None:
+    check_later_calls(rank, 3, dist.group.WORLD)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
@@ -338,15 +338,15 @@ def comes_after_a_death(rank: int, folder: Path) -> None:
 
 
 def test_late_rank_reports_a_death_that_a_peer_detected(tmp_path: Path) -> None:
-    processes = start(comes_after_a_death, 3, tmp_path, SPAR_TRANSPORT="shm")
+    processes = start(call_after_a_death, 3, tmp_path, SPAR_TRANSPORT="shm")
     assert finish(processes, 30) == [0, 0, -signal.SIGKILL]
 
 
-# ---- what is left ----
+# ---- leaks ----
 
 
-def fails_in_many_groups(rank: int, folder: Path) -> None:
-    """A failure that was reported keeps neither its group nor its threads alive."""
+def fail_in_many_groups(rank: int, folder: Path) -> None:
+    """A reported failure keeps neither the group nor its threads alive."""
     for _ in range(20):
         group = dist.new_group([0, 1])
         with pytest.raises((ValueError, spar.MismatchError)):
@@ -363,14 +363,14 @@ def fails_in_many_groups(rank: int, folder: Path) -> None:
 
 
 def test_reported_failures_release_the_group(tmp_path: Path) -> None:
-    assert finish(start(fails_in_many_groups, 2, tmp_path, SPAR_TRANSPORT="torch"), 60) == [0, 0]
+    assert finish(start(fail_in_many_groups, 2, tmp_path, SPAR_TRANSPORT="torch"), 60) == [0, 0]
 
 
 # ---- errors after the exchange ----
 
 
 class Guard(TorchDispatchMode):
-    """Raises when the exchange has returned, as a check of its values would."""
+    """Raise after the exchange has returned, as a check of its values would."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -379,23 +379,23 @@ class Guard(TorchDispatchMode):
         return out
 
 
-def fails_after_the_exchange(rank: int, folder: Path) -> None:
-    """The peers have made that call: it is this rank's own error, and later calls pair up."""
+def fail_after_the_exchange(rank: int, folder: Path) -> None:
+    """The peers have made the call: the error is this rank's alone, and later calls match."""
     if rank == 1:
         with pytest.raises(ValueError, match="nan found"), Guard():
             gather(torch.zeros(2), None, 0)
     else:
         assert gather(torch.zeros(2), None, 0).shape == (4,)
-    in_step(rank, 2, dist.group.WORLD)
+    check_later_calls(rank, 2, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_error_after_the_exchange_is_local(tmp_path: Path, transport: str) -> None:
-    assert finish(start(fails_after_the_exchange, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+    assert finish(start(fail_after_the_exchange, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
 
-def fails_between_exchanges(rank: int, folder: Path) -> None:
-    """sp_gather makes two: a failure of one rank after the first is reported in the second."""
+def fail_between_exchanges(rank: int, folder: Path) -> None:
+    """sp_gather makes two exchanges: a failure of one rank after the first is reported in the second."""
     set_sequence_parallel_group(dist.group.WORLD)
     if rank == 1:
         with pytest.raises(ValueError, match="nan found"), Guard():
@@ -403,9 +403,9 @@ def fails_between_exchanges(rank: int, folder: Path) -> None:
     else:
         with pytest.raises(spar.MismatchError, match="rank 1 failed: ValueError: nan found"):
             spar.sharding.sp_gather(torch.zeros(2), 0)
-    in_step(rank, 2, dist.group.WORLD)
+    check_later_calls(rank, 2, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_error_between_two_exchanges_is_reported(tmp_path: Path, transport: str) -> None:
-    assert finish(start(fails_between_exchanges, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+    assert finish(start(fail_between_exchanges, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]

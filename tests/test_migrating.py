@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from helpers import elsewhere
+from helpers import other_libraries
 from helpers.reference import assert_same, cells
 from test_faults import finish, start
 
@@ -48,19 +48,21 @@ def blocks() -> dict[str, tuple[str, str]]:
 def installed(group: Group | None) -> Iterator[None]:
     """Install stand-ins for the other libraries, and set their and spar's sequence group."""
     names = {
-        ".".join(name.split(".")[: n + 1]) for name in elsewhere.MODULES for n in range(name.count(".") + 1)
+        ".".join(name.split(".")[: n + 1])
+        for name in other_libraries.MODULES
+        for n in range(name.count(".") + 1)
     }
-    elsewhere.sequence.group = group
+    other_libraries.sequence.group = group
     set_sequence_parallel_group(group)
     try:
         for name in names:
             sys.modules[name] = ModuleType(name)
-            vars(sys.modules[name]).update(elsewhere.MODULES.get(name, {}))
+            vars(sys.modules[name]).update(other_libraries.MODULES.get(name, {}))
         yield
     finally:
         for name in names:
             del sys.modules[name]
-        elsewhere.sequence.group = None
+        other_libraries.sequence.group = None
         set_sequence_parallel_group(None)
 
 
@@ -234,7 +236,7 @@ def test_every_stand_in_is_imported_by_a_block() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert {(module, name) for module, names in elsewhere.MODULES.items() for name in names} <= imported
+    assert {(module, name) for module, names in other_libraries.MODULES.items() for name in names} <= imported
 
 
 def check_padding(rank: int, world: int, group: Group) -> None:

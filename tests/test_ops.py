@@ -1,4 +1,4 @@
-"""The operations on real ranks, to the bit: forward, backward, every dtype, stride and uneven piece."""
+"""The operations on real ranks, to the bit: forward, backward, all dtypes, strides and uneven pieces."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 def all_dtypes() -> list[torch.dtype]:
-    """Every dtype that torch can hold in a strided tensor."""
+    """Return every dtype that a strided tensor can have."""
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     found = {dtype for dtype in found if not str(dtype).startswith(("torch.q", "torch.Q"))}  # see BAD
     held = []
@@ -69,14 +69,14 @@ def all_dtypes() -> list[torch.dtype]:
 def sizes_of(kind: str, total: int, world: int) -> list[int]:
     if kind == "rule":
         return rule(total, world)
-    if kind == "last":  # all of it on the last rank
+    if kind == "last":  # all on the last rank
         return [0] * (world - 1) + [total]
     first = min(total, world)
     return [first, *rule(total - first, world - 1)] if world > 1 else [total]
 
 
 def strided(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values with other strides."""
+    """Return the same values with other strides."""
     if how == "transposed":
         dims = list(range(x.dim()))[::-1]
         return x.permute(dims).contiguous().permute(dims)
@@ -170,7 +170,7 @@ def check_torch_packer(rank: int, world: int, group: Group) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_packing_with_torch_copies(ranks: Ranks, world: int) -> None:
-    """What other devices than the CPU use, on the CPU."""
+    """The packing for other devices than the CPU, on CPU tensors."""
     ranks(world, check_torch_packer)
 
 
@@ -252,7 +252,7 @@ def test_split_divides_and_gather_multiplies_by_default(ranks: Ranks, world: int
 
 
 def check_expanded_gradient(rank: int, world: int, group: Group) -> None:
-    """sum() hands back a gradient of stride 0; a transposed use one that is not contiguous."""
+    """The gradient of sum() has stride 0; that of a transposed use is not contiguous."""
     x = torch.ones(2, 6, 8, requires_grad=True)
     spar.all_to_all(x, group, 2, 1).sum().backward()
     assert_same(x.grad, torch.ones(2, 6, 8))
@@ -280,12 +280,12 @@ def replicated(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def check_double_backward(rank: int, world: int, group: Group) -> None:
-    """<v, J w> = <J' v, w>, summed over ranks, for the operation and for its backward."""
+    """Check <v, J w> = <J' v, w>, summed over ranks, for the operation and for its backward."""
     split, gather = spar.split_forward_gather_backward, spar.gather_forward_split_backward
     whole, half = (3, 11, 5), rule(11, world)
     mine = (3, half[rank], 5)
     cases: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], bool, bool]] = {
-        # forward, input shape, output shape, and which of them all ranks hold equally
+        # forward, input shape, output shape, and which of the two is replicated
         "all_to_all": (
             lambda x: spar.all_to_all(x, group, 2, 1, 11),
             mine,
@@ -306,10 +306,10 @@ def check_double_backward(rank: int, world: int, group: Group) -> None:
         w = draw(shape, equal_in, 3)
         (pulled,) = torch.autograd.grad(function(x), x, v, create_graph=True)
         assert dot(v.detach(), function(w), group) == pytest.approx(dot(pulled.detach(), w, group)), name
-        # the derivative of v -> J' v, applied to w, is J w again
+        # the derivative of v -> J' v, applied to w, is J w
         (again,) = torch.autograd.grad(pulled, v, w, create_graph=True)
         assert dot(v.detach(), again.detach(), group) == pytest.approx(dot(pulled.detach(), w, group)), name
-        # and a third time
+        # the third derivative
         u = draw(shape, equal_in, 4).requires_grad_()
         (pulled,) = torch.autograd.grad(function(u * u), u, v, create_graph=True)
         (third,) = torch.autograd.grad(pulled, v, u.detach(), create_graph=True)
@@ -370,7 +370,7 @@ def test_views_and_dtypes_without_arithmetic(ranks: Ranks) -> None:
 
 
 def check_gradient_penalty(rank: int, world: int, group: Group, grad_scale: tuple[Any, Any]) -> torch.Tensor:
-    """R = |dL/dx|^2 with L = sum(theta * x^2): dR/dtheta against one process."""
+    """Compare dR/dtheta with one process, for R = |dL/dx|^2 and L = sum(theta * x^2)."""
     down, up = grad_scale
     x = replicated((12,), 5).requires_grad_()
     theta = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -386,7 +386,7 @@ def check_gradient_penalty(rank: int, world: int, group: Group, grad_scale: tupl
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("grad_scale", "reduce"), [(("down", "up"), "mean"), ((None, None), "sum")])
 def test_gradient_penalty(ranks: Ranks, world: int, grad_scale: Any, reduce: str) -> None:
-    """The defaults go with the mean of parameter gradients, None with the sum: for second derivatives too."""
+    """Default scales need averaged gradients, None needs sums, also for second derivatives."""
     grads = torch.stack(ranks(world, check_gradient_penalty, grad_scale))
     total = grads.mean() if reduce == "mean" else grads.sum()
     assert total.item() == pytest.approx(8 * 1.5 * (replicated((12,), 5) ** 2).sum().item())

@@ -310,7 +310,7 @@ def check_initialize_model_parallel(rank: int, folder: Path) -> None:
     with pytest.raises(AssertionError, match=r"groups \['cfg', 'dp', .* already initialized; call destroy"):
         ps.initialize_model_parallel(data_parallel_size=4)
     group = ps.get_sp_group().device_group
-    world.barrier()  # others may still be connecting
+    world.barrier()  # peers may still be connecting
     ps.destroy_model_parallel()
     assert group not in dist.distributed_c10d._world.pg_map
     assert not ps.model_parallel_is_initialized()

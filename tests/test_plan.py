@@ -1,4 +1,4 @@
-"""Plans, and the whole world in one process: every byte is written once, and it is the right one."""
+"""Plans, and exchanges with all ranks in one process: every byte is written once, with the right value."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_special_shapes(op: str, shape: tuple[int, ...], check: Callable[[Case],
 
 
 def blocks_of(op: str, args: Sequence[int], *inputs: torch.Tensor) -> list[core.BlockRow]:
-    """All blocks that rank 0 sends to the last rank."""
+    """Return the blocks that rank 0 sends to the last rank."""
     plans = core.build_plans(op, [[x] for x in inputs], [args])
     return list(plans[0].blocks(len(inputs) - 1))
 
 
-ALONE = {  # on one rank every op is the identity
+ALONE = {  # with one rank every op is the identity
     "all_to_all": [1, 0, 4],
     "split": [1],
     "gather": [1],
@@ -139,7 +139,7 @@ def test_split_along_dim_0_is_one_block() -> None:
     ],
 )
 def test_ulysses_blocks_are_merged(batch: int, scatter: int, loops: int) -> None:
-    """[B, S, H, D]: one head's D, or the heads of a rank, are the run; batch and sequence are the loops."""
+    """For [B, S, H, D], a head's D or a rank's heads are the run; batch and sequence are the loops."""
     world, heads, depth = 4, 8, 16
     sequence = 5 if scatter == 2 else 20
     x = items(batch, sequence, heads if scatter == 2 else heads // world, depth)
@@ -159,7 +159,7 @@ def test_expanded_input_is_one_loop() -> None:
     assert (block.loops, block.run) == ([(120, 0, 4)], 4)
 
 
-# ---- The signature, and the call in words -----------------------------------------------------------------
+# ---- The signature and the description --------------------------------------------------------------------
 
 
 def test_signatures_are_equal_on_all_ranks() -> None:
@@ -178,7 +178,7 @@ def test_signatures_ignore_strides_and_sides() -> None:
         *core.build_plans("gather", [[x]] * 2, [[0]]),
         *core.build_plans("gather", [[x]] * 2, [[0]], core.SIDE_PULL),
         *core.build_plans("gather", [[items(4, 12)[:, ::2]]] * 2, [[0]]),
-        *core.build_plans("gather", [[x]] * 2, [[0, 8]]),  # other words for the same call
+        *core.build_plans("gather", [[x]] * 2, [[0, 8]]),  # other arguments of the same call
         *core.build_plans("gather", [[x]] * 2, [[0, 4, 4]]),
     ]
     assert len({plan.signature() for plan in plans}) == 1
@@ -229,7 +229,7 @@ def test_long_description_is_truncated() -> None:
 
 
 def test_full_description_stops_formatting() -> None:
-    """Of 100,000 ranks the rest would take 10 ms, and of a million as many times as long."""
+    """Formatting the rest would take 10 ms for 100,000 ranks, and more in proportion to their number."""
     plan = Plan(request("gather", 100_000, 0, [contiguous([3], [0])]))
     took = []
     for _ in range(9):

@@ -1,4 +1,4 @@
-"""What a plan costs, and the cache that keeps it."""
+"""The time to build a plan, and the plan cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from helpers import core
 from helpers.cases import every_op, items
 from helpers.core import CoreError, Plan, Spec, contiguous, request
 
-# ---- The cost of planning ---------------------------------------------------------------------------------
+# ---- The time to build a plan ---------------------------------------------------------------------------
 
 
 def planning_seconds(op: str, world: int, sides: int) -> float:
-    """The median of a few new plans of a [1, S, H, D] tensor."""
+    """Return the median time of a few new plans of a [1, S, H, D] tensor."""
     sequence, heads = 4 * world, 2 * world
     args = {
         "all_to_all": [2, 1, sequence],
@@ -59,7 +59,7 @@ def test_planning_time(op: str, sides: int, record_property: Callable[[str, obje
 
 @pytest.fixture
 def cache() -> Iterator[Callable[[int], None]]:
-    """An empty cache; cache(n) sets how many plans it keeps."""
+    """Empty the cache, and return a function that sets its capacity."""
     limit = core.library().spar_plan_cache_limit
     limit(0)
     limit(1024)
@@ -79,7 +79,7 @@ def get(extent: int) -> Plan:
 
 
 class Counts:
-    """What happened to the cache since this was made."""
+    """Changes of the cache's counters since the construction."""
 
     def __init__(self) -> None:
         _, self.hits_before, self.misses_before = stats()
@@ -106,7 +106,7 @@ def test_cache_returns_the_same_plan(cache: Callable[[int], None]) -> None:
 
 def test_least_recently_used_plan_is_evicted(cache: Callable[[int], None]) -> None:
     cache(3)
-    for extent in (1, 2, 3, 1, 4):  # 4 takes the place of 2
+    for extent in (1, 2, 3, 1, 4):  # 4 evicts 2
         get(extent)
     counts = Counts()
     assert counts.cached == 3
@@ -115,7 +115,7 @@ def test_least_recently_used_plan_is_evicted(cache: Callable[[int], None]) -> No
     assert (counts.hits, counts.misses) == (3, 0)
     get(2)
     assert (counts.hits, counts.misses, counts.cached) == (3, 1, 3)
-    get(1)  # it was the oldest
+    get(1)  # the least recently used
     assert (counts.hits, counts.misses, counts.cached) == (3, 2, 3)
 
 
@@ -136,7 +136,7 @@ def test_cache_is_bounded(cache: Callable[[int], None], limit: int) -> None:
 
 
 def test_cache_is_bounded_in_bytes(cache: Callable[[int], None]) -> None:
-    """One of 20,000 sequences takes a megabyte and more: the cache keeps 64 MiB of them."""
+    """A plan of 20,000 sequences takes over a megabyte; the cache holds at most 64 MiB."""
     counts = Counts()
 
     def packed(last: int) -> Plan:
@@ -219,7 +219,7 @@ def test_long_key_is_cached(cache: Callable[[int], None]) -> None:
 
 
 def test_concurrent_gets(cache: Callable[[int], None]) -> None:
-    """8 threads, more plans than the cache keeps; tests/c does the same under the sanitizers."""
+    """Use 8 threads and more plans than the capacity; tests/c does the same under the sanitizers."""
     cache(5)
     counts = Counts()
     rounds = 400

@@ -1,6 +1,6 @@
-"""Shared memory that a rank cannot have: all ranks take the next transport together, and know why.
+"""Ranks that cannot use shared memory: all ranks fall back together, and report the reason.
 
-Each fault is really injected into one rank, after its ProcessGroup is made and before the first exchange.
+Each fault is injected into one rank, after its ProcessGroup was created and before the first exchange.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def must(result: int) -> None:
 
 
 def refuse(x86_64: int, aarch64: int) -> None:
-    """A filter of system calls, as sandboxes have: the one of this number fails with EPERM."""
+    """Install a seccomp filter, as sandboxes do: the system call of this number fails with EPERM."""
     number = {"x86_64": x86_64, "aarch64": aarch64}[platform.machine()]
     code = (
         (0x20, 0, 0, 0),  # the call's number
@@ -62,18 +62,18 @@ def refuse_memfd() -> None:
 
 
 def refuse_messages() -> None:
-    """Of sendmsg: descriptors can go no other way."""
+    """Refuse sendmsg, the only way to pass descriptors."""
     refuse(46, 211)
 
 
 def become_nobody() -> None:
-    """For others; its files stay root's, as torch's store is one."""
+    """Change the user that peers see; file access stays root's, for torch's file store."""
     os.setresuid(65534, 65534, 0)
     libc.setfsuid(0)
 
 
 def leave_the_network() -> None:
-    """Abstract sockets belong to a network namespace; connections that are there go on."""
+    """Enter a new network namespace, to which abstract sockets are local; open connections keep working."""
     must(libc.unshare(0x40000000))
 
 
@@ -92,7 +92,7 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def refused(rank: int, folder: Path, fault: str) -> None:
+def expect_fallback(rank: int, folder: Path, fault: str) -> None:
     inject, why = FAULTS[fault]
     if rank == 1:
         inject()
@@ -107,12 +107,12 @@ def refused(rank: int, folder: Path, fault: str) -> None:
     assert all(one == told_all[0] for one in told_all)
     spar.close()
     dist.barrier()
-    gather(torch.zeros(1), None, 0)  # what failed once fails again, the same way
+    gather(torch.zeros(1), None, 0)  # the next set-up fails in the same way
     assert spar.transport() == chosen
     assert spar.memory_stats()["arena.allocated_bytes"] == 0
 
 
-def refused_and_forced(rank: int, folder: Path, fault: str) -> None:
+def expect_forced_error(rank: int, folder: Path, fault: str) -> None:
     inject, why = FAULTS[fault]
     if rank == 1:
         inject()
@@ -134,11 +134,11 @@ each_fault = pytest.mark.parametrize(
 
 @each_fault
 def test_all_ranks_fall_back_together(tmp_path: Path, fault: str) -> None:
-    assert finish(start(refused, 3, tmp_path, fault, set_up=False), 60) == [0, 0, 0]
+    assert finish(start(expect_fallback, 3, tmp_path, fault, set_up=False), 60) == [0, 0, 0]
 
 
-def has_a_small_dev_shm(rank: int, folder: Path) -> None:
-    """Containers have one of 64 MB: memory that comes from memfd is not counted there."""
+def use_small_dev_shm(rank: int, folder: Path) -> None:
+    """Mount a /dev/shm of 64 MB, as containers have; memfd memory does not count towards it."""
     private, new_namespace = 0x44000, 0x20000
     must(libc.unshare(new_namespace))
     must(libc.mount(b"none", b"/", None, private, None))
@@ -151,12 +151,12 @@ def has_a_small_dev_shm(rank: int, folder: Path) -> None:
 
 @root
 def test_small_dev_shm_does_not_limit_shm(tmp_path: Path) -> None:
-    assert finish(start(has_a_small_dev_shm, 2, tmp_path, set_up=False), 60) == [0, 0]
+    assert finish(start(use_small_dev_shm, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 @each_fault
 def test_forced_transport_that_fails_raises_on_all_ranks(tmp_path: Path, fault: str) -> None:
-    ranks = start(refused_and_forced, 2, tmp_path, fault, set_up=False, SPAR_TRANSPORT="shm")
+    ranks = start(expect_forced_error, 2, tmp_path, fault, set_up=False, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, 0]
 
 
@@ -165,7 +165,7 @@ def test_forced_transport_that_fails_raises_on_all_ranks(tmp_path: Path, fault: 
 
 @contextlib.contextmanager
 def free_descriptors(left: int) -> Iterator[None]:
-    """This process can open so many more and no others."""
+    """Limit the number of descriptors that this process can still open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = set(map(int, os.listdir("/proc/self/fd")))
     plugs = [os.open("/dev/null", os.O_RDONLY) for _ in set(range(max(used) + 1)) - used]
@@ -177,7 +177,7 @@ def free_descriptors(left: int) -> Iterator[None]:
 
 
 def few_descriptors(rank: int, folder: Path) -> None:
-    """With 0, 1, 2, ... descriptors left: each stage of the set-up fails once, and none leaves any behind."""
+    """With 0, 1, 2, ... descriptors left, each stage of the set-up fails once, and none leaks one."""
     seen = set()
     before = sorted(os.listdir("/proc/self/fd"))
     for left in range(8):
@@ -198,8 +198,8 @@ def few_descriptors(rank: int, folder: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) < len(before) + 60  # the groups' own connections
 
 
-def recovers(rank: int, folder: Path, left: int) -> None:
-    """Whatever is left of a set-up that failed, the next one is served."""
+def set_up_twice(rank: int, folder: Path, left: int) -> None:
+    """After a set-up that failed at any stage, the next one succeeds."""
     group, fresh = (dist.new_group([0, 1]) for _ in range(2))
     dist.barrier()
     with free_descriptors(left) if rank == 1 else contextlib.nullcontext():
@@ -213,7 +213,7 @@ def test_set_up_succeeds_after_a_failed_one(tmp_path: Path) -> None:
     worlds = []
     for left in range(6):
         (tmp_path / str(left)).mkdir()
-        worlds.append(start(recovers, 2, tmp_path / str(left), left, set_up=False))
+        worlds.append(start(set_up_twice, 2, tmp_path / str(left), left, set_up=False))
     assert [finish(world, 60) for world in worlds] == [[0, 0]] * 6
 
 
@@ -229,7 +229,7 @@ def test_set_up_with_few_descriptors(tmp_path: Path) -> None:
     [("max 100000", 0), ("50000 100000", 1), ("100000 100000", 1), ("rubbish", 0), ("", 0)],
 )
 def test_core_count_follows_the_cgroup_quota(tmp_path: Path, quota: str, cores: int) -> None:
-    """A quota below one core is one; no quota, or one that cannot be read, leaves those of the affinity."""
+    """A quota below one core counts as one; without a readable quota, the affinity mask decides."""
     from helpers import core_abi
 
     (tmp_path / "cpu.max").write_text(quota)
@@ -237,7 +237,7 @@ def test_core_count_follows_the_cgroup_quota(tmp_path: Path, quota: str, cores: 
     (tmp_path / "mountinfo").write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
     library, child = core_abi.library(), os.fork()
     if child == 0:
-        must(libc.unshare(0x00020000))  # mounts of its own
+        must(libc.unshare(0x00020000))  # a private mount namespace
         must(libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None))
         for name in ("cgroup", "mountinfo"):
             shown = f"/proc/{os.getpid()}/{name}".encode()
@@ -250,9 +250,9 @@ def test_core_count_follows_the_cgroup_quota(tmp_path: Path, quota: str, cores: 
 # ---- strangers ----
 
 
-def strangers_call(rank: int, folder: Path) -> None:
-    """Who sends junk to a rank's socket, or nothing, or hangs up, is not noticed."""
-    _C.peer_info()  # listens from now on
+def contact_by_strangers(rank: int, folder: Path) -> None:
+    """Strangers that send junk or nothing to a rank's socket, or hang up, have no effect."""
+    _C.peer_info()  # the rank listens from now on
     dist.barrier()
     names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@spar-" in line]
     mine = [name for name in names if f"spar-{os.getpid()}-" in name]
@@ -266,7 +266,7 @@ def strangers_call(rank: int, folder: Path) -> None:
         else:
             call.send(what)
         calls.append(call)
-    with open("/dev/null") as null:  # a descriptor that is no arena
+    with open("/dev/null") as null:  # a descriptor that is not an arena
         call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         call.connect("\0" + mine[0][1:])
         socket.send_fds(call, [b"spar 1\0\0" + b"\1" * 40], [null.fileno()])
@@ -279,11 +279,11 @@ def strangers_call(rank: int, folder: Path) -> None:
 
 
 def test_strangers_do_not_disturb_ranks(tmp_path: Path) -> None:
-    assert finish(start(strangers_call, 2, tmp_path, set_up=False), 60) == [0, 0]
+    assert finish(start(contact_by_strangers, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
-def silent_peer(rank: int, folder: Path) -> None:
-    """A rank that meets the others, and stops before it connects: an error at the limit, on all."""
+def stop_in_set_up(rank: int, folder: Path) -> None:
+    """If a rank stops in the set-up before it connects, all raise at the timeout."""
     if rank == 1:
         comm = communicator(process_group(None))
         rendezvous._all_gather(comm, _C.peer_info(), "facts", "gather", torch.device("cpu"), comm.deadline())
@@ -298,6 +298,6 @@ def silent_peer(rank: int, folder: Path) -> None:
 
 
 def test_rank_stopped_in_set_up_times_out(tmp_path: Path) -> None:
-    ranks = start(silent_peer, 2, tmp_path, set_up=False, SPAR_TIMEOUT="2")
+    ranks = start(stop_in_set_up, 2, tmp_path, set_up=False, SPAR_TIMEOUT="2")
     assert finish(ranks[:1], 30) == [0]
     ranks[1].kill()

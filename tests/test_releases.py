@@ -1,4 +1,4 @@
-"""What survivors keep of a dead rank after they close the group: nothing that only it could still use."""
+"""Survivors that close a group release all memory that only the dead rank could still use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAILBOXES = 64 << 10  # bytes: more than those of a few groups
 
 
 def arenas() -> int:
-    """Mapped into this process, its own included."""
+    """Count the arenas that this process maps, its own included."""
     return Path("/proc/self/maps").read_text().count("memfd:spar")
 
 
-def death_of(rank: int, world: int) -> select.poll:
-    """Readable when the rank's process is gone, which is shortly after its connections end. Collective."""
+def open_death_event(rank: int, world: int) -> select.poll:
+    """Collectively open a descriptor that is readable once the rank is dead, after its connections end."""
     processes: list[int] = [0] * world
     dist.all_gather_object(processes, os.getpid())
     death = select.poll()
@@ -42,13 +42,13 @@ def end(how: str) -> None:
         spar.close()
 
 
-def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> None:
-    """The last rank dies before a call that the others make; these close, one after the other."""
+def lose_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> None:
+    """The last rank dies before a call of its peers, which then close one after the other."""
     pair = dist.new_group(list(range(world)))
     kept = [gather(torch.full((4 << 20,), float(rank)), group, 0) for group in (None, pair)]
     if not keeps:
         kept.clear()
-    death = death_of(world - 1, world)
+    death = open_death_event(world - 1, world)
     dist.barrier()
     if rank == world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +58,7 @@ def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> 
     assert arenas() == world
     assert death.poll(30_000)
     report(folder, world + rank, "lost")
-    for other in range(world - 1):  # one still in its calls holds what these have published
+    for other in range(world - 1):  # a peer still in its call holds what the others published
         await_report(folder, world + other)
     if rank:
         await_report(folder, rank - 1)
@@ -84,14 +84,14 @@ def loses_a_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> 
 @pytest.mark.parametrize("how", ["close", "destroy"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_close_unmaps_dead_rank(tmp_path: Path, world: int, how: str, keeps: bool) -> None:
-    ranks = start(loses_a_rank, world, tmp_path, world, how, keeps, SPAR_TRANSPORT="shm")
+    ranks = start(lose_rank, world, tmp_path, world, how, keeps, SPAR_TRANSPORT="shm")
     assert finish(ranks, 90) == [0] * (world - 1) + [-signal.SIGKILL]
 
 
-def stopped_rank_holds_quarantine(rank: int, folder: Path) -> None:
-    """Blocks that a stopped rank may still write to stay; the dead rank's arena is unmapped all the same."""
+def keep_quarantine_of_stopped_rank(rank: int, folder: Path) -> None:
+    """Blocks that a stopped rank may still write to stay quarantined; the dead rank's arena is unmapped."""
     gather(torch.full((4 << 20,), float(rank)), None, 0)
-    death = death_of(2, 3)
+    death = open_death_event(2, 3)
     dist.barrier()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -114,5 +114,5 @@ def stopped_rank_holds_quarantine(rank: int, folder: Path) -> None:
 
 
 def test_quarantine_does_not_keep_dead_rank_mapped(tmp_path: Path) -> None:
-    ranks = start(stopped_rank_holds_quarantine, 3, tmp_path, SPAR_TRANSPORT="shm")
+    ranks = start(keep_quarantine_of_stopped_rank, 3, tmp_path, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, -signal.SIGKILL, -signal.SIGKILL]

@@ -1,4 +1,4 @@
-"""A factor that is applied while copying gives the bits that torch gives."""
+"""A factor that is applied while copying gives the same bits as torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
 
 # ---- Scales -----------------------------------------------------------------------------------------------
 
-DTYPES = {  # torch's type: ours, and the integer of a part's size
+DTYPES = {  # torch's dtype: spar's, and the int dtype of a real part's size
     torch.float16: (ScaleType.F16, torch.int16),
     torch.bfloat16: (ScaleType.BF16, torch.int16),
     torch.float32: (ScaleType.F32, torch.int32),
@@ -24,7 +24,7 @@ FACTORS = (2.0, 3.0, 5.0, 7.0, 0.1, 64.0, -3.0, -4.0, 2.0**-30)
 
 
 def real_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern of a 2-byte type, in order and mixed; of others remarkable ones and 20,000 drawn."""
+    """Every bit pattern of a 2-byte type, in order and shuffled; of others edge cases and 20,000 random."""
     bits = DTYPES[dtype][1]
     if dtype.itemsize == 2:
         patterns = torch.arange(-(2**15), 2**15).to(bits)
@@ -53,7 +53,7 @@ def as_items(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """NaN is NaN, whatever its payload."""
+    """Compare bits; any NaN equals any NaN."""
     if got.is_complex():
         got, wanted = torch.view_as_real(got), torch.view_as_real(wanted)
     bits = DTYPES[got.dtype][1]
@@ -69,9 +69,9 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 @every_scale
 @every_dtype
 def test_scales_match_torch(dtype: torch.dtype, divide: bool, layout: str) -> None:
-    """Each layout is another path of the copy: one long run, single items, short runs.
+    """Each layout uses another path of the copy: one long run, single items, short runs.
 
-    torch is asked with a contiguous tensor: the sign of a complex zero differs between its own paths.
+    torch scales a contiguous tensor, because the sign of a complex zero differs between its own paths.
     """
     x = values(dtype)
     if layout == "stepped":

@@ -1,4 +1,4 @@
-"""The secrets by which the processes of a job know each other, tried by a member that the test plays."""
+"""The secrets that authenticate a job's processes to each other, tested with a simulated process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_strangers import (
     ARENA,
     CALL,
     CHALLENGE,
-    FACTS_ENDPOINT,
+    ENDPOINT_OFFSET,
     MESSAGE,
     connect,
     descriptors,
@@ -39,7 +39,7 @@ def rotated(word: int, bits: int) -> int:
 
 
 def siphash(key: bytes, data: bytes) -> bytes:
-    """SipHash-2-4 of 128 bits."""
+    """Compute SipHash-2-4-128."""
     k0, k1 = struct.unpack("<QQ", key)
     v = [
         k0 ^ 0x736F6D6570736575,
@@ -75,19 +75,22 @@ def siphash(key: bytes, data: bytes) -> bytes:
 
 
 class Member:
-    """A process that a rank's facts name, played by this test, with a secret of its own."""
+    """A simulated process in a rank's peer info, with its own secret."""
 
     def __init__(self, dials: bool, secret: bytes) -> None:
-        facts = _C.peer_info()
-        (self.rank,) = _C.processes(facts)
-        self.rank_secret = facts[FACTS_ENDPOINT + 16 : FACTS_ENDPOINT + 32]
+        peer_info = _C.peer_info()
+        (self.rank,) = _C.processes(peer_info)
+        self.rank_secret = peer_info[ENDPOINT_OFFSET + 16 : ENDPOINT_OFFSET + 32]
         self.secret, self.told_secret = secret, os.urandom(16)
-        self.own = (1 if dials else 1 << 40, int.from_bytes(os.urandom(8), "little"))  # the lower one dials
+        self.own = (
+            1 if dials else 1 << 40,
+            int.from_bytes(os.urandom(8), "little"),
+        )  # the lower endpoint dials
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0spar-{self.own[0]}-{self.own[1]:016x}")
         self.listener.listen(8)
         other = struct.pack("=qQ", *self.own) + self.told_secret
-        self.facts = facts + facts[:FACTS_ENDPOINT] + other + facts[FACTS_ENDPOINT + 32 :]
+        self.peer_info = peer_info + peer_info[:ENDPOINT_OFFSET] + other + peer_info[ENDPOINT_OFFSET + 32 :]
 
     def key(self) -> bytes:
         pair = struct.pack("=qQqQ", *self.own, *self.rank)
@@ -101,18 +104,18 @@ class Member:
 
     @contextlib.contextmanager
     def expected(self, limit: float = 20) -> Iterator[threading.Thread]:
-        """While the rank sets a group up in which this is the other process, for at most so many seconds."""
-        comm = _C.comm("shm", self.facts, 0, 2, "test")
-        verdict = comm.setup_result
-        assert verdict[:4] == bytes(4), verdict
-        other = bytes(len(verdict))
-        ended = threading.Thread(target=lambda: comm.connect(verdict + other, time.monotonic() + limit))
+        """Run the block while the rank sets a group up with this process, for at most `seconds`."""
+        comm = _C.comm("shm", self.peer_info, 0, 2, "test")
+        result = comm.setup_result
+        assert result[:4] == bytes(4), result
+        other = bytes(len(result))
+        ended = threading.Thread(target=lambda: comm.connect(result + other, time.monotonic() + limit))
         ended.start()
         yield ended
         self.listener.close()
         ended.join(30)
         assert not ended.is_alive()
-        self.verdict = comm.setup_result
+        self.setup_result = comm.setup_result
         comm.close()
 
 
@@ -123,10 +126,10 @@ def arena_of(length: int) -> int:
     return fd
 
 
-def dials_a_rank(
+def dial_rank(
     member: Member, recorded: list[bytes] | None = None, seconds: float = 5
 ) -> tuple[list[bytes], bytes, int]:
-    """What it sent, the rank's last reply, and how many descriptors came."""
+    """Dial the rank; return what was sent, the rank's last reply and the number of descriptors received."""
     challenge = os.urandom(16)
     line = connect(member.rank)
     first = recorded[0] if recorded else message(CALL, member.own, member.rank, challenge)
@@ -139,38 +142,38 @@ def dials_a_rank(
     second = message(ARENA, member.own, member.rank, length=1 << 20)
     second = recorded[1] if recorded else member.prove(challenge + theirs, second)
     arena = arena_of(1 << 20)
-    with contextlib.suppress(BrokenPipeError):  # the rank's set-up ended meanwhile: it hung up
+    with contextlib.suppress(BrokenPipeError):  # the rank's set-up ended meanwhile, and it hung up
         socket.send_fds(line, [second], [arena])
     os.close(arena)
     return [first, second], *receive(line, 2)
 
 
-def wrong_secret_dials(rank: int, folder: Path) -> None:
+def dial_with_wrong_secret(rank: int, folder: Path) -> None:
     member = Member(True, os.urandom(16))
     before = descriptors(os.getpid())
     with member.expected():
         for _ in range(20):
-            assert dials_a_rank(member)[1:] == (b"", 0)
+            assert dial_rank(member)[1:] == (b"", 0)
         assert descriptors(os.getpid()) < before + 4
-        member.secret = member.told_secret  # the right one is served, after all of those
-        sent, reply, count = dials_a_rank(member)
+        member.secret = member.told_secret  # a valid process is served afterwards
+        sent, reply, count = dial_rank(member)
         assert (MESSAGE.unpack(reply)[1], count) == (ARENA, 1)
-        # a replay: against the connected pair, in a later set-up, and out of any
-        assert dials_a_rank(member, sent)[2] == 0
-    assert b"mailbox" in member.verdict  # all went well but what a stranger's arena lacks
-    with member.expected(4):  # in vain
-        _, reply, count = dials_a_rank(member, sent)
+        # a replay: to the connected pair, in a later set-up, and outside any
+        assert dial_rank(member, sent)[2] == 0
+    assert b"mailbox" in member.setup_result  # the handshake succeeds, but the arena has no mailbox
+    with member.expected(4):  # a replay fails
+        _, reply, count = dial_rank(member, sent)
         assert (reply, count) == (b"", 0)
-    _, reply, count = dials_a_rank(member, sent, seconds=1)
+    _, reply, count = dial_rank(member, sent, seconds=1)
     assert (reply, count) == (b"", 0)
 
 
 def test_wrong_secret_and_replay_get_no_descriptor(tmp_path: Path) -> None:
-    ranks = start(wrong_secret_dials, 1, tmp_path, initialize=False)
+    ranks = start(dial_with_wrong_secret, 1, tmp_path, initialize=False)
     assert finish(ranks, 90) == [0]
 
 
-def wrong_secret_answers(rank: int, folder: Path, right: bool) -> None:
+def answer_with_wrong_secret(rank: int, folder: Path, right: bool) -> None:
     member = Member(False, os.urandom(16))
     if right:
         member.secret = member.told_secret
@@ -187,19 +190,19 @@ def wrong_secret_answers(rank: int, folder: Path, right: bool) -> None:
         else:
             assert (words, count) == (b"", 0)
         line.close()
-    assert (b"hung up" if right else b"authentication failed") in member.verdict
+    assert (b"hung up" if right else b"authentication failed") in member.setup_result
 
 
 @pytest.mark.parametrize("right", [False, True], ids=["wrong secret", "right secret"])
 def test_descriptor_goes_to_proven_listener_only(tmp_path: Path, right: bool) -> None:
-    ranks = start(wrong_secret_answers, 1, tmp_path, right, initialize=False)
+    ranks = start(answer_with_wrong_secret, 1, tmp_path, right, initialize=False)
     assert finish(ranks, 60) == [0]
 
 
-def secret_is_nowhere(rank: int, folder: Path) -> None:
-    """Neither in the socket's name nor in what the process logs or shows of itself."""
-    facts = _C.peer_info()
-    secret = facts[FACTS_ENDPOINT + 16 : FACTS_ENDPOINT + 32]
+def search_for_secret(rank: int, folder: Path) -> None:
+    """The secret is neither in the socket's name nor in anything that the process logs or exposes."""
+    peer_info = _C.peer_info()
+    secret = peer_info[ENDPOINT_OFFSET + 16 : ENDPOINT_OFFSET + 32]
     assert secret not in (bytes(16), b"")
     expect_shm(rank)
     shown = Path("/proc/net/unix").read_bytes() + Path("/proc/self/maps").read_bytes()
@@ -210,4 +213,4 @@ def secret_is_nowhere(rank: int, folder: Path) -> None:
 
 
 def test_secret_is_not_shown(tmp_path: Path) -> None:
-    assert finish(start(secret_is_nowhere, 2, tmp_path, set_up=False, SPAR_LOG="debug"), 60) == [0, 0]
+    assert finish(start(search_for_secret, 2, tmp_path, set_up=False, SPAR_LOG="debug"), 60) == [0, 0]

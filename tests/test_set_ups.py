@@ -1,4 +1,4 @@
-"""Settings and set-ups: what environment variables change, groups that meet at once, init and close."""
+"""Settings and set-ups: environment variables, concurrent set-ups, init and close."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ gather = spar.gather_forward_split_backward
 # ---- settings ----
 
 
-def owns_outputs(rank: int, folder: Path) -> None:
-    """SPAR_OUTPUT=torch: torch's own memory, which can be resized."""
+def resize_torch_outputs(rank: int, folder: Path) -> None:
+    """With SPAR_OUTPUT=torch, outputs are in torch's memory and can be resized."""
     y = gather(torch.full((4,), float(rank)), None, 0)
     assert spar.transport().name == "shm"
     assert_same(y, torch.tensor([0.0] * 4 + [1.0] * 4))
@@ -43,11 +43,11 @@ def owns_outputs(rank: int, folder: Path) -> None:
 
 
 def test_outputs_in_torch_memory(tmp_path: Path) -> None:
-    assert finish(start(owns_outputs, 2, tmp_path, SPAR_OUTPUT="torch"), 40) == [0, 0]
+    assert finish(start(resize_torch_outputs, 2, tmp_path, SPAR_OUTPUT="torch"), 40) == [0, 0]
 
 
-def resizes(rank: int, folder: Path) -> None:
-    """spar's own memory cannot be resized; what needs no other storage works."""
+def resize_outputs(rank: int, folder: Path) -> None:
+    """Outputs in shared memory cannot be resized; operations within the storage work."""
 
     def output() -> torch.Tensor:
         return gather(torch.full((4,), float(rank)), None, 0)
@@ -73,10 +73,10 @@ def resizes(rank: int, folder: Path) -> None:
 
 
 def test_outputs_cannot_be_resized(tmp_path: Path) -> None:
-    assert finish(start(resizes, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
+    assert finish(start(resize_outputs, 2, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0]
 
 
-def spins(rank: int, folder: Path) -> None:
+def exchange_often(rank: int, folder: Path) -> None:
     for i in range(200):
         assert_same(
             gather(torch.full((1,), float(rank + i)), None, 0), torch.tensor([0.0 + i, 1.0 + i, 2.0 + i])
@@ -85,7 +85,7 @@ def spins(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("microseconds", ["0", "1", "300"])
 def test_exchanges_with_any_spin_time(tmp_path: Path, microseconds: str) -> None:
-    ranks = start(spins, 3, tmp_path, SPAR_SPIN_US=microseconds, SPAR_TRANSPORT="shm")
+    ranks = start(exchange_often, 3, tmp_path, SPAR_SPIN_US=microseconds, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, 0, 0]
 
 
@@ -93,7 +93,7 @@ SET_AFFINITY = {"x86_64": 203, "aarch64": 122}  # sched_setaffinity's number
 
 
 def die_on_set_affinity() -> None:
-    """Makes the kernel kill this process if the calling thread, or one it starts, calls sched_setaffinity."""
+    """Let the kernel kill this process if the calling thread, or one it starts, calls sched_setaffinity."""
     number = SET_AFFINITY[platform.machine()]
     load, equal, result = 0x20, 0x15, 0x06  # BPF instructions; SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ALLOW
     steps = [(load, 0, 0, 0), (equal, 0, 1, number), (result, 0, 0, 1 << 31), (result, 0, 0, 0x7FFF0000)]
@@ -105,12 +105,12 @@ def die_on_set_affinity() -> None:
 
 
 def affinities() -> dict[str, set[int]]:
-    """The mask of each thread of this process."""
+    """Return the affinity mask of each thread of this process."""
     return {thread: os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
 
 
-def shares_cores(rank: int, folder: Path, cores: set[int]) -> None:
-    """Puts all ranks on one core, restores their masks and exchanges, 100 times."""
+def share_cores(rank: int, folder: Path, cores: set[int]) -> None:
+    """Move all ranks to one core, restore their masks and exchange, 100 times."""
     os.sched_setaffinity(0, cores)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     helper = ThreadPoolExecutor(1)  # its thread, started before the filter, may set affinities
@@ -137,13 +137,13 @@ def test_threads_move_only_on_request(tmp_path: Path, setting: str) -> None:
     if len(cores) < 2:
         pytest.skip("needs two cores")
     settings = {"SPAR_AFFINITY": setting, "SPAR_TRANSPORT": "shm"}
-    codes = finish(start(shares_cores, 4, tmp_path, cores, initialize=False, **settings), 60)
+    codes = finish(start(share_cores, 4, tmp_path, cores, initialize=False, **settings), 60)
     assert (-signal.SIGSYS in codes) == (setting == "1")
     assert setting == "1" or codes == [0] * 4
 
 
-def waits_for_a_late_rank(rank: int, folder: Path) -> None:
-    """Limits beyond a year, of SPAR_TIMEOUT or of the group, neither overflow nor end a wait early."""
+def wait_for_late_rank(rank: int, folder: Path) -> None:
+    """Timeouts beyond a year, of SPAR_TIMEOUT or the group, neither overflow nor end a wait early."""
     group = dist.new_group([0, 1], timeout=datetime.timedelta(days=400_000))
     for _ in range(2):  # with the set-up and without
         time.sleep(0.3 * rank)
@@ -154,10 +154,10 @@ def waits_for_a_late_rank(rank: int, folder: Path) -> None:
 @pytest.mark.parametrize("timeout", ["", "31536000"])
 def test_longest_timeouts(tmp_path: Path, transport: str, timeout: str) -> None:
     settings = {"SPAR_TIMEOUT": timeout, "SPAR_TRANSPORT": transport, "LOCAL_WORLD_SIZE": ""}
-    assert finish(start(waits_for_a_late_rank, 2, tmp_path, **settings), 40) == [0, 0]
+    assert finish(start(wait_for_late_rank, 2, tmp_path, **settings), 40) == [0, 0]
 
 
-def caps(rank: int, folder: Path) -> None:
+def reach_cap(rank: int, folder: Path) -> None:
     stats = spar.memory_stats()
     assert stats["arena.cap_bytes"] == 3 << 20
     y = gather(torch.zeros(1 << 18), None, 0)
@@ -170,11 +170,11 @@ def caps(rank: int, folder: Path) -> None:
 
 
 def test_arena_cap(tmp_path: Path) -> None:
-    assert finish(start(caps, 2, tmp_path, SPAR_ARENA_MAX=str(3 << 20)), 40) == [0, 0]
+    assert finish(start(reach_cap, 2, tmp_path, SPAR_ARENA_MAX=str(3 << 20)), 40) == [0, 0]
 
 
-def share_of_memory(rank: int, folder: Path) -> None:
-    """By default half of the memory, over the ranks of this host, of which the launcher tells the number."""
+def check_default_cap(rank: int, folder: Path) -> None:
+    """The default cap is half of the memory, divided by the number of local ranks that the launcher sets."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min(host, core.library().spar_cgroup_memory(b""))
     cap = spar.memory_stats()["arena.cap_bytes"]
@@ -182,11 +182,11 @@ def share_of_memory(rank: int, folder: Path) -> None:
 
 
 def test_default_arena_cap(tmp_path: Path) -> None:
-    assert finish(start(share_of_memory, 2, tmp_path, LOCAL_WORLD_SIZE="8"), 40) == [0, 0]
+    assert finish(start(check_default_cap, 2, tmp_path, LOCAL_WORLD_SIZE="8"), 40) == [0, 0]
 
 
-def meets_twice_at_once(rank: int, folder: Path) -> None:
-    """Groups of one pair of processes, set up by threads at the same time, share one connection."""
+def set_up_concurrently(rank: int, folder: Path) -> None:
+    """Groups of one pair of processes, set up by concurrent threads, share one connection."""
     groups = [dist.new_group([0, 1]) for _ in range(4)]
     results: list[torch.Tensor] = []
 
@@ -208,29 +208,29 @@ def meets_twice_at_once(rank: int, folder: Path) -> None:
 
 
 def test_concurrent_set_ups(tmp_path: Path) -> None:
-    assert finish(start(meets_twice_at_once, 2, tmp_path, set_up=False), 60) == [0, 0]
+    assert finish(start(set_up_concurrently, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 # ---- init, close ----
 
 
-def warms_up(rank: int, folder: Path) -> None:
+def init_and_close(rank: int, folder: Path) -> None:
     assert spar.transport().name is None
     chosen = spar.init()
     assert chosen.name == "shm" and chosen == spar.transport()
     calls = spar.memory_stats()["calls.shm"]
-    assert spar.init(device="cpu") == chosen  # again: nothing happens
+    assert spar.init(device="cpu") == chosen  # a second time has no effect
     assert spar.memory_stats()["calls.shm"] == calls == 0
     alone = [dist.new_group([other]) for other in range(2)][rank]
     assert spar.init(alone).reason == "a group of one exchanges nothing"
     if rank == 1:
         spar.close()
     dist.barrier()
-    if rank == 0:  # the others' calls end at once
+    if rank == 0:  # the peers' calls end at once
         with pytest.raises(spar.GroupBrokenError, match="a rank closed the group"):
             gather(torch.zeros(1), None, 0)
         spar.close()
-        spar.close()  # twice is once
+        spar.close()  # a second close has no effect
     dist.barrier()
     assert spar.transport().name is None
     assert spar.init().name == "shm"
@@ -238,4 +238,4 @@ def warms_up(rank: int, folder: Path) -> None:
 
 
 def test_init_and_close(tmp_path: Path) -> None:
-    assert finish(start(warms_up, 2, tmp_path, set_up=False), 40) == [0, 0]
+    assert finish(start(init_and_close, 2, tmp_path, set_up=False), 40) == [0, 0]

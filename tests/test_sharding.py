@@ -63,14 +63,14 @@ def check_uneven(rank: int, world: int, group: Group) -> None:
             own = sp_shard(whole, dim, validate=False)
             assert_same(own, part(whole, rule(shape[dim], world), dim, rank))
             assert_same(sp_gather(own, dim), whole)
-        own = cells((2, rank), torch.int64, salt=rank)  # sizes that follow no rule
+        own = cells((2, rank), torch.int64, salt=rank)  # arbitrary sizes
         assert_same(
             sp_gather(own, 1), torch.cat([cells((2, p), torch.int64, salt=p) for p in range(world)], 1)
         )
         if world > 1:
             with pytest.raises(spar.MismatchError):  # sizes assumed equal, but they differ
                 sp_gather(own, 1, validate=False)
-            assert sp_gather(own, 1).shape == (2, sum(range(world)))  # usable after it
+            assert sp_gather(own, 1).shape == (2, sum(range(world)))  # the group is usable
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -167,7 +167,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
             with pytest.raises(kind) as caught:
                 call()
             assert text in str(caught.value), str(caught.value)
-        assert_same(sp_gather(torch.tensor([rank]), 0), torch.arange(world))  # usable after it
+        assert_same(sp_gather(torch.tensor([rank]), 0), torch.arange(world))  # the group is usable
 
 
 def test_sp_shard_and_sp_gather_reject_bad_arguments(ranks: Ranks) -> None:

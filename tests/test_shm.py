@@ -1,4 +1,4 @@
-"""Shared memory: whose the outputs are, what a slow, stopped or dead peer can touch, what is left behind."""
+"""Shared memory: lifetime of outputs, effects of slow, stopped and dead peers, leaks."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def shm(pool: Ranks) -> Ranks:
 
 
 class Mallinfo(ctypes.Structure):
-    """glibc's struct mallinfo2: what is in use, not the pages that an allocator keeps."""
+    """glibc's struct mallinfo2: memory in use, not the pages that the allocator keeps."""
 
     _fields_ = (
         ("free", ctypes.c_size_t * 4),
-        ("hblkhd", ctypes.c_size_t),  # bytes of its own mappings
+        ("hblkhd", ctypes.c_size_t),  # bytes in separate mappings
         ("more", ctypes.c_size_t * 2),
-        ("uordblks", ctypes.c_size_t),  # bytes of everything else
+        ("uordblks", ctypes.c_size_t),  # bytes of all other allocations
         ("rest", ctypes.c_size_t * 2),
     )
 
 
 class Growth:
-    """What a process holds, now against then: descriptors, threads, memory in use, Python's own blocks."""
+    """Growth since the construction: descriptors, threads, memory in use, Python's blocks."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -83,7 +83,7 @@ def check_lifetime(rank: int, world: int, group: Group) -> None:
     dist.destroy_process_group(fresh)
     del fresh
     gc.collect()
-    others = [gather(torch.zeros(5000), group, 0) for _ in range(5)]  # must not lie where the kept ones do
+    others = [gather(torch.zeros(5000), group, 0) for _ in range(5)]  # must not overlap the kept ones
     for i, x in enumerate(kept):
         assert_same(x, torch.cat([torch.full((1000 + i,), float(p + i)) for p in range(7)]))
     del others
@@ -101,7 +101,7 @@ def check_lifetime(rank: int, world: int, group: Group) -> None:
         thread.join()
     del x
     dist.barrier()
-    gather(torch.zeros(1), group, 0)  # looks for what has become free
+    gather(torch.zeros(1), group, 0)  # frees what has left quarantine
     assert spar.memory_stats()["arena.allocated_bytes"] <= before + 8192
 
 
@@ -110,7 +110,7 @@ def test_outputs_outlive_their_group(shm: Ranks) -> None:
 
 
 def check_poison(rank: int, world: int, group: Group) -> None:
-    """A freed output is reused; no late write of an earlier call may show in it."""
+    """A freed output is reused; it must not receive late writes of an earlier call."""
     for turn in range(200):
         x = torch.full((3, 64), float(turn * world + rank))
         y = gather(x, group, 0)
@@ -150,7 +150,7 @@ def test_calls_do_not_leak(shm: Ranks) -> None:
     shm(2, check_growth, 100_000)
 
 
-def makes_and_closes(rank: int, folder: Path) -> None:
+def create_and_close(rank: int, folder: Path) -> None:
     def go(count: int, make: bool) -> None:
         for i in range(count):
             group = dist.new_group([0, 1]) if make else dist.group.WORLD
@@ -165,9 +165,9 @@ def makes_and_closes(rank: int, folder: Path) -> None:
     go(600, False)
     stats, growth = spar.memory_stats(), Growth()
     go(1500, False)
-    growth.check(2**18, 1000)  # a group's part in C alone has 2 KiB, in Python a dozen blocks
+    growth.check(2**18, 1000)  # a group takes 2 KiB in C, and a dozen blocks in Python
     go(50, True)
-    growth.check(2**21, 20_000)  # torch's own groups leave some
+    growth.check(2**21, 20_000)  # torch's groups leak some
     after = spar.memory_stats()
     assert after["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
     assert after["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 65536
@@ -175,7 +175,7 @@ def makes_and_closes(rank: int, folder: Path) -> None:
 
 
 def test_closed_groups_do_not_leak(tmp_path: Path) -> None:
-    assert finish(start(makes_and_closes, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
+    assert finish(start(create_and_close, 2, tmp_path, SPAR_TRANSPORT="shm"), 90) == [0, 0]
 
 
 def calls_of(tokens: int) -> list[Callable[[], torch.Tensor]]:
@@ -193,9 +193,9 @@ def calls_of(tokens: int) -> list[Callable[[], torch.Tensor]]:
     ]
 
 
-def peaks(rank: int, folder: Path) -> None:
-    """Beside its output a call has nothing: no new address space, and nothing else in the arena."""
-    for call in calls_of(8):  # what Python and torch load when they are first asked
+def check_peak(rank: int, folder: Path) -> None:
+    """A call allocates its output only: no other address space, and nothing else in the arena."""
+    for call in calls_of(8):  # what Python and torch load lazily
         call()
     calls = calls_of(4 << 10)  # 16 MiB
     dist.barrier()
@@ -210,7 +210,7 @@ def peaks(rank: int, folder: Path) -> None:
 
 
 def test_peak_memory_is_the_output(tmp_path: Path) -> None:
-    assert finish(start(peaks, 2, tmp_path, SPAR_TRANSPORT="shm"), 60) == [0, 0]
+    assert finish(start(check_peak, 2, tmp_path, SPAR_TRANSPORT="shm"), 60) == [0, 0]
 
 
 def check_empty_cache(rank: int, world: int, group: Group) -> None:
@@ -234,7 +234,7 @@ def test_empty_cache(shm: Ranks) -> None:
 
 
 def check_argument_error(rank: int, world: int, group: Group) -> None:
-    """A rank's bad argument is its own ValueError, and a MismatchError that quotes it on the others."""
+    """A rank's bad argument raises ValueError there, and a MismatchError that quotes it on the peers."""
     gather(torch.zeros(1), group, 0)
     if rank == 1:
         with pytest.raises(ValueError, match="dim is 5"):
@@ -252,28 +252,28 @@ def test_bad_argument_is_reported_to_peers(shm: Ranks) -> None:
     shm(3, check_argument_error)
 
 
-def over_the_cap(rank: int, folder: Path) -> None:
+def exceed_cap(rank: int, folder: Path) -> None:
     with pytest.raises(spar.OutOfMemoryError, match="SPAR_ARENA_MAX") as caught:
         gather(torch.zeros(2_000_000), None, 0)
     assert isinstance(caught.value, MemoryError)
-    assert_same(gather(torch.ones(3), None, 0), torch.ones(6))  # usable after it
+    assert_same(gather(torch.ones(3), None, 0), torch.ones(6))  # the group is usable
 
 
 def test_output_over_the_cap_raises_on_all_ranks(tmp_path: Path) -> None:
-    assert finish(start(over_the_cap, 2, tmp_path, SPAR_ARENA_MAX="8000000"), 40) == [0, 0]
+    assert finish(start(exceed_cap, 2, tmp_path, SPAR_ARENA_MAX="8000000"), 40) == [0, 0]
 
 
 # ---- death ----
 
 
-def sleep_as_a_worker() -> None:
+def sleep_in_worker() -> None:
     time.sleep(30)
 
 
-def dies_with_a_worker(rank: int, folder: Path) -> None:
+def die_with_live_worker(rank: int, folder: Path) -> None:
     assert spar.transport().name == "shm"
     if rank == 1:
-        worker = mp.get_context("fork").Process(target=sleep_as_a_worker)
+        worker = mp.get_context("fork").Process(target=sleep_in_worker)
         worker.start()
         time.sleep(0.5)
         report(folder, 7, str(worker.pid))
@@ -288,7 +288,7 @@ def dies_with_a_worker(rank: int, folder: Path) -> None:
 
 
 def test_dead_peer_with_live_worker_is_detected(tmp_path: Path) -> None:
-    processes = start(dies_with_a_worker, 3, tmp_path, SPAR_TRANSPORT="shm")
+    processes = start(die_with_live_worker, 3, tmp_path, SPAR_TRANSPORT="shm")
     try:
         for rank in (0, 2):
             assert float(await_report(tmp_path, rank)) < 2.5
@@ -298,8 +298,8 @@ def test_dead_peer_with_live_worker_is_detected(tmp_path: Path) -> None:
             os.kill(int(await_report(tmp_path, 7)), signal.SIGKILL)
 
 
-def ends_early(rank: int, folder: Path) -> None:
-    """A rank that ends normally raises nothing in the others."""
+def exit_early(rank: int, folder: Path) -> None:
+    """A rank that exits normally causes no error on its peers."""
     y = gather(torch.full((100_000,), float(rank)), None, 0)
     if rank == 0:
         return
@@ -308,11 +308,11 @@ def ends_early(rank: int, folder: Path) -> None:
 
 
 def test_normal_exit_raises_nothing_on_peers(tmp_path: Path) -> None:
-    assert finish(start(ends_early, 3, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0, 0]
+    assert finish(start(exit_early, 3, tmp_path, SPAR_TRANSPORT="shm"), 40) == [0, 0, 0]
 
 
-def stopped_and_resumed(rank: int, folder: Path) -> None:
-    """A rank stopped in a call, resumed after its peer timed out, harms no other tensor (quarantine)."""
+def stop_and_resume(rank: int, folder: Path) -> None:
+    """A rank that is stopped in a call and resumed after its peer timed out writes into no other tensor."""
     own = dist.new_group([0])
     pair = dist.new_group([0, 1])
     gather(torch.zeros(1), pair, 0)
@@ -320,7 +320,7 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
     gather(torch.zeros(1), other, 0)
     if rank == 1:
         report(folder, 1, str(os.getpid()))
-        x = torch.full((4_000_000,), 7.0)  # long enough to be stopped in
+        x = torch.full((4_000_000,), 7.0)  # long enough to be stopped in it
         try:
             for _ in range(1000):
                 gather(x, pair, 0)
@@ -339,7 +339,7 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
     from spar import _C
 
     assert _C.arena_stats()[4] >= 4 * 8_000_000
-    await_report(folder, 8)  # the other one was resumed, and has given up
+    await_report(folder, 8)  # the peer was resumed, and has aborted
     del mine
     spar.close(pair)
     time.sleep(0.2)
@@ -348,7 +348,7 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
 
 
 def test_quarantine(tmp_path: Path) -> None:
-    processes = start(stopped_and_resumed, 2, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="2")
+    processes = start(stop_and_resume, 2, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="2")
     pid = int(await_report(tmp_path, 1))
     time.sleep(0.7)
     os.kill(pid, signal.SIGSTOP)

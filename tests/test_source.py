@@ -1,4 +1,4 @@
-"""What the sources promise: layers, public signatures, documents."""
+"""Rules about the sources: fences, public signatures, documents."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 
 
-def functions_with(words: str) -> set[str]:
-    """file:function of each place in the C core where the words stand, by its style: names begin a line."""
+def functions_with(pattern: str) -> set[str]:
+    """Return file:function of each match in the C core; by its style, function names begin a line."""
     found = set()
     for path in CSRC.rglob("*.c"):
         name = ""
@@ -34,13 +34,13 @@ def functions_with(words: str) -> set[str]:
             line = re.sub(r"^__attribute__\(\(.*\)\) ", "", line)
             if start := re.match(r"(?:\w.*?)?\b(\w+)\(", line):
                 name = start[1]
-            if re.search(words, line) and not line.startswith(("#", "enum")):
+            if re.search(pattern, line) and not line.startswith(("#", "enum")):
                 found.add(f"{path.name}:{name}")
     return found
 
 
 def test_nontemporal_stores_are_fenced() -> None:
-    """Streaming stores pass ordinary ones: a word that tells of them must come after a fence."""
+    """Non-temporal stores may be reordered after ordinary ones: a fence must precede the publishing store."""
     stores = functions_with(r"atomic_store_n\(.*(word|published|done|described|broken)\b")
     assert stores == {"group.c:publish"}
     assert functions_with(r"_mm\w*_stream_(?!load)") == {
@@ -149,7 +149,7 @@ MODULES = [*(module for module, _ in TABLES.values()), spar.parallel_state, spar
 
 
 def defined(module: ModuleType) -> dict[str, object]:
-    """The functions and classes that a module offers, and the methods of these classes."""
+    """Return the functions and classes of a module, and the methods of these classes."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     found: dict[str, object] = {}
     for name in names:
@@ -192,7 +192,7 @@ def test_help_shows_the_operations_first() -> None:
 
 
 def test_environment_is_documented() -> None:
-    """The table of docs/env.md has the rows of csrc/base/env.def and no others."""
+    """The table of docs/env.md has exactly the rows of csrc/base/env.def."""
     text = (ROOT / "docs" / "env.md").read_text()
     rows = [
         f"| `{variable}` | {kind.replace('|', ', ')} | {default or 'unset'} | {help_text} |"
@@ -203,7 +203,7 @@ def test_environment_is_documented() -> None:
 
 
 def core_messages() -> list[str]:
-    """The formats of the core's errors but for those of arguments, with ... for what is filled in."""
+    """Return the formats of the core's errors, except those of arguments, with ... for each value."""
     found = []
     for path in sorted(CSRC.rglob("*.c")):
         text = path.read_text()
@@ -219,7 +219,7 @@ def core_messages() -> list[str]:
 
 
 def python_messages() -> list[str]:
-    """The longest fixed part of each text that is raised as one of spar's own errors."""
+    """Return the longest fixed part of each text that is raised as one of spar's errors."""
     names, found = {name for name, value in vars(spar).items() if name.endswith("Error")}, []
     for path in (ROOT / "spar" / "_runtime").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -273,7 +273,7 @@ def test_readme_example_runs(world: int, tmp_path: Path) -> None:
 
 
 def test_benchmarks_use_symbols_that_exist() -> None:
-    """Parts of them run on a GPU only."""
+    """Checked here, because parts of them run on a GPU only."""
     for path in (ROOT / "benchmarks").glob("*.py"):
         for name in set(re.findall(r"\bspar_[a-z_]+\b", path.read_text())):
             assert hasattr(core.library(), name), f"{path.name} uses {name}"
@@ -285,7 +285,7 @@ def test_version() -> None:
 
 
 def test_only_publish_stores_futex_words() -> None:
-    """Streaming stores pass ordinary ones: only publish(), which fences, may store what peers await."""
+    """Non-temporal stores may be reordered: only publish(), which fences, stores words that peers await."""
     for path in [CSRC / "ipc/group.c", *(CSRC / "transports").glob("*.c")]:
         stores = re.findall(r"__atomic_store_n\((.+?),", path.read_text())
         expected = ["word", "&g->boxes[rank]->detached[g->rank]"] if path.name == "group.c" else []

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.stateless import answers, at_once, free_port, groups, is_free, taken
+from helpers.stateless import answers, concurrently, free_port, groups, is_free, reserved
 from test_faults import await_report, finish, report, start
 
 import spar
@@ -46,7 +46,7 @@ def _cancel_alarm() -> Iterator[None]:
 def check_objects(rank: int, folder: Path, host: str, port: int) -> None:
     world = 3
     group = StatelessProcessGroup.create(host, port, rank, world)
-    for n in range(3):  # to all ranks, itself too; received from the last sender first
+    for n in range(3):  # to all ranks, itself included; received from the last sender first
         for dst in range(world):
             group.send_obj({"from": rank, "to": dst, "n": n}, dst)
     for src in reversed(range(world)):
@@ -61,7 +61,7 @@ def check_objects(rank: int, folder: Path, host: str, port: int) -> None:
     large = torch.arange(5 << 20)  # 40 MB
     assert torch.equal(group.broadcast_obj(large if rank == 1 else None, 1), large)
     assert not dist.is_initialized()
-    # another group, in which the same processes have other ranks
+    # another group, with other ranks for the same processes
     group.barrier()
     port = group.broadcast_obj(free_port() if rank == 0 else None, 0)
     again = StatelessProcessGroup.create("127.0.0.1", port, 2 - rank, world)
@@ -197,7 +197,7 @@ def test_barrier_times_out_and_names_missing_ranks(tmp_path: Path) -> None:
 def test_shortest_timeout_ends_the_barrier_on_all_ranks() -> None:
     a, b, _, _ = groups(4)
     begin = time.monotonic()
-    errors = at_once([lambda: a.barrier(60), lambda: b.barrier(0.5)])
+    errors = concurrently([lambda: a.barrier(60), lambda: b.barrier(0.5)])
     assert 0.4 < time.monotonic() - begin < 1.5
     for rank, error in enumerate(errors):
         assert isinstance(error, RuntimeError)
@@ -215,10 +215,10 @@ def test_barrier_names_a_rank_that_does_not_leave() -> None:
 
 
 class Pausing:
-    """A store that blocks before its n-th call until `go_on` is set."""
+    """A store that blocks before its n-th call until `resume` is set."""
 
-    def __init__(self, store: Any, steps: int, go_on: threading.Event) -> None:
-        self.store, self.steps, self.go_on = store, steps, go_on
+    def __init__(self, store: Any, steps: int, resume: threading.Event) -> None:
+        self.store, self.steps, self.resume = store, steps, resume
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.store, name)
@@ -226,7 +226,7 @@ class Pausing:
         def call(*args: Any) -> Any:
             self.steps -= 1
             if self.steps == -1:
-                assert self.go_on.wait(20)
+                assert self.resume.wait(20)
             return function(*args)
 
         return call
@@ -235,32 +235,32 @@ class Pausing:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_barrier_agrees_wherever_a_rank_pauses(slow: int) -> None:
     """If a rank pauses beyond the other's timeout, both pass or both raise, at the next barrier at latest."""
-    verdicts = set()
+    outcomes = set()
     for steps in range(8):
         pair = groups(2)
-        go_on = threading.Event()
-        pair[slow].store = cast(Any, Pausing(pair[slow].store, steps, go_on))
+        resume = threading.Event()
+        pair[slow].store = cast(Any, Pausing(pair[slow].store, steps, resume))
 
-        def fast(group: StatelessProcessGroup = pair[1 - slow], go_on: threading.Event = go_on) -> None:
+        def fast(group: StatelessProcessGroup = pair[1 - slow], resume: threading.Event = resume) -> None:
             try:
                 group.barrier(0.2)
             finally:
-                go_on.set()
+                resume.set()
 
-        first = at_once([fast, lambda group=pair[slow]: group.barrier(5)])  # type: ignore[misc]
-        second, third = (at_once([lambda group=group: group.barrier(5) for group in pair]) for _ in "23")  # type: ignore[misc]
-        verdict = [error is None for error in first]
+        first = concurrently([fast, lambda group=pair[slow]: group.barrier(5)])  # type: ignore[misc]
+        second, third = (concurrently([lambda group=group: group.barrier(5) for group in pair]) for _ in "23")  # type: ignore[misc]
+        passed = [error is None for error in first]
         assert all(error is None or isinstance(error, RuntimeError) for error in first), (steps, first)
-        if verdict[0] == verdict[1]:
+        if passed[0] == passed[1]:
             assert second == [None, None], (steps, first, second)
         else:
-            assert verdict == [False, True] and slow == 1, (steps, first)
+            assert passed == [False, True] and slow == 1, (steps, first)
             for error in second:
                 text = "at the previous barrier rank 1 arrived, but did not leave within 0.2 s"
                 assert text in str(error), (steps, error)
         assert third == [None, None], (steps, third)
-        verdicts.add(tuple(verdict))
-    assert verdicts == {(True, True), (False, False)} | ({(False, True)} if slow else set())
+        outcomes.add(tuple(passed))
+    assert outcomes == {(True, True), (False, False)} | ({(False, True)} if slow else set())
 
 
 def check_lost_store(rank: int, folder: Path, port: int) -> None:
@@ -346,13 +346,13 @@ def test_create_names_missing_ranks_and_frees_the_port() -> None:
         return StatelessProcessGroup.create("127.0.0.1", port, rank, 3, store_timeout=1)
 
     begin = time.monotonic()
-    errors = at_once([lambda: create(0), lambda: create(2)])
+    errors = concurrently([lambda: create(0), lambda: create(2)])
     assert time.monotonic() - begin < 3
     for error in errors:
         assert isinstance(error, RuntimeError)
         assert "rank 1 did not arrive while rank" in str(error), error
     assert is_free("127.0.0.1", port)
-    error = at_once([lambda: create(1)])[0]
+    error = concurrently([lambda: create(1)])[0]
     assert isinstance(error, RuntimeError)
     assert f"create on rank 1 of 3: cannot reach rank 0 at host '127.0.0.1', port {port} within 1 s" in str(
         error
@@ -366,11 +366,11 @@ def test_create_rejects_conflicting_ranks_and_world_sizes() -> None:
     def create(rank: int, world: int) -> StatelessProcessGroup:
         return StatelessProcessGroup.create("127.0.0.1", port, rank, world, store_timeout=2)
 
-    same = at_once([lambda: create(0, 3), lambda: create(1, 3), lambda: create(1, 3)])
+    same = concurrently([lambda: create(0, 3), lambda: create(1, 3), lambda: create(1, 3)])
     assert sum("another process is rank 1" in str(error) for error in same) == 1, same
     assert sum(isinstance(error, spar.MismatchError) for error in same) == 1, same
     assert sum("rank 2 did not arrive" in str(error) for error in same) == 2, same
-    other = at_once([lambda: create(0, 2), lambda: create(1, 4)])
+    other = concurrently([lambda: create(0, 2), lambda: create(1, 4)])
     assert sum("another rank passed world_size" in str(error) for error in other) == 1, other
     assert all(isinstance(error, RuntimeError) for error in other)
 
@@ -388,7 +388,7 @@ def test_rank_0_listens_on_the_given_host_only(host: str, others: list[str]) -> 
     with contextlib.ExitStack() as stack:
         for other in others:
             if is_free(other, 0):  # this machine has the address
-                stack.enter_context(taken(other, port))  # binding to all interfaces would fail
+                stack.enter_context(reserved(other, port))  # binding to all interfaces would fail
         group = StatelessProcessGroup.create(host, port, 0, 1)
         assert group.socket is not None and group.socket.getsockname()[:2] == (host, port)
         assert answers(host, port)

@@ -1,8 +1,8 @@
-"""Processes that are not of the job and reach a rank's socket: they get nothing, and change nothing.
+"""Processes outside the job that connect to a rank's socket: they get nothing, and change nothing.
 
 A rank's socket has an abstract name, which every process of the network namespace can read and connect to.
-Attackers are children of the ranks, of this user or another one. They speak the format of
-csrc/ipc/handshake.c without the secrets; ranks are real.
+Attackers are children of the ranks, of this user or another one. They send messages in the format of
+csrc/ipc/handshake.c, without the secrets; the ranks are real.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ gather = spar.gather_forward_split_backward
 
 CALL, CHALLENGE, ARENA, REFUSAL, LATER = range(1, 6)
 MESSAGE = struct.Struct("=8sQqQqQ16sq80s16s")
-FACTS_ENDPOINT = 24 + 160 + 40 + 8 + 8  # its offset in spar_peer_info: then the secret
+ENDPOINT_OFFSET = 24 + 160 + 40 + 8 + 8  # its offset in spar_peer_info; the secret follows
 Endpoint = tuple[int, int]
 
 
@@ -54,13 +54,13 @@ def message(
 
 
 def own_endpoint() -> Endpoint:
-    facts = _C.peer_info()
-    (found,) = _C.processes(facts)
+    peer_info = _C.peer_info()
+    (found,) = _C.processes(peer_info)
     return found
 
 
 def endpoints() -> list[Endpoint]:
-    """Of all ranks, by rank; every rank listens afterwards."""
+    """Return the endpoints of all ranks; every rank listens afterwards."""
     found: list[Endpoint] = [(0, 0)] * dist.get_world_size()
     dist.all_gather_object(found, own_endpoint())
     return found
@@ -74,7 +74,7 @@ def connect(to: Endpoint) -> socket.socket:
 
 
 def receive(line: socket.socket, seconds: float) -> tuple[bytes, int]:
-    """The next message and the count of its descriptors; b"" at the connection's end, or where none comes."""
+    """Receive a message and its number of descriptors; b"" at a hang-up or after a timeout."""
     line.settimeout(seconds)
     try:
         data, fds, _, _ = socket.recv_fds(line, 1024, 8)
@@ -96,7 +96,7 @@ def become_another_user() -> None:
 
 @contextlib.contextmanager
 def attacker(attack: Callable[[], None], another_user: bool = False) -> Iterator[int]:
-    """A child that attacks until the block ends; it must not have failed before."""
+    """Run an attacking child until the block ends; it must not fail before."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -121,24 +121,24 @@ def attacker(attack: Callable[[], None], another_user: bool = False) -> Iterator
 
 
 def expect_shm(rank: int, world: int = 2) -> None:
-    """An exchange works, over shared memory."""
+    """Check that an exchange works over shm."""
     y = gather(torch.full((2,), float(rank)), None, 0)
     assert_same(y, torch.arange(float(world)).repeat_interleave(2))
     assert spar.transport().name == "shm", spar.transport()
 
 
-def begin_anew() -> None:
-    """The next exchange is a set-up."""
+def reset_group() -> None:
+    """Close the group, so that the next exchange sets it up again."""
     dist.barrier()
     spar.close()
     dist.barrier()
 
 
-# ---- this user, out of the job ----
+# ---- the same user, outside the job ----
 
 
-def stranger_calls(rank: int, folder: Path) -> None:
-    """A process with an invented endpoint gets no descriptor and no answer that tells of the job."""
+def contact_by_stranger(rank: int, folder: Path) -> None:
+    """A process with an invented endpoint gets no descriptor, and no answer that reveals the job."""
     ranks = endpoints()
     seen = folder / f"seen{rank}"
 
@@ -164,7 +164,7 @@ def stranger_calls(rank: int, folder: Path) -> None:
             time.sleep(0.01)
         for _ in range(3):
             expect_shm(rank)
-            begin_anew()
+            reset_group()
         if rank == 0:
             (folder / "over").touch()
         while not seen.exists():
@@ -173,11 +173,11 @@ def stranger_calls(rank: int, folder: Path) -> None:
 
 
 def test_same_user_stranger_gets_no_descriptor(tmp_path: Path) -> None:
-    assert finish(start(stranger_calls, 2, tmp_path, set_up=False), 60) == [0, 0]
+    assert finish(start(contact_by_stranger, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
-def forged_endpoints(rank: int, folder: Path) -> None:
-    """Messages that claim the other rank's endpoint without its secret: later groups are on shm."""
+def forge_endpoints(rank: int, folder: Path) -> None:
+    """Messages claim the peer's endpoint without its secret: later groups still use shm."""
     ranks = endpoints()
     other, own = ranks[1 - rank], ranks[rank]
     before = descriptors(os.getpid())
@@ -189,29 +189,29 @@ def forged_endpoints(rank: int, folder: Path) -> None:
             socket.send_fds(line, [words], [null.fileno()] * 6)
         lines.append(line)
     expect_shm(rank)
-    line = connect(own)  # a false proof
+    line = connect(own)  # an invalid proof
     line.send(message(CALL, other, own, os.urandom(16)))
     lines.append(line)
     for _ in range(3):
-        begin_anew()
+        reset_group()
         expect_shm(rank)
     for line in lines:
         line.close()
-    begin_anew()
+    reset_group()
     expect_shm(rank)
     assert descriptors(os.getpid()) < before + 12
     assert _C.connections()[2] == 0
 
 
 def test_forged_endpoint_leaves_groups_on_shm(tmp_path: Path) -> None:
-    assert finish(start(forged_endpoints, 2, tmp_path, set_up=False), 60) == [0, 0]
+    assert finish(start(forge_endpoints, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
 # ---- another user ----
 
 
 def flood(to: Endpoint, how: str) -> None:
-    """Connections until this process is killed: up to 1,100 are held open."""
+    """Open connections until this process is killed; hold up to 1,100 open."""
     null = os.open("/dev/null", os.O_RDONLY)
     held: list[socket.socket] = []
     forged = message(CALL, (to[0] + 1, 5), to, os.urandom(16))
@@ -231,34 +231,34 @@ def flood(to: Endpoint, how: str) -> None:
             held.pop(0).close()
 
 
-def begin_flood(rank: int, folder: Path, how: str, another_user: bool) -> list[Any]:
-    """Attackers of both ranks, once they are at work."""
+def start_flood(rank: int, folder: Path, how: str, another_user: bool) -> list[Any]:
+    """Start attackers of both ranks, and wait until they are active."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
     attackers = [attacker(partial(flood, to, how), another_user) for to in endpoints()]
     return attackers if rank == 0 else []
 
 
-def is_flooded(rank: int, folder: Path, how: str, another_user: bool) -> None:
+def exchange_under_flood(rank: int, folder: Path, how: str, another_user: bool) -> None:
     before = descriptors(os.getpid())
     with contextlib.ExitStack() as stack:
-        for each in begin_flood(rank, folder, how, another_user):
+        for each in start_flood(rank, folder, how, another_user):
             stack.enter_context(each)
         time.sleep(0.3)  # the backlogs are full
         most = 0
         for _ in range(4):
             expect_shm(rank)
             most = max(most, descriptors(os.getpid()))
-            begin_anew()
+            reset_group()
         expect_shm(rank)
         time.sleep(0.3)
         most = max(most, descriptors(os.getpid()))
         dist.barrier()
-    spare = 4 if rank == 0 else 0  # what the flood's own test machinery has
+    spare = 4 if rank == 0 else 0  # the descriptors of the test itself
     assert most < before + 16 + spare, (before, most)
     if another_user:
         assert _C.connections()[0] > 100
     assert _C.connections()[2] == 0
-    begin_anew()
+    reset_group()
     expect_shm(rank)
 
 
@@ -266,19 +266,23 @@ def is_flooded(rank: int, folder: Path, how: str, another_user: bool) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_other_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
-    assert finish(start(is_flooded, 2, tmp_path, how, True, set_up=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
+    assert finish(
+        start(exchange_under_flood, 2, tmp_path, how, True, set_up=False, SPAR_TIMEOUT="40"), 90
+    ) == [0, 0]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_same_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
-    assert finish(start(is_flooded, 2, tmp_path, how, False, set_up=False, SPAR_TIMEOUT="40"), 90) == [0, 0]
+    assert finish(
+        start(exchange_under_flood, 2, tmp_path, how, False, set_up=False, SPAR_TIMEOUT="40"), 90
+    ) == [0, 0]
 
 
-def watches_under_a_flood(rank: int, folder: Path) -> None:
-    """Over torch a rank sees the other's death at once, though strangers fill its backlog."""
+def watch_under_flood(rank: int, folder: Path) -> None:
+    """Over torch, a rank detects its peer's death at once while strangers fill its backlog."""
     with contextlib.ExitStack() as stack:
-        for each in begin_flood(rank, folder, "silent", True):
+        for each in start_flood(rank, folder, "silent", True):
             stack.enter_context(each)
         time.sleep(0.3)
         gather(torch.zeros(1), None, 0)
@@ -296,5 +300,5 @@ def watches_under_a_flood(rank: int, folder: Path) -> None:
 @root
 @pytest.mark.alone
 def test_watch_under_other_user_flood(tmp_path: Path) -> None:
-    ranks = start(watches_under_a_flood, 2, tmp_path, set_up=False, SPAR_TRANSPORT="torch")
+    ranks = start(watch_under_flood, 2, tmp_path, set_up=False, SPAR_TRANSPORT="torch")
     assert finish(ranks, 60) == [0, -signal.SIGKILL]

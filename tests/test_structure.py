@@ -1,4 +1,4 @@
-"""The structure that docs/architecture.md describes: folders are layers, and nothing imports in a circle."""
+"""The structure that docs/architecture.md describes: folders are layers, without import circles."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of spar that one imports, wherever in it, for types alone too.
+    """Return the modules of spar that a module imports, at any place, also for types alone.
 
-    Importing a submodule also runs its packages, but what they import is theirs.
+    Importing a submodule also runs its packages; their imports do not count.
     """
     found: set[str] = set()
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
@@ -58,7 +58,7 @@ def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
             origin = ".".join(part for part in base if part) if node.level else node.module or ""
             for alias in node.names:
-                if alias.name != "_C":  # the extension imports none of them
+                if alias.name != "_C":  # the extension imports no module
                     found.add(f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in known else origin)
     return found & set(known) - {name}
 

@@ -1,4 +1,4 @@
-"""Copy threads: the same bytes as one, wherever the shares are cut; and what SPAR_THREADS asks for."""
+"""Copy threads: the same bytes as one thread for any division, and the number that SPAR_THREADS sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def team() -> Iterator[None]:
     core.library().spar_threads_min_bytes(1 << 20)
 
 
-CALLS = {  # one long run; long ones, of which threads share each; rows; the items themselves
+CALLS = {  # one long run; several long runs, each shared by threads; rows; single items
     "a run": ("split", [(3 << 20,)], [[0]]),
     "long runs": ("split", [(3, (1 << 20) + 77)], [[1]]),
     "rows": ("split", [(2, 1 << 10, 900)], [[2]]),
@@ -53,7 +53,7 @@ def test_threads_share_a_copy(team: None, name: str, scaled: bool) -> None:
             assert torch.equal(one, many)
 
 
-def copies(rank: int, folder: Path) -> None:
+def copy_with_threads(rank: int, folder: Path) -> None:
     x = torch.arange(3_000_001, dtype=torch.float32) + rank
     y = spar.gather_forward_split_backward(x, None, 0)
     assert torch.equal(y, torch.cat([x - rank, x - rank + 1]))
@@ -62,7 +62,7 @@ def copies(rank: int, folder: Path) -> None:
         spar.gather_forward_split_backward(x, None, 0)
     assert len(os.listdir("/proc/self/task")) == threads, "made once"
     child = os.fork()
-    if child == 0:  # the parent's threads are not there
+    if child == 0:  # a fork has none of the parent's threads
         plan = _C.plan("split", 1, 0, 0, ((4, (3_000_001,), (1,), (0,)),))
         z = torch.zeros(3_000_001)
         plan.copy_own((x.data_ptr(),), (z.data_ptr(),), 0, False, 1.0)
@@ -78,7 +78,9 @@ def test_spar_threads_sets_the_number_of_copy_threads(tmp_path: Path, transport:
     for wanted in ("1", "3"):
         folder = tmp_path / wanted
         folder.mkdir()
-        assert finish(start(copies, 2, folder, SPAR_THREADS=wanted, SPAR_TRANSPORT=transport), 60) == [0, 0]
+        assert finish(
+            start(copy_with_threads, 2, folder, SPAR_THREADS=wanted, SPAR_TRANSPORT=transport), 60
+        ) == [0, 0]
         counts.append([int((folder / f"threads.{rank}").read_text()) for rank in range(2)])
     assert [b - a for a, b in zip(*counts, strict=True)] == [2, 2], counts
 

@@ -1,4 +1,4 @@
-"""Topologies: three APIs over one, several in a process, and which one backward and recomputation use."""
+"""Topologies: three APIs to one, several in a process, and which one backward and recomputation use."""
 
 from __future__ import annotations
 

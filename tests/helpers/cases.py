@@ -1,4 +1,4 @@
-"""Random calls of every op, and what must hold for each: the whole world in one process."""
+"""Random calls of every op, and the checks that each must pass, with all ranks in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORLDS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 64)
 ITEMS = (1, 2, 3, 4, 8, 12, 16)
 MAX = 2**63 - 1
 
-# The same cases on every run, so that a failure belongs to a change. EXPLORE=1 looks for new ones.
+# The same cases on every run, so that a failure is due to a change. EXPLORE=1 draws new ones.
 EXAMPLES = settings(
     deadline=None,
     derandomize="EXPLORE" not in os.environ,
@@ -31,14 +31,14 @@ EXAMPLES = settings(
 )
 
 
-Draw = Callable[[int, int], int]  # a whole number from the first to the last
+Draw = Callable[[int, int], int]  # an int from the first to the last
 
 # ---- Valid arguments for each op --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Which rank owns each index of one dim; a rank holds its own in order. None: every rank holds all."""
+    """Which rank owns each index of one dim, in ascending order. None: every rank holds the whole tensor."""
 
     dim: int = 0
     owners: Sequence[int] | None = None
@@ -54,7 +54,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """An op's arguments, the inverse's, and what they mean: who holds what before and after."""
+    """The arguments of an op and of its inverse, and which rank holds what before and after."""
 
     args: list[int]
     inverse_args: list[int]
@@ -63,7 +63,7 @@ class Move:
 
 
 def by_rule(total: int, world: int) -> tuple[int, ...]:
-    """torch has the size rule too."""
+    """The size rule, by torch."""
     return tuple(len(part) for part in torch.empty(total, 0).tensor_split(world))
 
 
@@ -138,7 +138,7 @@ def inverted(split: Callable[[Draw, list[int], int], Move]) -> Callable[[Draw, l
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """move(draw, shape, world) may change an extent, where the op has rules for it."""
+    """move(draw, shape, world) may change an extent if the op restricts it."""
 
     move: Callable[[Draw, list[int], int], Move]
     min_dims: int = 1
@@ -165,23 +165,23 @@ class Part:
     """One tensor of a call."""
 
     item: int
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the global tensor
     layout: str
     move: Move
 
     def whole(self) -> torch.Tensor:
-        """Each cell carries its index; dims of 2 and more are expanded where the layout says so."""
+        """Return the global tensor; cells hold their index. An "expanded" layout repeats every other dim."""
         shape = self.shape
         if self.layout == "expanded":
             shape = tuple(1 if n > 1 and i % 2 == 0 else n for i, n in enumerate(shape))
         index = torch.arange(torch.Size(shape).numel()).view(shape)
         if self.item == 1:
-            index = index % 251  # a prime, so that equal cells do not lie a power of two apart
+            index = index % 251  # a prime: equal cells are not a power of two apart
         shifts = (8 * torch.arange(self.item)).clamp(max=56)
         return (index.unsqueeze(-1) >> shifts & 255).to(torch.uint8).expand(*self.shape, self.item)
 
     def laid_out(self, x: torch.Tensor) -> torch.Tensor:
-        """The same values, elsewhere in memory."""
+        """Return the same values in the layout's memory format."""
         dims = list(range(x.dim() - 1))
         if self.layout == "transposed":
             order = dims[1:] + dims[:1] + [len(dims)]
@@ -247,11 +247,11 @@ def seeded_case(op: str, world: int, seed: int) -> Case:
     return make_case(op, world, random.Random(f"{op} {world} {seed}").randint)
 
 
-# ---- What holds for every case ----------------------------------------------------------------------------
+# ---- Checks of every case ---------------------------------------------------------------------------------
 
 
 def check_content(case: Case) -> None:
-    """An exchange gives each rank what it shall hold, and leaves the inputs as they were."""
+    """Check that an exchange gives each rank its output, and leaves the inputs unchanged."""
     inputs, plans = case.inputs(), case.plans()
     memories = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for own in inputs for x in own]
     before = [memory.clone() for memory in memories]
@@ -264,7 +264,7 @@ def check_content(case: Case) -> None:
 
 
 def check_writes(case: Case) -> None:
-    """The blocks of all ranks cover each output exactly once, stay in bounds, and are merged."""
+    """Check that the blocks of all ranks cover each output exactly once, stay in bounds, and are merged."""
     inputs, plans = case.inputs(), case.plans()
     for receiver in plans:
         counts = [torch.zeros(tensor.out_bytes, dtype=torch.int32) for tensor in receiver.tensors]
@@ -274,7 +274,7 @@ def check_writes(case: Case) -> None:
             bytes_ = 0
             for block in sender.blocks(receiver.rank):
                 extents, src, dst = zip(*block.loops, strict=True) if block.loops else ((), (), ())
-                # as_strided raises where it leaves the memory; a block that wrote a byte twice moves too many
+                # as_strided raises out of bounds; a block that writes a byte twice moves too many bytes
                 region = counts[block.tensor].as_strided((*extents, block.run), (*dst, 1), block.dst)
                 region += 1
                 moved[block.tensor] += region.numel()
@@ -305,7 +305,7 @@ def assert_merged(block: core.BlockRow) -> None:
 
 
 def check_packed(case: Case) -> None:
-    """Packing and unpacking give the same outputs, and both ends count the same bytes."""
+    """Check that packing and unpacking give the same outputs, and that both ends count the same bytes."""
     inputs, plans = case.inputs(), case.plans(core.SIDE_PULL)
     pushed = [plan.push_bytes for plan in plans]
     pulled = [plan.pull_bytes for plan in plans]
@@ -315,7 +315,7 @@ def check_packed(case: Case) -> None:
 
 
 def check_inverse(case: Case) -> None:
-    """The op that the table names as the inverse gives the inputs back."""
+    """Check that the inverse op of the table restores the inputs."""
     inputs, shared = case.inputs(), core.world(case.world)
     outputs = shared.exchange(case.plans(), inputs)
     args = [part.move.inverse_args for part in case.parts]

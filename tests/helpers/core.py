@@ -1,7 +1,8 @@
-"""The C core without Python's binding: built with the local transport, wrapped with ctypes.
+"""The C core without the Python binding: built with the local transport, wrapped with ctypes.
 
-The local transport runs all ranks of a group as threads of one process: a test sees the whole world at once.
-A *tensor of items* is a uint8 tensor whose last dim is one item's bytes: so every item size works, also 3.
+The local transport runs all ranks of a group as threads of one process, so that a test can inspect every
+rank. A *tensor of items* is a uint8 tensor; its last dim holds the bytes of one item. Any item size works,
+also 3.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from helpers.core_abi import (  # those that only tests use are re-exported
+from helpers.core_abi import (  # tests import some of these names from here
     MAX_WORLD,
     Call,
     Comm,
@@ -64,7 +65,7 @@ from helpers.core_abi import (
 
 
 def _table(name: str, row: type) -> list:
-    """The rows of a NULL-terminated array of pointers."""
+    """Return the rows of a NULL-terminated array of pointers."""
     pointers = ctypes.cast(getattr(library(), name), POINTER(POINTER(row)))
     rows: list = []
     while pointers[len(rows)]:
@@ -73,7 +74,7 @@ def _table(name: str, row: type) -> list:
 
 
 def ops() -> dict[str, str]:
-    """The op table: name -> name of the inverse."""
+    """Return the op table: name -> name of the inverse."""
     return {row.name.decode(): row.inverse.decode() for row in _table("spar_ops", Op)}
 
 
@@ -90,7 +91,7 @@ def env_rows() -> list[EnvRow]:
 
 
 def cpu() -> int:
-    """The address of the CPU's spar_device."""
+    """Return the address of the CPU's spar_device."""
     return ctypes.addressof(c_char.in_dll(library(), "spar_device_cpu"))
 
 
@@ -98,7 +99,7 @@ def cpu() -> int:
 
 
 class Spec(NamedTuple):
-    """What is asked of one tensor; extents and strides are those of the rank's input, in items."""
+    """One tensor of a request; extents and strides of the rank's input, in items."""
 
     item: int
     extents: Sequence[int]
@@ -125,7 +126,7 @@ def _ints(values: Sequence[int]) -> ctypes.Array[c_int64]:
 def request(
     op: str, world: int, rank: int, specs: Sequence[Spec], sides: int = 0, **overrides: int
 ) -> Request:
-    """`overrides`: values of ndim, nargs or ntensors that do not fit the specs."""
+    """Build a request. `overrides`: values of ndim, nargs or ntensors that contradict the specs."""
     tensors = (Tensor * len(specs))()
     for tensor, spec in zip(tensors, specs, strict=True):
         tensor.item_size = spec.item
@@ -146,7 +147,7 @@ class BlockRow(NamedTuple):
 
 
 class Plan:
-    """A plan in Python's hands; released when it is collected."""
+    """A plan, released when it is garbage-collected."""
 
     def __init__(self, request: Request, cached: bool = False) -> None:
         self.handle = POINTER(PlanStruct)()
@@ -189,13 +190,13 @@ class Plan:
         ]
 
 
-Inputs = Sequence[torch.Tensor]  # a rank's, as tensors of items
+Inputs = Sequence[torch.Tensor]  # of one rank, as tensors of items
 
 
 def build_plans(
     op: str, inputs: Sequence[Inputs], args: Sequence[Sequence[int]], sides: int = 0
 ) -> list[Plan]:
-    """All ranks' plans; `args` has an entry for each of a rank's tensors."""
+    """Build the plans of all ranks; `args` has an entry for each tensor of a rank."""
     world = len(inputs)
     return [
         Plan(request(op, world, rank, [Spec.of(x, a) for x, a in zip(own, args, strict=True)], sides))
@@ -204,7 +205,7 @@ def build_plans(
 
 
 class Output:
-    """Room for a tensor of items, between two wide guards, filled with a pattern that says `not written`."""
+    """Memory for a tensor of items, between two guards, filled with a pattern that marks unwritten bytes."""
 
     GUARD, PATTERN = 1024, 0xEE
 
@@ -213,7 +214,7 @@ class Output:
         self.memory = torch.full((bytes_ + 2 * self.GUARD,), self.PATTERN, dtype=torch.uint8)
         self.items = self.memory[self.GUARD : self.GUARD + bytes_].view(tuple(shape))
 
-    def guards_are_whole(self) -> bool:
+    def guards_are_intact(self) -> bool:
         guards = torch.cat([self.memory[: self.GUARD], self.memory[-self.GUARD :]])
         return bool((guards == self.PATTERN).all())
 
@@ -229,7 +230,7 @@ def unscaled() -> Scale:
     return Scale(ScaleType.UNSCALED, 0, 1.0)
 
 
-# The whole world.
+# All ranks.
 
 
 class Outcome(NamedTuple):
@@ -240,7 +241,7 @@ class Outcome(NamedTuple):
 
 
 def local() -> ctypes._Pointer[Transport]:
-    """The local transport's row."""
+    """Return the local transport's row."""
     return ctypes.pointer(Transport.in_dll(library(), "spar_transport_local"))
 
 
@@ -255,22 +256,20 @@ class World:
     def __init__(self, size: int) -> None:
         core = library()
         self.size = size
-        self.newest: deque[object] = deque(maxlen=2)  # a core that reads an ended call shall fail, not crash
+        self.newest: deque[object] = deque(maxlen=2)  # reading an ended call must fail the test, not crash it
         self.shared = core.spar_local_world_new(size)
-        facts = (PeerInfo * size)()
-        verdicts, last = (SetupResult * size)(), SetupResult()
-        for own in facts:
+        info = (PeerInfo * size)()
+        results, last = (SetupResult * size)(), SetupResult()
+        for own in info:
             core.spar_peer_info_read(byref(own))
             own.local_world, own.transport = self.shared, b"local"
         self.comms = [POINTER(Comm)() for _ in range(size)]
         for rank, comm in enumerate(self.comms):
             check(
-                core.spar_comm_open(
-                    local(), facts, size, rank, size, None, byref(comm), byref(verdicts[rank])
-                )
+                core.spar_comm_open(local(), info, size, rank, size, None, byref(comm), byref(results[rank]))
             )
         for comm in self.comms:
-            check(core.spar_comm_connect(comm, verdicts, byref(Deadline()), byref(last)))
+            check(core.spar_comm_connect(comm, results, byref(Deadline()), byref(last)))
             assert not last.failed, last.reason
 
     def close(self) -> None:
@@ -286,7 +285,7 @@ class World:
         scale: Scale | None = None,
         seconds: float = 30,
     ) -> list[Outcome | None]:
-        """One call on every rank that has a plan, on a thread each."""
+        """Make one call on every rank that has a plan, each on its own thread."""
         calls: list[tuple[int, Call, list[Output]]] = []
         deadline = time.monotonic_ns() + int(seconds * 1e9)
         for rank, (plan, own) in enumerate(zip(plans, inputs, strict=True)):
@@ -305,7 +304,7 @@ class World:
             calls.append((rank, call, room))
         self.newest.append(calls)
 
-        begin = time.monotonic()  # of all ranks: a thread may start late
+        begin = time.monotonic()  # shared by all ranks, because a thread may start late
 
         def finish(entry: tuple[int, Call, list[Output]]) -> Outcome:
             rank, call, room = entry
@@ -322,27 +321,27 @@ class World:
     def exchange(
         self, plans: Sequence[Plan], inputs: Sequence[Inputs], **options: object
     ) -> list[list[torch.Tensor]]:
-        """A call that must succeed; gives the outputs of each rank."""
+        """Make a call that must succeed; return the outputs of each rank."""
         results: list[list[torch.Tensor]] = []
         for outcome in self.call(plans, inputs, **options):  # type: ignore[arg-type]
             assert outcome is not None
             if outcome.status:
                 raise CoreError(outcome.status, outcome.text)
-            assert all(output.guards_are_whole() for output in outcome.outputs)
+            assert all(output.guards_are_intact() for output in outcome.outputs)
             results.append([output.items for output in outcome.outputs])
         return results
 
 
 @functools.cache
 def world(size: int) -> World:
-    """A world that tests share; one that a test breaks is its own World(size)."""
+    """Return a world that tests share. A test that breaks a world creates its own World(size)."""
     return World(size)
 
 
 def exchange_packed(
     plans: Sequence[Plan], inputs: Sequence[Inputs], scale: Scale | None = None
 ) -> list[list[torch.Tensor]]:
-    """The same exchange by packing, moving one run of bytes from each rank to each other, and unpacking."""
+    """Make the same exchange by packing, copying the bytes between all pairs of ranks, and unpacking."""
     core, outputs = library(), [plan.outputs() for plan in plans]
     scale, sizes = scale or unscaled(), [plan.push_bytes for plan in plans]
     sources = [addresses(own) for own in inputs]
@@ -355,11 +354,11 @@ def exchange_packed(
                 continue
             wire = Output((sizes[a][b],))
             check(core.spar_pack(sender.handle, cpu(), b, sources[a], wire.items.data_ptr(), None))
-            assert wire.guards_are_whole()
+            assert wire.guards_are_intact()
             check(
                 core.spar_unpack(
                     receiver.handle, cpu(), a, wire.items.data_ptr(), targets[b], byref(scale), None
                 )
             )
-    assert all(output.guards_are_whole() for room in outputs for output in room)
+    assert all(output.guards_are_intact() for room in outputs for output in room)
     return [[output.items for output in room] for room in outputs]

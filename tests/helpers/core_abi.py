@@ -1,4 +1,4 @@
-"""The C core's structs and functions for ctypes, held against its headers when it is built."""
+"""The C core's structs and functions for ctypes, compared with its headers when it is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64,
 from pathlib import Path
 
 from helpers import workers
-from helpers.beforehand import once
+from helpers.prebuild import once
 
 TESTS = Path(__file__).resolve().parent.parent
 CSRC = TESTS.parent / "csrc"
@@ -20,7 +20,7 @@ SIDE_PULL = 1
 
 
 def compile_core(output: Path, *options: str | Path, compiler: str = "cc") -> None:
-    """Compiles all of csrc that knows no Python; `options` are flags and further source files."""
+    """Compile csrc without its Python binding; `options` are flags and further source files."""
     sources = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name != "python"]
     sources.append(TESTS / "c" / "local.c")
     command = [compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]
@@ -45,7 +45,7 @@ class CoreError(Exception):
         self.status, self.text = Status(status), text
 
 
-# The library's structs, field by field. library() holds them against the headers.
+# The library's structs, field by field. library() compares them with the headers.
 
 
 class Tensor(ctypes.Structure):
@@ -357,7 +357,7 @@ _FUNCTIONS = {  # name: (result, arguments)
 
 
 def _expected_abi() -> list[tuple[str, int]]:
-    """What C calls each size, offset and code, and what it is here."""
+    """Return the C expression of each size, offset and code, and its value here."""
     abi = [(f"SPAR_{status.name}", status.value) for status in Status]
     abi += [(f"SPAR_{kind.name}", kind.value) for kind in ScaleType]
     abi += [(f"SPAR_{route.name}", route.value) for route in Route]

@@ -1,4 +1,4 @@
-"""The faults of test_fault_matrix.py: what the odd rank does, and what every rank must see of it."""
+"""The faults of test_fault_matrix.py: what the odd rank does, and what every rank must report."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ Group = dist.ProcessGroup
 
 TRANSPORTS = ("shm", "torch")
 SIZES = (2, 3, 4)
-LIMIT = 1.0  # seconds, of groups whose calls do not end
+LIMIT = 1.0  # timeout in seconds of groups that a fault breaks
 CAP = 32 << 20
 LOST_WITHIN = 2.0  # seconds from a death to its error, on one host
-OVER = 1.5  # seconds that an error may come after the limit, on a machine that does other things, too
+OVER = 1.5  # seconds that an error may be late, on a busy machine
 
 gather = spar.gather_forward_split_backward
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What the odd rank does, or where it differs, and what everybody must see of it."""
+    """What the odd rank does, or where its call differs, and the error that every rank must raise."""
 
     call: Callable[[int, int, Group, Any], object]  # (rank, world, group, scene)
-    error: str  # the class on all ranks but the odd one, which is the last
-    words: tuple[str, ...]  # in every message
-    odd: str = ""  # the odd rank's class, where it is another; "-": it does not call
-    usable: bool = False  # the group, after it
-    seconds: tuple[float, float] = (0.0, 0.9)  # until the error
-    only: str = ""  # the transport that has it; the reason for the other is in NOT_THERE
+    error: str  # the class on all ranks except the odd one, the last rank
+    patterns: tuple[str, ...]  # in every message
+    odd: str = ""  # the odd rank's class if it differs; "-": it does not raise
+    usable: bool = False  # whether the group stays usable
+    seconds: tuple[float, float] = (0.0, 0.9)  # bounds of the time until the error
+    only: str = ""  # the only transport with this fault; NOT_APPLICABLE has the table's entry for the other
 
 
 class Scene:
-    """What a fault needs beside its group: another one, the processes, a thread that acts meanwhile."""
+    """What a fault needs besides its group: other groups, the processes, a timer."""
 
     def __init__(self, other: Group, fresh: Group, processes: list[int], rank: int) -> None:
         self.other, self.fresh, self.processes, self.rank = other, fresh, processes, rank
 
     def after(self, seconds: float, act: Callable[[], object]) -> None:
-        """On rank 0, while all are in their calls."""
+        """Run `act` on rank 0 after a delay, while all ranks are in their calls."""
         if self.rank == 0:
             threading.Timer(seconds, act).start()
 
@@ -64,85 +64,85 @@ def odd_of(rank: int, world: int) -> bool:
     return rank == world - 1
 
 
-def another_shape(rank: int, world: int, group: Group, scene: Scene) -> object:
+def different_shape(rank: int, world: int, group: Group, scene: Scene) -> object:
     return spar.all_to_all(torch.zeros(4 + odd_of(rank, world), 4, 12), group, 2, 1)
 
 
-def another_dtype(rank: int, world: int, group: Group, scene: Scene) -> object:
+def different_dtype(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(
         part(world, rank).to(torch.int32 if odd_of(rank, world) else torch.float32), group, 1, rule(12, world)
     )
 
 
-def another_dim(rank: int, world: int, group: Group, scene: Scene) -> object:
+def different_dim(rank: int, world: int, group: Group, scene: Scene) -> object:
     return spar.all_to_all(torch.zeros(4, 4, 4, 4), group, 3 if odd_of(rank, world) else 2, 1)
 
 
-def other_sizes(rank: int, world: int, group: Group, scene: Scene) -> object:
+def different_sizes(rank: int, world: int, group: Group, scene: Scene) -> object:
     sizes = [2] * world
-    sizes[0] += odd_of(rank, world)  # a size of another rank: what this one holds is right
+    sizes[0] += odd_of(rank, world)  # another rank's size: this rank's own is right
     return gather(torch.zeros(2), group, 0, sizes)
 
 
-def another_op(rank: int, world: int, group: Group, scene: Scene) -> object:
+def different_op(rank: int, world: int, group: Group, scene: Scene) -> object:
     x = torch.zeros(2, 3)
     return gather(x, group, 0) if odd_of(rank, world) else spar.all_to_all(x, group, 1, 0)
 
 
-def a_gradient(rank: int, world: int, group: Group, scene: Scene) -> object:
+def different_requires_grad(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(torch.zeros(2, requires_grad=odd_of(rank, world)), group, 0)
 
 
-def a_bad_argument(rank: int, world: int, group: Group, scene: Scene) -> object:
+def bad_argument(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(torch.zeros(2), group, 7 if odd_of(rank, world) else 0)
 
 
-def no_tensor(rank: int, world: int, group: Group, scene: Scene) -> object:
+def not_a_tensor(rank: int, world: int, group: Group, scene: Scene) -> object:
     x: Any = [0.0, 0.0] if odd_of(rank, world) else torch.zeros(2)
     return gather(x, group, 0)
 
 
-def fails_in_the_first_exchange(rank: int, world: int, group: Group, scene: Scene) -> object:
+def bad_argument_in_first_exchange(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(torch.zeros(2), scene.fresh, 7 if odd_of(rank, world) else 0)
 
 
 class Alarm(Exception):
-    """Of a signal's handler."""
+    """Raised by a signal handler."""
 
 
-def a_handler_raises(rank: int, world: int, group: Group, scene: Scene) -> object:
-    def sound(*_: object) -> None:
+def raise_in_handler(rank: int, world: int, group: Group, scene: Scene) -> object:
+    def raise_alarm(*_: object) -> None:
         raise Alarm
 
     if odd_of(rank, world):
-        signal.signal(signal.SIGALRM, sound)
+        signal.signal(signal.SIGALRM, raise_alarm)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
     if rank == 0:
         time.sleep(0.6)
     return gather(torch.zeros(2), group, 0)
 
 
-def another_group(rank: int, world: int, group: Group, scene: Scene) -> object:
+def call_on_another_group(rank: int, world: int, group: Group, scene: Scene) -> object:
     gather(torch.zeros(1), scene.other, 0)
     if odd_of(rank, world):
         return spar.all_to_all(torch.zeros(world, 2), scene.other, 0, 1)
     return gather(torch.zeros(2), group, 0)
 
 
-def never_comes(rank: int, world: int, group: Group, scene: Scene) -> object:
+def make_no_call(rank: int, world: int, group: Group, scene: Scene) -> object:
     if odd_of(rank, world):
         time.sleep(LIMIT + 0.8)
         return None
     return gather(torch.zeros(2), group, 0)
 
 
-def comes_too_late(rank: int, world: int, group: Group, scene: Scene) -> object:
+def call_late(rank: int, world: int, group: Group, scene: Scene) -> object:
     if odd_of(rank, world):
         time.sleep(LIMIT + 0.8)
     return gather(torch.zeros(2), group, 0)
 
 
-def is_stopped(rank: int, world: int, group: Group, scene: Scene) -> object:
+def stop(rank: int, world: int, group: Group, scene: Scene) -> object:
     scene.after(0.1, scene.signal(signal.SIGSTOP))
     scene.after(LIMIT + 1.2, scene.signal(signal.SIGCONT))
     for _ in range(10_000):
@@ -150,7 +150,7 @@ def is_stopped(rank: int, world: int, group: Group, scene: Scene) -> object:
     return None
 
 
-def is_stopped_for_a_moment(rank: int, world: int, group: Group, scene: Scene) -> object:
+def pause(rank: int, world: int, group: Group, scene: Scene) -> object:
     scene.after(0.1, scene.signal(signal.SIGSTOP))
     scene.after(0.4, scene.signal(signal.SIGCONT))
     for i in range(60):
@@ -160,18 +160,18 @@ def is_stopped_for_a_moment(rank: int, world: int, group: Group, scene: Scene) -
     return None
 
 
-def is_interrupted(rank: int, world: int, group: Group, scene: Scene) -> object:
+def interrupt(rank: int, world: int, group: Group, scene: Scene) -> object:
     scene.after(0.3, scene.signal(signal.SIGINT))
     if rank == 0:
         time.sleep(0.6)
     return gather(torch.zeros(2), group, 0)
 
 
-def wants_too_much(rank: int, world: int, group: Group, scene: Scene) -> object:
-    return gather(torch.zeros(1).expand(CAP // 4), group, 0)  # the input takes none
+def exceed_cap(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return gather(torch.zeros(1).expand(CAP // 4), group, 0)  # an expanded input takes no memory
 
 
-def closes(rank: int, world: int, group: Group, scene: Scene) -> object:
+def close(rank: int, world: int, group: Group, scene: Scene) -> object:
     if odd_of(rank, world):
         time.sleep(0.1)
         spar.close(group)
@@ -180,7 +180,7 @@ def closes(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(torch.zeros(2), group, 0)
 
 
-def closes_its_own_call(rank: int, world: int, group: Group, scene: Scene) -> object:
+def close_in_call(rank: int, world: int, group: Group, scene: Scene) -> object:
     if odd_of(rank, world):
         threading.Timer(0.2, spar.close, (group,)).start()
     else:
@@ -189,85 +189,83 @@ def closes_its_own_call(rank: int, world: int, group: Group, scene: Scene) -> ob
 
 
 def different(*shown: str) -> dict[str, Any]:
-    words = (
+    patterns = (
         r"calls differ between .*; nothing was exchanged:\n  rank 0.*: \w+ \[.*\n  rank \d: \w+ \[",
         *shown,
     )
-    return {"error": "MismatchError", "words": words, "usable": True}
+    return {"error": "MismatchError", "patterns": patterns, "usable": True}
 
 
-COMING = r"rank {odd} \(process {process}\) did not make .*SPAR_TIMEOUT"
-PLACES = r"last call of each rank, on any group:\n  rank 0.*gather, call \d+ on group '{group}'"
-AT_THE_LIMIT = (LIMIT - 0.1, LIMIT + OVER)
+NOT_CALLED = r"rank {odd} \(process {process}\) did not make .*SPAR_TIMEOUT"
+LAST_CALLS = r"last call of each rank, on any group:\n  rank 0.*gather, call \d+ on group '{group}'"
+AT_TIMEOUT = (LIMIT - 0.1, LIMIT + OVER)
 FAULTS = {
-    "another shape": Fault(another_shape, **different(r"\[5, \d+, 12\]")),
-    "another dtype": Fault(another_dtype, **different(r"torch\.int32")),
-    "another dim": Fault(another_dim, **different("dim 3")),
-    "other sizes": Fault(other_sizes, **different(r"\[3, 2")),
-    "another op": Fault(another_op, **different("gather", "all_to_all")),
-    "a gradient": Fault(a_gradient, **different("gradient recorded")),
-    "a bad argument": Fault(
-        a_bad_argument, "MismatchError", (r"rank {odd} failed: .*dim is 7",), "ValueError", usable=True
+    "different shape": Fault(different_shape, **different(r"\[5, \d+, 12\]")),
+    "different dtype": Fault(different_dtype, **different(r"torch\.int32")),
+    "different dim": Fault(different_dim, **different("dim 3")),
+    "different sizes": Fault(different_sizes, **different(r"\[3, 2")),
+    "different op": Fault(different_op, **different("gather", "all_to_all")),
+    "different requires_grad": Fault(different_requires_grad, **different("gradient recorded")),
+    "bad argument": Fault(
+        bad_argument, "MismatchError", (r"rank {odd} failed: .*dim is 7",), "ValueError", usable=True
     ),
-    "no tensor": Fault(
-        no_tensor, "MismatchError", ("rank {odd} failed: .*input_ is a list",), "TypeError", usable=True
+    "not a tensor": Fault(
+        not_a_tensor, "MismatchError", ("rank {odd} failed: .*input_ is a list",), "TypeError", usable=True
     ),
-    "the first call": Fault(
-        fails_in_the_first_exchange,
+    "bad argument in the first call": Fault(
+        bad_argument_in_first_exchange,
         "MismatchError",
         ("rank {odd} failed: .*dim is 7",),
         "ValueError",
         usable=True,
     ),
-    "too much memory": Fault(
-        wants_too_much, "OutOfMemoryError", ("SPAR_ARENA_MAX",), usable=True, only="shm"
-    ),
-    "stopped shortly": Fault(is_stopped_for_a_moment, "", (), usable=True, seconds=(0, 20)),
+    "out of memory": Fault(exceed_cap, "OutOfMemoryError", ("SPAR_ARENA_MAX",), usable=True, only="shm"),
+    "short pause": Fault(pause, "", (), usable=True, seconds=(0, 20)),
     "another group": Fault(
-        another_group,
+        call_on_another_group,
         "ExchangeTimeoutError",
-        (r"did not make .*SPAR_TIMEOUT", r"all_to_all, call 2 on group '{other}'", PLACES),
-        seconds=AT_THE_LIMIT,
+        (r"did not make .*SPAR_TIMEOUT", r"all_to_all, call 2 on group '{other}'", LAST_CALLS),
+        seconds=AT_TIMEOUT,
     ),
-    "never comes": Fault(never_comes, "ExchangeTimeoutError", (COMING, PLACES), "-", seconds=AT_THE_LIMIT),
-    "comes too late": Fault(
-        comes_too_late,
+    "no call": Fault(make_no_call, "ExchangeTimeoutError", (NOT_CALLED, LAST_CALLS), "-", seconds=AT_TIMEOUT),
+    "late call": Fault(
+        call_late,
         "ExchangeTimeoutError",
-        (COMING, PLACES),
+        (NOT_CALLED, LAST_CALLS),
         "GroupBrokenError|ExchangeTimeoutError",
-        seconds=AT_THE_LIMIT,
+        seconds=AT_TIMEOUT,
     ),
     "stopped": Fault(
-        is_stopped,
+        stop,
         "ExchangeTimeoutError",
-        (COMING, "last call of each rank"),
+        (NOT_CALLED, "last call of each rank"),
         r"GroupBrokenError|ExchangeTimeoutError|PeerLostError",
         seconds=(LIMIT - 0.1, LIMIT + 0.1 + OVER),
     ),
     "interrupted": Fault(
-        is_interrupted,
+        interrupt,
         "GroupBrokenError",
         (r"rank {odd} was interrupted in call \d",),
         "KeyboardInterrupt",
         only="shm",
     ),
-    "a raising handler": Fault(
-        a_handler_raises, "GroupBrokenError", (r"rank {odd} was interrupted in call \d",), "Alarm", only="shm"
+    "handler raises": Fault(
+        raise_in_handler, "GroupBrokenError", (r"rank {odd} was interrupted in call \d",), "Alarm", only="shm"
     ),
-    "closed": Fault(closes, "GroupBrokenError", ("a rank closed the group",), "-", only="shm"),
-    "closed in a call": Fault(
-        closes_its_own_call,
+    "group closed": Fault(close, "GroupBrokenError", ("a rank closed the group",), "-", only="shm"),
+    "group closed in a call": Fault(
+        close_in_call,
         "GroupBrokenError",
         (r"rank {odd} closed the group in call \d",),
         "GroupBrokenError",
         only="shm",
     ),
 }
-NOT_THERE = {
-    "too much memory": "none",  # there is no cap: what torch cannot allocate is in test_local_failures.py
-    "interrupted": "the limit",  # the others see a rank that does not come: test_faults.py
-    "a raising handler": "the limit",  # the same: test_local_failures.py
-    "closed": "a new one",  # without shared memory nothing is held open
-    "closed in a call": "the limit",  # the closing rank raises at once: test_local_failures.py
+NOT_APPLICABLE = {
+    "out of memory": "none",  # no cap; test_local_failures.py covers torch's allocator
+    "interrupted": "timeout",  # its peers time out: test_faults.py
+    "handler raises": "timeout",  # the same: test_local_failures.py
+    "group closed": "new set-up",  # without shared memory, a group holds nothing open
+    "group closed in a call": "timeout",  # the closing rank raises at once: test_local_failures.py
 }
 DEATHS = ("killed waiting", "killed copying", "exits")

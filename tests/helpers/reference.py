@@ -1,6 +1,6 @@
-"""Each operation's equation in plain torch, on the global tensor: what a rank holds, and must receive.
+"""Each operation's equation in plain torch, on the global tensor: what a rank holds and must receive.
 
-A cell carries its global index, so what is expected needs no communication.
+Every cell encodes its global index, so that the expected values need no communication.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 
 
 def rule(total: int, world: int) -> list[int]:
-    return [len(range(rank, total, world)) for rank in range(world)]  # counted, not computed
+    return [len(range(rank, total, world)) for rank in range(world)]  # by counting, unlike the implementation
 
 
 def in_runs(sizes: Sequence[int]) -> list[int]:
-    """Who owns each index: the first size for rank 0, the next for rank 1, ..."""
+    """Return the owner of each index: the first size for rank 0, the next for rank 1, ..."""
     return [rank for rank, size in enumerate(sizes) for _ in range(size)]
 
 
 def among(owners: Sequence[int], outer: int, inner: int) -> list[int]:
-    """What each of the outer ranks owns, cut once more among inner ones by the size rule."""
+    """Split each outer rank's indices among inner ranks, by the size rule."""
     shares = [iter(in_runs(rule(list(owners).count(rank), inner))) for rank in range(outer)]
     return [next(shares[owner]) * outer + owner for owner in owners]
 
@@ -36,14 +36,14 @@ def packed(lengths: Sequence[int], ring: int, inner: int = 1) -> list[int]:
 
 
 def owned(x: torch.Tensor, owners: Sequence[int], dim: int, rank: int) -> torch.Tensor:
-    """What a rank holds: its own indices, in their order."""
+    """Return the part of a rank: its indices, in ascending order."""
     own = torch.tensor([index for index, owner in enumerate(owners) if owner == rank], dtype=torch.int64)
     flat = x.movedim(dim, 0)
     return torch.stack([flat[i] for i in own], 0).movedim(0, dim) if len(own) else x.narrow(dim, 0, 0)
 
 
 def joined(parts: Sequence[torch.Tensor], owners: Sequence[int], dim: int) -> torch.Tensor:
-    """The whole again."""
+    """Return the global tensor of all ranks' parts."""
     rows = [iter(part.movedim(dim, 0)) for part in parts]
     if not owners:
         return parts[0]
@@ -55,7 +55,7 @@ def part(x: torch.Tensor, sizes: list[int], dim: int, rank: int) -> torch.Tensor
 
 
 def cells(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """A tensor of any dtype whose bytes tell their place; numbers stay finite and small for floats."""
+    """Return a tensor of any dtype whose bytes encode their position; floats are finite and small."""
     count = 1
     for extent in shape:
         count *= extent

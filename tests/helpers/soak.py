@@ -1,9 +1,10 @@
-"""Random operations under random faults, for as long as wanted: make soak SECONDS=60 ARGS=SEED.
+"""Random operations under random faults: make soak SECONDS=60 ARGS=SEED.
 
-World after world of 2 to 4 ranks, over shared memory or torch, makes random calls, whose bytes each rank
-computes by itself. Now and then ranks disagree, one is stopped, for a moment or beyond the limit, or never
-comes; each world ends with a death, after which its survivors must raise, close and end. The last line counts
-all of it; the exit status is 1 where something hung, was wrong or was left behind.
+One world after another, of 2 to 4 ranks over shm or torch, makes random calls; each rank checks its results
+by itself. Injected faults: calls that differ, a rank that is stopped (shorter or longer than the timeout), a
+rank that makes no call. Each world ends with a death; its survivors must raise, close their groups and exit.
+
+The last line counts calls, faults and failures. The exit status is 1 if anything hung, was wrong or leaked.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from helpers.reference import cells, owned, packed, part, rule, same_bits, zigza
 from spar import _C
 
 Group = dist.ProcessGroup
-LIMIT = 1.5  # seconds, of calls that do not end
+LIMIT = 1.5  # timeout in seconds of groups that a fault breaks
 ROUND = 6.0  # seconds of calls in one world
 END = 30.0  # seconds that a world may take for its start and its end
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
 
 
-# ---- calls: each gives what came, and what must have come ----
+# ---- calls: each returns the result and the expected value ----
 
 
 def shape_of(rng: random.Random, ndim: int = 1) -> list[int]:
-    """Mostly small; now and then a million items, now and then none."""
+    """Draw a shape: mostly small, sometimes of a million items, sometimes empty."""
     most = 1_000_000 if rng.random() < 0.02 else 5_000
     shape: list[int] = []
     for _ in range(rng.randint(ndim, 4)):
@@ -86,7 +87,7 @@ def gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
 def backward_of(
     whole: torch.Tensor, split: Callable[[torch.Tensor], torch.Tensor], own: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient that comes to the whole tensor where each rank's is its own part of it."""
+    """Return the gradient of the global tensor if each rank's output gradient is its own part of it."""
     x = torch.zeros_like(whole, requires_grad=True)
     split(x).backward(own.contiguous())  # type: ignore[no-untyped-call]
     assert x.grad is not None
@@ -158,11 +159,11 @@ assert set(CALLS) == {name for name, *_ in _C.ops()}, "an op of the table is mis
 
 
 class Broken(AssertionError):
-    """Something did not end as it must."""
+    """A call did not end as required."""
 
 
 def must_raise(error: Any, call: Callable[[], object]) -> None:
-    """error: a class, or some."""
+    """Expect the call to raise `error`, a class or a tuple of classes."""
     try:
         call()
     except error:
@@ -187,14 +188,14 @@ def mismatch(rng: random.Random, rank: int, odd: int, pids: list[int], group: Gr
         )
 
 
-def moment(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group) -> None:
-    """Stopped for a moment: nobody may notice."""
+def pause(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group) -> None:
+    """Stop a rank for less than the timeout: no rank may raise."""
     if rank == (odd + 1) % len(pids):
         threading.Timer(0.02, os.kill, (pids[odd], signal.SIGSTOP)).start()
         threading.Timer(0.2, os.kill, (pids[odd], signal.SIGCONT)).start()
     for _ in range(30):
         if not bool((tiny(group) == 1).all()):
-            raise Broken("wrong bytes after a stop")
+            raise Broken("wrong bytes after a pause")
         time.sleep(0.01)
 
 
@@ -207,7 +208,7 @@ def absence(rng: random.Random, rank: int, odd: int, pids: list[int], group: Gro
 
 
 def stop(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group) -> None:
-    """Stopped beyond the limit."""
+    """Stop a rank for longer than the timeout."""
     if rank == (odd + 1) % len(pids):
         threading.Timer(0.02, os.kill, (pids[odd], signal.SIGSTOP)).start()
         threading.Timer(LIMIT + 1.0, os.kill, (pids[odd], signal.SIGCONT)).start()
@@ -217,26 +218,26 @@ def stop(rng: random.Random, rank: int, odd: int, pids: list[int], group: Group)
             tiny(group)
 
     errors: Any = spar.ExchangeTimeoutError
-    if rank == odd:  # it finds the others gone
+    if rank == odd:  # its peers have aborted by then
         errors = (spar.ExchangeTimeoutError, spar.GroupBrokenError, spar.PeerLostError)
     must_raise(errors, calls)
 
 
-FAULTS = (mismatch, mismatch, mismatch, moment, absence, stop)
+FAULTS = (mismatch, mismatch, mismatch, pause, absence, stop)
 
 
 # ---- a world ----
 
 
-def works(rank: int, folder: Path, world: int, transport: str, seed: int) -> None:
+def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> None:
     rng = random.Random(seed)  # the same on all ranks
     counts: collections.Counter[str] = collections.Counter()
-    report: dict[str, Any] = {"wrong": [], "left": ""}
+    report: dict[str, Any] = {"wrong": [], "leaked": ""}
     pids: list[int] = [0] * world
     dist.all_gather_object(pids, os.getpid())
-    steps = [dist.new_group(list(range(world))) for _ in range(3)]  # of which two are broken
-    everybody = dist.group.WORLD
-    assert everybody is not None
+    steps = [dist.new_group(list(range(world))) for _ in range(3)]  # the faults break two of them
+    all_ranks = dist.group.WORLD
+    assert all_ranks is not None
     os.environ["SPAR_TIMEOUT"] = str(LIMIT)
     for group in steps:
         tiny(group)
@@ -247,9 +248,9 @@ def works(rank: int, folder: Path, world: int, transport: str, seed: int) -> Non
     while not done:
         for _ in range(rng.randint(20, 200)):
             op = rng.choice(list(CALLS))
-            came, expected = CALLS[op](rng, rank, world, everybody)
+            got, expected = CALLS[op](rng, rank, world, all_ranks)
             counts["calls"] += 1
-            if not same_bits(came, expected):
+            if not same_bits(got, expected):
                 where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
                 report["wrong"].append(f"{op} on {where}")
         fault, odd = rng.choice(FAULTS), rng.randrange(world)
@@ -260,20 +261,20 @@ def works(rank: int, folder: Path, world: int, transport: str, seed: int) -> Non
                 broken += 1
                 counts[fault.__name__] += 1
         else:
-            fault(rng, rank, odd, pids, everybody)
+            fault(rng, rank, odd, pids, all_ranks)
             counts[fault.__name__] += 1
-        # all stop together: rank 0's clock decides
+        # rank 0's clock decides for all ranks when to stop
         done = bool(
             spar.gather_forward_split_backward(
-                torch.tensor([float(time.monotonic() - begin > ROUND)]), everybody, 0
+                torch.tensor([float(time.monotonic() - begin > ROUND)]), all_ranks, 0
             )[0]
         )
     spar.close(steps[2])
-    end = time.monotonic() + 3  # timers and whoever tells the store end soon
+    end = time.monotonic() + 3  # timers and threads that write to the store end soon
     while (more := descriptors() - before) and time.monotonic() < end:
         time.sleep(0.05)
     if more:
-        report["left"] = f"rank {rank}: {dict(more)}"
+        report["leaked"] = f"rank {rank}: {dict(more)}"
     report["counts"] = dict(counts)
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
@@ -286,21 +287,21 @@ def works(rank: int, folder: Path, world: int, transport: str, seed: int) -> Non
 
     def calls() -> None:
         for _ in range(1_000_000):
-            spar.gather_forward_split_backward(big, everybody, 0)
+            spar.gather_forward_split_backward(big, all_ranks, 0)
 
     at = time.monotonic()
     must_raise(spar.PeerLostError, calls)
-    must_raise(spar.GroupBrokenError, lambda: tiny(everybody))
+    must_raise(spar.GroupBrokenError, lambda: tiny(all_ranks))
     if time.monotonic() - at > 4:
-        raise Broken(f"a death was seen after {time.monotonic() - at:.1f} s")
+        raise Broken(f"a death was detected after {time.monotonic() - at:.1f} s")
     spar.close()
 
 
 def descriptors() -> collections.Counter[str]:
-    """What this process holds open, and its threads."""
+    """Count this process's open descriptors by target, and its threads."""
     held: collections.Counter[str] = collections.Counter()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of listdir
             held[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{name}"))] += 1
     held["threads"] = len(os.listdir("/proc/self/task"))
     return held
@@ -310,53 +311,53 @@ def shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "spar" in name}
 
 
-def play(seed: int, counts: collections.Counter[str], troubles: dict[str, list[str]]) -> None:
-    """One world, from its start to its last process's end."""
+def run_world(seed: int, counts: collections.Counter[str], failures: dict[str, list[str]]) -> None:
+    """Run one world until its last process ends."""
     rng = random.Random(seed)
     world, transport = rng.randint(2, 4), rng.choice(("shm", "torch"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = start(works, world, folder, world, transport, seed, SPAR_TRANSPORT=transport)
+        ranks = start(run_rank, world, folder, world, transport, seed, SPAR_TRANSPORT=transport)
         codes = finish(ranks, ROUND + 6 * LIMIT + END)
         reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     what = f"seed {seed}: {world} ranks over {transport}"
     if None in codes:
-        troubles["hangs"].append(f"{what}: {codes}")
+        failures["hangs"].append(f"{what}: {codes}")
     elif codes.count(-signal.SIGKILL) != 1 or codes.count(0) != world - 1 or len(reports) != world:
-        troubles["other failures"].append(f"{what}: {codes}")
+        failures["other failures"].append(f"{what}: {codes}")
     counts["kill"] += 1
     for report in reports:
-        troubles["wrong bytes"] += report["wrong"]
-        troubles["left behind"] += [f"{what}: {report['left']}"] if report["left"] else []
+        failures["wrong bytes"] += report["wrong"]
+        failures["leaks"] += [f"{what}: {report['leaked']}"] if report["leaked"] else []
     counts.update(reports[0]["counts"] if reports else {})
 
 
 def main(seconds: float, seed: int) -> int:
     counts: collections.Counter[str] = collections.Counter()
-    kinds = ("hangs", "wrong bytes", "left behind", "other failures")
-    troubles: dict[str, list[str]] = {kind: [] for kind in kinds}
+    kinds = ("hangs", "wrong bytes", "leaks", "other failures")
+    failures: dict[str, list[str]] = {kind: [] for kind in kinds}
     begin, files = time.monotonic(), shared_files()
-    play(seed, counts, troubles)  # the fork server stays
+    run_world(seed, counts, failures)  # the fork server keeps running
     held = descriptors()
     while time.monotonic() - begin < seconds:
         seed += 1
-        play(seed, counts, troubles)
+        run_world(seed, counts, failures)
         line = f"{time.monotonic() - begin:.0f} s: {counts['calls']} calls, worlds up to seed {seed}"
         print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
     if more := descriptors() - held:
-        troubles["left behind"].append(f"the driver: {dict(more)}")
-    troubles["left behind"] += sorted(shared_files() - files)
-    for kind, found in troubles.items():
+        failures["leaks"].append(f"the driver: {dict(more)}")
+    failures["leaks"] += sorted(shared_files() - files)
+    for kind, found in failures.items():
         for one in found:
             print(f"{kind}: {one}")
     faults = {name: n for name, n in sorted(counts.items()) if name != "calls"}
-    told = ", ".join(f"{n} x {name}" for name, n in faults.items())
-    tail = ", ".join(f"{len(troubles[kind])} {kind}" for kind in kinds)
+    shown = ", ".join(f"{n} x {name}" for name, n in faults.items())
+    tail = ", ".join(f"{len(failures[kind])} {kind}" for kind in kinds)
     print(
         f"soak: {time.monotonic() - begin:.0f} s, {counts['calls']} calls, "
-        f"{sum(faults.values())} faults ({told}), {tail}"
+        f"{sum(faults.values())} faults ({shown}), {tail}"
     )
-    return int(any(troubles.values()))
+    return int(any(failures.values()))
 
 
 if __name__ == "__main__":

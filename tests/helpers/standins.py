@@ -1,8 +1,8 @@
-"""Stand-ins for the libraries of a GPU, built from tests/standin: what the tests run instead of CUDA.
+"""Stand-ins for a GPU's libraries, built from tests/standin, which the tests use instead of CUDA's.
 
-They are found as the real ones are, by name: in processes that are started with the folder in
-LD_LIBRARY_PATH, or have loaded them. They prove what is asked of the libraries, and in which order; nothing
-about the hardware.
+spar finds them by name, as the real ones: in processes that were started with the folder in LD_LIBRARY_PATH,
+or that have loaded them. They show which functions spar calls, and in which order; nothing about the
+hardware.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "standin"
 CSRC = FOLDER.parent.parent / "csrc"
 NAMES = ("libcuda.so.1", "libnvrtc.so.12", "libnccl.so.2")
 FLAGS = ["-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-D_GNU_SOURCE"]
-# initial-exec: else the C library frees a thread's variables where TSan sees no order
+# initial-exec: otherwise libc frees thread-local variables without an order that TSan sees
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-ftls-model=initial-exec"]
 
 
 def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
-    """Builds libcuda.so.1, libnvrtc.so.12 and libnccl.so.2 into it; `options`: as -fsanitize=thread."""
+    """Build libcuda.so.1, libnvrtc.so.12 and libnccl.so.2 into `folder`; `options`: flags."""
     cxx = {"gcc": "g++", "clang": "clang++"}[compiler]
     kernels = folder / "kernels.o"
     _run(
@@ -45,19 +45,19 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
 
 
 def _run(*command: str | Path) -> None:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
 
 
 def built(*options: str) -> Path:
-    """A folder with all of them, built with the options."""
+    """Return a folder with the stand-ins, built with the options."""
     name = "-".join(("standins", *(option.strip("-").replace("=", "-") for option in options)))
     return workers.built(name, lambda folder: build(folder, *options))
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """This process's environment, with the stand-ins in it and a cache of its own."""
+    """Return this process's environment, with the stand-ins and a separate kernel cache."""
     return {
         **os.environ,
         "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
@@ -67,7 +67,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def sweep() -> None:
-    """Removes what libnccl.so.2 shares between ranks, where the first died before all had come."""
+    """Remove the shared memory of libnccl.so.2 if its first rank died before all ranks had opened it."""
     for file in Path("/dev/shm").glob("spar-standin-*"):
         if not Path("/proc", file.name.split("-")[2]).exists():
             file.unlink(missing_ok=True)

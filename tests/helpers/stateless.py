@@ -1,4 +1,4 @@
-"""What the tests of groups without global state share: ports, groups of threads, calls at once."""
+"""Helpers for groups without global state: free ports, groups of threads, concurrent calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port below those that the kernel hands out, which would go to the next socket of any process."""
+    """Return a free port below the ephemeral range, from which any process may get the next one."""
     if not is_free(host, 0):
         pytest.skip(f"this machine has no {host}")
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -29,8 +29,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 @contextlib.contextmanager
-def taken(host: str, port: int) -> Iterator[None]:
-    """The port of that host is nobody else's meanwhile, and nobody listens there."""
+def reserved(host: str, port: int) -> Iterator[None]:
+    """Reserve a port of that host, without listening, for the duration of the block."""
     with socket.socket(family_of(host)) as held:
         held.bind((host, port))
         yield
@@ -51,7 +51,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def groups(world: int = 2, **settings: Any) -> list[StatelessProcessGroup]:
-    """A group whose ranks are all here, made by threads: for what needs no second process."""
+    """Create a group whose ranks are threads of this process; return one object per rank."""
     port = free_port()
     with ThreadPoolExecutor(world) as threads:
         made = [
@@ -61,8 +61,8 @@ def groups(world: int = 2, **settings: Any) -> list[StatelessProcessGroup]:
         return [future.result() for future in made]
 
 
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each call returns or raises, where they wait for one another."""
+def concurrently(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Run calls that wait for each other; return what each returns or raises."""
 
     def caught(call: Callable[[], Any]) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What pytest-xdist's workers share: a folder, builds that one makes for all, and quiet on the machine.
+"""Shared by pytest-xdist's workers: a folder, builds that one worker makes, exclusive use of the machine.
 
 A run without workers, a rank and a program outside of pytest use the same functions.
 """
@@ -18,7 +18,7 @@ _own: tempfile.TemporaryDirectory[str] | None = None
 
 
 def folder() -> Path:
-    """Return the folder of this run; the first process to ask makes it, and removes it at its end."""
+    """Return the folder of this run; the first process that calls it creates it, and removes it at exit."""
     global _own
     if _VARIABLE not in os.environ:
         _own = tempfile.TemporaryDirectory(prefix="spar-tests-")
@@ -34,7 +34,7 @@ def locked(name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
         fcntl.flock(descriptor, how)
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold the descriptor, too
         os.close(descriptor)
 
 
@@ -51,9 +51,9 @@ def built(name: str, build: Callable[[Path], object]) -> Path:
 
 
 class Machine:
-    """Tests share the machine; one with short time limits, or that loads every core, has it alone.
+    """Run tests side by side, except those marked `alone`: short timeouts, or load on every core.
 
-    A process that waits to be alone keeps the gate, so that the others start nothing more.
+    A process that waits to be alone holds the gate, so that no other process starts a test.
     """
 
     def __init__(self) -> None:

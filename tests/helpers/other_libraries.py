@@ -1,7 +1,7 @@
-"""What docs/migrating.md starts from: the meaning of other libraries' names, over plain torch.distributed.
+"""The functions of other libraries that docs/migrating.md replaces, over plain torch.distributed.
 
-MODULES has them by module, as the lines of the page import them. Where all pieces are equal, they did as spar
-does; what they could not do (uneven pieces, negative dims) is not here.
+MODULES lists them by module, as the page imports them. With equal pieces they compute what spar computes;
+what they do not support (uneven pieces, negative dims) is not implemented here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensors = Callable[[torch.Tensor], torch.Tensor]
 
 
 def parts(x: torch.Tensor, group: Group, dim: int, sizes: list[int]) -> list[torch.Tensor]:
-    """Those of all ranks."""
+    """Return the parts of all ranks."""
     shape = list(x.shape)
     found = []
     for rank, size in enumerate(sizes):
@@ -41,13 +41,13 @@ def whole(x: torch.Tensor, group: Group, dim: int, sizes: list[int] | None = Non
 
 
 def exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int, total: int | None) -> torch.Tensor:
-    """Each rank's part of every other's."""
+    """Gather along one dim, and return this rank's part of the other."""
     gather_sizes = rule(total or x.size(gather) * group.size(), group.size())
     return own(whole(x, group, gather, gather_sizes), group, scatter)
 
 
 class _Pair(torch.autograd.Function):
-    """One function of a tensor forward, another one backward."""
+    """Apply one function in forward, and another one in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Tensors, back: Tensors) -> torch.Tensor:
@@ -124,7 +124,7 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
 
 
 class ShardingValidator:
-    """Outside of what the page shows it counts names."""
+    """Collect names, as far as the page's example needs."""
 
     def __init__(self) -> None:
         self.open: set[str] = set()
@@ -190,13 +190,13 @@ def gather_and_unpad(
 
 
 def natural(total: int, world: int) -> torch.Tensor:
-    """Where each index lies when zigzag parts are laid behind one another."""
+    """Return the global index of each element of the concatenated zigzag parts."""
     chunks = torch.arange(total).chunk(2 * world)
     return torch.cat([torch.cat([chunks[r], chunks[2 * world - 1 - r]]) for r in range(world)])
 
 
 def packed_order(table: torch.Tensor) -> torch.Tensor:
-    """The same for packed sequences, of which the table [ranks, sequences] tells each rank's sizes."""
+    """The same for packed sequences; the table `[ranks, sequences]` holds each rank's sizes."""
     each = torch.arange(int(table.sum())).split(table.T.reshape(-1).tolist())
     world, count = table.shape
     return torch.cat([each[s * world + r] for r in range(world) for s in range(count)])
@@ -207,7 +207,7 @@ def multi(lengths: list[int], world: int) -> torch.Tensor:
 
 
 def split_by(x: torch.Tensor, group: Group, dim: int, order: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Backward gathers, divides, and brings into order."""
+    """Split in the given order; backward gathers, divides and restores the order."""
     inverse = order.argsort()
     return pair(
         x,
@@ -248,7 +248,7 @@ mesh = SimpleNamespace(ring=None, ulysses=None)
 
 
 def init_parallel_state(ring_attention_size: int, ulysses_parallel_size: int) -> None:
-    """Ring groups are runs of ranks, ulysses groups are strided."""
+    """Create ring groups of consecutive ranks, and strided ulysses groups."""
     ranks = torch.arange(ring_attention_size * ulysses_parallel_size).reshape(-1, ring_attention_size)
     mesh.ring, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     mesh.ulysses, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
@@ -273,11 +273,11 @@ def packed_gather_with_cp(x: torch.Tensor, dim: int, lengths: list[int]) -> torc
     return packed_gather(gather(x, mesh.ulysses, dim, sizes, "up"), table, mesh.ring, dim)
 
 
-# ---- other spellings ----
+# ---- other libraries ----
 
 
 class SeqAllToAll:
-    """Group first; what comes after the dims (the batch's place, whether to synchronise) changes no value."""
+    """Take the group first. Arguments after the dims (batch dim, synchronization) change no value."""
 
     @staticmethod
     def apply(group: Group, x: torch.Tensor, scatter: int, gather: int, *_: object) -> torch.Tensor:
@@ -292,7 +292,7 @@ def gather_seq_scatter_heads(
 
 
 def dim_before_group(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As xtuner and ColossalAI have it; a gradient is not scaled by default."""
+    """Take the dim before the group, as xtuner and ColossalAI do; by default no gradient is scaled."""
     return lambda x, dim, group, grad_scale=None: function(x, group, dim, None, grad_scale)
 
 
@@ -336,7 +336,7 @@ MODULES: dict[str, dict[str, Any]] = {
     f"{_MINDSPEED}.context_parallel.utils": {
         "cal_split_sizes": rule,
         "cal_split_sizes_multi": multi,
-        # the parts as they lie, chunks 0, 2P-1, 1, 2P-2, ...
+        # in rank order: chunks 0, 2P-1, 1, 2P-2, ...
         "reorder_output": lambda x, rank, world, group, dim: x.index_select(
             dim, natural(x.size(dim), world).argsort()
         ),

@@ -1,7 +1,7 @@
-"""What takes long to compile and many tests want: begun when they are, beside those that do not need it.
+"""Compile in the background, from the start of a test run, what slow builds several tests need.
 
-A test module names it in BEFOREHAND, a list of calls of what `once` made; conftest.py begins them, and has
-the tests of the module come last.
+A test module lists its builds in PREBUILD: calls of functions that `once` decorates. conftest.py starts them,
+and runs the tests of these modules last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def once(function: Callable[..., T]) -> Callable[..., T]:
-    """A function that does for each arguments what it does once; who asks meanwhile waits for that."""
+    """Decorate a function to run once for each arguments; concurrent callers wait for its result."""
     results: dict[tuple[Hashable, ...], Future[T]] = {}
     lock = threading.Lock()
 
@@ -37,16 +37,18 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def begin(calls: Iterable[Callable[[], Any]]) -> Callable[[], None]:
-    """One after the other, by a thread that lets tests go first; returns what ends it."""
+    """Run the calls in order on a low-priority thread; return a function that stops it."""
     ends = threading.Event()
 
     def work() -> None:
         if sys.platform == "linux":
-            os.nice(5)  # also its compilers; with more, busy cores would keep them from a test that waits
+            os.nice(
+                5
+            )  # its compilers inherit it; with more, busy cores would starve them while a test waits for one
         for call in calls:
             if ends.is_set():
                 break
-            with contextlib.suppress(BaseException):  # the test that asks for it will see it
+            with contextlib.suppress(BaseException):  # the test that needs the result raises it
                 call()
 
     def end() -> None:
