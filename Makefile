@@ -1,22 +1,22 @@
 # `make demo` and `make test` need Python >= 3.10 with venv, git and a C compiler; they install the rest into .venv.
 
 PYTHON ?= python3
-# The build of torch to install where there is none. A plain `torch` would change under the tests' feet.
+# The build of torch to install if there is none. A fixed version keeps test results reproducible.
 TORCH ?= torch==2.13.0
-# How the demo's sequence is spread: plain, hybrid or packed
+# How the demo splits the sequence: plain, hybrid or packed
 LAYOUT ?= plain
-# What is passed on to pytest: make test ARGS='-k gather -x'
+# Arguments for pytest: make test ARGS='-k gather -x'
 ARGS ?=
-# How many tests run at once: one more than 2 cores, as ranks wait for one another. WORKERS=0: no pytest-xdist.
+# Number of concurrent tests: one more than 2 cores, because ranks wait for each other. 0: no pytest-xdist.
 WORKERS ?= 3
 
-# Warnings of the C compiler are errors here; `make SPAR_WERROR= ...` lets them pass.
+# Compiler warnings are errors; `make SPAR_WERROR= ...` permits them.
 export SPAR_WERROR ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq
-# The folders are in the list too: their time changes when a file is removed.
+# Folders are included, because their mtime changes when a file is removed.
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find csrc fuzz tests -name '*.[ch]')
 
@@ -25,29 +25,29 @@ C_FILES = $(shell find csrc fuzz tests -name '*.[ch]')
 
 help:
 	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
-	@echo 'make check   after each edit: lint and the quick tests (under a minute)'
+	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make test    run all tests, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
-	@echo 'make test-asan  the same with the C extension under AddressSanitizer, as far as ARGS= says'
-	@echo 'make fuzz    the planner, the mailbox and the set-up under fuzzers (SECONDS=60; needs clang)'
+	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
+	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
-	@echo 'make soak    random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
-	@echo 'make lint    clang-format, clang-tidy, ruff, mypy, codespell'
+	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
+	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
-	@echo 'make build   only install spar and what the demo needs, into .venv'
-	@echo 'make wheel   source distribution, and a wheel built from it, into dist'
+	@echo 'make build   install spar and what the demo needs into .venv'
+	@echo 'make wheel   build a source distribution, and a wheel from it, into dist'
 	@echo 'make clean   remove .venv and everything built'
 
-# One thread a rank: ranks that share a few cores only disturb one another with more.
+# One thread per rank: with more, ranks that share a few cores are slower.
 demo: build
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py \
 	--layout $(LAYOUT)
 
-# How many ranks the benchmark has.
+# The benchmark's world size.
 RANKS ?= 2
 bench: build
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/bench.py $(ARGS)
 
-# How long random calls go on under random faults, and each fuzzer looks for new inputs, after the stored ones.
+# The duration of the soak test, and of each fuzzer's search for new inputs after it replayed the corpus.
 SECONDS ?= 60
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
@@ -55,13 +55,13 @@ soak: build .venv/.test
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
-# Lint, and the tests that pytest's mark `quick` selects: tests/conftest.py says which.
+# Lint, and the tests with the mark `quick`, which tests/conftest.py assigns.
 check: lint build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) -q -m quick $(ARGS)
 
-# The extension that .venv does not have: in a folder of its own, before the installed one on Python's path. The
-# interpreter itself is not sanitized, so the sanitizer is preloaded, with libstdc++, whose exceptions it must
-# know; and what Python never frees is no leak.
+# The sanitized extension goes into a separate folder, before the installed one on Python's path. The interpreter is
+# not sanitized, so the sanitizer's library is preloaded, with libstdc++, because it intercepts exceptions. Leaks are
+# not reported, because Python does not free all memory at exit.
 ASAN := build/asan
 test-asan: build .venv/.test
 	@rm -rf $(ASAN) && mkdir -p $(ASAN) && cp -r spar $(ASAN)/ && rm -f $(ASAN)/spar/*.so
@@ -86,7 +86,7 @@ $(LINTERS): .venv/.lint
 lint-c:
 	@echo 'clang-format'; $(BIN)/clang-format --dry-run -Werror $(C_FILES)
 
-# On stderr clang-tidy counts the warnings of system headers.
+# clang-tidy's count of warnings in system headers goes to stderr.
 lint-tidy:
 	@echo 'clang-tidy'; \
 	include=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
@@ -119,9 +119,9 @@ clean:
 
 build: .venv/.spar
 
-# Editable: spar/ and the installed package are one, so it makes no difference whether the working folder is on
-# Python's path (python -c, python -m, subprocesses of tests) or not (pytest, torchrun). Python files are live; C is
-# rebuilt when it changes or its library is gone. .ci/run tests the wheel, installed elsewhere.
+# Editable: spar/ is the installed package, whether the working folder is on Python's path (python -c, python -m,
+# subprocesses of tests) or not (pytest, torchrun). Changes of Python files need no install; C is rebuilt when it
+# changes or its library is missing. .ci/run tests the wheel in a separate environment.
 .venv/.spar: $(BUILT_FROM) $(if $(wildcard spar/_C.*so),,gone) | .venv/.torch
 	@echo 'building spar'
 	@$(PIP) install -e '.[demo]'
@@ -132,7 +132,7 @@ build: .venv/.spar
 	{ echo 'installing $(TORCH) (this may take minutes)'; $(PIP) install '$(TORCH)'; }
 	@touch $@
 
-# What spar, which is installed already, names as its extras.
+# spar's extras; spar itself is already installed.
 .venv/.test .venv/.lint: .venv/.%: pyproject.toml | .venv/.spar
 	@echo 'installing what make $* needs'
 	@$(PIP) install 'spar-torch[$*]'

@@ -1,6 +1,6 @@
-"""The C extension; everything else about the package is in pyproject.toml.
+"""Build the C extension; pyproject.toml has the rest of the package's metadata.
 
-Needs a C compiler and CPython's headers only: no torch, no CUDA. Environment: SPAR_WERROR=1 makes warnings
+Needs only a C compiler and CPython's headers: no torch, no CUDA. Environment: SPAR_WERROR=1 makes warnings
 errors, SPAR_DEBUG=1 builds without optimisation, SPAR_SANITIZE=address,undefined with those sanitizers.
 """
 
@@ -26,13 +26,13 @@ compile_args = ["-std=c11", "-Wall", "-Wextra", "-fvisibility=hidden", "-O3"]
 compile_args += ["-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
 link_args = ["-pthread"]
 
-if os.environ.get("SPAR_WERROR") == "1":  # not for users: a newer compiler may warn of something new
+if os.environ.get("SPAR_WERROR") == "1":  # not for users: a newer compiler may have new warnings
     compile_args.append("-Werror")
 if os.environ.get("SPAR_DEBUG") == "1":
     compile_args += ["-g", "-O0", "-UNDEBUG"]
 if sanitizers := os.environ.get("SPAR_SANITIZE"):
     compile_args += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g", "-O1", "-UNDEBUG"]
-    compile_args.append("-fno-wrapv")  # CPython's own flags have -fwrapv, which hides signed overflow
+    compile_args.append("-fno-wrapv")  # CPython's flags have -fwrapv, which hides signed overflow
     link_args.append(f"-fsanitize={sanitizers}")
 
 version = runpy.run_path("spar/_version.py")["__version__"]
@@ -54,7 +54,7 @@ spar builds on Linux only: on {sys.platform} there is no shared memory transport
     and between hosts over torch.distributed."""
 
 
-def what_is_missing() -> str | None:
+def find_missing() -> str | None:
     """Probe the compiler with no header, the C library's and CPython's; describe the first that fails."""
     compiler = new_compiler()
     customize_compiler(compiler)
@@ -77,13 +77,13 @@ def what_is_missing() -> str | None:
 
 
 def checked(command: type[Command]) -> type[Command]:
-    """A build command that first checks the system: the compiler's own errors would fill pages."""
+    """Return a build command that first checks the system, because compiler errors would fill pages."""
 
     class Checked(command):
         def run(self) -> None:
             if sys.platform != "linux":
                 raise SystemExit(LINUX_ONLY)
-            if missing := what_is_missing():
+            if missing := find_missing():
                 raise SystemExit(f"spar needs {missing}\n{PACKAGES}")
             super().run()
 
