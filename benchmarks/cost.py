@@ -1,9 +1,9 @@
-"""Print the cost of an exchange by its plan, for 2 to 4,096 ranks, in one process.
+"""Print the cost of an exchange, from its plan, for 2 to 4,096 ranks in one process.
 
     python benchmarks/cost.py
 
-Computed: bytes and messages of rank 0, from its plan. Measured: the time to build a plan and to find a cached
-one, from Python. A rank's part has 24 MiB, bf16: [1, 3, 4096, 1024] for all_to_all, [12, 1048576] for
+Bytes and messages of rank 0 are computed from its plan. The times to build a plan and to get a cached one are
+measured, from Python. A rank's part has 24 MiB, bf16: [1, 3, 4096, 1024] for all_to_all, [12, 1048576] for
 gathers.
 """
 
@@ -34,7 +34,7 @@ def plan(op: str, world: int, extents: Extents, args: Extents) -> _C.Plan:
 
 
 def seconds(op: str, world: int, extents: Extents, args: Extents, fresh: bool) -> float:
-    """Return the least time of several."""
+    """Return the shortest time of several."""
     times = []
     for _ in range(20):
         if fresh:
@@ -47,7 +47,7 @@ def seconds(op: str, world: int, extents: Extents, args: Extents, fresh: bool) -
 
 
 def main() -> None:
-    print("| op | ranks | to others | written | messages, torch | words read, shm | new plan | known |")
+    print("| op | ranks | to others | written | messages, torch | words read, shm | new plan | cached plan |")
     print("|---|---|---|---|---|---|---|---|")
     for world in WORLDS:
         for op, extents, args in calls(world):

@@ -44,9 +44,9 @@ def own_chunks(x: Tensor) -> Tensor:
 def gather_chunks(x: Tensor) -> Tensor:
     """Run all_gather and cat, then an index_select into natural order."""
     world = dist.get_world_size()
-    lying: Tensor = torch.cat(gather_parts(x)).unflatten(0, (2 * world, -1))
+    gathered: Tensor = torch.cat(gather_parts(x)).unflatten(0, (2 * world, -1))
     order = [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
-    return lying.index_select(0, torch.tensor(order)).flatten(0, 1)
+    return gathered.index_select(0, torch.tensor(order)).flatten(0, 1)
 
 
 def own_of_each(x: Tensor, lengths: list[int]) -> Tensor:
