@@ -233,7 +233,7 @@ class Ranks:
                     try:
                         results[rank] = pipe.recv()
                     except EOFError:
-                        results[rank] = (False, "the process died")
+                        results[rank] = (False, "the process is gone")
             if failed or any(not ok for ok, _ in results.values()):
                 timeout = 10  # the other ranks may wait for the failed one
         for rank in range(world):

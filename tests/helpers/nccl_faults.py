@@ -1,4 +1,4 @@
-"""The nccl transport over stand-in libraries: what its ranks do when something goes wrong."""
+"""The ranks' side of tests of the nccl transport over stand-in libraries: faults."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from helpers.nccl_ranks import (
     Stream,
     communicator,
     core_of,
+    enqueue,
     expect_broken,
-    give,
     set_up,
     stalled,
     wait,
@@ -35,13 +35,13 @@ from spar._runtime.transports import nccl
 
 
 def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank that does not come: the call has returned; the stream goes on when the limit is over."""
+    """If a rank makes no call, the others' calls return; their streams continue at the timeout."""
     comm = set_up(group)
     comm.timeout = 1.0
     if rank != 0:
         with Stream() as stream:
             begin = time.monotonic()
-            give(comm, "gather", (0,), torch.zeros(2))
+            enqueue(comm, "gather", (0,), torch.zeros(2))
             stream.synchronize()  # ended by the abort
             assert 0.9 < time.monotonic() - begin < 2.0
             expect_broken(
@@ -54,36 +54,36 @@ def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """wait returns when all is over, and tells what broke."""
+    """wait returns when all calls are complete, and raises what broke the group."""
     comm = set_up(group)
     x = torch.full((1000,), float(rank))
     with Stream():
-        got = give(comm, "gather", (0,), x)
+        got = enqueue(comm, "gather", (0,), x)
         wait(comm)
         assert torch.equal(got, torch.arange(float(world)).repeat_interleave(1000))
         dist.barrier(group)
         comm.timeout = 1.0
         with stalled():
-            give(comm, "gather", (0,), x)
+            enqueue(comm, "gather", (0,), x)
         with pytest.raises(spar.ExchangeTimeoutError, match="did not finish call 2 in time"):
             core_of(comm).wait(time.monotonic() + 0.2)
-        within(3, lambda: core_of(comm).broken is not None)  # or it would hold the device until then
+        within(3, lambda: core_of(comm).broken is not None)  # or the device would be blocked until then
     dist.barrier(group)
     comm.close()
 
 
-def expect_told(comm: Communicator, stream: Stream, text: str) -> None:
-    """Another rank gives up: this one's call ends half a second later at most, and the next says why."""
-    with contextlib.suppress(spar.GroupBrokenError):  # if the other was earlier
-        give(comm, "gather", (0,), torch.zeros(2))
+def expect_abort(comm: Communicator, stream: Stream, text: str) -> None:
+    """After a peer aborted, check that this rank's call ends within 0.5 s and the next raises why."""
+    with contextlib.suppress(spar.GroupBrokenError):  # if the peer aborted earlier
+        enqueue(comm, "gather", (0,), torch.zeros(2))
     within(0.5, lambda: core_of(comm).broken is not None)
     stream.synchronize()
     with pytest.raises(spar.GroupBrokenError, match=text):
-        give(comm, "gather", (0,), torch.zeros(2))
+        enqueue(comm, "gather", (0,), torch.zeros(2))
 
 
 def check_error_at_once(rank: int, world: int, group: dist.ProcessGroup, function: str) -> None:
-    """What NCCL refuses in the call: its last error's text, on the rank where it happens."""
+    """An error that NCCL returns in a call is raised there, with NCCL's last error."""
     comm = set_up(group)
     comm.timeout = 1.0
     with Stream() as stream:
@@ -92,24 +92,24 @@ def check_error_at_once(rank: int, world: int, group: dist.ProcessGroup, functio
             with pytest.raises(
                 spar.TransportError, match=f"nccl{function}: system error: the stand-in"
             ) as caught:
-                give(comm, "gather", (0,), torch.zeros(2))
+                enqueue(comm, "gather", (0,), torch.zeros(2))
             os.environ.pop("STANDIN_NCCL_FAIL")
             assert caught.value.op == "gather"
             with pytest.raises(spar.GroupBrokenError, match=f"nccl{function}: system error"):
-                give(comm, "gather", (0,), torch.zeros(2))
+                enqueue(comm, "gather", (0,), torch.zeros(2))
         else:
             text = f"rank {world - 1}: nccl{function}: system error: the stand-in"
-            expect_told(comm, stream, text)
+            expect_abort(comm, stream, text)
     dist.barrier(group)
     comm.close()
 
 
 def check_error_later(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """What only ncclCommGetAsyncError tells: seen without a call; the stream goes on, a call raises."""
+    """An asynchronous error of NCCL ends a call; the stream continues, and the next call raises."""
     comm = set_up(group)
     with Stream() as stream:
         with stalled("remote"):
-            give(comm, "gather", (0,), torch.zeros(2))
+            enqueue(comm, "gather", (0,), torch.zeros(2))
         begin = time.monotonic()
         stream.synchronize()
         assert time.monotonic() - begin < 1.0
@@ -121,7 +121,7 @@ def check_error_later(rank: int, world: int, group: dist.ProcessGroup) -> None:
 def check_refused(
     rank: int, world: int, group: dist.ProcessGroup, variable: str, fault: str, why: str
 ) -> None:
-    """Where one rank cannot, all leave the transport together, and know why."""
+    """If one rank cannot use the transport, all fall back together, and report the reason."""
     if rank == 0:
         os.environ[variable] = fault
     comm = set_up(group)
@@ -135,7 +135,7 @@ def check_refused(
 
 
 def check_no_meeting(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank whose NCCL cannot be connected: its peers leave NCCL's set-up with it, long before the limit."""
+    """If one rank's NCCL cannot connect, its peers end NCCL's set-up long before the timeout."""
     last = world - 1
     if rank == last:
         os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"
@@ -186,7 +186,7 @@ def check_works(comm: Communicator, rank: int, world: int) -> None:
         comm.set_up("gather", DEVICE, comm.deadline())
     assert comm.transport("cuda").name == "nccl"
     with Stream() as stream:
-        got = give(comm, "gather", (0,), torch.full((2,), float(rank)))
+        got = enqueue(comm, "gather", (0,), torch.full((2,), float(rank)))
         stream.synchronize()
     assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
     dist.barrier(comm.group)
@@ -194,16 +194,16 @@ def check_works(comm: Communicator, rank: int, world: int) -> None:
 
 
 def check_death(rank: int, world: int, group: dist.ProcessGroup, folder: str, when: str) -> None:
-    """A peer that is killed, before a call or in it: all others know, long before the limit."""
+    """A peer is killed before or in a call: all others raise long before the timeout."""
     comm = set_up(group)
     with Stream() as stream:
-        give(comm, "gather", (0,), torch.zeros(2))
+        enqueue(comm, "gather", (0,), torch.zeros(2))
         stream.synchronize()
         dist.barrier(group)
         if rank == 0 and when == "before it":
             os.kill(os.getpid(), signal.SIGKILL)
         with stalled() if when == "in it" else contextlib.nullcontext():
-            give(comm, "gather", (0,), torch.zeros(2))
+            enqueue(comm, "gather", (0,), torch.zeros(2))
         if when == "in it":
             dist.barrier(group)
         if rank == 0:
@@ -217,19 +217,19 @@ def check_death(rank: int, world: int, group: dist.ProcessGroup, folder: str, wh
 
 
 def check_end(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank whose calls are over, and which ends, is no failure, however late the others' streams are."""
+    """A rank that exits after its calls completed is not a failure, however late its peers' streams are."""
     comm = set_up(group)
-    x = torch.full((2, world - 1), float(rank))  # of which the last rank gets nothing
+    x = torch.full((2, world - 1), float(rank))  # the last rank receives nothing
     args = (1, 0, 2 * world)
     with Stream() as stream:
         if rank == world - 1:
-            give(comm, "all_to_all", args, x)
+            enqueue(comm, "all_to_all", args, x)
             stream.synchronize()
-            ctypes.CDLL(None).exit(0)  # multiprocessing's own end leaves out what is to be done at exit
+            ctypes.CDLL(None).exit(0)  # multiprocessing's exit skips exit handlers
         slow = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda unused: time.sleep(2.5))
         ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(stream.handle, slow, None)
         begin = time.monotonic()
-        got = give(comm, "all_to_all", args, x)
+        got = enqueue(comm, "all_to_all", args, x)
         stream.synchronize()
         assert time.monotonic() - begin > 2
     assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(2))
@@ -237,21 +237,21 @@ def check_end(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
-# ---- what ranks of one host tell each other ----
+# ---- reports between ranks of one host ----
 
 
 def check_disagreement(rank: int, world: int, group: dist.ProcessGroup, late: int) -> None:
-    """Who comes later finds the difference before it gives anything to its stream; the others' calls end."""
+    """The later rank detects the difference before it enqueues anything; the others' calls end."""
     comm = set_up(group)
     x = torch.zeros(2, 3 + (rank == late))
     with Stream() as stream:
         begin = time.monotonic()
         if rank != late:
-            give(comm, "gather", (0,), x)
+            enqueue(comm, "gather", (0,), x)
         dist.barrier(group)
         if rank == late:
             with pytest.raises(spar.MismatchError) as caught:
-                give(comm, "gather", (0,), x)
+                enqueue(comm, "gather", (0,), x)
             text = str(caught.value)
             assert f"rank {late}'s call 1 over the GPU is not rank {int(late == 0)}'s" in text
             first, *others = [other for other in range(world) if other != late]
@@ -264,9 +264,9 @@ def check_disagreement(rank: int, world: int, group: dist.ProcessGroup, late: in
         within(2, lambda: core_of(comm).broken is not None)
         if rank != late:
             with pytest.raises(spar.MismatchError, match=f"rank {late}'s call 1 over the GPU is not rank"):
-                give(comm, "gather", (0,), x)
+                enqueue(comm, "gather", (0,), x)
         with pytest.raises(spar.GroupBrokenError, match=f"rank {late}'s call 1 over the GPU is not rank"):
-            give(comm, "gather", (0,), x)
+            enqueue(comm, "gather", (0,), x)
         assert time.monotonic() - begin < 5
     dist.barrier(group)
     comm.close()
@@ -293,20 +293,20 @@ def check_unchecked(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """SPAR_CHECK=0 compares nothing: calls whose blocks have the same sizes pass."""
     comm = set_up(group, SPAR_CHECK="0")
     with Stream():
-        got = give(comm, "gather", (0,), torch.full((2, 3) if rank else (3, 2), float(rank)))
+        got = enqueue(comm, "gather", (0,), torch.full((2, 3) if rank else (3, 2), float(rank)))
         wait(comm)
     assert torch.equal(got.flatten(), torch.arange(float(world)).repeat_interleave(6))
     comm.close()
 
 
 def check_failures(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A call that no rank can make leaves the group as it was; one that one rank cannot breaks it for all."""
+    """A call that no rank can make leaves the group usable; a call that one rank cannot make breaks it."""
     comm = set_up(group)
     x = torch.full((2,), float(rank))
     with Stream() as stream:
         comm.fail("gather", "cuda", ValueError("all of them"))
         dist.barrier(group)
-        got = give(comm, "gather", (0,), x)
+        got = enqueue(comm, "gather", (0,), x)
         stream.synchronize()
         assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
         dist.barrier(group)
@@ -314,18 +314,18 @@ def check_failures(rank: int, world: int, group: dist.ProcessGroup) -> None:
             comm.fail("gather", "cuda", RuntimeError("no memory for it"))
         else:
             with contextlib.suppress(spar.MismatchError):  # rank 0 may have been earlier
-                give(comm, "gather", (0,), x)
+                enqueue(comm, "gather", (0,), x)
         within(2, lambda: core_of(comm).broken is not None or rank == 0)
         stream.synchronize()
         dist.barrier(group)
         with pytest.raises(spar.SparError, match="failed: RuntimeError: no memory for it"):
-            give(comm, "gather", (0,), x)
+            enqueue(comm, "gather", (0,), x)
     dist.barrier(group)
     comm.close()
 
 
 def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """What fails in Python before a call: here, an output that torch cannot allocate."""
+    """A failure in Python before the call, here an output that torch cannot allocate, is reported."""
     comm = set_up(group)
     if rank == 0:
         x: Any = SimpleNamespace(
@@ -345,26 +345,26 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
     dist.barrier(group)
     if rank != 0:
         with Stream(), pytest.raises(spar.MismatchError, match=r"rank 0: failed: (Runtime|Assertion)Error"):
-            give(comm, "gather", (0,), torch.zeros(2))
+            enqueue(comm, "gather", (0,), torch.zeros(2))
     dist.barrier(group)
     comm.close()
 
 
 def check_interrupt(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """Ctrl-C on one rank: the others' calls end, and tell why."""
+    """Ctrl-C on one rank ends the others' calls, with the reason."""
     comm = set_up(group)
     with Stream() as stream:
         if rank == 0:
             with pytest.raises(KeyboardInterrupt), comm.turn("gather"):
                 raise KeyboardInterrupt
         else:
-            expect_told(comm, stream, "was interrupted on rank 0")
+            expect_abort(comm, stream, "was interrupted on rank 0")
     dist.barrier(group)
     comm.close()
 
 
 def check_far_ahead(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """Who is further ahead than is remembered is not compared with, and nothing else changes."""
+    """Calls of a rank that is ahead by more than the ring's length are not compared; results stay correct."""
     comm = set_up(group)
     calls = 1100
     kept = []
@@ -373,7 +373,7 @@ def check_far_ahead(rank: int, world: int, group: dist.ProcessGroup) -> None:
             if rank == turn:
                 dist.barrier(group)
             for n in range(calls):
-                kept.append((n, give(comm, "gather", (0,), torch.full((2,), float(calls * rank + n)))))
+                kept.append((n, enqueue(comm, "gather", (0,), torch.full((2,), float(calls * rank + n)))))
             if rank != turn:
                 dist.barrier(group)
         stream.synchronize()
@@ -384,23 +384,23 @@ def check_far_ahead(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_closed(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """Who closes the group has made its calls: the others may still be at them, and one more is refused."""
+    """After a rank closed the group, its peers may finish their calls; one more call is rejected."""
     comm = set_up(group)
-    x = torch.full((2, world - 1), float(rank))  # of which the last rank gets nothing
+    x = torch.full((2, world - 1), float(rank))  # the last rank receives nothing
     args = (1, 0, 2 * world)
     with Stream() as stream:
         if rank == world - 1:
-            give(comm, "all_to_all", args, x)
+            enqueue(comm, "all_to_all", args, x)
             comm.close()
             dist.barrier(group)
             dist.barrier(group)
             return
         dist.barrier(group)
-        time.sleep(0.3)  # the goodbye comes when the call is over
-        got = give(comm, "all_to_all", args, x)
+        time.sleep(0.3)  # the close is published when the call is complete
+        got = enqueue(comm, "all_to_all", args, x)
         stream.synchronize()
         assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(2))
         with pytest.raises(spar.GroupBrokenError, match=f"rank {world - 1} closed the group before call 2"):
-            give(comm, "all_to_all", args, x)
+            enqueue(comm, "all_to_all", args, x)
     dist.barrier(group)
     comm.close()

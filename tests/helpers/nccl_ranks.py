@@ -1,7 +1,7 @@
-"""The nccl transport over stand-in libraries: what its ranks do. Their tensors are on the CPU, as the
+"""The ranks' side of tests of the nccl transport over stand-in libraries. Tensors are on the CPU, as the
 stand-in's memory is.
 
-A rank's process has loaded the stand-ins (standins.py), before packages of the real ones are looked for.
+A rank's process has loaded the stand-ins (standins.py) before spar searches for the real libraries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def driver(name: str, *args: Any) -> None:
-    """Calls a function of the stand-in libcuda that only cuGetProcAddress tells."""
+    """Call a function of the stand-in libcuda that only cuGetProcAddress returns."""
     library = ctypes.CDLL("libcuda.so.1")
     function, found = ctypes.c_void_p(), ctypes.c_int()
     library.cuGetProcAddress_v2(
@@ -42,7 +42,7 @@ def driver(name: str, *args: Any) -> None:
 
 
 class Stream:
-    """A stream of the stand-in, for the calls inside `with`."""
+    """A stream of the stand-in, current for the calls inside `with`."""
 
     def __init__(self) -> None:
         self.handle = ctypes.c_void_p()
@@ -61,13 +61,13 @@ class Stream:
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
-    """One that will choose its transport by itself."""
+    """Return a communicator that chooses its transport by itself."""
     os.environ.pop("SPAR_TRANSPORT", None)
     return Communicator(group)
 
 
 def set_up(group: dist.ProcessGroup, **environment: object) -> Communicator:
-    """A communicator that has met the others for CUDA tensors, with these settings."""
+    """Return a communicator that is set up for CUDA tensors, with these settings."""
     comm = communicator(group)
     os.environ.update({name: str(value) for name, value in environment.items()})
     try:
@@ -82,7 +82,7 @@ def set_up(group: dist.ProcessGroup, **environment: object) -> Communicator:
 _kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
-def give(
+def enqueue(
     comm: Communicator,
     op: str,
     args: tuple[int, ...],
@@ -90,7 +90,7 @@ def give(
     factor: float = 1.0,
     divide: bool = False,
 ) -> torch.Tensor:
-    """One exchange, given to the stream."""
+    """Enqueue one exchange in the current stream; return its output."""
     tensor = (x.element_size(), x.shape, x.stride(), args)
     plan = _C.plan(op, comm.world, comm.rank, _C.SIDE_PULL, (tensor,))
     output = torch.full(plan.out_shapes[0], 7).to(x.dtype)
@@ -98,7 +98,7 @@ def give(
         data_ptr=x.data_ptr, get_device=lambda: 0, dtype=x.dtype, device=DEVICE, kept=x
     )
     text = call_text(x.dtype, "cuda", factor, divide, False)
-    _kept.append((x, output))  # unlike CUDA's, the CPU's memory is anybody's as soon as it is freed
+    _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
     comm.calls += 1
     channel: Any = comm.channels["cuda"]
     channel.run(comm, PlannedExchange(op, plan, on_device, output, factor, divide, text, comm.deadline()))
@@ -119,7 +119,7 @@ Cell = tuple[str, tuple[int, ...], list[torch.Tensor], list[torch.Tensor], float
 
 
 def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, cells: list[Cell]) -> str:
-    """Gives all calls to one stream, one after another, and looks at the outputs when all are over."""
+    """Enqueue all calls in one stream, and check the outputs when all are complete."""
     comm = set_up(group, SPAR_STAGING_MAX=staging)
     transport = comm.transport("cuda")
     assert transport.name == "nccl", transport
@@ -129,7 +129,7 @@ def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, c
     with Stream() as stream:
         for op, args, inputs, outputs, factor, divide in cells:
             before = inputs[rank].clone()
-            got = give(comm, op, args, inputs[rank], factor, divide)
+            got = enqueue(comm, op, args, inputs[rank], factor, divide)
             kept.append((op, got, outputs[rank], inputs[rank], before))
         stream.synchronize()
     for op, got, wanted, x, before in kept:
@@ -149,7 +149,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def within(seconds: float, condition: Callable[[], bool]) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it took too long"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(0.005)
 
 
@@ -163,10 +163,10 @@ def stalled(how: str = "stall") -> Iterator[None]:
 
 
 def expect_broken(comm: Communicator, error: type[spar.SparError], text: str) -> None:
-    """The next call tells what broke the group, those after it that it is broken."""
+    """Check that the next call raises what broke the group, and later ones that it is broken."""
     for kind in (error, spar.GroupBrokenError, spar.GroupBrokenError):
         with pytest.raises(kind, match=text if kind is error else text.split(" \\(limit")[0]) as caught:
-            give(comm, "gather", (0,), torch.zeros(2))
+            enqueue(comm, "gather", (0,), torch.zeros(2))
         assert type(caught.value) is kind
         assert (caught.value.op, caught.value.rank) == ("gather", comm.rank)
 
@@ -175,14 +175,14 @@ def expect_broken(comm: Communicator, error: type[spar.SparError], text: str) ->
 
 
 def check_streams(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """Each call reads its input when its stream comes to it; two streams of one group do not mix."""
+    """Each call reads its input in stream order; two streams of one group do not interfere."""
     comm = set_up(group, SPAR_STAGING_MAX=1024 * (world - 1))
     streams = [Stream(), Stream()]
     kept = []
     for turn in range(12):
         x = torch.arange(600, dtype=torch.int16).view(30, 20) + 1000 * turn + 100 * rank
         with streams[turn % 2]:
-            kept.append((x, give(comm, "all_to_all", (1, 0, 30 * world), x)))
+            kept.append((x, enqueue(comm, "all_to_all", (1, 0, 30 * world), x)))
     for stream in streams:
         stream.synchronize()
     for turn, (_, got) in enumerate(kept):
@@ -196,17 +196,17 @@ def check_streams(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int) -> None:
-    """A captured call moves nothing; each replay reads the inputs of then. Calls beside it go on."""
+    """A captured call moves nothing; each replay reads its current inputs; other calls are not affected."""
     comm = set_up(group, SPAR_STAGING_MAX=staging)
     graph = ctypes.c_void_p()
     x = torch.empty(40, 12)
     with Stream() as stream, Stream() as other:
-        give(comm, "all_to_all", (1, 0, 40 * world), x)
+        enqueue(comm, "all_to_all", (1, 0, 40 * world), x)
         stream.synchronize()
         other.synchronize()
     with stream:
         driver("cuStreamBeginCapture", stream.handle, ctypes.c_int(0))
-        got = give(comm, "all_to_all", (1, 0, 40 * world), x, 0.5)
+        got = enqueue(comm, "all_to_all", (1, 0, 40 * world), x, 0.5)
         driver("cuStreamEndCapture", stream.handle, ctypes.pointer(graph))
     for turn in range(3):
         x.copy_(torch.arange(480.0).view(40, 12) + 1000 * rank + turn)
@@ -220,7 +220,7 @@ def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int)
 
 
 def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A communicator of the caller's is used, and neither aborted nor destroyed; a gone one is an error."""
+    """torch's communicator is used, and neither aborted nor destroyed; a destroyed one raises."""
     library = ctypes.CDLL("libnccl.so.2")
 
     class Id(ctypes.Structure):
@@ -236,7 +236,7 @@ def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
     backend = SimpleNamespace(_comm_ptr=lambda: pointers[-1], abort=lambda: aborted.append(1))
     before = nccl._nccl_backend, nccl.pg_wait.first_collective
     nccl._nccl_backend, nccl.pg_wait.first_collective = lambda group: backend, lambda *args: None
-    os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"  # no other is made
+    os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"  # spar must not create another
     try:
         comm = set_up(group)
     finally:
@@ -244,41 +244,41 @@ def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
         os.environ.pop("STANDIN_NCCL_FAIL")
     x = torch.full((3, 5), float(rank))
     with Stream() as stream:
-        got = give(comm, "gather", (0, 3 * world), x)
+        got = enqueue(comm, "gather", (0, 3 * world), x)
         stream.synchronize()
         assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(3))
         pointers.append(0)
         with pytest.raises(spar.TransportError, match="torch's communicator is gone"):
-            give(comm, "gather", (0, 3 * world), x)
+            enqueue(comm, "gather", (0, 3 * world), x)
         pointers.pop()
         comm.timeout = 0.5
         with stalled():
-            give(comm, "gather", (0, 3 * world), x)
+            enqueue(comm, "gather", (0, 3 * world), x)
         within(3, lambda: bool(aborted))
         assert "did not end in time" in str(core_of(comm).broken)
         expect_broken(comm, spar.ExchangeTimeoutError, r"did not end in time \(limit 0.5 s, SPAR_TIMEOUT\)")
         dist.barrier(group)
-        library.ncclCommAbort(native)  # as torch would have
+        library.ncclCommAbort(native)  # as torch would
         stream.synchronize()
     comm.close()
 
 
 def check_check(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """SPAR_CHECK=1: ranks compare before anything is in a stream, and a call returns when it is over."""
+    """SPAR_CHECK=1: ranks compare before anything is enqueued, and a call returns when it is complete."""
     comm = set_up(group, SPAR_CHECK="1")
     with Stream():
         for _ in range(2):  # the group stays usable
             with pytest.raises(spar.MismatchError, match="calls differ") as caught:
-                give(comm, "gather", (0,), torch.zeros(2, 3 if rank == 0 else 4))
+                enqueue(comm, "gather", (0,), torch.zeros(2, 3 if rank == 0 else 4))
             assert caught.value.ranks == (0,)
-        got = give(comm, "gather", (0,), torch.full((2,), float(rank)))
+        got = enqueue(comm, "gather", (0,), torch.full((2,), float(rank)))
         assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
     wait(comm)
     comm.close()
 
 
 def check_uncapturable(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A group cannot be set up in a capture: an error before anything is captured or sent."""
+    """Setting a group up in a capture raises before anything is captured or sent."""
     comm = communicator(group)
     capturing, cuda._capturing = cuda._capturing, lambda: rank == 0
     try:
@@ -290,10 +290,10 @@ def check_uncapturable(rank: int, world: int, group: dist.ProcessGroup) -> None:
             assert comm.transport("cuda").name is None
     finally:
         cuda._capturing = capturing
-    with comm.turn("init"):  # nobody was kept waiting, and nothing is broken
+    with comm.turn("init"):  # no peer waited, and the group is not broken
         comm.set_up("init", DEVICE, comm.deadline())
     with Stream():
-        got = give(comm, "gather", (0,), torch.full((2,), float(rank)))
+        got = enqueue(comm, "gather", (0,), torch.full((2,), float(rank)))
         wait(comm)
     assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
     comm.close()
