@@ -1,4 +1,4 @@
-"""CUDA's libraries, opened at run time: declarations, reasons, machine code, and what is kept on disk."""
+"""CUDA's libraries, opened at run time: declarations, error reasons, machine code, and its cache on disk."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ sys.exit(status)
 
 
 def packaged(*patterns: str) -> list[Path]:
-    """What packages of CUDA's parts have brought along, and the system's toolkit."""
+    """Files of the installed CUDA packages and of the system's toolkit."""
     roots = [Path(root, "nvidia") for root in sys.path] + [Path("/usr/local/cuda")]
     return [path for root in roots for pattern in patterns for path in sorted(root.glob(pattern))]
 
 
 def build() -> Path:
-    """A folder with part.so: what of the core opens libraries."""
+    """A folder with part.so: the part of the core that opens libraries."""
 
     def fill(folder: Path) -> None:
         sources = [str(CSRC / f"{name}.c") for name in PARTS]
@@ -67,7 +67,7 @@ def part() -> Path:
 
 
 def ask(part: Path, *words: str, nvrtc: str = "", **environment: str) -> tuple[int, bytes]:
-    """The status of a new process, and what it wrote."""
+    """The exit status of a new process, and its output."""
     command = [sys.executable, "-c", CHILD, str(part), nvrtc, *words]
     done = subprocess.run(command, capture_output=True, env={**os.environ, **environment}, timeout=120)
     assert done.stderr == b"", done.stderr.decode()
@@ -102,8 +102,8 @@ CONSTANTS = {
 }
 
 
-def test_the_driver_is_declared_as_in_cuda_h(tmp_path: Path) -> None:
-    """Each function is the one of the version by which it is asked for; what we call int is as large."""
+def test_driver_declarations_match_cuda_h(tmp_path: Path) -> None:
+    """Each function has the signature of the requested version; types declared as int have its size."""
     lines = ["#include <cuda.h>", "#include <cudaTypedefs.h>", '#include "devices/cuda/driver.h"']
     lines.append(
         "#define CHECK(name, version, parameters) _Static_assert(__builtin_types_compatible_p("
@@ -122,11 +122,11 @@ def test_the_driver_is_declared_as_in_cuda_h(tmp_path: Path) -> None:
     lines.append("static CUdeviceptr pointer; static unsigned long long *same = &pointer;")
     declared = (CSRC / "devices/cuda/driver.h").read_text()
     assert all(f"{ours} =" in declared for ours in CONSTANTS)
-    assert declared.count("SPAR_CU_") == len(CONSTANTS), "a constant that is not held against cuda.h"
+    assert declared.count("SPAR_CU_") == len(CONSTANTS), "a constant that is not compared with cuda.h"
     check_declarations(tmp_path, "cuda.h", "\n".join(lines) + "\n")
 
 
-def test_the_compiler_is_declared_as_in_nvrtc_h(tmp_path: Path) -> None:
+def test_nvrtc_declarations_match_nvrtc_h(tmp_path: Path) -> None:
     lines = ["#include <nvrtc.h>", '#include "devices/cuda/nvrtc.h"']
     lines.append(
         "#define CHECK(name, parameters) _Static_assert(__builtin_types_compatible_p("
@@ -137,10 +137,10 @@ def test_the_compiler_is_declared_as_in_nvrtc_h(tmp_path: Path) -> None:
     check_declarations(tmp_path, "nvrtc.h", "\n".join(lines) + "\n")
 
 
-# ---- reasons ----
+# ---- error reasons ----
 
 
-def test_a_missing_or_old_driver_is_a_reason(part: Path) -> None:
+def test_outdated_driver_is_a_reason(part: Path) -> None:
     folder = standins.built()
     assert ask(part, "driver", LD_LIBRARY_PATH=str(folder)) == (0, b"")
     status, text = ask(part, "driver", LD_LIBRARY_PATH=str(folder), STANDIN_LACKS="cuStreamIsCapturing")
@@ -148,12 +148,12 @@ def test_a_missing_or_old_driver_is_a_reason(part: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a driver")
-def test_no_driver_is_a_reason(part: Path) -> None:
+def test_missing_driver_is_a_reason(part: Path) -> None:
     status, text = ask(part, "driver", LD_LIBRARY_PATH="/nowhere")
     assert status and text.startswith(b"no libcuda: libcuda.so.1: cannot open shared object file"), text
 
 
-def test_a_compiler_that_is_missing_or_fails_is_a_reason(part: Path, tmp_path: Path) -> None:
+def test_missing_or_failing_compiler_is_a_reason(part: Path, tmp_path: Path) -> None:
     nvrtc = str(standins.built() / "libnvrtc.so.12")
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     status, text = ask(part, "cubin", "90", LD_LIBRARY_PATH="/nowhere", **cache)
@@ -165,7 +165,7 @@ def test_a_compiler_that_is_missing_or_fails_is_a_reason(part: Path, tmp_path: P
     assert not list(tmp_path.rglob("*.cubin"))
     assert ask(part, "cubin", "89", nvrtc=nvrtc, **cache)[0] == 0
     (made,) = tmp_path.rglob("*.cubin")
-    assert made.name.startswith("sm_80-"), "an earlier minor's code runs on a later one"
+    assert made.name.startswith("sm_80-"), "code for an earlier minor version runs on a later one"
 
 
 # ---- machine code ----
@@ -180,7 +180,7 @@ def machine_code(architecture: str) -> tuple[int, bytes]:
 
 
 def compiled(architecture: str) -> tuple[int, bytes]:
-    """What the first call of all workers gave."""
+    """The result of the first of all workers that asks."""
 
     def fill(folder: Path) -> None:
         status, code = machine_code(architecture)
@@ -194,8 +194,8 @@ def compiled(architecture: str) -> tuple[int, bytes]:
 PREBUILD = [partial(compiled, architecture) for architecture in ARCHITECTURES]
 
 
-@pytest.mark.not_under_asan("its dlopen looks in its own RUNPATH for what the real NVRTC keeps beside itself")
-def test_every_kernel_is_machine_code_for_every_architecture(part: Path) -> None:
+@pytest.mark.not_under_asan("ASan's dlopen does not find the libraries beside the real NVRTC")
+def test_every_kernel_compiles_for_every_architecture(part: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(compiled, ARCHITECTURES))
     assert {status for status, _ in results} == {0}, results
@@ -212,14 +212,14 @@ def test_every_kernel_is_machine_code_for_every_architecture(part: Path) -> None
 
 
 def factors(rows: str, width: int) -> Sequence[str]:
-    """Of the kernels of this width: the rows of SPAR_KERNELS."""
+    """The factors of this width's rows in SPAR_KERNELS."""
     return [row.split(")")[0] for row in rows.split(f"X({width}, ")[1:]]
 
 
-# ---- on disk ----
+# ---- the cache on disk ----
 
 
-def test_what_is_kept_is_found_and_what_is_not_right_is_made_anew(part: Path, tmp_path: Path) -> None:
+def test_cubin_cache_hit_and_rebuild(part: Path, tmp_path: Path) -> None:
     nvrtc = str(standins.built() / "libnvrtc.so.12")
 
     def get(**environment: str) -> str:
@@ -235,7 +235,7 @@ def test_what_is_kept_is_found_and_what_is_not_right_is_made_anew(part: Path, tm
     assert kept.stat().st_mode & 0o777 == 0o600 and kept.parent.stat().st_mode & 0o777 == 0o700
     assert get() == "found stand-in"
 
-    def spoil(what: str) -> None:
+    def damage(what: str) -> None:
         if what == "a link":
             target = tmp_path / "target"
             target.write_bytes(whole)
@@ -262,16 +262,16 @@ def test_what_is_kept_is_found_and_what_is_not_right_is_made_anew(part: Path, tm
     cases = ["a byte", "its end", "more", "nothing", "a length", "another source's", "a link"]
     cases += ["others may write it"] + ["another's"] * (os.geteuid() == 0)
     for case in cases:
-        spoil(case)
+        damage(case)
         assert get() == "compiled stand-in", case
         assert not kept.is_symlink() and kept.read_bytes() == whole, case
         assert get() == "found stand-in", case
-    spoil("a folder")
-    assert get() == "compiled stand-in", "what cannot be replaced is no failure"
-    assert [path.name for path in kept.parent.iterdir()] == [kept.name], "no temporary file stays"
+    damage("a folder")
+    assert get() == "compiled stand-in", "an entry that cannot be replaced is no error"
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name], "no temporary file is left"
 
 
-def test_where_nothing_can_be_kept_it_is_compiled(part: Path, tmp_path: Path) -> None:
+def test_kernels_compile_without_a_writable_cache(part: Path, tmp_path: Path) -> None:
     nvrtc = str(standins.built() / "libnvrtc.so.12")
     (tmp_path / "file").touch()
     for place in ({"HOME": str(tmp_path / "file")}, {"HOME": ""}, {"HOME": "relative"}):
@@ -282,7 +282,7 @@ def test_where_nothing_can_be_kept_it_is_compiled(part: Path, tmp_path: Path) ->
     assert list((tmp_path / ".cache" / "spar").iterdir())
 
 
-def test_writers_at_the_same_time_leave_one_whole_file(part: Path, tmp_path: Path) -> None:
+def test_concurrent_writers_leave_one_complete_file(part: Path, tmp_path: Path) -> None:
     nvrtc = str(standins.built() / "libnvrtc.so.12")
     with ThreadPoolExecutor(8) as pool:
         places = [{"XDG_CACHE_HOME": str(tmp_path)}] * 8

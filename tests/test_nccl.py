@@ -1,4 +1,4 @@
-"""The nccl transport without a GPU: all operations over stand-in libraries, asynchronously, with faults."""
+"""The nccl transport without a GPU: all operations and injected faults, over stand-in libraries."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_stays() -> Iterator[None]:
+def remove_shared_files() -> Iterator[None]:
     yield
     standins.sweep()
 
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
-    """Ranks over the stand-ins; they last for the module."""
+    """Ranks that have loaded the stand-ins, for all tests of the module."""
     folder = standins.built()
     ranks = Ranks(
         WORLDS, {"XDG_CACHE_HOME": str(folder / "cache")}, [folder / name for name in standins.NAMES]
@@ -48,7 +48,7 @@ ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def cells_of(op: str, world: int, seed: int) -> list[Cell]:
-    """A call of random arguments: of items of any size, laid out anyhow; and of a dtype, with a factor."""
+    """Random arguments: one call with any item size and layout, and one with a dtype and a factor."""
     part, draw = cases.seeded_case(op, world, seed).parts[0], random.Random(f"{op} {world} {seed}")
     args, cells = tuple(part.move.args), []
     if part.item in ITEMS:
@@ -68,14 +68,14 @@ def cells_of(op: str, world: int, seed: int) -> list[Cell]:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("chunk", [256, 4096])
 def test_all_ops(gpus: Ranks, world: int, chunk: int) -> None:
-    """Uneven shapes, all item sizes, strided inputs; in many steps, or few."""
+    """Uneven shapes, all item sizes, strided inputs; many steps, or few."""
     cells = [cell for op in OPS for seed in range(6) for cell in cells_of(op, world, seed)]
     (reason,) = set(gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * chunk, cells))
     assert f"{world} ranks" in reason
 
 
 def large_cells(world: int) -> list[Cell]:
-    """Blocks long enough to be messages of their own: moved in place, where they lie in one piece."""
+    """Blocks long enough to be messages of their own: sent in place where they are contiguous."""
     total = 64 * world + 3
     ways = {
         "gather": ((0, total), Cut(0, in_runs(cases.by_rule(total, world))), Cut()),
@@ -102,41 +102,41 @@ def test_large_blocks(gpus: Ranks, world: int) -> None:
     gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * 80 * 256, large_cells(world))
 
 
-def test_streams(gpus: Ranks) -> None:
+def test_calls_on_two_streams_keep_their_order(gpus: Ranks) -> None:
     gpus(3, nccl_ranks.check_streams)
 
 
-@pytest.mark.parametrize("staging", [2048, 1 << 20])  # with a siding, and without
-def test_graphs(gpus: Ranks, staging: int) -> None:
+@pytest.mark.parametrize("staging", [2048, 1 << 20])  # with a side stream, and without
+def test_graph_replays_read_current_inputs(gpus: Ranks, staging: int) -> None:
     gpus(3, nccl_ranks.check_capture, staging)
 
 
-def test_a_capture_before_the_set_up(gpus: Ranks) -> None:
+def test_capture_before_setup_is_rejected(gpus: Ranks) -> None:
     gpus(2, nccl_ranks.check_uncapturable)
 
 
-def test_torch_communicator(gpus: Ranks) -> None:
+def test_torch_communicator_is_used_and_not_destroyed(gpus: Ranks) -> None:
     gpus(2, nccl_ranks.check_native)
 
 
-def test_checks(gpus: Ranks) -> None:
+def test_check_1_compares_before_anything_is_sent(gpus: Ranks) -> None:
     gpus(3, nccl_ranks.check_check)
 
 
-def test_a_rank_that_does_not_come(gpus: Ranks) -> None:
+def test_absent_rank_times_out(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_absent)
 
 
-def test_wait(gpus: Ranks) -> None:
+def test_wait_returns_when_calls_have_ended(gpus: Ranks) -> None:
     gpus(2, nccl_faults.check_wait)
 
 
 @pytest.mark.parametrize("function", ["Send", "Recv", "GroupStart", "GroupEnd"])
-def test_errors_of_a_call(gpus: Ranks, function: str) -> None:
+def test_synchronous_nccl_errors(gpus: Ranks, function: str) -> None:
     gpus(2, nccl_faults.check_error_at_once, function)
 
 
-def test_errors_that_come_later(gpus: Ranks) -> None:
+def test_asynchronous_nccl_errors(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_error_later)
 
 
@@ -147,25 +147,25 @@ def test_errors_that_come_later(gpus: Ranks) -> None:
         ("SPAR_STAGING_MAX", "1000", "SPAR_STAGING_MAX is 1000; 2 ranks need at least 1024"),
     ],
 )
-def test_one_rank_that_cannot(gpus: Ranks, variable: str, fault: str, why: str) -> None:
+def test_setup_failure_falls_back_on_all_ranks(gpus: Ranks, variable: str, fault: str, why: str) -> None:
     gpus(2, nccl_faults.check_refused, variable, fault, why)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_nccl_cannot_connect(gpus: Ranks, world: int) -> None:
+def test_failed_connection_falls_back_on_all_ranks(gpus: Ranks, world: int) -> None:
     gpus(world, nccl_faults.check_no_meeting)
 
 
-def test_a_failure_before_the_set_up(gpus: Ranks) -> None:
+def test_failure_before_setup_reaches_peers(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_failure_before_set_up)
 
 
-def test_a_failure_in_the_set_up(gpus: Ranks) -> None:
+def test_failure_during_setup_reaches_peers(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_failure_in_set_up)
 
 
 @pytest.mark.parametrize("when", ["before it", "in it"])
-def test_a_peer_that_dies(gpus: Ranks, tmp_path: Path, when: str) -> None:
+def test_death_of_a_peer_is_detected_early(gpus: Ranks, tmp_path: Path, when: str) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 3:\nthe process is gone"):
         gpus(3, nccl_faults.check_death, str(tmp_path), when)
     assert {path.name: float(path.read_text()) < 2.0 for path in tmp_path.iterdir()} == {
@@ -174,17 +174,17 @@ def test_a_peer_that_dies(gpus: Ranks, tmp_path: Path, when: str) -> None:
     }
 
 
-def test_a_peer_that_ends(gpus: Ranks) -> None:
+def test_normal_exit_of_a_peer_is_no_error(gpus: Ranks) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"^rank 2 of 3:\nthe process is gone") as caught:
         gpus(3, nccl_faults.check_end)
     assert "rank 1" not in str(caught.value)
 
 
-# ---- what ranks of one host tell each other ----
+# ---- reports between ranks of one host ----
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_disagreement(gpus: Ranks, late: int) -> None:
+def test_mismatch_is_reported_on_all_ranks(gpus: Ranks, late: int) -> None:
     gpus(3, nccl_faults.check_disagreement, late)
 
 
@@ -192,31 +192,31 @@ def test_mismatch_carries_gathered_sizes(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_gathered_sizes)
 
 
-def test_calls_are_not_compared_where_nobody_wants_it(gpus: Ranks) -> None:
+def test_check_0_does_not_compare_calls(gpus: Ranks) -> None:
     gpus(2, nccl_faults.check_unchecked)
 
 
-def test_calls_that_cannot_be_made(gpus: Ranks) -> None:
+def test_failed_calls_of_one_rank_and_of_all(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_failures)
 
 
-def test_a_failure_before_the_call(gpus: Ranks) -> None:
+def test_failure_before_the_call_reaches_peers(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_own_failure)
 
 
-def test_interrupt(gpus: Ranks) -> None:
+def test_interrupt_reaches_peers(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_interrupt)
 
 
-def test_a_rank_far_ahead(gpus: Ranks) -> None:
+def test_overwritten_ring_entries_are_not_compared(gpus: Ranks) -> None:
     gpus(2, nccl_faults.check_far_ahead)
 
 
-def test_a_group_that_a_rank_has_closed(gpus: Ranks) -> None:
+def test_call_on_a_group_that_a_peer_closed(gpus: Ranks) -> None:
     gpus(3, nccl_faults.check_closed)
 
 
-# ---- libraries that are not there, or too old ----
+# ---- missing and outdated libraries ----
 
 CHOOSE = "from spar import _C; print(_C.choose(_C.peer_info() * 2, 'cuda', ()))"
 
@@ -230,12 +230,12 @@ CHOOSE = "from spar import _C; print(_C.choose(_C.peer_info() * 2, 'cuda', ()))"
         ("", "22105", "all 2 ranks have CUDA and NCCL"),
     ],
 )
-def test_what_is_missing_is_a_reason(tmp_path: Path, missing: str, version: str, why: str) -> None:
+def test_missing_library_is_a_reason(tmp_path: Path, missing: str, version: str, why: str) -> None:
     for path in standins.built().glob("*.so.*"):
         if path.name != missing:
             (tmp_path / path.name).symlink_to(path)
     environment = standins.environment(tmp_path, STANDIN_NCCL_VERSION=version or "22907")
-    # a folder without the package's __init__, which imports torch
+    # a module of that name, because the package's __init__ imports torch
     code = "import sys, types; sys.modules['spar'] = spar = types.ModuleType('spar'); "
     code += f"spar.__path__ = [{str(SPAR)!r}]; "
     done = subprocess.run(
@@ -246,7 +246,7 @@ def test_what_is_missing_is_a_reason(tmp_path: Path, missing: str, version: str,
 
 
 def check_reason(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """Without a GPU: before the group has met anybody, and after."""
+    """Without a GPU, before a group's first exchange."""
     os.environ.pop("SPAR_TRANSPORT")
     fresh = dist.new_group(list(range(7)))
     rejected = dict(spar.transport(fresh, "cuda").rejected)
@@ -256,6 +256,6 @@ def check_reason(rank: int, world: int, group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(fresh)
 
 
-def test_transport_tells_why(pool: Ranks) -> None:
+def test_transport_reports_rejections_before_setup(pool: Ranks) -> None:
     pool.transport = "torch"
     pool(7, check_reason)

@@ -1,4 +1,4 @@
-"""NCCL's own library, which opens without a GPU: our declarations of it, symbols, version, an id."""
+"""NCCL's own library, which opens without a GPU: spar's declarations of it, symbols, version, a unique id."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ int unique_id(spar_nccl_id *id) { return (int)spar_nccl.GetUniqueId(id); }
 
 @pytest.fixture(scope="module")
 def package() -> Path:
-    """The folder of the package nvidia-nccl-cu12, which pyproject.toml names among what the tests need."""
+    """The folder of the package nvidia-nccl-cu12, a test dependency in pyproject.toml."""
     for root in sys.path:
         if (found := Path(root, "nvidia", "nccl")).is_dir():
             return found
     pytest.skip("the package nvidia-nccl-cu12 is not installed")
 
 
-def test_the_real_library(package: Path, tmp_path: Path) -> None:
-    """Our table is found in it; it is new enough; it makes an id."""
+def test_real_library_opens(package: Path, tmp_path: Path) -> None:
+    """It has all functions of spar's table, is new enough, and creates a unique id."""
     (tmp_path / "extra.c").write_text(EXTRA)
     sources = [
         tmp_path / "extra.c",
@@ -63,7 +63,7 @@ def test_the_real_library(package: Path, tmp_path: Path) -> None:
 
 
 def test_declarations(package: Path, tmp_path: Path) -> None:
-    """transports/nccl/api.h declares what nccl.h declares. Of CUDA's headers nccl.h takes a name or two."""
+    """transports/nccl/api.h declares what nccl.h declares. Two small headers replace CUDA's."""
     (tmp_path / "cuda_runtime.h").write_text(
         "typedef struct CUstream_st *cudaStream_t;\n#include <stddef.h>\n"
     )
@@ -72,7 +72,7 @@ def test_declarations(package: Path, tmp_path: Path) -> None:
 #include <limits.h>
 #include "THEIRS"
 #include "OURS"
-/* the id is a struct without a tag: passed by value, as large, and aligned alike */
+/* an id is passed by value; its struct has no tag, so size and alignment must be equal */
 typedef spar_nccl_result (*init)(struct ncclComm **, int, spar_nccl_id, int);
 _Static_assert(sizeof(spar_nccl_id) == sizeof(ncclUniqueId), "id");
 _Static_assert(_Alignof(spar_nccl_id) == _Alignof(ncclUniqueId), "id");
@@ -87,7 +87,7 @@ _Static_assert(__builtin_types_compatible_p(init, __typeof__(((spar_nccl_table *
         line.split("(")[1].split(",")[0] for line in declared.splitlines() if line.startswith("    F(")
     ]
     assert len(functions) == 13
-    # ncclGetUniqueId and ncclCommInitRank name the struct itself, whose tag is not ours
+    # ncclGetUniqueId and ncclCommInitRank have the struct itself as a parameter: a different type in C
     text += "\n".join(f"HOLD({name})" for name in functions if name not in ("CommInitRank", "GetUniqueId"))
     text += """
 _Static_assert(__builtin_types_compatible_p(__typeof__(&ncclGetUniqueId),

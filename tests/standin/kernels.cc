@@ -1,4 +1,4 @@
-/* The copy kernels as host code: what they need of CUDA, and one function that runs a kernel's CTA. */
+/* The copy kernels as host code: the CUDA names that they use, and a function that runs one CTA. */
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -48,7 +48,7 @@ static float from_f16(unsigned short bits)
     return std::copysign(value, bits >> 15 ? -1.0f : 1.0f);
 }
 
-/* To the nearest, ties to even, as the processor rounds by default. */
+/* Rounds to nearest even, the default rounding mode. */
 static unsigned short to_f16(float value)
 {
     unsigned short sign = std::signbit(value) ? 0x8000 : 0;
@@ -71,7 +71,8 @@ static unsigned short to_f16(float value)
 
 #define KERNEL(width, factor) copy<width, factor>,
 
-/* One CTA of kernel `which` (a row of SPAR_KERNELS), its threads one after another from some on. */
+/* Runs one CTA of kernel `which` (a row of SPAR_KERNELS): its threads one after another, in an order that depends on
+ * `from`. */
 extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned tile, unsigned from)
 {
     static void (*const kernels[])(const spar_kernel_copy &) = {SPAR_KERNELS(KERNEL)};

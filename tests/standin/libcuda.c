@@ -1,10 +1,12 @@
-/* A stand-in for libcuda.so.1 over host memory: device pointers are host pointers, each stream is a thread that does
- * its work later, kernels are the host build of kernels.cu.
+/* A stand-in for libcuda.so.1 over host memory: device pointers are host pointers, each stream is a thread that runs its
+ * work asynchronously, kernels are the host build of kernels.cu.
  *
- * STANDIN_DEVICES (1) devices. STANDIN_FAIL=cuName:n:code lets the nth call of a function fail with that code.
- * STANDIN_DELAY_US: each piece of work of a stream waits up to so long before it begins (default 50).
- * Captures are of the strict mode: what may not be called meanwhile by a thread that has not asked for the relaxed one
- * fails, and spoils the capture. standin_live() counts what was made and not freed. */
+ * - STANDIN_DEVICES: the number of devices (1).
+ * - STANDIN_FAIL=cuName:n:code: the nth call of a function fails with that code.
+ * - STANDIN_DELAY_US: each item of a stream's work starts after a random delay of up to this (50).
+ *
+ * Captures use the global mode: a forbidden call of a thread that has not switched to the relaxed mode fails, and
+ * invalidates the capture. standin_live() returns the number of objects created and not freed. */
 #include "devices/cuda/driver.h"
 #include "streams.h"
 
@@ -125,7 +127,7 @@ static int MemAlloc(uint64_t *memory, size_t bytes)
     return made ? 0 : bytes ? NO_MEMORY : INVALID;
 }
 
-/* Waits for the device, as the driver's does. */
+/* Synchronizes the device, as the driver's does. */
 static int MemFree(uint64_t memory)
 {
     int code = CtxSynchronize();
@@ -136,7 +138,7 @@ static int MemFree(uint64_t memory)
     return 0;
 }
 
-/* From pageable memory, which is read before the call returns. */
+/* From pageable memory, which is copied before the call returns. */
 static int MemcpyHtoDAsync(uint64_t to, const void *from, size_t bytes, void *handle)
 {
     MAY_FAIL("cuMemcpyHtoDAsync");
@@ -195,7 +197,7 @@ static int StreamWaitEvent(void *handle, event *e, unsigned flags)
     pthread_mutex_lock(&lock);
     stream *s = stream_of(handle);
     if (e->captured && !s->capture)
-        s->capture = e->captured; /* it joins */
+        s->capture = e->captured; /* the stream joins the capture */
     else if (s->capture && e->captured != s->capture)
         code = s->capture->spoiled = ISOLATION;
     if (!code && !s->capture && e->done < e->issued) {
@@ -250,7 +252,7 @@ static int StreamEndCapture(void *handle, graph **made)
     return code;
 }
 
-/* All of its work, in the order in which it was given, on one stream. */
+/* Runs all nodes on one stream, in the order of their capture. */
 static int GraphLaunch(graph *g, void *handle)
 {
     pthread_mutex_lock(&lock);
@@ -329,7 +331,7 @@ static int EventSynchronize(event *e)
     return 0;
 }
 
-/* What a stand-in for libnccl does its work with: it finds it by name. */
+/* The stand-in for libnccl looks it up by name, and launches its work with it. */
 EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *context)
 {
     MAY_FAIL("cuLaunchHostFunc");
@@ -342,7 +344,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
     static const struct {
         const char *name;
         void *function;
-    } rows[] = {SPAR_DRIVER_FUNCTIONS(ROW) /* and what only tests call */
+    } rows[] = {SPAR_DRIVER_FUNCTIONS(ROW) /* and functions that only tests call */
                 ROW(StreamBeginCapture, , ) ROW(StreamEndCapture, , ) ROW(GraphLaunch, , )
                     ROW(GraphDestroy, , )};
     const char *without = getenv("STANDIN_LACKS");

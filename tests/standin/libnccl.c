@@ -1,15 +1,19 @@
-/* A stand-in for libnccl.so.2: groups of sends and receives between processes, over shared host memory, executed later
- * by the stand-in libcuda's streams.
+/* A stand-in for libnccl.so.2: groups of sends and receives between processes, over shared host memory, executed
+ * asynchronously by the stand-in libcuda's streams.
  *
- * As in NCCL: what a group holds makes progress together; messages of a pair of ranks match in their order; the
- * groups of a communicator run one after another, whatever their streams; a group whose peer does not come goes on
- * until the communicator is aborted; ncclCommInitRank waits for all ranks. Other than in NCCL, lengths that do not match
- * are an error at once. What goes wrong is asked for by environment variables, read at each call:
+ * As in NCCL:
+ * - the operations of a group progress together; messages between two ranks match in order;
+ * - the groups of a communicator run one after another, whatever their streams;
+ * - a group without a peer runs until the communicator is aborted;
+ * - ncclCommInitRank blocks until all ranks have called it.
  *
- *   STANDIN_NCCL_VERSION=22000   what ncclGetVersion says
+ * Unlike in NCCL, lengths that do not match are an error at once. Environment variables, read at each call, inject
+ * faults:
+ *
+ *   STANDIN_NCCL_VERSION=22000   ncclGetVersion returns it
  *   STANDIN_NCCL_FAIL=Send:3     the third ncclSend from now on fails: ncclSystemError, with a last error
- *   STANDIN_NCCL_LATER=remote    a group's work ends in ncclRemoteError, which only ncclCommGetAsyncError tells
- *   STANDIN_NCCL_LATER=stall     it makes no progress */
+ *   STANDIN_NCCL_LATER=remote    a group ends in ncclRemoteError, which only ncclCommGetAsyncError reports
+ *   STANDIN_NCCL_LATER=stall     a group makes no progress */
 #include "transports/nccl/api.h"
 
 #include <dlfcn.h>
@@ -26,23 +30,23 @@
 enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
 enum { PIPE = 1 << 16, MOST_RANKS = 16 };
 
-/* Bytes on their way from one rank to another. Each message is its length, and then itself. */
+/* Bytes in flight from one rank to another. A message's length precedes it. */
 typedef struct {
-    _Alignas(64) uint64_t written, read; /* atomic; in all */
+    _Alignas(64) uint64_t written, read; /* atomic; total bytes */
     char bytes[PIPE];
 } pipe_memory;
 
 typedef struct {
-    uint32_t attached; /* atomic: ranks */
+    uint32_t attached; /* atomic: number of ranks */
     pipe_memory pipes[];
 } shared_memory;
 
 struct ncclComm {
     int world, rank;
     shared_memory *shared;
-    uint32_t aborted, running; /* atomic: whether; groups given to streams and not over */
-    uint32_t error;            /* atomic: a later error */
-    uint64_t given, over;      /* groups: the order of a communicator's is that in which they were given */
+    uint32_t aborted, running; /* atomic: a flag; the number of groups launched and not ended */
+    uint32_t error;            /* atomic: an asynchronous error */
+    uint64_t given, over;      /* groups launched and ended; they run in the order of their launch */
 };
 
 typedef struct {
@@ -50,20 +54,20 @@ typedef struct {
     struct CUstream_st *stream;
     char *bytes;
     int sends, peer;
-    uint64_t length, head, at; /* of the message; bytes of its length, and of itself, that have moved */
+    uint64_t length, head, at; /* of the message; bytes moved of its length, and of the message */
 } operation;
 
 typedef struct {
     struct ncclComm *comm;
     uint64_t turn;
     int count, mode;
-    int captured; /* it is run by each replay, and its turn is then */
+    int captured; /* each replay runs it, and sets its turn */
     operation operations[];
 } group;
 
 static _Thread_local operation *open_operations;
 static _Thread_local int depth, open_count, open_room;
-static _Thread_local spar_nccl_result open_error; /* a group in which something failed does nothing */
+static _Thread_local spar_nccl_result open_error; /* a group in which a call failed launches nothing */
 static char last_error[256];
 
 static spar_nccl_result fail(spar_nccl_result result, const char *text)
@@ -73,7 +77,7 @@ static spar_nccl_result fail(spar_nccl_result result, const char *text)
     return result;
 }
 
-/* STANDIN_NCCL_FAIL. */
+/* Whether STANDIN_NCCL_FAIL makes this call fail. */
 static int is_to_fail(const char *function)
 {
     static char counted[64];
@@ -95,14 +99,14 @@ static void pause_shortly(void)
     nanosleep(&moment, NULL);
 }
 
-/* ---- what a stream does ---- */
+/* ---- a group's work in a stream ---- */
 
 static pipe_memory *pipe_of(const struct ncclComm *comm, int from, int to)
 {
     return &comm->shared->pipes[from * comm->world + to];
 }
 
-/* Moves what can be moved between memory and a pipe: whole bytes, as many as there is room for. */
+/* Moves bytes between memory and a pipe, as many as the pipe has room for, or holds; returns their number. */
 static uint64_t move(pipe_memory *pipe, int sends, char *bytes, uint64_t length)
 {
     uint64_t written = __atomic_load_n(&pipe->written, __ATOMIC_ACQUIRE);
@@ -125,7 +129,7 @@ static uint64_t move(pipe_memory *pipe, int sends, char *bytes, uint64_t length)
     return count;
 }
 
-/* Whether the operation moved anything; *error where the lengths do not match. */
+/* Returns whether the operation moved bytes; sets *error if the lengths do not match. */
 static int advance(operation *o, spar_nccl_result *error)
 {
     struct ncclComm *c = o->comm;
@@ -163,7 +167,7 @@ static uint64_t take_turn(struct ncclComm *c)
     return __atomic_fetch_add(&c->given, 1, __ATOMIC_RELAXED);
 }
 
-/* The first of each pair that is not over, until none is. */
+/* Advances the first unfinished operation of each peer and direction, until all are over. */
 static void run_group(void *context)
 {
     group *g = context;
@@ -194,7 +198,7 @@ static void run_group(void *context)
             busy[o->sends][o->peer] = 1;
             left++;
         }
-        if (error) /* the kernel goes on in vain, until it is aborted */
+        if (error) /* the kernel runs until it is aborted */
             __atomic_store_n(&c->error, error, __ATOMIC_RELEASE);
         left += error || g->mode == 's';
         if (left && !moved)

@@ -1,4 +1,4 @@
-/* A stand-in for libnvrtc: its "machine code" is a name that the stand-in for libcuda knows. */
+/* A stand-in for libnvrtc: its "machine code" is a text that the stand-in for libcuda accepts. */
 #include <locale.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,7 +35,7 @@ int nvrtcCreateProgram(void **program, const char *source, const char *name, int
 int nvrtcCompileProgram(void *program, int count, const char *const *options)
 {
     (void)program, (void)count, (void)options;
-    setlocale(LC_ALL, "C"); /* as the compilers before 12.6.2 */
+    setlocale(LC_ALL, "C"); /* as NVRTC before 12.6.2 */
     return getenv("STANDIN_NVRTC_FAILS") ? 6 : 0;
 }
 

@@ -56,7 +56,8 @@ int forbidden(void)
     return UNSUPPORTED;
 }
 
-/* The tiles from `owned` on, every other one, in some order; on two threads, so that races between tiles show. */
+/* Runs every second tile from `owned` on, in a permuted order. Two threads run a kernel, so that TSan detects races
+ * between tiles. */
 static void *run_tiles(void *argument)
 {
     work *w = argument;

@@ -1,4 +1,4 @@
-/* The stand-in's streams: each a thread that does its work later, in the order in which it was given. */
+/* The stand-in's streams: each is a thread that runs its work asynchronously, in order. */
 #ifndef STREAMS_H
 #define STREAMS_H
 
@@ -16,8 +16,8 @@ typedef struct work {
     void (*host)(void *context);
     void *context, *to;
     const void *from;
-    size_t bytes;      /* also: a grid, a ticket */
-    int kernel, owned; /* owned: `from` is freed with the work */
+    size_t bytes;      /* of a copy; else the grid size, or the number of an event's record */
+    int kernel, owned; /* owned: free `from` with the work */
     struct event *event;
     spar_kernel_copy copy;
 } work;
@@ -29,7 +29,7 @@ typedef struct graph {
 
 typedef struct event {
     uint64_t issued, done;
-    graph *captured; /* where it was recorded last */
+    graph *captured; /* the graph that the newest record belongs to */
     int refs;
 } event;
 
@@ -41,16 +41,16 @@ typedef struct stream {
     struct stream *next;
 } stream;
 
-extern pthread_mutex_t lock;   /* of everything */
-extern pthread_cond_t moved;   /* broadcast when something is done, or given */
-extern stream *streams;        /* all */
-extern int captures;           /* under way */
-extern _Thread_local int mode; /* of captures: 2 is relaxed */
+extern pthread_mutex_t lock;   /* protects all state */
+extern pthread_cond_t moved;   /* broadcast when work is enqueued or has ended */
+extern stream *streams;        /* all of them */
+extern int captures;           /* in progress */
+extern _Thread_local int mode; /* the thread's capture mode; 2 is relaxed */
 
-/* What was made and not freed: standin_live() tells it. */
+/* Counts objects created and not freed; standin_live() returns the sum. */
 void count(int by);
 
-/* The code with which this call is to fail; 0: it is not. */
+/* Returns the code with which STANDIN_FAIL makes this call fail, or 0. */
 int failure(const char *name);
 
 #define MAY_FAIL(name)                                                                                       \
@@ -60,7 +60,8 @@ int failure(const char *name);
             return code_;                                                                                    \
     } while (0)
 
-/* What a capture forbids. With the lock held. */
+/* For a call that captures forbid: an error, which invalidates them, unless none is in progress or the thread's mode is
+ * relaxed. With the lock held. */
 int forbidden(void);
 
 #define FORBIDDEN_IN_CAPTURE                                                                                 \
@@ -74,12 +75,12 @@ int forbidden(void);
 
 /* With the lock held: */
 stream *new_stream(void);
-stream *stream_of(void *handle); /* NULL is the legacy stream, which here is ordered with no other */
+stream *stream_of(void *handle); /* NULL: the legacy stream, not synchronized with others here */
 int quiet(const stream *s);
-void append(void *handle, work w); /* to the stream, or the graph that it is captured into */
+void append(void *handle, work w); /* to the stream, or the graph that captures it */
 void drop_event(event *e);
 
-/* The same as append, without it. */
+/* append, for callers that do not hold the lock. */
 int give(void *handle, work w);
 
 /* Kinds of work. */

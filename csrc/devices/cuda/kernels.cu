@@ -1,18 +1,20 @@
-/* The copy kernels, one source: NVRTC compiles it for the device, C reads the structs, the tests run it as host
- * code. What includes it defines three macros, each for the sections that it does or does not want; as text, too
- * (kernels.c), which is why there are no directives here.
+/* The copy kernels, one source: NVRTC compiles it for the device, C reads the structs, tests run it as host
+ * code. Each includer defines three macros, which select sections. kernels.c also includes it as text, so it has
+ * no directives.
  *
- * A kernel copies spans: bytes low to high of a list of blocks in packed order. A CTA copies a tile of one span;
- * each of its threads several units, THREADS apart, all of them loaded before the first is stored: 4 x 16 bytes in
- * flight. Where a byte lies follows from its place in packed order: the block by binary search, once for the tile
- * where that is all of one block; the run and the loops by divisions that are a multiplication and a shift. */
+ * A kernel copies spans: bytes low to high of a list of blocks in packed order. A CTA copies a tile of one span.
+ * Each thread copies several units, THREADS apart, and loads all of them before it stores the first: 4 x 16
+ * bytes in flight.
+ *
+ * A byte's offset in packed order gives its address. A binary search finds the block, once per tile if the tile
+ * lies in one block. Divisions by multiplication and shift give its position in the run and the loops. */
 
 SPAR_SHARED(
 enum {
-    SPAR_KERNEL_THREADS = 256, /* of a CTA */
-    SPAR_KERNEL_SPANS = 32, /* of a launch, */
-    SPAR_KERNEL_UNITS = 4, /* of WIDTH bytes, that a thread moves */
-    SPAR_KERNEL_TENSORS = 16, /* and the tensors that they belong to */
+    SPAR_KERNEL_THREADS = 256, /* per CTA */
+    SPAR_KERNEL_SPANS = 32, /* per launch, at most */
+    SPAR_KERNEL_UNITS = 4, /* of WIDTH bytes, per thread */
+    SPAR_KERNEL_TENSORS = 16, /* per launch, at most */
 };
 
 /* n / number, for n below 2^31: (high 32 bits of (n * magic) + n) >> shift. */
@@ -21,26 +23,26 @@ typedef struct {
 } spar_divisor;
 
 typedef struct {
-    long long src, dst; /* bytes from one turn to the next */
+    long long src, dst; /* strides in bytes */
     spar_divisor extent;
     unsigned unused;
 } spar_kernel_loop;
 
-/* Fewer than 2^31 bytes: `run` contiguous ones, repeated over loops. */
+/* Fewer than 2^31 bytes: `run` contiguous bytes, repeated over loops. */
 typedef struct {
-    long long at; /* where it begins in the packed order of its list */
-    long long src, dst; /* of its first byte in the tensors */
+    long long at; /* offset in the packed order of its list */
+    long long src, dst; /* offsets of its first byte in the tensors */
     spar_divisor run;
     unsigned bytes;
-    int loops; /* index of the first, the outermost */
+    int loops; /* index of the outermost loop */
     short ndim, tensor;
 } spar_kernel_block;
 
 typedef struct {
     long long low, high; /* in packed order */
-    char *wire; /* byte `low`; unused where both sides are tensors */
+    char *wire; /* address of byte `low`; unused if both sides are tensors */
     int first, count; /* the list's blocks */
-    unsigned tile; /* the first CTA that is this span's */
+    unsigned tile; /* index of its first CTA */
     unsigned unused;
 } spar_kernel_span;
 
@@ -48,12 +50,12 @@ typedef struct {
 typedef struct {
     const spar_kernel_block *blocks;
     const spar_kernel_loop *loops;
-    const char *from[SPAR_KERNEL_TENSORS]; /* of tensors `tensor` and up */
+    const char *from[SPAR_KERNEL_TENSORS]; /* from tensor `tensor` on */
     char *to[SPAR_KERNEL_TENSORS];
     double factor;
     int divide, tensor;
-    short packs, unpacks; /* the wire takes the place of `to`, of `from` */
-    int spans; /* 0: a launch that does nothing */
+    short packs, unpacks; /* the wire replaces `to`, or `from` */
+    int spans; /* 0: a no-op launch */
     spar_kernel_span span[SPAR_KERNEL_SPANS];
 } spar_kernel_copy;
 )
@@ -82,7 +84,7 @@ template <> struct vector<4> { typedef unsigned int type; };
 template <> struct vector<8> { typedef uint2 type; };
 template <> struct vector<16> { typedef uint4 type; };
 
-/* Factors: an item's type, and what becomes of one. All as csrc/devices/cpu/scale.c does it, to the bit. */
+/* Factors: an item's type, and how one is scaled. Bitwise equal to csrc/devices/cpu/scale.c. */
 
 struct as_is {
     typedef unsigned char item;
@@ -121,7 +123,7 @@ struct bf16 {
     }
 };
 
-/* With the terms of the zero imaginary part, and a division as a product with the reciprocal. */
+/* Includes the terms of the factor's zero imaginary part. A division multiplies by the reciprocal. */
 template <class REAL> struct complex {
     struct item {
         REAL re, im;
@@ -150,7 +152,7 @@ __device__ __forceinline__ unsigned divided(unsigned n, const spar_divisor &by)
     return (__umulhi(n, by.magic) + n) >> by.shift;
 }
 
-/* The last of blocks low to high - 1 that begins at or before x; that of `low` does. */
+/* Returns the last of blocks low to high - 1 that begins at or before x. Block `low` must. */
 __device__ __forceinline__ int block_of(const spar_kernel_block *blocks, int low, int high, long long x)
 {
     _Pragma("unroll 1")
@@ -178,8 +180,8 @@ __device__ __forceinline__ int span_of(const spar_kernel_copy &c, unsigned tile)
     return low;
 }
 
-/* COUNT units of one block, STEP bytes apart; the first is byte x in packed order. All are loaded before one is
- * stored. */
+/* Copies COUNT units of one block, STEP bytes apart, from byte x in packed order on. Loads all of them before it
+ * stores the first. */
 template <int WIDTH, int COUNT, class SCALE>
 __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kernel_span &span,
                                      const spar_kernel_block &block, const SCALE &scale, long long x)
