@@ -1,17 +1,20 @@
 """Check and time all operations between GPUs: python benchmarks/gpu_ops.py [--out FILE].
 
 Needs spar and torch with CUDA. Starts a rank for each GPU; with one GPU, two ranks on it, which needs NCCL
-2.30. The exit status is 1 if something is wrong, and 2 if there is no device to run on. `--device cpu` runs
-the same operations over shared memory, without the times.
+2.30. The exit status is 1 if something is wrong, 2 if there is no device to run on, and 128 + N if signal N
+ended a rank. `--device cpu` runs the same operations over shared memory, without the times. `--loop` leaves
+NCCL to a library that was preloaded, for two ranks on one GPU (stages/loop.py), without the times too.
 
 Correctness: forward and backward of every operation, with uneven pieces and several dtypes, against the whole
-tensors; replays of a CUDA graph; a rank that does not make a call. Speed: the host time of a call, and
-all_to_all against the usual formulation (permute, all_to_all_single, permute).
+tensors; replays of a CUDA graph; a rank that does not make a call, closes the group or makes another call.
+Speed: the host time of a call, and all_to_all against the usual formulation (permute, all_to_all_single,
+permute).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import os
 import statistics
@@ -24,7 +27,8 @@ from pathlib import Path
 import formulations
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from report import FAILED, Report
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import spar
 
@@ -159,27 +163,73 @@ def check_graph(device: torch.device) -> None:
             same(y[0, :, 0, 0], wanted, f"a replay with {seq} tokens")
 
 
+ABSENCE_S = 5
+
+
 def check_absence(device: torch.device) -> None:
     """Rank 0 makes no call; the others' streams continue at the timeout, and their next call raises."""
-    os.environ["SPAR_TIMEOUT"] = "3"
     group = dist.new_group()
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # torch's communicator, outside of the limit
+    os.environ["SPAR_TIMEOUT"] = str(ABSENCE_S)  # read at the group's first call
     x = torch.zeros(4, device=device)
     spar.gather_forward_split_backward(x, group, 0)
+    os.environ.pop("SPAR_TIMEOUT")
     torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        time.sleep(6)
+        time.sleep(ABSENCE_S + 3)
         return
     begin = time.monotonic()
     spar.gather_forward_split_backward(x, group, 0)
     check(time.monotonic() - begin < 1, "the call waited for the device")
     torch.cuda.synchronize()
     waited = time.monotonic() - begin
-    check(2.5 < waited < 4.5, f"the stream continued after {waited:.1f} s; the timeout is 3 s")
+    check(-0.5 < waited - ABSENCE_S < 2, f"the stream continued after {waited:.1f} s, not {ABSENCE_S} s")
+    expect_error(group, x, spar.ExchangeTimeoutError, "a timeout")
+
+
+def expect_error(
+    group: dist.ProcessGroup | None, x: torch.Tensor, error: type[spar.SparError], what: str
+) -> None:
     try:
         spar.gather_forward_split_backward(x, group, 0)
-    except spar.ExchangeTimeoutError:
+    except error:
         return
-    check(False, "the call after the one that timed out did not raise")
+    check(False, f"a call after {what} did not raise {error.__name__}")
+
+
+def check_close(device: torch.device) -> None:
+    """The last rank closes the group; the others' next call raises, and WORLD stays usable."""
+    group, x = dist.new_group(), torch.zeros(4, device=device)
+    spar.gather_forward_split_backward(x, group, 0)
+    torch.cuda.synchronize()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if is_last:
+        spar.close(group)
+    dist.barrier()
+    time.sleep(0.5)  # peers learn of it from a watchdog
+    if not is_last:
+        expect_error(group, x, spar.GroupBrokenError, "a peer's close")
+    dist.barrier()
+    spar.gather_forward_split_backward(x, None, 0)
+    torch.cuda.synchronize()
+
+
+def check_abort(device: torch.device) -> None:
+    """Rank 0 makes another call: it raises, the others' streams are ended, and their next call raises."""
+    group, x = dist.new_group(), torch.zeros(4, 2, device=device)
+    spar.gather_forward_split_backward(x, group, 0)
+    torch.cuda.synchronize()
+    begin = time.monotonic()
+    if dist.get_rank() != 0:
+        spar.gather_forward_split_backward(x, group, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        expect_error(group, x.new_zeros(4, 3), spar.MismatchError, "a peer's other call")
+    torch.cuda.synchronize()
+    if dist.get_rank() != 0:
+        time.sleep(0.5)
+        expect_error(group, x, spar.MismatchError, "a peer's other call")
+    check(time.monotonic() - begin < 10, "an abort took longer than 10 s")
 
 
 def microseconds(call: Callable[[], object], rounds: int) -> float:
@@ -195,7 +245,7 @@ def microseconds(call: Callable[[], object], rounds: int) -> float:
     return float(statistics.median(times))
 
 
-def times(device: torch.device) -> list[str]:
+def times(device: torch.device, report: Report) -> None:
     world = dist.get_world_size()
     small = torch.zeros(1, 16, world, 8, device=device, dtype=torch.bfloat16)
     for _ in range(20):
@@ -206,9 +256,9 @@ def times(device: torch.device) -> list[str]:
         spar.all_to_all(small, None)
     host = (time.perf_counter() - begin) / 50 * 1e6
     torch.cuda.synchronize()
-    lines = [f"Host time of a call: {host:.1f} us (goal: below 20).", ""]
-    lines += ["| bytes of a rank | spar | permute + all_to_all_single + permute | its permutes alone |"]
-    lines += ["|---|---|---|---|"]
+    report.figure("call_us", host)
+    report.say(f"Host time of a call: {host:.1f} us (goal: below 20).")
+    report.table("bytes of a rank", "spar", "permute + all_to_all_single + permute", "its permutes alone")
     for size in (MIB // 4, 4 * MIB, 32 * MIB, 256 * MIB):
         x = torch.zeros(1, size // (2 * 128 * 8 * world), 8 * world, 128, device=device, dtype=torch.bfloat16)
 
@@ -227,39 +277,61 @@ def times(device: torch.device) -> list[str]:
             for _ in range(3):
                 call()
             rows.append(f"{microseconds(call, 20):.0f} us")
-        lines.append(f"| {size // 1024} KiB | {' | '.join(rows)} |")
-    return lines
+        report.row(f"{size // 1024} KiB", *rows)
 
 
-def run(rank: int, world: int, kind: str, store: str, out: str | None) -> None:
+def loaded_nccl() -> tuple[int, int, int]:
+    """Return the version of the loaded library; torch.cuda.nccl.version() is that of torch's build."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value // 10000, version.value // 100 % 100, version.value % 100
+
+
+FAULTS = {
+    "If a rank closes the group, the next call of its peers raises.": check_close,
+    "If a rank makes another call, all ranks raise, and their streams continue.": check_abort,
+    "If a rank makes no call, the stream continues at the timeout; the next call raises.": check_absence,
+}
+
+
+def check_gpus(device: torch.device, report: Report, loop: bool) -> None:
+    name, ranks = torch.cuda.get_device_name(device), dist.get_world_size()
+    version = "the loop library" if loop else "NCCL " + ".".join(map(str, loaded_nccl()))
+    report.say(f"{name} x {torch.cuda.device_count()}, {ranks} ranks, torch {torch.__version__}, {version}.")
+    check_graph(device)
+    report.say("Replays of CUDA graphs are correct.")
+    report.say()
+    if loop:
+        groups = ctypes.CDLL("libnccl.so.2").loop_groups()
+        check(groups > 0, "no exchange used the loop library: is it preloaded?")
+        report.figure("groups", groups)
+    else:
+        times(device, report)
+        report.say()
+    for what, check_fault in FAULTS.items():
+        check_fault(device)
+        report.say(f"- {what}")
+
+
+def run(rank: int, world: int, kind: str, store: str, data: str | None, out: str | None, loop: bool) -> None:
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     limit = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", f"file://{store}", limit, rank=rank, world_size=world
-    )
+    backend = "nccl" if kind == "cuda" and not loop else "gloo"
+    dist.init_process_group(backend, f"file://{store}", limit, rank=rank, world_size=world)
+    report = Report(data if rank == 0 else None, rank == 0)
     check_operations(device)
     transport = spar.transport(None, device)
     check(transport.name == ("nccl" if kind == "cuda" else "shm"), str(transport))
-    lines = [f"{world} ranks, transport {transport.name}: all operations are correct, forward and backward."]
+    report.say(
+        f"{world} ranks, transport {transport.name}: all operations are correct, forward and backward."
+    )
     if kind == "cuda":
-        check_graph(device)
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        name = torch.cuda.get_device_name(device)
-        lines = [f"## {name} x {world}, {datetime.date.today()}", "", *lines]
-        lines += [f"Replays of CUDA graphs are correct. torch {torch.__version__}, NCCL {version}.", ""]
-        lines += times(device)
-        check_absence(device)
-        lines += [
-            "",
-            "If a rank makes no call, the stream continues at the timeout; the next call raises.",
-        ]
-    if rank == 0:
-        print("\n".join(lines), flush=True)
-        if out:
-            Path(out).write_text("\n".join(lines) + "\n")
+        check_gpus(device, report, loop)
+    if rank == 0 and out:
+        Path(out).write_text("\n".join(report.lines) + "\n")
     if kind == "cpu":
         dist.barrier()
         dist.destroy_process_group()
@@ -270,26 +342,31 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--loop", action="store_true", help="over a preloaded library instead of NCCL")
     parser.add_argument("--ranks", type=int, help="number of ranks, instead of one for each GPU")
     parser.add_argument("--out", help="also write the page to this file")
+    parser.add_argument("--data", help="also write what was found to this file, as JSON")
     options = parser.parse_args()
+    report = Report(options.data)
     world = options.ranks or 2
     if options.device == "cuda":
         if not torch.cuda.is_available():
-            print("gpu_ops: torch has no CUDA device; nothing was checked", file=sys.stderr)
-            return 2
+            report.skip("gpu_ops: torch has no CUDA device; nothing was checked")
         world = options.ranks or max(2, torch.cuda.device_count())
-        if world > torch.cuda.device_count():
-            if torch.cuda.nccl.version() < (2, 30):
-                print("gpu_ops: two ranks on one GPU need NCCL 2.30 or newer", file=sys.stderr)
-                return 2
-            os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+        if world > torch.cuda.device_count() and not options.loop:
+            if loaded_nccl() < (2, 30, 0):
+                report.skip("gpu_ops: two ranks on one GPU need NCCL 2.30 or newer")
+            os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
     with tempfile.TemporaryDirectory() as folder:
+        arguments = (world, options.device, f"{folder}/store", options.data, options.out, options.loop)
         try:
-            spawn(run, (world, options.device, f"{folder}/store", options.out), nprocs=world)
+            spawn(run, arguments, nprocs=world)
         except ProcessRaisedException as error:
             print(f"gpu_ops: wrong:\n{error}", file=sys.stderr)
-            return 1
+            return FAILED
+        except ProcessExitedException as error:
+            print(f"gpu_ops: {error}", file=sys.stderr)
+            return 128 - error.exit_code if error.exit_code < 0 else FAILED
     return 0
 
 

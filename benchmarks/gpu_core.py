@@ -1,0 +1,223 @@
+"""The C core's copy kernels on torch's device, for the checks and the timings: launches, graphs, times.
+
+`use_stand_ins()` puts CPU tensors in the device's place, over the tests' stand-ins for CUDA's libraries: the
+tests run the checks so. Times mean nothing there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from driver import Driver
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from helpers import core, core_abi  # type: ignore[import-not-found]
+from helpers.core_abi import Route, Scale, Span  # type: ignore[import-not-found]
+
+MIB = 1 << 20
+Ways = dict[str, Callable[[], Any]]
+
+
+class Machine:
+    """torch's CUDA device."""
+
+    device = "cuda"
+
+    def available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def prepare(self) -> None:
+        """Make the device current, for calls of CUDA's libraries outside of torch."""
+        torch.cuda.synchronize()
+
+    def stream(self) -> int | None:
+        handle: int = torch.cuda.current_stream().cuda_stream
+        return handle
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def launched(self) -> None:
+        """Called after each launch; torch's allocator lets tensors be freed before it ran."""
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that replays the work and waits for it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+
+        def replay() -> None:
+            graph.replay()
+            torch.cuda.synchronize()
+
+        return replay
+
+    def time(self, work: Callable[[], Any]) -> float:
+        """Return microseconds on the device."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(200_000)  # the host gets ahead, so that gaps between launches do not count
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds * 1000
+
+
+class StandIn(Machine):
+    """CPU memory and the stand-in driver's streams."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.driver = Driver()
+        self.captured: int | None = None
+
+    def available(self) -> bool:
+        return True
+
+    def prepare(self) -> None:
+        self.driver.enter(0)
+
+    def stream(self) -> int | None:
+        return self.captured
+
+    def synchronize(self) -> None:
+        self.driver.call("cuCtxSynchronize", 2000)
+
+    def launched(self) -> None:
+        if self.captured is None:
+            self.synchronize()
+
+    def free_bytes(self) -> int:
+        return 64 * MIB
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+        self.driver.call("cuStreamCreate", 2000, ctypes.byref(stream), 1)
+        self.driver.call("cuStreamBeginCapture", 10010, stream, 0)
+        self.captured = stream.value
+        work()
+        self.captured = None
+        self.driver.call("cuStreamEndCapture", 10000, stream, ctypes.byref(graph))
+
+        def replay() -> None:
+            self.driver.call("cuGraphLaunch", 10000, graph, stream)
+            self.driver.call("cuStreamSynchronize", 2000, stream)
+
+        return replay
+
+    def time(self, work: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        work()
+        self.synchronize()
+        return (time.perf_counter() - begin) * 1e6
+
+
+machine: Machine = Machine()
+
+
+def use_stand_ins() -> None:
+    global machine
+    machine = StandIn()
+
+
+def use_core(file: str) -> None:
+    """Take the core from the file instead of building it."""
+    core_abi.compile_core = lambda output, *rest, **more: shutil.copy(file, output)
+
+
+def find_nvrtc() -> None:
+    """Tell the core where packages have NVRTC, if torch has not loaded its own, which has precedence."""
+    patterns = ("nvidia/cu*/lib/libnvrtc.so.1?", "nvidia/cuda_nvrtc/lib/libnvrtc.so.1?")
+    if machine.device == "cuda":
+        for path in (
+            path for root in sys.path for each in patterns for path in sorted(Path(root).glob(each))
+        ):
+            core.library().spar_dynlib_set_path(b"libnvrtc", str(path).encode())
+
+
+class Gpu:
+    """The core's CUDA device, on the machine's current stream."""
+
+    def __init__(self) -> None:
+        self.device = core_abi.Device.in_dll(core.library(), "spar_device_cuda")
+        find_nvrtc()
+        ordinal = torch.cuda.current_device() if machine.device == "cuda" else 0
+        core_abi.check(self.device.open())
+        begin = time.perf_counter()
+        core_abi.check(self.device.prepare(ordinal))
+        self.seconds = time.perf_counter() - begin
+        self.before = ctypes.c_void_p()
+        core_abi.check(self.device.enter(ordinal, ctypes.byref(self.before)))
+
+    def copy(
+        self,
+        plan: core.Plan,
+        route: Route,
+        spans: Sequence[tuple[int, int, int, int]],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        scale: Scale | None = None,
+    ) -> Callable[[], None]:
+        """Return a function that enqueues the copy; spans are (peer, low, high, wire)."""
+        rows = (Span * max(len(spans), 1))(*[Span(*span) for span in spans])
+        scale = scale or core.unscaled()
+        sources, targets = core.addresses(inputs), core.addresses(outputs)
+
+        def run() -> None:
+            stream = ctypes.c_void_p(machine.stream())
+            core_abi.check(
+                self.device.copy_spans(
+                    plan.handle, route, rows, len(spans), sources, targets, ctypes.byref(scale), stream
+                )
+            )
+            machine.launched()
+
+        return run
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=machine.device)
+
+
+def strided_plan(row: int, total: int, world: int = 8) -> tuple[core.Plan, torch.Tensor]:
+    """Plan an all_to_all of [tokens, world, row bytes]: rows of `row` bytes, world * row apart."""
+    tokens = total // (row * world)
+    x = random_bytes(tokens, world, row)
+    spec = core.Spec(
+        16, (tokens, world, row // 16), (world * row // 16, row // 16, 1), [1, 0, tokens * world]
+    )
+    return core.Plan(core.request("all_to_all", world, 0, [spec], core.SIDE_PULL)), x
+
+
+def whole_wires(plan: core.Plan, wire: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """Return a span for each peer's whole part, one behind the other in `wire`."""
+    spans, at = [], wire.data_ptr()
+    for peer, size in enumerate(plan.push_bytes):
+        spans.append((peer, 0, size, at))
+        at += size
+    return spans
+
+
+def microseconds(ways: Ways, turns: int) -> dict[str, float]:
+    """Return each way's median time on the device; the ways run in turn."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns + 3):
+        for name, way in ways.items():
+            spent = machine.time(way)
+            if turn >= 3:
+                times[name].append(spent)
+    return {name: statistics.median(each) for name, each in times.items()}

@@ -1,0 +1,36 @@
+"""Run all operations with two ranks on one GPU over the loop library, where NCCL refuses two ranks on a device.
+
+The library (loop_nccl.c) is preloaded before the real libnccl.so.2, whose other functions torch needs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from facts import mapped
+from report import SKIPPED, stage
+
+
+def main() -> int:
+    report, options = stage(__doc__)
+    import torch
+
+    if not torch.cuda.is_available() and not options.stand_ins:
+        report.skip("torch has no CUDA device")
+    real = mapped("libnccl.so.2")
+    report.figure("libnccl of torch", real)
+    before = os.environ.get("LD_PRELOAD", "").split(":")
+    libraries = [str(Path(options.kit, "loop", "libnccl.so.2")), *real, *before]
+    environment = os.environ | {"LD_PRELOAD": ":".join(filter(None, libraries))}
+    folder = Path(__file__).resolve().parent.parent
+    script = folder.parent / "tests/helpers/loop_ranks.py" if options.stand_ins else folder / "gpu_ops.py"
+    command = [sys.executable, str(script), "--loop", *(["--data", options.data] if options.data else [])]
+    status = subprocess.run(command, env=environment).returncode
+    return 1 if status == SKIPPED else status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
