@@ -143,9 +143,7 @@ def find_nvrtc() -> None:
     """Tell the core where packages have NVRTC, if torch has not loaded its own, which has precedence."""
     patterns = ("nvidia/cu*/lib/libnvrtc.so.1?", "nvidia/cuda_nvrtc/lib/libnvrtc.so.1?")
     if machine.device == "cuda":
-        for path in (
-            path for root in sys.path for each in patterns for path in sorted(Path(root).glob(each))
-        ):
+        for path in (path for root in sys.path for each in patterns for path in Path(root).glob(each)):
             core.library().spar_dynlib_set_path(b"libnvrtc", str(path).encode())
 
 

@@ -274,7 +274,7 @@ def test_readme_example_runs(world: int, tmp_path: Path) -> None:
 
 def test_benchmarks_use_symbols_that_exist() -> None:
     """Checked here, because parts of them run on a GPU only."""
-    for path in (ROOT / "benchmarks").glob("*.py"):
+    for path in (ROOT / "benchmarks").rglob("*.py"):
         for name in set(re.findall(r"\bspar_[a-z_]+\b", path.read_text())):
             assert hasattr(core.library(), name), f"{path.name} uses {name}"
 

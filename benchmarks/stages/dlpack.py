@@ -43,17 +43,19 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
-@Deleter
 def _delete(managed: Any) -> None:
     *_, released = _kept.pop(ctypes.addressof(managed.contents))
     released()
+
+
+_deleter = Deleter(_delete)
 
 
 def from_memory(address: int, count: int, device: int, released: Callable[[], object]) -> torch.Tensor:
     """Return float32 items at the address; `released` is called when the last view is gone."""
     shape = (ctypes.c_int64 * 1)(count)
     managed = Managed(
-        Tensor(address, Device(device, 0), 1, DataType(FLOAT, 32, 1), shape, None, 0), None, _delete
+        Tensor(address, Device(device, 0), 1, DataType(FLOAT, 32, 1), shape, None, 0), None, _deleter
     )
     _kept[ctypes.addressof(managed)] = managed, shape, released
     tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(

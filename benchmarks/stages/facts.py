@@ -1,4 +1,4 @@
-"""Facts about the machine: driver, devices, the attributes that peer-to-peer memory needs, library versions."""
+"""List facts about the machine: driver, devices, their attributes, versions of the loaded libraries."""
 
 from __future__ import annotations
 

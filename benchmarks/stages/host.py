@@ -1,4 +1,4 @@
-"""Time NCCL with one rank that sends to itself: the host's part of a group, messages of several sizes, alignment.
+"""Time NCCL with one rank that sends to itself: the host's part, messages of several sizes and alignments.
 
 57 groups of 7 messages are what spar's nccl transport issues for 1 GiB on 8 ranks.
 """
@@ -9,6 +9,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gpu_core
@@ -91,8 +92,8 @@ def time_sizes(nccl: Nccl, report: Report, x: torch.Tensor, y: torch.Tensor, siz
         us = {}
         for offset in (0, 8, 1):
             sends, receives = x.data_ptr() + offset, y.data_ptr() + offset
-            ways: gpu_core.Ways = {"group": lambda s=sends, r=receives, n=size: nccl.group(s, r, n, PEERS)}
-            us[offset] = gpu_core.microseconds(ways, 10)["group"]
+            group = partial(nccl.group, sends, receives, size, PEERS)
+            us[offset] = gpu_core.microseconds({"group": group}, 10)["group"]
         report.row(str(size), *(f"{us[o]:.0f} us, {PEERS * size / us[o] / 1e3:.0f} GB/s" for o in (0, 8, 1)))
         figures.append({"bytes": size, "aligned_us": us[0], "off_8_us": us[8], "off_1_us": us[1]})
     report.figure("sizes", figures)

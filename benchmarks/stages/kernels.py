@@ -1,7 +1,7 @@
 """Time packing and unpacking of attention's layout [1, S, H, 128] in bf16, against a device-to-device copy.
 
-CTAs of 256 threads, 4 units for each thread and a CTA for each tile are constants of csrc/devices/cuda/kernels.cu,
-so that they are not varied here. Above 4 GiB the bytes are compared, too: there offsets exceed 32 bits.
+CTAs of 256 threads, 4 units for each thread and a CTA for each tile are constants of kernels.cu, so that they
+are not varied here. Above 4 GiB the bytes are compared, too: there offsets exceed 32 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from helpers.core_abi import Route  # type: ignore[import-not-found]
 from report import Report, stage
 
 WORLDS, HEADS = (2, 4, 8), (8, 32, 128)
-SIZES, LARGE = (32 * MIB, 256 * MIB, 1024 * MIB), 5 * 1024 * MIB
+SIZES: tuple[int, ...] = (32 * MIB, 256 * MIB, 1024 * MIB)
+LARGE = 5 * 1024 * MIB
 
 
 def sweep(gpu: Gpu, report: Report, sizes: tuple[int, ...], turns: int) -> None:

@@ -117,9 +117,8 @@ static spar_nccl_result give_to_stand_in(void)
     spar_nccl_result result = host_group_start();
     for (int i = 0; i < loop_count && !result; i++) {
         const message *m = &messages[i];
-        result = m->sends
-                     ? host_send(m->block->bytes, m->bytes, m->dtype, m->peer, m->comm, m->stream)
-                     : host_receive(m->block->bytes, m->bytes, m->dtype, m->peer, m->comm, m->stream);
+        result = m->sends ? host_send(m->block->bytes, m->bytes, m->dtype, m->peer, m->comm, m->stream)
+                          : host_receive(m->block->bytes, m->bytes, m->dtype, m->peer, m->comm, m->stream);
     }
     spar_nccl_result ended = host_group_end();
     return result ? result : ended;

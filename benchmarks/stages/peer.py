@@ -1,6 +1,6 @@
-"""Memory of a device that two processes map, and kernels that signal through it; as a program, the second process.
+"""Memory of a device that two processes map, and kernels that signal through it.
 
-python peer.py SOCKET CUBIN    # a descriptor, and a file: p2p.py starts it
+As a program, the second process, which p2p.py starts: python peer.py SOCKET CUBIN (a descriptor, and a file).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __device__ unsigned long long now()
     return ns;
 }
 
-/* The side that is first writes a round's number where the other waits for it, and waits for the answer. What was
- * done and the time lie in result; nothing waits longer than the limit. */
+/* The first side writes a round's number where the other waits for it, and waits for the answer. result: the
+ * rounds that were completed, and the nanoseconds; nothing waits longer than the limit. */
 extern "C" __global__ void handshake(unsigned *mine, unsigned *theirs, unsigned is_first, unsigned rounds,
                                      unsigned long long limit_ns, unsigned long long *result)
 {
@@ -89,9 +89,8 @@ class Shared:
         self.handle = ctypes.c_uint64()
         if descriptor is None:
             prop = properties(ordinal, POSIX_FD)
-            driver.call(
-                "cuMemCreate", 10020, ctypes.byref(self.handle), self.size, ctypes.byref(prop), _u64(0)
-            )
+            arguments = self.size, ctypes.byref(prop), _u64(0)
+            driver.call("cuMemCreate", 10020, ctypes.byref(self.handle), *arguments)
         else:
             handle = ctypes.c_void_p(descriptor)
             driver.call("cuMemImportFromShareableHandle", 10020, ctypes.byref(self.handle), handle, POSIX_FD)
@@ -208,9 +207,8 @@ def serve(channel: socket.socket, cubin: bytes) -> None:
     message, _ = receive(channel)
     side = Handshake(driver, cubin)
     send(channel)
-    side.launch(
-        shared.address + message["mine"], shared.address + message["theirs"], False, message["rounds"]
-    )
+    mine, theirs = (shared.address + message[flag] for flag in ("mine", "theirs"))
+    side.launch(mine, theirs, False, message["rounds"])
     send(channel, rounds=side.wait()[0])
     receive(channel)  # the first process has read its result
     shared.close()

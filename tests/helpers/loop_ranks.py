@@ -1,0 +1,57 @@
+"""Two ranks whose exchanges use the loop library over the stand-in driver, in place of benchmarks/gpu_ops.py.
+
+Run as a program by the bring-up's stage `loop`, with the loop library preloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from helpers import nccl_faults, nccl_ranks
+
+
+def run(rank: int, world: int, store: str, counts: Any) -> None:
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    group = dist.group.WORLD
+    assert group is not None
+    whole = torch.randn(64 * world, 20, 101, generator=torch.manual_seed(7))
+    expected = [x.contiguous() for x in whole.tensor_split(world, 1)]
+    cells: Any = [("all_to_all", (1, 0, 64 * world), list(whole.chunk(world)), expected, 1.0, False)]
+    for staging in (1 << 14, 1 << 20):  # in many steps, and in one
+        nccl_ranks.check_cells(rank, world, group, staging, cells)
+        nccl_ranks.check_capture(rank, world, group, staging)
+    nccl_ranks.check_streams(rank, world, group)
+    nccl_faults.check_wait(rank, world, group)
+    counts[rank] = ctypes.CDLL("libnccl.so.2").loop_groups()
+    assert counts[rank] > 0
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--loop", action="store_true", required=True)
+    parser.add_argument("--data")
+    options = parser.parse_args()
+    counts = torch.zeros(2, dtype=torch.int64).share_memory_()
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(run, (2, f"{folder}/store", counts), nprocs=2, start_method="fork")
+    line = f"2 ranks: operations, graphs, streams and an aborted call, in {counts.sum()} groups."
+    print(line)
+    if options.data:
+        Path(options.data).write_text(json.dumps({"lines": [line]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
