@@ -18,9 +18,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq
 # Folders are included, because their mtime changes when a file is removed.
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
-C_FILES = $(shell find csrc fuzz tests -name '*.[ch]')
+C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench soak test check test-asan fuzz lint format build wheel clean gone
+.PHONY: help demo bench bring-up-kit soak test check test-asan fuzz lint format build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
+	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
@@ -46,6 +47,10 @@ demo: build
 RANKS ?= 2
 bench: build
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/bench.py $(ARGS)
+
+# Needs no GPU. On the machine with one: python benchmarks/bring_up.py --out FOLDER (docs/gpu.md).
+bring-up-kit: build
+	@$(BIN)/python benchmarks/kit.py
 
 # The duration of the soak test, and of each fuzzer's search for new inputs after it replayed the corpus.
 SECONDS ?= 60

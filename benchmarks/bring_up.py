@@ -2,9 +2,8 @@
 
 Needs this repository, torch with CUDA, and what `make bring-up-kit` built on another machine
 (build/bring-up): neither a compiler nor Python's headers. Each stage is a process with a time limit, whose
-whole process group is killed at its end, so that a stage that hangs or crashes does not keep the next from
-running. The folder gets STAGE.json for each (status, seconds, the end of its output, figures), and page.md for
-docs/gpu.md.
+whole process group is killed at its end: after a stage that hangs or crashes the next one runs. The folder
+gets STAGE.json for each (status, seconds, the end of its output, figures), and page.md for docs/gpu.md.
 
 The exit status is 1 if a stage failed, crashed or timed out, and 2 if there is no GPU.
 """
@@ -71,7 +70,7 @@ STAGES = (
         needs=(kit.PACKAGE, kit.LOOP),
         unless="ranks",
     ),
-    Stage("host", "NCCL with one rank", "stages/host.py", KIT, 60, (kit.CORE,)),
+    Stage("host", "NCCL with one rank", "stages/host.py", limit=60),
     Stage("p2p", "What a peer-to-peer transport needs", "stages/p2p.py", KIT, 60, (kit.CORE,)),
 )
 

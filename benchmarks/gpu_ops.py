@@ -283,7 +283,11 @@ def times(device: torch.device, report: Report) -> None:
 def loaded_nccl() -> tuple[int, int, int]:
     """Return the version of the loaded library; torch.cuda.nccl.version() is that of torch's build."""
     version = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:  # linked into torch
+        major, minor, patch, *_ = torch.cuda.nccl.version()
+        return major, minor, patch
     return version.value // 10000, version.value // 100 % 100, version.value % 100
 
 

@@ -249,6 +249,34 @@ def test_dlpack_structs_are_those_of_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+PRELOADED = """
+#include <dlfcn.h>
+int ncclAllReduce(void), ncclSend(void);
+int main(void)
+{
+    Dl_info rest, own;
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD); /* as spar asks for it */
+    return !library || !dlsym(library, "loop_groups") || !dladdr((void *)ncclAllReduce, &rest) ||
+           !dladdr((void *)ncclSend, &own) || rest.dli_fbase == own.dli_fbase;
+}
+"""
+
+
+def test_the_loop_library_leaves_to_nccl_what_it_lacks(tmp_path: Path) -> None:
+    """Preloaded before the real NCCL, it is the libnccl.so.2 that spar finds; torch finds all functions."""
+    libraries = packaged("nccl/lib/libnccl.so.2")
+    if not libraries:
+        pytest.skip("the package nvidia-nccl-cu12 is not installed")
+    (tmp_path / "main.c").write_text(PRELOADED)
+    command = ["cc", "-D_GNU_SOURCE", "-Wl,-z,now", str(tmp_path / "main.c"), str(libraries[0])]
+    subprocess.run([*command, "-o", str(tmp_path / "main")], check=True)
+    preload = f"{built_kit() / kit.LOOP}:{libraries[0]}"
+    done = subprocess.run(
+        [str(tmp_path / "main")], env={"LD_PRELOAD": preload}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 COMPILE = """
 import ctypes, sys
 text = sys.stdin.read().encode()
