@@ -57,7 +57,9 @@ class Report:
     def save(self) -> None:
         if self.file:
             found = {name: getattr(self, name) for name in ("reason", "lines", "failures", "figures")}
-            self.file.write_text(json.dumps(found))
+            part = self.file.with_suffix(".part")  # a process that is killed leaves a whole file
+            part.write_text(json.dumps(found))
+            part.replace(self.file)
 
     def status(self) -> int:
         return FAILED if self.failures else 0

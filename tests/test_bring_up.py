@@ -81,7 +81,7 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
         for stage in STAGES
     ]
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    status = bring_up.run(stages, tmp_path, 5, built_kit())
+    status = bring_up.run(stages, tmp_path, 4, built_kit())
     found = results(tmp_path)
     page = (tmp_path / "page.md").read_text()
     statuses = {name: result["status"] for name, result in found.items()}
