@@ -29,11 +29,6 @@ static int must_stop(void *context)
     return __atomic_load_n(&self->closing, __ATOMIC_RELAXED) ? SPAR_STOP_CLOSED : SPAR_CONTINUE;
 }
 
-PyObject *spar_py_raise_after_wait(spar_status status)
-{
-    return status == SPAR_INTERRUPTED && PyErr_Occurred() ? NULL : spar_raise(status);
-}
-
 spar_deadline spar_py_deadline(PyObject *comm, double deadline_s)
 {
     return (spar_deadline){.at_ns = (int64_t)(deadline_s * 1e9), .interrupted = must_stop, .context = comm};

@@ -39,19 +39,6 @@ static int read_addresses(PyObject *tuple, void **addresses, int count, const ch
     return 0;
 }
 
-PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count)
-{
-    PyObject *tuple = PyTuple_New(count);
-    for (Py_ssize_t i = 0; tuple && i < count; i++) {
-        PyObject *value = PyLong_FromLongLong(values[i]);
-        if (!value || PyTuple_SetItem(tuple, i, value) < 0) {
-            Py_DECREF(tuple);
-            return NULL;
-        }
-    }
-    return tuple;
-}
-
 typedef struct {
     PyObject_HEAD
     spar_plan *plan;
@@ -224,16 +211,6 @@ static PyObject *plan_signature(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "s", &text))
         return NULL;
     return PyLong_FromLongLong((long long)spar_plan_signature(((plan_object *)self)->plan, text));
-}
-
-PyObject *spar_py_description(const spar_description *description)
-{
-    const spar_gathered *gathered = &description->gathered;
-    const char *text = description->text; /* another process may have written it: any bytes */
-    PyObject *decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-    return decoded ? Py_BuildValue("N(LLL)", decoded, (long long)gathered->rest, (long long)gathered->dim,
-                                   (long long)gathered->size)
-                   : NULL;
 }
 
 static PyObject *plan_describe(PyObject *self, PyObject *args)
