@@ -40,7 +40,7 @@ const char spar_py_comm_doc[] = PyDoc_STR(
     "comm(transport, peer_info, rank, local_ranks, group, ordinal=0, native=0) -> Comm\n\n"
     "First stage; see setup_result. On device `ordinal`; native: torch's ncclComm_t, if it has one.");
 
-PyObject *spar_py_comm(PyObject *module, PyObject *args)
+PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *name, *bytes, *group;
     Py_ssize_t size;
@@ -48,7 +48,6 @@ PyObject *spar_py_comm(PyObject *module, PyObject *args)
     unsigned long long comm = 0;
     spar_native native = {0};
     const spar_transport *const *row = spar_transports;
-    (void)module;
     if (!PyArg_ParseTuple(args, "sy#iis|iK", &name, &bytes, &size, &rank, &local_ranks, &group,
                           &native.ordinal, &comm))
         return NULL;
@@ -89,16 +88,14 @@ static void comm_close(comm_object *self)
         spar_comm_close(comm);
 }
 
-static PyObject *comm_close_method(PyObject *self, PyObject *unused)
+static PyObject *comm_close_method(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     comm_close((comm_object *)self);
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_abort(PyObject *self, PyObject *unused)
+static PyObject *comm_abort(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     __atomic_store_n(&((comm_object *)self)->closing, 1, __ATOMIC_RELAXED);
     Py_RETURN_NONE;
 }
@@ -123,9 +120,8 @@ static spar_comm *open_comm(PyObject *self)
     return comm;
 }
 
-static PyObject *comm_setup_result(PyObject *self, void *closure)
+static PyObject *comm_setup_result(PyObject *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return PyBytes_FromStringAndSize((const char *)&((comm_object *)self)->setup_result,
                                      sizeof(spar_setup_result));
 }
@@ -275,7 +271,7 @@ const char spar_py_select_doc[] = PyDoc_STR(
     "Of an op that communicates nothing. None where there is no arena, or half of it is in use:\n"
     "exchanges need the rest.");
 
-PyObject *spar_py_select(PyObject *module, PyObject *args)
+PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *op;
     PyObject *tuple, *result = NULL;
@@ -287,7 +283,6 @@ PyObject *spar_py_select(PyObject *module, PyObject *args)
     spar_arena_stats stats;
     spar_memory *block = NULL;
     spar_plan *plan = NULL;
-    (void)module;
     if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tuple, &address, &dtype, &divide, &factor))
         return NULL;
     if (read_request(&asked, tuple, op, world, rank) < 0 ||
@@ -388,19 +383,17 @@ static PyObject *comm_wait(PyObject *self, PyObject *args)
     return comm ? spar_py_wait(comm, self, args) : NULL;
 }
 
-static PyObject *comm_broken(PyObject *self, void *closure)
+static PyObject *comm_broken(PyObject *self, void *Py_UNUSED(closure))
 {
     const spar_comm *comm = ((comm_object *)self)->comm;
-    (void)closure;
     const char *why = comm && comm->transport->broken ? comm->transport->broken(comm) : NULL;
     if (!why)
         Py_RETURN_NONE;
     return PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
 }
 
-static PyObject *comm_transport(PyObject *self, void *closure)
+static PyObject *comm_transport(PyObject *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return Py_NewRef(((comm_object *)self)->name);
 }
 

@@ -12,11 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-static PyObject *module_peer_info(PyObject *module, PyObject *unused)
+static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     spar_peer_info info;
-    (void)module;
-    (void)unused;
     spar_peer_info_read(&info);
     return PyBytes_FromStringAndSize((const char *)&info, sizeof info);
 }
@@ -32,7 +30,7 @@ static PyObject *choice_to_tuple(const spar_choice *choice)
     return rejected ? Py_BuildValue("ssN", choice->transport->name, choice->reason, rejected) : NULL;
 }
 
-static PyObject *module_choose(PyObject *module, PyObject *args)
+static PyObject *module_choose(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *bytes, *device;
     PyObject *refusals;
@@ -40,7 +38,6 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
     int first_rank = 0;
     spar_choice choice;
     spar_refusal refused = {0};
-    (void)module;
     if (!PyArg_ParseTuple(args, "y#sO!|i", &bytes, &size, &device, &PyTuple_Type, &refusals, &first_rank))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_Size(refusals) && i < 16; i++, refused.count++)
@@ -59,11 +56,10 @@ static PyObject *module_choose(PyObject *module, PyObject *args)
     return status == SPAR_OK ? choice_to_tuple(&choice) : spar_raise(status);
 }
 
-static PyObject *module_setup_failure(PyObject *module, PyObject *args)
+static PyObject *module_setup_failure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *bytes;
     Py_ssize_t size;
-    (void)module;
     if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
         return NULL;
     spar_setup_result *results = malloc((size_t)size + 1); /* the bytes may not be aligned */
@@ -79,11 +75,10 @@ static PyObject *module_setup_failure(PyObject *module, PyObject *args)
                          PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace"));
 }
 
-static PyObject *module_env(PyObject *module, PyObject *args)
+static PyObject *module_env(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *field;
     spar_env_value value;
-    (void)module;
     if (!PyArg_ParseTuple(args, "s", &field))
         return NULL;
     spar_status status = spar_env_field(field, &value);
@@ -102,11 +97,9 @@ static PyObject *module_env(PyObject *module, PyObject *args)
     return PyUnicode_FromString(value.text);
 }
 
-static PyObject *module_env_rows(PyObject *module, PyObject *unused)
+static PyObject *module_env_rows(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    (void)module;
-    (void)unused;
     for (const spar_env_row *row = spar_env_rows; list && row->field; row++) {
         PyObject *item =
             Py_BuildValue("sssss", row->field, row->variable, row->kind, row->fallback, row->help);
@@ -117,11 +110,9 @@ static PyObject *module_env_rows(PyObject *module, PyObject *unused)
     return list;
 }
 
-static PyObject *module_ops(PyObject *module, PyObject *unused)
+static PyObject *module_ops(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    (void)module;
-    (void)unused;
     for (const spar_op *const *op = spar_ops; list && *op; op++) {
         PyObject *item = Py_BuildValue("sss", (*op)->name, (*op)->inverse, (*op)->args);
         if (!item || PyList_Append(list, item) < 0)
@@ -131,11 +122,9 @@ static PyObject *module_ops(PyObject *module, PyObject *unused)
     return list;
 }
 
-static PyObject *module_scale_types(PyObject *module, PyObject *unused)
+static PyObject *module_scale_types(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    (void)module;
-    (void)unused;
     for (int code = 1; list && code < SPAR_SCALE_TYPES; code++) {
         PyObject *item = Py_BuildValue("si", spar_scale_types[code].torch_name, code);
         if (!item || PyList_Append(list, item) < 0)
@@ -145,11 +134,9 @@ static PyObject *module_scale_types(PyObject *module, PyObject *unused)
     return list;
 }
 
-static PyObject *module_transports(PyObject *module, PyObject *unused)
+static PyObject *module_transports(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    (void)module;
-    (void)unused;
     for (const spar_transport *const *row = spar_transports; list && *row; row++) {
         PyObject *item = PyUnicode_FromString((*row)->name);
         if (!item || PyList_Append(list, item) < 0)
@@ -172,13 +159,12 @@ PyDoc_STRVAR(table_doc,
              "the least entry, what `rank` holds, and the numbers that tell the core all: the sequences'\n"
              "lengths where the size rule cuts them, else the table.");
 
-static PyObject *module_table(PyObject *module, PyObject *args)
+static PyObject *module_table(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long address;
     int world, rank, by_rule = 1;
     long long sequences, count;
     int64_t least = 0, own = 0;
-    (void)module;
     if (!PyArg_ParseTuple(args, "KiLi", &address, &world, &sequences, &rank))
         return NULL;
     const int64_t *table = (const int64_t *)(uintptr_t)address;
@@ -201,19 +187,16 @@ static PyObject *module_table(PyObject *module, PyObject *args)
     return tuple ? Py_BuildValue("LLN", (long long)least, (long long)own, tuple) : NULL;
 }
 
-static PyObject *module_plan_stats(PyObject *module, PyObject *unused)
+static PyObject *module_plan_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     spar_plan_stats stats;
-    (void)module;
-    (void)unused;
     spar_plan_cache_stats(&stats);
     return Py_BuildValue("LLL", (long long)stats.cached, (long long)stats.hits, (long long)stats.misses);
 }
 
-static PyObject *module_plan_limit(PyObject *module, PyObject *args)
+static PyObject *module_plan_limit(PyObject *Py_UNUSED(module), PyObject *args)
 {
     long long capacity;
-    (void)module;
     if (!PyArg_ParseTuple(args, "L", &capacity))
         return NULL;
     if (capacity < 0)
@@ -222,11 +205,10 @@ static PyObject *module_plan_limit(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *module_threads(PyObject *module, PyObject *args)
+static PyObject *module_threads(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int most, local_ranks;
     spar_env_value wanted;
-    (void)module;
     if (!PyArg_ParseTuple(args, "ii", &most, &local_ranks))
         return NULL;
     spar_status status = spar_env_field("threads", &wanted);
@@ -238,30 +220,27 @@ static PyObject *module_threads(PyObject *module, PyObject *args)
     return PyLong_FromLong(spar_threads_share(INT64_MAX));
 }
 
-static PyObject *module_last_call_begin(PyObject *module, PyObject *args)
+static PyObject *module_last_call_begin(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *group, *op;
     unsigned int call;
-    (void)module;
     if (!PyArg_ParseTuple(args, "ssI", &group, &op, &call))
         return NULL;
     return PyLong_FromUnsignedLong(spar_last_call_begin(group, op, call));
 }
 
-static PyObject *module_last_call_end(PyObject *module, PyObject *args)
+static PyObject *module_last_call_end(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned int sequence;
     int gave_up;
-    (void)module;
     if (!PyArg_ParseTuple(args, "Ip", &sequence, &gave_up))
         return NULL;
     spar_last_call_end(sequence, gave_up);
     Py_RETURN_NONE;
 }
 
-static PyObject *module_processes(PyObject *module, PyObject *info)
+static PyObject *module_processes(PyObject *Py_UNUSED(module), PyObject *info)
 {
-    (void)module;
     char *bytes;
     Py_ssize_t size;
     if (PyBytes_AsStringAndSize(info, &bytes, &size) < 0)
@@ -279,12 +258,11 @@ static PyObject *module_processes(PyObject *module, PyObject *info)
     return result;
 }
 
-static PyObject *module_open_pidfd(PyObject *module, PyObject *args)
+static PyObject *module_open_pidfd(PyObject *Py_UNUSED(module), PyObject *args)
 {
     long long pid;
     unsigned long long nonce;
     int pidfd;
-    (void)module;
     if (!PyArg_ParseTuple(args, "LK", &pid, &nonce))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
@@ -293,28 +271,22 @@ static PyObject *module_open_pidfd(PyObject *module, PyObject *args)
     return PyLong_FromLong(pidfd);
 }
 
-static PyObject *module_connections(PyObject *module, PyObject *unused)
+static PyObject *module_connections(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     spar_peers_counts counts = spar_peers_count();
-    (void)module;
-    (void)unused;
     return Py_BuildValue("LLi", (long long)counts.foreign, (long long)counts.unproven, counts.pending);
 }
 
-static PyObject *module_arena_stats(PyObject *module, PyObject *unused)
+static PyObject *module_arena_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     spar_arena_stats s;
-    (void)module;
-    (void)unused;
     spar_arena_read_stats(&s);
     return Py_BuildValue("LLLLLL", (long long)s.cap, (long long)s.reserved, (long long)s.allocated,
                          (long long)s.peak, (long long)s.quarantined, (long long)s.returned);
 }
 
-static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
+static PyObject *module_arena_trim(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     int64_t returned;
     Py_BEGIN_ALLOW_THREADS;
     returned = spar_arena_trim();
@@ -323,29 +295,25 @@ static PyObject *module_arena_trim(PyObject *module, PyObject *unused)
     return PyLong_FromLongLong((long long)returned);
 }
 
-static PyObject *module_in_arena(PyObject *module, PyObject *args)
+static PyObject *module_in_arena(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long address;
-    (void)module;
     if (!PyArg_ParseTuple(args, "K", &address))
         return NULL;
     return PyBool_FromLong(spar_arena_has((const void *)(uintptr_t)address));
 }
 
-static PyObject *module_device_stats(PyObject *module, PyObject *unused)
+static PyObject *module_device_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     int64_t cap, allocated;
-    (void)module;
-    (void)unused;
     spar_staging_stats(&cap, &allocated);
     return Py_BuildValue("LLL", (long long)cap, (long long)allocated,
                          (long long)spar_table_cache_allocated());
 }
 
-static PyObject *module_set_library_path(PyObject *module, PyObject *args)
+static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *library, *path;
-    (void)module;
     if (!PyArg_ParseTuple(args, "sz", &library, &path))
         return NULL;
     spar_dynlib_set_path(library, path);

@@ -103,14 +103,13 @@ const char spar_py_plan_doc[] =
     PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
               "tensors: a tuple of (item size, extents, strides, args), in elements.");
 
-PyObject *spar_py_plan(PyObject *module, PyObject *args)
+PyObject *spar_py_plan(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *name;
     PyObject *tuple;
     spar_tensor tensors[MAX_TENSORS];
     int64_t on_stack[128], *numbers = on_stack;
     spar_request request = {.tensors = tensors};
-    (void)module;
     if (!PyArg_ParseTuple(args, "siiiO!", &name, &request.world, &request.rank, &request.sides, &PyTuple_Type,
                           &tuple))
         return NULL;
@@ -155,11 +154,10 @@ static void plan_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-static PyObject *plan_out_shapes(PyObject *self, void *closure)
+static PyObject *plan_out_shapes(PyObject *self, void *Py_UNUSED(closure))
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
     PyObject *shapes = PyTuple_New(plan->ntensors);
-    (void)closure;
     for (int t = 0; shapes && t < plan->ntensors; t++) {
         PyObject *shape = spar_ints_to_tuple(plan->tensors[t].out, plan->tensors[t].ndim);
         if (!shape || PyTuple_SetItem(shapes, t, shape) < 0) {
@@ -191,17 +189,15 @@ static int has_pull(const spar_plan *plan)
     return plan->pull != NULL;
 }
 
-static PyObject *plan_push_bytes(PyObject *self, void *closure)
+static PyObject *plan_push_bytes(PyObject *self, void *Py_UNUSED(closure))
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
-    (void)closure;
     return wire_bytes(plan, plan->push);
 }
 
-static PyObject *plan_pull_bytes(PyObject *self, void *closure)
+static PyObject *plan_pull_bytes(PyObject *self, void *Py_UNUSED(closure))
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
-    (void)closure;
     return has_pull(plan) ? wire_bytes(plan, plan->pull) : NULL;
 }
 
