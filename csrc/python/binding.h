@@ -11,8 +11,19 @@
 #include "ipc/group.h"
 #include "spar.h"
 
-/* Sets the exception that belongs to a status; returns NULL. */
+/* Sets the exception that belongs to a status, but keeps a signal handler's for SPAR_INTERRUPTED; returns NULL. */
 PyObject *spar_raise(spar_status status);
+
+/* None, or NULL and the exception of a status. */
+PyObject *spar_result(spar_status status);
+
+/* Decodes a text that another process may have written: it may hold any bytes, and be cut within a character. */
+PyObject *spar_text(const char *text);
+
+/* Appends to a list, or sets an entry of a tuple. Takes over the item; if it is NULL, or on failure, frees the list or
+ * tuple and returns NULL. */
+PyObject *spar_list_add(PyObject *list, PyObject *item);
+PyObject *spar_tuple_set(PyObject *tuple, Py_ssize_t i, PyObject *item);
 
 /* Reads the ints of a tuple; returns their count, or -1 and an exception for another value. */
 Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what);
@@ -40,9 +51,6 @@ extern const char spar_py_comm_doc[];
 
 /* A deadline in seconds of time.monotonic(); a signal, or closing `comm`, ends the wait, too. */
 spar_deadline spar_py_deadline(PyObject *comm, double deadline);
-
-/* Raises as spar_raise does, but keeps a signal handler's exception for SPAR_INTERRUPTED. */
-PyObject *spar_py_raise_after_wait(spar_status status);
 
 /* Comm.run and Comm.wait of `self`: calls that are enqueued in a device's stream. */
 PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObject *args);

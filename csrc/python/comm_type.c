@@ -146,9 +146,7 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
     status = spar_comm_connect(comm, results, &deadline, &((comm_object *)self)->setup_result);
     Py_END_ALLOW_THREADS;
     free(results);
-    if (status != SPAR_OK)
-        return spar_py_raise_after_wait(status);
-    Py_RETURN_NONE;
+    return spar_result(status);
 }
 
 /* ---- a call ---- */
@@ -257,7 +255,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     if (status == SPAR_OK)
         result = spar_output_capsule(block, &plan->tensors[0], dtype);
     else
-        spar_py_raise_after_wait(status);
+        spar_raise(status);
     if (plan)
         spar_plan_release(plan);
 done:
@@ -333,9 +331,7 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
-    if (status != call.failed) /* the failure itself was requested */
-        return spar_py_raise_after_wait(status);
-    Py_RETURN_NONE;
+    return spar_result(status == call.failed ? SPAR_OK : status); /* the failure itself was requested */
 }
 
 static PyObject *comm_description(PyObject *self, PyObject *args)
@@ -361,14 +357,8 @@ static PyObject *comm_last_call(PyObject *self, PyObject *args)
     if (rank < 0 || rank >= comm->world || !comm->transport->last_call ||
         !comm->transport->last_call(comm, rank, &last))
         Py_RETURN_NONE;
-    /* another process wrote these texts: they may hold any bytes */
-    PyObject *op = PyUnicode_DecodeUTF8(last.op, (Py_ssize_t)strlen(last.op), "replace");
-    PyObject *group = PyUnicode_DecodeUTF8(last.group, (Py_ssize_t)strlen(last.group), "replace");
-    if (op && group)
-        return Py_BuildValue("iNIN", (int)last.state, op, (unsigned int)last.call, group);
-    Py_XDECREF(op);
-    Py_XDECREF(group);
-    return NULL;
+    return Py_BuildValue("iNIN", (int)last.state, spar_text(last.op), (unsigned int)last.call,
+                         spar_text(last.group));
 }
 
 static PyObject *comm_run(PyObject *self, PyObject *args)
@@ -387,9 +377,7 @@ static PyObject *comm_broken(PyObject *self, void *Py_UNUSED(closure))
 {
     const spar_comm *comm = ((comm_object *)self)->comm;
     const char *why = comm && comm->transport->broken ? comm->transport->broken(comm) : NULL;
-    if (!why)
-        Py_RETURN_NONE;
-    return PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
+    return why ? spar_text(why) : Py_NewRef(Py_None);
 }
 
 static PyObject *comm_transport(PyObject *self, void *Py_UNUSED(closure))

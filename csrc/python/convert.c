@@ -3,16 +3,31 @@
 
 #include <string.h>
 
+PyObject *spar_text(const char *text)
+{
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+PyObject *spar_list_add(PyObject *list, PyObject *item)
+{
+    if (!item || PyList_Append(list, item) < 0)
+        Py_CLEAR(list);
+    Py_XDECREF(item);
+    return list;
+}
+
+PyObject *spar_tuple_set(PyObject *tuple, Py_ssize_t i, PyObject *item)
+{
+    if (!item || PyTuple_SetItem(tuple, i, item) < 0)
+        Py_CLEAR(tuple);
+    return tuple;
+}
+
 PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count)
 {
     PyObject *tuple = PyTuple_New(count);
-    for (Py_ssize_t i = 0; tuple && i < count; i++) {
-        PyObject *value = PyLong_FromLongLong(values[i]);
-        if (!value || PyTuple_SetItem(tuple, i, value) < 0) {
-            Py_DECREF(tuple);
-            return NULL;
-        }
-    }
+    for (Py_ssize_t i = 0; tuple && i < count; i++)
+        tuple = spar_tuple_set(tuple, i, PyLong_FromLongLong(values[i]));
     return tuple;
 }
 
@@ -32,9 +47,9 @@ PyObject *spar_raise(spar_status status)
         [SPAR_BROKEN] = "GroupBrokenError",      [SPAR_TRANSPORT] = "TransportError",
         [SPAR_INTERNAL] = "SparError",
     };
-    /* it may hold other processes' texts, truncated within a character */
-    PyObject *text =
-        PyUnicode_DecodeUTF8(spar_last_error(), (Py_ssize_t)strlen(spar_last_error()), "replace");
+    if (status == SPAR_INTERRUPTED && PyErr_Occurred())
+        return NULL;
+    PyObject *text = spar_text(spar_last_error());
     if (!text)
         return NULL;
     if (status == SPAR_INVALID || status == SPAR_TYPE) {
@@ -55,17 +70,14 @@ PyObject *spar_raise(spar_status status)
     return NULL;
 }
 
-PyObject *spar_py_raise_after_wait(spar_status status)
+PyObject *spar_result(spar_status status)
 {
-    return status == SPAR_INTERRUPTED && PyErr_Occurred() ? NULL : spar_raise(status);
+    return status == SPAR_OK ? Py_NewRef(Py_None) : spar_raise(status);
 }
 
 PyObject *spar_py_description(const spar_description *description)
 {
     const spar_gathered *gathered = &description->gathered;
-    const char *text = description->text; /* another process may have written it: any bytes */
-    PyObject *decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-    return decoded ? Py_BuildValue("N(LLL)", decoded, (long long)gathered->rest, (long long)gathered->dim,
-                                   (long long)gathered->size)
-                   : NULL;
+    return Py_BuildValue("N(LLL)", spar_text(description->text), (long long)gathered->rest,
+                         (long long)gathered->dim, (long long)gathered->size);
 }

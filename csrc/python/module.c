@@ -22,11 +22,9 @@ static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUS
 static PyObject *choice_to_tuple(const spar_choice *choice)
 {
     PyObject *rejected = PyTuple_New(choice->rejected);
-    for (int i = 0; rejected && i < choice->rejected; i++) {
-        PyObject *row = Py_BuildValue("ss", choice->rejected_names[i], choice->rejected_reasons[i]);
-        if (!row || PyTuple_SetItem(rejected, i, row) < 0)
-            Py_CLEAR(rejected);
-    }
+    for (int i = 0; rejected && i < choice->rejected; i++)
+        rejected = spar_tuple_set(
+            rejected, i, Py_BuildValue("ss", choice->rejected_names[i], choice->rejected_reasons[i]));
     return rejected ? Py_BuildValue("ssN", choice->transport->name, choice->reason, rejected) : NULL;
 }
 
@@ -70,9 +68,7 @@ static PyObject *module_setup_failure(PyObject *Py_UNUSED(module), PyObject *arg
     free(results);
     if (status == SPAR_OK)
         Py_RETURN_NONE;
-    const char *reason = spar_last_error();
-    return Py_BuildValue("iN", spar_last_error_ranks()->rank[0],
-                         PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace"));
+    return Py_BuildValue("iN", spar_last_error_ranks()->rank[0], spar_text(spar_last_error()));
 }
 
 static PyObject *module_env(PyObject *Py_UNUSED(module), PyObject *args)
@@ -100,49 +96,33 @@ static PyObject *module_env(PyObject *Py_UNUSED(module), PyObject *args)
 static PyObject *module_env_rows(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    for (const spar_env_row *row = spar_env_rows; list && row->field; row++) {
-        PyObject *item =
-            Py_BuildValue("sssss", row->field, row->variable, row->kind, row->fallback, row->help);
-        if (!item || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
+    for (const spar_env_row *row = spar_env_rows; list && row->field; row++)
+        list = spar_list_add(
+            list, Py_BuildValue("sssss", row->field, row->variable, row->kind, row->fallback, row->help));
     return list;
 }
 
 static PyObject *module_ops(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    for (const spar_op *const *op = spar_ops; list && *op; op++) {
-        PyObject *item = Py_BuildValue("sss", (*op)->name, (*op)->inverse, (*op)->args);
-        if (!item || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
+    for (const spar_op *const *op = spar_ops; list && *op; op++)
+        list = spar_list_add(list, Py_BuildValue("sss", (*op)->name, (*op)->inverse, (*op)->args));
     return list;
 }
 
 static PyObject *module_scale_types(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    for (int code = 1; list && code < SPAR_SCALE_TYPES; code++) {
-        PyObject *item = Py_BuildValue("si", spar_scale_types[code].torch_name, code);
-        if (!item || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
+    for (int code = 1; list && code < SPAR_SCALE_TYPES; code++)
+        list = spar_list_add(list, Py_BuildValue("si", spar_scale_types[code].torch_name, code));
     return list;
 }
 
 static PyObject *module_transports(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    for (const spar_transport *const *row = spar_transports; list && *row; row++) {
-        PyObject *item = PyUnicode_FromString((*row)->name);
-        if (!item || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
+    for (const spar_transport *const *row = spar_transports; list && *row; row++)
+        list = spar_list_add(list, PyUnicode_FromString((*row)->name));
     return list;
 }
 
@@ -250,10 +230,8 @@ static PyObject *module_processes(PyObject *Py_UNUSED(module), PyObject *info)
          at += (Py_ssize_t)sizeof(spar_peer_info)) {
         spar_endpoint endpoint;
         memcpy(&endpoint, bytes + at + offsetof(spar_peer_info, endpoint), sizeof endpoint);
-        PyObject *process = Py_BuildValue("LK", (long long)endpoint.pid, (unsigned long long)endpoint.nonce);
-        if (!process || PyList_Append(result, process) < 0)
-            Py_CLEAR(result);
-        Py_XDECREF(process);
+        result = spar_list_add(
+            result, Py_BuildValue("LK", (long long)endpoint.pid, (unsigned long long)endpoint.nonce));
     }
     return result;
 }

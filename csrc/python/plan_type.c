@@ -158,13 +158,8 @@ static PyObject *plan_out_shapes(PyObject *self, void *Py_UNUSED(closure))
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
     PyObject *shapes = PyTuple_New(plan->ntensors);
-    for (int t = 0; shapes && t < plan->ntensors; t++) {
-        PyObject *shape = spar_ints_to_tuple(plan->tensors[t].out, plan->tensors[t].ndim);
-        if (!shape || PyTuple_SetItem(shapes, t, shape) < 0) {
-            Py_DECREF(shapes);
-            return NULL;
-        }
-    }
+    for (int t = 0; shapes && t < plan->ntensors; t++)
+        shapes = spar_tuple_set(shapes, t, spar_ints_to_tuple(plan->tensors[t].out, plan->tensors[t].ndim));
     return shapes;
 }
 
@@ -172,13 +167,8 @@ static PyObject *plan_out_shapes(PyObject *self, void *Py_UNUSED(closure))
 static PyObject *wire_bytes(const spar_plan *plan, const spar_range *ranges)
 {
     PyObject *tuple = PyTuple_New(plan->world);
-    for (int peer = 0; tuple && peer < plan->world; peer++) {
-        PyObject *bytes = PyLong_FromLongLong(peer == plan->rank ? 0 : ranges[peer].bytes);
-        if (!bytes || PyTuple_SetItem(tuple, peer, bytes) < 0) {
-            Py_DECREF(tuple);
-            return NULL;
-        }
-    }
+    for (int peer = 0; tuple && peer < plan->world; peer++)
+        tuple = spar_tuple_set(tuple, peer, PyLong_FromLongLong(peer == plan->rank ? 0 : ranges[peer].bytes));
     return tuple;
 }
 
@@ -238,13 +228,6 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
     return 0;
 }
 
-static PyObject *finish(spar_status status)
-{
-    if (status != SPAR_OK)
-        return spar_raise(status);
-    Py_RETURN_NONE;
-}
-
 static PyObject *plan_pack(PyObject *self, PyObject *args)
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
@@ -263,7 +246,7 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
         wire += plan->push[peer].bytes;
     }
     Py_END_ALLOW_THREADS;
-    return finish(status);
+    return spar_result(status);
 }
 
 static PyObject *plan_unpack(PyObject *self, PyObject *args)
@@ -289,7 +272,7 @@ static PyObject *plan_unpack(PyObject *self, PyObject *args)
         wire += plan->pull[peer].bytes;
     }
     Py_END_ALLOW_THREADS;
-    return finish(status);
+    return spar_result(status);
 }
 
 static PyObject *plan_copy_own(PyObject *self, PyObject *args)
@@ -308,7 +291,7 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
     Py_BEGIN_ALLOW_THREADS;
     status = spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale, NULL);
     Py_END_ALLOW_THREADS;
-    return finish(status);
+    return spar_result(status);
 }
 
 typedef struct {
@@ -320,18 +303,14 @@ static spar_status append_block(void *context, const spar_block *block, const sp
 {
     block_list *blocks = context;
     PyObject *loops = PyTuple_New(block->ndim);
-    for (int i = 0; loops && i < block->ndim; i++) {
-        PyObject *loop =
-            Py_BuildValue("LLL", (long long)dims[i].extent, (long long)dims[i].src, (long long)dims[i].dst);
-        if (!loop || PyTuple_SetItem(loops, i, loop) < 0)
-            Py_CLEAR(loops);
-    }
-    PyObject *row = loops ? Py_BuildValue("iiLLLN", blocks->peer, (int)block->tensor, (long long)block->src,
-                                          (long long)block->dst, (long long)block->run, loops)
-                          : NULL;
-    int failed = !row || PyList_Append(blocks->list, row) < 0;
-    Py_XDECREF(row);
-    return failed ? SPAR_NO_MEMORY : SPAR_OK;
+    for (int i = 0; loops && i < block->ndim; i++)
+        loops = spar_tuple_set(
+            loops, i,
+            Py_BuildValue("LLL", (long long)dims[i].extent, (long long)dims[i].src, (long long)dims[i].dst));
+    blocks->list = spar_list_add(blocks->list, Py_BuildValue("iiLLLN", blocks->peer, (int)block->tensor,
+                                                             (long long)block->src, (long long)block->dst,
+                                                             (long long)block->run, loops));
+    return blocks->list ? SPAR_OK : SPAR_NO_MEMORY;
 }
 
 PyDoc_STRVAR(plan_blocks_doc,
@@ -361,8 +340,6 @@ static PyObject *plan_blocks(PyObject *self, PyObject *args)
             status = append_block(&blocks, block, plan->dims + block->dims);
         }
     }
-    if (status != SPAR_OK)
-        Py_CLEAR(blocks.list);
     return blocks.list;
 }
 

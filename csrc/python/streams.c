@@ -40,9 +40,7 @@ PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObje
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
-    if (status != SPAR_OK)
-        return spar_py_raise_after_wait(status);
-    Py_RETURN_NONE;
+    return spar_result(status);
 }
 
 PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args)
@@ -57,7 +55,5 @@ PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args)
     Py_BEGIN_ALLOW_THREADS;
     status = comm->transport->wait(comm, &deadline);
     Py_END_ALLOW_THREADS;
-    if (status != SPAR_OK)
-        return spar_py_raise_after_wait(status);
-    Py_RETURN_NONE;
+    return spar_result(status);
 }
