@@ -1,7 +1,9 @@
 /* Status codes and the last error. Functions that can fail return a status. The text and the ranks of this thread's
- * newest failure are kept here; only spar_fail and its variants write them. */
+ * newest failure are kept here; only spar_fail_ranks writes them. */
 #ifndef SPAR_ERROR_H
 #define SPAR_ERROR_H
+
+#include <stddef.h>
 
 typedef enum {
     SPAR_OK = 0,
@@ -22,14 +24,14 @@ typedef struct {
     int count, rank[64];
 } spar_ranks;
 
-/* Keeps the text and returns `status`, so that a failure is one line: return spar_fail(...). */
-spar_status spar_fail(spar_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
-
-/* The same for an error that one rank caused, or several. */
-spar_status spar_fail_rank(spar_status status, int rank, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
+/* Keeps the text and the ranks that caused the error (NULL: none), and returns `status`, so that a failure is one line:
+ * return spar_fail(...). */
 spar_status spar_fail_ranks(spar_status status, const spar_ranks *ranks, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+
+/* The same for an error that no rank caused, or one. */
+#define spar_fail(status, ...) spar_fail_ranks(status, NULL, __VA_ARGS__)
+#define spar_fail_rank(status, which, ...) spar_fail_ranks(status, &(spar_ranks){1, {which}}, __VA_ARGS__)
 
 void spar_ranks_add(spar_ranks *ranks, int rank);
 
