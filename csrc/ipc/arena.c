@@ -345,11 +345,6 @@ void spar_memory_publish(spar_memory *block, const spar_quarantine *rules, void 
     block->call = call;
 }
 
-void spar_memory_settle(spar_memory *block)
-{
-    block->group = NULL;
-}
-
 void spar_memory_free(spar_memory *block)
 {
     if (!spar_arena_is_own())

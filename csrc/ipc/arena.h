@@ -46,9 +46,6 @@ void *spar_memory_address(const spar_memory *block);
 /* Call before publishing the offset: once freed, the block is not reused until `rules->settled(group, call)`. */
 void spar_memory_publish(spar_memory *block, const spar_quarantine *rules, void *group, uint32_t call);
 
-/* Ends the quarantine rule of a block: its call has ended on all ranks. */
-void spar_memory_settle(spar_memory *block);
-
 /* Frees a block; it is quarantined while a peer may write to it. Does nothing in a forked child. */
 void spar_memory_free(spar_memory *block);
 
