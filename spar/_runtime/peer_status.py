@@ -82,12 +82,6 @@ class Report(NamedTuple):
             if place is None or place.state not in states or place[2:] != (member.calls, member.name)
         )
 
-    def somebody(self, member: Member, state: CallState) -> bool:
-        return any(
-            place is not None and place.state == state and place[2:] == (member.calls, member.name)
-            for place in self.places
-        )
-
 
 def listing(rows: list[str]) -> str:
     return f"\nlast call of each rank, on any group:\n{by_rank(rows)}"
@@ -182,10 +176,7 @@ def _ended(process: tuple[int, int]) -> bool:
 
 def unreachable(member: Member, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Return those of the ranks that are dead, or not reachable on this host."""
-    gone = dead(member)
-    elsewhere = {
-        rank
-        for rank, process in enumerate(member.processes())
-        if _pidfds.get(process, _ELSEWHERE) in (_ELSEWHERE, _UNKNOWN)
-    }
-    return tuple(rank for rank in ranks if rank in gone or rank in elsewhere)
+    processes = member.processes()
+    found = [(rank, processes[rank]) for rank in ranks if processes]
+    unseen = (_ELSEWHERE, _UNKNOWN)
+    return tuple(rank for rank, p in found if _ended(p) or _pidfds.get(p, _ELSEWHERE) in unseen)

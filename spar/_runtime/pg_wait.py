@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import ctypes
 import datetime
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,31 +66,18 @@ def _outlive_the_process() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(collective))
 
 
-def _options(kind: Any, member: Member, op: str, deadline: float) -> Any:
-    """Return a collective's options, with the remaining time as its timeout."""
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise _give_up(member, op, ExchangeTimeoutError, "timed out before anything was sent")
-    options = kind()
-    options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
-    return options
-
-
 def _give_up(member: Member, op: str, error: type[SparError], text: str) -> SparError:
     """Break the group for good; return the error, with the last call that each peer published."""
     said = peer_status.report(member, op, _STATES.get(error, CallState.ABORTED))
-    if error is PeerLostError and said is not None and said.somebody(member, CallState.TIMED_OUT):
+    timed_out = (CallState.TIMED_OUT,)
+    if error is PeerLostError and said is not None and len(said.absent(member, timed_out)) < member.world:
         error = ExchangeTimeoutError  # a peer timed out and disconnected
     why, ranks = _causes(member, error, said)
     words = f"{why}: {text}" if text else why
     member.broken = f"{member.moment(op)}: {words}"
     limit = f" (limit {member.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
     rows = str(said) if said is not None and error is ExchangeTimeoutError else ""
-    return error(
-        f"{member.title(op)}: {words}{limit}{rows}",
-        **member.where(op),
-        ranks=ranks,
-    )
+    return error(f"{member.title(op)}: {words}{limit}{rows}", **member.where(op), ranks=ranks)
 
 
 def _causes(
@@ -102,9 +88,8 @@ def _causes(
         ranks = said.absent(member, (CallState.RUNNING, *_STATES.values())) if said is not None else ()
         return f"{peer_status.named(member, ranks) or 'a rank'} did not make this call in time", ranks
     if error is PeerLostError:
-        silent = (
-            said.absent(member, tuple(_STATES.values())) if said is not None else tuple(range(member.world))
-        )
+        everybody = tuple(range(member.world))
+        silent = said.absent(member, tuple(_STATES.values())) if said is not None else everybody
         ranks = peer_status.unreachable(member, silent)
         return f"{peer_status.named(member, ranks) or 'a rank'} is gone", ranks
     return "the process group failed", ()
@@ -175,12 +160,25 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> N
 
 
 def _issue(
-    member: Member, op: str, buffers: tuple[torch.Tensor, ...], issue: Callable[[], dist.Work]
+    member: Member,
+    op: str,
+    deadline: float,
+    buffers: tuple[torch.Tensor, ...],
+    options: Any,
+    start: Callable[..., dist.Work],
+    *args: object,
 ) -> Unfinished:
-    """Issue one collective; keep its buffers alive if an exception interrupts that."""
+    """Issue start(*args, options), with the remaining time as its timeout.
+
+    Keep its buffers alive if an exception interrupts that.
+    """
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise _give_up(member, op, ExchangeTimeoutError, "timed out before anything was sent")
+    options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
     group, work = member.group, None
     try:
-        work = issue()
+        work = start(*args, options)
     except RuntimeError as error:
         raise error if _is_from_handler(error) else _translate(member, op, error) from error
     finally:
@@ -195,8 +193,8 @@ def _issue_all_gather(
     group = member.group
     own = own.to(wire_device(group))
     rows = [torch.empty_like(own) for _ in range(member.world)]
-    options = _options(AllgatherOptions, member, op, deadline)
-    return _issue(member, op, (own, *rows), functools.partial(group.allgather, [rows], [own], options)), rows
+    buffers, options = (own, *rows), AllgatherOptions()
+    return _issue(member, op, deadline, buffers, options, group.allgather, [rows], [own]), rows
 
 
 def announce(member: Member, rows: list[torch.Tensor], op: str, deadline: float) -> None:
@@ -223,16 +221,11 @@ def all_gather(member: Member, own: torch.Tensor, op: str, deadline: float) -> l
 
 def first_collective(member: Member, device: torch.device, op: str, deadline: float) -> None:
     """Run a small collective on a device, in which torch creates the group's communicator there."""
-    group = member.group
     with torch.cuda.device(device):
         one = torch.zeros(1, device=device)
-        options = _options(AllreduceOptions, member, op, deadline)
-        _wait(
-            member,
-            op,
-            _issue(member, op, (one,), functools.partial(group.allreduce, [one], options)),
-            deadline,
-        )
+        start = member.group.allreduce
+        collective = _issue(member, op, deadline, (one,), AllreduceOptions(), start, [one])
+        _wait(member, op, collective, deadline)
         one.cpu()
 
 
@@ -246,12 +239,7 @@ def all_to_all(
     deadline: float,
 ) -> None:
     """Exchange bytes of any sizes between all ranks: flat uint8 tensors, one size per rank."""
-    group = member.group
-    options = _options(AllToAllOptions, member, op, deadline)
-    collective = _issue(
-        member,
-        op,
-        (received, sent),
-        functools.partial(group.alltoall_base, received, sent, received_sizes, sent_sizes, options),
-    )
+    buffers, start = (received, sent), member.group.alltoall_base
+    sizes = received_sizes, sent_sizes
+    collective = _issue(member, op, deadline, buffers, AllToAllOptions(), start, *buffers, *sizes)
     _wait(member, op, collective, deadline)
