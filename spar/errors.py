@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,12 +19,6 @@ class SparError(dist.DistError):
         rank: this rank in the group.
         ranks: the ranks of the group that caused it, if known.
     """
-
-    op: str | None
-    group: str | None
-    call: int | None
-    rank: int | None
-    ranks: tuple[int, ...]
 
     def __init__(
         self,
@@ -44,11 +39,7 @@ class SparError(dist.DistError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         details = {name: getattr(self, name) for name in ("op", "group", "call", "rank", "ranks")}
-        return _rebuild, (type(self), str(self), details)
-
-
-def _rebuild(cls: type[SparError], message: str, details: dict[str, Any]) -> SparError:
-    return cls(message, **details)
+        return functools.partial(type(self), **details), (str(self),)
 
 
 def by_rank(texts: list[str]) -> str:
