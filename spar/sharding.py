@@ -173,8 +173,6 @@ class ShardingValidator:
     gather, or gathered without a shard.
     """
 
-    _sharded: set[str] = field(default_factory=set)
-    _gathered: set[str] = field(default_factory=set)
     _enabled: bool = False
     _splits: dict[str, _Split] = field(default_factory=dict)  # the last shard of each name
     _open: set[str] = field(default_factory=set)  # sharded and not yet gathered
@@ -182,7 +180,7 @@ class ShardingValidator:
 
     def reset(self) -> None:
         """Clear everything that was tracked."""
-        for records in (self._sharded, self._gathered, self._splits, self._open, self._mismatches):
+        for records in (self._splits, self._open, self._mismatches):
             records.clear()
 
     @contextmanager
@@ -205,7 +203,6 @@ class ShardingValidator:
         if self._enabled:
             if name in self._open:
                 warnings.warn(f"spar: {name!r} is sharded again before its gather", stacklevel=2)
-            self._sharded.add(name)
             self._open.add(name)
             self._splits[name] = (dim % tensor.dim(), sequence_place(_VALIDATOR))
         return part
@@ -215,14 +212,10 @@ class ShardingValidator:
         check_str("ShardingValidator.gather", "name", name)
         whole = sp_gather(tensor, dim)
         if self._enabled:
-            self._gathered.add(name)
             self._open.discard(name)
             split, gathered = self._splits.get(name), (dim % tensor.dim(), sequence_place(_VALIDATOR))
             if split is None:
-                warnings.warn(
-                    f"spar: {name!r} is gathered, but was not sharded",
-                    stacklevel=2,
-                )
+                warnings.warn(f"spar: {name!r} is gathered, but was not sharded", stacklevel=2)
             elif split != gathered:
                 self._mismatches.append(
                     f"{name!r} was sharded along {_describe(split)}, but gathered along {_describe(gathered)}"
