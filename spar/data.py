@@ -7,7 +7,6 @@ import io
 import pickle
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -51,9 +50,7 @@ class SPDataProcessor:
     def __enter__(self) -> SPDataProcessor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Do nothing: the processor holds no resources."""
 
     def preprocess(self, data: Any) -> Any:
