@@ -16,7 +16,7 @@ from .context_parallel import (
     set_sequence_parallel_group,
     take_over_mesh,
 )
-from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
+from .coordinator import GroupCoordinator
 from .getters import (
     get_cfg_group,
     get_classifier_free_guidance_rank,
@@ -61,6 +61,7 @@ from .model_parallel import (
 )
 from .pipeline import PipelineGroupCoordinator
 from .rank_groups import RankGenerator, generate_masked_orthogonal_rank_groups
+from .sequence import SequenceParallelGroupCoordinator
 
 __all__ = [
     "HAS_FLASH_ATTN",

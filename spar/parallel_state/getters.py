@@ -14,8 +14,9 @@ import torch.distributed as dist
 from .._runtime.tracing import constant
 from ..topology.groups_by_name import ParallelState
 from ..topology.topology import current, process_wide, sequence_group
-from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
+from .coordinator import GroupCoordinator
 from .pipeline import PipelineGroupCoordinator
+from .sequence import SequenceParallelGroupCoordinator
 
 
 def get_local_rank() -> int:
