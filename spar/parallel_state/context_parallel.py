@@ -12,6 +12,16 @@ from ..topology.groups_by_name import EXPERT_MESH, MESH, ParallelState, check_fi
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current, sequence_group
 
+__all__ = [
+    "destroy_parallel_state",
+    "get_parallel_state",
+    "get_sequence_parallel_group",
+    "init_parallel_state",
+    "is_parallel_state_initialized",
+    "set_sequence_parallel_group",
+    "take_over_mesh",
+]
+
 _warned = False
 
 # ---- one sequence group: LightRFT ----

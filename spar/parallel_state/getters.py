@@ -18,6 +18,34 @@ from .coordinator import GroupCoordinator
 from .pipeline import PipelineGroupCoordinator
 from .sequence import SequenceParallelGroupCoordinator
 
+__all__ = [
+    "get_cfg_group",
+    "get_classifier_free_guidance_rank",
+    "get_classifier_free_guidance_world_size",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_dit_group",
+    "get_dit_world_size",
+    "get_dp_group",
+    "get_fs_group",
+    "get_fully_shard_rank",
+    "get_fully_shard_world_size",
+    "get_pipeline_parallel_rank",
+    "get_pipeline_parallel_world_size",
+    "get_pp_group",
+    "get_ring_parallel_rank",
+    "get_ring_parallel_world_size",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_world_size",
+    "get_sp_group",
+    "get_ulysses_parallel_rank",
+    "get_ulysses_parallel_world_size",
+    "get_world_group",
+    "is_dp_last_group",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+]
+
 
 def get_local_rank() -> int:
     """Return this process's rank on its host: the world coordinator's, else LOCAL_RANK, else 0."""

@@ -22,6 +22,22 @@ from .process_groups import destroy_group, new_group_of
 from .rank_groups import RankGenerator, sequence_rank_groups
 from .sequence import SequenceParallelGroupCoordinator
 
+__all__ = [
+    "HAS_FLASH_ATTN",
+    "destroy_distributed_env",
+    "destroy_distributed_environment",
+    "destroy_model_parallel",
+    "env_info",
+    "init_distributed_environment",
+    "init_dit_group",
+    "init_model_parallel_group",
+    "init_world_group",
+    "initialize_model_parallel",
+    "logger",
+    "model_parallel_is_initialized",
+    "set_seq_parallel_pg",
+]
+
 
 def get_packages_info() -> dict[str, bool]:
     """Return which optional packages are installed, without importing them."""
