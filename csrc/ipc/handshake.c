@@ -199,9 +199,10 @@ static spar_status take_arena(const spar_handshake *h, spar_peer *peer, int64_t 
     return status;
 }
 
-static void release_arena(spar_peer *peer)
+void spar_handshake_unmap(spar_peer *peer)
 {
-    munmap(peer->base, (size_t)peer->length + SPAR_ARENA_TAIL);
+    if (peer->base)
+        munmap(peer->base, (size_t)peer->length + SPAR_ARENA_TAIL);
     peer->base = NULL;
 }
 
@@ -303,19 +304,19 @@ static spar_handshake_state step_dialer(spar_handshake *h, const spar_endpoint *
     int came = peek(h, &m);
     if (came == 0)
         return SPAR_HANDSHAKE_PENDING;
-    if (came < 0)
-        spar_fail(SPAR_TRANSPORT, "%s", "the process hung up");
     if (came > 0 && m.kind == LATER)
         return SPAR_HANDSHAKE_LATER;
     if (came > 0 && h->step == CALLED)
         h->challenges[1] = m.challenge;
-    if (came > 0 && !is_proven(h, own, &m))
+    if (came < 0)
+        spar_fail(SPAR_TRANSPORT, "%s", "the process hung up");
+    else if (!is_proven(h, own, &m))
         spar_fail(SPAR_TRANSPORT, "authentication failed: it is not part of this job");
-    else if (came > 0 && m.kind == CHALLENGE && h->step == CALLED)
+    else if (m.kind == CHALLENGE && h->step == CALLED)
         return offer(h, own);
-    else if (came > 0 && m.kind == ARENA && h->step == OFFERED)
+    else if (m.kind == ARENA && h->step == OFFERED)
         return take_arena(h, peer, m.length) == SPAR_OK ? SPAR_HANDSHAKE_CONNECTED : SPAR_HANDSHAKE_REFUSED;
-    else if (came > 0)
+    else
         spar_fail(SPAR_TRANSPORT, "%s", m.kind == REFUSAL ? m.refusal : "an unknown message");
     return SPAR_HANDSHAKE_REFUSED;
 }
@@ -337,7 +338,7 @@ static spar_handshake_state step_answerer(spar_handshake *h, const spar_endpoint
     if (send_arena(h, own))
         return SPAR_HANDSHAKE_CONNECTED;
     spar_fail(SPAR_TRANSPORT, "the arena's descriptor could not be sent: %s", strerror(errno));
-    release_arena(peer);
+    spar_handshake_unmap(peer);
     return refuse(h, own);
 }
 

@@ -72,6 +72,9 @@ spar_handshake_state spar_handshake_step(spar_handshake *handshake, const spar_e
 /* Asks the dialer to dial again, and hangs up. */
 void spar_handshake_postpone(spar_handshake *handshake, const spar_endpoint *own);
 
+/* Unmaps the peer's arena, if it is mapped. */
+void spar_handshake_unmap(spar_peer *peer);
+
 /* Opens a pidfd of the peer process; -1: the system has none. The caller closes it. */
 int spar_handshake_pidfd(int socket);
 

@@ -7,7 +7,6 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 enum { MOST_PEERS = 1024 };
@@ -46,13 +45,6 @@ spar_peer *spar_peers_find(const spar_endpoint *endpoint)
     return NULL;
 }
 
-static void unmap(spar_peer *peer)
-{
-    if (peer->base)
-        munmap(peer->base, (size_t)peer->length + SPAR_ARENA_TAIL);
-    peer->base = NULL;
-}
-
 static void drop(spar_peer *peer)
 {
     for (int i = 0; i < connected.count; i++)
@@ -60,7 +52,7 @@ static void drop(spar_peer *peer)
             connected.peers[i] = connected.peers[--connected.count];
     spar_close_fd(&peer->socket);
     spar_close_fd(&peer->pidfd);
-    unmap(peer);
+    spar_handshake_unmap(peer);
     free(peer);
 }
 
@@ -82,7 +74,7 @@ spar_status spar_peers_add(const spar_peer *peer)
     spar_peer unused = *peer;
     spar_close_fd(&unused.socket);
     spar_close_fd(&unused.pidfd);
-    unmap(&unused);
+    spar_handshake_unmap(&unused);
     return spar_fail(SPAR_TRANSPORT, "no room for another process");
 }
 
@@ -93,7 +85,7 @@ void spar_peers_unmap(spar_peer *peer)
     int dead = spar_peer_is_dead(peer);
     pthread_mutex_lock(&spar_peers_lock);
     if (--peer->readers == 0 && dead)
-        unmap(peer);
+        spar_handshake_unmap(peer);
     pthread_mutex_unlock(&spar_peers_lock);
 }
 
