@@ -7,9 +7,9 @@
 
 typedef struct {
     PyObject_HEAD
-    PyObject *name; /* its transport's */
-    char group[64]; /* for messages */
-    int closing;    /* atomic: a call in progress must end */
+    const spar_transport *transport; /* known when it is closed, too */
+    char group[64];                  /* for messages */
+    int closing;                     /* atomic: a call in progress must end */
     spar_comm *comm;
     spar_setup_result setup_result;
 } comm_object;
@@ -58,17 +58,15 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
     if (!*row || size % (Py_ssize_t)sizeof(spar_peer_info) || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, facts of %zd bytes", name, rank,
                             size);
-    PyObject *interned = PyUnicode_InternFromString((*row)->name);
     spar_peer_info *info = malloc((size_t)size);
-    comm_object *object = interned && info ? PyObject_New(comm_object, comm_type) : NULL;
+    comm_object *object = info ? PyObject_New(comm_object, comm_type) : NULL;
     if (!object) {
         free(info);
-        Py_XDECREF(interned);
         return PyErr_NoMemory();
     }
     object->comm = NULL;
     object->closing = 0;
-    object->name = interned;
+    object->transport = *row;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(info, bytes, (size_t)size);
     spar_status status =
@@ -104,7 +102,6 @@ static void comm_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     comm_close((comm_object *)self);
-    Py_DECREF(((comm_object *)self)->name);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -382,7 +379,7 @@ static PyObject *comm_broken(PyObject *self, void *Py_UNUSED(closure))
 
 static PyObject *comm_transport(PyObject *self, void *Py_UNUSED(closure))
 {
-    return Py_NewRef(((comm_object *)self)->name);
+    return PyUnicode_FromString(((comm_object *)self)->transport->name);
 }
 
 static PyGetSetDef comm_getset[] = {
