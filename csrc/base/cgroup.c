@@ -1,5 +1,7 @@
 #include "base/cgroup.h"
 
+#include "base/util.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,18 +56,6 @@ static int64_t cores_of(const char *directory)
     return cpu[0] < cpu[1] ? 1 : cpu[0] / cpu[1];
 }
 
-/* Whether `word` is among those of a list with commas. */
-static int lists(const char *words, const char *word)
-{
-    size_t length = strlen(word);
-    for (; words; words = strchr(words, ',')) {
-        words += *words == ',';
-        if (strncmp(words, word, length) == 0 && (words[length] == ',' || words[length] == 0))
-            return 1;
-    }
-    return 0;
-}
-
 /* Resolves \040 and the like, in place. */
 static char *unescape(char *text)
 {
@@ -101,7 +91,8 @@ static int read_mount(char *line, const char *controller, mount *found)
     *found = (mount){.root = unescape(fields[3]),
                      .point = unescape(fields[4]),
                      .has_controllers = strcmp(type, "cgroup") == 0};
-    return found->has_controllers ? options && lists(options, controller) : strcmp(type, "cgroup2") == 0;
+    return found->has_controllers ? options && spar_lists(options, ',', controller)
+                                  : strcmp(type, "cgroup2") == 0;
 }
 
 /* The process's cgroup in the hierarchy of `controller`, "" for v2; "" where it is not listed. */
@@ -117,7 +108,7 @@ static void read_own(const char *root, const char *controller, char *own, size_t
             continue;
         *path++ = 0;
         path[strcspn(path, "\n")] = 0;
-        if (*controller ? lists(names + 1, controller) : !names[1]) {
+        if (*controller ? spar_lists(names + 1, ',', controller) : !names[1]) {
             snprintf(own, size, "%s", path);
             break;
         }

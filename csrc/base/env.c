@@ -1,5 +1,7 @@
 #include "base/env.h"
 
+#include "base/util.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,19 +21,6 @@ const spar_env_row spar_env_rows[] = {
 /* Set by torchrun: not one of spar's settings, so not in the table. */
 static const spar_env_row local_ranks = {"local_ranks",       "LOCAL_WORLD_SIZE", "count", 1, INT32_MAX, "",
                                          "ranks on this host"};
-
-static int is_word_of(const char *words, const char *value)
-{
-    size_t length = strlen(value);
-    if (strchr(value, '|'))
-        return 0;
-    for (const char *word = words; word; word = strchr(word, '|')) {
-        word += *word == '|';
-        if (strncmp(word, value, length) == 0 && (word[length] == '|' || word[length] == 0))
-            return 1;
-    }
-    return 0;
-}
 
 static int is_digit(char c)
 {
@@ -95,7 +84,7 @@ spar_status spar_env_get(const spar_env_row *row, spar_env_value *value)
         return spar_fail(SPAR_INVALID, "%s is '%.40s'; expected an integer from %lld to %lld", row->variable,
                          text, (long long)row->least, (long long)row->most);
     }
-    if (is_word_of(row->kind, text))
+    if (spar_lists(row->kind, '|', text))
         return SPAR_OK;
     return spar_fail(SPAR_INVALID, "%s is '%.40s'; known: %s", row->variable, text, row->kind);
 }

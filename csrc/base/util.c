@@ -32,6 +32,19 @@ void spar_append(char *text, size_t size, const char *format, ...)
     va_end(args);
 }
 
+int spar_lists(const char *words, char separator, const char *word)
+{
+    size_t length = strlen(word);
+    if (strchr(word, separator))
+        return 0;
+    for (; words; words = strchr(words, separator)) {
+        words += *words == separator;
+        if (strncmp(words, word, length) == 0 && (words[length] == separator || words[length] == 0))
+            return 1;
+    }
+    return 0;
+}
+
 void spar_cond_init(pthread_cond_t *cond)
 {
     pthread_condattr_t attributes;

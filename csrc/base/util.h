@@ -14,6 +14,9 @@ spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t
 /* Appends to the text in a buffer of `size` bytes; what does not fit is cut off. */
 void spar_append(char *text, size_t size, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+/* Whether a list has this word, which holds no separator. */
+int spar_lists(const char *words, char separator, const char *word);
+
 static inline uint64_t spar_hash(uint64_t hash, int64_t word)
 {
     hash = (hash ^ (uint64_t)word) * 0x9e3779b97f4a7c15u;
