@@ -142,7 +142,12 @@ class RankGenerator:
         check_str("RankGenerator.get_ranks", "token", token)
         check_bool("RankGenerator.get_ranks", "independent_ranks", independent_ranks)
         if independent_ranks:
-            size = math.prod(self.name_to_size[name] for name in self._dims_of(token))
+            names = token.split("-")
+            if not set(names) <= set(self.name_to_size):
+                raise ValueError(
+                    f"RankGenerator: token is {token!r}; expected dims of {', '.join(self.name_to_size)}"
+                )
+            size = math.prod(self.name_to_size[name] for name in names)
             if self.world_size % size:
                 raise ValueError(
                     f"RankGenerator: {token} is {size}; expected a divisor of {self.world_size}, "
@@ -153,14 +158,6 @@ class RankGenerator:
             mask = self.get_mask(self.order, token)
             groups = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
         return [[rank + self.rank_offset for rank in group] for group in groups]
-
-    def _dims_of(self, token: str) -> list[str]:
-        names = token.split("-")
-        if not set(names) <= set(self.name_to_size):
-            raise ValueError(
-                f"RankGenerator: token is {token!r}; expected dims of {', '.join(self.name_to_size)}"
-            )
-        return names
 
     def __str__(self) -> str:
         """Return the layout as printed in errors, such as "tp 1 x sp 2 x pp 1 x cfg 1 x dp 2 (fs 1)"."""

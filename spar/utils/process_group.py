@@ -54,15 +54,6 @@ def init_gloo_process_group(
     return _process_group(gloo, "cpu", dist.ProcessGroup.BackendType.GLOO, prefix_store)
 
 
-def _init_nccl_process_group(
-    prefix_store: PrefixStore, group_rank: int, group_size: int, timeout: timedelta
-) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    nccl = dist.ProcessGroupNCCL(prefix_store, group_rank, group_size, options)
-    return _process_group(nccl, "cuda", dist.ProcessGroup.BackendType.NCCL, prefix_store)
-
-
 def _process_group(
     backend: Any, device: str, kind: dist.ProcessGroup.BackendType, store: PrefixStore
 ) -> dist.ProcessGroup:
@@ -122,7 +113,10 @@ def stateless_init_torch_distributed_process_group(
     if backend == "gloo":
         group = init_gloo_process_group(dist.Backend("gloo"), client, rank, world_size, timeout)
     else:
-        group = _init_nccl_process_group(client, rank, world_size, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(client, rank, world_size, options)
+        group = _process_group(nccl, "cuda", dist.ProcessGroup.BackendType.NCCL, client)
     group._set_group_name(cast(Any, f"stateless {host}:{port}"))  # shown in errors
     rendezvous.barrier(limit)  # after it, no rank needs the store to connect
     _rendezvous[group] = rendezvous
