@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 from spar import _C
+from spar._runtime.layouts import WHOLE, even, packed, pair, zigzag
 
 MIB = 1 << 20
 WORLDS = (2, 4, 8, 64, 512, 4096)
@@ -22,10 +23,10 @@ Extents = tuple[int, ...]
 
 def calls(world: int) -> Iterator[tuple[str, Extents, Extents]]:
     """Yield each op, with its input's extents and its arguments."""
-    yield "all_to_all", (1, 3, 4096, 1024), (2, 1, 3 * world)
-    yield "gather", (12, MIB), (0, 12 * world)
-    yield "zigzag_gather", (12, MIB), (0, 1, 12 * world)
-    yield "packed_gather", (12, MIB), (0, 1, 12, *[world] * 12)
+    yield "all_to_all", (1, 3, 4096, 1024), pair(even(1, 3 * world), even(2, 4096))
+    yield "gather", (12, MIB), pair(even(0, 12 * world), WHOLE)
+    yield "zigzag gather", (12, MIB), pair(zigzag(0, 12 * world), WHOLE)
+    yield "packed gather", (12, MIB), pair(packed(0, 12, [world] * 12), WHOLE)
 
 
 def plan(op: str, world: int, extents: Extents, args: Extents) -> _C.Plan:

@@ -1,6 +1,6 @@
 /* spar in C: the whole library, without Python. This header is its API.
  *
- *   python/      the extension spar._C: module, plan_type, comm_type, streams, dlpack, convert; binding.h joins them
+ *   python/      the extension spar._C: module, request, plan_type, comm_type, streams, dlpack, convert; binding.h joins them
  *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
  *   transports/  move the bytes
  *     transport     the interface, the ordered table, the choice
@@ -19,8 +19,7 @@
  *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the kernels
  *                   (kernels.cu, .h, .c), a plan as they read it (block_table), those tables on a device (table_cache)
  *   plan/        blocks of bytes (plan), their cache (cache), their description (describe)
- *   ops/         which part of a tensor each rank holds (layout); an operation is a pair of layouts (table, one file
- *                per family)
+ *   ops/         which part of a tensor each rank holds (layout); an exchange is a pair of layouts (exchange)
  *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines (deadline),
  *                libraries opened at run time (dynlib), locks around fork (fork), cores and cgroup limits (cores,
  *                cgroup), text in shared memory (shared_text), message authentication (siphash), utilities (util)

@@ -3,6 +3,7 @@ from typing import Literal, overload
 
 LONGEST_S: int  # the largest SPAR_TIMEOUT
 SIDE_PULL: int
+MOST_TENSORS: int  # of one exchange
 CALL_UNKNOWN: int  # states of a call: Comm.last_call
 CALL_NONE: int
 CALL_RUNNING: int
@@ -10,6 +11,7 @@ CALL_ENDED: int
 CALL_ABORTED: int
 version: str
 
+Tensor = tuple[int, Sequence[int], Sequence[int], Sequence[int]]  # item size, extents, strides, args
 _Block = tuple[int, int, int, int, int, tuple[tuple[int, int, int], ...]]
 
 Description = tuple[
@@ -24,7 +26,7 @@ class Plan:
     @property
     def pull_bytes(self) -> tuple[int, ...]: ...
     def signature(self, text: str, /) -> int: ...
-    def describe(self, text: str, number: int, /) -> Description: ...
+    def describe(self, op: str, text: str, number: int, /) -> Description: ...
     def pack(self, inputs: tuple[int, ...], wire: int, /) -> None: ...
     def unpack(
         self, wire: int, outputs: tuple[int, ...], scale_type: int, divide: bool, factor: float, /
@@ -51,8 +53,8 @@ class Comm:
     def exchange(
         self,
         op: str,
-        tensor: tuple[int, Sequence[int], Sequence[int], Sequence[int]],
-        input: int,
+        tensors: tuple[Tensor, ...],
+        inputs: tuple[int, ...],
         scale_type: int,
         divide: bool,
         factor: float,
@@ -60,12 +62,13 @@ class Comm:
         number: int,
         deadline: float,
         /,
-    ) -> object: ...
+    ) -> tuple[object, ...]: ...
     def run(
         self,
+        op: str,
         plan: Plan,
-        input: int,
-        output: int,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
         stream: int,
         native: int,
         scale_type: int,
@@ -96,7 +99,7 @@ def select(
     op: str,
     world: int,
     rank: int,
-    tensor: tuple[int, Sequence[int], Sequence[int], Sequence[int]],
+    tensors: tuple[Tensor, ...],
     input: int,
     scale_type: int,
     divide: bool,
@@ -113,7 +116,7 @@ def plan(
     world: int,
     rank: int,
     sides: int,
-    tensors: tuple[tuple[int, Sequence[int], Sequence[int], Sequence[int]], ...],
+    tensors: tuple[Tensor, ...],
     /,
 ) -> Plan: ...
 def peer_info() -> bytes: ...
@@ -135,7 +138,6 @@ def env(field: Literal["local_ranks"], /) -> int | None: ...
 @overload
 def env(field: Literal["check", "output", "log"], /) -> str: ...
 def env_rows() -> list[tuple[str, str, str, str, str]]: ...
-def ops() -> list[tuple[str, str, str]]: ...
 def scale_types() -> list[tuple[str, int]]: ...
 def transports() -> list[str]: ...
 def threads(most: int, local_ranks: int, /) -> int: ...

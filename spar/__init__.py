@@ -36,6 +36,7 @@ from . import sharding as sharding
 from . import topology as topology
 from ._runtime.member import Transport
 from ._version import __version__
+from .collectives import all_gather, reduce_scatter
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (
     ExchangeTimeoutError,
@@ -63,6 +64,7 @@ from .ops import (
     reorder_output,
     split_forward_gather_backward,
 )
+from .sequence_layout import SequenceLayout
 from .sizes import cal_split_sizes, cal_split_sizes_multi
 
 __all__ = [
@@ -71,10 +73,12 @@ __all__ = [
     "MismatchError",
     "OutOfMemoryError",
     "PeerLostError",
+    "SequenceLayout",
     "SparError",
     "Transport",
     "TransportError",
     "__version__",
+    "all_gather",
     "all_to_all",
     "cal_split_sizes",
     "cal_split_sizes_multi",
@@ -91,6 +95,7 @@ __all__ = [
     "packed_data_gather_forward_split_backward_with_cp",
     "packed_data_split_forward_gather_backward",
     "packed_data_split_forward_gather_backward_with_cp",
+    "reduce_scatter",
     "reorder_output",
     "split_forward_gather_backward",
     "split_forward_gather_backward_with_cp",

@@ -14,6 +14,7 @@ import torch
 from ._runtime.call import Call
 from ._runtime.checks import check_int
 from ._runtime.exchange import ONE
+from ._runtime.layouts import WHOLE, by_sizes, even
 from ._runtime.member import Place
 from .sharding import gather_sizes, sequence_place, shard_with_padding
 from .topology.resolve import Group
@@ -156,7 +157,7 @@ def _exchange(
 
 
 def _gather(own: torch.Tensor, sizes: list[int], place: Place) -> list[torch.Tensor]:
-    whole = Call(_NAME, own, place).apply("gather", (0, *sizes), ONE)
+    whole = Call(_NAME, own, place).apply(by_sizes(0, sizes), WHOLE, ONE)
     return [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
@@ -302,8 +303,9 @@ def gather_forward_split_backward_and_unpad(
     try:
         dim = call.dim("dim", dim)
         padding_size = check_int(call.where, "padding_size", padding_size)
+        shards = even(dim, input_.size(dim) * call.world)
         if padding_size == 0:
-            return call.apply("gather", (dim,), ONE)
+            return call.apply(shards, WHOLE, ONE)
         if unpad_dim is None:
             raise call.type_error("unpad_dim", f"None and padding_size is {padding_size}", "the padded dim")
         unpad_dim = call.dim("unpad_dim", unpad_dim)
@@ -312,7 +314,7 @@ def gather_forward_split_backward_and_unpad(
             raise call.error(
                 "padding_size", padding_size, f"0 to {kept + padding_size}, the size of unpad_dim"
             )
-        whole = call.apply("gather", (dim,), ONE)
+        whole = call.apply(shards, WHOLE, ONE)
     except BaseException as error:
         call.fail(error)
         raise

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ._runtime.call import Call, cumulative_hint, from_cumulative
-from ._runtime.exchange import Scale, Step
+from ._runtime.call import Call, apply_steps, cumulative_hint, from_cumulative
+from ._runtime.exchange import Scale
+from ._runtime.layouts import WHOLE, Args, Layout, even, packed, pair, zigzag
 from ._runtime.member import ALONE, Place
 from ._runtime.registry import place_of
-from ._runtime.tracing import Args, constant
+from ._runtime.tracing import constant
 from .sizes import share, totals_of_share
 from .topology.groups_by_name import ParallelState
 from .topology.topology import current, warn_if_unsharded
@@ -53,24 +54,23 @@ class _Hybrid(Call):
         two = self.ring > 1 and self.ulysses > self.inner
         return (self.in_ulysses, self.in_ring) if two else (self.place,)
 
-    def split(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
+    def split(self, by_ring: Layout, held: int) -> torch.Tensor:
         """Shard by the ring; then shard the ring rank's `held` items among its ulysses ranks."""
-        steps = self._steps(op, "split", dim, numbers, held)
-        return self.apply_steps(steps, self._scale(divide=True)) if steps else self.input
+        steps = tuple((place, (pair(WHOLE, shards),)) for place, shards in self._steps(by_ring, held))
+        return apply_steps((self,), steps, self._scale(divide=True))[0] if steps else self.input
 
-    def gather(self, op: str, dim: int, numbers: Args, held: int) -> torch.Tensor:
+    def gather(self, by_ring: Layout, held: int) -> torch.Tensor:
         """Undo `split`."""
-        steps = self._steps(op, "gather", dim, numbers, held)
-        return self.apply_steps(steps[::-1], self._scale(divide=False)) if steps else self.input
+        steps = tuple((place, (pair(shards, WHOLE),)) for place, shards in self._steps(by_ring, held)[::-1])
+        return apply_steps((self,), steps, self._scale(divide=False))[0] if steps else self.input
 
-    def _steps(self, op: str, inner_op: str, dim: int, numbers: Args, held: int) -> tuple[Step, ...]:
-        steps: list[Step] = []
+    def _steps(self, by_ring: Layout, held: int) -> list[tuple[Place, Layout]]:
+        steps: list[tuple[Place, Layout]] = []
         if self.ring > 1:
-            steps.append((self.place, op, (dim, self.inner, *numbers)))
+            steps.append((self.place, by_ring))
         if self.ulysses > self.inner:
-            sizes = [share(held, self.ulysses, rank) for rank in range(self.ulysses)]
-            steps.append((self.in_ulysses, inner_op, (dim, *sizes)))
-        return tuple(steps)
+            steps.append((self.in_ulysses, even(by_ring[0], held)))
+        return steps
 
     def fitting_totals(self, local: int) -> Sequence[int]:
         """The global sizes, in zigzag order, of which this rank's local size is `local`."""
@@ -121,7 +121,7 @@ def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> tor
     total = input_.size(dim)
     if call.ring > 1:
         call.zigzag("input_", total, call.ring)
-    return call.split("zigzag_split", dim, (total,), total // call.ring)
+    return call.split(zigzag(dim, total, call.inner), total // call.ring)
 
 
 def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather_size: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
             raise call.wrong_total("gather_size", gather_size, dim, call.fitting_totals(local))
         if call.ring > 1:
             call.zigzag("gather_size", gather_size, call.ring)
-        return call.gather("zigzag_gather", dim, (gather_size,), held)
+        return call.gather(zigzag(dim, gather_size, call.inner), held)
     except BaseException as error:
         call.fail(error)
         raise
@@ -182,7 +182,7 @@ def packed_data_split_forward_gather_backward_with_cp(
     dim = call.dim("dim", dim)
     lengths = call.lengths("seq_lens", seq_lens)
     call.check_sum("seq_lens", lengths, dim)
-    return call.split("packed_split", dim, (len(lengths), *lengths), call.held(lengths))
+    return call.split(packed(dim, len(lengths), lengths, call.inner), call.held(lengths))
 
 
 def packed_data_gather_forward_split_backward_with_cp(
@@ -214,7 +214,7 @@ def packed_data_gather_forward_split_backward_with_cp(
             call.check_sum("seq_lens", lengths, dim)
         elif not torch.compiler.is_compiling():
             call.check_cumulative("seq_lens", lengths, dim)
-        return call.gather("packed_gather", dim, (len(lengths), *lengths), call.held(lengths))
+        return call.gather(packed(dim, len(lengths), lengths, call.inner), call.held(lengths))
     except BaseException as error:
         call.fail(error)
         raise

@@ -3,66 +3,159 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast, overload
 
 import torch
 
-from ._runtime.call import Call, cumulative_hint, from_cumulative
+from ._runtime.call import (
+    Call,
+    Sizes,
+    apply_steps,
+    checked_together,
+    cumulative_hint,
+    entries,
+    from_cumulative,
+)
 from ._runtime.exchange import ONE
+from ._runtime.layouts import WHOLE, Layout, even, packed, pair, zigzag
 from .sizes import as_named_int, share, totals_of_share
 from .topology.resolve import Group
 
 
+@overload
 def all_to_all(
     input_: torch.Tensor,
     process_group: Group,
     scatter_dim: int = 2,
     gather_dim: int = 1,
     gather_size: int | None = None,
-) -> torch.Tensor:
+    *,
+    scatter_sizes: Sizes | None = None,
+    gather_sizes: Sizes | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_to_all(
+    input_: Sequence[torch.Tensor],
+    process_group: Group,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    gather_size: int | None = None,
+    *,
+    scatter_sizes: Sequence[Sizes | None] | None = None,
+    gather_sizes: Sequence[Sizes | None] | None = None,
+) -> list[torch.Tensor]: ...
+
+
+def all_to_all(
+    input_: torch.Tensor | Sequence[torch.Tensor],
+    process_group: Group,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    gather_size: int | None = None,
+    *,
+    scatter_sizes: Sizes | Sequence[Sizes | None] | None = None,
+    gather_sizes: Sizes | Sequence[Sizes | None] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
     """Scatter one dim over the group and gather another, as MindSpeed-MM's `all_to_all` does.
 
     On rank r: y = concat over p of x_p.split(sizes, scatter_dim)[r] along gather_dim. `cal_split_sizes` gives
     the sizes. With the defaults `[B, S/P, H, D]` becomes `[B, S, H/P, D]`. The gradient is the same operation
-    with the dims swapped.
+    with the dims, and their sizes, swapped.
 
     Args:
-        input_: any strided tensor of at least two dims, of any dtype.
+        input_: any strided tensor of at least two dims, of any dtype; or a list of such tensors of one dtype
+            and device, such as Q, K and V, which one exchange moves together.
         process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
             topology's sequence group (WORLD if there is none).
         scatter_dim: the dim to scatter. Each rank passes all of it, and receives its shard.
         gather_dim: the dim to gather. Each rank passes its shard.
         gather_size: the global size of the gather dim, of which each rank must hold its share by
             `cal_split_sizes`. By default every rank must hold the same local size.
+        scatter_sizes: one size of scatter_dim for each rank, at least 0, as a list, tuple or 1-D int tensor.
+            They sum to its size. By default those of `cal_split_sizes`. For a list of tensors: a list of such
+            entries, or None, one for each.
+        gather_sizes: one size of gather_dim for each rank, likewise; replaces gather_size.
 
     Returns:
-        A new contiguous tensor; `input_` itself in a group of one rank.
+        A new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a list.
 
     Raises:
-        ValueError: the dims are equal or out of range, or gather_size does not match the local size.
+        ValueError: the dims are equal or out of range, or the sizes do not match the input.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    call = Call("all_to_all", input_, process_group)
+    if not isinstance(input_, torch.Tensor) and isinstance(input_, (list, tuple)):
+        return _all_to_all_together(
+            input_, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes
+        )
+    call = Call("all_to_all", cast(torch.Tensor, input_), process_group)
     try:
-        scatter = call.dim("scatter_dim", scatter_dim)
-        gather = call.dim("gather_dim", gather_dim)
-        if scatter == gather:
-            raise call.error(
-                "scatter_dim",
-                f"{scatter_dim} and gather_dim is {gather_dim}",
-                f"two different dims of an input with {input_.dim()}",
-            )
-        local = input_.shape[gather]
-        if gather_size is None:
-            gather_size = local * call.world
-        else:
-            gather_size = call.integer("gather_size", gather_size, "an int or None")
-            if gather_size < 0 or share(gather_size, call.world, call.rank) != local:
-                fitting = totals_of_share(local, call.world, call.rank)
-                raise call.wrong_total("gather_size", gather_size, gather, fitting)
-        return call.apply("all_to_all", (scatter, gather, gather_size), ONE)
+        layouts = _transposed(call, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes)
+        return call.apply(*layouts, ONE)
     except BaseException as error:
         call.fail(error)
         raise
+
+
+def _all_to_all_together(
+    inputs: Sequence[torch.Tensor],
+    group: Group,
+    scatter_dim: int,
+    gather_dim: int,
+    gather_size: int | None,
+    scatter_sizes: Any,
+    gather_sizes: Any,
+) -> list[torch.Tensor]:
+    def run(calls: list[Call]) -> Sequence[torch.Tensor]:
+        count = len(calls)
+        to = entries(calls[0], "scatter_sizes", scatter_sizes, count)
+        of = entries(calls[0], "gather_sizes", gather_sizes, count)
+        args = tuple(
+            [
+                pair(*_transposed(call, scatter_dim, gather_dim, gather_size, to[i], of[i]))
+                for i, call in enumerate(calls)
+            ]
+        )
+        place = calls[0].place
+        return inputs if place.world == 1 else apply_steps(calls, ((place, args),), ONE)
+
+    return checked_together("all_to_all", inputs, group, run)
+
+
+def _transposed(
+    call: Call,
+    scatter_dim: int,
+    gather_dim: int,
+    gather_size: int | None,
+    scatter_sizes: Any,
+    gather_sizes: Any,
+) -> tuple[Layout, Layout]:
+    """Check the arguments of an all_to_all; return its layouts."""
+    scatter = call.dim("scatter_dim", scatter_dim)
+    gather = call.dim("gather_dim", gather_dim)
+    if scatter == gather:
+        raise call.error(
+            "scatter_dim",
+            f"{scatter_dim} and gather_dim is {gather_dim}",
+            f"two different dims of an input with {call.ndim}",
+        )
+    after = call.parts("scatter_sizes", scatter, scatter_sizes)
+    if gather_sizes is not None and gather_size is not None:
+        raise call.error("gather_size", f"{gather_size} and gather_sizes {gather_sizes}", "one of them")
+    before = call.shards("gather_sizes", gather, gather_sizes)
+    return before or even(gather, _gather_size(call, gather, gather_size)), after
+
+
+def _gather_size(call: Call, gather: int, gather_size: int | None) -> int:
+    local = call.input.shape[gather]
+    if gather_size is None:
+        return local * call.world
+    gather_size = call.integer("gather_size", gather_size, "an int or None")
+    if gather_size < 0 or share(gather_size, call.world, call.rank) != local:
+        fitting = totals_of_share(local, call.world, call.rank)
+        raise call.wrong_total("gather_size", gather_size, gather, fitting)
+    return gather_size
 
 
 def split_forward_gather_backward(
@@ -96,12 +189,8 @@ def split_forward_gather_backward(
     """
     call = Call("split_forward_gather_backward", input_, process_group, exchanges=0)
     dim = call.dim("dim", dim)
-    sizes = call.sizes("split_sizes", split_sizes)
-    if sizes and sum(sizes) != input_.size(dim):
-        raise call.error(
-            "split_sizes", list(sizes), f"sizes that sum to {input_.size(dim)}, the size of dim {dim}"
-        )
-    return call.apply("split", (dim, *sizes), call.grad_scale(grad_scale))
+    shards = call.parts("split_sizes", dim, split_sizes)
+    return call.apply(WHOLE, shards, call.grad_scale(grad_scale))
 
 
 def gather_forward_split_backward(
@@ -137,15 +226,8 @@ def gather_forward_split_backward(
     call = Call("gather_forward_split_backward", input_, process_group)
     try:
         dim = call.dim("dim", dim)
-        sizes = call.sizes("gather_sizes", gather_sizes)
-        if sizes and sizes[call.rank] != input_.size(dim):
-            raise call.error(
-                "gather_sizes",
-                list(sizes),
-                f"{input_.size(dim)} at index {call.rank}, rank {call.rank}'s size of dim {dim}"
-                + (". Did you split the local size?" if sum(sizes) == input_.size(dim) else ""),
-            )
-        return call.apply("gather", (dim, *sizes), call.grad_scale(grad_scale))
+        shards = call.shards("gather_sizes", dim, gather_sizes) or even(dim, input_.size(dim) * call.world)
+        return call.apply(shards, WHOLE, call.grad_scale(grad_scale))
     except BaseException as error:
         call.fail(error)
         raise
@@ -174,7 +256,7 @@ def load_balanced_split_forward_gather_backward(
     call = Call("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=0)
     dim = call.dim("dim", dim)
     total = call.zigzag("input_", input_.size(dim), call.world)
-    return call.apply("zigzag_split", (dim, 1, total), (float(call.world), True))
+    return call.apply(WHOLE, zigzag(dim, total), (float(call.world), True))
 
 
 def load_balanced_gather_forward_split_backward(
@@ -202,7 +284,7 @@ def load_balanced_gather_forward_split_backward(
     try:
         dim = call.dim("dim", dim)
         total = call.zigzag("input_", input_.size(dim) * call.world, call.world)
-        return call.apply("zigzag_gather", (dim, 1, total), (float(call.world), False))
+        return call.apply(zigzag(dim, total), WHOLE, (float(call.world), False))
     except BaseException as error:
         call.fail(error)
         raise
@@ -239,7 +321,7 @@ def packed_data_split_forward_gather_backward(
     dim = call.dim("dim", dim)
     lengths = call.lengths("sequence_lengths", sequence_lengths)
     call.check_sum("sequence_lengths", lengths, dim)
-    return call.apply("packed_split", (dim, 1, len(lengths), *lengths), (float(call.world), True))
+    return call.apply(WHOLE, packed(dim, len(lengths), lengths), (float(call.world), True))
 
 
 def packed_data_gather_forward_split_backward(
@@ -282,7 +364,7 @@ def packed_data_gather_forward_split_backward(
             if lengths and sum(share(length, call.world, call.rank) for length in lengths) == local:
                 expected += cumulative_hint(lengths)
             raise call.error("all_split_sizes", f"a table whose row {call.rank} sums to {own}", expected)
-        return call.apply("packed_gather", (dim, 1, sequences, *numbers), (float(call.world), False))
+        return call.apply(packed(dim, sequences, numbers), WHOLE, (float(call.world), False))
     except BaseException as error:
         call.fail(error)
         raise

@@ -18,6 +18,7 @@ import torch
 from ._runtime.call import Call
 from ._runtime.checks import check_bool, check_str, check_type
 from ._runtime.exchange import ONE
+from ._runtime.layouts import WHOLE, by_sizes, even
 from ._runtime.member import ALONE, Place
 from ._runtime.registry import by_handle, place_of
 from ._runtime.tracing import constant
@@ -41,7 +42,9 @@ def _alone(name: str) -> Place:
 
 def gather_sizes(name: str, place: Place, size: int) -> list[int]:
     """Gather one int from each rank: its local size."""
-    sizes: list[int] = Call(name, torch.tensor([size]), place).apply("gather", (0,), ONE).tolist()
+    sizes: list[int] = (
+        Call(name, torch.tensor([size]), place).apply(even(0, place.world), WHOLE, ONE).tolist()
+    )
     return sizes
 
 
@@ -50,14 +53,14 @@ def shard_with_padding(call: Call, dim: int, pad_value: float) -> tuple[torch.Te
     total, scale = call.input.size(dim), call.grad_scale("down")
     padding = -total % call.world
     if padding == 0:
-        return call.apply("split", (dim,), scale), 0
+        return call.apply(WHOLE, even(dim, total), scale), 0
     each = (total + padding) // call.world
     sizes = [min(max(total - rank * each, 0), each) for rank in range(call.world)]
     try:  # on ranks without padding too, so that all ranks raise
         pad = call.input.new_full((1,) * call.input.dim(), pad_value)
     except (RuntimeError, OverflowError):
         raise call.error("pad_value", f"{pad_value!r:.100}", f"a value of {call.input.dtype}") from None
-    part = call.apply("split", (dim, *sizes), scale)
+    part = call.apply(WHOLE, by_sizes(dim, sizes), scale)
     shape = list(part.shape)
     shape[dim] = each - sizes[call.rank]
     if shape[dim]:
@@ -93,7 +96,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
             f"of shape {list(tensor.shape)} with size {tensor.size(dim)} in dim {dim}",
             f"a multiple of {call.world}, the ranks; pass validate=False or use sp_shard_with_padding",
         )
-    return call.apply("split", (dim,), call.grad_scale("down"))
+    return call.apply(WHOLE, even(dim, tensor.size(dim)), call.grad_scale("down"))
 
 
 def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Tensor:
@@ -124,7 +127,8 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
         sizes: list[int] = []
         if validate and call.world > 1 and not tensor.is_meta:
             sizes = gather_sizes("sp_gather", call.place, tensor.size(dim))
-        return call.apply("gather", (dim, *sizes), call.grad_scale("up"))
+        shards = by_sizes(dim, sizes) if sizes else even(dim, tensor.size(dim) * call.world)
+        return call.apply(shards, WHOLE, call.grad_scale("up"))
     except BaseException as error:
         call.fail(error)
         raise

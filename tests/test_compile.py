@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.exchanges import numbers
 from helpers.reference import assert_same, rule
 from test_faults import finish, start
 
@@ -118,16 +119,21 @@ def check_opcheck(rank: int, world: int, group: Group) -> None:
     place = place_of(group)
     whole = torch.arange(9 * 5, dtype=torch.float32).reshape(9, 5)
     mine = whole.split(rule(9, world), 0)[rank].contiguous()
-    calls: list[tuple[torch.Tensor, str, list[int]]] = [
-        (mine, "all_to_all", [1, 0, 9]),
-        (mine, "gather", [0, *rule(9, world)]),
-        (mine, "gather", [0, 9]),
-        (whole, "gather", [0]),
+    calls: list[tuple[list[torch.Tensor], str, list[list[int]]]] = [
+        ([mine], "all_to_all", [[1, 0, 9]]),
+        ([mine], "gather", [[0, *rule(9, world)]]),
+        ([mine], "gather", [[0, 9]]),
+        ([whole], "gather", [[0]]),
+        ([mine, whole], "gather", [[0, 9], [1]]),
     ]
-    for x, op, args in calls:
+    for inputs, op, args in calls:
+        flat = []
+        for x, own in zip(inputs, args, strict=True):
+            layouts = numbers(op, own, x.shape, world)
+            flat += [len(layouts), *layouts]
         torch.library.opcheck(
             torch.ops.spar.exchange.default,
-            (x, *place, op, args, 1.0, False, False, []),
+            (inputs, *place, op, flat, 1.0, False, False, []),
             test_utils=("test_schema", "test_faketensor"),
         )
 

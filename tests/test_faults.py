@@ -251,7 +251,7 @@ def test_threads_with_one_group_each(tmp_path: Path, transport: str) -> None:
 
 def interrupt_before_the_call(rank: int, folder: Path) -> None:
     """The signal arrives after the thread acquired the lock, before it does anything else."""
-    operation = Operation("gather", (0,), 1.0, False, False)
+    operation = Operation("gather", ((2, 0, 0, 1, -1),), 1.0, False, False)
     for begin in ("exchange", "turn"):
         group = dist.new_group([0])
         comm = communicator(group)

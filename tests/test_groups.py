@@ -235,7 +235,7 @@ def check_advice(rank: int, world: int, group: Group) -> None:
         ),
         (
             lambda: spar.all_to_all(x, group, 0, 1),
-            "of dim 1: all_to_all needs equal sizes, or gather_size=9 and the sizes [5, 4]",
+            "\nThe ranks hold [4, 5] of dim 1: pass gather_sizes=[4, 5]",
         ),
     ):
         with pytest.raises(spar.MismatchError) as caught:

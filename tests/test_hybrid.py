@@ -176,7 +176,7 @@ def check_errors(rank: int, folder: Path) -> None:
         (lambda: gather(x, 0, None, "8"), TypeError, "gather_size is '8'"),  # type: ignore[arg-type]
         (lambda: gather(x, 1, None, 8), ValueError, "dim is 1"),
         (lambda: split(x, 0, [4]), ValueError, "sums to 4"),
-        (lambda: gather(x, 0, [4], 4), ValueError, "by its sizes rank"),
+        (lambda: gather(x, 0, [4], 4), ValueError, "expected 1, its shard of 4"),
     ):
         dist.barrier()
         with pytest.raises((kind, spar.MismatchError)) as caught:  # the latter if a peer reported it first

@@ -291,7 +291,8 @@ def test_reorder_output() -> None:
 
 def test_packed_split_by_index_select() -> None:
     """Devices whose memory C cannot access use index_select."""
-    from spar._runtime.tracing import packed_index
+    from spar._runtime.layouts import packed as packed_layout
+    from spar._runtime.layouts import packed_index
 
     for ring in (1, 2, 3):
         for inner in (1, 2, 3):
@@ -302,5 +303,5 @@ def test_packed_split_by_index_select() -> None:
                 for rank in range(ring * inner):
                     expected = [i for i, owner in enumerate(owners) if owner == rank]
                     for numbers in (lengths, flat):
-                        args = (0, inner, len(lengths), *numbers)
-                        assert packed_index(args, ring * inner, rank).tolist() == expected
+                        layout = packed_layout(0, len(lengths), numbers, inner)
+                        assert packed_index(layout, ring * inner, rank).tolist() == expected

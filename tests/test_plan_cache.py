@@ -15,6 +15,7 @@ import torch
 from helpers import core
 from helpers.cases import every_op, items
 from helpers.core import CoreError, Plan, Spec, contiguous, request
+from helpers.exchanges import even, pair, zigzag
 
 # ---- The time to build a plan ---------------------------------------------------------------------------
 
@@ -30,6 +31,7 @@ def planning_seconds(op: str, world: int, sides: int) -> float:
         "zigzag_gather": [1, 8, sequence],
         "packed_split": [1, 8, 2, sequence // 2, sequence // 2],
         "packed_gather": [1, 8, 2, sequence // 2, sequence // 2],
+        "exchange": pair(zigzag(1, sequence, 8), even(2, heads)),
     }[op]
     held = sequence if op.endswith("split") else 4
     asked = request(op, world, world // 3, [contiguous([1, held, heads, 128], args, 2)], sides)
@@ -194,7 +196,7 @@ DIFFERENT = {
     "extents": ("gather", 4, 0, [BASE._replace(extents=[4, 3])], 0),
     "strides": ("gather", 4, 0, [BASE._replace(strides=[5, 1])], 0),
     "args": ("gather", 4, 0, [BASE._replace(args=[1])], 0),
-    "more args": ("gather", 4, 0, [BASE._replace(args=[0, 16])], 0),
+    "a size of each rank": ("gather", 4, 0, [BASE._replace(args=[0, 4, 4, 4, 4])], 0),
     "tensors": ("gather", 4, 0, [BASE, BASE], 0),
     "a second tensor": ("gather", 4, 0, [BASE, BASE._replace(item=4)], 0),
 }

@@ -20,6 +20,7 @@ from test_faults import TEARDOWN
 import spar
 import spar.utils
 from spar import _C
+from spar._runtime import layouts
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -247,12 +248,12 @@ def test_errors_are_documented() -> None:
         assert f"docs/{name}.md" in (ROOT / "README.md").read_text()
 
 
-def test_documents_have_a_row_for_each_op_and_transport() -> None:
+def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
     architecture, ops, readme = (
         (ROOT / name).read_text() for name in ("docs/architecture.md", "docs/ops.md", "README.md")
     )
-    for op, _, _ in _C.ops():
-        assert f"`{op}`" in architecture, op
+    for kind in ("even", "sizes", "zigzag", "packed"):
+        assert f"`{kind}`" in architecture, kind
     for name in set(SIGNATURES) - {"transport", "init", "close", "empty_cache", "memory_stats"}:
         assert f"`{name}(" in ops, name
         assert f"`{name}`" in readme, name
@@ -296,9 +297,9 @@ def test_only_publish_stores_futex_words() -> None:
     )
 
 
-def test_op_table_is_closed_under_inverse() -> None:
-    inverse = {name: undo for name, undo, _ in _C.ops()}
-    assert all(inverse[undo] == name for name, undo in inverse.items())
+def test_layout_kinds_are_equal_in_c_and_python() -> None:
+    numbered = re.findall(r"^    SPAR_([A-Z]+), +/\*", (CSRC / "ops/layout.h").read_text(), re.M)
+    assert [getattr(layouts, name) for name in numbered] == list(range(4)), numbered
 
 
 def test_import_does_not_import_dynamo() -> None:

@@ -70,26 +70,23 @@ spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int wor
     return SPAR_OK;
 }
 
-spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int world)
-{
-    int64_t chunks = 2 * (int64_t)world;
-    if (total < 0 || total % chunks)
-        return spar_fail(SPAR_INVALID,
-                         "the total is %lld; expected a multiple of %lld, two chunks "
-                         "for each of %d ranks",
-                         (long long)total, (long long)chunks, world);
-    SPAR_TRY(start(layout, dim, total, world, chunks));
-    for (int rank = 0; rank < world; rank++) {
-        add(layout, rank, rank * (total / chunks), total / chunks);
-        add(layout, rank, (chunks - 1 - rank) * (total / chunks), total / chunks);
-    }
-    return SPAR_OK;
-}
-
 /* Returns the offset of `rank`'s shard of `total`. */
 static int64_t shard_start(int64_t total, int world, int rank)
 {
     return rank * (total / world) + (rank < total % world ? rank : total % world);
+}
+
+spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int world)
+{
+    if (total < 0)
+        return spar_fail(SPAR_INVALID, "the total is %lld; expected at least 0", (long long)total);
+    SPAR_TRY(start(layout, dim, total, world, 2 * (int64_t)world));
+    for (int rank = 0; rank < world; rank++) {
+        int mirror = 2 * world - 1 - rank;
+        add(layout, rank, shard_start(total, 2 * world, rank), spar_shard_size(total, 2 * world, rank));
+        add(layout, rank, shard_start(total, 2 * world, mirror), spar_shard_size(total, 2 * world, mirror));
+    }
+    return SPAR_OK;
 }
 
 spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t sequences,
@@ -150,6 +147,69 @@ spar_status spar_layout_refine(spar_layout *layout, int inner)
     }
     spar_layout_free(&outer);
     return status;
+}
+
+/* Reads the numbers of a kind that has inner ranks. */
+static spar_status read_refined(spar_layout *layout, int dim, int zigzag, const int64_t *numbers,
+                                int64_t count, int world)
+{
+    int64_t inner = count < 2 ? 0 : numbers[0], sequences = count < 2 ? 0 : numbers[1];
+    if (inner < 1 || inner > world || world % inner)
+        return spar_fail(SPAR_INVALID, "%lld inner ranks; expected a divisor of the %d ranks",
+                         (long long)inner, world);
+    int outer = world / (int)inner;
+    if (zigzag && count == 2) {
+        SPAR_TRY(spar_layout_zigzag(layout, dim, numbers[1], outer));
+        return spar_layout_refine(layout, (int)inner);
+    }
+    numbers += 2;
+    count -= 2;
+    int table = sequences != count;
+    if (zigzag || sequences < 0 || sequences > count || (table && sequences * outer != count))
+        return spar_fail(SPAR_INVALID,
+                         "%lld numbers for %lld sequences on %d ranks; expected a length of each, or a size "
+                         "of each on each rank",
+                         (long long)count, (long long)sequences, outer);
+    SPAR_TRY(spar_layout_packed(layout, dim, outer, sequences, numbers, table));
+    return spar_layout_refine(layout, (int)inner);
+}
+
+static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes, int64_t count, int world)
+{
+    int64_t total = 0;
+    if (count != world)
+        return spar_fail(SPAR_INVALID, "%lld sizes; expected one for each of %d ranks", (long long)count,
+                         world);
+    for (int p = 0; p < world; p++)
+        if (sizes[p] < 0 || __builtin_add_overflow(total, sizes[p], &total))
+            return spar_fail(SPAR_INVALID,
+                             "the size given for rank %d is %lld; expected at least 0, and a sum below 2^63",
+                             p, (long long)sizes[p]);
+    return spar_layout_cut(layout, dim, total, world, sizes);
+}
+
+spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
+{
+    int64_t dim = count ? numbers[0] : -1, kind = count > 1 ? numbers[1] : -1;
+    if (count == 1 && dim == -1) {
+        spar_layout_whole(layout, world);
+        return SPAR_OK;
+    }
+    if (dim < 0 || dim >= ndim)
+        return spar_fail(SPAR_INVALID, "a dim is %lld; expected 0 to %d", (long long)dim, ndim - 1);
+    numbers += 2;
+    count -= 2;
+    if (kind == SPAR_SIZES)
+        return read_sizes(layout, (int)dim, numbers, count, world);
+    if (kind == SPAR_ZIGZAG || kind == SPAR_PACKED)
+        return read_refined(layout, (int)dim, kind == SPAR_ZIGZAG, numbers, count, world);
+    if (kind != SPAR_EVEN || count != 1 || numbers[0] < 0)
+        return spar_fail(
+            SPAR_INVALID,
+            "a layout of kind %lld with %lld numbers, first %lld; expected kind 0 with a total of "
+            "at least 0, or kind 1 to 3",
+            (long long)kind, (long long)count, (long long)(count > 0 ? numbers[0] : 0));
+    return spar_layout_cut(layout, (int)dim, numbers[0], world, NULL);
 }
 
 void spar_layout_whole(spar_layout *layout, int world)

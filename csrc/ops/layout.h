@@ -1,7 +1,5 @@
-/* A layout states which part of a global tensor each rank holds: all of it, or pieces of one dim.
- *
- * An operation is a pair of layouts of one global tensor: its input's and its output's. Shapes, blocks and the inverse
- * are arithmetic on the two. Extents are in elements. */
+/* A layout states which part of a global tensor each rank holds: all of it, or pieces of one dim. Extents are in
+ * elements. */
 #ifndef SPAR_LAYOUT_H
 #define SPAR_LAYOUT_H
 
@@ -28,8 +26,19 @@ int64_t spar_shard_size(int64_t total, int world, int rank);
 /* Shards contiguously, one piece per rank in rank order. `sizes` [world] must sum to `total`; NULL: the size rule. */
 spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes);
 
-/* Rank r holds chunks r and 2 * world - 1 - r of 2 * world equal chunks, which balances the work under a causal mask.
- * `total` must be a multiple of 2 * world. */
+/* How a dim is sharded, and the numbers that say it; spar/_runtime/layouts.py has the same. */
+enum {
+    SPAR_EVEN,   /* total: by the size rule */
+    SPAR_SIZES,  /* the size of each rank */
+    SPAR_ZIGZAG, /* inner, total: spar_layout_zigzag over world / inner ranks, refined */
+    SPAR_PACKED, /* inner, sequences, numbers...: spar_layout_packed over world / inner ranks, refined */
+};
+
+/* Reads a layout of a tensor with `ndim` dims: [-1] if every rank holds the whole, else [dim, kind, numbers...]. */
+spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world);
+
+/* Rank r holds chunks r and 2 * world - 1 - r of 2 * world chunks by the size rule, which balances the work under a causal
+ * mask. */
 spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int world);
 
 /* Shards each of several concatenated sequences on its own; a rank holds its part of each.

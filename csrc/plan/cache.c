@@ -28,7 +28,7 @@ static struct {
 
 static size_t key_words(const spar_request *request)
 {
-    size_t words = 5;
+    size_t words = 4;
     for (int t = 0; t < request->ntensors; t++)
         words += 3 + 2 * (size_t)request->tensors[t].ndim + (size_t)request->tensors[t].nargs;
     return words;
@@ -37,7 +37,6 @@ static size_t key_words(const spar_request *request)
 static uint64_t write_key(const spar_request *request, int64_t *words)
 {
     int64_t *next = words;
-    *next++ = (int64_t)(intptr_t)request->op;
     *next++ = request->world;
     *next++ = request->rank;
     *next++ = request->sides;

@@ -36,8 +36,6 @@ spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text)
     }
     for (int i = 0; i < shape->ndim; i++)
         hash = spar_hash(hash, i == shape->in_dim ? 0 : shape->global[i]);
-    for (const char *part = plan->op->name; *part; part++)
-        hash = spar_hash(hash, *part);
     for (; *text; text++)
         hash = spar_hash(hash, *text);
     return (spar_gathered){(int64_t)(hash | 1), shape->in_dim, shape->in_sizes[0]};
@@ -48,10 +46,9 @@ void spar_plan_describe(const spar_plan *plan, char *text, size_t size)
     if (size == 0)
         return;
     *text = 0;
-    spar_append(text, size, "%s", plan->op->name);
     for (int t = 0; t < plan->ntensors; t++) {
         const spar_plan_tensor *shape = &plan->tensors[t];
-        spar_append(text, size, "%s ", t ? ";" : "");
+        spar_append(text, size, "%s", t ? "; " : "");
         put_list(text, size, shape->global, shape->ndim);
         spar_append(text, size, ": ");
         put_layout(text, size, shape->in_dim, shape->in_sizes, plan->world, shape->in_order);

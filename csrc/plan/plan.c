@@ -101,8 +101,8 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
             loops[n++] = loop;
     }
     if (__builtin_add_overflow(range->bytes, bytes, &range->bytes))
-        return spar_fail(SPAR_INVALID, "%s: with %lld bytes more, one rank sends another over 2^63",
-                         b->plan->op->name, (long long)bytes);
+        return spar_fail(SPAR_INVALID, "with %lld bytes more, one rank sends another over 2^63",
+                         (long long)bytes);
     src_end = src + run;
     dst_end = dst + run;
     for (int i = 0; i < n; i++) {
@@ -111,9 +111,9 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
     }
     if (src < 0 || src_end > from->bytes || dst < 0 || dst_end > to->bytes)
         return spar_fail(SPAR_INTERNAL,
-                         "%s: a block reaches from byte %lld to %lld of %lld, and to byte %lld of %lld",
-                         b->plan->op->name, (long long)src, (long long)src_end, (long long)from->bytes,
-                         (long long)dst_end, (long long)to->bytes);
+                         "a block reaches from byte %lld to %lld of %lld, and to byte %lld of %lld",
+                         (long long)src, (long long)src_end, (long long)from->bytes, (long long)dst_end,
+                         (long long)to->bytes);
     SPAR_TRY(spar_reserve((void **)&b->plan->blocks, &b->block_room, b->blocks + 1, sizeof(spar_block),
                           "blocks of a plan"));
     SPAR_TRY(spar_reserve((void **)&b->plan->dims, &b->dim_room, b->dims + n, sizeof(spar_dim),
@@ -214,18 +214,11 @@ static uint64_t mix_layout(uint64_t hash, const spar_layout *layout)
 }
 
 /* Shapes of one tensor, and its part of the signature. */
-static spar_status set_shape(spar_plan *plan, int which, const spar_tensor *tensor, const spar_layout *in,
-                             const spar_layout *out)
+static spar_status set_shape(spar_plan *plan, int which, const spar_layout *in, const spar_layout *out)
 {
     spar_plan_tensor *shape = &plan->tensors[which];
     int64_t extents[SPAR_MAX_DIMS];
     placement place;
-    if (in->dim >= 0 && in->dim == out->dim)
-        return spar_fail(SPAR_INTERNAL, "%s: both layouts cut dim %d", plan->op->name, in->dim);
-    local_extents(shape, in, plan->rank, extents);
-    if (memcmp(extents, tensor->extents, (size_t)shape->ndim * sizeof *extents) != 0)
-        return spar_fail(SPAR_INTERNAL, "%s: the layout is not that of rank %d's input", plan->op->name,
-                         plan->rank);
     SPAR_TRY(place_contiguous(shape->ndim, shape->global, shape->item_size, &place));
     local_extents(shape, out, plan->rank, shape->out);
     SPAR_TRY(place_contiguous(shape->ndim, shape->out, shape->item_size, &place));
@@ -257,20 +250,19 @@ spar_status spar_request_check(const spar_request *request)
 {
     if (request->world < 1 || request->world > MOST_RANKS || request->rank < 0 ||
         request->rank >= request->world)
-        return spar_fail(SPAR_INVALID, "%s: rank %d of %d ranks", request->op->name, request->rank,
-                         request->world);
+        return spar_fail(SPAR_INVALID, "rank %d of %d ranks", request->rank, request->world);
     if (request->ntensors < 1)
-        return spar_fail(SPAR_INVALID, "%s: no tensor", request->op->name);
+        return spar_fail(SPAR_INVALID, "no tensor");
     for (int t = 0; t < request->ntensors; t++) {
         const spar_tensor *tensor = &request->tensors[t];
         if (tensor->ndim < 1 || tensor->ndim > SPAR_MAX_DIMS)
-            return spar_fail(SPAR_INVALID, "%s: rank %d's input has %d dims; expected 1 to %d",
-                             request->op->name, request->rank, tensor->ndim, SPAR_MAX_DIMS);
+            return spar_fail(SPAR_INVALID, "rank %d's input has %d dims; expected 1 to %d", request->rank,
+                             tensor->ndim, SPAR_MAX_DIMS);
         if (tensor->nargs < 0 || tensor->nargs > MOST_ARGS)
-            return spar_fail(SPAR_INVALID, "%s takes %s; %d were given for %d ranks", request->op->name,
-                             request->op->args, tensor->nargs, request->world);
+            return spar_fail(SPAR_INVALID, "%d numbers for the layouts; expected at most %d", tensor->nargs,
+                             MOST_ARGS);
         if (tensor->item_size < 1 || tensor->item_size > 4096)
-            return spar_fail(SPAR_INVALID, "%s: an item of %lld bytes; expected 1 to 4096", request->op->name,
+            return spar_fail(SPAR_INVALID, "an item of %lld bytes; expected 1 to 4096",
                              (long long)tensor->item_size);
     }
     return SPAR_OK;
@@ -284,11 +276,14 @@ static spar_status add_blocks(builder *b, const spar_request *request, const spa
     /* an empty plan has arrays too: a null pointer may not even be moved by 0 */
     SPAR_TRY(spar_reserve((void **)&plan->blocks, &b->block_room, 1, sizeof(spar_block), "blocks of a plan"));
     SPAR_TRY(spar_reserve((void **)&plan->dims, &b->dim_room, 1, sizeof(spar_dim), "blocks of a plan"));
+    int gathers = 1; /* every rank is sent the same */
+    for (int t = 0; t < request->ntensors; t++)
+        gathers &= layouts[2 * t].dim >= 0 && layouts[2 * t + 1].dim < 0;
     for (int side = 0; side < 2; side++) {
         spar_range *ranges = side ? plan->pull : plan->push;
         for (int peer = 0; ranges && peer < plan->world; peer++) {
-            if (!side && peer > 0 && layouts[0].dim >= 0 && layouts[1].dim < 0) {
-                ranges[peer] = ranges[0]; /* every rank is sent the same */
+            if (!side && peer > 0 && gathers) {
+                ranges[peer] = ranges[0];
                 continue;
             }
             ranges[peer].first = b->blocks;
@@ -321,12 +316,11 @@ spar_status spar_plan_build(const spar_request *request, spar_plan **result)
         goto done;
     }
     spar_plan *plan = b.plan;
-    plan->op = request->op;
     plan->world = world;
     plan->rank = request->rank;
     plan->ntensors = n;
     plan->pull = request->sides & SPAR_SIDE_PULL ? plan->push + world : NULL;
-    plan->signature = spar_plan_signature(plan, plan->op->name);
+    plan->signature = spar_hash(0, n);
     plan->refs = 1;
     for (; made < n; made++) {
         const spar_tensor *tensor = &request->tensors[made];
@@ -334,11 +328,10 @@ spar_status spar_plan_build(const spar_request *request, spar_plan **result)
         plan->tensors[made].item_size = tensor->item_size;
         plan->tensors[made].ndim = tensor->ndim;
         SPAR_TRY_GOTO(status, place_strided(tensor, &inputs[made]), done);
-        SPAR_TRY_GOTO(
-            status,
-            plan->op->layouts(plan->op, tensor, world, plan->rank, plan->tensors[made].global, in, out),
-            done);
-        SPAR_TRY_GOTO(status, set_shape(plan, made, tensor, in, out), done);
+        SPAR_TRY_GOTO(status,
+                      spar_exchange_layouts(tensor, world, plan->rank, plan->tensors[made].global, in, out),
+                      done);
+        SPAR_TRY_GOTO(status, set_shape(plan, made, in, out), done);
     }
     status = add_blocks(&b, request, layouts, inputs);
     plan->footprint = (int64_t)sizeof *plan + b.block_room * (int64_t)sizeof(spar_block) +

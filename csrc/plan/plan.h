@@ -5,7 +5,7 @@
 #ifndef SPAR_PLAN_H
 #define SPAR_PLAN_H
 
-#include "ops/table.h"
+#include "ops/exchange.h"
 
 #include <stddef.h>
 
@@ -46,7 +46,6 @@ typedef struct spar_attached {
 } spar_attached;
 
 typedef struct spar_plan {
-    const spar_op *op;
     int world, rank, ntensors;
     spar_plan_tensor *tensors;
     /* push[p]: my inputs -> rank p's outputs. A transport that can write there needs no other list.
@@ -66,7 +65,6 @@ typedef struct spar_plan {
 enum { SPAR_SIDE_PULL = 1 };
 
 typedef struct {
-    const spar_op *op;
     int world, rank;
     int sides; /* SPAR_SIDE_PULL where the transport packs */
     int ntensors;
@@ -95,7 +93,7 @@ spar_attached *spar_plan_attached(const spar_plan *plan);
 uint64_t spar_plan_signature(const spar_plan *plan, const char *text);
 
 /* Describes the global call, the same on all ranks, truncated to `size`:
- * "all_to_all [1, 8, 4]: dim 1 in [4, 4] -> dim 2 in [2, 2]". */
+ * "[1, 8, 4]: dim 1 in [4, 4] -> dim 2 in [2, 2]". */
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size);
 
 /* What each rank holds of the gathered dim. Calls with an equal `rest` differ in nothing else; 0: not one such dim, or

@@ -25,14 +25,27 @@ PyObject *spar_text(const char *text);
 PyObject *spar_list_add(PyObject *list, PyObject *item);
 PyObject *spar_tuple_set(PyObject *tuple, Py_ssize_t i, PyObject *item);
 
-/* Reads the ints of a tuple; returns their count, or -1 and an exception for another value. */
-Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what);
-
 PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count);
 
-/* Reads one tensor, given as (item size, extents, strides, args); its numbers are stored in `room`. */
-Py_ssize_t spar_count_numbers(PyObject *tuple);
-int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size);
+/* Reads `count` addresses from a tuple; -1 and an exception for another value. */
+int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char *what);
+
+enum { SPAR_PY_NUMBERS = 256 };
+
+/* A request as Python passes it. */
+typedef struct {
+    spar_request request;
+    spar_tensor tensors[SPAR_GROUP_TENSORS];
+    int64_t few[SPAR_PY_NUMBERS], *numbers; /* of the tensors */
+} spar_py_request;
+
+/* Reads a tuple of tensors, each (item size, extents, strides, args). Returns 0, or -1 and an exception; call
+ * spar_free_request in both cases. */
+int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked);
+void spar_free_request(spar_py_request *asked);
+
+/* spar_plan_get, whose errors begin with the operation's name. */
+spar_status spar_plan_get_named(const char *op, const spar_request *request, spar_plan **plan);
 
 /* Reads a factor and the dtype for which it is fused. */
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);

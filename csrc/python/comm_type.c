@@ -148,36 +148,6 @@ static PyObject *comm_connect(PyObject *self, PyObject *args)
 
 /* ---- a call ---- */
 
-enum { NUMBERS = 256 };
-
-/* The parsed arguments of a call; they must outlive the request. */
-typedef struct {
-    spar_request request;
-    spar_tensor tensor;
-    int64_t few[NUMBERS], *numbers; /* of the tensor */
-} parsed;
-
-/* Returns 0, or -1 and an exception; call free_request in both cases. */
-static int read_request(parsed *p, PyObject *tuple, const char *op, int world, int rank)
-{
-    Py_ssize_t room = spar_count_numbers(tuple);
-    p->request = (spar_request){.world = world, .rank = rank, .ntensors = 1, .tensors = &p->tensor};
-    p->numbers = p->few;
-    if (room > NUMBERS && !(p->numbers = malloc((size_t)room * sizeof *p->numbers)))
-        PyErr_NoMemory();
-    else if (!(p->request.op = spar_op_find(op)))
-        spar_raise(SPAR_INVALID);
-    else
-        return spar_read_tensor(tuple, &p->tensor, p->numbers, room);
-    return -1;
-}
-
-static void free_request(parsed *p)
-{
-    if (p->numbers != p->few)
-        free(p->numbers);
-}
-
 /* Reports the current exception to the peers as the failure of this rank's call; it stays set. */
 static void report_exception(spar_comm *comm, spar_call *call)
 {
@@ -206,86 +176,104 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(op, (item size, extents, strides, args), input, scale_type, divide, factor, text, number,\n"
-    "         deadline) -> DLPack capsule of the output\n\n"
-    "number: of the call, by the group's own count. deadline: in seconds of time.monotonic. scale_type 0: the output is of unsigned integers, unscaled.");
+    "exchange(op, tensors, inputs, scale_type, divide, factor, text, number, deadline)\n"
+    "    -> a tuple of DLPack capsules, the outputs\n\n"
+    "op: a name for messages. tensors: a tuple of (item size, extents, strides, args), all of one dtype. inputs:\n"
+    "their addresses. number: of the call, by the group's own count. deadline: in seconds of time.monotonic.\n"
+    "scale_type 0: the outputs are of unsigned integers, unscaled.");
+
+/* Capsules of all outputs; they own the blocks, also on failure. */
+static PyObject *output_capsules(const spar_plan *plan, spar_memory **blocks, int dtype)
+{
+    PyObject *capsules = PyTuple_New(plan->ntensors);
+    for (int t = 0; t < plan->ntensors; t++) {
+        PyObject *capsule = capsules ? spar_output_capsule(blocks[t], &plan->tensors[t], dtype) : NULL;
+        if (!capsules)
+            spar_memory_free(blocks[t]);
+        else if (!capsule || PyTuple_SetItem(capsules, t, capsule) < 0)
+            Py_CLEAR(capsules);
+    }
+    return capsules;
+}
 
 static PyObject *comm_exchange(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
     const char *op, *text;
-    PyObject *tuple, *result = NULL;
-    unsigned long long address;
+    PyObject *tensors, *addresses, *result = NULL;
     int dtype, divide;
-    double factor;
-    double deadline_s;
+    double factor, deadline_s;
     long long number;
-    parsed asked;
-    if (!comm || !PyArg_ParseTuple(args, "sOKipdsLd", &op, &tuple, &address, &dtype, &divide, &factor, &text,
-                                   &number, &deadline_s))
+    spar_py_request asked;
+    if (!comm || !PyArg_ParseTuple(args, "sOOipdsLd", &op, &tensors, &addresses, &dtype, &divide, &factor,
+                                   &text, &number, &deadline_s))
         return NULL;
-    const void *input = (const void *)(uintptr_t)address;
-    void *output = NULL;
-    spar_memory *block = NULL;
+    void *inputs[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
+    spar_memory *blocks[SPAR_GROUP_TENSORS] = {NULL};
     spar_plan *plan = NULL;
-    spar_call call = {.inputs = &input,
-                      .outputs = &output,
-                      .blocks = &block,
+    spar_call call = {.inputs = (const void *const *)inputs,
+                      .outputs = outputs,
+                      .blocks = blocks,
                       .device = &spar_device_cpu,
                       .text = text,
                       .number = number,
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};
-    if (read_request(&asked, tuple, op, comm->world, comm->rank) < 0 ||
+    if (spar_read_request(tensors, comm->world, comm->rank, 0, &asked) < 0 ||
+        spar_read_addresses(addresses, inputs, asked.request.ntensors, "inputs") < 0 ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0) {
         report_exception(comm, &call);
         goto done;
     }
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    call.failed = spar_plan_get(&asked.request, &plan);
+    call.failed = spar_plan_get_named(op, &asked.request, &plan);
     call.plan = plan;
     call.why = spar_last_error();
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = spar_output_capsule(block, &plan->tensors[0], dtype);
+        result = output_capsules(plan, blocks, dtype);
     else
         spar_raise(status);
     if (plan)
         spar_plan_release(plan);
 done:
-    free_request(&asked);
+    spar_free_request(&asked);
     return result;
 }
 
 const char spar_py_select_doc[] = PyDoc_STR(
-    "select(op, world, rank, (item size, extents, strides, args), input, scale_type, divide, factor)\n"
+    "select(op, world, rank, ((item size, extents, strides, args),), input, scale_type, divide, factor)\n"
     "    -> DLPack capsule of the output\n\n"
-    "Of an op that communicates nothing. None where there is no arena, or half of it is in use:\n"
+    "Of an input that every rank holds whole. None where there is no arena, or half of it is in use:\n"
     "exchanges need the rest.");
 
 PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *op;
-    PyObject *tuple, *result = NULL;
+    PyObject *tensors, *result = NULL;
     unsigned long long address;
     int world, rank, dtype, divide;
     double factor;
-    parsed asked;
+    spar_py_request asked;
     spar_scale scale;
     spar_arena_stats stats;
     spar_memory *block = NULL;
     spar_plan *plan = NULL;
-    if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tuple, &address, &dtype, &divide, &factor))
+    if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tensors, &address, &dtype, &divide, &factor))
         return NULL;
-    if (read_request(&asked, tuple, op, world, rank) < 0 ||
+    if (spar_read_request(tensors, world, rank, 0, &asked) < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         goto done;
+    if (asked.request.ntensors != 1) {
+        PyErr_Format(PyExc_ValueError, "%d tensors; expected 1", asked.request.ntensors);
+        goto done;
+    }
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = spar_plan_get(&asked.request, &plan);
+    status = spar_plan_get_named(op, &asked.request, &plan);
     spar_arena_read_stats(&stats);
     if (status == SPAR_OK && spar_arena_is_own() &&
         plan->tensors[0].out_bytes <= stats.cap / 2 - stats.allocated &&
@@ -304,7 +292,7 @@ PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
     if (plan)
         spar_plan_release(plan);
 done:
-    free_request(&asked);
+    spar_free_request(&asked);
     return result;
 }
 

@@ -102,14 +102,6 @@ static PyObject *module_env_rows(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
     return list;
 }
 
-static PyObject *module_ops(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
-{
-    PyObject *list = PyList_New(0);
-    for (const spar_op *const *op = spar_ops; list && *op; op++)
-        list = spar_list_add(list, Py_BuildValue("sss", (*op)->name, (*op)->inverse, (*op)->args));
-    return list;
-}
-
 static PyObject *module_scale_types(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
@@ -330,7 +322,6 @@ static PyMethodDef methods[] = {
     {"env", module_env, METH_VARARGS,
      "env(field) -> the variable's value or its default: float, int or str; None where both are empty"},
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
-    {"ops", module_ops, METH_NOARGS, "[(name, inverse, args), ...]"},
     {"scale_types", module_scale_types, METH_NOARGS,
      "[(name of a torch dtype, its code), ...]: the dtypes that a copy can scale."},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
@@ -358,6 +349,7 @@ PyMODINIT_FUNC PyInit__C(void)
         PyModule_AddObjectRef(module, "Comm", comm) < 0 ||
         PyModule_AddStringConstant(module, "version", SPAR_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SIDE_PULL", SPAR_SIDE_PULL) < 0 ||
+        PyModule_AddIntConstant(module, "MOST_TENSORS", SPAR_GROUP_TENSORS) < 0 ||
         PyModule_AddIntConstant(module, "CALL_UNKNOWN", SPAR_CALL_UNKNOWN) < 0 ||
         PyModule_AddIntConstant(module, "CALL_NONE", SPAR_CALL_NONE) < 0 ||
         PyModule_AddIntConstant(module, "CALL_RUNNING", SPAR_CALL_RUNNING) < 0 ||

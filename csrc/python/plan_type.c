@@ -4,47 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Reads the ints of a tuple; -1 and an exception for another value. */
-Py_ssize_t spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what)
-{
-    if (!PyTuple_Check(tuple)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tuple", what);
-        return -1;
-    }
-    Py_ssize_t count = PyTuple_Size(tuple);
-    if (count > room) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd entries; expected at most %zd", what, count, room);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
-        if (values[i] == -1 && PyErr_Occurred())
-            return -1;
-    }
-    return count;
-}
-
-/* Reads `count` addresses from a tuple of ints. */
-static int read_addresses(PyObject *tuple, void **addresses, int count, const char *what)
-{
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tuple of %d addresses", what, count);
-        return -1;
-    }
-    for (int i = 0; i < count; i++) {
-        addresses[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
-        if (!addresses[i] && PyErr_Occurred())
-            return -1;
-    }
-    return 0;
-}
-
 typedef struct {
     PyObject_HEAD
     spar_plan *plan;
 } plan_object;
-
-enum { MAX_TENSORS = 16 };
 
 static PyTypeObject *plan_type;
 
@@ -57,92 +20,30 @@ const spar_plan *spar_py_plan_of(PyObject *object)
     return ((plan_object *)object)->plan;
 }
 
-/* Reads one tensor: (item size, extents, strides, args); its numbers are stored in `room`. */
-int spar_read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size)
-{
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 4) {
-        PyErr_SetString(PyExc_TypeError, "a tensor is (item size, extents, strides, args)");
-        return -1;
-    }
-    tensor->item_size = PyLong_AsLongLong(PyTuple_GetItem(tuple, 0));
-    if (tensor->item_size == -1 && PyErr_Occurred())
-        return -1;
-    Py_ssize_t n = spar_read_ints(PyTuple_GetItem(tuple, 1), room, size, "extents");
-    if (n < 0)
-        return -1;
-    Py_ssize_t strides = spar_read_ints(PyTuple_GetItem(tuple, 2), room + n, size - n, "strides");
-    if (strides < 0)
-        return -1;
-    if (strides != n) {
-        PyErr_Format(PyExc_ValueError, "%zd extents and %zd strides", n, strides);
-        return -1;
-    }
-    Py_ssize_t args = spar_read_ints(PyTuple_GetItem(tuple, 3), room + 2 * n, size - 2 * n, "args");
-    if (args < 0)
-        return -1;
-    tensor->ndim = (int)n;
-    tensor->extents = room;
-    tensor->strides = room + n;
-    tensor->nargs = (int)args;
-    tensor->args = room + 2 * n;
-    return 0;
-}
-
-/* Counts the numbers in the tuples of one tensor. */
-Py_ssize_t spar_count_numbers(PyObject *tensor)
-{
-    Py_ssize_t count = 0;
-    for (Py_ssize_t i = 1; PyTuple_Check(tensor) && i < PyTuple_Size(tensor); i++) {
-        PyObject *part = PyTuple_GetItem(tensor, i);
-        count += PyTuple_Check(part) ? PyTuple_Size(part) : 0;
-    }
-    return count;
-}
-
 const char spar_py_plan_doc[] =
     PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
               "tensors: a tuple of (item size, extents, strides, args), in elements.");
 
 PyObject *spar_py_plan(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    const char *name;
+    const char *op;
     PyObject *tuple;
-    spar_tensor tensors[MAX_TENSORS];
-    int64_t on_stack[128], *numbers = on_stack;
-    spar_request request = {.tensors = tensors};
-    if (!PyArg_ParseTuple(args, "siiiO!", &name, &request.world, &request.rank, &request.sides, &PyTuple_Type,
-                          &tuple))
-        return NULL;
-    if (!(request.op = spar_op_find(name)))
-        return spar_raise(SPAR_INVALID);
-    Py_ssize_t count = PyTuple_Size(tuple), size = 0, used = 0;
-    if (count > MAX_TENSORS)
-        return PyErr_Format(PyExc_ValueError, "%zd tensors; expected at most %d", count, MAX_TENSORS);
-    for (Py_ssize_t t = 0; t < count; t++)
-        size += spar_count_numbers(PyTuple_GetItem(tuple, t));
-    if (size > 128 && !(numbers = malloc((size_t)size * sizeof *numbers)))
-        return PyErr_NoMemory();
+    int world, rank, sides;
+    spar_py_request asked;
     plan_object *object = NULL;
-    for (Py_ssize_t t = 0; t < count; t++) {
-        if (spar_read_tensor(PyTuple_GetItem(tuple, t), &tensors[t], numbers + used, size - used) < 0)
-            goto done;
-        used += 2 * tensors[t].ndim + tensors[t].nargs;
-    }
-    request.ntensors = (int)count;
     spar_plan *plan;
-    spar_status status = spar_plan_get(&request, &plan);
-    if (status != SPAR_OK) {
-        spar_raise(status);
-        goto done;
+    if (!PyArg_ParseTuple(args, "siiiO", &op, &world, &rank, &sides, &tuple))
+        return NULL;
+    if (spar_read_request(tuple, world, rank, sides, &asked) == 0) {
+        spar_status status = spar_plan_get_named(op, &asked.request, &plan);
+        if (status != SPAR_OK)
+            spar_raise(status);
+        else if ((object = PyObject_New(plan_object, plan_type)))
+            object->plan = plan;
+        else
+            spar_plan_release(plan);
     }
-    object = PyObject_New(plan_object, plan_type);
-    if (object)
-        object->plan = plan;
-    else
-        spar_plan_release(plan);
-done:
-    if (numbers != on_stack)
-        free(numbers);
+    spar_free_request(&asked);
     return (PyObject *)object;
 }
 
@@ -204,7 +105,7 @@ static PyObject *plan_describe(PyObject *self, PyObject *args)
     spar_call call = {.plan = ((plan_object *)self)->plan};
     spar_description description;
     long long number;
-    if (!PyArg_ParseTuple(args, "sL", &call.text, &number))
+    if (!PyArg_ParseTuple(args, "ssL", &call.op, &call.text, &number))
         return NULL;
     call.number = number;
     spar_call_describe(&call, description.text, sizeof description.text);
@@ -215,7 +116,7 @@ static PyObject *plan_describe(PyObject *self, PyObject *args)
 /* Reads the addresses of a plan's tensors; NULL and an exception on failure. */
 static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **room, const char *what)
 {
-    return read_addresses(tuple, room, plan->ntensors, what) < 0 ? NULL : room;
+    return spar_read_addresses(tuple, room, plan->ntensors, what) < 0 ? NULL : room;
 }
 
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
@@ -231,7 +132,7 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
 static PyObject *plan_pack(PyObject *self, PyObject *args)
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
-    void *inputs[MAX_TENSORS];
+    void *inputs[SPAR_GROUP_TENSORS];
     PyObject *tuple;
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "OK", &tuple, &address) || !tensor_addresses(plan, tuple, inputs, "inputs"))
@@ -252,7 +153,7 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
 static PyObject *plan_unpack(PyObject *self, PyObject *args)
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
-    void *outputs[MAX_TENSORS];
+    void *outputs[SPAR_GROUP_TENSORS];
     PyObject *tuple;
     spar_scale scale;
     unsigned long long address;
@@ -278,7 +179,7 @@ static PyObject *plan_unpack(PyObject *self, PyObject *args)
 static PyObject *plan_copy_own(PyObject *self, PyObject *args)
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
-    void *inputs[MAX_TENSORS], *outputs[MAX_TENSORS];
+    void *inputs[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS];
     PyObject *in, *out;
     spar_scale scale;
     int dtype, divide;
@@ -354,7 +255,7 @@ static PyMethodDef plan_methods[] = {
     {"signature", plan_signature, METH_VARARGS,
      "signature(text): 64 bits, signed; equal on all ranks that make the same call with the same text."},
     {"describe", plan_describe, METH_VARARGS,
-     "describe(text, number): (one line about the global call, what this rank holds of the gathered dim)."},
+     "describe(op, text, number): (one line about the global call, what this rank holds of the gathered dim)."},
     {"pack", plan_pack, METH_VARARGS, "pack(inputs, wire): host memory, all peers in rank order."},
     {"unpack", plan_unpack, METH_VARARGS, "unpack(wire, outputs, scale_type, divide, factor)"},
     {"copy_own", plan_copy_own, METH_VARARGS, "copy_own(inputs, outputs, scale_type, divide, factor)"},

@@ -2,32 +2,36 @@
 #include "python/binding.h"
 
 const char spar_py_run_doc[] = PyDoc_STR(
-    "run(plan, input, output, stream, native, scale_type, divide, factor, text, deadline)\n\n"
-    "One exchange of one tensor, given to the stream: returns before its bytes have moved. Addresses are\n"
-    "integers; native as of comm(), now.");
+    "run(op, plan, inputs, outputs, stream, native, scale_type, divide, factor, text, deadline)\n\n"
+    "One exchange, given to the stream: returns before its bytes have moved. Addresses are ints, inputs and\n"
+    "outputs tuples of them; native as of comm(), now.");
 
 PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObject *args)
 {
-    PyObject *object;
-    const char *text;
-    unsigned long long from, to, stream, native;
+    PyObject *object, *from, *to;
+    const char *op, *text;
+    const void *inputs[SPAR_GROUP_TENSORS];
+    void *outputs[SPAR_GROUP_TENSORS];
+    unsigned long long stream, native;
     int dtype, divide;
     double factor, deadline_s;
     spar_scale scale;
-    if (!PyArg_ParseTuple(args, "OKKKKipdsd", &object, &from, &to, &stream, &native, &dtype, &divide, &factor,
-                          &text, &deadline_s) ||
+    if (!PyArg_ParseTuple(args, "sOOOKKipdsd", &op, &object, &from, &to, &stream, &native, &dtype, &divide,
+                          &factor, &text, &deadline_s) ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     const spar_plan *plan = spar_py_plan_of(object);
     if (!plan)
         return NULL;
-    if (plan->ntensors != 1)
-        return PyErr_Format(PyExc_ValueError, "a plan of %d tensors", plan->ntensors);
-    const void *input = (const void *)(uintptr_t)from;
-    void *output = (void *)(uintptr_t)to;
+    if (plan->ntensors > SPAR_GROUP_TENSORS)
+        return PyErr_Format(PyExc_ValueError, "a plan of %d tensors; expected at most %d", plan->ntensors,
+                            SPAR_GROUP_TENSORS);
+    if (spar_read_addresses(from, (void **)inputs, plan->ntensors, "inputs") < 0 ||
+        spar_read_addresses(to, outputs, plan->ntensors, "outputs") < 0)
+        return NULL;
     spar_call call = {.plan = plan,
-                      .inputs = &input,
-                      .outputs = &output,
+                      .inputs = inputs,
+                      .outputs = outputs,
                       .device = &spar_device_cuda,
                       .scale = scale,
                       .text = text,
@@ -35,7 +39,7 @@ PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObje
                       .native = (void *)(uintptr_t)native,
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = group,
-                      .op = plan->op->name};
+                      .op = op};
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_run(comm, &call);

@@ -97,8 +97,10 @@ void spar_call_describe(const spar_call *call, char *text, size_t size)
     snprintf(rest, limit, "%s", call->text);
     if (call->number)
         spar_append(rest, limit, " (call %lld)", (long long)call->number);
-    size_t room = size - strlen(rest);
-    spar_plan_describe(call->plan, text, room);
+    size_t room = size - strlen(rest), used;
+    spar_append(text, room, "%s ", call->op ? call->op : "a call");
+    used = strlen(text);
+    spar_plan_describe(call->plan, text + used, room - used);
     if (room > 4 && strlen(text) + 1 == room)
         memcpy(text + room - 4, "...", 3);
     spar_append(text, size, "%s", rest);

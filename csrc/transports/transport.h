@@ -51,10 +51,10 @@ typedef struct {
     spar_deadline deadline;
     spar_status failed;     /* other than SPAR_OK: report this failure to the peers, with `why`; */
     const char *why;        /* SPAR_INTERRUPTED: the group is broken with it */
-    const char *group, *op; /* for whom asks where this rank is */
+    const char *group, *op; /* names for messages */
 } spar_call;
 
-/* One line about a call for messages: its plan, text and, unless 0, number; or why it failed. A plan that is too long
+/* One line about a call for messages: its op, plan, text and, unless 0, number; or why it failed. A plan that is too long
  * for `size` ends in "...", and the rest is whole: up to half of `size`. */
 void spar_call_describe(const spar_call *call, char *text, size_t size);
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,10 +13,10 @@ from .. import _C
 from ..sizes import as_int
 from ..topology.resolve import Group, process_group
 from .exchange import ONE, SCALABLE, Scale, Step, calls_before, recorded, report_failure, run_steps
-from .hints import name_operation
+from .hints import add_advice
+from .layouts import Args, Layout, by_sizes, even, pair
 from .member import Place
 from .registry import place_of
-from .tracing import Args
 
 Sizes = Sequence[int] | torch.Tensor
 _STRIDED = torch.strided
@@ -92,7 +93,7 @@ class Call:
         if self.exchanges:
             ends = [count + self.exchanges for count in self.before]
             report_failure(zip(self.places(), ends, strict=True), self.name, device, error)
-        name_operation(error, self.name)
+        add_advice(error)
 
     def places(self) -> tuple[Place, ...]:
         """This rank's place in each group in which the call would exchange."""
@@ -245,21 +246,82 @@ class Call:
                 raise self.error("grad_scale", what, '"up", "down", None or a float') from None
         raise self.type_error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
 
-    def apply(self, op: str, args: Args, grad_scale: Scale) -> torch.Tensor:
-        """Run the op, and record it if the input requires a gradient."""
+    def shards(self, what: str, dim: int, sizes: Sizes | None) -> Layout | None:
+        """Return the layout in which this rank's shard is the input's extent of `dim`; None without sizes."""
+        if sizes is None:
+            return None
+        given, held = self.sizes(what, sizes), self.input.size(dim)
+        if given[self.rank] != held:
+            raise self.error(
+                what,
+                list(given),
+                f"{held} at index {self.rank}, rank {self.rank}'s size of dim {dim}"
+                + (". Did you split the local size?" if sum(given) == held else ""),
+            )
+        return by_sizes(dim, given)
+
+    def parts(self, what: str, dim: int, sizes: Sizes | None) -> Layout:
+        """Return the layout that shards all of the input's `dim`, by the size rule if there are no sizes."""
+        total = self.input.size(dim)
+        if sizes is None:
+            return even(dim, total)
+        given = self.sizes(what, sizes)
+        if sum(given) != total:
+            raise self.error(what, list(given), f"sizes that sum to {total}, the size of dim {dim}")
+        return by_sizes(dim, given)
+
+    def apply(self, before: Layout, after: Layout, grad_scale: Scale) -> torch.Tensor:
+        """Exchange the input from one layout to another; record it if the input requires a gradient."""
         if self.world == 1 and grad_scale[0] == 1.0:
             return self.input
-        return self.apply_steps(((self.place, op, args),), grad_scale)
+        return apply_steps((self,), ((self.place, (pair(before, after),)),), grad_scale)[0]
 
-    def apply_steps(self, steps: tuple[Step, ...], grad_scale: Scale) -> torch.Tensor:
-        """Run one op after another, likewise; all arguments are checked."""
-        input_, records = self.input, self.input.requires_grad and torch.is_grad_enabled()
-        if records and grad_scale[0] != 1.0 and input_.dtype not in SCALABLE:
-            raise self.type_error(
-                "input_",
-                f"a tensor of {input_.dtype} whose gradient is to be scaled",
-                "a floating or complex dtype of at least 16 bits, or grad_scale=None",
-            )
-        if records:
-            return recorded(input_, steps, ONE, grad_scale, self.name)
-        return input_ if self.world == 1 else run_steps(input_, steps, ONE, False)
+
+def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:
+    """Run one exchange after another on the calls' inputs, likewise; all arguments are checked."""
+    first, inputs = calls[0], tuple([call.input for call in calls])
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if records and grad_scale[0] != 1.0 and inputs[0].dtype not in SCALABLE:
+        raise first.type_error(
+            "input_",
+            f"a tensor of {inputs[0].dtype} whose gradient is to be scaled",
+            "a floating or complex dtype of at least 16 bits, or grad_scale=None",
+        )
+    if records:
+        return recorded(inputs, first.name, steps, ONE, grad_scale)
+    return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, False)
+
+
+def checked_together(
+    name: str,
+    inputs: Sequence[torch.Tensor],
+    group: Group | Place,
+    run: Callable[[list[Call]], Sequence[torch.Tensor]],
+    exchanges: int = 1,
+) -> list[torch.Tensor]:
+    """Check tensors that one exchange moves together: one dtype, one device; then `run` their calls."""
+    place = group if isinstance(group, Place) else place_of(process_group(group))
+    if not inputs:
+        raise ValueError(f"{name} on rank {place.rank} of {place.world}: no tensors; expected at least one")
+    calls = [Call(name, x, place, f"input_[{i}]", exchanges) for i, x in enumerate(inputs)]
+    try:
+        kind = inputs[0].dtype, inputs[0].device
+        for i, x in enumerate(inputs):
+            if (x.dtype, x.device) != kind:
+                found = f"of {x.dtype} on {x.device}"
+                raise calls[0].type_error(f"input_[{i}]", found, f"{kind[0]} on {kind[1]}, as input_[0]")
+        if len(calls) > _C.MOST_TENSORS:
+            raise calls[0].error("input_", f"{len(calls)} tensors", f"at most {_C.MOST_TENSORS}")
+        return list(run(calls))
+    except BaseException as error:
+        calls[0].fail(error)
+        raise
+
+
+def entries(call: Call, what: str, sizes: Any, count: int) -> Sequence[Any]:
+    """Return the sizes of each of several tensors."""
+    if sizes is None:
+        return [None] * count
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != count:
+        raise call.error(what, f"{sizes!r:.200}", f"{count} entries, one for each tensor, or None")
+    return sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,17 +12,17 @@ from .member import Member
 
 
 class Operation(NamedTuple):
-    """One exchange, or one selection, of a tensor: what all ranks must agree on besides the shapes.
+    """One exchange of tensors, or one selection: what all ranks must agree on besides the shapes.
 
     Attributes:
-        op: the core's name of it.
-        args: its ints, as csrc/ops reads them.
-        factor, divide: the output is multiplied or divided by it.
+        op: the operation's name, for messages.
+        args: for each tensor its two layouts, as `layouts.pair` returns them.
+        factor, divide: the outputs are multiplied or divided by it.
         records: whether a gradient is recorded.
     """
 
     op: str
-    args: tuple[int, ...]
+    args: tuple[tuple[int, ...], ...]
     factor: float
     divide: bool
     records: bool
@@ -48,11 +49,12 @@ class Channel(Protocol):
         """Start what must run once the set-up is over."""
 
     def exchange(
-        self, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
-    ) -> torch.Tensor:
-        """Run one exchange; return a new contiguous output, in whatever memory the transport uses.
+        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+    ) -> list[torch.Tensor]:
+        """Run one exchange; return new contiguous outputs, in whatever memory the transport uses.
 
-        A CPU output is whole on return; one on a GPU when the current stream reaches this point.
+        The inputs have one dtype and device. CPU outputs are complete on return; those on a GPU when the
+        current stream reaches this point.
         """
 
     def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,8 +50,8 @@ class Communicator(Member):
         channel.watch(self)
         self.progress = LOCAL
 
-    def exchange(self, operation: Operation, input_: torch.Tensor) -> torch.Tensor:
-        """Exchange one tensor; the output is new, contiguous, and this rank's own."""
+    def exchange(self, operation: Operation, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Exchange tensors of one dtype and device; the outputs are new, contiguous, and this rank's own."""
         deadline = self.deadline()
         thread = self._enter(operation.op)
         before = None
@@ -63,9 +63,9 @@ class Communicator(Member):
                     self.progress = LOCAL
                     if self.broken is not None:
                         raise self.broken_error(operation.op)
-                    return self._exchange(operation, input_, deadline)
+                    return self._exchange(operation, inputs, deadline)
                 except BaseException as error:
-                    self._account(operation.op, input_.device.type, error, deadline, before)
+                    self._account(operation.op, inputs[0].device.type, error, deadline, before)
                     raise
                 finally:
                     self._owner = None
@@ -77,18 +77,23 @@ class Communicator(Member):
             if self.closing:
                 self._close_when_idle()
 
-    def _exchange(self, operation: Operation, input_: torch.Tensor, deadline: float) -> torch.Tensor:
-        if input_.is_conj() or input_.is_neg():
-            input_ = input_.resolve_conj().resolve_neg()
-        device = "cpu" if input_.is_cpu else input_.device.type
+    def _exchange(
+        self, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+    ) -> list[torch.Tensor]:
+        for x in inputs:
+            if x.is_conj() or x.is_neg():
+                inputs = [each.resolve_conj().resolve_neg() for each in inputs]
+                break
+        first = inputs[0]
+        device = "cpu" if first.is_cpu else first.device.type
         channel = self.channels.get(device)
         if channel is None:
-            self.set_up(operation.op, input_.device, deadline)
+            self.set_up(operation.op, first.device, deadline)
             channel = self.channels[device]
             if self.broken is not None:  # closed meanwhile
                 raise self.broken_error(operation.op)
         self.calls += 1
-        return channel.exchange(self, operation, input_, deadline)
+        return channel.exchange(self, operation, inputs, deadline)
 
     # ---- what ends a call early ----
 

@@ -1,14 +1,15 @@
 """One exchange as torch sees it: a dispatcher op, an autograd Function, and a fast path around both.
 
-Every operation is linear: one exchange (or, for a split, one selection) and a factor. Its derivative is the
-inverse operation with the factor of `grad_scale`; the derivative of that is the operation again. So a penalty
-on a gradient, which is differentiated twice, needs the same reduction of parameter gradients as the loss.
+Every operation is linear: one exchange of tensors (or, for a split, one selection) and a factor. Its
+derivative is the inverse exchange with the factor of `grad_scale`; the derivative of that is the operation
+again. So a penalty on a gradient, which is differentiated twice, needs the same reduction of parameter
+gradients as the loss.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,11 +18,10 @@ from .. import _C
 from ..errors import SparError
 from .agreement import failure_text, is_reported
 from .channel import Operation
-from .hints import name_operation
-from .items import ITEMS, SCALE_TYPES, apply_scale
+from .items import ITEMS, SCALE_TYPES, apply_scale, described
+from .layouts import PACKED, ZIGZAG, Args, is_local, out_shape, packed_index, select, swapped
 from .member import Place
 from .registry import by_handle, calls_on, lends
-from .tracing import OPS, Args, packed_index
 
 Scale = tuple[float, bool]  # the factor, and whether it divides
 ONE: Scale = (1.0, False)
@@ -38,37 +38,53 @@ _profiled = torch._C._autograd._profiler_enabled
 _library = torch.library.Library("spar", "DEF")
 # world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
 _library.define(
-    "exchange(Tensor input, int group, int world, int rank, str op, SymInt[] args, float factor, bool divide,"
-    " bool records, int[] then) -> Tensor",
+    "exchange(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
+    " bool divide, bool records, int[] then) -> Tensor[]",
     # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
     tags=(torch.Tag.nondeterministic_seeded,),
 )
+Tensors = Sequence[torch.Tensor]
+
+
+def _flattened(args: tuple[Args, ...]) -> list[int]:
+    """Return the dispatcher op's args: for each tensor the count of its numbers, then those."""
+    return [number for numbers in args for number in (len(numbers), *numbers)]
+
+
+def _unflattened(flat: Sequence[int]) -> tuple[Args, ...]:
+    args, at = [], 0
+    while at < len(flat):
+        end = at + 1 + flat[at]
+        args.append(tuple(flat[at + 1 : end]))
+        at = end
+    return tuple(args)
 
 
 def _exchange(
-    input_: torch.Tensor, group: int, world: int, rank: int, op: str, args: Args, *rest: Any
-) -> torch.Tensor:
+    inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *rest: Any
+) -> list[torch.Tensor]:
     *operation, then = rest
-    return _run_eager(input_, Place(group, world, rank), Operation(op, tuple(args), *operation), tuple(then))
+    place = Place(group, world, rank)
+    return _run_eager(inputs, place, Operation(op, _unflattened(args), *operation), tuple(then))
 
 
 def _run_eager(
-    input_: torch.Tensor, place: Place, operation: Operation, then: tuple[int, ...] = ()
-) -> torch.Tensor:
+    inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...] = ()
+) -> list[torch.Tensor]:
     try:
-        if OPS[operation.op].local:
-            if input_.is_conj() or input_.is_neg():
-                input_ = input_.resolve_conj().resolve_neg()
-            return _copy_part(input_, place, operation)
-        if input_.is_meta:  # shape inference exchanges nothing, but counts as a call, as on the peers
+        if is_local(operation.args[0]):
+            return [
+                _copy_part(x, place, args, operation) for x, args in zip(inputs, operation.args, strict=True)
+            ]
+        if inputs[0].is_meta:  # shape inference exchanges nothing, but counts as a call, as on the peers
             by_handle(place[0]).calls += 1
-            return _exchange_shape(input_, *place, operation.op, operation.args)
-        return by_handle(place[0]).exchange(operation, input_)
+            return _empty_outputs(inputs, place, operation.args)
+        return by_handle(place[0]).exchange(operation, inputs)
     except BaseException as error:
         for handle in then:
             why = f"the exchange before it failed: {failure_text(error)}"
             with contextlib.suppress(SparError):
-                by_handle(handle).fail(operation.op, input_.device.type, error, why)
+                by_handle(handle).fail(operation.op, inputs[0].device.type, error, why)
         raise
 
 
@@ -95,19 +111,22 @@ def report_failure(
                 by_handle(place.handle).fail(op, device, error)
 
 
-def _exchange_shape(
-    input_: torch.Tensor, group: int, world: int, rank: int, op: str, args: Args, *_: object
-) -> torch.Tensor:
-    shape = list(input_.shape)
-    OPS[op].shape(shape, tuple(args), world, rank)
-    return input_.new_empty(shape)
+def _empty_outputs(inputs: Tensors, place: Place, args: tuple[Args, ...]) -> list[torch.Tensor]:
+    _, world, rank = place
+    return [x.new_empty(out_shape(x.shape, a, world, rank)) for x, a in zip(inputs, args, strict=True)]
+
+
+def _fake_exchange(
+    inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *_: object
+) -> list[torch.Tensor]:
+    return _empty_outputs(inputs, Place(group, world, rank), _unflattened(args))
 
 
 _library.impl("exchange", _exchange, "CompositeExplicitAutograd")
-torch.library.register_fake("spar::exchange", _exchange_shape, lib=_library)
+torch.library.register_fake("spar::exchange", _fake_exchange, lib=_library)
 
 
-def _is_traced(tensor: torch.Tensor) -> bool:
+def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a mode or the profiler must see an exchange as a dispatched op.
 
     Otherwise it is called directly: the dispatcher costs as much as a small exchange.
@@ -130,141 +149,153 @@ def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
     return part.view(ITEMS[part.dtype.itemsize]).contiguous().view(part.dtype)
 
 
-def _copy_part(input_: torch.Tensor, place: Place, operation: Operation) -> torch.Tensor:
-    """Copy what an op without communication selects, and scale it, in one pass."""
+def _copy_part(input_: torch.Tensor, place: Place, args: Args, operation: Operation) -> torch.Tensor:
+    """Copy what an exchange without communication selects, and scale it, in one pass."""
     handle, world, rank = place
-    op, args, factor, divide, _ = operation
+    factor, divide = operation.factor, operation.divide
+    if input_.is_conj() or input_.is_neg():
+        input_ = input_.resolve_conj().resolve_neg()
     if not input_.is_cpu:
-        index = packed_index(args, world, rank).to(input_.device)
-        return _scaled(input_.index_select(args[0], index), factor, divide)
-    tensor = (input_.element_size(), input_.shape, input_.stride(), args)
+        layout = args[2:]
+        index = packed_index(layout, world, rank).to(input_.device)
+        return _scaled(input_.index_select(layout[0], index), factor, divide)
+    tensors, addresses = described((input_,), (args,))
     kind = SCALE_TYPES.get(input_.dtype, 0)
     capsule = None
     if lends(handle):  # reused memory: the page faults of a new tensor take longer than the copy
-        capsule = _C.select(op, world, rank, tensor, input_.data_ptr(), kind, divide, factor)
+        capsule = _C.select(operation.op, world, rank, tensors, addresses[0], kind, divide, factor)
     if capsule is not None:
         output = torch._C._from_dlpack(capsule)
         if output.dtype != input_.dtype:
             output = output.view(input_.dtype)
     else:
-        plan = _C.plan(op, world, rank, 0, (tensor,))
+        plan = _C.plan(operation.op, world, rank, 0, tensors)
         output = torch.empty(plan.out_shapes[0], dtype=input_.dtype)
-        plan.copy_own((input_.data_ptr(),), (output.data_ptr(),), kind, divide, factor)
+        plan.copy_own(addresses, (output.data_ptr(),), kind, divide, factor)
     if kind == 0:
         apply_scale(output, factor, divide)
     return output
 
 
 def run(
-    input_: torch.Tensor,
+    inputs: Tensors,
     place: Place,
     operation: Operation,
     traced: bool | None = None,
     then: tuple[int, ...] = (),
-) -> torch.Tensor:
+) -> Tensors:
     """Run one exchange or one selection; torch.profiler shows it as `spar::all_to_all`, say.
 
-    traced: the result of `_is_traced`, if the caller has it.
+    traced: the result of `is_traced`, if the caller has it.
     then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
     """
     op, args, factor, divide, _ = operation
     if place[1] == 1:
-        return _scaled(input_.view_as(input_), factor, divide)
-    if traced or (traced is None and _is_traced(input_)):
+        return [_scaled(x.view_as(x), factor, divide) for x in inputs]
+    if traced or (traced is None and is_traced(inputs[0])):
         if torch.compiler.is_compiling() or not _profiled():
-            return _run_traced(input_, place, operation, then)
+            return _run_traced(inputs, place, operation, then)
         with torch.profiler.record_function(f"spar::{op}"):
-            return _run_traced(input_, place, operation, then)
-    select = OPS[op].select
-    if select is not None:
-        if not input_.is_cpu:
-            return _scaled(select(input_, args, place.world, place.rank), factor, divide)
-        if op == "split" and factor == 1.0:
-            part = select(input_, args, place.world, place.rank)
-            if part.is_contiguous():
-                return part
-    return _run_eager(input_, place, operation, then)
+            return _run_traced(inputs, place, operation, then)
+    if is_local(args[0]):
+        return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
+    return _run_eager(inputs, place, operation, then)
 
 
-def _run_traced(
-    input_: torch.Tensor, place: Place, operation: Operation, then: tuple[int, ...]
-) -> torch.Tensor:
+def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation) -> torch.Tensor:
+    """Select this rank's shard of a whole tensor, as a view if it is contiguous and unscaled."""
+    _, world, rank = place
+    layout, factor, divide = args[2:], operation.factor, operation.divide
+    if layout[1] == PACKED or (input_.is_cpu and (layout[1] == ZIGZAG or factor != 1.0)):
+        return _copy_part(input_, place, args, operation)
+    part = cast(torch.Tensor, select(input_, layout, world, rank))
+    if input_.is_cpu and not part.is_contiguous():
+        return _copy_part(input_, place, args, operation)
+    return _scaled(part, factor, divide)
+
+
+def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...]) -> Tensors:
     """Run it in dispatched ops."""
-    op, args, factor, divide, _ = operation
-    select = OPS[op].select
-    if select is not None:
-        return _scaled(select(input_, args, place.world, place.rank), factor, divide)
-    out: torch.Tensor = torch.ops.spar.exchange(input_, *place, *operation, then)
+    op, args, factor, divide, records = operation
+    if is_local(args[0]):
+        parts = [select(x, a[2:], place.world, place.rank) for x, a in zip(inputs, args, strict=True)]
+        if all(part is not None for part in parts):
+            return [_scaled(cast(torch.Tensor, part), factor, divide) for part in parts]
+    out: list[torch.Tensor] = torch.ops.spar.exchange(
+        inputs, *place, op, _flattened(args), factor, divide, records, then
+    )
     return out
 
 
-Step = tuple[Place, str, Args]  # one exchange: where, which, how
+Step = tuple[Place, tuple[Args, ...]]  # one exchange: where, and the layouts of each tensor
 
 
 def run_steps(
-    input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, records: bool, traced: bool | None = None
-) -> torch.Tensor:
+    inputs: Tensors,
+    name: str,
+    steps: tuple[Step, ...],
+    scale: Scale,
+    records: bool,
+    traced: bool | None = None,
+) -> Tensors:
     """Run one exchange after another; the last one applies the whole factor."""
     if len(steps) > 1:
-        for i, (place, op, args) in enumerate(steps[:-1]):
-            then = tuple(place.handle for place, op, _ in steps[i + 1 :] if not OPS[op].local)
-            input_ = run(input_, place, Operation(op, args, *ONE, records), None, then)
+        for i, (place, args) in enumerate(steps[:-1]):
+            then = tuple(place.handle for place, args in steps[i + 1 :] if not is_local(args[0]))
+            inputs = run(inputs, place, Operation(name, args, *ONE, records), None, then)
         traced = None
-    place, op, args = steps[-1]
-    return run(input_, place, Operation(op, args, *scale, records), traced)
+    place, args = steps[-1]
+    return run(inputs, place, Operation(name, args, *scale, records), traced)
 
 
-# An operation as autograd sees it: its steps, scale and grad_scale, whether it is traced, its name.
+# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced.
 # They are one argument, since torch spends time on each, in forward and backward.
-Recorded = tuple[tuple[Step, ...], Scale, Scale, bool, str]
+Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool]
 
 
 class SparExchange(torch.autograd.Function):
     """Compute y = scale * op(x) in one or more steps; x's gradient is grad_scale * inverse(y's gradient)."""
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, call: Recorded) -> torch.Tensor:
-        steps, scale, _, traced, _ = call
+    def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        name, steps, scale, _, traced = call
         # keep the groups alive until backward
         groups: tuple[object, ...] = ()
         if not (traced and torch.compiler.is_compiling()):
-            for place, _, _ in steps:
+            for place, _ in steps:
                 groups += (by_handle(place[0]).group,)
-        ctx.call = call, input_.shape, groups
-        return run_steps(input_, steps, scale, True, traced)
+        ctx.call = call, groups
+        return tuple(run_steps(inputs, name, steps, scale, True, traced))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,) = grads
-        (steps, scale, grad_scale, _, name), shape, _ = ctx.call
+        (name, steps, scale, grad_scale, _), _ = ctx.call
+        if not name.startswith("backward of "):
+            name = f"backward of {name}"
         inverse: tuple[Step, ...] = ()
-        for place, op, args in steps:
-            inverse = ((place, *OPS[op].inverse(shape, args, place.world)), *inverse)
-            if len(steps) > 1:
-                extents = list(shape)
-                OPS[op].shape(extents, args, place.world, place.rank)
-                shape = tuple(extents)
-        before = calls_before(tuple([step[0] for step in inverse]))
+        for place, args in steps:
+            inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
+        before = calls_before(tuple([place for place, _ in inverse]))
         try:
-            if torch.is_grad_enabled() and grad.requires_grad:
-                return recorded(grad, inverse, grad_scale, scale, name), None
-            return run_steps(grad, inverse, grad_scale, False), None
+            if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
+                return None, *recorded(grads, name, inverse, grad_scale, scale)
+            return None, *run_steps(grads, name, inverse, grad_scale, False)
         except BaseException as error:
             counted = zip(inverse, before, strict=True)
-            waiting = [(place, count + 1) for (place, op, _), count in counted if not OPS[op].local]
-            report_failure(waiting, inverse[0][1], grad.device.type, error)
-            name_operation(error, f"backward of {name}")
+            waiting = [(place, count + 1) for (place, args), count in counted if not is_local(args[0])]
+            report_failure(waiting, name, grads[0].device.type, error)
             raise
 
 
 # Function.apply without its check for functorch's wrappers, which takes as long as the rest of it
-_apply_plain: Callable[..., torch.Tensor] = super(torch.autograd.Function, SparExchange).apply
+_apply_plain: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, SparExchange).apply
 
 
 def recorded(
-    input_: torch.Tensor, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, name: str
-) -> torch.Tensor:
+    inputs: Tensors, name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
+) -> tuple[torch.Tensor, ...]:
     """Run the steps and record the gradient; an error in backward shows the operation's name."""
-    if _is_traced(input_):
-        return cast(torch.Tensor, SparExchange.apply(input_, (steps, scale, grad_scale, True, name)))  # type: ignore[no-untyped-call]
-    return _apply_plain(input_, (steps, scale, grad_scale, False, name))
+    if any(map(is_traced, inputs)):
+        call = (name, steps, scale, grad_scale, True)
+        return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
+    return _apply_plain((name, steps, scale, grad_scale, False), *inputs)

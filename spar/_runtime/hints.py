@@ -1,10 +1,10 @@
-"""Add to an exchange's error the public operation's name, and the sizes to pass."""
+"""Add to an exchange's error the sizes to pass."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import MismatchError, SparError
+from ..errors import MismatchError
 from ..sizes import share
 
 
@@ -24,29 +24,24 @@ def gathered_sizes(calls: list[Gathered]) -> tuple[int, list[int]] | None:
     return first.dim, [max(call.size, 0) for call in calls]
 
 
-def name_operation(error: BaseException, name: str) -> None:
-    """Replace the core's op by the public operation's name in an error; append the sizes that would match."""
-    if not isinstance(error, SparError) or error.op is None:
+def add_advice(error: BaseException) -> None:
+    """Append to a mismatch's text the sizes that would match, if the ranks differ only in those they hold."""
+    if not isinstance(error, MismatchError) or error._gathered_sizes is None or error.op is None:
         return
-    text = str(error)
-    if text.startswith(error.op):
-        text = name + text[len(error.op) :]
-    if isinstance(error, MismatchError) and error._gathered_sizes is not None:
-        dim, sizes = error._gathered_sizes
-        if (advice := _advice(name, sizes)) is not None:
-            text += f"\nThe ranks hold {sizes} of dim {dim}: {advice}"
-    error.args = (text,)
-    error.op = name
+    dim, sizes = error._gathered_sizes
+    error._gathered_sizes = None
+    if (advice := _advice(error.op, sizes)) is not None:
+        error.args = (f"{error}\nThe ranks hold {sizes} of dim {dim}: {advice}",)
 
 
 def _advice(name: str, sizes: list[int]) -> str | None:
     """Return what to pass if the ranks hold these sizes of the gathered dim."""
     total, world = sum(sizes), len(sizes)
     by_rule = [share(total, world, rank) for rank in range(world)]
-    exact = f"pass gather_size={total}, their sum"
-    other = f"all_to_all needs equal sizes, or gather_size={total} and the sizes {by_rule}"
     return {
-        "all_to_all": exact if sizes == by_rule else other,
+        "all_to_all": f"pass gather_size={total}, their sum"
+        if sizes == by_rule
+        else f"pass gather_sizes={sizes}",
         "gather_forward_split_backward": f"pass gather_sizes={sizes}",
         "gather_forward_split_backward_and_unpad": "equal sizes are required",
         "sp_gather": "pass validate=True",

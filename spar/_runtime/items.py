@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +19,17 @@ def apply_scale(output: torch.Tensor, factor: float, divide: bool) -> None:
     """output * factor or output / factor, never the product with the reciprocal: it rounds otherwise."""
     if factor != 1.0:
         output.div_(factor) if divide else output.mul_(factor)
+
+
+def described(
+    inputs: Sequence[torch.Tensor], args: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[_C.Tensor, ...], tuple[int, ...]]:
+    """Return the core's description of each input, and its address."""
+    if len(inputs) == 1:
+        (one,) = inputs
+        return ((one.element_size(), one.shape, one.stride(), args[0]),), (one.data_ptr(),)
+    tensors = [(x.element_size(), x.shape, x.stride(), a) for x, a in zip(inputs, args, strict=True)]
+    return tuple(tensors), tuple([x.data_ptr() for x in inputs])
 
 
 @functools.lru_cache(256)

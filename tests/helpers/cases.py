@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from helpers import core
 from helpers.core import Plan
+from helpers.exchanges import OPS as OPS
+from helpers.exchanges import WHOLE, Layout, by_sizes, even, pair
+from helpers.exchanges import packed as packed_layout
+from helpers.exchanges import zigzag as zigzag_layout
 from helpers.reference import among, in_runs, zigzag
-from spar import _C
 
-OPS = {name: inverse for name, inverse, _ in _C.ops()}  # core.ops() would compile the core in each rank
 WORLDS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 64)
 ITEMS = (1, 2, 3, 4, 8, 12, 16)
 MAX = 2**63 - 1
@@ -128,6 +130,30 @@ def packed_split(draw: Draw, shape: list[int], world: int) -> Move:
     return Move(args, args, Cut(), Cut(dim, among(owners, outer, inner)))
 
 
+def any_layout(draw: Draw, dim: int, total: int, world: int) -> tuple[Layout, Cut]:
+    """Shard a dim in any way."""
+    inner = inner_ranks(draw, world)
+    outer, kind = world // inner, draw(0, 3)
+    if kind == 0:
+        return even(dim, total), Cut(dim, in_runs(by_rule(total, world)))
+    if kind == 1:
+        sizes = any_sizes(draw, total, world)
+        return by_sizes(dim, sizes), Cut(dim, in_runs(sizes))
+    if kind == 2:
+        return zigzag_layout(dim, total, inner), Cut(dim, zigzag(total, outer, inner))
+    lengths = any_sizes(draw, total, 1 + draw(0, 3))
+    owners = [owner for length in lengths for owner in in_runs(by_rule(length, outer))]
+    return packed_layout(dim, len(lengths), lengths, inner), Cut(dim, among(owners, outer, inner))
+
+
+def exchange(draw: Draw, shape: list[int], world: int) -> Move:
+    dims = draw(0, len(shape) - 1), draw(0, len(shape) - 1)
+    (before, held), (after, gets) = (any_layout(draw, dim, shape[dim], world) for dim in dims)
+    if dims[0] == dims[1]:
+        after, gets = WHOLE, Cut()
+    return Move(list(pair(before, after)), list(pair(after, before)), held, gets)
+
+
 def inverted(split: Callable[[Draw, list[int], int], Move]) -> Callable[[Draw, list[int], int], Move]:
     def move(draw: Draw, shape: list[int], world: int) -> Move:
         forward = split(draw, shape, world)
@@ -152,6 +178,7 @@ GENERATORS = {
     "zigzag_gather": Generator(inverted(zigzag_split)),
     "packed_split": Generator(packed_split),
     "packed_gather": Generator(inverted(packed_split)),
+    "exchange": Generator(exchange),
 }
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from helpers import exchanges
 from helpers.core_abi import (  # tests import some of these names from here
     MAX_WORLD,
     Call,
@@ -26,7 +27,6 @@ from helpers.core_abi import (  # tests import some of these names from here
     CoreError,
     Deadline,
     EnvRow,
-    Op,
     PeerInfo,
     PlanStruct,
     PlanTensor,
@@ -71,11 +71,6 @@ def _table(name: str, row: type) -> list:
     while pointers[len(rows)]:
         rows.append(pointers[len(rows)].contents)
     return rows
-
-
-def ops() -> dict[str, str]:
-    """Return the op table: name -> name of the inverse."""
-    return {row.name.decode(): row.inverse.decode() for row in _table("spar_ops", Op)}
 
 
 def transports() -> list[str]:
@@ -126,16 +121,18 @@ def _ints(values: Sequence[int]) -> ctypes.Array[c_int64]:
 def request(
     op: str, world: int, rank: int, specs: Sequence[Spec], sides: int = 0, **overrides: int
 ) -> Request:
-    """Build a request. `overrides`: values of ndim, nargs or ntensors that contradict the specs."""
+    """Build a request of an op of `exchanges`.
+
+    overrides: values of ndim, nargs or ntensors that contradict the specs.
+    """
     tensors = (Tensor * len(specs))()
     for tensor, spec in zip(tensors, specs, strict=True):
         tensor.item_size = spec.item
         tensor.ndim = overrides.get("ndim", len(spec.extents))
         tensor.extents, tensor.strides = _ints(spec.extents), _ints(spec.strides)
-        tensor.nargs, tensor.args = overrides.get("nargs", len(spec.args)), _ints(spec.args)
-    found = library().spar_op_find(op.encode())
-    assert found, last_error()
-    return Request(found, world, rank, sides, overrides.get("ntensors", len(specs)), tensors)
+        layouts = exchanges.numbers(op, spec.args, spec.extents, world)
+        tensor.nargs, tensor.args = overrides.get("nargs", len(layouts)), _ints(layouts)
+    return Request(world, rank, sides, overrides.get("ntensors", len(specs)), tensors)
 
 
 class BlockRow(NamedTuple):

@@ -59,10 +59,6 @@ class Tensor(ctypes.Structure):
     )
 
 
-class Op(ctypes.Structure):
-    _fields_ = (("name", c_char_p), ("inverse", c_char_p), ("args", c_char_p), ("layouts", c_void_p))
-
-
 class Dim(ctypes.Structure):
     _fields_ = (("extent", c_int64), ("src", c_int64), ("dst", c_int64))
 
@@ -101,7 +97,6 @@ class PlanTensor(ctypes.Structure):
 
 class PlanStruct(ctypes.Structure):
     _fields_ = (
-        ("op", POINTER(Op)),
         ("world", c_int),
         ("rank", c_int),
         ("ntensors", c_int),
@@ -119,7 +114,6 @@ class PlanStruct(ctypes.Structure):
 
 class Request(ctypes.Structure):
     _fields_ = (
-        ("op", POINTER(Op)),
         ("world", c_int),
         ("rank", c_int),
         ("sides", c_int),
@@ -289,7 +283,6 @@ class EnvValue(ctypes.Structure):
 
 _STRUCTS = {
     "tensor": Tensor,
-    "op": Op,
     "dim": Dim,
     "block": Block,
     "range": Range,
@@ -317,7 +310,6 @@ _STRUCTS = {
 _FUNCTIONS = {  # name: (result, arguments)
     "last_error": (c_char_p, []),
     "dynlib_set_path": (None, [c_char_p, c_char_p]),
-    "op_find": (POINTER(Op), [c_char_p]),
     "shard_size": (c_int64, [c_int64, c_int, c_int]),
     "plan_build": (c_int, [POINTER(Request), POINTER(POINTER(PlanStruct))]),
     "plan_get": (c_int, [POINTER(Request), POINTER(POINTER(PlanStruct))]),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import spar
+from helpers.exchanges import numbers
 from helpers.nccl_ranks import (
     DEVICE,
     Stream,
@@ -278,11 +279,11 @@ def check_gathered_sizes(rank: int, world: int, group: dist.ProcessGroup) -> Non
     last = world - 1
     with Stream() as stream:
         if rank != last:
-            give(comm, "gather", (1,), torch.zeros(2, 4))
+            enqueue(comm, "gather", (1,), torch.zeros(2, 4))
         dist.barrier(group)
         if rank == last:
             with pytest.raises(spar.MismatchError) as caught:
-                give(comm, "gather", (1,), torch.zeros(2, 5))
+                enqueue(comm, "gather", (1,), torch.zeros(2, 5))
             assert caught.value._gathered_sizes == (1, [4] * last + [5])
         stream.synchronize()
     dist.barrier(group)
@@ -338,9 +339,12 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
             element_size=lambda: 4,
             stride=lambda: (1,),
             get_device=lambda: 0,
+            data_ptr=lambda: 0,
         )
         with pytest.raises((RuntimeError, AssertionError)) as caught:
-            comm.exchange(Operation("gather", (0,), 1.0, False, False), x)
+            comm.exchange(
+                Operation("gather", (numbers("gather", (0,), x.shape, world),), 1.0, False, False), [x]
+            )
         assert not isinstance(caught.value, spar.SparError)
     dist.barrier(group)
     if rank != 0:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import spar
+from helpers.exchanges import numbers
 from spar import _C
 from spar._runtime.communicator import Communicator
 from spar._runtime.items import call_text
@@ -91,7 +92,7 @@ def enqueue(
     divide: bool = False,
 ) -> torch.Tensor:
     """Enqueue one exchange in the current stream; return its output."""
-    tensor = (x.element_size(), x.shape, x.stride(), args)
+    tensor = (x.element_size(), x.shape, x.stride(), numbers(op, args, x.shape, comm.world))
     plan = _C.plan(op, comm.world, comm.rank, _C.SIDE_PULL, (tensor,))
     output = torch.full(plan.out_shapes[0], 7).to(x.dtype)
     on_device: Any = SimpleNamespace(
@@ -101,7 +102,9 @@ def enqueue(
     _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
     comm.calls += 1
     channel: Any = comm.channels["cuda"]
-    channel.run(comm, PlannedExchange(op, plan, on_device, output, factor, divide, text, comm.deadline()))
+    addresses = (x.data_ptr(),)
+    call = PlannedExchange(op, plan, [on_device], [output], addresses, factor, divide, text, comm.deadline())
+    channel.run(comm, call)
     return output
 
 

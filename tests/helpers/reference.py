@@ -26,9 +26,8 @@ def among(owners: Sequence[int], outer: int, inner: int) -> list[int]:
 
 
 def zigzag(total: int, ring: int, inner: int = 1) -> list[int]:
-    chunk = total // (2 * ring)
     there_and_back = [*range(ring), *reversed(range(ring))]
-    return among([rank for rank in there_and_back for _ in range(chunk)], ring, inner)
+    return among([there_and_back[chunk] for chunk in in_runs(rule(total, 2 * ring))], ring, inner)
 
 
 def packed(lengths: Sequence[int], ring: int, inner: int = 1) -> list[int]:

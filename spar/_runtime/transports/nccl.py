@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,18 +82,18 @@ class NcclChannel(CoreChannel):
             _watch(self)
 
     def exchange(
-        self, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
-    ) -> torch.Tensor:
-        op = operation.op
-        if input_.get_device() != self.device.index:
+        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+    ) -> list[torch.Tensor]:
+        op, index = operation.op, inputs[0].get_device()
+        if index != self.device.index:
             raise SparError(
-                f"{op} on rank {member.rank}: the tensor is on cuda:{input_.get_device()}; "
+                f"{op} on rank {member.rank}: the tensor is on cuda:{index}; "
                 f"group {member.name!r} was set up on cuda:{self.device.index}",
                 **member.where(op),
             )
-        call = PlannedExchange.of(member, operation, input_, deadline)
+        call = PlannedExchange.of(member, operation, inputs, deadline)
         self.run(member, call)
-        return call.output
+        return call.outputs
 
     def run(self, member: Member, call: PlannedExchange) -> None:
         """Return when the exchange is in the current stream."""
@@ -103,16 +104,18 @@ class NcclChannel(CoreChannel):
         CALLS["nccl"] += 1
 
     def _enqueue(self, member: Member, call: PlannedExchange) -> None:
-        index, dtype = self.device.index, call.input.dtype
-        check = member.synchronous and not is_capturing(call.input.device)
+        check = member.synchronous and not is_capturing(call.device)
         if check:
             call.compare(member)
-        kind = SCALE_TYPES.get(dtype, 0)
-        addresses = call.input.data_ptr(), call.output.data_ptr(), stream_of(index), self.device.native()
+        kind = SCALE_TYPES.get(call.dtype, 0)
+        addresses = call.addresses, call.output_addresses, stream_of(self.device.index), self.device.native()
         member.progress = OVER  # the core reports whatever fails in it
-        self.core.run(call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline)
+        self.core.run(
+            call.op, call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline
+        )
         if kind == 0:
-            apply_scale(call.output, call.factor, call.divide)
+            for output in call.outputs:
+                apply_scale(output, call.factor, call.divide)
         if check:
             self.core.wait(call.deadline)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,18 +11,19 @@ from ... import _C
 from ..agreement import agree
 from ..channel import Operation
 from ..hints import Gathered
-from ..items import call_text
+from ..items import call_text, described
 from ..member import Member
 
 
 @dataclass(frozen=True)
 class PlannedExchange:
-    """One exchange on its way. `input` is read through its strides; `output` is contiguous."""
+    """One exchange on its way. Inputs are read through their strides; outputs are contiguous."""
 
     op: str
     plan: _C.Plan
-    input: torch.Tensor
-    output: torch.Tensor
+    inputs: Sequence[torch.Tensor]
+    outputs: list[torch.Tensor]
+    addresses: tuple[int, ...]  # of the inputs
     factor: float
     divide: bool
     text: str  # what must be equal on all ranks besides the plan
@@ -29,20 +31,33 @@ class PlannedExchange:
 
     @classmethod
     def of(
-        cls, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
+        cls, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
     ) -> PlannedExchange:
         op, args, factor, divide, records = operation
-        tensor = (input_.element_size(), input_.shape, input_.stride(), args)
-        text = call_text(input_.dtype, input_.device.type, factor, divide, records)
-        plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, (tensor,))
-        output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device=input_.device)
-        return cls(op, plan, input_, output, factor, divide, text, deadline)
+        dtype, device = inputs[0].dtype, inputs[0].device
+        tensors, addresses = described(inputs, args)
+        plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, tensors)
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape in plan.out_shapes]
+        text = call_text(dtype, device.type, factor, divide, records)
+        return cls(op, plan, inputs, outputs, addresses, factor, divide, text, deadline)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inputs[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @property
+    def output_addresses(self) -> tuple[int, ...]:
+        return tuple([output.data_ptr() for output in self.outputs])
 
     def compare(self, member: Member) -> None:
         """Raise on all ranks if they do not make the same call, or one failed."""
 
         def describe() -> tuple[str, Gathered]:
-            text, gathered = self.plan.describe(self.text, member.calls)
+            text, gathered = self.plan.describe(self.op, self.text, member.calls)
             return text, Gathered(*gathered)
 
         agree(member, self.op, self.plan.signature(self.text), describe, self.deadline)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ... import _C
@@ -9,7 +11,7 @@ from ...errors import SparError
 from .. import fork_warning
 from ..agreement import mark_reported
 from ..channel import Operation
-from ..items import SCALE_TYPES, apply_scale, call_text
+from ..items import SCALE_TYPES, apply_scale, call_text, described
 from ..member import OVER, Member
 from .core import CALLS, CoreChannel
 
@@ -26,17 +28,17 @@ class ShmChannel(CoreChannel):
         fork_warning.watch()
 
     def exchange(
-        self, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
-    ) -> torch.Tensor:
+        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+    ) -> list[torch.Tensor]:
         op, args, factor, divide, records = operation
-        dtype = input_.dtype
+        dtype = inputs[0].dtype
         text = call_text(dtype, "cpu", factor, divide, records)
-        tensor = (input_.element_size(), input_.shape, input_.stride(), args)
-        kind, address = SCALE_TYPES.get(dtype, 0), input_.data_ptr()
+        tensors, addresses = described(inputs, args)
+        kind = SCALE_TYPES.get(dtype, 0)
         try:
             member.progress = OVER  # the core reports whatever fails in it
-            capsule = self.core.exchange(
-                op, tensor, address, kind, divide, factor, text, member.calls, deadline
+            capsules = self.core.exchange(
+                op, tensors, addresses, kind, divide, factor, text, member.calls, deadline
             )
         except SparError as error:
             raise self.explain(member, op, error) from None
@@ -44,9 +46,9 @@ class ShmChannel(CoreChannel):
             mark_reported(error)
             raise
         CALLS["shm"] += 1
-        output = torch._C._from_dlpack(capsule)
+        outputs = [torch._C._from_dlpack(capsule) for capsule in capsules]
         if kind == 0:  # the core knows the items' size alone
-            if output.dtype != dtype:
-                output = output.view(dtype)
-            apply_scale(output, factor, divide)
-        return output.clone() if member.own_output else output
+            outputs = [output if output.dtype == dtype else output.view(dtype) for output in outputs]
+            for output in outputs:
+                apply_scale(output, factor, divide)
+        return [output.clone() for output in outputs] if member.own_output else outputs

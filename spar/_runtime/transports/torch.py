@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -29,15 +30,16 @@ class HostPacker:
     """The C core's copies, with the factor fused where C knows the dtype."""
 
     def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None:
-        call.plan.pack((call.input.data_ptr(),), sent.data_ptr())
+        call.plan.pack(call.addresses, sent.data_ptr())
 
     def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None:
-        scale = (SCALE_TYPES.get(call.output.dtype, 0), call.divide, call.factor)
-        outputs = (call.output.data_ptr(),)
-        call.plan.copy_own((call.input.data_ptr(),), outputs, *scale)
+        scale = (SCALE_TYPES.get(call.dtype, 0), call.divide, call.factor)
+        outputs = call.output_addresses
+        call.plan.copy_own(call.addresses, outputs, *scale)
         call.plan.unpack(received.data_ptr(), outputs, *scale)
         if scale[0] == 0:
-            apply_scale(call.output, call.factor, call.divide)
+            for output in call.outputs:
+                apply_scale(output, call.factor, call.divide)
 
 
 class TorchPacker:
@@ -48,20 +50,21 @@ class TorchPacker:
 
     def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None:
         starts = _starts(call.plan.push_bytes)
-        for peer, _, src, dst, run, loops in call.plan.blocks("pack"):
+        for peer, t, src, dst, run, loops in call.plan.blocks("pack"):
             if peer != self.rank:
-                _move(call.input, src, sent, starts[peer] + dst, run, loops, call.input.element_size())
+                _move(call.inputs[t], src, sent, starts[peer] + dst, run, loops, call.dtype.itemsize)
 
     def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None:
         starts = _starts(call.plan.pull_bytes)
-        size = call.output.element_size()
-        for peer, _, src, dst, run, loops in call.plan.blocks("push"):
+        size = call.dtype.itemsize
+        for peer, t, src, dst, run, loops in call.plan.blocks("push"):
             if peer == self.rank:
-                _move(call.input, src, call.output, dst, run, loops, size)
-        for peer, _, src, dst, run, loops in call.plan.blocks("pull"):
+                _move(call.inputs[t], src, call.outputs[t], dst, run, loops, size)
+        for peer, t, src, dst, run, loops in call.plan.blocks("pull"):
             if peer != self.rank:
-                _move(received, starts[peer] + src, call.output, dst, run, loops, size)
-        apply_scale(call.output, call.factor, call.divide)
+                _move(received, starts[peer] + src, call.outputs[t], dst, run, loops, size)
+        for output in call.outputs:
+            apply_scale(output, call.factor, call.divide)
 
 
 def packer(device: torch.device, rank: int) -> Packer:
@@ -105,17 +108,17 @@ class TorchChannel:
         peer_status.watch(member)
 
     def exchange(
-        self, member: Member, operation: Operation, input_: torch.Tensor, deadline: float
-    ) -> torch.Tensor:
-        call = PlannedExchange.of(member, operation, input_, deadline)
-        refuse_capture(call.op, input_.device, "the torch transport waits for the device")
+        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+    ) -> list[torch.Tensor]:
+        call = PlannedExchange.of(member, operation, inputs, deadline)
+        refuse_capture(call.op, call.device, "the torch transport waits for the device")
         self._run(member, call)
         CALLS["torch"] += 1
-        return call.output
+        return call.outputs
 
     def _run(self, member: Member, call: PlannedExchange) -> None:
         """Whatever can fail on one rank alone comes first; then ranks compare; then bytes move."""
-        device = call.input.device
+        device = call.device
         via = wire_device(member.group, device)
         sent_sizes, received_sizes = call.plan.push_bytes, call.plan.pull_bytes
         sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=device)

@@ -1,0 +1,166 @@
+"""Layouts: which part of a tensor each rank holds, as ints. csrc/ops/layout.h reads the same numbers.
+
+The rules stand here again for symbolic ints. They are arithmetic without branches on sizes, so that symbolic
+sizes stay symbolic under torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+
+from ..sizes import share
+
+Args = tuple[int, ...]
+Layout = tuple[int, ...]  # WHOLE, or (dim, kind, numbers...)
+
+WHOLE: Layout = (-1,)  # every rank holds the whole tensor
+EVEN, SIZES, ZIGZAG, PACKED = range(4)
+
+
+def even(dim: int, total: int) -> Layout:
+    """Shards of a dim by the size rule."""
+    return dim, EVEN, total
+
+
+def by_sizes(dim: int, sizes: Iterable[int]) -> Layout:
+    """Shards of a dim with the given size for each rank."""
+    return dim, SIZES, *sizes
+
+
+def zigzag(dim: int, total: int, inner: int = 1) -> Layout:
+    """Chunks r and 2R-1-r of 2R chunks by the size rule, for R = world / inner ring ranks.
+
+    Each ring rank's shard is sharded once more over `inner` (Ulysses) ranks by the size rule. The rank is
+    inner rank * R + ring rank.
+    """
+    return dim, ZIGZAG, inner, total
+
+
+def packed(dim: int, sequences: int, numbers: Iterable[int], inner: int = 1) -> Layout:
+    """A shard of each of several concatenated sequences; `inner` is as for `zigzag`.
+
+    numbers: the length of each sequence, sharded by the size rule; or each ring rank's size of each.
+    """
+    return dim, PACKED, inner, sequences, *numbers
+
+
+def pair(before: Layout, after: Layout) -> Args:
+    """The core's numbers for an exchange: what each rank holds before and after."""
+    return len(before), *before, *after
+
+
+def moved(layout: Layout) -> Layout:
+    """The layout once a dim was inserted before all others."""
+    return layout[0] + 1, *layout[1:]
+
+
+def swapped(args: Args) -> Args:
+    """The inverse exchange, which carries the gradient back."""
+    before, after = args[1 : 1 + args[0]], args[1 + args[0] :]
+    return len(after), *after, *before
+
+
+def is_local(args: Args) -> bool:
+    """Whether nothing is communicated: every rank holds the whole input, and selects its shard."""
+    return args[1] == -1
+
+
+def share_start(total: int, world: int, rank: int) -> int:
+    """Return the offset of `rank`'s shard of `total`, whose size is `share`."""
+    return rank * (total // world) + cast(int, torch.sym_min(rank, total % world))
+
+
+def total_of(layout: Layout) -> int:
+    """Return the sharded dim's global extent."""
+    _, kind, *numbers = layout
+    if kind == SIZES:
+        return sum(numbers)
+    return sum(numbers[2:]) if kind == PACKED else numbers[-1]
+
+
+def extent(layout: Layout, world: int, rank: int) -> int:
+    """Return the sharded dim's extent on a rank."""
+    _, kind, *numbers = layout
+    if kind == EVEN:
+        return share(numbers[0], world, rank)
+    if kind == SIZES:
+        return numbers[rank]
+    outer = world // numbers[0]
+    if kind == ZIGZAG:
+        ring, chunks = rank % outer, 2 * outer
+        held = share(numbers[1], chunks, ring) + share(numbers[1], chunks, chunks - 1 - ring)
+    else:
+        held = sum(_packed_sizes(layout, outer, rank % outer))
+    return share(held, numbers[0], rank // outer)
+
+
+def out_shape(shape: Sequence[int], args: Args, world: int, rank: int) -> list[int]:
+    """Return the shape of a rank's output."""
+    sizes, before, after = list(shape), args[1 : 1 + args[0]], args[1 + args[0] :]
+    if before[0] >= 0:
+        sizes[before[0]] = total_of(before)
+    if after[0] >= 0:
+        sizes[after[0]] = extent(after, world, rank)
+    return sizes
+
+
+# ---- selections ----
+
+
+def select(input_: torch.Tensor, layout: Layout, world: int, rank: int) -> torch.Tensor | None:
+    """Return a rank's part of a whole tensor in torch ops, as a view if possible.
+
+    None for packed sequences: too many ops to trace.
+    """
+    dim, kind, *numbers = layout
+    if kind == SIZES:
+        return input_.narrow(dim, sum(numbers[:rank]), numbers[rank])
+    if kind == EVEN:
+        total = input_.size(dim)
+        return input_.narrow(dim, share_start(total, world, rank), share(total, world, rank))
+    return _select_zigzag(input_, dim, numbers[0], numbers[1], world, rank) if kind == ZIGZAG else None
+
+
+def _select_zigzag(
+    input_: torch.Tensor, dim: int, inner: int, total: int, world: int, rank: int
+) -> torch.Tensor:
+    """Return the inner rank's share of the ring rank's two chunks, which are laid one behind the other."""
+    outer = world // inner
+    chunks = (rank % outer, 2 * outer - 1 - rank % outer)
+    first, second = (share_start(total, 2 * outer, chunk) for chunk in chunks)
+    size, behind = (share(total, 2 * outer, chunk) for chunk in chunks)
+    begin = share_start(size + behind, inner, rank // outer)
+    end = begin + share(size + behind, inner, rank // outer)
+    parts = []
+    if begin < size:
+        parts.append(input_.narrow(dim, first + begin, min(end, size) - begin))
+    if end > size:
+        parts.append(input_.narrow(dim, second + max(begin, size) - size, end - max(begin, size)))
+    return torch.cat(parts, dim) if parts else input_.narrow(dim, 0, 0)
+
+
+def _packed_sizes(layout: Layout, outer: int, ring: int) -> list[int]:
+    """Return the ring rank's local size of each sequence."""
+    _, _, _, sequences, *numbers = layout
+    if sequences == len(numbers):
+        return [share(length, outer, ring) for length in numbers]
+    return numbers[ring * sequences : (ring + 1) * sequences]
+
+
+def packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
+    """Return the global index of each item that `rank` holds of packed sequences."""
+    _, _, inner, sequences, *flat = layout
+    outer = world // inner
+    ring, numbers = rank % outer, torch.tensor(flat, dtype=torch.int64)
+    if sequences == len(flat):
+        numbers = numbers // outer + (torch.arange(outer)[:, None] < numbers % outer)
+    table = numbers.reshape(outer, sequences)
+    ends = table.T.reshape(-1).cumsum(0).reshape(sequences, outer)  # in the whole, of each part
+    sizes = table[ring]
+    starts = ends[:, ring] - sizes - (sizes.cumsum(0) - sizes)
+    index = starts.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+    begin = share_start(len(index), inner, rank // outer)
+    return index[begin : begin + share(len(index), inner, rank // outer)]

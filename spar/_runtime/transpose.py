@@ -1,0 +1,88 @@
+"""The exchange of an all_gather, and its transpose, a reduce_scatter: one exchange and a sum on each rank.
+
+A reduce_scatter is an exchange of layouts as well: with a dim in front for the rank that holds a summand,
+shards by that dim become shards of the scattered one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from .exchange import ONE, Tensors, calls_before, is_traced, report_failure, run_steps
+from .layouts import WHOLE, Layout, even, moved, pair
+from .member import Place
+from .registry import by_handle
+
+_ROUNDED = (torch.float16, torch.bfloat16)
+Transposed = tuple[str, Place, tuple[Layout, ...], bool]  # name, place, each tensor's shards, whether it sums
+
+
+def _run(call: Transposed, inputs: Tensors, records: bool) -> Tensors:
+    name, place, shards, sums = call
+    if not sums:
+        return run_steps(inputs, name, ((place, tuple([pair(s, WHOLE) for s in shards])),), ONE, records)
+    args = tuple([pair(even(0, place.world), moved(s)) for s in shards])
+    parts = run_steps([x.unsqueeze(0) for x in inputs], name, ((place, args),), ONE, records)
+    return [_sum(part) for part in parts]
+
+
+def _sum(parts: torch.Tensor) -> torch.Tensor:
+    """Sum over dim 0 in its order, 16-bit floats in float32: every run gives the same bits."""
+    first, *rest = parts.unbind(0)
+    if not rest:
+        return first.clone()
+    if len(rest) > 1 and parts.dtype in _ROUNDED:
+        total = first.float()
+        for part in rest:
+            total += part
+        return total.to(parts.dtype)
+    total = first + rest[0]
+    for part in rest[1:]:
+        total += part
+    return total
+
+
+class SparTranspose(torch.autograd.Function):
+    """Gather shards, or sum and scatter; the gradient of each is the other."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Transposed, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        group = None if torch.compiler.is_compiling() else by_handle(call[1].handle).group
+        ctx.call = call, group  # keeps the group alive until backward
+        return tuple(_run(call, inputs, True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (name, place, shards, sums), _ = ctx.call
+        if not name.startswith("backward of "):
+            name = f"backward of {name}"
+        call, (before,) = (name, place, shards, not sums), calls_before((place,))
+        try:
+            records = torch.is_grad_enabled() and any(grad.requires_grad for grad in grads)
+            return None, *(recorded(call, grads) if records else _run(call, grads, False))
+        except BaseException as error:
+            report_failure([(place, before + 1)], name, grads[0].device.type, error)
+            raise
+
+
+# Function.apply without its check for functorch's wrappers: see exchange.py
+_apply_plain: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, SparTranspose).apply
+
+
+def recorded(call: Transposed, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+    if any(map(is_traced, inputs)):
+        return cast(tuple[torch.Tensor, ...], SparTranspose.apply(call, *inputs))  # type: ignore[no-untyped-call]
+    return _apply_plain(call, *inputs)
+
+
+def transpose(
+    name: str, place: Place, shards: Sequence[Layout], sums: bool, inputs: Tensors
+) -> list[torch.Tensor]:
+    """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient."""
+    call = name, place, tuple(shards), sums
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return list(recorded(call, inputs))
+    return list(_run(call, inputs, False))

@@ -1,0 +1,156 @@
+"""`all_gather` and `reduce_scatter`: exact transposes of each other, for any sizes.
+
+Neither scales anything. For L = sum over r of L_r, dL/dx_p is the sum over r of rank r's gradient of part p,
+which is what a reduce_scatter computes: gradients of parameters are then *summed* over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+
+from ._runtime.call import Call, Sizes, checked_together, entries
+from ._runtime.layouts import Layout, even
+from ._runtime.transpose import transpose
+from .sequence_layout import SequenceLayout
+from .topology.resolve import Group
+
+
+@overload
+def all_gather(
+    input_: torch.Tensor,
+    group: Group = None,
+    dim: int = 0,
+    sizes: Sizes | None = None,
+    *,
+    layout: SequenceLayout | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather(
+    input_: Sequence[torch.Tensor],
+    group: Group = None,
+    dim: int = 0,
+    sizes: Sequence[Sizes | None] | None = None,
+    *,
+    layout: SequenceLayout | None = None,
+) -> list[torch.Tensor]: ...
+
+
+def all_gather(
+    input_: torch.Tensor | Sequence[torch.Tensor],
+    group: Group = None,
+    dim: int = 0,
+    sizes: Any = None,
+    *,
+    layout: SequenceLayout | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Concatenate the shards of all ranks on every rank; sum the ranks' gradients of each shard.
+
+    y = concat over p of x_p along dim, as in torch.distributed.all_gather_into_tensor. Backward is a
+    reduce_scatter: exact for any loss, also one that differs between ranks.
+
+    Args:
+        input_: this rank's shard, any strided tensor; or a list of such tensors of one dtype and device, moved
+            by one exchange.
+        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
+            sequence group (WORLD if there is none).
+        dim: the dim to concatenate.
+        sizes: one size of `dim` for each rank, at least 0, as a list, tuple or 1-D int tensor. By default all
+            ranks must have the same size. For a list of tensors: a list of such entries, or None, one for each.
+        layout: how a sequence lies on the ranks, instead of sizes: the output is in natural order.
+
+    Returns:
+        A new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a list.
+
+    Raises:
+        ValueError: dim is out of range, or the sizes or the layout do not match the local size.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
+    """
+    return _transpose("all_gather", False, input_, group, dim, sizes, layout)
+
+
+@overload
+def reduce_scatter(
+    input_: torch.Tensor,
+    group: Group = None,
+    dim: int = 0,
+    sizes: Sizes | None = None,
+    *,
+    layout: SequenceLayout | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def reduce_scatter(
+    input_: Sequence[torch.Tensor],
+    group: Group = None,
+    dim: int = 0,
+    sizes: Sequence[Sizes | None] | None = None,
+    *,
+    layout: SequenceLayout | None = None,
+) -> list[torch.Tensor]: ...
+
+
+def reduce_scatter(
+    input_: torch.Tensor | Sequence[torch.Tensor],
+    group: Group = None,
+    dim: int = 0,
+    sizes: Any = None,
+    *,
+    layout: SequenceLayout | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Sum tensors over the ranks, and keep this rank's shard of the sum; gather the gradients.
+
+    y on rank r = sum over p of x_p.split(sizes, dim)[r], as in torch.distributed.reduce_scatter_tensor. It
+    sums in the order of the ranks, in float32 for 16-bit floats, so that every run gives the same bits.
+    Backward is an all_gather.
+
+    Args:
+        input_: a summand of the whole size, any strided tensor of a dtype that torch adds; or a list of such
+            tensors of one dtype and device, which one exchange moves together.
+        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
+            sequence group (WORLD if there is none).
+        dim: the dim to scatter.
+        sizes: one size of `dim` for each rank, at least 0, that sum to its size. By default those of
+            `cal_split_sizes`. For a list of tensors: a list with one such entry, or None, for each.
+        layout: how a sequence lies on the ranks, instead of sizes: the input is in natural order.
+
+    Returns:
+        A new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a list.
+
+    Raises:
+        ValueError: dim is out of range, or the sizes or the layout do not match the size of dim.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
+    """
+    return _transpose("reduce_scatter", True, input_, group, dim, sizes, layout)
+
+
+def _transpose(
+    name: str, sums: bool, input_: Any, group: Group, dim: int, sizes: Any, layout: SequenceLayout | None
+) -> torch.Tensor | list[torch.Tensor]:
+    one = isinstance(input_, torch.Tensor) or not isinstance(input_, (list, tuple))
+    if layout is not None and group is None:
+        group = layout.group
+
+    def shards(call: Call, sizes: Any) -> Layout:
+        of = call.dim("dim", dim)
+        if layout is not None:
+            if sizes is not None:
+                raise call.error("sizes", f"{sizes!r:.200} and layout is {layout}", "one of them")
+            return layout.shards(call, of, sums)
+        if sums:
+            return call.parts("sizes", of, sizes)
+        return call.shards("sizes", of, sizes) or even(of, call.input.size(of) * call.world)
+
+    def run(calls: list[Call]) -> Sequence[torch.Tensor]:
+        given = [sizes] if one else entries(calls[0], "sizes", sizes, len(calls))
+        by_call = [shards(call, own) for call, own in zip(calls, given, strict=True)]
+        inputs, place = [call.input for call in calls], calls[0].place
+        return inputs if place.world == 1 else transpose(name, place, by_call, sums, inputs)
+
+    outputs = checked_together(name, [input_] if one else input_, group, run)
+    return outputs[0] if one else outputs

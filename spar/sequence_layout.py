@@ -1,0 +1,235 @@
+"""How one sequence lies on the ranks of a group: an immutable value, passed as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ._runtime.call import Call, Sizes, apply_steps, checked_together
+from ._runtime.checks import check_int
+from ._runtime.exchange import ONE
+from ._runtime.layouts import (
+    EVEN,
+    PACKED,
+    SIZES,
+    WHOLE,
+    ZIGZAG,
+    Layout,
+    extent,
+    packed_index,
+    pair,
+    select,
+    total_of,
+)
+from ._runtime.registry import place_of
+from ._runtime.transpose import transpose
+from .topology import topology
+from .topology.groups_by_name import ParallelState
+from .topology.resolve import Group, process_group
+
+_KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG, "packed": PACKED, "joint": PACKED}
+
+
+@dataclass(frozen=True, repr=False)
+class SequenceLayout:
+    """How a sequence lies on the ranks of a group; made by one of the class methods.
+
+    Layouts of the same kind, lengths and group are equal. Pass them as arguments, also to compiled functions,
+    where their ints become symbolic.
+    """
+
+    kind: str
+    numbers: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    # ---- makers ----
+
+    @classmethod
+    def even(cls, total: int, group: Group = None) -> SequenceLayout:
+        """Lay out consecutive shards by `cal_split_sizes`."""
+        return cls("even", (_total("even", total),), process_group(group))
+
+    @classmethod
+    def zigzag(cls, total: int, group: Group = None) -> SequenceLayout:
+        """Rank r of P holds chunks r and 2P-1-r of 2P, which balances the work under a causal mask.
+
+        Chunks follow `cal_split_sizes`, for any total.
+        """
+        return cls("zigzag", (1, _total("zigzag", total)), process_group(group))
+
+    @classmethod
+    def packed(cls, lengths: Sizes, group: Group = None) -> SequenceLayout:
+        """Shard each of several packed documents by `cal_split_sizes`."""
+        if isinstance(lengths, torch.Tensor):
+            lengths = cast(list[int], lengths.tolist())
+        checked = [check_int("SequenceLayout.packed", f"lengths[{i}]", n, 0) for i, n in enumerate(lengths)]
+        return cls("packed", (1, len(checked), *checked), process_group(group))
+
+    @classmethod
+    def joint(cls, text: int, image: int, group: Group = None) -> SequenceLayout:
+        """Shard the text and the image of one sequence each by `cal_split_sizes`, as Flux joins them."""
+        return cls("joint", (1, 2, _total("joint", text), _total("joint", image)), process_group(group))
+
+    @classmethod
+    def from_local(cls, size: int, group: Group = None) -> SequenceLayout:
+        """Lay out consecutive shards; this rank's has `size`. Collective: ranks exchange their sizes."""
+        real = process_group(group)
+        place, own = place_of(real), torch.tensor([check_int("SequenceLayout.from_local", "size", size, 0)])
+        call = Call("SequenceLayout.from_local", own, place)
+        sizes: list[int] = call.apply((0, EVEN, place.world), WHOLE, ONE).tolist()
+        return cls("local", tuple(sizes), real)
+
+    @classmethod
+    def hybrid(cls, total: int, state: ParallelState | None = None) -> SequenceLayout:
+        """Lay out over ring x ulysses by the parallel state: zigzag over the ring, then even over ulysses.
+
+        state: a ParallelState; None: the current one.
+        """
+        state = topology.current().state if state is None else state
+        if state is None:
+            raise ValueError(
+                "SequenceLayout.hybrid: there is no parallel state; call init_parallel_state first"
+            )
+        total = _total("hybrid", total)
+        ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
+        if not state.is_ring_enable():
+            return cls.even(total, ulysses)
+        if not state.is_ulysses_enable():
+            return cls.zigzag(total, ring)
+        if cp is None or not state.is_cp_ring_by_ring():
+            raise ValueError(
+                "SequenceLayout.hybrid: the parallel state has no cp group of ring x ulysses in ring order; "
+                "create it with init_parallel_state(ring_attention_size=..., ulysses_parallel_size=...)"
+            )
+        return cls("hybrid", (state.get_group_size("ulysses"), total), cp)
+
+    # ---- what it says ----
+
+    def on(self, dim: int) -> Layout:
+        """Return the core's numbers for a sequence along `dim`."""
+        return dim, _KINDS[self.kind], *self.numbers
+
+    @property
+    def total(self) -> int:
+        """The length of the sequence."""
+        return total_of(self.on(0))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Each rank's number of tokens."""
+        world = self.group.size()
+        return tuple([extent(self.on(0), world, rank) for rank in range(world)])
+
+    def index(self) -> torch.Tensor:
+        """Return the place in the sequence of each token of this rank: int64 `[S_local]`, on the CPU."""
+        place = place_of(self.group)
+        if self.kind in ("packed", "joint"):
+            return packed_index(self.on(0), place.world, place.rank)
+        part = select(torch.arange(self.total), self.on(0), place.world, place.rank)
+        return cast(torch.Tensor, part).contiguous()
+
+    def positions(self) -> torch.Tensor:
+        """Return `index()`; in packed documents the place in the document, which begins at 0."""
+        index = self.index()
+        if self.kind != "packed":
+            return index
+        ends = self.cu_seqlens().to(torch.int64)
+        return index - ends[torch.searchsorted(ends, index, right=True) - 1]
+
+    def cu_seqlens(self) -> torch.Tensor:
+        """Return where the documents begin, and the sequence's end: int32 `[documents + 1]`, on the CPU."""
+        lengths = self.numbers[2:] if self.kind == "packed" else (self.total,)
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+    def __repr__(self) -> str:
+        shown = {"hybrid": f"{self.total}, ulysses={self.numbers[0]}", "local": f"sizes={list(self.numbers)}"}
+        lengths = list(self.numbers[2:18]) + (["..."] if len(self.numbers) > 18 else [])
+        shown |= {"packed": f"{lengths}".replace("'", ""), "joint": ", ".join(map(str, self.numbers[2:]))}
+        return f"SequenceLayout.{self.kind}({shown.get(self.kind, self.total)}, {self.group.size()} ranks)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.kind, self.numbers, self.group.group_name)
+
+    # ---- what it does ----
+
+    def shards(self, call: Call, dim: int, whole: bool) -> Layout:
+        """Check a call's group and its input's size along `dim`; return the core's numbers.
+
+        whole: whether the input has the whole sequence, not this rank's shard.
+        """
+        if call.place != place_of(self.group):
+            raise call.error("layout", f"{self} of another group", "a layout of the call's group")
+        shards, held = self.on(dim), call.input.size(dim)
+        expected = total_of(shards) if whole else extent(shards, call.world, call.rank)
+        if held != expected:
+            what = "the length of the sequence" if whole else f"rank {call.rank}'s shard"
+            raise call.error("input_", f"of size {held} in dim {dim}", f"{expected}, {what} in {self}")
+        return shards
+
+    def shard(self, x: Any, dim: int, grad_scale: str | float | None = None) -> Any:
+        """Keep this rank's shard of a sequence in natural order; gather the gradients.
+
+        Args:
+            x: any strided tensor, the same on all ranks; or a list of tensors.
+            dim: the sequence's dim.
+            grad_scale: as for `split_forward_gather_backward`; unscaled by default.
+
+        Returns:
+            A view if the shard is contiguous, else a contiguous copy; for a list of tensors: a list.
+        """
+        return self._apply("SequenceLayout.shard", x, dim, grad_scale, True)
+
+    def gather(self, x: Any, dim: int, grad_scale: str | float | None = None) -> Any:
+        """Gather the sequence in natural order on every rank; keep this rank's shard of the gradient.
+
+        The gradient is exact if every rank has the same gradient of the output; else use `all_gather`.
+
+        Args:
+            x: this rank's shard, any strided tensor; or a list of tensors of one dtype and device.
+            dim: the sequence's dim.
+            grad_scale: as for `gather_forward_split_backward`; unscaled by default.
+
+        Returns:
+            A new contiguous tensor; for a list of tensors: a list.
+        """
+        return self._apply("SequenceLayout.gather", x, dim, grad_scale, False)
+
+    def all_gather(self, x: Any, dim: int) -> Any:
+        """Call `spar.all_gather` with this layout: the output is in natural order."""
+        return self._apply("all_gather", x, dim, None, False, exact=True)
+
+    def reduce_scatter(self, x: Any, dim: int) -> Any:
+        """Call `spar.reduce_scatter` with this layout: the input is in natural order."""
+        return self._apply("reduce_scatter", x, dim, None, True, exact=True)
+
+    def _apply(
+        self, name: str, x: Any, dim: int, grad_scale: str | float | None, splits: bool, exact: bool = False
+    ) -> Any:
+        def run(calls: list[Call]) -> Sequence[torch.Tensor]:
+            scale, place = calls[0].grad_scale(grad_scale), calls[0].place
+            shards = [self.shards(call, call.dim("dim", dim), splits) for call in calls]
+            inputs = [call.input for call in calls]
+            if place.world == 1:
+                return inputs
+            if exact:
+                return transpose(name, place, shards, splits, inputs)
+            args = tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards])
+            return apply_steps(calls, ((place, args),), scale)
+
+        one = isinstance(x, torch.Tensor) or not isinstance(x, (list, tuple))
+        exchanges = 0 if splits and not exact else 1
+        outputs = checked_together(name, [x] if one else x, self.group, run, exchanges)
+        return outputs[0] if one else outputs
+
+
+def _total(kind: str, total: int) -> int:
+    return check_int(f"SequenceLayout.{kind}", "total", total, 0)
+
+
+def _restored(kind: str, numbers: tuple[int, ...], group: str) -> SequenceLayout:
+    return SequenceLayout(kind, numbers, process_group(group))
