@@ -170,7 +170,8 @@ static spar_status add_pair(builder *b, spar_range *range, int tensor, const spa
             } else {
                 SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &packed));
                 src = range->bytes;
-                packed.bytes += src;
+                if (__builtin_add_overflow(packed.bytes, src, &packed.bytes))
+                    packed.bytes = INT64_MAX; /* add_block rejects the sum */
                 source = &packed;
             }
             SPAR_TRY(add_block(b, range, tensor, shape->ndim, extents, source, &to, src, dst));
