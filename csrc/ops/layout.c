@@ -42,30 +42,15 @@ static void add(spar_layout *layout, int rank, int64_t global, int64_t extent)
     layout->pieces[(*end)++] = (spar_piece){local, global, extent};
 }
 
-static spar_status wrong_sizes(spar_layout *layout, int rank, int64_t extent, const char *of, int64_t total)
-{
-    spar_layout_free(layout);
-    return spar_fail(SPAR_INVALID,
-                     "the size of rank %d's piece is %lld; expected sizes of at least 0 that sum to "
-                     "%s%lld",
-                     rank, (long long)extent, of, (long long)total);
-}
-
-spar_status spar_layout_cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes)
+/* Shards contiguously, one piece per rank in rank order. `sizes` [world] sum to `total`; NULL: the size rule. */
+static spar_status cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes)
 {
     int64_t at = 0;
     SPAR_TRY(start(layout, dim, total, world, world));
     for (int rank = 0; rank < world; rank++) {
         int64_t extent = sizes ? sizes[rank] : spar_shard_size(total, world, rank);
-        if (extent < 0 || extent > total - at)
-            return wrong_sizes(layout, rank, extent, "", total);
         add(layout, rank, at, extent);
         at += extent;
-    }
-    if (at != total) {
-        spar_layout_free(layout);
-        return spar_fail(SPAR_INVALID, "the sizes sum to %lld; expected %lld", (long long)at,
-                         (long long)total);
     }
     return SPAR_OK;
 }
@@ -76,10 +61,10 @@ static int64_t shard_start(int64_t total, int world, int rank)
     return rank * (total / world) + (rank < total % world ? rank : total % world);
 }
 
-spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int world)
+/* Rank r holds chunks r and 2 * world - 1 - r of 2 * world chunks by the size rule, which balances the work under a
+ * causal mask. */
+static spar_status zigzag(spar_layout *layout, int dim, int64_t total, int world)
 {
-    if (total < 0)
-        return spar_fail(SPAR_INVALID, "the total is %lld; expected at least 0", (long long)total);
     SPAR_TRY(start(layout, dim, total, world, 2 * (int64_t)world));
     for (int rank = 0; rank < world; rank++) {
         int mirror = 2 * world - 1 - rank;
@@ -89,19 +74,20 @@ spar_status spar_layout_zigzag(spar_layout *layout, int dim, int64_t total, int 
     return SPAR_OK;
 }
 
-spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t sequences,
-                               const int64_t *numbers, int table)
+/* Shards each of several concatenated sequences on its own; a rank holds its part of each.
+ * `numbers` are the lengths [sequences], sharded by the size rule; or, if `table` is set, each rank's extent of each
+ * sequence [world][sequences]. */
+static spar_status packed(spar_layout *layout, int dim, int world, int64_t sequences, const int64_t *numbers,
+                          int table)
 {
-    int64_t total = 0, most, *at;
+    int64_t total = 0, *at;
     for (int64_t i = 0; i < (table ? world * sequences : sequences); i++)
         if (numbers[i] < 0 || __builtin_add_overflow(total, numbers[i], &total))
             return spar_fail(SPAR_INVALID,
                              "the size of sequence %lld is %lld; expected at least 0, and a sum "
                              "below 2^63",
                              (long long)(sequences ? i % sequences : 0), (long long)numbers[i]);
-    if (__builtin_mul_overflow(sequences, (int64_t)world, &most))
-        return spar_fail(SPAR_INVALID, "%lld sequences", (long long)sequences);
-    SPAR_TRY(start(layout, dim, total, world, most));
+    SPAR_TRY(start(layout, dim, total, world, sequences * world));
     at = calloc((size_t)sequences + 1, sizeof *at); /* global offset of the next part of each */
     if (!at) {
         spar_layout_free(layout);
@@ -124,7 +110,9 @@ spar_status spar_layout_packed(spar_layout *layout, int dim, int world, int64_t 
     return SPAR_OK;
 }
 
-spar_status spar_layout_refine(spar_layout *layout, int inner)
+/* Shards each rank's part once more over `inner` ranks by the size rule: rank u * world + r then holds part u of what
+ * rank r held. Frees the layout on failure. */
+static spar_status refine(spar_layout *layout, int inner)
 {
     spar_layout outer = *layout;
     if (inner == 1)
@@ -149,29 +137,36 @@ spar_status spar_layout_refine(spar_layout *layout, int inner)
     return status;
 }
 
-/* Reads the numbers of a kind that has inner ranks. */
-static spar_status read_refined(spar_layout *layout, int dim, int zigzag, const int64_t *numbers,
+static spar_status check_total(int64_t total)
+{
+    return total < 0 ? spar_fail(SPAR_INVALID, "the total is %lld; expected at least 0", (long long)total)
+                     : SPAR_OK;
+}
+
+/* Reads the numbers of a kind that has inner ranks; there are at least two. */
+static spar_status read_refined(spar_layout *layout, int dim, int64_t kind, const int64_t *numbers,
                                 int64_t count, int world)
 {
-    int64_t inner = count < 2 ? 0 : numbers[0], sequences = count < 2 ? 0 : numbers[1];
+    int64_t inner = numbers[0], sequences = numbers[1];
     if (inner < 1 || inner > world || world % inner)
         return spar_fail(SPAR_INVALID, "%lld inner ranks; expected a divisor of the %d ranks",
                          (long long)inner, world);
     int outer = world / (int)inner;
-    if (zigzag && count == 2) {
-        SPAR_TRY(spar_layout_zigzag(layout, dim, numbers[1], outer));
-        return spar_layout_refine(layout, (int)inner);
+    if (kind == SPAR_ZIGZAG) {
+        SPAR_TRY(check_total(numbers[1]));
+        SPAR_TRY(zigzag(layout, dim, numbers[1], outer));
+        return refine(layout, (int)inner);
     }
     numbers += 2;
     count -= 2;
     int table = sequences != count;
-    if (zigzag || sequences < 0 || sequences > count || (table && sequences * outer != count))
+    if (sequences < 0 || sequences > count || (table && sequences * outer != count))
         return spar_fail(SPAR_INVALID,
                          "%lld numbers for %lld sequences on %d ranks; expected a length of each, or a size "
                          "of each on each rank",
                          (long long)count, (long long)sequences, outer);
-    SPAR_TRY(spar_layout_packed(layout, dim, outer, sequences, numbers, table));
-    return spar_layout_refine(layout, (int)inner);
+    SPAR_TRY(packed(layout, dim, outer, sequences, numbers, table));
+    return refine(layout, (int)inner);
 }
 
 static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes, int64_t count, int world)
@@ -185,7 +180,7 @@ static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes
             return spar_fail(SPAR_INVALID,
                              "the size given for rank %d is %lld; expected at least 0, and a sum below 2^63",
                              p, (long long)sizes[p]);
-    return spar_layout_cut(layout, dim, total, world, sizes);
+    return cut(layout, dim, total, world, sizes);
 }
 
 spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
@@ -201,15 +196,16 @@ spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_
     count -= 2;
     if (kind == SPAR_SIZES)
         return read_sizes(layout, (int)dim, numbers, count, world);
-    if (kind == SPAR_ZIGZAG || kind == SPAR_PACKED)
-        return read_refined(layout, (int)dim, kind == SPAR_ZIGZAG, numbers, count, world);
-    if (kind != SPAR_EVEN || count != 1 || numbers[0] < 0)
+    if ((kind == SPAR_ZIGZAG && count == 2) || (kind == SPAR_PACKED && count >= 2))
+        return read_refined(layout, (int)dim, kind, numbers, count, world);
+    if (kind != SPAR_EVEN || count != 1)
         return spar_fail(
             SPAR_INVALID,
-            "a layout of kind %lld with %lld numbers, first %lld; expected kind 0 with a total of "
-            "at least 0, or kind 1 to 3",
-            (long long)kind, (long long)count, (long long)(count > 0 ? numbers[0] : 0));
-    return spar_layout_cut(layout, (int)dim, numbers[0], world, NULL);
+            "a layout of kind %lld has %lld numbers; expected kind 0 with 1, 1 with a size for each "
+            "rank, 2 with 2, or 3 with 2 or more",
+            (long long)kind, (long long)(count > 0 ? count : 0));
+    SPAR_TRY(check_total(numbers[0]));
+    return cut(layout, (int)dim, numbers[0], world, NULL);
 }
 
 void spar_layout_whole(spar_layout *layout, int world)
