@@ -10,7 +10,7 @@
 
 #define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
 
-enum { WORLD = 8, DIMS = 4, TENSORS = 3, ARGS = 32, EXTENT = 64, NOT_WRITTEN = 0xee };
+enum { WORLD = 8, DIMS = 4, TENSORS = 3, ARGS = 64, EXTENT = 64, NOT_WRITTEN = 0xee };
 
 static void wrong(int line, const char *condition)
 {
@@ -47,6 +47,11 @@ typedef struct {
     cut in, out;
 } part;
 
+static void put_number(part *p, int64_t number)
+{
+    p->args[p->nargs++] = number;
+}
+
 /* Assigns the next `count` indices to `rank`. */
 static void assign(cut *c, int64_t *at, int rank, int64_t count)
 {
@@ -54,13 +59,10 @@ static void assign(cut *c, int64_t *at, int rank, int64_t count)
         c->owner[(*at)++] = rank;
 }
 
-static cut by_rule(const part *p, int dim, int world)
+/* The size of part `which` of `parts` by the size rule. */
+static int64_t rule(int64_t total, int parts, int which)
 {
-    cut c = {.dim = dim};
-    int64_t at = 0;
-    for (int rank = 0; rank < world; rank++)
-        assign(&c, &at, rank, p->whole[dim] / world + (rank < p->whole[dim] % world));
-    return c;
+    return total / parts + (which < total % parts);
 }
 
 /* Splits each outer rank's indices among inner ranks, by the size rule. */
@@ -82,102 +84,103 @@ static void refine(cut *c, int64_t extent, int outer, int inner)
         c->owner[i] = -1 - c->owner[i];
 }
 
-static cut draw_sizes(uint64_t *seed, int world, part *p, int dim)
+static void draw_even(uint64_t *seed, int world, part *p, cut *c, int64_t *total)
 {
-    cut c = {.dim = dim};
-    p->nargs = 1 + world;
-    p->whole[dim] = 0;
+    int64_t extent = draw(seed, 20);
+    put_number(p, extent);
     for (int rank = 0; rank < world; rank++)
-        assign(&c, &p->whole[dim], rank, p->args[1 + rank] = draw(seed, 4));
-    return c;
+        assign(c, total, rank, rule(extent, world, rank));
 }
 
-static cut draw_zigzag(uint64_t *seed, int outer, part *p, int dim)
+static void draw_sizes(uint64_t *seed, int world, part *p, cut *c, int64_t *total)
 {
-    cut c = {.dim = dim};
-    int64_t chunk = draw(seed, 4);
-    p->nargs = 3;
-    p->whole[dim] = 0;
+    for (int rank = 0; rank < world; rank++) {
+        int size = draw(seed, 4);
+        put_number(p, size);
+        assign(c, total, rank, size);
+    }
+}
+
+static void draw_zigzag(uint64_t *seed, int outer, part *p, cut *c, int64_t *total)
+{
+    int64_t extent = draw(seed, 40);
+    put_number(p, extent);
     for (int i = 0; i < 2 * outer; i++)
-        assign(&c, &p->whole[dim], i < outer ? i : 2 * outer - 1 - i, chunk);
-    p->args[2] = p->whole[dim];
-    return c;
+        assign(c, total, i < outer ? i : 2 * outer - 1 - i, rule(extent, 2 * outer, i));
 }
 
-static cut draw_packed(uint64_t *seed, int outer, part *p, int dim)
+static void draw_packed(uint64_t *seed, int outer, part *p, cut *c, int64_t *total)
 {
-    cut c = {.dim = dim};
-    int sequences = draw(seed, 4), table = draw(seed, 2);
-    p->args[2] = sequences;
-    p->nargs = 3 + sequences * (table ? outer : 1);
-    p->whole[dim] = 0;
+    int sequences = draw(seed, 4), table = draw(seed, 2), first = p->nargs + 1;
+    put_number(p, sequences);
+    p->nargs += sequences * (table ? outer : 1);
     for (int s = 0; s < sequences; s++) {
         int64_t length = draw(seed, 7);
         for (int rank = 0; rank < outer; rank++) {
-            int64_t size = table ? draw(seed, 3) : length / outer + (rank < length % outer);
-            assign(&c, &p->whole[dim], rank, size);
+            int64_t size = table ? draw(seed, 3) : rule(length, outer, rank);
+            assign(c, total, rank, size);
             if (table)
-                p->args[3 + rank * sequences + s] = size;
+                p->args[first + rank * sequences + s] = size;
         }
         if (!table)
-            p->args[3 + s] = length;
+            p->args[first + s] = length;
     }
+}
+
+/* Draws a layout that shards `dim`, and sets that dim's extent. */
+static cut draw_layout(uint64_t *seed, int world, part *p, int dim)
+{
+    cut c = {.dim = dim};
+    int kind = draw(seed, 4), inner = 1;
+    int64_t total = 0;
+    put_number(p, dim);
+    put_number(p, kind);
+    if (kind == SPAR_ZIGZAG || kind == SPAR_PACKED) {
+        inner += draw(seed, world);
+        while (world % inner)
+            inner--;
+        put_number(p, inner);
+    }
+    (kind == SPAR_EVEN     ? draw_even
+     : kind == SPAR_SIZES  ? draw_sizes
+     : kind == SPAR_ZIGZAG ? draw_zigzag
+                           : draw_packed)(seed, world / inner, p, &c, &total);
+    p->whole[dim] = total;
+    refine(&c, total, world / inner, inner);
     return c;
 }
 
-/* Draws arguments for each op. A new op fails here until it has a branch. */
-static void draw_args(uint64_t *seed, const char *op, int world, part *p)
+/* Draws two layouts, of which at least one shards a dim; if both do, then of two dims. */
+static void draw_layouts(uint64_t *seed, int world, part *p)
 {
-    int dim = draw(seed, p->ndim), other = (dim + 1 + draw(seed, p->ndim - 1)) % p->ndim;
-    int splits = strstr(op, "split") != NULL, inner = 1 + draw(seed, world);
-    const cut none = {.dim = -1};
-    cut c;
-    if (strcmp(op, "all_to_all") == 0) {
-        int64_t args[] = {dim, other, p->whole[other]};
-        memcpy(p->args, args, sizeof args);
-        p->nargs = 3;
-        p->in = by_rule(p, other, world);
-        p->out = by_rule(p, dim, world);
-        return;
-    }
-    while (world % inner)
-        inner--;
-    p->args[0] = dim;
-    p->args[1] = inner;
-    if (strncmp(op, "zigzag", 6) == 0) {
-        c = draw_zigzag(seed, world / inner, p, dim);
-        refine(&c, p->whole[dim], world / inner, inner);
-    } else if (strncmp(op, "packed", 6) == 0) {
-        c = draw_packed(seed, world / inner, p, dim);
-        refine(&c, p->whole[dim], world / inner, inner);
-    } else {
-        EXPECT(strcmp(op, "split") == 0 || strcmp(op, "gather") == 0);
-        c = by_rule(p, dim, world);
-        p->args[1] = p->whole[dim];
-        p->nargs = splits ? 1 : 2;
-        if (draw(seed, 2))
-            c = draw_sizes(seed, world, p, dim);
-    }
-    p->in = splits ? none : c;
-    p->out = splits ? c : none;
+    enum { BEFORE, AFTER, BOTH };
+    const cut whole = {.dim = -1};
+    int sharded = draw(seed, p->ndim > 1 ? 3 : 2), dim = draw(seed, p->ndim);
+    p->nargs = 1;
+    p->in = p->out = whole;
+    if (sharded == AFTER)
+        put_number(p, -1);
+    else
+        p->in = draw_layout(seed, world, p, dim);
+    p->args[0] = p->nargs - 1;
+    if (sharded == BEFORE)
+        put_number(p, -1);
+    else
+        p->out = draw_layout(seed, world, p,
+                             sharded == AFTER ? dim : (dim + 1 + draw(seed, p->ndim - 1)) % p->ndim);
 }
 
 /* All ranks draw the same call from the same seed. */
-static const spar_op *draw_call(uint64_t seed, int world, int *count, part *parts)
+static void draw_call(uint64_t seed, int world, int *count, part *parts)
 {
     static const int items[] = {1, 2, 3, 4, 8, 16};
-    int ops = 0;
-    while (spar_ops[ops])
-        ops++;
-    const spar_op *op = spar_ops[draw(&seed, ops)];
     *count = 1 + draw(&seed, TENSORS);
     for (part *p = parts; p < parts + *count; p++) {
-        *p = (part){.item = items[draw(&seed, 6)], .ndim = 2 + draw(&seed, 3), .gap = draw(&seed, 3)};
+        *p = (part){.item = items[draw(&seed, 6)], .ndim = 1 + draw(&seed, DIMS), .gap = draw(&seed, 3)};
         for (int i = 0; i < p->ndim; i++)
             p->whole[i] = draw(&seed, p->ndim == 2 ? 20 : 7);
-        draw_args(&seed, op->name, world, p);
+        draw_layouts(&seed, world, p);
     }
-    return op;
 }
 
 /* One rank's tensor. */
@@ -205,6 +208,12 @@ static buffer make_buffer(const part *p, int rank, const cut *c, int gap)
     EXPECT(b.data);
     memset(b.data, NOT_WRITTEN, (size_t)b.bytes + 1);
     return b;
+}
+
+/* The tensor of which `b` is one rank's input. */
+static inline spar_tensor tensor_of(const part *p, const buffer *b)
+{
+    return (spar_tensor){p->item, p->ndim, b->extents, b->strides, p->nargs, p->args};
 }
 
 /* Writes a value derived from its global index into each cell, or expects that value. */

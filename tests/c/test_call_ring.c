@@ -59,13 +59,16 @@ static void join(rank_state *r)
 /* Begins a gather of `items` items; `why`: NULL, or the reason why this rank cannot make the call. */
 static spar_status begin_call(rank_state *r, int64_t items, const char *text, const char *why)
 {
-    const int64_t one = 1, dim = 0;
-    spar_tensor tensor = {1, 1, &items, &one, 1, &dim};
-    spar_request request = {spar_op_find("gather"), r->m->world, r->rank, 0, 1, &tensor};
+    const int64_t one = 1, args[] = {3, 0, SPAR_EVEN, items * r->m->world, -1};
+    spar_tensor tensor = {1, 1, &items, &one, 5, args};
+    spar_request request = {r->m->world, r->rank, 0, 1, &tensor};
     spar_plan *plan;
     EXPECT(!spar_plan_get(&request, &plan));
-    spar_call call = {
-        .plan = why ? NULL : plan, .text = text, .failed = why ? SPAR_INVALID : SPAR_OK, .why = why};
+    spar_call call = {.plan = why ? NULL : plan,
+                      .text = text,
+                      .failed = why ? SPAR_INVALID : SPAR_OK,
+                      .why = why,
+                      .op = "gather"};
     spar_status status = spar_call_ring_begin(r->ring, ++r->n, &call, 1);
     spar_plan_release(plan);
     return status;

@@ -201,7 +201,7 @@ static void run_plan(run_state *t)
     buffer layouts[TENSORS];
     room rooms[TENSORS];
     int world = 1 + draw(&t->seed, WORLD), rank = draw(&t->seed, world), count;
-    const spar_op *op = draw_call(t->seed, world, &count, parts);
+    draw_call(t->seed, world, &count, parts);
     draw_scale(t);
     t->aligned = draw(&t->seed, 2);
     for (int i = 0; i < count; i++) {
@@ -213,10 +213,9 @@ static void run_plan(run_state *t)
         layouts[i] = make_buffer(p, rank, &p->in, p->gap);
         rooms[i] = make(t, layouts[i].bytes, 1);
         t->inputs[i] = rooms[i].data;
-        tensors[i] =
-            (spar_tensor){p->item, p->ndim, layouts[i].extents, layouts[i].strides, p->nargs, p->args};
+        tensors[i] = tensor_of(p, &layouts[i]);
     }
-    spar_request request = {op, world, rank, SPAR_SIDE_PULL, count, tensors};
+    spar_request request = {world, rank, SPAR_SIDE_PULL, count, tensors};
     EXPECT(!spar_plan_get(&request, &t->plan));
     pack(t);
     unpack_or_copy_own(t, SPAR_UNPACK);
@@ -287,9 +286,10 @@ static void test_large_blocks(void)
 static void test_graph_outlives_its_plan(void)
 {
     enum { ROWS = 3, ROW = 5, MANY = 1200, COLLECTED = 1024 };
-    const int64_t extents[] = {ROWS, ROW}, strides[] = {1, ROWS}, dim = 0;
-    const spar_tensor tensor = {1, 2, extents, strides, 1, &dim};
-    const spar_request request = {spar_op_find("split"), 1, 0, SPAR_SIDE_PULL, 1, &tensor};
+    const int64_t extents[] = {ROWS, ROW}, strides[] = {1, ROWS};
+    const int64_t args[] = {1, -1, 0, SPAR_EVEN, ROWS};
+    const spar_tensor tensor = {1, 2, extents, strides, 5, args};
+    const spar_request request = {1, 0, SPAR_SIDE_PULL, 1, &tensor};
     const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     const spar_span whole = {0, 0, ROWS * ROW, NULL};
     const spar_block block = {.run = ROW};

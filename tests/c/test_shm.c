@@ -97,9 +97,9 @@ static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, c
     unsigned char in[BYTES];
     const void *input = in;
     void *output = NULL;
-    const int64_t one = 1, dim = 0;
-    spar_tensor tensor = {1, 1, &bytes, &one, 1, &dim};
-    spar_request request = {spar_op_find("gather"), comm->world, comm->rank, 0, 1, &tensor};
+    const int64_t one = 1, args[] = {3, 0, SPAR_EVEN, bytes * comm->world, -1};
+    spar_tensor tensor = {1, 1, &bytes, &one, 5, args};
+    spar_request request = {comm->world, comm->rank, 0, 1, &tensor};
     spar_plan *plan;
     memset(in, (call_number * 31 + comm->rank) & 0xff, sizeof in);
     EXPECT(!spar_plan_get(&request, &plan));
@@ -112,6 +112,7 @@ static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, c
                       .text = text,
                       .failed = failed,
                       .why = "an injected failure",
+                      .op = "gather",
                       .deadline = {.at_ns = now_ns() + limit_ns}};
     *block = NULL;
     spar_status status = spar_comm_run(comm, &call);
@@ -179,11 +180,11 @@ static void publish_offset(spar_comm *comm, int64_t offset)
     static const char *const expected = "published an output outside its arena";
     spar_call_header all[MOST], own = {0};
     const spar_deadline deadline = {.at_ns = now_ns() + 20000000000};
-    const int64_t bytes = 64, one = 1, dim = 0;
+    const int64_t bytes = 64, one = 1, args[] = {3, 0, SPAR_EVEN, bytes * comm->world, -1};
     spar_memory *block;
     uint32_t call;
-    spar_tensor tensor = {1, 1, &bytes, &one, 1, &dim};
-    spar_request request = {spar_op_find("gather"), comm->world, comm->rank, 0, 1, &tensor};
+    spar_tensor tensor = {1, 1, &bytes, &one, 5, args};
+    spar_request request = {comm->world, comm->rank, 0, 1, &tensor};
     spar_plan *plan;
     if (comm->rank != 0) {
         spar_status status = try_gather(comm, 0, bytes, "", SPAR_OK, 20000000000, &block);
