@@ -299,15 +299,15 @@ static void run_call(spar_comm *comm)
     spar_memory *blocks[TENSORS] = {NULL};
     spar_plan *plan;
     int count, fails = next_byte(&input);
-    const spar_op *op = draw_call(0, now.world, &count, parts);
+    draw_call(0, now.world, &count, parts);
     for (int t = 0; t < count; t++) {
         part *p = &parts[t];
         in[t] = make_buffer(p, now.rank, &p->in, p->gap);
         visit(p, &in[t], 0);
         inputs[t] = in[t].data;
-        tensors[t] = (spar_tensor){p->item, p->ndim, in[t].extents, in[t].strides, p->nargs, p->args};
+        tensors[t] = tensor_of(p, &in[t]);
     }
-    spar_request request = {op, now.world, now.rank, 0, count, tensors};
+    spar_request request = {now.world, now.rank, 0, count, tensors};
     EXPECT(!spar_plan_get(&request, &plan));
     spar_call call = {.plan = fails % 16 == 15 ? NULL : plan,
                       .inputs = inputs,
