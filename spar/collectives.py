@@ -54,13 +54,13 @@ def all_gather(
     reduce_scatter: exact for any loss, also one that differs between ranks.
 
     Args:
-        input_: this rank's shard, any strided tensor; or a list of such tensors of one dtype and device, moved
-            by one exchange.
+        input_: this rank's shard, any strided tensor; or a list of such tensors of one dtype and device,
+            moved by one exchange.
         group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
             sequence group (WORLD if there is none).
         dim: the dim to concatenate.
         sizes: one size of `dim` for each rank, at least 0, as a list, tuple or 1-D int tensor. By default all
-            ranks must have the same size. For a list of tensors: a list of such entries, or None, one for each.
+            ranks must have the same size. For a list of tensors: a list of one such entry, or None, for each.
         layout: how a sequence lies on the ranks, instead of sizes: the output is in natural order.
 
     Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from ._runtime.call import (
     from_cumulative,
 )
 from ._runtime.exchange import ONE
-from ._runtime.layouts import WHOLE, Layout, even, packed, pair, zigzag
+from ._runtime.layouts import EVEN, WHOLE, Layout, even, packed, pair, zigzag
 from .sizes import as_named_int, share, totals_of_share
 from .topology.resolve import Group
 
@@ -85,11 +85,11 @@ def all_to_all(
         ValueError: the dims are equal or out of range, or the sizes do not match the input.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    if not isinstance(input_, torch.Tensor) and isinstance(input_, (list, tuple)):
+    if isinstance(input_, (list, tuple)):
         return _all_to_all_together(
             input_, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes
         )
-    call = Call("all_to_all", cast(torch.Tensor, input_), process_group)
+    call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
         layouts = _transposed(call, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes)
         return call.apply(*layouts, ONE)
@@ -140,6 +140,9 @@ def _transposed(
             f"{scatter_dim} and gather_dim is {gather_dim}",
             f"two different dims of an input with {call.ndim}",
         )
+    shape = call.input.shape
+    if scatter_sizes is None and gather_sizes is None and gather_size is None:
+        return (gather, EVEN, shape[gather] * call.world), (scatter, EVEN, shape[scatter])
     after = call.parts("scatter_sizes", scatter, scatter_sizes)
     if gather_sizes is not None and gather_size is not None:
         raise call.error("gather_size", f"{gather_size} and gather_sizes {gather_sizes}", "one of them")

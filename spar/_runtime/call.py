@@ -14,7 +14,7 @@ from ..sizes import as_int
 from ..topology.resolve import Group, process_group
 from .exchange import ONE, SCALABLE, Scale, Step, calls_before, recorded, report_failure, run_steps
 from .hints import add_advice
-from .layouts import Args, Layout, by_sizes, even, pair
+from .layouts import Args, Layout, by_sizes, even
 from .member import Place
 from .registry import place_of
 
@@ -272,9 +272,13 @@ class Call:
 
     def apply(self, before: Layout, after: Layout, grad_scale: Scale) -> torch.Tensor:
         """Exchange the input from one layout to another; record it if the input requires a gradient."""
+        x = self.input
         if self.world == 1 and grad_scale[0] == 1.0:
-            return self.input
-        return apply_steps((self,), ((self.place, (pair(before, after),)),), grad_scale)[0]
+            return x
+        steps = ((self.place, ((len(before), *before, *after),)),)
+        if x.requires_grad:
+            return apply_steps((self,), steps, grad_scale)[0]
+        return x if self.world == 1 else run_steps((x,), self.name, steps, ONE, False)[0]
 
 
 def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:

@@ -63,19 +63,17 @@ def _unflattened(flat: Sequence[int]) -> tuple[Args, ...]:
 def _exchange(
     inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *rest: Any
 ) -> list[torch.Tensor]:
-    *operation, then = rest
-    place = Place(group, world, rank)
-    return _run_eager(inputs, place, Operation(op, _unflattened(args), *operation), tuple(then))
+    *options, then = rest
+    place, operation = Place(group, world, rank), Operation(op, _unflattened(args), *options)
+    if is_local(operation.args[0]):
+        return [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
+    return _run_eager(inputs, place, operation, tuple(then))
 
 
 def _run_eager(
     inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
     try:
-        if is_local(operation.args[0]):
-            return [
-                _copy_part(x, place, args, operation) for x, args in zip(inputs, operation.args, strict=True)
-            ]
         if inputs[0].is_meta:  # shape inference exchanges nothing, but counts as a call, as on the peers
             by_handle(place[0]).calls += 1
             return _empty_outputs(inputs, place, operation.args)
@@ -92,6 +90,8 @@ def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
     """Return this rank's number of calls in each group; 0 under torch.compile, where no call fails."""
     if torch.compiler.is_compiling():
         return (0,) * len(places)
+    if len(places) == 1:
+        return (calls_on(places[0][0]),)
     return tuple([calls_on(place[0]) for place in places])
 
 
@@ -197,9 +197,9 @@ def run(
             return _run_traced(inputs, place, operation, then)
         with torch.profiler.record_function(f"spar::{op}"):
             return _run_traced(inputs, place, operation, then)
-    if is_local(args[0]):
-        return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
-    return _run_eager(inputs, place, operation, then)
+    if args[0][1] != -1:  # not local
+        return _run_eager(inputs, place, operation, then)
+    return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
 
 
 def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation) -> torch.Tensor:
