@@ -23,8 +23,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 gather, split = spar.gather_forward_split_backward, spar.split_forward_gather_backward
 
 
-def in_child(work: Callable[[], None], seconds: float) -> int | None:
-    """Run `work` in a forked child; return its exit code, or None if it hangs."""
+def in_child(
+    work: Callable[[], None], seconds: float, forked: Callable[[], None] = lambda: None
+) -> int | None:
+    """Run `work` in a forked child, and `forked` in the parent; return the exit code, or None if the child hangs."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -34,6 +36,7 @@ def in_child(work: Callable[[], None], seconds: float) -> int | None:
         except BaseException as error:
             print(f"child: {error!r}", file=sys.stderr, flush=True)
         os._exit(status)
+    forked()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -46,17 +49,19 @@ def in_child(work: Callable[[], None], seconds: float) -> int | None:
 
 
 def fork_beside_threads(rank: int, folder: Path) -> None:
-    over = threading.Event()
+    over, busy = threading.Event(), threading.Event()
     pair = dist.new_group([0, 1])
 
     def allocate() -> None:
         while not over.is_set():  # new plans, and shared memory
             for rows in range(2, 600, 2):
+                busy.wait()
                 split(torch.ones(rows, 3).t(), None, 1, grad_scale=None)
             spar.empty_cache()
 
     def read() -> None:
         while not over.is_set():
+            busy.wait()
             spar.memory_stats()
 
     def use() -> None:
@@ -65,12 +70,16 @@ def fork_beside_threads(rank: int, folder: Path) -> None:
         assert part.shape == (2, 3 + rank)
         assert split(torch.zeros(2), pair, 0).shape == (1,)  # a group that is new to spar
 
+    sys.setswitchinterval(2e-4)  # else the main thread waits 5 ms for each of the others
     threads = [threading.Thread(target=work, daemon=True) for work in (allocate, allocate, read)]
     for thread in threads:
         thread.start()
     for n in range(200):
-        assert in_child(use, 20) == 0, n
+        busy.set()
+        time.sleep(0.001)  # the threads are inside spar
+        assert in_child(use, 20, busy.clear) == 0, n  # and leave the cores to the child
     over.set()
+    busy.set()
     for thread in threads:
         thread.join()
     gather(torch.zeros(1), None, 0)
