@@ -26,7 +26,7 @@ gather, split = spar.gather_forward_split_backward, spar.split_forward_gather_ba
 def in_child(
     work: Callable[[], None], seconds: float, forked: Callable[[], None] = lambda: None
 ) -> int | None:
-    """Run `work` in a forked child, and `forked` in the parent; return the exit code, or None if the child hangs."""
+    """Run `work` in a forked child, `forked` in the parent; return the exit code, or None if it hangs."""
     child = os.fork()
     if child == 0:
         status = 1

@@ -16,7 +16,7 @@ from helpers import workers
 FOLDER = Path(__file__).resolve().parent.parent / "standin"
 CSRC = FOLDER.parent.parent / "csrc"
 NAMES = ("libcuda.so.1", "libnvrtc.so.12", "libnccl.so.2")
-FLAGS = ["-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-D_GNU_SOURCE"]
+FLAGS = ["-O1", "-g1", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-D_GNU_SOURCE"]
 # initial-exec: otherwise libc frees thread-local variables without an order that TSan sees
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-ftls-model=initial-exec"]
 
