@@ -125,8 +125,10 @@ def _all_gather(
 
 def _read_log_setting(rank: int) -> None:
     """SPAR_LOG, and a word about variables that look like a setting and are none."""
-    level = _C.env("log")
-    _log.setLevel(logging.CRITICAL + 1 if level == "off" else level.upper())
+    wanted = _C.env("log")
+    level = logging.CRITICAL + 1 if wanted == "off" else getattr(logging, wanted.upper())
+    if _log.level != level:  # setLevel clears the caches of all loggers
+        _log.setLevel(level)
     if not _log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"spar rank {rank} %(levelname)s: %(message)s"))
