@@ -7,7 +7,7 @@ which is what a reduce_scatter computes: gradients of parameters are then *summe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -55,12 +55,13 @@ def all_gather(
 
     Args:
         input_: this rank's shard, any strided tensor; or a list of such tensors of one dtype and device,
-            moved by one exchange.
-        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
-            sequence group (WORLD if there is none).
+            which one exchange moves together.
+        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the layout's group, else
+            the current topology's sequence group (WORLD if there is none).
         dim: the dim to concatenate.
         sizes: one size of `dim` for each rank, at least 0, as a list, tuple or 1-D int tensor. By default all
-            ranks must have the same size. For a list of tensors: a list of one such entry, or None, for each.
+            ranks must have the same size. For a list of tensors: a list with one such entry, or None, for
+            each.
         layout: how a sequence lies on the ranks, instead of sizes: the output is in natural order.
 
     Returns:
@@ -112,8 +113,8 @@ def reduce_scatter(
     Args:
         input_: a summand of the whole size, any strided tensor of a dtype that torch adds; or a list of such
             tensors of one dtype and device, which one exchange moves together.
-        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
-            sequence group (WORLD if there is none).
+        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the layout's group, else
+            the current topology's sequence group (WORLD if there is none).
         dim: the dim to scatter.
         sizes: one size of `dim` for each rank, at least 0, that sum to its size. By default those of
             `cal_split_sizes`. For a list of tensors: a list with one such entry, or None, for each.
@@ -132,25 +133,24 @@ def reduce_scatter(
 def _transpose(
     name: str, sums: bool, input_: Any, group: Group, dim: int, sizes: Any, layout: SequenceLayout | None
 ) -> torch.Tensor | list[torch.Tensor]:
-    one = isinstance(input_, torch.Tensor) or not isinstance(input_, (list, tuple))
-    if layout is not None and group is None:
-        group = layout.group
+    known = isinstance(layout, SequenceLayout)
+    if known and group is None:
+        group = cast(SequenceLayout, layout).group
 
-    def shards(call: Call, sizes: Any) -> Layout:
+    def shards(call: Call, sizes: Any, at: str) -> Layout:
         of = call.dim("dim", dim)
         if layout is not None:
-            if sizes is not None:
-                raise call.error("sizes", f"{sizes!r:.200} and layout is {layout}", "one of them")
-            return layout.shards(call, of, sums)
+            return layout.shards(call, of, sums, at)
         if sums:
-            return call.parts("sizes", of, sizes)
-        return call.shards("sizes", of, sizes) or even(of, call.input.size(of) * call.world)
+            return call.parts(f"sizes{at}", of, sizes)
+        return call.shards(f"sizes{at}", of, sizes) or even(of, call.input.size(of) * call.world)
 
-    def run(calls: list[Call]) -> Sequence[torch.Tensor]:
-        given = [sizes] if one else entries(calls[0], "sizes", sizes, len(calls))
-        by_call = [shards(call, own) for call, own in zip(calls, given, strict=True)]
-        inputs, place = [call.input for call in calls], calls[0].place
-        return inputs if place.world == 1 else transpose(name, place, by_call, sums, inputs)
+    def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
+        if layout is not None and not known:
+            raise calls[0].type_error("layout", f"{layout!r:.200}", "a SequenceLayout or None")
+        if layout is not None and sizes is not None:
+            raise calls[0].error("sizes", f"{sizes!r:.200} and layout is {layout}", "one of them")
+        given = entries(calls[0], "sizes", sizes, at)
+        return transpose(calls, [shards(call, given[i], at[i]) for i, call in enumerate(calls)], sums)
 
-    outputs = checked_together(name, [input_] if one else input_, group, run)
-    return outputs[0] if one else outputs
+    return cast("torch.Tensor | list[torch.Tensor]", checked_together(name, input_, group, run))

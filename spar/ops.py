@@ -107,20 +107,19 @@ def _all_to_all_together(
     scatter_sizes: Any,
     gather_sizes: Any,
 ) -> list[torch.Tensor]:
-    def run(calls: list[Call]) -> Sequence[torch.Tensor]:
-        count = len(calls)
-        to = entries(calls[0], "scatter_sizes", scatter_sizes, count)
-        of = entries(calls[0], "gather_sizes", gather_sizes, count)
+    def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
+        to = entries(calls[0], "scatter_sizes", scatter_sizes, at)
+        of = entries(calls[0], "gather_sizes", gather_sizes, at)
         args = tuple(
             [
-                pair(*_transposed(call, scatter_dim, gather_dim, gather_size, to[i], of[i]))
+                pair(*_transposed(call, scatter_dim, gather_dim, gather_size, to[i], of[i], at[i]))
                 for i, call in enumerate(calls)
             ]
         )
         place = calls[0].place
         return inputs if place.world == 1 else apply_steps(calls, ((place, args),), ONE)
 
-    return checked_together("all_to_all", inputs, group, run)
+    return cast(list[torch.Tensor], checked_together("all_to_all", inputs, group, run))
 
 
 def _transposed(
@@ -130,8 +129,9 @@ def _transposed(
     gather_size: int | None,
     scatter_sizes: Any,
     gather_sizes: Any,
+    at: str = "",
 ) -> tuple[Layout, Layout]:
-    """Check the arguments of an all_to_all; return its layouts."""
+    """Check the arguments of an all_to_all; return its layouts. `at` names the tensor: `checked_together`."""
     scatter = call.dim("scatter_dim", scatter_dim)
     gather = call.dim("gather_dim", gather_dim)
     if scatter == gather:
@@ -143,10 +143,12 @@ def _transposed(
     shape = call.input.shape
     if scatter_sizes is None and gather_sizes is None and gather_size is None:
         return (gather, EVEN, shape[gather] * call.world), (scatter, EVEN, shape[scatter])
-    after = call.parts("scatter_sizes", scatter, scatter_sizes)
+    after = call.parts("scatter_sizes" + at, scatter, scatter_sizes)
     if gather_sizes is not None and gather_size is not None:
-        raise call.error("gather_size", f"{gather_size} and gather_sizes {gather_sizes}", "one of them")
-    before = call.shards("gather_sizes", gather, gather_sizes)
+        raise call.error(
+            "gather_size", f"{gather_size} and gather_sizes{at} is {gather_sizes}", "one of them"
+        )
+    before = call.shards("gather_sizes" + at, gather, gather_sizes)
     return before or even(gather, _gather_size(call, gather, gather_size)), after
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ._runtime.call import Call, Sizes, apply_steps, checked_together
-from ._runtime.checks import check_int
+from ._runtime.checks import check_int, check_ints, check_type
 from ._runtime.exchange import ONE
 from ._runtime.layouts import (
     EVEN,
@@ -67,21 +67,26 @@ class SequenceLayout:
         """Shard each of several packed documents by `cal_split_sizes`."""
         if isinstance(lengths, torch.Tensor):
             lengths = cast(list[int], lengths.tolist())
-        checked = [check_int("SequenceLayout.packed", f"lengths[{i}]", n, 0) for i, n in enumerate(lengths)]
+        checked = check_ints("SequenceLayout.packed", "lengths", lengths, 0)
         return cls("packed", (1, len(checked), *checked), process_group(group))
 
     @classmethod
     def joint(cls, text: int, image: int, group: Group = None) -> SequenceLayout:
         """Shard the text and the image of one sequence each by `cal_split_sizes`, as Flux joins them."""
-        return cls("joint", (1, 2, _total("joint", text), _total("joint", image)), process_group(group))
+        lengths = _total("joint", text, "text"), _total("joint", image, "image")
+        return cls("joint", (1, 2, *lengths), process_group(group))
 
     @classmethod
     def from_local(cls, size: int, group: Group = None) -> SequenceLayout:
         """Lay out consecutive shards; this rank's has `size`. Collective: ranks exchange their sizes."""
         real = process_group(group)
-        place, own = place_of(real), torch.tensor([check_int("SequenceLayout.from_local", "size", size, 0)])
-        call = Call("SequenceLayout.from_local", own, place)
-        sizes: list[int] = call.apply((0, EVEN, place.world), WHOLE, ONE).tolist()
+        call = Call("SequenceLayout.from_local", torch.zeros(1, dtype=torch.int64), place_of(real))
+        try:
+            call.input.fill_(check_int(call.where, "size", size, 0))
+            sizes: list[int] = call.apply((0, EVEN, call.world), WHOLE, ONE).tolist()
+        except BaseException as error:
+            call.fail(error)
+            raise
         return cls("local", tuple(sizes), real)
 
     @classmethod
@@ -95,6 +100,7 @@ class SequenceLayout:
             raise ValueError(
                 "SequenceLayout.hybrid: there is no parallel state; call init_parallel_state first"
             )
+        check_type("SequenceLayout.hybrid", "state", state, ParallelState, "a ParallelState or None")
         total = _total("hybrid", total)
         ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
         if not state.is_ring_enable():
@@ -157,10 +163,11 @@ class SequenceLayout:
 
     # ---- what it does ----
 
-    def shards(self, call: Call, dim: int, whole: bool) -> Layout:
+    def shards(self, call: Call, dim: int, whole: bool, at: str = "") -> Layout:
         """Check a call's group and its input's size along `dim`; return the core's numbers.
 
         whole: whether the input has the whole sequence, not this rank's shard.
+        at: names the tensor in messages: `checked_together`.
         """
         if call.place != place_of(self.group):
             raise call.error("layout", f"{self} of another group", "a layout of the call's group")
@@ -168,14 +175,14 @@ class SequenceLayout:
         expected = total_of(shards) if whole else extent(shards, call.world, call.rank)
         if held != expected:
             what = "the length of the sequence" if whole else f"rank {call.rank}'s shard"
-            raise call.error("input_", f"of size {held} in dim {dim}", f"{expected}, {what} in {self}")
+            raise call.error(f"input_{at}", f"of size {held} in dim {dim}", f"{expected}, {what} in {self}")
         return shards
 
     def shard(self, x: Any, dim: int, grad_scale: str | float | None = None) -> Any:
         """Keep this rank's shard of a sequence in natural order; gather the gradients.
 
         Args:
-            x: any strided tensor, the same on all ranks; or a list of tensors.
+            x: any strided tensor, the same on all ranks; or a list of tensors of one dtype and device.
             dim: the sequence's dim.
             grad_scale: as for `split_forward_gather_backward`; unscaled by default.
 
@@ -210,25 +217,21 @@ class SequenceLayout:
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: str | float | None, splits: bool, exact: bool = False
     ) -> Any:
-        def run(calls: list[Call]) -> Sequence[torch.Tensor]:
+        def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
             scale, place = calls[0].grad_scale(grad_scale), calls[0].place
-            shards = [self.shards(call, call.dim("dim", dim), splits) for call in calls]
-            inputs = [call.input for call in calls]
-            if place.world == 1:
-                return inputs
+            shards = [self.shards(c, c.dim("dim", dim), splits, at[i]) for i, c in enumerate(calls)]
             if exact:
-                return transpose(name, place, shards, splits, inputs)
+                return transpose(calls, shards, splits)
+            if place.world == 1:
+                return [call.input for call in calls]
             args = tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards])
             return apply_steps(calls, ((place, args),), scale)
 
-        one = isinstance(x, torch.Tensor) or not isinstance(x, (list, tuple))
-        exchanges = 0 if splits and not exact else 1
-        outputs = checked_together(name, [x] if one else x, self.group, run, exchanges)
-        return outputs[0] if one else outputs
+        return checked_together(name, x, self.group, run, 0 if splits and not exact else 1)
 
 
-def _total(kind: str, total: int) -> int:
-    return check_int(f"SequenceLayout.{kind}", "total", total, 0)
+def _total(kind: str, total: int, what: str = "total") -> int:
+    return check_int(f"SequenceLayout.{kind}", what, total, 0)
 
 
 def _restored(kind: str, numbers: tuple[int, ...], group: str) -> SequenceLayout:

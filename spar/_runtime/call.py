@@ -298,16 +298,24 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
 
 def checked_together(
     name: str,
-    inputs: Sequence[torch.Tensor],
+    input_: Any,
     group: Group | Place,
-    run: Callable[[list[Call]], Sequence[torch.Tensor]],
+    run: Callable[[list[Call], list[str]], Sequence[torch.Tensor]],
     exchanges: int = 1,
-) -> list[torch.Tensor]:
-    """Check tensors that one exchange moves together: one dtype, one device; then `run` their calls."""
+) -> Any:
+    """Check a tensor, or several of one dtype and device that one exchange moves; then `run` their calls.
+
+    run: receives the calls, and what names each tensor in messages: "[1]" after an argument's name, or "".
+
+    Returns what `run` returns: a list, or its only tensor if `input_` is no list.
+    """
     place = group if isinstance(group, Place) else place_of(process_group(group))
+    one = not isinstance(input_, (list, tuple))
+    inputs: Sequence[Any] = [input_] if one else input_
+    at = [""] if one else [f"[{i}]" for i in range(len(inputs))]
     if not inputs:
-        raise ValueError(f"{name} on rank {place.rank} of {place.world}: no tensors; expected at least one")
-    calls = [Call(name, x, place, f"input_[{i}]", exchanges) for i, x in enumerate(inputs)]
+        _reject_empty_list(name, place, exchanges)
+    calls = [Call(name, x, place, f"input_{at[i]}", exchanges) for i, x in enumerate(inputs)]
     try:
         kind = inputs[0].dtype, inputs[0].device
         for i, x in enumerate(inputs):
@@ -315,17 +323,30 @@ def checked_together(
                 found = f"of {x.dtype} on {x.device}"
                 raise calls[0].type_error(f"input_[{i}]", found, f"{kind[0]} on {kind[1]}, as input_[0]")
         if len(calls) > _C.MOST_TENSORS:
-            raise calls[0].error("input_", f"{len(calls)} tensors", f"at most {_C.MOST_TENSORS}")
-        return list(run(calls))
+            expected = f"at most {_C.MOST_TENSORS} in one call"
+            raise calls[0].error("input_", f"a list of {len(calls)} tensors", expected)
+        outputs = run(calls, at)
+        return outputs[0] if one else list(outputs)
     except BaseException as error:
-        calls[0].fail(error)
+        # meta tensors are not exchanged: the peers wait for the others
+        next((call for call in calls if not call.input.is_meta), calls[0]).fail(error)
         raise
 
 
-def entries(call: Call, what: str, sizes: Any, count: int) -> Sequence[Any]:
-    """Return the sizes of each of several tensors."""
+def _reject_empty_list(name: str, place: Place, exchanges: int) -> None:
+    where = f"{name} on rank {place.rank} of {place.world}"
+    error = ValueError(f"{where}: input_ is an empty list; expected at least one tensor")
+    if exchanges:
+        report_failure([(place, calls_before((place,))[0] + exchanges)], name, None, error)
+    raise error
+
+
+def entries(call: Call, what: str, sizes: Any, at: list[str]) -> Sequence[Any]:
+    """Return the sizes of each tensor of `checked_together`."""
+    if at == [""]:
+        return [sizes]
     if sizes is None:
-        return [None] * count
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != count:
-        raise call.error(what, f"{sizes!r:.200}", f"{count} entries, one for each tensor, or None")
+        return [None] * len(at)
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != len(at):
+        raise call.error(what, f"{sizes!r:.200}", f"{len(at)} entries, one for each tensor, or None")
     return sizes

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from .call import Call
 from .exchange import ONE, Tensors, calls_before, is_traced, report_failure, run_steps
 from .layouts import WHOLE, Layout, even, moved, pair
 from .member import Place
@@ -78,11 +79,12 @@ def recorded(call: Transposed, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     return _apply_plain(call, *inputs)
 
 
-def transpose(
-    name: str, place: Place, shards: Sequence[Layout], sums: bool, inputs: Tensors
-) -> list[torch.Tensor]:
+def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Tensors:
     """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient."""
-    call = name, place, tuple(shards), sums
+    first, inputs = calls[0], [call.input for call in calls]
+    if first.world == 1:
+        return inputs
+    call = first.name, first.place, tuple(shards), sums
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return list(recorded(call, inputs))
-    return list(_run(call, inputs, False))
+        return recorded(call, inputs)
+    return _run(call, inputs, False)
