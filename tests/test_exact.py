@@ -1,0 +1,262 @@
+"""all_to_all by any sizes and of lists, all_gather, reduce_scatter: against references, with derivatives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers.adjoints import check_derivative, inner, same_derivative
+from helpers.reference import assert_same, cells, in_runs, joined, owned, part, rule, zigzag
+from test_ops import sizes_of, strided
+
+import spar
+from spar import SequenceLayout
+
+Group = dist.ProcessGroup
+WORLDS = (1, 2, 3, 4)
+# (global shape, scatter, gather, sizes of the scattered dim, of the gathered dim); None: the size rule
+TRANSPOSES: list[tuple[tuple[int, ...], int, int, str | None, str | None]] = [
+    ((2, 13, 5, 3), 2, 1, "ramp", "last"),
+    ((2, 13, 5, 3), 2, 1, None, "holes"),
+    ((2, 13, 5, 3), -2, -3, "holes", None),
+    ((13, 6), 0, 1, "last", "last"),
+    ((13, 6), 1, 0, "holes", "ramp"),
+    ((3, 2, 11), 2, 0, "ramp", None),
+    ((0, 6), 1, 0, "ramp", "last"),
+    ((4, 0, 3), 0, 1, "holes", "holes"),
+]
+SIZES = ("rule", "ramp", "last", "holes")
+
+
+def sizes(kind: str | None, total: int, world: int) -> list[int]:
+    """Return sizes that sum to the total; "holes": 0 on each second rank."""
+    if kind == "holes":
+        held = iter(rule(total, (world + 1) // 2))
+        return [next(held) if rank % 2 == 0 else 0 for rank in range(world)]
+    return sizes_of(kind or "rule", total, world)
+
+
+def exchanges() -> int:
+    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
+
+
+# ---- all_to_all by sizes ----
+
+
+def check_sizes(rank: int, world: int, group: Group, how: str) -> None:
+    forms: list[Callable[[list[int]], Any]] = [list, tuple, torch.tensor]
+    for (shape, scatter, gather, to, of), form in zip(TRANSPOSES, itertools.cycle(forms)):
+        whole, upstream = cells(shape, torch.float32), cells(shape, torch.float32, salt=1)
+        there, here = sizes(to, shape[scatter], world), sizes(of, shape[gather], world)
+        x = strided(part(whole, here, gather, rank), how).detach().requires_grad_()
+        y = spar.all_to_all(
+            x,
+            group,
+            scatter,
+            gather,
+            scatter_sizes=None if to is None else form(there),
+            gather_sizes=form(here),
+        )
+        assert_same(y.detach(), part(whole, there, scatter, rank), (shape, to, of))
+        y.backward(part(upstream, there, scatter, rank))
+        assert x.grad is not None
+        assert_same(x.grad, part(upstream, here, gather, rank), (shape, to, of))
+
+
+@pytest.mark.parametrize("world", [*WORLDS, 7])
+@pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced"])
+def test_all_to_all_by_sizes(ranks: Ranks, world: int, how: str) -> None:
+    ranks(world, check_sizes, how)
+
+
+# ---- lists ----
+
+HEADS = ((8, 4), (2, 4), (3, 6))  # of Q, K and V: how many, and their dim
+SEQUENCE = 13
+
+
+def shards(rank: int, world: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Return this rank's Q, K and V: heads of unequal numbers and dims."""
+    here = sizes("ramp", SEQUENCE, world)
+    whole = [cells((2, SEQUENCE, *head), dtype, salt) for salt, head in enumerate(HEADS)]
+    return [part(x, here, 1, rank).clone() for x in whole]
+
+
+def check_list(rank: int, world: int, group: Group) -> None:
+    """A list is one exchange, and equals single calls to the bit, also in gradients of any of its tensors."""
+    here = sizes("ramp", SEQUENCE, world)
+    to = [None, sizes("last", 2, world), sizes("holes", 3, world)]
+    for requires in ((True, True, True), (False, True, False), (False, False, False)):
+        single, listed = shards(rank, world), shards(rank, world)
+        for x, wants in zip(single + listed, requires * 2, strict=True):
+            x.requires_grad_(wants)
+        expected = [
+            spar.all_to_all(x, group, scatter_sizes=own, gather_sizes=here)
+            for x, own in zip(single, to, strict=True)
+        ]
+        before = exchanges()
+        found = spar.all_to_all(listed, group, scatter_sizes=to, gather_sizes=[here] * 3)
+        assert exchanges() == before + (world > 1)
+        assert isinstance(found, list)
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a.detach(), b.detach())
+        if any(requires):
+            before = exchanges()
+            torch.stack([(y * y).sum() for y in found]).sum().backward()  # type: ignore[no-untyped-call]
+            assert exchanges() == before + (world > 1)
+            torch.stack([(y * y).sum() for y in expected if y.requires_grad]).sum().backward()  # type: ignore
+        for a, b, wants in zip(listed, single, requires, strict=True):
+            assert (a.grad is None) == (not wants)
+            if wants:
+                assert a.grad is not None and b.grad is not None
+                assert_same(a.grad, b.grad)
+
+
+def check_list_forms(rank: int, world: int, group: Group) -> None:
+    whole = [cells((6, 12), torch.int32), cells((4, 12), torch.int32, 1)]
+    own = [part(x, rule(12, world), 1, rank) for x in whole]
+    for given in (own, tuple(own)):
+        found = spar.all_to_all(given, group, 0, 1, 12)
+        assert isinstance(found, list)
+        for y, x in zip(found, whole, strict=True):
+            assert_same(y, part(x, rule(x.size(0), world), 0, rank))
+    (alone,) = spar.all_to_all(own[:1], group, 0, 1, 12)
+    assert_same(alone, part(whole[0], rule(6, world), 0, rank))
+    many = spar.all_to_all([x + i for i, x in enumerate(own[:1] * 16)], group, 0, 1, 12)
+    for i, y in enumerate(many):
+        assert_same(y, alone + i)
+    lazy = [own[0].to(torch.complex64), (own[1] * 1j).conj()]
+    plain = spar.all_to_all([x.resolve_conj() for x in lazy], group, 0, 1, 12)
+    for a, b in zip(spar.all_to_all(lazy, group, 0, 1, 12), plain, strict=True):
+        assert_same(a, b)
+    metas = spar.all_to_all([x.to("meta") for x in own], group, 0, 1, 12)
+    assert [y.shape for y in metas] == [y.shape for y in found] and all(y.is_meta for y in metas)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_list_equals_single_calls(ranks: Ranks, world: int) -> None:
+    ranks(world, check_list)
+    ranks(world, check_list_forms)
+
+
+# ---- derivatives ----
+
+
+def check_second_derivatives(rank: int, world: int, group: Group) -> None:
+    """First and second derivatives of sums over all ranks, against differences."""
+    here, to = sizes("ramp", 5, world), sizes("last", 2, world)
+    weight = 1 + torch.arange(5.0, dtype=torch.float64)[:, None] / (rank + 2)
+    shape = (here[rank], 2)
+
+    def exchanged(x: torch.Tensor) -> torch.Tensor:
+        y, z = spar.all_to_all([x, x[:, :1]], group, 1, 0, scatter_sizes=[to, None], gather_sizes=[here] * 2)
+        return (weight * y.sin()).sum() + (weight * z * z).sum()
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        y, z = spar.all_gather([x, x * x], group, 0, [here, here])
+        return (weight * y.sin()).sum() + (weight * z * z).sum()
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        y, z = spar.reduce_scatter([x * weight, x.T.sin()], group, -1, [to, sizes("holes", 5, world)])
+        return y.sin().sum() + (rank + 1) * (z * z).sum()
+
+    for name, function, extents in (
+        ("all_to_all", exchanged, shape),
+        ("all_gather", gathered, shape),
+        ("reduce_scatter", summed, (5, 2)),
+    ):
+        x = torch.linspace(-1, 1, extents[0] * extents[1], dtype=torch.float64).reshape(extents) + rank / 8
+        check_derivative(name, function, x, group)
+        check_derivative(f"{name} twice", same_derivative(function), x, group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_first_and_second_derivatives(ranks: Ranks, world: int) -> None:
+    ranks(world, check_second_derivatives)
+
+
+# ---- all_gather and reduce_scatter ----
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+INTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_transpose(rank: int, world: int, group: Group, how: str) -> None:
+    """Both against a reference, and <A x, y> = <x, A^T y> over all ranks, exactly."""
+    for kind, dim in itertools.product(SIZES, (0, 1, -1)):
+        shape = (3, 11, 2)
+        by_rank = sizes(kind, shape[dim], world)
+        given = None if len(set(by_rank)) == 1 else by_rank
+        whole = cells(shape, torch.float64)
+        x = strided(part(whole, by_rank, dim, rank), how).detach().requires_grad_()
+        assert_same(spar.all_gather(x.detach(), group, dim, given), whole, (kind, dim))
+        ys = [cells(shape, torch.float64, salt=1 + p) for p in range(world)]
+        expected = part(torch.stack(ys).sum(0), by_rank, dim, rank)
+        y = strided(ys[rank], how).requires_grad_()
+        z = spar.reduce_scatter(y, group, dim, by_rank)
+        assert_same(z.detach(), expected, (kind, dim))
+        if kind == "rule":
+            assert_same(spar.reduce_scatter(ys[rank], group, dim), expected)
+        gathered = spar.all_gather(x, group, dim, by_rank)
+        gathered.backward(ys[rank])
+        z.backward(x.detach())
+        assert x.grad is not None and y.grad is not None
+        assert_same(x.grad, expected, "the gradient of a gather is a sum")
+        assert_same(y.grad, whole, "the gradient of a sum is a gather")
+        assert inner(gathered, y, group) == inner(x, z, group)
+
+
+@pytest.mark.parametrize("world", [*WORLDS, 7])
+@pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced"])
+def test_all_gather_and_reduce_scatter_are_transposes(ranks: Ranks, world: int, how: str) -> None:
+    ranks(world, check_transpose, how)
+
+
+def check_several(rank: int, world: int, group: Group) -> None:
+    """Several tensors are one exchange; the gradient of all of them is one, too."""
+    wholes = [cells((5, 4), torch.float32), cells((5,), torch.float32, 1)]
+    by_rank = [sizes(kind, 5, world) for kind in ("ramp", "last")]
+    own = [part(x, s, 0, rank).clone().requires_grad_() for x, s in zip(wholes, by_rank, strict=True)]
+    before = exchanges()
+    found = spar.all_gather(own, group, 0, by_rank)
+    for y, x in zip(found, wholes, strict=True):
+        assert_same(y.detach(), x)
+    first, second = torch.autograd.grad(found[0].sum(), own, materialize_grads=True)
+    assert exchanges() == before + 2 * (world > 1)
+    assert_same(first, torch.full_like(own[0], world))
+    assert_same(second, torch.zeros_like(own[1]), "an output without a gradient")
+    sums = spar.reduce_scatter(tuple(wholes), group, 0, [None, by_rank[1]])
+    for y, x, s in zip(sums, wholes, (rule(5, world), by_rank[1]), strict=True):
+        assert_same(y, part(x * world, s, 0, rank))
+    assert all(y.is_meta for y in spar.reduce_scatter([x.to("meta") for x in wholes], group))
+    conj = (cells((6,), torch.complex64) * 1j).conj()
+    summed = part(conj.resolve_conj() * world, rule(6, world), 0, rank)
+    assert_same(spar.reduce_scatter(conj, group).resolve_conj(), summed)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_tensors(ranks: Ranks, world: int) -> None:
+    ranks(world, check_several)
+
+
+def check_zigzag(rank: int, world: int, group: Group) -> None:
+    """A layout moves between natural order and its own inside the exchange."""
+    layout, owners = SequenceLayout.zigzag(37, group), zigzag(37, world)
+    whole = cells((2, 37), torch.float64)
+    own = owned(whole, owners, 1, rank)
+    assert_same(spar.all_gather(own, dim=1, layout=layout), whole)
+    assert_same(spar.reduce_scatter(whole, group, 1, layout=layout), own * world)
+    (again,) = spar.all_gather([own], dim=-1, layout=layout)
+    assert_same(again, joined([owned(whole, owners, 1, p) for p in range(world)], owners, 1))
+    assert_same(again, spar.all_gather(own, dim=1, layout=layout))
+    assert len(in_runs(layout.sizes)) == 37
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_layout_argument(ranks: Ranks, world: int) -> None:
+    ranks(world, check_zigzag)
