@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.adjoints import check_derivative, inner, same_derivative
 from helpers.reference import assert_same, cells, in_runs, joined, owned, part, rule, zigzag
+from helpers.wrapped import Wrapped
 from test_ops import sizes_of, strided
 
 import spar
@@ -142,6 +143,23 @@ def check_list_forms(rank: int, world: int, group: Group) -> None:
 def test_list_equals_single_calls(ranks: Ranks, world: int) -> None:
     ranks(world, check_list)
     ranks(world, check_list_forms)
+
+
+def check_list_of_subclasses(rank: int, world: int, group: Group) -> None:
+    """Any tensor of a list may be of a subclass that intercepts operators, not only the first."""
+    x = cells((2, 6), torch.float32)
+    expected = spar.all_to_all(x, group, 1, 0)
+    for given in ([x, Wrapped(x)], [Wrapped(x), x]):
+        for call in (spar.all_to_all, spar.all_gather):
+            arguments = (1, 0) if call is spar.all_to_all else ()
+            found = call(given, group, *arguments)
+            wanted = expected if call is spar.all_to_all else spar.all_gather(x, group)
+            for y in found:
+                assert_same(y.held if isinstance(y, Wrapped) else y, wanted)
+
+
+def test_list_of_subclasses(ranks: Ranks) -> None:
+    ranks(2, check_list_of_subclasses)
 
 
 # ---- derivatives ----

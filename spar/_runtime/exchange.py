@@ -192,7 +192,9 @@ def run(
     op, args, factor, divide, _ = operation
     if place[1] == 1:
         return [_scaled(x.view_as(x), factor, divide) for x in inputs]
-    if traced or (traced is None and is_traced(inputs[0])):
+    if traced is None:
+        traced = is_traced(inputs[0]) or (len(inputs) > 1 and any(map(is_traced, inputs)))
+    if traced:
         if torch.compiler.is_compiling() or not _profiled():
             return _run_traced(inputs, place, operation, then)
         with torch.profiler.record_function(f"spar::{op}"):
