@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.adjoints import check_derivative, inner, same_derivative
-from helpers.reference import assert_same, cells, in_runs, joined, owned, part, rule, zigzag
+from helpers.reference import assert_same, cells, in_runs, joined, owned, part, rule, same_bits, zigzag
 from helpers.wrapped import Wrapped
 from test_ops import sizes_of, strided
 
@@ -233,6 +233,63 @@ def check_transpose(rank: int, world: int, group: Group, how: str) -> None:
 @pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced"])
 def test_all_gather_and_reduce_scatter_are_transposes(ranks: Ranks, world: int, how: str) -> None:
     ranks(world, check_transpose, how)
+
+
+def check_dtypes(rank: int, world: int, group: Group) -> None:
+    by_rank = sizes("ramp", 9, world)
+    for dtype in (*FLOATS, *INTS):
+        summands = [cells((9, 2), dtype, salt=p) for p in range(world)]
+        wide = torch.int64 if dtype in INTS else dtype
+        total = torch.stack([x.to(wide) for x in summands]).sum(0)
+        expected = (total > 0) if dtype == torch.bool else total.to(dtype)
+        if dtype not in (torch.float16, torch.bfloat16):  # see check_rounding
+            found = spar.reduce_scatter(summands[rank], group, 0, by_rank)
+            assert_same(found, part(expected, by_rank, 0, rank), dtype)
+        found = spar.all_gather(part(summands[0], by_rank, 0, rank), group, 0, by_rank)
+        assert_same(found, summands[0], dtype)
+    eighth = cells((9, 2), torch.uint8).view(torch.float8_e4m3fn)
+    assert_same(spar.all_gather(part(eighth, by_rank, 0, rank), group, 0, by_rank), eighth)
+    for dtype in (torch.float8_e4m3fn, torch.uint16):
+        with pytest.raises(
+            TypeError, match=f"input_ is a tensor of {dtype}; expected a dtype that torch adds"
+        ):
+            spar.reduce_scatter(torch.zeros(9, dtype=dtype), group)
+    with pytest.raises(TypeError, match="float8_e4m3fn whose gradients are to be summed; expected a dtype"):
+        spar.all_gather(eighth.clone().requires_grad_(), group)
+
+
+def check_rounding(rank: int, world: int, group: Group) -> None:
+    """Sums of 16-bit floats run in float32, in the order of the ranks; each run gives the same bits."""
+    kinds = (
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.complex32, torch.complex64),
+    )
+    for dtype, wide in kinds:
+        torch.manual_seed(5)
+        scale = 10.0 ** torch.randint(-3, 4, (world, 400, 1))
+        summands = (torch.randn(world, 400, 2) * scale).to(wide).to(dtype)
+        expected, otherwise = summands[0].to(wide), summands[0]
+        for x in summands[1:]:
+            expected = expected + x.to(wide)
+            otherwise = (otherwise.to(wide) + x.to(wide)).to(dtype)
+        assert same_bits(otherwise.view(torch.int16), expected.to(dtype).view(torch.int16)) == (world < 3)
+        for _ in range(2):
+            found = spar.reduce_scatter(summands[rank], group)
+            wanted = part(expected.to(dtype), rule(400, world), 0, rank)
+            assert_same(found.view(torch.int16), wanted.view(torch.int16), dtype)
+        torch.manual_seed(6)
+        values = torch.randn(world, 300).double()
+        expected = values[0]
+        for x in values[1:]:
+            expected = expected + x
+        assert_same(spar.reduce_scatter(values[rank], group), part(expected, rule(300, world), 0, rank))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_dtypes_of_sums(ranks: Ranks, world: int) -> None:
+    ranks(world, check_dtypes)
+    ranks(world, check_rounding)
 
 
 def check_several(rank: int, world: int, group: Group) -> None:

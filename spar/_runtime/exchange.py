@@ -26,8 +26,8 @@ from .registry import by_handle, calls_on, lends
 Scale = tuple[float, bool]  # the factor, and whether it divides
 ONE: Scale = (1.0, False)
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
-# dtypes that torch can copy between strides; others (int1, float4_e2m1fn_x2, ...) are copied as plain items
-_COPYABLE = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+# dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
+ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
@@ -144,7 +144,7 @@ def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
     """Multiply or divide by the factor; return a view if the factor is 1 and the part is contiguous."""
     if factor != 1.0:
         return part / factor if divide else part * factor
-    if part.dtype in _COPYABLE or part.is_contiguous():
+    if part.dtype in ARITHMETIC or part.is_contiguous():
         return part.contiguous()
     return part.view(ITEMS[part.dtype.itemsize]).contiguous().view(part.dtype)
 

@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 
 from .call import Call
-from .exchange import ONE, Tensors, calls_before, is_traced, report_failure, run_steps
+from .exchange import ARITHMETIC, ONE, Tensors, calls_before, is_traced, report_failure, run_steps
 from .layouts import WHOLE, Layout, even, moved, pair
 from .member import Place
 from .registry import by_handle
 
-_ROUNDED = (torch.float16, torch.bfloat16)
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 Transposed = tuple[str, Place, tuple[Layout, ...], bool]  # name, place, each tensor's shards, whether it sums
 
 
@@ -35,15 +35,10 @@ def _sum(parts: torch.Tensor) -> torch.Tensor:
     first, *rest = parts.unbind(0)
     if not rest:
         return first.clone()
-    if len(rest) > 1 and parts.dtype in _ROUNDED:
-        total = first.float()
-        for part in rest:
-            total += part
-        return total.to(parts.dtype)
-    total = first + rest[0]
+    total = first.to(_WIDER.get(parts.dtype, parts.dtype)) + rest[0]
     for part in rest[1:]:
         total += part
-    return total
+    return total.to(parts.dtype)
 
 
 class SparTranspose(torch.autograd.Function):
@@ -82,9 +77,13 @@ def recorded(call: Transposed, inputs: Tensors) -> tuple[torch.Tensor, ...]:
 def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Tensors:
     """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient."""
     first, inputs = calls[0], [call.input for call in calls]
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if (sums or records) and first.input.dtype not in ARITHMETIC:
+        what = f"a tensor of {first.input.dtype}" + ("" if sums else " whose gradients are to be summed")
+        raise first.type_error("input_", what, "a dtype that torch adds, such as torch.float32")
     if first.world == 1:
         return inputs
     call = first.name, first.place, tuple(shards), sums
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if records:
         return recorded(call, inputs)
     return _run(call, inputs, False)
