@@ -319,6 +319,17 @@ def test_several_tensors(ranks: Ranks, world: int) -> None:
     ranks(world, check_several)
 
 
+def check_advice(rank: int, world: int, group: Group) -> None:
+    with pytest.raises(spar.MismatchError) as caught:
+        spar.all_gather(torch.zeros(2, 4 - rank), group, 1)
+    assert f"The ranks hold {[4, 3, 2][:world]} of dim 1: pass sizes={[4, 3, 2][:world]}" in str(caught.value)
+    assert spar.all_gather(torch.zeros(4 - rank), group, 0, [4, 3, 2][:world]).shape == (7,)
+
+
+def test_all_gather_names_the_sizes_to_pass(ranks: Ranks) -> None:
+    ranks(2, check_advice)
+
+
 def check_zigzag(rank: int, world: int, group: Group) -> None:
     """A layout moves between natural order and its own inside the exchange."""
     layout, owners = SequenceLayout.zigzag(37, group), zigzag(37, world)

@@ -42,6 +42,7 @@ def _advice(name: str, sizes: list[int]) -> str | None:
         "all_to_all": f"pass gather_size={total}, their sum"
         if sizes == by_rule
         else f"pass gather_sizes={sizes}",
+        "all_gather": f"pass sizes={sizes}",
         "gather_forward_split_backward": f"pass gather_sizes={sizes}",
         "gather_forward_split_backward_and_unpad": "equal sizes are required",
         "sp_gather": "pass validate=True",
