@@ -1,0 +1,190 @@
+"""SequenceLayout: each maker against lists of owners in plain Python, and what moves data by a layout."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers.reference import assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
+from test_faults import finish, start
+
+import spar
+from spar import SequenceLayout, parallel_state
+from spar.parallel_state import init_parallel_state
+
+Group = dist.ProcessGroup
+WORLDS = (1, 2, 3, 4)
+TOTALS = (37, 16, 5, 1, 0)  # odd, a multiple of 2P, fewer tokens than 2P, none
+DOCUMENTS = ([5, 0, 9, 1, 14], [2], [0, 0, 3], [])
+
+
+def exchanges() -> int:
+    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
+
+
+def layouts(group: Group) -> list[tuple[SequenceLayout, list[int], list[int]]]:
+    """Return layouts, the owner of each token, and the lengths between which positions restart."""
+    world, found = group.size(), []
+    for total in TOTALS:
+        found.append((SequenceLayout.even(total, group), in_runs(rule(total, world)), [total]))
+        found.append((SequenceLayout.zigzag(total, group), zigzag(total, world), [total]))
+    for lengths in DOCUMENTS:
+        found.append((SequenceLayout.packed(lengths, group), packed(lengths, world), lengths))
+    for text, image in ((7, 25), (0, 6), (3, 0)):
+        joint = SequenceLayout.joint(text, image, group)
+        found.append((joint, packed([text, image], world), [text + image]))
+    sizes = [3 * (world - rank) % 4 for rank in range(world)]
+    local = SequenceLayout.from_local(sizes[group.rank()], group)
+    found.append((local, in_runs(sizes), [sum(sizes)]))
+    return found
+
+
+def check_numbers(layout: SequenceLayout, owners: list[int], lengths: list[int], rank: int) -> None:
+    index = [i for i, owner in enumerate(owners) if owner == rank]
+    documents = [i for length in lengths for i in range(length)]
+    assert layout.total == len(owners)
+    assert layout.sizes == tuple(owners.count(p) for p in range(layout.group.size()))
+    assert layout.index().dtype == layout.positions().dtype == torch.int64
+    assert layout.index().tolist() == index
+    assert layout.positions().tolist() == [documents[i] for i in index]
+    assert layout.cu_seqlens().dtype == torch.int32
+    assert layout.cu_seqlens().tolist() == [0, *accumulate(lengths)]
+
+
+def check_moves(layout: SequenceLayout, owners: list[int], rank: int) -> None:
+    """Shard, gather and their exact forms, forward and backward, in any dim."""
+    world, total = layout.group.size(), len(owners)
+    for shape, dim in (((total, 3), 0), ((2, total, 3), -2), ((3, total), 1)):
+        whole = cells(shape, torch.float64).requires_grad_()
+        uppers = [cells(shape, torch.float64, salt=p + 1) for p in range(world)]
+        own = layout.shard(whole, dim)
+        assert_same(own.detach(), owned(whole.detach(), owners, dim, rank), layout)
+        own.backward(owned(uppers[rank], owners, dim, rank))
+        assert whole.grad is not None
+        grads = [owned(upper, owners, dim, p) for p, upper in enumerate(uppers)]
+        assert_same(whole.grad, joined(grads, owners, dim), layout)
+        x = own.detach().requires_grad_()
+        for exact in (False, True):
+            y = layout.all_gather(x, dim) if exact else layout.gather(x, dim)
+            assert_same(y.detach(), whole.detach(), layout)
+            x.grad = None
+            y.backward(uppers[rank])
+            upper = torch.stack(uppers).sum(0) if exact else uppers[rank]
+            assert x.grad is not None
+            assert_same(x.grad, owned(upper, owners, dim, rank), layout)
+        summed = uppers[rank].requires_grad_()
+        z = layout.reduce_scatter(summed, dim)
+        assert_same(z.detach(), owned(torch.stack(uppers).sum(0).detach(), owners, dim, rank), layout)
+        z.backward(x.detach())
+        assert summed.grad is not None
+        assert_same(summed.grad, whole.detach(), layout)
+
+
+def check_makers(rank: int, world: int, group: Group) -> None:
+    for layout, owners, lengths in layouts(group):
+        check_numbers(layout, owners, lengths, rank)
+        check_moves(layout, owners, rank)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_makers(ranks: Ranks, world: int) -> None:
+    ranks(world, check_makers)
+
+
+# ---- the value ----
+
+
+def check_value(rank: int, world: int, group: Group) -> None:
+    other = dist.new_group(list(range(7)))
+    if rank >= world:
+        return
+    made = [layout for layout, _, _ in layouts(group)]
+    again = [layout for layout, _, _ in layouts(group)]
+    assert made == again and len({*made, *again}) == len(set(made)) == len(made)
+    assert [hash(layout) for layout in made] == [hash(layout) for layout in again]
+    assert SequenceLayout.even(8, group) != SequenceLayout.even(8, other)
+    assert SequenceLayout.even(8, group) != SequenceLayout.zigzag(8, group) != 8
+    assert SequenceLayout.packed([1, 2], group) != SequenceLayout.joint(1, 2, group)
+    for layout in made:
+        for same in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), copy.copy(layout)):
+            assert same == layout and same.group is layout.group
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made[0].kind = "zigzag"  # type: ignore[misc]
+
+
+def check_forms(rank: int, world: int, group: Group) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    three: Any = numpy.int16(3)
+    lengths = [1, 2, 3]
+    expected = SequenceLayout.packed(lengths, group)
+    short = torch.tensor(lengths, dtype=torch.int16)
+    for given in (tuple(lengths), torch.tensor(lengths), short, [1, 2, three]):
+        assert SequenceLayout.packed(given, group) == expected
+    assert SequenceLayout.even(three, group) == SequenceLayout.even(3, group)
+    assert SequenceLayout.even(torch.tensor(3), group) == SequenceLayout.even(3, group)  # type: ignore[arg-type]
+    mesh = DeviceMesh("cpu", list(range(world)), mesh_dim_names=("sp",))
+    for named in (mesh, (mesh, "sp"), mesh.get_group().group_name):
+        assert SequenceLayout.even(3, named).group is mesh.get_group()
+    assert SequenceLayout.even(3).group is dist.group.WORLD
+    shown = {
+        "SequenceLayout.even(3, 7 ranks)": SequenceLayout.even(3, group),
+        "SequenceLayout.zigzag(37, 7 ranks)": SequenceLayout.zigzag(37, group),
+        "SequenceLayout.packed([1, 2, 3], 7 ranks)": expected,
+        "SequenceLayout.packed([], 7 ranks)": SequenceLayout.packed([], group),
+        f"SequenceLayout.packed([{'4, ' * 16}...], 7 ranks)": SequenceLayout.packed([4] * 17, group),
+        "SequenceLayout.joint(7, 25, 7 ranks)": SequenceLayout.joint(7, 25, group),
+        f"SequenceLayout.local(sizes={list(range(7))}, 7 ranks)": SequenceLayout.from_local(rank, group),
+    }
+    for text, layout in shown.items():
+        assert repr(layout) == text
+
+
+def test_equality_hash_and_pickling(ranks: Ranks) -> None:
+    ranks(7, check_value)
+
+
+def test_arguments_and_repr(ranks: Ranks) -> None:
+    ranks(7, check_forms)
+
+
+# ---- by a parallel state ----
+
+
+def check_hybrid(rank: int, folder: Path) -> None:
+    state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    for total in TOTALS:
+        layout = SequenceLayout.hybrid(total)
+        assert layout == SequenceLayout.hybrid(total, state) and layout.group is state.get_group("cp")
+        owners = zigzag(total, 2, 2)
+        check_numbers(layout, owners, [total], rank)
+        check_moves(layout, owners, rank)
+    assert repr(layout) == "SequenceLayout.hybrid(0, ulysses=2, 4 ranks)"
+    x = cells((16, 2), torch.float32)
+    assert_same(SequenceLayout.hybrid(16).shard(x, 0), spar.split_forward_gather_backward_with_cp(x, 0))
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    del state._meshes["cp"]
+    with pytest.raises(ValueError, match="has no cp group of ring x ulysses in ring order; create it with"):
+        SequenceLayout.hybrid(8)
+    parallel_state.destroy_parallel_state()
+    state = init_parallel_state(ring_attention_size=4)
+    assert SequenceLayout.hybrid(9) == SequenceLayout.zigzag(9, state.get_group("ring"))
+    parallel_state.destroy_parallel_state()
+    state = init_parallel_state(ulysses_parallel_size=4)
+    assert SequenceLayout.hybrid(9) == SequenceLayout.even(9, state.get_group("ulysses"))
+    parallel_state.destroy_parallel_state()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_hybrid(tmp_path: Path, transport: str) -> None:
+    ranks = start(check_hybrid, 4, tmp_path, SPAR_TRANSPORT=transport)
+    assert finish(ranks, 90) == [0] * 4
