@@ -222,7 +222,7 @@ class SequenceLayout:
             shards = [self.shards(c, c.dim("dim", dim), splits, at[i]) for i, c in enumerate(calls)]
             if exact:
                 return transpose(calls, shards, splits)
-            if place.world == 1:
+            if place.world == 1 and scale[0] == 1.0:
                 return [call.input for call in calls]
             args = tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards])
             return apply_steps(calls, ((place, args),), scale)

@@ -100,6 +100,33 @@ def test_makers(ranks: Ranks, world: int) -> None:
     ranks(world, check_makers)
 
 
+def check_lists_and_scales(rank: int, world: int, group: Group) -> None:
+    layout, owners = SequenceLayout.zigzag(13, group), zigzag(13, world)
+    wholes = [cells((13, 2), torch.float32), cells((13,), torch.float32, salt=1)]
+    own = layout.shard(wholes, 0)
+    before = exchanges()
+    again = layout.gather(tuple(own), 0)
+    assert exchanges() == before + (world > 1) and isinstance(own, list) and isinstance(again, list)
+    for x, part, y in zip(wholes, own, again, strict=True):
+        assert_same(part, owned(x, owners, 0, rank))
+        assert_same(y, x)
+    for grad_scale, factor in (("up", world), ("down", 1 / world), (None, 1), (0.25, 0.25)):
+        x = wholes[0].clone().requires_grad_()
+        layout.shard(x, 0, grad_scale).sum().backward()
+        part = own[0].clone().requires_grad_()
+        layout.gather(part, 0, grad_scale).sum().backward()
+        assert x.grad is not None and part.grad is not None
+        assert_same(x.grad, torch.full_like(x, factor), grad_scale)
+        assert_same(part.grad, torch.full_like(part, factor), grad_scale)
+    part = SequenceLayout.even(13, group).shard(wholes[0], 0)
+    assert part.untyped_storage().data_ptr() == wholes[0].untyped_storage().data_ptr(), "a view"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_lists_and_gradient_scales(ranks: Ranks, world: int) -> None:
+    ranks(world, check_lists_and_scales)
+
+
 # ---- the value ----
 
 
