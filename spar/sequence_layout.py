@@ -104,7 +104,13 @@ class SequenceLayout:
         total = _total("hybrid", total)
         ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
         if not state.is_ring_enable():
-            return cls.even(total, ulysses)
+            alone = ring if ulysses is None else ulysses
+            if alone is None:  # not None as a group: that is another one, maybe of several ranks
+                raise ValueError(
+                    "SequenceLayout.hybrid: the parallel state has no ring or ulysses group; create it with "
+                    "init_parallel_state(ring_attention_size=..., ulysses_parallel_size=...)"
+                )
+            return cls.even(total, alone)
         if not state.is_ulysses_enable():
             return cls.zigzag(total, ring)
         if cp is None or not state.is_cp_ring_by_ring():

@@ -19,7 +19,7 @@ from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout, parallel_state
-from spar.parallel_state import init_parallel_state
+from spar.parallel_state import ParallelState, init_parallel_state
 
 Group = dist.ProcessGroup
 WORLDS = (1, 2, 3, 4)
@@ -211,7 +211,22 @@ def check_hybrid(rank: int, folder: Path) -> None:
     parallel_state.destroy_parallel_state()
 
 
+def check_unsharded(rank: int, folder: Path) -> None:
+    """Without ring and ulysses ranks, a sequence is not sharded over the ranks of something else."""
+    state = init_parallel_state(data_parallel_size=2)
+    layout = SequenceLayout.hybrid(9)
+    assert layout.sizes == (9,) and layout.group is state.get_group("ulysses")
+    ring = ParallelState({"ring": state._meshes["ring"]})
+    assert SequenceLayout.hybrid(9, ring).group is state.get_group("ring")
+    with pytest.raises(ValueError, match="the parallel state has no ring or ulysses group; create it with"):
+        SequenceLayout.hybrid(9, ParallelState())
+
+
 @pytest.mark.parametrize("transport", ["shm", "torch"])
 def test_hybrid(tmp_path: Path, transport: str) -> None:
     ranks = start(check_hybrid, 4, tmp_path, SPAR_TRANSPORT=transport)
     assert finish(ranks, 90) == [0] * 4
+
+
+def test_hybrid_without_sharding(tmp_path: Path) -> None:
+    assert finish(start(check_unsharded, 2, tmp_path), 60) == [0] * 2
