@@ -1,52 +1,11 @@
-/* NCCL: sends and receives of device memory, on any number of hosts. pipeline.h moves the bytes; watchdog.h detects
- * errors, timeouts and deaths without waiting for the device.
- *
- * All ranks use torch's communicator if every rank has one; else they make one, which allocates buffers again. */
-#include "base/env.h"
+/* NCCL: sends and receives of device memory, on any number of hosts. setup.c sets a group up, pipeline.h moves the
+ * bytes, watchdog.h detects errors, timeouts and deaths without waiting for the device. */
 #include "base/util.h"
-#include "transports/nccl/pipeline.h"
-#include "transports/rendezvous.h"
-#include "transports/nccl/watchdog.h"
 #include "ipc/last_call.h"
+#include "transports/nccl/state.h"
 
-#include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-static const int64_t POLL_NS = 50000000;
-
-/* A rank's token in the first stage's setup result. */
-typedef struct {
-    spar_nccl_id id; /* rank 0's, if the ranks may need their own communicator */
-    int64_t chunk;   /* bytes of a step that its staging buffers allow */
-    int32_t has_native, has_id;
-} token;
-
-_Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token), "it travels in the setup result");
-
-typedef struct {
-    pthread_mutex_t lock; /* held during a call; protects what follows */
-    pthread_cond_t connected;
-    int refs; /* atomic: held by the comm or its watchdog, and by the rendezvous thread */
-    int world, rank, ordinal;
-    spar_nccl_id id;
-    spar_pipeline pipeline;
-    int has_pipeline;
-    spar_call_ring *ring; /* NULL: the ranks are not all on one host */
-    int compare;
-    uint64_t calls;
-    struct ncclComm *own, *native; /* native: torch's, at the set-up */
-    spar_watchdog *watchdog;
-    void *stream; /* of the newest call */
-    int called;
-    /* the rendezvous: over is 1 once it ended, with status and text; abandoned: no thread waits for it */
-    int finished, abandoned;
-    spar_status status;
-    char text[256];
-    spar_ranks ranks; /* that caused it */
-} nccl_state;
 
 static void probe(spar_peer_info *info)
 {
@@ -70,258 +29,9 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
     return 1;
 }
 
-static void release(void *context)
-{
-    nccl_state *s = context;
-    if (__atomic_sub_fetch(&s->refs, 1, __ATOMIC_ACQ_REL))
-        return;
-    if (s->has_pipeline)
-        spar_pipeline_close(&s->pipeline);
-    spar_call_ring_close(s->ring);
-    pthread_cond_destroy(&s->connected);
-    pthread_mutex_destroy(&s->lock);
-    free(s);
-}
-
-/* Releases a failed set-up on its own thread: freeing device memory waits for the device and other groups' calls. */
-static void *release_entered(void *context)
-{
-    nccl_state *s = context;
-    void *before;
-    if (spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
-        return NULL; /* the device is gone, with its memory */
-    release(s);
-    spar_device_cuda.leave(before);
-    return NULL;
-}
-
-/* ---- set-up ---- */
-
-static spar_status make(nccl_state *s, const spar_native *native, token *own)
-{
-    spar_env_value most, check;
-    SPAR_TRY(spar_env_field("check", &check));
-    s->compare = strcmp(check.text, "0") != 0;
-    SPAR_TRY(spar_env_field("staging_max", &most));
-    SPAR_TRY(spar_pipeline_open(&s->pipeline, s->world, s->rank, most.count));
-    s->has_pipeline = 1;
-    s->native = native->comm;
-    own->has_native = native->comm != NULL;
-    own->chunk = s->pipeline.chunk;
-    if (s->rank == 0 && !own->has_native) {
-        SPAR_NCCL_TRY(NULL, GetUniqueId(&own->id));
-        own->has_id = 1;
-    }
-    return SPAR_OK;
-}
-
-static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
-{
-    token own = {0};
-    void *before;
-    char reason[96];
-    result->offset = -1;
-    SPAR_TRY(spar_device_cuda.open());
-    SPAR_TRY(spar_nccl_open());
-    SPAR_TRY(spar_device_cuda.prepare(comm->native.ordinal));
-    nccl_state *s = calloc(1, sizeof *s);
-    if (!s)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", comm->world);
-    spar_cond_init(&s->connected);
-    pthread_mutex_init(&s->lock, NULL);
-    s->refs = 1;
-    s->world = comm->world;
-    s->rank = comm->rank;
-    s->ordinal = comm->native.ordinal;
-    comm->state = s;
-    if (spar_rendezvous_possible(info, s->world, 0, reason, sizeof reason) &&
-        spar_call_ring_open(comm, info, &s->ring, &result->offset) != SPAR_OK)
-        result->offset = -1; /* the call ring is optional */
-    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
-    spar_status status = make(s, &comm->native, &own);
-    spar_device_cuda.leave(before);
-    memcpy(result->token, &own, sizeof own);
-    return status;
-}
-
-/* Runs the NCCL calls that may block on peers without a limit; on a thread of its own. */
-static spar_status init_communicator(nccl_state *s)
-{
-    struct ncclComm *comm = s->native;
-    int world, rank;
-    if (!comm) {
-        SPAR_NCCL_TRY(NULL, CommInitRank(&comm, s->world, s->id, s->rank));
-        pthread_mutex_lock(&s->lock);
-        int abandoned = s->abandoned;
-        s->own = abandoned ? NULL : comm;
-        pthread_mutex_unlock(&s->lock);
-        if (abandoned) {
-            spar_nccl.CommAbort(comm);
-            return SPAR_OK;
-        }
-    }
-    SPAR_NCCL_TRY(comm, CommCount(comm, &world));
-    SPAR_NCCL_TRY(comm, CommUserRank(comm, &rank));
-    if (world != s->world || rank != s->rank)
-        return spar_fail(SPAR_TRANSPORT, "torch's communicator is rank %d of %d; expected %d of %d", rank,
-                         world, s->rank, s->world);
-    return spar_pipeline_connect(&s->pipeline, comm);
-}
-
-static void *rendezvous_thread(void *context)
-{
-    nccl_state *s = context;
-    void *before = NULL;
-    spar_status status = spar_device_cuda.enter(s->ordinal, &before);
-    if (status == SPAR_OK)
-        status = init_communicator(s);
-    pthread_mutex_lock(&s->lock);
-    s->finished = 1;
-    s->status = status;
-    snprintf(s->text, sizeof s->text, "%s", status == SPAR_OK ? "" : spar_last_error());
-    s->ranks = *spar_last_error_ranks();
-    pthread_cond_signal(&s->connected);
-    pthread_mutex_unlock(&s->lock);
-    release(s);
-    spar_device_cuda.leave(before);
-    return NULL;
-}
-
-/* Returns another status than SPAR_OK if the wait must end: a signal, a timeout, a failed peer on this host. */
-static spar_status poll_setup(const nccl_state *s, const spar_deadline *deadline)
-{
-    SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
-    spar_status status = s->ring ? spar_call_ring_poll(s->ring, 1) : SPAR_OK;
-    if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fall back together */
-        return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, spar_last_error_ranks(),
-                               "%s", spar_last_error());
-    }
-    if (spar_deadline_passed(deadline))
-        return spar_fail(SPAR_TIMEOUT, "timed out while NCCL was set up: a rank is missing");
-    return SPAR_OK;
-}
-
-static spar_status await_communicator(nccl_state *s, const spar_deadline *deadline)
-{
-    spar_status status = SPAR_OK;
-    pthread_mutex_lock(&s->lock);
-    while (!s->finished && status == SPAR_OK) {
-        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
-        if (s->finished)
-            break;
-        pthread_mutex_unlock(&s->lock);
-        status = poll_setup(s, deadline);
-        pthread_mutex_lock(&s->lock);
-    }
-    if (s->finished)
-        status = s->status == SPAR_OK ? SPAR_OK : spar_fail_ranks(s->status, &s->ranks, "%s", s->text);
-    s->abandoned = !s->finished;
-    struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
-    if (stuck)
-        s->own = NULL;
-    pthread_mutex_unlock(&s->lock);
-    if (stuck)
-        spar_nccl.CommAbort(stuck);
-    return status;
-}
-
-/* Waits for the first exchange, which connects all pairs of ranks. */
-static spar_status await_first_exchange(const nccl_state *s, const spar_deadline *deadline)
-{
-    const struct timespec moment = {0, 200000};
-    for (int looks = 1;; looks++) {
-        CUresult result = spar_driver_functions()->StreamQuery(s->pipeline.side_streams[0].stream);
-        if (result != SPAR_CU_NOT_READY)
-            return spar_driver_check(result, "the first exchange over NCCL");
-        if (looks % 100 == 0) {
-            spar_nccl_result error = SPAR_NCCL_SUCCESS;
-            struct ncclComm *comm = s->own ? s->own : s->native;
-            SPAR_NCCL_TRY(comm, CommGetAsyncError(comm, &error));
-            SPAR_TRY(spar_nccl_check(error, comm, "the first exchange over NCCL"));
-            SPAR_TRY(poll_setup(s, deadline));
-        }
-        nanosleep(&moment, NULL);
-    }
-}
-
-static spar_status agree_on_communicator(nccl_state *s, const spar_setup_result *results)
-{
-    int natives = 0;
-    token first, other;
-    memcpy(&first, results[0].token, sizeof first);
-    for (int rank = 0; rank < s->world; rank++) {
-        memcpy(&other, results[rank].token, sizeof other);
-        natives += other.has_native == 1;
-        if (other.chunk < 256 || other.chunk % 256)
-            return spar_fail_rank(SPAR_TRANSPORT, rank,
-                                  "rank %d published steps of %lld bytes; expected a multiple of 256", rank,
-                                  (long long)other.chunk);
-        if (other.chunk < s->pipeline.chunk)
-            s->pipeline.chunk = other.chunk;
-    }
-    if (natives == s->world)
-        return SPAR_OK;
-    s->native = NULL;
-    if (!first.has_id)
-        return spar_fail(SPAR_TRANSPORT, "only %d of %d ranks have torch's NCCL communicator", natives,
-                         s->world);
-    s->id = first.id;
-    return SPAR_OK;
-}
-
-/* If one rank has no call ring, no rank uses it. */
-static spar_status connect_ring(nccl_state *s, const spar_comm *comm, const spar_setup_result *results,
-                                const spar_deadline *deadline)
-{
-    int all = s->ring != NULL;
-    for (int rank = 0; rank < s->world; rank++)
-        all = all && results[rank].offset >= 0;
-    spar_status status = all ? spar_call_ring_connect(s->ring, comm, results, deadline) : SPAR_TRANSPORT;
-    if (status == SPAR_OK)
-        return SPAR_OK;
-    spar_call_ring_close(s->ring);
-    s->ring = NULL;
-    return spar_ends_wait(status) ? status : SPAR_OK;
-}
-
-static spar_status init_and_await(nccl_state *s, const spar_deadline *deadline)
-{
-    __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
-    int error = spar_thread_start(rendezvous_thread, s);
-    if (error) {
-        release(s);
-        return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s", strerror(error));
-    }
-    SPAR_TRY(await_communicator(s, deadline));
-    spar_status status = await_first_exchange(s, deadline);
-    if (status == SPAR_OK || !s->own)
-        return status;
-    spar_nccl.CommAbort(s->own);
-    s->own = NULL;
-    return status;
-}
-
-static spar_status connect_all(spar_comm *comm, const spar_setup_result *results,
-                               const spar_deadline *deadline)
-{
-    nccl_state *s = comm->state;
-    void *before;
-    SPAR_TRY(agree_on_communicator(s, results));
-    SPAR_TRY(connect_ring(s, comm, results, deadline));
-    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
-    spar_status status = init_and_await(s, deadline);
-    const spar_watchdog_target what = {s->own, s->ordinal, s->ring, release, s};
-    if (status == SPAR_OK)
-        status = spar_watchdog_open(&what, &s->watchdog);
-    spar_device_cuda.leave(before);
-    if (status != SPAR_OK && s->ring)
-        spar_call_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
-    return status;
-}
-
 /* ---- a call ---- */
 
-static spar_status check_call(const nccl_state *s, const spar_call *call)
+static spar_status check_call(const spar_nccl_state *s, const spar_call *call)
 {
     if (call->failed != SPAR_OK)
         return spar_fail(call->failed, "%s", call->why);
@@ -333,7 +43,7 @@ static spar_status check_call(const nccl_state *s, const spar_call *call)
 }
 
 /* Reports to the peers that this rank cannot make call n. */
-static spar_status fail_alone(nccl_state *s, uint64_t n, const spar_call *call, spar_status status)
+static spar_status fail_alone(spar_nccl_state *s, uint64_t n, const spar_call *call, spar_status status)
 {
     char why[SPAR_GROUP_TEXT];
     spar_call told = *call;
@@ -348,7 +58,7 @@ static spar_status fail_alone(nccl_state *s, uint64_t n, const spar_call *call, 
     return spar_fail_ranks(status, &ranks, "%s", why);
 }
 
-static spar_status enqueue(nccl_state *s, const spar_call *call)
+static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
 {
     struct ncclComm *comm = s->own ? s->own : call->native;
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
@@ -386,7 +96,7 @@ static spar_status enqueue(nccl_state *s, const spar_call *call)
 
 static spar_status run(spar_comm *comm, spar_call *call)
 {
-    nccl_state *s = comm->state;
+    spar_nccl_state *s = comm->state;
     void *before;
     if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
@@ -402,7 +112,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
 
 static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
 {
-    nccl_state *s = comm->state;
+    spar_nccl_state *s = comm->state;
     void *before;
     if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
@@ -422,7 +132,7 @@ static int description(const spar_comm *comm, int rank, spar_description *result
 
 static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 {
-    const nccl_state *s = comm->state;
+    const spar_nccl_state *s = comm->state;
     if (s->ring)
         *last = spar_call_ring_last_call(s->ring, rank);
     return s->ring != NULL;
@@ -430,13 +140,25 @@ static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 
 static const char *broken(const spar_comm *comm)
 {
-    const nccl_state *s = comm->state;
+    const spar_nccl_state *s = comm->state;
     return s->watchdog ? spar_watchdog_broken(s->watchdog) : NULL;
+}
+
+/* Releases a failed set-up on its own thread: freeing device memory waits for the device and other groups' calls. */
+static void *release_entered(void *context)
+{
+    spar_nccl_state *s = context;
+    void *before;
+    if (spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
+        return NULL; /* the device is gone, with its memory */
+    spar_nccl_release(s);
+    spar_device_cuda.leave(before);
+    return NULL;
 }
 
 static void close_comm(spar_comm *comm)
 {
-    nccl_state *s = comm->state;
+    spar_nccl_state *s = comm->state;
     comm->state = NULL;
     if (!s)
         return;
@@ -450,8 +172,8 @@ const spar_transport spar_transport_nccl = {
     .name = "nccl",
     .probe = probe,
     .serves = serves,
-    .setup = setup,
-    .connect = connect_all,
+    .setup = spar_nccl_setup,
+    .connect = spar_nccl_connect,
     .run = run,
     .wait = wait_for,
     .description = description,

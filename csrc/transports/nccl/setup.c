@@ -1,0 +1,258 @@
+/* Set-up of the NCCL transport: ranks agree on a communicator, and make a first exchange.
+ *
+ * All ranks use torch's communicator if every rank has one; else they make one, which allocates buffers again. */
+#include "base/env.h"
+#include "base/util.h"
+#include "transports/nccl/state.h"
+#include "transports/rendezvous.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static const int64_t POLL_NS = 50000000;
+
+/* A rank's token in the first stage's setup result. */
+typedef struct {
+    spar_nccl_id id; /* rank 0's, if the ranks may need their own communicator */
+    int64_t chunk;   /* bytes of a step that its staging buffers allow */
+    int32_t has_native, has_id;
+} token;
+
+_Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token), "it travels in the setup result");
+
+void spar_nccl_release(void *state)
+{
+    spar_nccl_state *s = state;
+    if (__atomic_sub_fetch(&s->refs, 1, __ATOMIC_ACQ_REL))
+        return;
+    if (s->has_pipeline)
+        spar_pipeline_close(&s->pipeline);
+    spar_call_ring_close(s->ring);
+    pthread_cond_destroy(&s->connected);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+static spar_status make(spar_nccl_state *s, const spar_native *native, token *own)
+{
+    spar_env_value most, check;
+    SPAR_TRY(spar_env_field("check", &check));
+    s->compare = strcmp(check.text, "0") != 0;
+    SPAR_TRY(spar_env_field("staging_max", &most));
+    SPAR_TRY(spar_pipeline_open(&s->pipeline, s->world, s->rank, most.count));
+    s->has_pipeline = 1;
+    s->native = native->comm;
+    own->has_native = native->comm != NULL;
+    own->chunk = s->pipeline.chunk;
+    if (s->rank == 0 && !own->has_native) {
+        SPAR_NCCL_TRY(NULL, GetUniqueId(&own->id));
+        own->has_id = 1;
+    }
+    return SPAR_OK;
+}
+
+spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
+{
+    token own = {0};
+    void *before;
+    char reason[96];
+    result->offset = -1;
+    SPAR_TRY(spar_device_cuda.open());
+    SPAR_TRY(spar_nccl_open());
+    SPAR_TRY(spar_device_cuda.prepare(comm->native.ordinal));
+    spar_nccl_state *s = calloc(1, sizeof *s);
+    if (!s)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", comm->world);
+    spar_cond_init(&s->connected);
+    pthread_mutex_init(&s->lock, NULL);
+    s->refs = 1;
+    s->world = comm->world;
+    s->rank = comm->rank;
+    s->ordinal = comm->native.ordinal;
+    comm->state = s;
+    if (spar_rendezvous_possible(info, s->world, 0, reason, sizeof reason) &&
+        spar_call_ring_open(comm, info, &s->ring, &result->offset) != SPAR_OK)
+        result->offset = -1; /* the call ring is optional */
+    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
+    spar_status status = make(s, &comm->native, &own);
+    spar_device_cuda.leave(before);
+    memcpy(result->token, &own, sizeof own);
+    return status;
+}
+
+/* Runs the NCCL calls that may block on peers without a limit; on a thread of its own. */
+static spar_status init_communicator(spar_nccl_state *s)
+{
+    struct ncclComm *comm = s->native;
+    int world, rank;
+    if (!comm) {
+        SPAR_NCCL_TRY(NULL, CommInitRank(&comm, s->world, s->id, s->rank));
+        pthread_mutex_lock(&s->lock);
+        int abandoned = s->abandoned;
+        s->own = abandoned ? NULL : comm;
+        pthread_mutex_unlock(&s->lock);
+        if (abandoned) {
+            spar_nccl.CommAbort(comm);
+            return SPAR_OK;
+        }
+    }
+    SPAR_NCCL_TRY(comm, CommCount(comm, &world));
+    SPAR_NCCL_TRY(comm, CommUserRank(comm, &rank));
+    if (world != s->world || rank != s->rank)
+        return spar_fail(SPAR_TRANSPORT, "torch's communicator is rank %d of %d; expected %d of %d", rank,
+                         world, s->rank, s->world);
+    return spar_pipeline_connect(&s->pipeline, comm);
+}
+
+static void *rendezvous_thread(void *context)
+{
+    spar_nccl_state *s = context;
+    void *before = NULL;
+    spar_status status = spar_device_cuda.enter(s->ordinal, &before);
+    if (status == SPAR_OK)
+        status = init_communicator(s);
+    pthread_mutex_lock(&s->lock);
+    s->finished = 1;
+    s->status = status;
+    snprintf(s->text, sizeof s->text, "%s", status == SPAR_OK ? "" : spar_last_error());
+    s->ranks = *spar_last_error_ranks();
+    pthread_cond_signal(&s->connected);
+    pthread_mutex_unlock(&s->lock);
+    spar_nccl_release(s);
+    spar_device_cuda.leave(before);
+    return NULL;
+}
+
+/* Returns another status than SPAR_OK if the wait must end: a signal, a timeout, a failed peer on this host. */
+static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *deadline)
+{
+    SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
+    spar_status status = s->ring ? spar_call_ring_poll(s->ring, 1) : SPAR_OK;
+    if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fall back together */
+        return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, spar_last_error_ranks(),
+                               "%s", spar_last_error());
+    }
+    if (spar_deadline_passed(deadline))
+        return spar_fail(SPAR_TIMEOUT, "timed out while NCCL was set up: a rank is missing");
+    return SPAR_OK;
+}
+
+static spar_status await_communicator(spar_nccl_state *s, const spar_deadline *deadline)
+{
+    spar_status status = SPAR_OK;
+    pthread_mutex_lock(&s->lock);
+    while (!s->finished && status == SPAR_OK) {
+        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
+        if (s->finished)
+            break;
+        pthread_mutex_unlock(&s->lock);
+        status = poll_setup(s, deadline);
+        pthread_mutex_lock(&s->lock);
+    }
+    if (s->finished)
+        status = s->status == SPAR_OK ? SPAR_OK : spar_fail_ranks(s->status, &s->ranks, "%s", s->text);
+    s->abandoned = !s->finished;
+    struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
+    if (stuck)
+        s->own = NULL;
+    pthread_mutex_unlock(&s->lock);
+    if (stuck)
+        spar_nccl.CommAbort(stuck);
+    return status;
+}
+
+/* Waits for the first exchange, which connects all pairs of ranks. */
+static spar_status await_first_exchange(const spar_nccl_state *s, const spar_deadline *deadline)
+{
+    const struct timespec moment = {0, 200000};
+    for (int looks = 1;; looks++) {
+        CUresult result = spar_driver_functions()->StreamQuery(s->pipeline.side_streams[0].stream);
+        if (result != SPAR_CU_NOT_READY)
+            return spar_driver_check(result, "the first exchange over NCCL");
+        if (looks % 100 == 0) {
+            spar_nccl_result error = SPAR_NCCL_SUCCESS;
+            struct ncclComm *comm = s->own ? s->own : s->native;
+            SPAR_NCCL_TRY(comm, CommGetAsyncError(comm, &error));
+            SPAR_TRY(spar_nccl_check(error, comm, "the first exchange over NCCL"));
+            SPAR_TRY(poll_setup(s, deadline));
+        }
+        nanosleep(&moment, NULL);
+    }
+}
+
+static spar_status agree_on_communicator(spar_nccl_state *s, const spar_setup_result *results)
+{
+    int natives = 0;
+    token first, other;
+    memcpy(&first, results[0].token, sizeof first);
+    for (int rank = 0; rank < s->world; rank++) {
+        memcpy(&other, results[rank].token, sizeof other);
+        natives += other.has_native == 1;
+        if (other.chunk < 256 || other.chunk % 256)
+            return spar_fail_rank(SPAR_TRANSPORT, rank,
+                                  "rank %d published steps of %lld bytes; expected a multiple of 256", rank,
+                                  (long long)other.chunk);
+        if (other.chunk < s->pipeline.chunk)
+            s->pipeline.chunk = other.chunk;
+    }
+    if (natives == s->world)
+        return SPAR_OK;
+    s->native = NULL;
+    if (!first.has_id)
+        return spar_fail(SPAR_TRANSPORT, "only %d of %d ranks have torch's NCCL communicator", natives,
+                         s->world);
+    s->id = first.id;
+    return SPAR_OK;
+}
+
+/* If one rank has no call ring, no rank uses it. */
+static spar_status connect_ring(spar_nccl_state *s, const spar_comm *comm, const spar_setup_result *results,
+                                const spar_deadline *deadline)
+{
+    int all = s->ring != NULL;
+    for (int rank = 0; rank < s->world; rank++)
+        all = all && results[rank].offset >= 0;
+    spar_status status = all ? spar_call_ring_connect(s->ring, comm, results, deadline) : SPAR_TRANSPORT;
+    if (status == SPAR_OK)
+        return SPAR_OK;
+    spar_call_ring_close(s->ring);
+    s->ring = NULL;
+    return spar_ends_wait(status) ? status : SPAR_OK;
+}
+
+static spar_status init_and_await(spar_nccl_state *s, const spar_deadline *deadline)
+{
+    __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
+    int error = spar_thread_start(rendezvous_thread, s);
+    if (error) {
+        spar_nccl_release(s);
+        return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s", strerror(error));
+    }
+    SPAR_TRY(await_communicator(s, deadline));
+    spar_status status = await_first_exchange(s, deadline);
+    if (status == SPAR_OK || !s->own)
+        return status;
+    spar_nccl.CommAbort(s->own);
+    s->own = NULL;
+    return status;
+}
+
+spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
+                              const spar_deadline *deadline)
+{
+    spar_nccl_state *s = comm->state;
+    void *before;
+    SPAR_TRY(agree_on_communicator(s, results));
+    SPAR_TRY(connect_ring(s, comm, results, deadline));
+    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
+    spar_status status = init_and_await(s, deadline);
+    const spar_watchdog_target what = {s->own, s->ordinal, s->ring, spar_nccl_release, s};
+    if (status == SPAR_OK)
+        status = spar_watchdog_open(&what, &s->watchdog);
+    spar_device_cuda.leave(before);
+    if (status != SPAR_OK && s->ring)
+        spar_call_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
+    return status;
+}

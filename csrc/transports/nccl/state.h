@@ -1,0 +1,41 @@
+/* The state of one group's NCCL transport on this rank, shared by its set-up and its calls. */
+#ifndef SPAR_NCCL_STATE_H
+#define SPAR_NCCL_STATE_H
+
+#include "transports/nccl/pipeline.h"
+#include "transports/nccl/watchdog.h"
+#include "transports/transport.h"
+
+#include <pthread.h>
+
+typedef struct {
+    pthread_mutex_t lock; /* held during a call; protects what follows */
+    pthread_cond_t connected;
+    int refs; /* atomic: held by the comm or its watchdog, and by the rendezvous thread */
+    int world, rank, ordinal;
+    spar_nccl_id id;
+    spar_pipeline pipeline;
+    int has_pipeline;
+    spar_call_ring *ring; /* NULL: the ranks are not all on one host */
+    int compare;
+    uint64_t calls;
+    struct ncclComm *own, *native; /* native: torch's, at the set-up */
+    spar_watchdog *watchdog;
+    void *stream; /* of the newest call */
+    int called;
+    /* the rendezvous: over is 1 once it ended, with status and text; abandoned: no thread waits for it */
+    int finished, abandoned;
+    spar_status status;
+    char text[256];
+    spar_ranks ranks; /* that caused it */
+} spar_nccl_state;
+
+/* The stages of the set-up: slots of spar_transport_nccl. */
+spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
+spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
+                              const spar_deadline *deadline);
+
+/* Drops a reference to the state. The last one frees it; the device must be entered. */
+void spar_nccl_release(void *state);
+
+#endif
