@@ -5,7 +5,8 @@
  * - the operations of a group progress together; messages between two ranks match in order;
  * - the groups of a communicator run one after another, whatever their streams;
  * - a group without a peer runs until the communicator is aborted;
- * - ncclCommInitRank blocks until all ranks have called it.
+ * - ncclCommInitRank blocks until all ranks have called it;
+ * - a message whose address is not a multiple of 16 is copied byte by byte. standin_nccl_unaligned() counts those.
  *
  * Unlike in NCCL, lengths that do not match are an error at once. Environment variables, read at each call, inject
  * faults:
@@ -355,9 +356,19 @@ EXPORT spar_nccl_result ncclGroupEnd(void)
     return result;
 }
 
+static int unaligned; /* atomic */
+
+EXPORT int standin_nccl_unaligned(void);
+EXPORT int standin_nccl_unaligned(void)
+{
+    return __atomic_load_n(&unaligned, __ATOMIC_RELAXED);
+}
+
 static spar_nccl_result add(struct ncclComm *comm, struct CUstream_st *stream, int sends, void *bytes,
                             size_t count, unsigned dtype, int peer)
 {
+    if (count > 1 && (uintptr_t)bytes % 16)
+        __atomic_add_fetch(&unaligned, 1, __ATOMIC_RELAXED);
     if (comm->aborted || dtype != SPAR_NCCL_UINT8 || peer < 0 || peer >= comm->world || !count)
         return fail(INVALID_ARGUMENT, "an impossible message");
     if (open_count == open_room) {

@@ -27,14 +27,17 @@ static spar_status open_side_stream(spar_side_stream *s)
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t most)
 {
     void *memory;
-    int64_t chunk = most / 4 / (world - 1) / 256 * 256; /* at these offsets copies are fast */
+    int64_t room = most / 4 / (world - 1), chunk = room / 256 * 256; /* at these offsets copies are fast */
+    while (chunk > 0 && spar_schedule_room(chunk) > room)
+        chunk -= 256;
+    room = spar_schedule_room(chunk);
     *pipeline = (spar_pipeline){.world = world, .rank = rank, .cap = most, .chunk = chunk};
     if (chunk == 0)
         return spar_fail(SPAR_INVALID, "SPAR_STAGING_MAX is %lld; %d ranks need at least %lld",
-                         (long long)most, world, 1024LL * (world - 1));
-    SPAR_TRY(spar_device_cuda.alloc(4 * (world - 1) * chunk, &memory));
+                         (long long)most, world, 4LL * (world - 1) * spar_schedule_room(256));
+    SPAR_TRY(spar_device_cuda.alloc(4 * (world - 1) * room, &memory));
     pipeline->staging = memory;
-    pipeline->room = 4 * (world - 1) * chunk;
+    pipeline->room = 4 * (world - 1) * room;
     __atomic_add_fetch(&staging.cap, pipeline->cap, __ATOMIC_RELAXED);
     __atomic_add_fetch(&staging.allocated, pipeline->room, __ATOMIC_RELAXED);
     spar_status status = open_side_stream(&pipeline->side_streams[0]);
@@ -136,7 +139,8 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
 /* The staging buffer of a step: to the peers (0) or from them (1). */
 static char *buffer_of(const spar_pipeline *pipeline, int64_t step, int direction)
 {
-    return pipeline->staging + ((step & 1) * 2 + direction) * (pipeline->world - 1) * pipeline->chunk;
+    return pipeline->staging +
+           ((step & 1) * 2 + direction) * (pipeline->world - 1) * spar_schedule_room(pipeline->chunk);
 }
 
 static spar_status pack(spar_pipeline *pipeline, const spar_call *call, int64_t step, void *stream)
@@ -213,8 +217,9 @@ spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, st
 {
     int64_t steps = spar_schedule_steps(call->plan, pipeline->chunk);
     int scaled = call->scale.dtype != SPAR_UNSCALED;
-    SPAR_TRY(spar_schedule_begin(&pipeline->push, call->plan, 0, scaled, pipeline->chunk));
-    SPAR_TRY(spar_schedule_begin(&pipeline->pull, call->plan, 1, 0, pipeline->chunk));
+    SPAR_TRY(spar_schedule_begin(&pipeline->push, call->plan, 0, scaled, pipeline->chunk, call->inputs));
+    SPAR_TRY(spar_schedule_begin(&pipeline->pull, call->plan, 1, 0, pipeline->chunk,
+                                 (const void *const *)call->outputs));
     if (steps > 1) {
         const spar_side_stream *side_stream = &pipeline->side_streams[captured];
         spar_status status = run_pipelined(pipeline, call, comm, side_stream, steps);

@@ -21,7 +21,7 @@ typedef struct {
     int world, rank;
     int64_t cap, room; /* bytes of staging memory: at most; taken */
     int64_t chunk;     /* of a peer's stream in a step, the same on all ranks */
-    char *staging;     /* [2 buffers][2 directions][world - 1][chunk] */
+    char *staging;     /* [2 buffers][2 directions][world - 1][spar_schedule_room(chunk)] */
     spar_side_stream
         side_streams[2]; /* [1] while the caller's stream is captured: then the side stream is, too */
     spar_schedule push, pull;

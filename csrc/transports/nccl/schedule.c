@@ -8,6 +8,19 @@
 /* A block of at least this many bytes is its own message, without packing if it is contiguous. Smaller blocks share
  * a message, whose overhead is about the time to move this many bytes. */
 static const int64_t ALONE = 1 << 16;
+static const int64_t ALIGNMENT = 16; /* of what NCCL copies at full speed */
+
+/* A step of a stream has at most chunk / ALONE whole blocks that are messages of their own, parts of two more, and a
+ * message between each two of them. */
+int64_t spar_schedule_room(int64_t chunk)
+{
+    return (chunk + ALIGNMENT * (2 * (chunk / ALONE) + 5) + 255) / 256 * 256;
+}
+
+static int64_t aligned(int64_t at)
+{
+    return (at + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
 
 int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk)
 {
@@ -21,12 +34,14 @@ int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk)
     return most / chunk + (most % chunk != 0);
 }
 
-spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all, int64_t chunk)
+spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all, int64_t chunk,
+                                const void *const *tensors)
 {
     side->plan = plan;
     side->pulls = pulls;
     side->all = all;
     side->chunk = chunk;
+    side->tensors = tensors;
     SPAR_TRY(spar_reserve((void **)&side->cursors, &side->cursor_room, plan->world, sizeof *side->cursors,
                           "parts of a step"));
     memset(side->cursors, 0, (size_t)plan->world * sizeof *side->cursors);
@@ -53,7 +68,8 @@ static spar_status add_message(spar_schedule *side, int peer, int tensor, int64_
 static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t high, int64_t at)
 {
     spar_span *last = side->nspans ? &side->spans[side->nspans - 1] : NULL;
-    if (last && last->peer == peer && last->high == low) {
+    if (last && last->peer == peer && last->high == low &&
+        (char *)last->wire + (low - last->low) == side->staging + at) {
         last->high = high;
         return SPAR_OK;
     }
@@ -82,21 +98,28 @@ static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64
     const spar_range *range = &(side->pulls ? side->plan->pull : side->plan->push)[peer];
     spar_cursor *cursor = &side->cursors[peer];
     int64_t joined = low; /* start of the blocks that share the next message */
+    int64_t place = area; /* of that message in the staging buffer */
     for (int64_t at = low, until; at < high; at = until) {
         const spar_block *block = &side->plan->blocks[range->first + cursor->block];
         int in_one_piece;
         int64_t bytes = measure(side, block, &in_one_piece), end = cursor->start + bytes;
         int alone = bytes >= ALONE || range->count == 1;
         until = end < high ? end : high;
-        if (alone && at > joined)
-            SPAR_TRY(add_message(side, peer, -1, area + joined - low, at - joined));
-        if (alone && in_one_piece && !side->all) {
-            int64_t begin = side->pulls ? block->dst : block->src;
-            SPAR_TRY(add_message(side, peer, block->tensor, begin + at - cursor->start, until - at));
+        int64_t begin = (side->pulls ? block->dst : block->src) + at - cursor->start;
+        uintptr_t address = (uintptr_t)side->tensors[block->tensor] + (uintptr_t)begin;
+        if (alone && at > joined) {
+            SPAR_TRY(add_message(side, peer, -1, place, at - joined));
+            place = aligned(place + at - joined);
+            joined = at;
+        }
+        if (alone && in_one_piece && address % (uintptr_t)ALIGNMENT == 0 && !side->all) {
+            SPAR_TRY(add_message(side, peer, block->tensor, begin, until - at));
         } else {
-            SPAR_TRY(add_span(side, peer, at, until, area + at - low));
-            if (alone)
-                SPAR_TRY(add_message(side, peer, -1, area + at - low, until - at));
+            SPAR_TRY(add_span(side, peer, at, until, place + at - joined));
+            if (alone) {
+                SPAR_TRY(add_message(side, peer, -1, place, until - at));
+                place = aligned(place + until - at);
+            }
         }
         if (alone)
             joined = until;
@@ -105,7 +128,7 @@ static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64
             cursor->start = end;
         }
     }
-    return high > joined ? add_message(side, peer, -1, area + joined - low, high - joined) : SPAR_OK;
+    return high > joined ? add_message(side, peer, -1, place, high - joined) : SPAR_OK;
 }
 
 /* Whether two peers receive the same bytes, which are then packed once. */
@@ -134,7 +157,7 @@ spar_status spar_schedule_step(spar_schedule *side, int64_t step, char *staging)
             continue;
         }
         if (low < high)
-            SPAR_TRY(step_stream(side, peer, low, high, (i - 1) * side->chunk));
+            SPAR_TRY(step_stream(side, peer, low, high, (i - 1) * spar_schedule_room(side->chunk)));
         if (i == 1)
             messages = side->nmessages;
     }
