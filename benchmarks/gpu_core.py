@@ -158,7 +158,7 @@ class Gpu:
         begin = time.perf_counter()
         core_abi.check(self.device.prepare(ordinal))
         self.seconds = time.perf_counter() - begin
-        self.before = ctypes.c_void_p()
+        self.before = core_abi.Entered()
         core_abi.check(self.device.enter(ordinal, ctypes.byref(self.before)))
 
     def copy(

@@ -86,7 +86,13 @@ _Static_assert(__builtin_types_compatible_p(init, __typeof__(((spar_nccl_table *
     functions = [
         line.split("(")[1].split(",")[0] for line in declared.splitlines() if line.startswith("    F(")
     ]
-    assert len(functions) == 13
+    assert len(functions) == 14 and functions.pop() == "CommRevoke"
+    text += """
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 7)
+HOLD(CommRevoke)
+_Static_assert(SPAR_NCCL_REVOKE == NCCL_VERSION(2, 28, 7) && NCCL_REVOKE_DEFAULT == 0, "revoke");
+#endif
+"""
     # ncclGetUniqueId and ncclCommInitRank have the struct itself as a parameter: a different type in C
     text += "\n".join(f"HOLD({name})" for name in functions if name not in ("CommInitRank", "GetUniqueId"))
     text += """

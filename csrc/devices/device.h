@@ -22,6 +22,12 @@ typedef struct {
     void *wire; /* where byte `low` lies, on the wire's side; NULL for SPAR_PUSH */
 } spar_span;
 
+/* A thread's state before it entered a device. */
+typedef struct {
+    void *context;
+    int mode; /* of captures */
+} spar_entered;
+
 typedef struct {
     const char *name; /* torch's device type */
     /* Copies `count` blocks: block i from from[blocks[i].tensor] to to[target][blocks[i].tensor] of each target.
@@ -37,10 +43,10 @@ typedef struct {
     /* Prepares device `ordinal`: compiles the kernels or reads them from disk, loads them, and launches each once as a
      * no-op. Done once; takes seconds the first time. Not during a capture. */
     spar_status (*prepare)(int ordinal);
-    /* Makes a prepared device current on this thread; leave(before) restores the previous one. The slots below require
-     * it. */
-    spar_status (*enter)(int ordinal, void **before);
-    void (*leave)(void *before);
+    /* Makes a prepared device current on this thread, and puts the thread into the relaxed capture mode, in which it
+     * invalidates no capture. leave restores both. The slots below require it. */
+    spar_status (*enter)(int ordinal, spar_entered *before);
+    void (*leave)(const spar_entered *before);
     /* Copies spans of any number of peers in the stream, one launch for 32 of them. inputs and outputs are
      * [plan->ntensors]; for SPAR_PUSH all spans have the same outputs. Every route can scale.
      * The plan's first use on the device uploads its block tables, which stay with the plan; those that a captured graph

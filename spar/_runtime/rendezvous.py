@@ -26,21 +26,24 @@ _BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE"}
 def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
     """Set up a transport for the device type, with all ranks of the group."""
     cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
+    cuda.refuse_open_group(op, device)
     refused: tuple[tuple[str, str], ...] = ()
     try:
-        cuda.find_libraries()
-        if member.facts is None:
-            facts = _all_gather(member, _C.peer_info(), "facts", op, device, deadline)
-            _choose(member, facts, device, ())
-            _read_settings(member)
-            member.facts = facts
-        while True:
-            name, reason, rejected = _choose(member, member.facts, device, refused)
-            channel = CHANNELS[name](member, device, op, deadline)
-            failure = _connect(member, channel.core, device, op, deadline) if channel.core is not None else ""
-            if not failure:
-                break
-            refused += ((name, failure),)
+        with cuda.on_device(device):
+            cuda.find_libraries()
+            if member.facts is None:
+                facts = _all_gather(member, _C.peer_info(), "facts", op, device, deadline)
+                _choose(member, facts, device, ())
+                _read_settings(member)
+                member.facts = facts
+            while True:
+                name, reason, rejected = _choose(member, member.facts, device, refused)
+                channel = CHANNELS[name](member, device, op, deadline)
+                core = channel.core
+                failure = _connect(member, core, device, op, deadline) if core is not None else ""
+                if not failure:
+                    break
+                refused += ((name, failure),)
         _log.info("group %s: transport %s: %s", member.name, name, reason)
         return Transport(name, reason, device.type, member.world, rejected), channel
     except BaseException:

@@ -11,6 +11,7 @@
 #include <dlfcn.h>
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 
 enum { SPANS = 3 * WORLD, MOST_SHIFT = 16 };
 
@@ -235,8 +236,8 @@ static void *run(void *argument)
 {
     const arguments *a = argument;
     CUstream streams[2];
-    void *before;
-    EXPECT(!gpu->enter(0, &before) && !before);
+    spar_entered before;
+    EXPECT(!gpu->enter(0, &before) && !before.context);
     for (int i = 0; i < 2; i++)
         EXPECT(cu->StreamCreate(&streams[i], SPAR_CU_STREAM_NON_BLOCKING) == 0);
     for (int i = 0; i < a->plans; i++) {
@@ -245,7 +246,7 @@ static void *run(void *argument)
     }
     for (int i = 0; i < 2; i++)
         EXPECT(cu->StreamDestroy(streams[i]) == 0);
-    gpu->leave(before);
+    gpu->leave(&before);
     return NULL;
 }
 
@@ -296,7 +297,8 @@ static void test_graph_outlives_its_plan(void)
     const spar_dim none = {0};
     unsigned char from[ROWS * ROW], to[ROWS * ROW] = {0};
     const void *inputs[] = {from};
-    void *outputs[] = {to}, *const *targets = outputs, *graph, *before;
+    void *outputs[] = {to}, *const *targets = outputs, *graph;
+    spar_entered before;
     spar_plan *plan = NULL;
     CUstream stream;
     EXPECT(!gpu->enter(0, &before) && !spar_plan_build(&request, &plan));
@@ -310,6 +312,7 @@ static void test_graph_outlives_its_plan(void)
     for (int i = 0; i < MANY; i++) {
         EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
         each = i ? each : spar_table_cache_allocated() - kept;
+        EXPECT(i != COLLECTED - 1 || cu->StreamSynchronize(stream) == 0); /* they can be freed */
     }
     EXPECT(each > 0 && spar_table_cache_allocated() == kept + (MANY - COLLECTED) * each);
     EXPECT(cu->StreamSynchronize(stream) == 0); /* the copies above read `from` */
@@ -319,7 +322,48 @@ static void test_graph_outlives_its_plan(void)
     for (int i = 0; i < ROWS * ROW; i++)
         EXPECT(to[i] == i % ROW * ROWS + i / ROW);
     EXPECT(destroy_graph(graph) == 0 && cu->StreamDestroy(stream) == 0);
-    gpu->leave(before);
+    gpu->leave(&before);
+}
+
+static void block_stream(void *open)
+{
+    while (!__atomic_load_n((int *)open, __ATOMIC_ACQUIRE))
+        sched_yield();
+}
+
+/* Tables of dropped plans are freed beside a capture, which they do not invalidate, and not before the kernels that read
+ * them have ended. */
+static void test_tables_are_freed_after_their_use(void)
+{
+    enum { MANY = 1100 };
+    static int open;
+    unsigned char from[8] = {1, 2, 3, 4, 5, 6, 7, 8}, to[8] = {0};
+    const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+    const spar_block block = {.run = sizeof from};
+    const spar_dim none = {0};
+    const void *inputs[] = {from};
+    void *outputs[] = {to}, *const *targets = outputs, *graph;
+    CUresult (*launch_host)(CUstream stream, void (*function)(void *), void *context);
+    void *address = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuLaunchHostFunc");
+    CUstream stream, captured;
+    spar_entered before;
+    memcpy(&launch_host, &address, sizeof launch_host);
+    EXPECT(!gpu->enter(0, &before));
+    EXPECT(cu->StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    EXPECT(cu->StreamCreate(&captured, SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    int64_t allocated = spar_table_cache_allocated();
+    EXPECT(begin_capture(captured, 0) == 0 && launch_host(stream, block_stream, &open) == 0);
+    for (int i = 0; i < MANY; i++)
+        EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
+    EXPECT(spar_table_cache_allocated() >= MANY * (int64_t)sizeof(spar_kernel_block));
+    __atomic_store_n(&open, 1, __ATOMIC_RELEASE);
+    EXPECT(cu->StreamSynchronize(stream) == 0 && memcmp(to, from, sizeof to) == 0);
+    EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
+    EXPECT(spar_table_cache_allocated() <= allocated + (int64_t)sizeof(spar_kernel_block));
+    EXPECT(cu->StreamSynchronize(stream) == 0);
+    EXPECT(end_capture(captured, &graph) == 0 && destroy_graph(graph) == 0);
+    EXPECT(cu->StreamDestroy(stream) == 0 && cu->StreamDestroy(captured) == 0);
+    gpu->leave(&before);
 }
 
 int test_cuda(int argc, char **argv)
@@ -334,8 +378,10 @@ int test_cuda(int argc, char **argv)
     find("cuStreamEndCapture", &end_capture);
     find("cuGraphLaunch", &launch_graph);
     find("cuGraphDestroy", &destroy_graph);
-    if (shared.alone)
+    if (shared.alone) {
         test_graph_outlives_its_plan();
+        test_tables_are_freed_after_their_use();
+    }
     for (int i = 0; i < threads; i++)
         EXPECT(!pthread_create(&others[i], NULL, run, &shared));
     for (int i = 0; i < threads; i++)

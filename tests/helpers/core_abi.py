@@ -134,14 +134,18 @@ class Span(ctypes.Structure):
     _fields_ = (("peer", c_int), ("low", c_int64), ("high", c_int64), ("wire", c_void_p))
 
 
+class Entered(ctypes.Structure):
+    _fields_ = (("context", c_void_p), ("mode", c_int))
+
+
 class Device(ctypes.Structure):
     _fields_ = (
         ("name", c_char_p),
         ("copy_blocks", c_void_p),
         ("open", ctypes.CFUNCTYPE(c_int)),
         ("prepare", ctypes.CFUNCTYPE(c_int, c_int)),
-        ("enter", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p))),
-        ("leave", ctypes.CFUNCTYPE(None, c_void_p)),
+        ("enter", ctypes.CFUNCTYPE(c_int, c_int, POINTER(Entered))),
+        ("leave", ctypes.CFUNCTYPE(None, POINTER(Entered))),
         (
             "copy_spans",
             ctypes.CFUNCTYPE(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import spar
 from helpers.exchanges import numbers
+from helpers.torch_nccl import torch_nccl
 from spar import _C
 from spar._runtime.communicator import Communicator
 from spar._runtime.items import call_text
@@ -67,13 +68,13 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
     return Communicator(group)
 
 
-def set_up(group: dist.ProcessGroup, **environment: object) -> Communicator:
+def set_up(group: dist.ProcessGroup, device: torch.device = DEVICE, **environment: object) -> Communicator:
     """Return a communicator that is set up for CUDA tensors, with these settings."""
     comm = communicator(group)
     os.environ.update({name: str(value) for name, value in environment.items()})
     try:
         with comm.turn("init"):
-            comm.set_up("init", DEVICE, comm.deadline())
+            comm.set_up("init", device, comm.deadline())
     finally:
         for name in environment:
             os.environ.pop(name)
@@ -225,47 +226,18 @@ def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int)
 
 
 def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """torch's communicator is used, and neither aborted nor destroyed; a destroyed one raises."""
-    library = ctypes.CDLL("libnccl.so.2")
-
-    class Id(ctypes.Structure):
-        _fields_ = (("internal", ctypes.c_char * 128),)
-
-    own, native = Id(), ctypes.c_void_p()
-    library.ncclGetUniqueId(ctypes.byref(own))
-    ids: list[Any] = [bytes(own)]
-    dist.broadcast_object_list(ids, group_src=0, group=group)
-    library.ncclCommInitRank.argtypes = (ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int)
-    library.ncclCommInitRank(ctypes.byref(native), world, Id.from_buffer_copy(ids[0]), rank)
-    pointers, aborted = [native.value], []
-    backend = SimpleNamespace(_comm_ptr=lambda: pointers[-1], abort=lambda: aborted.append(1))
-    before = nccl._nccl_backend, nccl.pg_wait.first_collective
-    nccl._nccl_backend, nccl.pg_wait.first_collective = lambda group: backend, lambda *args: None
-    os.environ["STANDIN_NCCL_FAIL"] = "CommInitRank:1"  # spar must not create another
-    try:
+    """torch's communicator is used, and not freed when the group is closed."""
+    with torch_nccl(group) as backend:
         comm = set_up(group)
-    finally:
-        nccl._nccl_backend, nccl.pg_wait.first_collective = before
-        os.environ.pop("STANDIN_NCCL_FAIL")
-    x = torch.full((3, 5), float(rank))
-    with Stream() as stream:
-        got = enqueue(comm, "gather", (0, 3 * world), x)
-        stream.synchronize()
-        assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(3))
-        pointers.append(0)
-        with pytest.raises(spar.TransportError, match="torch's communicator is gone"):
-            enqueue(comm, "gather", (0, 3 * world), x)
-        pointers.pop()
-        comm.timeout = 0.5
-        with stalled():
-            enqueue(comm, "gather", (0, 3 * world), x)
-        within(3, lambda: bool(aborted))
-        assert "did not end in time" in str(core_of(comm).broken)
-        expect_broken(comm, spar.ExchangeTimeoutError, r"did not end in time \(limit 0.5 s, SPAR_TIMEOUT\)")
+        x = torch.full((3, 5), float(rank))
+        with Stream() as stream:
+            got = enqueue(comm, "gather", (0, 3 * world), x)
+            stream.synchronize()
+            assert torch.equal(got[:, 0], torch.arange(float(world)).repeat_interleave(3))
         dist.barrier(group)
-        library.ncclCommAbort(native)  # as torch would
-        stream.synchronize()
-    comm.close()
+        comm.close()
+        time.sleep(0.3)
+        assert not backend.has_ended()
 
 
 def check_check(rank: int, world: int, group: dist.ProcessGroup) -> None:

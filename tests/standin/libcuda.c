@@ -4,9 +4,13 @@
  * - STANDIN_DEVICES: the number of devices (1).
  * - STANDIN_FAIL=cuName:n:code: the nth call of a function fails with that code.
  * - STANDIN_DELAY_US: each item of a stream's work starts after a random delay of up to this (50).
+ * - STANDIN_QUEUE: a launch blocks while its stream has so many items in its queue (2^20).
+ * - STANDIN_UNLOAD_MS: its destructors take this long. A call after their begin prints a backtrace and ends the process.
  *
- * Captures use the global mode: a forbidden call of a thread that has not switched to the relaxed mode fails, and
- * invalidates the capture. standin_live() returns the number of objects created and not freed. */
+ * Captures use the global mode: an unsafe call of a thread that has not switched to the relaxed mode fails, and
+ * invalidates the capture. So does a wait for a captured stream or event, or for the device, in every mode.
+ *
+ * standin_live() returns the number of objects created and not freed. */
 #include "devices/cuda/driver.h"
 #include "streams.h"
 
@@ -76,7 +80,7 @@ static int CtxSetCurrent(int *context)
 static int CtxSynchronize(void)
 {
     MAY_FAIL("cuCtxSynchronize");
-    FORBIDDEN_IN_CAPTURE;
+    MAY_CONFLICT(conflict(captures));
     pthread_mutex_lock(&lock);
     for (stream *s = streams; s; s = quiet(s) ? s->next : streams)
         if (!quiet(s))
@@ -120,19 +124,18 @@ static int LaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsi
 static int MemAlloc(uint64_t *memory, size_t bytes)
 {
     MAY_FAIL("cuMemAlloc");
-    FORBIDDEN_IN_CAPTURE;
+    MAY_CONFLICT(unsafe());
     void *made = bytes ? aligned_alloc(256, (bytes + 255) / 256 * 256) : NULL;
     *memory = (uintptr_t)made;
     count(made != NULL);
     return made ? 0 : bytes ? NO_MEMORY : INVALID;
 }
 
-/* Synchronizes the device, as the driver's does. */
+/* Does not wait: the driver's may, or not. */
 static int MemFree(uint64_t memory)
 {
-    int code = CtxSynchronize();
-    if (code)
-        return code;
+    MAY_FAIL("cuMemFree");
+    MAY_CONFLICT(unsafe());
     free((void *)(uintptr_t)memory);
     count(-1);
     return 0;
@@ -160,6 +163,8 @@ static int StreamCreate(stream **made, unsigned flags)
 
 static int StreamDestroy(stream *s)
 {
+    MAY_FAIL("cuStreamDestroy");
+    MAY_CONFLICT(unsafe());
     pthread_mutex_lock(&lock);
     s->ends = 1;
     pthread_cond_broadcast(&moved);
@@ -170,7 +175,7 @@ static int StreamDestroy(stream *s)
 static int StreamSynchronize(void *handle)
 {
     MAY_FAIL("cuStreamSynchronize");
-    FORBIDDEN_IN_CAPTURE;
+    MAY_CONFLICT(conflict(stream_of(handle)->capture != NULL));
     pthread_mutex_lock(&lock);
     stream *s = stream_of(handle);
     while (!quiet(s))
@@ -182,7 +187,7 @@ static int StreamSynchronize(void *handle)
 static int StreamQuery(void *handle)
 {
     MAY_FAIL("cuStreamQuery");
-    FORBIDDEN_IN_CAPTURE;
+    MAY_CONFLICT(conflict(stream_of(handle)->capture != NULL));
     pthread_mutex_lock(&lock);
     int code = quiet(stream_of(handle)) ? 0 : NOT_READY;
     pthread_mutex_unlock(&lock);
@@ -313,7 +318,7 @@ static int EventQuery(event *e)
 {
     MAY_FAIL("cuEventQuery");
     pthread_mutex_lock(&lock);
-    int code = forbidden();
+    int code = conflict(e->captured != NULL);
     if (!code && e->done < e->issued)
         code = NOT_READY;
     pthread_mutex_unlock(&lock);
@@ -323,7 +328,7 @@ static int EventQuery(event *e)
 static int EventSynchronize(event *e)
 {
     MAY_FAIL("cuEventSynchronize");
-    FORBIDDEN_IN_CAPTURE;
+    MAY_CONFLICT(conflict(e->captured != NULL));
     pthread_mutex_lock(&lock);
     for (uint64_t ticket = e->issued; e->done < ticket;)
         pthread_cond_wait(&moved, &lock);
@@ -345,8 +350,8 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
         const char *name;
         void *function;
     } rows[] = {SPAR_DRIVER_FUNCTIONS(ROW) /* and functions that only tests call */
-                ROW(StreamBeginCapture, , ) ROW(StreamEndCapture, , ) ROW(GraphLaunch, , )
-                    ROW(GraphDestroy, , )};
+                ROW(CtxSynchronize, , ) ROW(StreamBeginCapture, , ) ROW(StreamEndCapture, , )
+                    ROW(GraphLaunch, , ) ROW(GraphDestroy, , )};
     const char *without = getenv("STANDIN_LACKS");
     (void)version, (void)flags;
     *status = 1;

@@ -4,8 +4,10 @@
  * As in NCCL:
  * - the operations of a group progress together; messages between two ranks match in order;
  * - the groups of a communicator run one after another, whatever their streams;
- * - a group without a peer runs until the communicator is aborted;
+ * - a group without a peer runs until the communicator is aborted or revoked;
  * - ncclCommInitRank blocks until all ranks have called it;
+ * - an abort frees the communicator, also while a thread is inside a call on it. Here any later use prints a backtrace
+ *   and ends the process;
  * - a message whose address is not a multiple of 16 is copied byte by byte. standin_nccl_unaligned() counts those.
  *
  * Unlike in NCCL, lengths that do not match are an error at once. Environment variables, read at each call, inject
@@ -14,10 +16,13 @@
  *   STANDIN_NCCL_VERSION=22000   ncclGetVersion returns it
  *   STANDIN_NCCL_FAIL=Send:3     the third ncclSend from now on fails: ncclSystemError, with a last error
  *   STANDIN_NCCL_LATER=remote    a group ends in ncclRemoteError, which only ncclCommGetAsyncError reports
- *   STANDIN_NCCL_LATER=stall     a group makes no progress */
+ *   STANDIN_NCCL_LATER=stall     a group makes no progress
+ *   STANDIN_NCCL_SLOW_MS=300     ncclGroupEnd takes this long on the host
+ *   STANDIN_NCCL_ABORT_MS=500    an abort takes this long */
 #include "transports/nccl/api.h"
 
 #include <dlfcn.h>
+#include <execinfo.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -30,6 +35,7 @@
 
 enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
 enum { PIPE = 1 << 16, MOST_RANKS = 16 };
+static const uint64_t ALIVE = 0x616c697665, FREED = 0x6672656564;
 
 /* Bytes in flight from one rank to another. A message's length precedes it. */
 typedef struct {
@@ -43,9 +49,11 @@ typedef struct {
 } shared_memory;
 
 struct ncclComm {
+    uint64_t state; /* atomic: ALIVE or FREED */
     int world, rank;
     shared_memory *shared;
-    uint32_t aborted, running; /* atomic: a flag; the number of groups launched and not ended */
+    uint32_t aborted, revoked; /* atomic flags */
+    uint32_t running;          /* atomic: the number of groups launched and not ended */
     uint32_t error;            /* atomic: an asynchronous error */
     uint64_t given, over;      /* groups launched and ended; they run in the order of their launch */
 };
@@ -92,6 +100,30 @@ static int is_to_fail(const char *function)
         calls = 0;
     }
     return ++calls == atoi(wanted + length + 1);
+}
+
+/* Ends the process, with a backtrace. */
+static void crash(const char *function, const char *what)
+{
+    void *frames[64];
+    fprintf(stderr, "stand-in: %s %s\n", function, what);
+    backtrace_symbols_fd(frames, backtrace(frames, 64), STDERR_FILENO);
+    abort();
+}
+
+/* Ends the process if the communicator was freed. */
+static void use(const struct ncclComm *comm, const char *function)
+{
+    if (__atomic_load_n(&comm->state, __ATOMIC_ACQUIRE) != ALIVE)
+        crash(function, "uses a communicator that was aborted");
+}
+
+/* Sleeps as long as the environment variable says. */
+static void delay(const char *variable)
+{
+    const char *ms = getenv(variable);
+    if (ms)
+        usleep((unsigned)atoi(ms) * 1000);
 }
 
 static void pause_shortly(void)
@@ -175,6 +207,7 @@ static void run_group(void *context)
     struct ncclComm *c = g->comm;
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
     if (g->captured) {
+        use(c, "a graph's replay");
         g->turn = take_turn(c);
         for (int i = 0; i < g->count; i++)
             g->operations[i].head = g->operations[i].at = 0;
@@ -211,12 +244,18 @@ static void run_group(void *context)
         free(g);
 }
 
+/* A function of the stand-in libcuda. */
+static void *cuda(const char *name)
+{
+    return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
+}
+
 static int is_captured(struct CUstream_st *stream)
 {
     static unsigned (*find)(const char *, void *, int, uint64_t, int *);
     unsigned (*is_capturing)(struct CUstream_st *, int *) = NULL;
     int found, status = 0;
-    void *address = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuGetProcAddress_v2");
+    void *address = cuda("cuGetProcAddress_v2");
     memcpy(&find, &address, sizeof address);
     find("cuStreamIsCapturing", &is_capturing, 12000, 0, &found);
     is_capturing(stream, &status);
@@ -227,10 +266,12 @@ static spar_nccl_result launch(struct ncclComm *c, const operation *all, int tot
 {
     static unsigned (*launch_host)(struct CUstream_st *, void (*)(void *), void *);
     if (!launch_host) {
-        void *address = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuLaunchHostFunc");
+        void *address = cuda("cuLaunchHostFunc");
         memcpy(&launch_host, &address, sizeof address);
     }
     const char *later = getenv("STANDIN_NCCL_LATER");
+    delay("STANDIN_NCCL_SLOW_MS");
+    use(c, "ncclGroupEnd");
     group *g = malloc(sizeof *g + (size_t)total * sizeof *all);
     struct CUstream_st *stream = NULL;
     g->comm = c;
@@ -244,8 +285,9 @@ static spar_nccl_result launch(struct ncclComm *c, const operation *all, int tot
     g->captured = is_captured(stream);
     if (!g->captured)
         g->turn = take_turn(c);
-    return launch_host(stream, run_group, g) ? fail(SYSTEM_ERROR, "cuLaunchHostFunc failed")
-                                             : SPAR_NCCL_SUCCESS;
+    unsigned code = launch_host(stream, run_group, g); /* blocks while the stream's queue is full */
+    use(c, "ncclGroupEnd");
+    return code ? fail(SYSTEM_ERROR, "cuLaunchHostFunc failed") : SPAR_NCCL_SUCCESS;
 }
 
 /* ---- NCCL's functions ---- */
@@ -269,7 +311,8 @@ EXPORT const char *ncclGetErrorString(spar_nccl_result result)
 
 EXPORT const char *ncclGetLastError(struct ncclComm *comm)
 {
-    (void)comm;
+    if (comm)
+        use(comm, "ncclGetLastError");
     return last_error;
 }
 
@@ -296,6 +339,7 @@ EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar
     if (descriptor < 0 || ftruncate(descriptor, (off_t)bytes) != 0)
         return fail(SYSTEM_ERROR, "no shared memory");
     struct ncclComm *c = calloc(1, sizeof *c);
+    c->state = ALIVE;
     c->world = world;
     c->rank = rank;
     c->shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -310,18 +354,21 @@ EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar
 
 EXPORT spar_nccl_result ncclCommCount(struct ncclComm *const comm, int *world)
 {
+    use(comm, "ncclCommCount");
     *world = comm->world;
     return SPAR_NCCL_SUCCESS;
 }
 
 EXPORT spar_nccl_result ncclCommUserRank(struct ncclComm *const comm, int *rank)
 {
+    use(comm, "ncclCommUserRank");
     *rank = comm->rank;
     return SPAR_NCCL_SUCCESS;
 }
 
 EXPORT spar_nccl_result ncclCommGetAsyncError(struct ncclComm *comm, spar_nccl_result *error)
 {
+    use(comm, "ncclCommGetAsyncError");
     *error = __atomic_load_n(&comm->error, __ATOMIC_ACQUIRE);
     return SPAR_NCCL_SUCCESS;
 }
@@ -367,9 +414,12 @@ EXPORT int standin_nccl_unaligned(void)
 static spar_nccl_result add(struct ncclComm *comm, struct CUstream_st *stream, int sends, void *bytes,
                             size_t count, unsigned dtype, int peer)
 {
+    use(comm, sends ? "ncclSend" : "ncclRecv");
+    if (__atomic_load_n(&comm->revoked, __ATOMIC_ACQUIRE))
+        return fail(INVALID_USAGE, "the communicator was revoked");
     if (count > 1 && (uintptr_t)bytes % 16)
         __atomic_add_fetch(&unaligned, 1, __ATOMIC_RELAXED);
-    if (comm->aborted || dtype != SPAR_NCCL_UINT8 || peer < 0 || peer >= comm->world || !count)
+    if (dtype != SPAR_NCCL_UINT8 || peer < 0 || peer >= comm->world || !count)
         return fail(INVALID_ARGUMENT, "an impossible message");
     if (open_count == open_room) {
         open_room = open_room ? 2 * open_room : 16;
@@ -398,12 +448,35 @@ EXPORT spar_nccl_result ncclRecv(void *to, size_t count, unsigned dtype, int pee
     return add(comm, stream, 0, to, count, dtype, peer);
 }
 
-EXPORT spar_nccl_result ncclCommAbort(struct ncclComm *comm)
+/* Ends the groups under way. */
+static void stop(struct ncclComm *comm)
 {
     __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE);
     while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
         pause_shortly();
-    munmap(comm->shared, sizeof(shared_memory) + (size_t)(comm->world * comm->world) * sizeof(pipe_memory));
-    free(comm);
+}
+
+EXPORT spar_nccl_result ncclCommRevoke(struct ncclComm *comm, int flags)
+{
+    use(comm, "ncclCommRevoke");
+    if (flags || __atomic_exchange_n(&comm->revoked, 1, __ATOMIC_ACQ_REL))
+        return fail(INVALID_ARGUMENT, "the communicator was revoked before");
+    stop(comm);
+    __atomic_store_n(&comm->aborted, 0, __ATOMIC_RELEASE);
     return SPAR_NCCL_SUCCESS;
+}
+
+EXPORT spar_nccl_result ncclCommAbort(struct ncclComm *comm)
+{
+    void (*in_use)(void);
+    void *address = cuda("standin_in_use");
+    use(comm, "ncclCommAbort");
+    stop(comm);
+    delay("STANDIN_NCCL_ABORT_MS");
+    memcpy(&in_use, &address, sizeof address);
+    in_use();
+    if (__atomic_exchange_n(&comm->state, FREED, __ATOMIC_ACQ_REL) != ALIVE)
+        crash("ncclCommAbort", "aborts a communicator twice");
+    munmap(comm->shared, sizeof(shared_memory) + (size_t)(comm->world * comm->world) * sizeof(pipe_memory));
+    return SPAR_NCCL_SUCCESS; /* the struct stays, so that each later use is noticed */
 }

@@ -1,5 +1,6 @@
 #include "streams.h"
 
+#include <execinfo.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +14,7 @@ stream *streams;
 int captures;
 _Thread_local int mode;
 static stream *legacy;
-static int live;
+static int live, unloaded;
 
 EXPORT int standin_live(void);
 EXPORT int standin_live(void)
@@ -26,8 +27,28 @@ void count(int by)
     __atomic_add_fetch(&live, by, __ATOMIC_SEQ_CST);
 }
 
+static __attribute__((destructor)) void unload(void)
+{
+    const char *ms = getenv("STANDIN_UNLOAD_MS");
+    __atomic_store_n(&unloaded, 1, __ATOMIC_SEQ_CST);
+    if (ms)
+        usleep((unsigned)atoi(ms) * 1000);
+}
+
+EXPORT void standin_in_use(void);
+EXPORT void standin_in_use(void)
+{
+    void *frames[64];
+    if (!__atomic_load_n(&unloaded, __ATOMIC_SEQ_CST))
+        return;
+    fprintf(stderr, "stand-in: a call after libcuda's destructors ran\n");
+    backtrace_symbols_fd(frames, backtrace(frames, 64), STDERR_FILENO);
+    abort();
+}
+
 int failure(const char *name)
 {
+    standin_in_use();
     static int calls;
     static char counted[128];
     const char *plan = getenv("STANDIN_FAIL");
@@ -46,14 +67,22 @@ int failure(const char *name)
     return call == nth ? code : 0;
 }
 
-int forbidden(void)
+static int invalidate(void)
 {
-    if (!captures || mode == 2)
-        return 0;
     for (stream *s = streams; s; s = s->next)
         if (s->capture)
             s->capture->spoiled = 1;
     return UNSUPPORTED;
+}
+
+int unsafe(void)
+{
+    return captures && mode != 2 ? invalidate() : 0;
+}
+
+int conflict(int captured)
+{
+    return captured ? invalidate() : unsafe();
 }
 
 /* Runs every second tile from `owned` on, in a permuted order. Two threads run a kernel, so that TSan detects races
@@ -139,6 +168,8 @@ static void *serve(void *argument)
         if (!(s->first = w->next))
             s->last = &s->first;
         s->busy = 1;
+        s->length--;
+        pthread_cond_broadcast(&moved);
         pthread_mutex_unlock(&lock);
         if (delay)
             usleep((unsigned)rand_r(&seed) % delay);
@@ -185,6 +216,7 @@ void append(void *handle, work w)
     work *kept = malloc(sizeof *kept), ***last = s->capture ? &s->capture->last : &s->last;
     *kept = w;
     kept->next = NULL;
+    s->length += !s->capture;
     **last = kept;
     *last = &kept->next;
     pthread_cond_broadcast(&moved);
@@ -192,7 +224,11 @@ void append(void *handle, work w)
 
 int give(void *handle, work w)
 {
+    const char *text = getenv("STANDIN_QUEUE");
+    int room = text ? atoi(text) : 1 << 20;
     pthread_mutex_lock(&lock);
+    for (stream *s = stream_of(handle); s->length >= room && !s->capture;)
+        pthread_cond_wait(&moved, &lock);
     append(handle, w);
     pthread_mutex_unlock(&lock);
     return 0;

@@ -36,7 +36,7 @@ typedef struct event {
 typedef struct stream {
     pthread_t thread;
     work *first, **last;
-    int busy, ends;
+    int busy, ends, length; /* length: of its queue */
     graph *capture;
     struct stream *next;
 } stream;
@@ -60,14 +60,16 @@ int failure(const char *name);
             return code_;                                                                                    \
     } while (0)
 
-/* For a call that captures forbid: an error, which invalidates them, unless none is in progress or the thread's mode is
- * relaxed. With the lock held. */
-int forbidden(void);
+/* With the lock held. An error, which invalidates all captures in progress:
+ * - unsafe: for calls that CUDA allows in the relaxed mode only;
+ * - conflict: the same, and in every mode if what is waited for or queried is being captured. */
+int unsafe(void);
+int conflict(int captured);
 
-#define FORBIDDEN_IN_CAPTURE                                                                                 \
+#define MAY_CONFLICT(check)                                                                                  \
     do {                                                                                                     \
         pthread_mutex_lock(&lock);                                                                           \
-        int code_ = forbidden();                                                                             \
+        int code_ = (check);                                                                                 \
         pthread_mutex_unlock(&lock);                                                                         \
         if (code_)                                                                                           \
             return code_;                                                                                    \
@@ -80,7 +82,7 @@ int quiet(const stream *s);
 void append(void *handle, work w); /* to the stream, or the graph that captures it */
 void drop_event(event *e);
 
-/* append, for callers that do not hold the lock. */
+/* append, for callers that do not hold the lock. Blocks while the stream's queue is full (STANDIN_QUEUE). */
 int give(void *handle, work w);
 
 /* Kinds of work. */

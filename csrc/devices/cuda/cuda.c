@@ -187,8 +187,11 @@ static spar_status copy_spans(const spar_plan *plan, spar_route route, const spa
         parts[i] = (part){&lists[spans[i].peer], spans[i].low, spans[i].high, spans[i].wire};
     const copy c = {g, t, route, inputs, outputs, plan->ntensors, spar_scale_simple(scale), stream};
     spar_status status = spar_device_table_await(t, stream);
-    if (status == SPAR_OK)
+    if (status == SPAR_OK) {
         status = launch_all(&c, parts, count);
+        spar_status used = spar_device_table_used(t, stream);
+        status = status == SPAR_OK ? used : status;
+    }
     if (parts != on_stack)
         free(parts);
     return status;
@@ -213,6 +216,8 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
         const copy c = {g, t, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale), stream};
         status = launch_all(&c, &whole, 1);
     }
+    if (status == SPAR_OK)
+        status = spar_device_table_used(t, stream);
     spar_device_table_retire(t);
     return status;
 }
@@ -258,19 +263,41 @@ static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
     return status;
 }
 
+static spar_status enter_context(CUcontext context, spar_entered *before)
+{
+    CUcontext current_context;
+    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
+    TRY_CU(CtxGetCurrent, &current_context);
+    if (context != current_context)
+        TRY_CU(CtxSetCurrent, context);
+    *before = (spar_entered){current_context, SPAR_CU_CAPTURE_RELAXED};
+    if (cu->ThreadExchangeStreamCaptureMode(&mode) == SPAR_CU_SUCCESS)
+        before->mode = (int)mode;
+    return SPAR_OK;
+}
+
+static void leave(const spar_entered *before)
+{
+    CUcontext context;
+    CUstreamCaptureMode mode = (CUstreamCaptureMode)before->mode;
+    cu->ThreadExchangeStreamCaptureMode(&mode);
+    if (cu->CtxGetCurrent(&context) == SPAR_CU_SUCCESS && context != before->context)
+        cu->CtxSetCurrent(before->context);
+}
+
 /* With the lock held. */
 static spar_status prepare_first(int ordinal)
 {
     CUdevice device;
-    CUcontext context, before;
+    CUcontext context;
+    spar_entered before;
     gpu *g = NULL;
     TRY_CU(Init, 0);
     TRY_CU(DeviceGet, &device, ordinal);
     TRY_CU(DevicePrimaryCtxRetain, &context, device); /* kept until the process ends */
-    TRY_CU(CtxGetCurrent, &before);
-    TRY_CU(CtxSetCurrent, context);
+    SPAR_TRY(enter_context(context, &before));
     spar_status status = make_ready(device, context, &g);
-    cu->CtxSetCurrent(before);
+    leave(&before);
     if (status == SPAR_OK)
         __atomic_store_n(&gpus.by_ordinal[ordinal], g, __ATOMIC_RELEASE);
     return status;
@@ -287,25 +314,13 @@ static spar_status prepare(int ordinal)
     return status;
 }
 
-static spar_status enter(int ordinal, void **before)
+static spar_status enter(int ordinal, spar_entered *before)
 {
     gpu *g =
         ordinal < 0 || ordinal >= GPUS ? NULL : __atomic_load_n(&gpus.by_ordinal[ordinal], __ATOMIC_ACQUIRE);
-    CUcontext context;
     if (!g)
         return spar_fail(SPAR_INTERNAL, "CUDA device %d is not prepared", ordinal);
-    TRY_CU(CtxGetCurrent, &context);
-    if (context != g->context)
-        TRY_CU(CtxSetCurrent, g->context);
-    *before = context;
-    return SPAR_OK;
-}
-
-static void leave(void *before)
-{
-    CUcontext context;
-    if (cu->CtxGetCurrent(&context) == SPAR_CU_SUCCESS && context != before)
-        cu->CtxSetCurrent(before);
+    return enter_context(g->context, before);
 }
 
 static spar_status alloc(int64_t bytes, void **memory)

@@ -42,7 +42,6 @@ enum {
     X(DevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                                  \
     X(CtxGetCurrent, 4000, (CUcontext * context))                                                            \
     X(CtxSetCurrent, 4000, (CUcontext context))                                                              \
-    X(CtxSynchronize, 2000, (void))                                                                          \
     X(ModuleLoadData, 2000, (CUmodule * module, const void *image))                                          \
     X(ModuleGetFunction, 2000, (CUfunction * function, CUmodule module, const char *name))                   \
     X(LaunchKernel, 4000,                                                                                    \

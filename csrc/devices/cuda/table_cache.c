@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { RETIRED = 1024 }; /* freed in batches, since freeing waits for the device */
+enum { RETIRED = 1024 }; /* freed in batches, since the driver may wait for the device */
 
 static int64_t allocated; /* atomic */
 
@@ -55,23 +55,46 @@ static void retire(spar_attached *attached)
     spar_device_table_retire((spar_device_table *)attached);
 }
 
-/* Frees retired tables if there are many. With the lock held. */
-static void free_retired(spar_table_cache *c)
+/* Whether no kernel reads the table any more. */
+static int is_unused(const spar_device_table *t)
 {
-    if (c->nretired < RETIRED || c->driver->CtxSynchronize() != SPAR_CU_SUCCESS)
-        return; /* a capture is running: retry later */
-    while (c->retired) {
-        spar_device_table *t = c->retired;
-        c->retired = t->next;
-        free_memory(t);
-        c->driver->EventDestroy(t->uploaded_event);
-        free(t);
-    }
-    c->nretired = 0;
+    const spar_driver *driver = t->cache->driver;
+    int unused = driver->EventQuery(t->uploaded_event) == SPAR_CU_SUCCESS;
+    for (int i = 0; i < SPAR_TABLE_USES && unused; i++)
+        unused = !t->uses[i].event || driver->EventQuery(t->uses[i].event) == SPAR_CU_SUCCESS;
+    return unused;
 }
 
-/* Uploads t->table. The thread is in relaxed capture mode. */
-static spar_status upload_relaxed(spar_table_cache *c, spar_device_table *t)
+static void free_device_table(spar_device_table *t)
+{
+    for (int i = 0; i < SPAR_TABLE_USES; i++)
+        if (t->uses[i].event)
+            t->cache->driver->EventDestroy(t->uses[i].event);
+    t->cache->driver->EventDestroy(t->uploaded_event);
+    free_memory(t);
+    free(t);
+}
+
+/* Frees retired tables if there are many. Waits for no stream: a wait for the device would invalidate any capture. With
+ * the lock held. */
+static void free_retired(spar_table_cache *c)
+{
+    if (c->nretired < RETIRED)
+        return;
+    for (spar_device_table **link = &c->retired; *link;) {
+        spar_device_table *t = *link;
+        if (!is_unused(t)) {
+            link = &t->next;
+            continue;
+        }
+        *link = t->next;
+        c->nretired--;
+        free_device_table(t);
+    }
+}
+
+/* Uploads t->table. */
+static spar_status try_upload(spar_table_cache *c, spar_device_table *t)
 {
     size_t blocks = (size_t)t->table.nblocks * sizeof *t->table.blocks;
     size_t loops = (size_t)t->table.nloops * sizeof *t->table.loops;
@@ -90,16 +113,15 @@ static spar_status upload_relaxed(spar_table_cache *c, spar_device_table *t)
 
 static spar_status upload(spar_table_cache *c, spar_device_table *t)
 {
-    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
-    TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
-    spar_status status = upload_relaxed(c, t);
-    c->driver->ThreadExchangeStreamCaptureMode(&mode);
+    spar_status status = try_upload(c, t);
     if (status == SPAR_OK)
         return SPAR_OK;
     if (t->uploaded_event)
         c->driver->EventDestroy(t->uploaded_event);
-    if (t->memory)
-        free_memory(t); /* waits for a running copy */
+    if (t->memory) {
+        c->driver->StreamSynchronize(c->stream); /* it may still copy */
+        free_memory(t);
+    }
     return status;
 }
 
@@ -181,12 +203,9 @@ spar_status spar_device_table_await(spar_device_table *t, void *stream)
         __atomic_store_n(&t->captured, 1, __ATOMIC_RELAXED);
     if (__atomic_load_n(&t->uploaded, __ATOMIC_ACQUIRE))
         return SPAR_OK;
-    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
-    TRY_CU(ThreadExchangeStreamCaptureMode, &mode);
     /* a capture cannot wait for an event outside it; the copy takes microseconds and waits for no kernel */
     CUresult result =
         capturing ? c->driver->EventSynchronize(t->uploaded_event) : c->driver->EventQuery(t->uploaded_event);
-    c->driver->ThreadExchangeStreamCaptureMode(&mode);
     if (result == SPAR_CU_SUCCESS)
         __atomic_store_n(&t->uploaded, 1, __ATOMIC_RELEASE);
     else if ((int)result == SPAR_CU_NOT_READY)
@@ -194,4 +213,31 @@ spar_status spar_device_table_await(spar_device_table *t, void *stream)
     else
         return spar_driver_check(result, "cuEventQuery");
     return SPAR_OK;
+}
+
+spar_status spar_device_table_used(spar_device_table *t, void *stream)
+{
+    spar_table_cache *c = t->cache;
+    spar_table_use *use = NULL;
+    spar_status status = SPAR_OK;
+    if (__atomic_load_n(&t->captured, __ATOMIC_RELAXED)) /* it stays */
+        return SPAR_OK;
+    pthread_mutex_lock(&c->lock);
+    for (int i = 0; i < SPAR_TABLE_USES && !use; i++)
+        if (!t->uses[i].event || t->uses[i].stream == stream)
+            use = &t->uses[i];
+    for (int i = 0; i < SPAR_TABLE_USES && !use; i++)
+        if (c->driver->EventQuery(t->uses[i].event) == SPAR_CU_SUCCESS)
+            use = &t->uses[i];
+    if (!use) /* more streams than are remembered: it stays, too */
+        __atomic_store_n(&t->captured, 1, __ATOMIC_RELAXED);
+    else if (!use->event)
+        status =
+            spar_driver_check(c->driver->EventCreate(&use->event, SPAR_CU_EVENT_DISABLE_TIMING), "an event");
+    if (use && use->event) {
+        use->stream = stream;
+        status = spar_driver_check(c->driver->EventRecord(use->event, stream), "an event");
+    }
+    pthread_mutex_unlock(&c->lock);
+    return status;
 }

@@ -20,6 +20,14 @@ typedef struct {
     int nretired;
 } spar_table_cache;
 
+/* A stream that reads a table, and the event behind its newest read. */
+typedef struct {
+    void *stream;
+    CUevent event;
+} spar_table_use;
+
+enum { SPAR_TABLE_USES = 4 };
+
 /* A table on the device, with its host copy. */
 typedef struct spar_device_table {
     spar_attached attached; /* to the plan; comes first */
@@ -28,6 +36,7 @@ typedef struct spar_device_table {
     CUdeviceptr memory; /* blocks, then loops */
     int64_t bytes;      /* of it */
     CUevent uploaded_event;
+    spar_table_use uses[SPAR_TABLE_USES];
     int uploaded, captured;         /* atomic. Captured: a graph may read it whenever it is replayed */
     struct spar_device_table *next; /* among the retired ones */
 } spar_device_table;
@@ -46,6 +55,9 @@ spar_status spar_device_table_make(spar_table_cache *cache, const spar_block *bl
 
 /* Makes later work in the stream wait for the upload. */
 spar_status spar_device_table_await(spar_device_table *table, void *stream);
+
+/* Call it behind the kernels that read the table, in the same stream: the table is not freed before they end. */
+spar_status spar_device_table_used(spar_device_table *table, void *stream);
 
 /* Returns the bytes of device memory of all tables, on all devices. */
 int64_t spar_table_cache_allocated(void);

@@ -26,6 +26,9 @@ static spar_status open_locked(void)
     if (table.version < SPAR_NCCL_LEAST)
         return spar_fail(SPAR_TRANSPORT, "libnccl is NCCL %d.%d.%d; expected 2.21.5 or newer",
                          table.version / 10000, table.version / 100 % 100, table.version % 100);
+    table.CommRevoke = NULL;
+    if (table.version >= SPAR_NCCL_REVOKE)
+        SPAR_TRY(spar_dynlib_function(library, "libnccl", "ncclCommRevoke", &table.CommRevoke));
     spar_nccl = table;
     __atomic_store_n(&opened, 1, __ATOMIC_RELEASE);
     return SPAR_OK;
@@ -48,11 +51,11 @@ void spar_nccl_fork(spar_fork_stage stage)
         pthread_mutex_init(&lock, NULL);
 }
 
-spar_status spar_nccl_check(spar_nccl_result result, struct ncclComm *comm, const char *what)
+spar_status spar_nccl_check(spar_nccl_result result, const char *what)
 {
     if (result == SPAR_NCCL_SUCCESS || result == SPAR_NCCL_IN_PROGRESS)
         return SPAR_OK;
-    const char *last = spar_nccl.GetLastError(comm);
+    const char *last = spar_nccl.GetLastError(NULL); /* of the process; the communicator may be gone */
     return spar_fail(SPAR_TRANSPORT, "%.*s: %s%s%s", (int)strcspn(what, "("), what,
                      spar_nccl.GetErrorString(result), last && *last ? ": " : "", last && *last ? last : "");
 }

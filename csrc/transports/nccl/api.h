@@ -19,6 +19,7 @@ enum {
     SPAR_NCCL_UINT8 = 1,      /* ncclUint8 */
     SPAR_NCCL_ID_BYTES = 128, /* NCCL_UNIQUE_ID_BYTES */
     SPAR_NCCL_LEAST = 22105,  /* 2.21.5, that of torch 2.6 */
+    SPAR_NCCL_REVOKE = 22807, /* the first with ncclCommRevoke */
 };
 
 typedef struct {
@@ -44,9 +45,14 @@ typedef struct {
       (void *to, size_t count, unsigned dtype, int peer, struct ncclComm *comm, struct CUstream_st *stream)) \
     F(CommAbort, spar_nccl_result, (struct ncclComm * comm))
 
+/* The same, of newer versions: NULL in older ones. */
+#define SPAR_NCCL_OPTIONAL_FUNCTIONS(F)                                                                      \
+    F(CommRevoke, spar_nccl_result, (struct ncclComm * comm, int flags)) /* 2.28.7 */
+
 typedef struct {
 #define SPAR_NCCL_FIELD(name, result, parameters) result(*name) parameters;
     SPAR_NCCL_FUNCTIONS(SPAR_NCCL_FIELD)
+    SPAR_NCCL_OPTIONAL_FUNCTIONS(SPAR_NCCL_FIELD)
 #undef SPAR_NCCL_FIELD
     int version; /* as 22105 is 2.21.5 */
 } spar_nccl_table;
@@ -58,9 +64,9 @@ extern spar_nccl_table spar_nccl;
  * the reason, if that fails. Cheap after the first success. */
 spar_status spar_nccl_open(void);
 
-/* SPAR_OK, also for ncclInProgress; else SPAR_TRANSPORT with NCCL's text. `comm` may be NULL. */
-spar_status spar_nccl_check(spar_nccl_result result, struct ncclComm *comm, const char *what);
+/* SPAR_OK, also for ncclInProgress; else SPAR_TRANSPORT with NCCL's text. */
+spar_status spar_nccl_check(spar_nccl_result result, const char *what);
 
-#define SPAR_NCCL_TRY(comm, call) SPAR_TRY(spar_nccl_check(spar_nccl.call, comm, "nccl" #call))
+#define SPAR_NCCL_TRY(call) SPAR_TRY(spar_nccl_check(spar_nccl.call, "nccl" #call))
 
 #endif

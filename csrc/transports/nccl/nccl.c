@@ -64,6 +64,7 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
     uint64_t n = ++s->calls;
     int captured;
+    SPAR_TRY(spar_watchdog_check(s->watchdog)); /* why it broke, rather than what followed from it */
     spar_status status = check_call(s, call);
     if (status == SPAR_OK)
         status = spar_driver_capturing(call->stream, &captured);
@@ -73,20 +74,23 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     if (s->ring)
         status = spar_call_ring_begin(s->ring, n, call, s->compare);
     if (status == SPAR_OK && !s->own) { /* the watchdog does not check torch's communicator */
-        status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), comm, "ncclCommGetAsyncError");
+        status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), "ncclCommGetAsyncError");
         if (status == SPAR_OK)
-            status = spar_nccl_check(error, comm, "NCCL, later");
+            status = spar_nccl_check(error, "NCCL, later");
     }
     if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
         status = spar_watchdog_order(s->watchdog, call->stream); /* it may use staging buffers */
-    if (status == SPAR_OK)
-        status = spar_pipeline_run(&s->pipeline, call, comm, captured);
-    if (status == SPAR_OK)
-        status = spar_watchdog_end(s->watchdog, call->stream, captured);
-    if (status != SPAR_OK) { /* the peers wait for bytes that this rank will not send */
-        spar_watchdog_break(s->watchdog, status);
-        return status;
+    if (status == SPAR_OK) {
+        status = spar_pipeline_run(&s->pipeline, call, comm, s->watchdog, captured);
+        spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
+        status = reason == SPAR_OK ? status : reason; /* NCCL fails if the watchdog broke during the call */
     }
+    if (status != SPAR_OK) /* the peers wait for bytes that this rank will not send */
+        spar_watchdog_break(s->watchdog, status);
+    s->captured |= captured;
+    spar_status ended = spar_watchdog_end(s->watchdog, call->stream, captured);
+    if (status != SPAR_OK || ended != SPAR_OK)
+        return status != SPAR_OK ? status : ended;
     if (!captured) {
         s->stream = call->stream;
         s->called = 1;
@@ -97,7 +101,7 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
 static spar_status run(spar_comm *comm, spar_call *call)
 {
     spar_nccl_state *s = comm->state;
-    void *before;
+    spar_entered before;
     if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
@@ -106,19 +110,19 @@ static spar_status run(spar_comm *comm, spar_call *call)
     spar_status status = enqueue(s, call);
     spar_last_call_end(begun, status != SPAR_OK);
     pthread_mutex_unlock(&s->lock);
-    spar_device_cuda.leave(before);
+    spar_device_cuda.leave(&before);
     return status;
 }
 
 static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
 {
     spar_nccl_state *s = comm->state;
-    void *before;
+    spar_entered before;
     if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     spar_status status = spar_watchdog_wait(s->watchdog, deadline);
-    spar_device_cuda.leave(before);
+    spar_device_cuda.leave(&before);
     return status;
 }
 
@@ -148,11 +152,11 @@ static const char *broken(const spar_comm *comm)
 static void *release_entered(void *context)
 {
     spar_nccl_state *s = context;
-    void *before;
+    spar_entered before;
     if (spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
         return NULL; /* the device is gone, with its memory */
     spar_nccl_release(s);
-    spar_device_cuda.leave(before);
+    spar_device_cuda.leave(&before);
     return NULL;
 }
 

@@ -52,8 +52,10 @@ void spar_pipeline_close(spar_pipeline *pipeline)
 {
     for (int i = 0; i < 2; i++) {
         spar_side_stream *s = &pipeline->side_streams[i];
-        if (s->stream)
+        if (s->stream) {
+            spar_driver_functions()->StreamSynchronize(s->stream); /* a call may have failed half way */
             spar_driver_functions()->StreamDestroy(s->stream);
+        }
         if (s->to_side)
             spar_driver_functions()->EventDestroy(s->to_side);
         if (s->to_caller)
@@ -73,9 +75,9 @@ static spar_status await_enqueued(struct ncclComm *comm, const spar_deadline *de
 {
     for (;;) {
         spar_nccl_result result = SPAR_NCCL_SUCCESS;
-        SPAR_NCCL_TRY(comm, CommGetAsyncError(comm, &result));
+        SPAR_NCCL_TRY(CommGetAsyncError(comm, &result));
         if (result != SPAR_NCCL_IN_PROGRESS)
-            return spar_nccl_check(result, comm, "ncclGroupEnd");
+            return spar_nccl_check(result, "ncclGroupEnd");
         if (spar_deadline_passed(deadline))
             return spar_fail(SPAR_TIMEOUT, "NCCL did not enqueue the call in time");
         sched_yield();
@@ -87,14 +89,12 @@ static spar_status send_all(const spar_pipeline *pipeline, const spar_call *call
     for (int64_t i = 0; i < pipeline->push.nmessages; i++) {
         const spar_message *m = &pipeline->push.messages[i];
         const char *base = m->tensor < 0 ? pipeline->push.staging : call->inputs[m->tensor];
-        SPAR_NCCL_TRY(comm,
-                      Send(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
+        SPAR_NCCL_TRY(Send(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
     }
     for (int64_t i = 0; i < pipeline->pull.nmessages; i++) {
         const spar_message *m = &pipeline->pull.messages[i];
         char *base = m->tensor < 0 ? pipeline->pull.staging : call->outputs[m->tensor];
-        SPAR_NCCL_TRY(comm,
-                      Recv(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
+        SPAR_NCCL_TRY(Recv(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
     }
     return SPAR_OK;
 }
@@ -104,15 +104,19 @@ static spar_status end_group(struct ncclComm *comm, const spar_deadline *deadlin
     spar_nccl_result result = spar_nccl.GroupEnd(); /* also after a failure */
     if (status != SPAR_OK)
         return status;
-    SPAR_TRY(spar_nccl_check(result, comm, "ncclGroupEnd"));
+    SPAR_TRY(spar_nccl_check(result, "ncclGroupEnd"));
     return result == SPAR_NCCL_IN_PROGRESS ? await_enqueued(comm, deadline) : SPAR_OK;
 }
 
-static spar_status exchange(const spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm)
+static spar_status exchange(const spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
+                            spar_watchdog *watchdog)
 {
     if (!pipeline->push.nmessages && !pipeline->pull.nmessages)
         return SPAR_OK;
-    SPAR_NCCL_TRY(comm, GroupStart());
+    const char *broken = spar_watchdog_broken(watchdog);
+    if (broken) /* the communicator may be about to be freed */
+        return spar_fail(SPAR_BROKEN, "%s", broken);
+    SPAR_NCCL_TRY(GroupStart());
     return end_group(comm, &call->deadline, send_all(pipeline, call, comm));
 }
 
@@ -121,15 +125,15 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
     static const spar_deadline endless = {0};
     spar_status status = SPAR_OK;
     CUstream stream = pipeline->side_streams[0].stream;
-    SPAR_NCCL_TRY(comm, GroupStart());
+    SPAR_NCCL_TRY(GroupStart());
     for (int i = 1; status == SPAR_OK && i < pipeline->world; i++) {
         int to = (pipeline->rank + i) % pipeline->world,
             from = (pipeline->rank - i + pipeline->world) % pipeline->world;
         char *at = pipeline->staging + 2 * i;
-        status = spar_nccl_check(spar_nccl.Send(at, 1, SPAR_NCCL_UINT8, to, comm, stream), comm, "ncclSend");
+        status = spar_nccl_check(spar_nccl.Send(at, 1, SPAR_NCCL_UINT8, to, comm, stream), "ncclSend");
         if (status == SPAR_OK)
-            status = spar_nccl_check(spar_nccl.Recv(at + 1, 1, SPAR_NCCL_UINT8, from, comm, stream), comm,
-                                     "ncclRecv");
+            status =
+                spar_nccl_check(spar_nccl.Recv(at + 1, 1, SPAR_NCCL_UINT8, from, comm, stream), "ncclRecv");
     }
     return end_group(comm, &endless, status);
 }
@@ -186,7 +190,7 @@ static spar_status wait_for(CUstream waiting, CUevent event, CUstream awaited)
 /* While step i is on the wire, the side stream unpacks step i - 1 and packs step i + 1. Events are recorded again in
  * every step; a wait covers what was recorded before it. */
 static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
-                                 const spar_side_stream *side_stream, int64_t steps)
+                                 spar_watchdog *watchdog, const spar_side_stream *side_stream, int64_t steps)
 {
     CUstream caller = call->stream, side = side_stream->stream;
     SPAR_TRY(wait_for(side, side_stream->to_side, caller)); /* the inputs */
@@ -201,7 +205,7 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
         SPAR_TRY(spar_schedule_step(&pipeline->pull, i, buffer_of(pipeline, i, 1)));
         /* step i is packed, and step i - 2, whose buffer it reuses, is unpacked */
         SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
-        SPAR_TRY(exchange(pipeline, call, comm));
+        SPAR_TRY(exchange(pipeline, call, comm, watchdog));
         SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_side, caller)));
         if (i + 1 < steps)
             SPAR_TRY(pack(pipeline, call, i + 1, side));
@@ -213,7 +217,7 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
 }
 
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
-                              int captured)
+                              spar_watchdog *watchdog, int captured)
 {
     int64_t steps = spar_schedule_steps(call->plan, pipeline->chunk);
     int scaled = call->scale.dtype != SPAR_UNSCALED;
@@ -222,14 +226,14 @@ spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, st
                                  (const void *const *)call->outputs));
     if (steps > 1) {
         const spar_side_stream *side_stream = &pipeline->side_streams[captured];
-        spar_status status = run_pipelined(pipeline, call, comm, side_stream, steps);
+        spar_status status = run_pipelined(pipeline, call, comm, watchdog, side_stream, steps);
         if (status != SPAR_OK)
             join_side_stream(side_stream, call->stream);
         return status;
     }
     SPAR_TRY(pack(pipeline, call, 0, call->stream));
     SPAR_TRY(spar_schedule_step(&pipeline->pull, 0, buffer_of(pipeline, 0, 1)));
-    SPAR_TRY(exchange(pipeline, call, comm));
+    SPAR_TRY(exchange(pipeline, call, comm, watchdog));
     SPAR_TRY(copy_own(call, call->stream));
     return unpack(pipeline, call, call->stream);
 }

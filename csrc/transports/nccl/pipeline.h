@@ -10,6 +10,7 @@
 #include "transports/nccl/schedule.h"
 #include "devices/cuda/driver.h"
 #include "transports/nccl/api.h"
+#include "transports/nccl/watchdog.h"
 #include "transports/transport.h"
 
 typedef struct {
@@ -31,13 +32,14 @@ typedef struct {
  * is kept. */
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t most);
 
-/* One exchange, into the call's stream, which is captured or not. */
+/* One exchange, into the call's stream, which is captured or not. Each step checks the watchdog first. */
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
-                              int captured);
+                              spar_watchdog *watchdog, int captured);
 
 /* Exchanges a byte with every peer in the side stream, which makes NCCL connect; may wait for the peers. */
 spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm);
 
+/* Waits for the side streams. The pipeline must have no captured calls. */
 void spar_pipeline_close(spar_pipeline *pipeline);
 
 /* Staging memory of all open groups: the most, and what is allocated. */

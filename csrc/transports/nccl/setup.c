@@ -12,6 +12,7 @@
 #include <time.h>
 
 static const int64_t POLL_NS = 50000000;
+enum { GRACE = 20 }; /* polls for a thread to leave NCCL before its communicator is freed */
 
 /* A rank's token in the first stage's setup result. */
 typedef struct {
@@ -27,7 +28,7 @@ void spar_nccl_release(void *state)
     spar_nccl_state *s = state;
     if (__atomic_sub_fetch(&s->refs, 1, __ATOMIC_ACQ_REL))
         return;
-    if (s->has_pipeline)
+    if (s->has_pipeline && !s->captured)
         spar_pipeline_close(&s->pipeline);
     spar_call_ring_close(s->ring);
     pthread_cond_destroy(&s->connected);
@@ -47,7 +48,7 @@ static spar_status make(spar_nccl_state *s, const spar_native *native, token *ow
     own->has_native = native->comm != NULL;
     own->chunk = s->pipeline.chunk;
     if (s->rank == 0 && !own->has_native) {
-        SPAR_NCCL_TRY(NULL, GetUniqueId(&own->id));
+        SPAR_NCCL_TRY(GetUniqueId(&own->id));
         own->has_id = 1;
     }
     return SPAR_OK;
@@ -56,7 +57,7 @@ static spar_status make(spar_nccl_state *s, const spar_native *native, token *ow
 spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
 {
     token own = {0};
-    void *before;
+    spar_entered before;
     char reason[96];
     result->offset = -1;
     SPAR_TRY(spar_device_cuda.open());
@@ -77,7 +78,7 @@ spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_se
         result->offset = -1; /* the call ring is optional */
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
-    spar_device_cuda.leave(before);
+    spar_device_cuda.leave(&before);
     memcpy(result->token, &own, sizeof own);
     return status;
 }
@@ -88,7 +89,7 @@ static spar_status init_communicator(spar_nccl_state *s)
     struct ncclComm *comm = s->native;
     int world, rank;
     if (!comm) {
-        SPAR_NCCL_TRY(NULL, CommInitRank(&comm, s->world, s->id, s->rank));
+        SPAR_NCCL_TRY(CommInitRank(&comm, s->world, s->id, s->rank));
         pthread_mutex_lock(&s->lock);
         int abandoned = s->abandoned;
         s->own = abandoned ? NULL : comm;
@@ -98,8 +99,8 @@ static spar_status init_communicator(spar_nccl_state *s)
             return SPAR_OK;
         }
     }
-    SPAR_NCCL_TRY(comm, CommCount(comm, &world));
-    SPAR_NCCL_TRY(comm, CommUserRank(comm, &rank));
+    SPAR_NCCL_TRY(CommCount(comm, &world));
+    SPAR_NCCL_TRY(CommUserRank(comm, &rank));
     if (world != s->world || rank != s->rank)
         return spar_fail(SPAR_TRANSPORT, "torch's communicator is rank %d of %d; expected %d of %d", rank,
                          world, s->rank, s->world);
@@ -109,9 +110,10 @@ static spar_status init_communicator(spar_nccl_state *s)
 static void *rendezvous_thread(void *context)
 {
     spar_nccl_state *s = context;
-    void *before = NULL;
+    spar_entered before;
     spar_status status = spar_device_cuda.enter(s->ordinal, &before);
-    if (status == SPAR_OK)
+    int entered = status == SPAR_OK;
+    if (entered)
         status = init_communicator(s);
     pthread_mutex_lock(&s->lock);
     s->finished = 1;
@@ -120,8 +122,10 @@ static void *rendezvous_thread(void *context)
     s->ranks = *spar_last_error_ranks();
     pthread_cond_signal(&s->connected);
     pthread_mutex_unlock(&s->lock);
-    spar_nccl_release(s);
-    spar_device_cuda.leave(before);
+    if (entered) { /* else the device is gone, with its memory */
+        spar_nccl_release(s);
+        spar_device_cuda.leave(&before);
+    }
     return NULL;
 }
 
@@ -139,6 +143,20 @@ static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *dea
     return SPAR_OK;
 }
 
+/* After a failure, makes the thread that is inside NCCL return, since an abort would free what it uses. With the lock
+ * held. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the abort. */
+static void end_first_exchange(spar_nccl_state *s)
+{
+    if (s->own && spar_nccl.CommRevoke) {
+        struct ncclComm *comm = s->own; /* only this thread aborts it, unless the other finds `abandoned` */
+        pthread_mutex_unlock(&s->lock);
+        spar_nccl.CommRevoke(comm, 0);
+        pthread_mutex_lock(&s->lock);
+    }
+    for (int i = 0; s->own && !s->finished && i < GRACE; i++)
+        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
+}
+
 static spar_status await_communicator(spar_nccl_state *s, const spar_deadline *deadline)
 {
     spar_status status = SPAR_OK;
@@ -153,6 +171,8 @@ static spar_status await_communicator(spar_nccl_state *s, const spar_deadline *d
     }
     if (s->finished)
         status = s->status == SPAR_OK ? SPAR_OK : spar_fail_ranks(s->status, &s->ranks, "%s", s->text);
+    else
+        end_first_exchange(s);
     s->abandoned = !s->finished;
     struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
     if (stuck)
@@ -174,8 +194,8 @@ static spar_status await_first_exchange(const spar_nccl_state *s, const spar_dea
         if (looks % 100 == 0) {
             spar_nccl_result error = SPAR_NCCL_SUCCESS;
             struct ncclComm *comm = s->own ? s->own : s->native;
-            SPAR_NCCL_TRY(comm, CommGetAsyncError(comm, &error));
-            SPAR_TRY(spar_nccl_check(error, comm, "the first exchange over NCCL"));
+            SPAR_NCCL_TRY(CommGetAsyncError(comm, &error));
+            SPAR_TRY(spar_nccl_check(error, "the first exchange over NCCL"));
             SPAR_TRY(poll_setup(s, deadline));
         }
         nanosleep(&moment, NULL);
@@ -243,7 +263,7 @@ spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline)
 {
     spar_nccl_state *s = comm->state;
-    void *before;
+    spar_entered before;
     SPAR_TRY(agree_on_communicator(s, results));
     SPAR_TRY(connect_ring(s, comm, results, deadline));
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
@@ -251,7 +271,7 @@ spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
     const spar_watchdog_target what = {s->own, s->ordinal, s->ring, spar_nccl_release, s};
     if (status == SPAR_OK)
         status = spar_watchdog_open(&what, &s->watchdog);
-    spar_device_cuda.leave(before);
+    spar_device_cuda.leave(&before);
     if (status != SPAR_OK && s->ring)
         spar_call_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
     return status;

@@ -12,7 +12,13 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SLOTS = 64, POLL_NS = 100000000 };
+enum {
+    SLOTS = 64,
+    POLL_NS = 100000000,
+    GRACE =
+        10, /* polls: by then a call has left NCCL, unless only an abort can end its wait for a full queue */
+    EXIT_NS = 2000000000, /* at exit: the time for what is under way */
+};
 
 /* A call in progress. */
 typedef struct {
@@ -26,12 +32,16 @@ struct spar_watchdog {
     spar_watchdog_target what;
     uint64_t call;
     int64_t inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
+    int grace;         /* polls that have waited for that call to return */
     slot slots[SLOTS];
     int first, count;   /* of the slots in use */
-    spar_status status; /* other than SPAR_OK: broken, with the reason */
+    spar_status status; /* atomic; other than SPAR_OK: broken, with the reason */
     char reason[SPAR_GROUP_TEXT];
     spar_ranks ranks; /* that caused it */
-    int reported, closing, ending, aborted;
+    int reported, closing, captured;
+    int revoked;              /* a revocation of the communicator was tried */
+    int busy;                 /* a thread revokes it */
+    struct ncclComm *aborted; /* by a thread; what.comm is NULL then */
 };
 
 static struct {
@@ -39,6 +49,7 @@ static struct {
     pthread_cond_t changed; /* poll again */
     spar_watchdog *first;
     int running, stop;
+    int workers; /* threads that free or abort what a watchdog had */
     pid_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -47,9 +58,9 @@ static void fail_watchdog(spar_watchdog *w, spar_status status)
 {
     if (w->status != SPAR_OK)
         return;
-    w->status = status;
     w->ranks = *spar_last_error_ranks();
     snprintf(w->reason, sizeof w->reason, "%s", spar_last_error());
+    __atomic_store_n(&w->status, status, __ATOMIC_RELEASE);
     if (w->what.ring)
         spar_call_ring_abort(w->what.ring, status, &w->ranks, w->reason);
     pthread_cond_broadcast(&all.changed);
@@ -82,10 +93,10 @@ static spar_status retire_calls(spar_watchdog *w)
 static spar_status check_nccl(spar_watchdog *w)
 {
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
-    if (!w->what.comm)
+    if (!w->what.comm) /* torch's, or about to be freed */
         return SPAR_OK;
-    SPAR_NCCL_TRY(w->what.comm, CommGetAsyncError(w->what.comm, &error));
-    return spar_nccl_check(error, w->what.comm, "NCCL, later");
+    SPAR_NCCL_TRY(CommGetAsyncError(w->what.comm, &error));
+    return spar_nccl_check(error, "NCCL, later");
 }
 
 static spar_status check_limits(const spar_watchdog *w)
@@ -122,40 +133,51 @@ static void poll_once(spar_watchdog *w)
         fail_watchdog(w, status);
 }
 
-/* Polls on a caller's thread. Some thread may be capturing, which a query must not invalidate. */
-static void poll_relaxed(spar_watchdog *w)
+/* ---- the end of a communicator ---- */
+
+/* Starts a thread for work that may wait for the device, which may wait for the end of another communicator. At exit
+ * nothing is started: it could outlive the driver. With the lock held. */
+static int start_worker(void *(*work)(void *watchdog), spar_watchdog *w)
 {
-    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
-    spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
-    poll_once(w);
-    spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
+    if (all.stop || spar_thread_start(work, w) != 0)
+        return 0;
+    all.workers++;
+    return 1;
 }
 
-static void poll_entered(spar_watchdog *w)
+static void end_worker(int *done)
 {
-    void *before;
-    if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK) {
-        fail_watchdog(w, SPAR_TRANSPORT);
-        return;
-    }
-    poll_once(w);
-    spar_device_cuda.leave(before);
-}
-
-/* Ends a broken or unused communicator on a thread of its own: that may wait for the device, which may wait for the
- * end of another communicator. */
-static void *end_comm(void *watchdog)
-{
-    spar_watchdog *w = watchdog;
-    void *before;
-    if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) {
-        spar_nccl.CommAbort(w->what.comm);
-        spar_device_cuda.leave(before);
-    }
     pthread_mutex_lock(&all.lock);
-    w->aborted = 1;
+    if (done)
+        *done = 0;
+    all.workers--;
     pthread_cond_broadcast(&all.changed);
     pthread_mutex_unlock(&all.lock);
+}
+
+/* Ends the communicator's kernels. Frees nothing, so that a call may be inside NCCL. */
+static void *revoke_communicator(void *watchdog)
+{
+    spar_watchdog *w = watchdog;
+    spar_entered before;
+    if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) {
+        spar_nccl.CommRevoke(w->what.comm, 0);
+        spar_device_cuda.leave(&before);
+    }
+    end_worker(&w->busy);
+    return NULL;
+}
+
+/* Ends the communicator's kernels, and frees it. */
+static void *abort_communicator(void *watchdog)
+{
+    spar_watchdog *w = watchdog;
+    spar_entered before;
+    if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) {
+        spar_nccl.CommAbort(w->aborted);
+        spar_device_cuda.leave(&before);
+    }
+    end_worker(&w->busy);
     return NULL;
 }
 
@@ -165,22 +187,44 @@ static int is_idle(spar_watchdog *w)
         w->first = (w->first + 1) % SLOTS;
         w->count--;
     }
-    return !w->count;
+    return !w->count && !w->inside_ns;
+}
+
+/* Ends the communicator of a broken or unused watchdog. With the lock held and the device entered. */
+static void end_communicator(spar_watchdog *w)
+{
+    int broken = w->status != SPAR_OK;
+    if (!w->what.comm || w->busy)
+        return;
+    if (broken && !w->revoked && spar_nccl.CommRevoke)
+        w->revoked = w->busy = start_worker(revoke_communicator, w);
+    if (w->busy || (broken ? w->inside_ns && w->grace++ < GRACE : !w->closing || !is_idle(w)))
+        return;
+    if (w->captured && !broken) { /* a graph may still be replayed */
+        w->what.comm = NULL;
+        return;
+    }
+    w->aborted = w->what.comm;
+    w->what.comm = NULL; /* nobody uses it any more */
+    w->busy = start_worker(abort_communicator, w);
+    if (!w->busy)
+        w->what.comm = w->aborted;
 }
 
 /* On a thread of its own: freeing device memory waits for the device. */
 static void *dispose(void *watchdog)
 {
     spar_watchdog *w = watchdog;
-    void *before;
-    if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK)
-        return NULL; /* the device is gone, with its memory */
-    for (int i = 0; i < SLOTS; i++)
-        if (w->slots[i].event)
-            spar_driver_functions()->EventDestroy(w->slots[i].event);
-    w->what.release(w->what.context);
-    spar_device_cuda.leave(before);
-    free(w);
+    spar_entered before;
+    if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) { /* else it is gone, with its memory */
+        for (int i = 0; i < SLOTS; i++)
+            if (w->slots[i].event)
+                spar_driver_functions()->EventDestroy(w->slots[i].event);
+        w->what.release(w->what.context);
+        spar_device_cuda.leave(&before);
+        free(w);
+    }
+    end_worker(NULL);
     return NULL;
 }
 
@@ -188,28 +232,27 @@ static void *dispose(void *watchdog)
 static int poll_and_close(spar_watchdog **link)
 {
     spar_watchdog *w = *link;
-    poll_entered(w);
-    int ends = w->status != SPAR_OK || (w->closing && !w->inside_ns && is_idle(w));
-    if (ends && !w->ending) {
-        if (w->what.comm)
-            w->ending = spar_thread_start(end_comm, w) == 0;
-        else
-            w->ending = w->aborted = 1;
-    }
-    if (!w->closing || !w->aborted || w->inside_ns || !is_idle(w))
+    spar_entered before;
+    if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK) {
+        fail_watchdog(w, SPAR_TRANSPORT);
         return 0;
-    *link = w->next;
-    if (spar_thread_start(dispose, w) == 0)
-        return 1;
-    *link = w;
-    return 0;
+    }
+    poll_once(w);
+    end_communicator(w);
+    int over = w->closing && !w->what.comm && !w->busy && is_idle(w);
+    spar_device_cuda.leave(&before);
+    spar_watchdog *next = w->next; /* dispose frees it */
+    if (!over || !start_worker(dispose, w))
+        return 0;
+    *link = next;
+    return 1;
 }
+
+/* ---- the thread ---- */
 
 static void *watchdog_thread(void *unused)
 {
-    CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED; /* do not invalidate other threads' captures */
     (void)unused;
-    spar_driver_functions()->ThreadExchangeStreamCaptureMode(&mode);
     pthread_mutex_lock(&all.lock);
     for (int last = 0; all.first && !last;) { /* the last poll publishes ended calls */
         last = all.stop;
@@ -228,13 +271,13 @@ static void *watchdog_thread(void *unused)
 /* At exit, before the driver shuts down. */
 static void stop(void)
 {
-    int64_t end = spar_now_ns() + 1000000000;
+    int64_t end = spar_now_ns() + EXIT_NS;
     if (all.owner != getpid())
         return;
     pthread_mutex_lock(&all.lock);
     all.stop = 1;
     pthread_cond_broadcast(&all.changed);
-    while (all.running && spar_now_ns() < end)
+    while ((all.running || all.workers) && spar_now_ns() < end)
         spar_cond_wait(&all.changed, &all.lock, end - spar_now_ns());
     pthread_mutex_unlock(&all.lock);
 }
@@ -292,12 +335,22 @@ static spar_status report(spar_watchdog *w)
     return spar_fail_ranks(w->reported++ ? SPAR_BROKEN : w->status, &w->ranks, "%s", w->reason);
 }
 
+spar_status spar_watchdog_check(spar_watchdog *w)
+{
+    if (!spar_watchdog_broken(w))
+        return SPAR_OK;
+    pthread_mutex_lock(&all.lock);
+    spar_status status = report(w);
+    pthread_mutex_unlock(&all.lock);
+    return status;
+}
+
 spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadline *deadline)
 {
     if (all.owner != getpid())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
     pthread_mutex_lock(&all.lock);
-    poll_relaxed(w);
+    poll_once(w);
     spar_status status = report(w);
     if (status == SPAR_OK) {
         w->call = n;
@@ -311,6 +364,7 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
 {
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&all.lock);
+    w->captured |= captured;
     if (!captured) {
         int full = w->count == SLOTS; /* then the newest slot covers both calls, which end in order */
         slot *s = full ? newest(w) : &w->slots[(w->first + w->count) % SLOTS];
@@ -337,10 +391,7 @@ void spar_watchdog_break(spar_watchdog *w, spar_status status)
 
 const char *spar_watchdog_broken(spar_watchdog *w)
 {
-    pthread_mutex_lock(&all.lock);
-    const char *reason = w->status == SPAR_OK ? NULL : w->reason;
-    pthread_mutex_unlock(&all.lock);
-    return reason;
+    return __atomic_load_n(&w->status, __ATOMIC_ACQUIRE) == SPAR_OK ? NULL : w->reason;
 }
 
 spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
@@ -360,7 +411,7 @@ spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
     const struct timespec moment = {0, 20000};
     for (int looks = 1;; looks++) {
         pthread_mutex_lock(&all.lock);
-        poll_relaxed(w);
+        poll_once(w);
         spar_status status = report(w);
         int over = !w->count;
         pthread_mutex_unlock(&all.lock);

@@ -2,8 +2,11 @@
  *
  * A call on a GPU returns before its bytes have moved. One thread per process polls every 100 ms while there are
  * groups: the communicators' asynchronous errors, the events behind the calls, the peers, and the deadlines. A failure breaks
- * the watchdog for good: an own communicator is aborted, so that its kernels end and the stream continues, and the next
- * call raises. Graph replays are not watched. */
+ * the watchdog for good: an own communicator is revoked or aborted, so that its kernels end and the stream continues, and
+ * the next call raises. Graph replays are not watched.
+ *
+ * An abort frees the communicator, which a call may be using. It waits until no call is inside, for a second at most: a
+ * launch that is blocked by a full queue needs the abort. A revocation (NCCL 2.28.7) frees nothing, and comes first. */
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
@@ -14,10 +17,10 @@
 typedef struct spar_watchdog spar_watchdog;
 
 typedef struct {
-    struct ncclComm *comm; /* aborted when the watch breaks or ends; NULL: somebody else's, not touched */
+    struct ncclComm *comm; /* aborted when the watchdog breaks or closes; NULL: torch's, not touched */
     int ordinal;           /* device */
     spar_call_ring *ring;  /* of the ranks of one host; NULL: none */
-    /* Frees what the calls use: on the watching thread, when none is under way any more. */
+    /* Frees what the calls use, when none is under way any more; on a thread of its own, with the device entered. */
     void (*release)(void *context);
     void *context;
 } spar_watchdog_target;
@@ -25,25 +28,29 @@ typedef struct {
 /* On failure nothing is kept. */
 spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog **watchdog);
 
-/* Call n begins: fails where the watch is broken, the first time with what broke it, then SPAR_BROKEN. */
+/* Fails if the watchdog is broken: the first time with what broke it, then with SPAR_BROKEN. */
+spar_status spar_watchdog_check(spar_watchdog *watchdog);
+
+/* Begins call n, unless the watchdog is broken. Here and below the device is entered. */
 spar_status spar_watchdog_begin(spar_watchdog *watchdog, uint64_t n, const spar_deadline *deadline);
 
-/* The call is in `stream`; watched from now on, unless it is captured. */
+/* Ends a call, which is in `stream`, whole or in part: it is watched from now on, unless it is captured. A communicator
+ * with captured calls is not aborted when the watchdog closes. */
 spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream, int captured);
 
-/* The call failed half way, as the last error says: breaks the watch. The first reason stays. */
+/* Breaks the watchdog with the last error, after a call that failed. The first reason stays. */
 void spar_watchdog_break(spar_watchdog *watchdog, spar_status status);
 
-/* What broke it, or NULL; valid as long as the watch. */
+/* What broke it, or NULL; valid as long as the watchdog. Takes no lock: a call checks it before each of its steps. */
 const char *spar_watchdog_broken(spar_watchdog *watchdog);
 
-/* Makes `stream` wait for the newest call that is watched. */
+/* Makes `stream` wait for the newest watched call. */
 spar_status spar_watchdog_order(spar_watchdog *watchdog, void *stream);
 
-/* Returns when all calls are over, or with what broke the watch. */
+/* Returns when all calls have ended, or with what broke the watchdog. */
 spar_status spar_watchdog_wait(spar_watchdog *watchdog, const spar_deadline *deadline);
 
-/* Nobody calls any more. Does not wait: release comes later. */
+/* No call follows. Does not wait: release is called later. */
 void spar_watchdog_close(spar_watchdog *watchdog);
 
 #endif

@@ -1,4 +1,4 @@
-"""What spar needs of torch's CUDA: the current stream, graph captures, and where CUDA's libraries lie."""
+"""What spar needs of torch's CUDA: device, stream, captures, NCCL groups, and where CUDA's libraries lie."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ... import _C
 from ...errors import SparError
@@ -22,15 +24,32 @@ stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _cuda el
 _capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing if _cuda else lambda: False
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the thread's current one."""
+    return torch.cuda.device(device) if _cuda and device.type == "cuda" else contextlib.nullcontext()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream's work goes into a CUDA graph."""
-    return device.type == "cuda" and _capturing()
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        return _capturing()
 
 
 def refuse_capture(op: str, device: torch.device, why: str) -> None:
     """An error, before anything is captured, where a CUDA graph is being captured."""
     if is_capturing(device):
         raise SparError(f"{op} cannot be captured into a CUDA graph: {why}")
+
+
+def refuse_open_group(op: str, device: torch.device) -> None:
+    """Raise inside torch's `_coalescing_manager`: its NCCL group would silently defer spar's transfers."""
+    if device.type == "cuda" and dist.distributed_c10d._world.pg_coalesce_state:
+        raise SparError(
+            f"{op} was called inside torch's _coalescing_manager, which defers NCCL's transfers; "
+            "call it before or after"
+        )
 
 
 # library: its names to the loader, and the packages that have it in their folder lib
@@ -50,12 +69,28 @@ def find_libraries() -> None:
             _C.set_library_path(library, _in_packages(names, packages) or _by_pathfinder(library))
 
 
-def _is_mapped(name: str) -> bool:
+def _mapped(name: str) -> ctypes.CDLL | None:
     try:
-        ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
-        return False
-    return True
+        return None
+
+
+def _is_mapped(name: str) -> bool:
+    return _mapped(name) is not None
+
+
+@functools.cache
+def torch_shares_nccl(library: str = str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so")) -> bool:
+    """Whether torch calls the libnccl.so.2 that spar opens.
+
+    A torch with NCCL linked in has one of its own, whose communicators another library cannot use.
+    """
+    found = []
+    for handle in (_mapped(library), _mapped("libnccl.so.2")):
+        function = getattr(handle, "ncclGetVersion", None)  # of the library, or of one that it links
+        found.append(ctypes.cast(function, ctypes.c_void_p).value if function else None)
+    return found[0] is not None and found[0] == found[1]
 
 
 def _in_packages(names: tuple[str, ...], packages: tuple[str, ...]) -> str | None:

@@ -25,10 +25,11 @@ from ..channel import Operation
 from ..items import SCALE_TYPES, apply_scale
 from ..member import LOCAL, OVER, SHARED, Member
 from .core import CALLS, CoreChannel
-from .cuda import is_capturing, stream_of
+from .cuda import is_capturing, on_device, refuse_open_group, stream_of, torch_shares_nccl
 from .planned import PlannedExchange
 
 _WATCH_INTERVAL = 0.1  # seconds
+_GRACE = 10  # intervals: by then a call has left NCCL, unless only an abort ends its wait for a full queue
 
 
 class Device:
@@ -37,15 +38,19 @@ class Device:
     def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
         """Collective: torch makes its communicator in a group's first collective, so there is one here."""
         self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.place = torch.device("cuda", self.index)
         self._backend = _nccl_backend(member.group)
         if self._backend is not None:
-            pg_wait.first_collective(member, torch.device("cuda", self.index), op, deadline)
+            pg_wait.first_collective(member, self.place, op, deadline)
 
     def native(self) -> int:
-        """torch's ncclComm_t as it is now: once aborted or destroyed, another one, or 0."""
+        """Return torch's current ncclComm_t of the thread's current device, or 0."""
         if self._backend is None:
             return 0
-        pointer: int = self._backend._comm_ptr()
+        try:
+            pointer: int = self._backend._comm_ptr()
+        except RuntimeError:  # aborted or destroyed
+            return 0
         return pointer
 
     def abort(self) -> None:
@@ -55,7 +60,9 @@ class Device:
 
 
 def _nccl_backend(group: dist.ProcessGroup) -> Any:
-    """The group's ProcessGroupNCCL, if it exposes its communicator (torch 2.8); else None."""
+    """The group's ProcessGroupNCCL, if it exposes a communicator that spar can use (torch 2.8); else None."""
+    if not torch_shares_nccl():
+        return None
     try:
         backend: Any = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -74,12 +81,28 @@ class NcclChannel(CoreChannel):
         self.device = Device(member, device, op, deadline)
         member.progress = LOCAL
         place = member.facts, member.rank, member.local_ranks, member.name
-        super().__init__(_C.comm("nccl", *place, self.device.index, self.device.native()))
+        native = self.device.native()
+        super().__init__(_C.comm("nccl", *place, self.device.index, native))
+        self.has_native = native != 0
+        self.inside = False  # of a call
+        self._grace = _GRACE
 
     def watch(self, member: Member) -> None:
         """Abort torch's communicator when a call does not end, as the core finds; it aborts its own."""
-        if self.device.native() != 0:
+        if self.has_native:
             _watch(self)
+
+    def abort_native(self) -> bool:
+        """Abort torch's communicator, unless a call is inside NCCL, where it would use freed memory.
+
+        After a grace period abort in any case. Called at each interval; return whether it aborted.
+        """
+        self._grace -= self.inside
+        if self.inside and self._grace > 0:
+            return False
+        with contextlib.suppress(RuntimeError):  # torch was quicker
+            self.device.abort()
+        return True
 
     def exchange(
         self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
@@ -98,7 +121,8 @@ class NcclChannel(CoreChannel):
     def run(self, member: Member, call: PlannedExchange) -> None:
         """Return when the exchange is in the current stream."""
         try:
-            self._enqueue(member, call)
+            with on_device(self.device.place):
+                self._enqueue(member, call)
         except SparError as error:
             raise error if error.op is not None else self.explain(member, call.op, error) from None
         CALLS["nccl"] += 1
@@ -107,12 +131,18 @@ class NcclChannel(CoreChannel):
         check = member.synchronous and not is_capturing(call.device)
         if check:
             call.compare(member)
+        refuse_open_group(call.op, self.device.place)
         kind = SCALE_TYPES.get(call.dtype, 0)
-        addresses = call.addresses, call.output_addresses, stream_of(self.device.index), self.device.native()
-        member.progress = OVER  # the core reports whatever fails in it
-        self.core.run(
-            call.op, call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline
-        )
+        self.inside = True
+        try:
+            stream, native = stream_of(self.device.index), self.device.native()
+            addresses = call.addresses, call.output_addresses, stream, native
+            member.progress = OVER  # the core reports whatever fails in it
+            self.core.run(
+                call.op, call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline
+            )
+        finally:
+            self.inside = False
         if kind == 0:
             for output in call.outputs:
                 apply_scale(output, call.factor, call.divide)
@@ -121,7 +151,8 @@ class NcclChannel(CoreChannel):
 
     def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
         if member.synchronous:
-            announce_failure(member, op, why, memory, deadline)
+            with on_device(self.device.place):
+                announce_failure(member, op, why, memory, deadline)
         else:
             super().report(member, op, why, memory, deadline)
 
@@ -148,9 +179,7 @@ def _keep_watch() -> None:
         time.sleep(_WATCH_INTERVAL)
         with _lock:
             for channel in list(_watched):
-                if channel.core.broken is not None:
-                    with contextlib.suppress(RuntimeError):  # torch was quicker
-                        channel.device.abort()
+                if channel.core.broken is not None and channel.abort_native():
                     _watched.discard(channel)
             if not _watched:
                 return
