@@ -6,15 +6,26 @@ The stand-in libnccl ends a process that uses a communicator after its abort.
 from __future__ import annotations
 
 import ctypes
+import datetime
+import os
+import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers import nccl_lifetime, standins
 
+import spar
+from spar._runtime import pg_wait
+from spar._runtime.member import Member
 from spar._runtime.transports import cuda
 
 OWNERS = pytest.mark.parametrize("native", [False, True], ids=["own", "torch's"])
@@ -109,3 +120,51 @@ def test_torch_with_another_nccl_is_detected(gpus: Ranks, tmp_path: Path) -> Non
         subprocess.run([*command, "-o", str(tmp_path / f"{name}.so")], check=True)
     for found in gpus(2, check_shares, str(tmp_path)):
         assert found == {"linked": True, "own": False, "hidden": False}
+
+
+# ---- collectives of a group that has no CPU backend ----
+
+
+class Work:
+    """A collective on a device that never ends: wait() returns at once, as NCCL's does."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        return True
+
+
+class Group:
+    group_name = "stand-in"
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def endless(seconds: float) -> None:
+    group = Group()
+    member = Member(cast(dist.ProcessGroup, group))
+    member.timeout = seconds
+    buffer: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    collective = pg_wait.Unfinished(member.group, cast(dist.Work, Work()), (buffer,))
+    try:
+        pg_wait._wait(member, "init", collective, member.deadline())
+    finally:
+        pg_wait._unfinished.remove(collective)
+
+
+def test_collective_on_a_device_times_out() -> None:
+    begin = time.monotonic()
+    with pytest.raises(spar.ExchangeTimeoutError, match="did not make this call in time"):
+        endless(0.4)
+    assert 0.3 < time.monotonic() - begin < 2
+
+
+def test_collective_on_a_device_is_interrupted() -> None:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        endless(20)

@@ -1,6 +1,7 @@
 """Wait for a ProcessGroup's collectives so that Ctrl-C and timeouts work; translate its errors into spar's.
 
-A blocking gloo call ignores Ctrl-C, so each collective is issued with the remaining time and polled.
+A blocking gloo call ignores Ctrl-C, so each collective is issued with the remaining time and polled. On a GPU
+a wait is only enqueued, and the copy to the CPU then blocks: such collectives are polled, too.
 Destroying a group waits for its collectives, so one that may never end keeps its group alive, even at exit.
 """
 
@@ -32,6 +33,7 @@ _STATES: dict[type[SparError], CallState] = {
     PeerLostError: CallState.PEER_LOST,
 }
 _SLICE = datetime.timedelta(milliseconds=50)
+_DEVICE_SLICE = 0.0005  # seconds
 _PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call and checks the peers' processes
 
 
@@ -110,8 +112,11 @@ def _is_from_handler(error: Exception) -> bool:
     return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
-def _ended(member: Member, op: str, work: dist.Work) -> bool:
+def _ended(member: Member, op: str, work: dist.Work, on_cpu: bool) -> bool:
     """Wait for one slice of time; raise the work's failure as an error of spar's."""
+    if not on_cpu and not work.is_completed():
+        time.sleep(_DEVICE_SLICE)
+        return False
     try:
         work.wait(_SLICE)
     except RuntimeError as error:
@@ -126,8 +131,11 @@ def _ended(member: Member, op: str, work: dist.Work) -> bool:
     return True
 
 
-def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> None:
-    """Wait for one collective; whatever ends the wait early breaks the group and keeps the buffers alive."""
+def _wait(member: Member, op: str, collective: Unfinished, deadline: float, enqueue: bool = False) -> None:
+    """Wait for one collective; whatever ends the wait early breaks the group and keeps the buffers alive.
+
+    enqueue: if it runs on a device, only make the current stream wait for it.
+    """
     work = collective.work
     if work is None:
         raise _give_up(
@@ -136,13 +144,15 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float) -> N
     begun, published, publish_at = 0, False, time.monotonic() + _PUBLISH_AFTER
     try:
         begun = _C.last_call_begin(member.name, op, member.calls)
-        if collective.buffers[0].device.type != "cpu":
-            work.wait()  # enqueues the wait on the device
+        on_cpu = collective.buffers[0].device.type == "cpu"
+        if enqueue and not on_cpu:
+            work.wait()
             return
-        while not _ended(member, op, work):
+        patience = 1.0 if on_cpu else 0.0  # of a backend that has the time limit itself
+        while not _ended(member, op, work, on_cpu):
             if member.broken is not None:  # another thread closed the group, or was interrupted
                 raise member.broken_error(op)
-            if time.monotonic() > deadline + 1.0:  # the backend should have timed out before
+            if time.monotonic() > deadline + patience:
                 raise _give_up(member, op, ExchangeTimeoutError, "")
             if not published and time.monotonic() > publish_at:
                 peer_status.publish(member, op, CallState.RUNNING)
@@ -242,4 +252,4 @@ def all_to_all(
     buffers, start = (received, sent), member.group.alltoall_base
     sizes = received_sizes, sent_sizes
     collective = _issue(member, op, deadline, buffers, AllToAllOptions(), start, *buffers, *sizes)
-    _wait(member, op, collective, deadline)
+    _wait(member, op, collective, deadline, enqueue=True)
