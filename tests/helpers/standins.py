@@ -41,7 +41,7 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
     cuda, nvrtc, nccl = ([*shared, f"-Wl,-soname,{name}", "-o", folder / name] for name in NAMES)
     _run(*cuda, "-fvisibility=hidden", FOLDER / "libcuda.c", FOLDER / "streams.c", kernels, "-lm")
     _run(*nvrtc, FOLDER / "libnvrtc.c")
-    _run(*nccl, "-fvisibility=hidden", FOLDER / "libnccl.c")
+    _run(*nccl, "-fvisibility=hidden", FOLDER / "libnccl.c", FOLDER / "nccl_work.c")
 
 
 def _run(*command: str | Path) -> None:

@@ -19,13 +19,9 @@
  *   STANDIN_NCCL_LATER=stall     a group makes no progress
  *   STANDIN_NCCL_SLOW_MS=300     ncclGroupEnd takes this long on the host
  *   STANDIN_NCCL_ABORT_MS=500    an abort takes this long */
-#include "transports/nccl/api.h"
+#include "nccl_work.h"
 
-#include <dlfcn.h>
-#include <execinfo.h>
 #include <fcntl.h>
-#include <pthread.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,51 +29,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
-enum { PIPE = 1 << 16, MOST_RANKS = 16 };
-static const uint64_t ALIVE = 0x616c697665, FREED = 0x6672656564;
-
-/* Bytes in flight from one rank to another. A message's length precedes it. */
-typedef struct {
-    _Alignas(64) uint64_t written, read; /* atomic; total bytes */
-    char bytes[PIPE];
-} pipe_memory;
-
-typedef struct {
-    uint32_t attached; /* atomic: number of ranks */
-    pipe_memory pipes[];
-} shared_memory;
-
-struct ncclComm {
-    uint64_t state; /* atomic: ALIVE or FREED */
-    int world, rank;
-    shared_memory *shared;
-    uint32_t aborted, revoked; /* atomic flags */
-    uint32_t running;          /* atomic: the number of groups launched and not ended */
-    uint32_t error;            /* atomic: an asynchronous error */
-    uint64_t given, over;      /* groups launched and ended; they run in the order of their launch */
-};
-
-typedef struct {
-    struct ncclComm *comm;
-    struct CUstream_st *stream;
-    char *bytes;
-    int sends, peer;
-    uint64_t length, head, at; /* of the message; bytes moved of its length, and of the message */
-} operation;
-
-typedef struct {
-    struct ncclComm *comm;
-    uint64_t turn;
-    int count, mode;
-    int captured; /* each replay runs it, and sets its turn */
-    operation operations[];
-} group;
-
 static _Thread_local operation *open_operations;
 static _Thread_local int depth, open_count, open_room;
 static _Thread_local spar_nccl_result open_error; /* a group in which a call failed launches nothing */
-static char last_error[256];
 
 static spar_nccl_result fail(spar_nccl_result result, const char *text)
 {
@@ -102,22 +56,6 @@ static int is_to_fail(const char *function)
     return ++calls == atoi(wanted + length + 1);
 }
 
-/* Ends the process, with a backtrace. */
-static void crash(const char *function, const char *what)
-{
-    void *frames[64];
-    fprintf(stderr, "stand-in: %s %s\n", function, what);
-    backtrace_symbols_fd(frames, backtrace(frames, 64), STDERR_FILENO);
-    abort();
-}
-
-/* Ends the process if the communicator was freed. */
-static void use(const struct ncclComm *comm, const char *function)
-{
-    if (__atomic_load_n(&comm->state, __ATOMIC_ACQUIRE) != ALIVE)
-        crash(function, "uses a communicator that was aborted");
-}
-
 /* Sleeps as long as the environment variable says. */
 static void delay(const char *variable)
 {
@@ -125,172 +63,6 @@ static void delay(const char *variable)
     if (ms)
         usleep((unsigned)atoi(ms) * 1000);
 }
-
-static void pause_shortly(void)
-{
-    const struct timespec moment = {0, 20000};
-    nanosleep(&moment, NULL);
-}
-
-/* ---- a group's work in a stream ---- */
-
-static pipe_memory *pipe_of(const struct ncclComm *comm, int from, int to)
-{
-    return &comm->shared->pipes[from * comm->world + to];
-}
-
-/* Moves bytes between memory and a pipe, as many as the pipe has room for, or holds; returns their number. */
-static uint64_t move(pipe_memory *pipe, int sends, char *bytes, uint64_t length)
-{
-    uint64_t written = __atomic_load_n(&pipe->written, __ATOMIC_ACQUIRE);
-    uint64_t read = __atomic_load_n(&pipe->read, __ATOMIC_ACQUIRE);
-    uint64_t possible = sends ? PIPE - (written - read) : written - read;
-    uint64_t count = length < possible ? length : possible;
-    for (uint64_t done = 0; done < count;) {
-        uint64_t place = ((sends ? written : read) + done) % PIPE;
-        uint64_t part = count - done < PIPE - place ? count - done : PIPE - place;
-        if (sends)
-            memcpy(pipe->bytes + place, bytes + done, part);
-        else
-            memcpy(bytes + done, pipe->bytes + place, part);
-        done += part;
-    }
-    if (sends)
-        __atomic_store_n(&pipe->written, written + count, __ATOMIC_RELEASE);
-    else
-        __atomic_store_n(&pipe->read, read + count, __ATOMIC_RELEASE);
-    return count;
-}
-
-/* Returns whether the operation moved bytes; sets *error if the lengths do not match. */
-static int advance(operation *o, spar_nccl_result *error)
-{
-    struct ncclComm *c = o->comm;
-    pipe_memory *pipe = o->sends ? pipe_of(c, c->rank, o->peer) : pipe_of(c, o->peer, c->rank);
-    uint64_t before = o->head + o->at, length = o->length;
-    if (o->head < sizeof length) {
-        if (!o->sends && __atomic_load_n(&pipe->written, __ATOMIC_ACQUIRE) -
-                                 __atomic_load_n(&pipe->read, __ATOMIC_ACQUIRE) <
-                             sizeof length)
-            return 0;
-        if (o->sends && PIPE - (__atomic_load_n(&pipe->written, __ATOMIC_ACQUIRE) -
-                                __atomic_load_n(&pipe->read, __ATOMIC_ACQUIRE)) <
-                            sizeof length)
-            return 0;
-        o->head += move(pipe, o->sends, (char *)&length, sizeof length);
-        if (length != o->length) {
-            snprintf(last_error, sizeof last_error, "rank %d sent %llu bytes, rank %d expects %llu", o->peer,
-                     (unsigned long long)length, c->rank, (unsigned long long)o->length);
-            *error = INVALID_USAGE;
-            return 0;
-        }
-    }
-    o->at += move(pipe, o->sends, o->bytes + o->at, o->length - o->at);
-    return o->head + o->at > before;
-}
-
-static int is_over(const operation *o)
-{
-    return o->head == sizeof o->length && o->at == o->length;
-}
-
-static uint64_t take_turn(struct ncclComm *c)
-{
-    __atomic_add_fetch(&c->running, 1, __ATOMIC_RELAXED);
-    return __atomic_fetch_add(&c->given, 1, __ATOMIC_RELAXED);
-}
-
-/* Advances the first unfinished operation of each peer and direction, until all are over. */
-static void run_group(void *context)
-{
-    group *g = context;
-    struct ncclComm *c = g->comm;
-    spar_nccl_result error = SPAR_NCCL_SUCCESS;
-    if (g->captured) {
-        use(c, "a graph's replay");
-        g->turn = take_turn(c);
-        for (int i = 0; i < g->count; i++)
-            g->operations[i].head = g->operations[i].at = 0;
-    }
-    while (__atomic_load_n(&c->over, __ATOMIC_ACQUIRE) != g->turn)
-        pause_shortly();
-    if (g->mode == 'r') {
-        snprintf(last_error, sizeof last_error, "the stand-in's remote error");
-        error = REMOTE_ERROR;
-    }
-    for (int left = g->count; left > 0 && !__atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE);) {
-        char busy[2][MOST_RANKS] = {{0}};
-        int moved = 0;
-        left = 0;
-        for (int i = 0; i < g->count && !error && g->mode != 's'; i++) {
-            operation *o = &g->operations[i];
-            if (is_over(o) || busy[o->sends][o->peer])
-                continue;
-            moved |= advance(o, &error);
-            if (is_over(o))
-                continue;
-            busy[o->sends][o->peer] = 1;
-            left++;
-        }
-        if (error) /* the kernel runs until it is aborted */
-            __atomic_store_n(&c->error, error, __ATOMIC_RELEASE);
-        left += error || g->mode == 's';
-        if (left && !moved)
-            pause_shortly();
-    }
-    __atomic_store_n(&c->over, g->turn + 1, __ATOMIC_RELEASE);
-    __atomic_sub_fetch(&c->running, 1, __ATOMIC_RELEASE);
-    if (!g->captured)
-        free(g);
-}
-
-/* A function of the stand-in libcuda. */
-static void *cuda(const char *name)
-{
-    return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
-}
-
-static int is_captured(struct CUstream_st *stream)
-{
-    static unsigned (*find)(const char *, void *, int, uint64_t, int *);
-    unsigned (*is_capturing)(struct CUstream_st *, int *) = NULL;
-    int found, status = 0;
-    void *address = cuda("cuGetProcAddress_v2");
-    memcpy(&find, &address, sizeof address);
-    find("cuStreamIsCapturing", &is_capturing, 12000, 0, &found);
-    is_capturing(stream, &status);
-    return status != 0;
-}
-
-static spar_nccl_result launch(struct ncclComm *c, const operation *all, int total)
-{
-    static unsigned (*launch_host)(struct CUstream_st *, void (*)(void *), void *);
-    if (!launch_host) {
-        void *address = cuda("cuLaunchHostFunc");
-        memcpy(&launch_host, &address, sizeof address);
-    }
-    const char *later = getenv("STANDIN_NCCL_LATER");
-    delay("STANDIN_NCCL_SLOW_MS");
-    use(c, "ncclGroupEnd");
-    group *g = malloc(sizeof *g + (size_t)total * sizeof *all);
-    struct CUstream_st *stream = NULL;
-    g->comm = c;
-    g->count = 0;
-    g->mode = later ? later[0] : 0;
-    for (int i = 0; i < total; i++)
-        if (all[i].comm == c) {
-            g->operations[g->count++] = all[i];
-            stream = all[i].stream;
-        }
-    g->captured = is_captured(stream);
-    if (!g->captured)
-        g->turn = take_turn(c);
-    unsigned code = launch_host(stream, run_group, g); /* blocks while the stream's queue is full */
-    use(c, "ncclGroupEnd");
-    return code ? fail(SYSTEM_ERROR, "cuLaunchHostFunc failed") : SPAR_NCCL_SUCCESS;
-}
-
-/* ---- NCCL's functions ---- */
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -396,8 +168,10 @@ EXPORT spar_nccl_result ncclGroupEnd(void)
         int is_first = 1;
         for (int j = 0; j < i; j++)
             is_first &= open_operations[j].comm != open_operations[i].comm;
-        if (is_first)
+        if (is_first) {
+            delay("STANDIN_NCCL_SLOW_MS");
             result = launch(open_operations[i].comm, open_operations, open_count);
+        }
     }
     open_count = 0;
     return result;
