@@ -129,7 +129,7 @@ static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
 /* The error has the texts. */
 static int description(const spar_comm *comm, int rank, spar_description *result)
 {
-    const nccl_state *s = comm->state;
+    const spar_nccl_state *s = comm->state;
     *result->text = 0;
     return s->ring && spar_call_ring_gathered(s->ring, rank, &result->gathered);
 }

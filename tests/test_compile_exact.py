@@ -1,0 +1,120 @@
+"""torch.compile(fullgraph=True) of layouts, lists and sizes: two graphs for any number of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TRANSPORTS, Ranks
+from helpers.reference import assert_same, cells
+from test_faults import finish, start
+
+import spar
+from spar import SequenceLayout
+from spar.parallel_state import init_parallel_state
+
+Group = dist.ProcessGroup
+Function = Callable[..., torch.Tensor]
+LENGTHS = (8, 10, 13, 14, 17)
+MAKERS: dict[str, Callable[[int, Group], SequenceLayout]] = {
+    "even": SequenceLayout.even,
+    "zigzag": SequenceLayout.zigzag,
+    "packed": lambda n, group: SequenceLayout.packed([3, n - 5, 2], group),
+    "joint": lambda n, group: SequenceLayout.joint(3, n - 3, group),
+    "local": lambda n, group: SequenceLayout("local", (n - 3, 3, *[0] * (group.size() - 2)), group),
+}
+
+
+@pytest.fixture
+def ranks(pool: Ranks) -> Ranks:
+    """Run over one transport: a graph is the same for each."""
+    pool.transport = TRANSPORTS[0]
+    return pool
+
+
+def check_graphs(function: Function, arguments: Callable[[int], tuple[Any, ...]]) -> None:
+    """Compare results and gradients with eager ones for each length; count the graphs."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for length in LENGTHS:
+        x, *rest = arguments(length)
+        results = []
+        for run in (function, compiled):
+            leaf = x.clone().requires_grad_()
+            y = run(leaf, *rest)
+            y.backward(cells(tuple(y.shape), y.dtype, salt=2))
+            results.append((y.detach(), leaf.grad))
+        for eager, other in zip(*results, strict=True):
+            assert_same(other, eager, length)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+
+
+def by_layout(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+    """Use each of a layout's operations, on one tensor and on a list."""
+    one, two = layout.shard([x * 2, x * 3], 0)
+    there = layout.gather(one, 0, "up") + spar.all_gather(two, layout=layout)
+    first, second = layout.reduce_scatter([there, x], 0)
+    whole, again = layout.all_gather([first * 2, second], 0)
+    return whole + again
+
+
+def check_layout(rank: int, world: int, group: Group, kind: str) -> None:
+    make = MAKERS[kind]
+    inputs = {n: cells((n, 2), torch.float64) for n in LENGTHS}
+    check_graphs(by_layout, lambda n: (inputs[n], make(n, group)))
+    check_graphs(lambda x, n: by_layout(x, make(n, group)), lambda n: (inputs[n], n))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_layout_of_five_lengths_compiles_twice(ranks: Ranks, kind: str) -> None:
+    """Whether it is an argument, or made from a length that is one."""
+    ranks(2, check_layout, kind, timeout=280)
+
+
+def check_hybrid(rank: int, folder: Path) -> None:
+    init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    check_graphs(by_layout, lambda n: (cells((n, 2), torch.float64), SequenceLayout.hybrid(n)))
+
+
+def test_hybrid_layout_of_five_lengths_compiles_twice(tmp_path: Path) -> None:
+    assert finish(start(check_hybrid, 4, tmp_path), 150) == [0] * 4
+
+
+def by_list(x: torch.Tensor, group: Group, n: int) -> torch.Tensor:
+    there, other = spar.all_to_all([x, x * 2], group, 1, 0, n)
+    return there + other
+
+
+def by_sizes(x: torch.Tensor, group: Group, n: int) -> torch.Tensor:
+    return spar.all_to_all(x, group, 1, 0, scatter_sizes=[5, 1], gather_sizes=[n - 3, 3])
+
+
+def by_list_of_sizes(x: torch.Tensor, group: Group, n: int) -> torch.Tensor:
+    there, other = spar.all_to_all(
+        [x, x * 2], group, 1, 0, scatter_sizes=[[5, 1], None], gather_sizes=[[n - 3, 3]] * 2
+    )
+    return there.sum(1) + other.sum(1)
+
+
+def by_transposes(x: torch.Tensor, group: Group, n: int) -> torch.Tensor:
+    whole, other = spar.all_gather([x, x * 2], group, 0, [[n - 3, 3]] * 2)
+    first, second = spar.reduce_scatter([whole, other], group, 0, [[3, n - 3], None])
+    return torch.cat((first, second))
+
+
+def check_calls(rank: int, world: int, group: Group) -> None:
+    def arguments(local: Callable[[int], int]) -> Callable[[int], tuple[Any, ...]]:
+        return lambda n: (cells((local(n), 6), torch.float64), group, n)
+
+    check_graphs(by_list, arguments(lambda n: len(range(rank, n, 2))))
+    for function in (by_sizes, by_list_of_sizes, by_transposes):
+        check_graphs(function, arguments(lambda n: (n - 3, 3)[rank]))
+
+
+def test_lists_and_sizes_of_five_lengths_compile_twice(ranks: Ranks) -> None:
+    ranks(2, check_calls, timeout=280)
