@@ -89,6 +89,21 @@ def different_op(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(x, group, 0) if odd_of(rank, world) else spar.all_to_all(x, group, 1, 0)
 
 
+def different_list_length(rank: int, world: int, group: Group, scene: Scene) -> object:
+    return spar.all_to_all([torch.zeros(2, 12)] * (2 + odd_of(rank, world)), group, 1, 0)
+
+
+def different_sizes_in_list(rank: int, world: int, group: Group, scene: Scene) -> object:
+    sizes = rule(12, world) if not odd_of(rank, world) else [12, *[0] * (world - 1)]
+    return spar.all_to_all([torch.zeros(2, 12)] * 2, group, 1, 0, scatter_sizes=[None, sizes])
+
+
+def sum_against_gather(rank: int, world: int, group: Group, scene: Scene) -> object:
+    if odd_of(rank, world):
+        return spar.reduce_scatter(torch.zeros(2 * world), group)
+    return spar.all_gather(torch.zeros(2), group)
+
+
 def different_requires_grad(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(torch.zeros(2, requires_grad=odd_of(rank, world)), group, 0)
 
@@ -205,6 +220,9 @@ FAULTS = {
     "different dim": Fault(different_dim, **different("dim 3")),
     "different sizes": Fault(different_sizes, **different(r"\[3, 2")),
     "different op": Fault(different_op, **different("gather", "all_to_all")),
+    "different list length": Fault(different_list_length, **different(r"\]; \[[^\n]*\]; \[")),
+    "different sizes in a list": Fault(different_sizes_in_list, **different(r"in \[12, 0")),
+    "sum against gather": Fault(sum_against_gather, **different("all_gather", "reduce_scatter")),
     "different requires_grad": Fault(different_requires_grad, **different("gradient recorded")),
     "bad argument": Fault(
         bad_argument, "MismatchError", (r"rank {odd} failed: .*dim is 7",), "ValueError", usable=True
