@@ -94,7 +94,7 @@ BAD: list[tuple[type[Exception], str, str]] = [
     (TypeError, "gather_size is 2.5", "spar.all_to_all(x, group, 2, 1, 2.5)"),
     (TypeError, "scatter_dim is '2'", "spar.all_to_all(x, group, '2', 1)"),
     (TypeError, "scatter_dim is True", "spar.all_to_all(x, group, True, 2)"),
-    (TypeError, "input_ is a list", "spar.all_to_all([1], group)"),
+    (TypeError, "input_[0] is a int; expected a tensor", "spar.all_to_all([1], group)"),
     (ValueError, "at least one dim", "spar.split_forward_gather_backward(torch.tensor(1.0), group, 0)"),
     (TypeError, "torch.sparse_coo", "spar.all_to_all(torch.eye(2).to_sparse(), group, 0, 1)"),
     (TypeError, "quantized tensor of torch.qint8", "gather(quantized, group, 0)"),

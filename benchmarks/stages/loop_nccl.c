@@ -1,7 +1,7 @@
 /* A libnccl.so.2 for ranks that share one GPU, so that streams, events and captures run on hardware where NCCL itself
  * refuses two ranks on a device (before 2.30).
  *
- * It is the tests' stand-in (tests/standin/libnccl.c), whose host functions in the stream move bytes between processes,
+ * It is the tests' stand-in (tests/standin/libnccl.c, nccl_work.c), whose host functions in the stream move bytes between processes,
  * over the real driver. Host functions may not read device memory, so each message passes through page-locked memory:
  * a copy in the stream before the stand-in's group, or after it. The stand-in's faults (STANDIN_NCCL_*) work here, too.
  *
@@ -11,10 +11,14 @@
 #define ncclGroupStart host_group_start
 #define ncclGroupEnd host_group_end
 #include "../../tests/standin/libnccl.c"
+#include "../../tests/standin/nccl_work.c"
 #undef ncclSend
 #undef ncclRecv
 #undef ncclGroupStart
 #undef ncclGroupEnd
+
+#include <dlfcn.h>
+#include <pthread.h>
 
 enum { RELAXED = 2, PORTABLE = 1 };
 

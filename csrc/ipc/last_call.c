@@ -2,7 +2,7 @@
 
 #include "base/shared_text.h"
 
-enum { GROUP = 8, OP = 4 }; /* words of 8 bytes */
+enum { GROUP = 8, OP = 8 }; /* words of 8 bytes */
 
 /* A sequence lock: any thread of the owner writes, one at a time, while `sequence` is odd. */
 typedef struct {

@@ -20,7 +20,7 @@ typedef enum {
 typedef struct {
     spar_call_state state;
     uint32_t call;
-    char op[32], group[64];
+    char op[64], group[64];
 } spar_last_call;
 
 /* The last call of the process whose arena is mapped at `base` and is `length` bytes long. */

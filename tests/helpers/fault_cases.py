@@ -212,7 +212,7 @@ def different(*shown: str) -> dict[str, Any]:
 
 
 NOT_CALLED = r"rank {odd} \(process {process}\) did not make .*SPAR_TIMEOUT"
-LAST_CALLS = r"last call of each rank, on any group:\n  rank 0.*gather, call \d+ on group '{group}'"
+LAST_CALLS = r"last call of each rank, on any group:\n  rank 0.*gather\S*, call \d+ on group '{group}'"
 AT_TIMEOUT = (LIMIT - 0.1, LIMIT + OVER)
 FAULTS = {
     "different shape": Fault(different_shape, **different(r"\[5, \d+, 12\]")),

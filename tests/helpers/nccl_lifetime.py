@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import spar
-from helpers.nccl_ranks import Stream, communicator, core_of, driver, give, set_up, stalled, wait, within
+from helpers.nccl_ranks import Stream, communicator, core_of, driver, enqueue, set_up, stalled, wait, within
 from helpers.torch_nccl import torch_nccl
 from spar._runtime.communicator import Communicator
 
@@ -33,12 +33,12 @@ def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
     other = set_up(group)
     for _ in range(3):
         comm = set_up(group)
-        give(comm, "gather", (0,), torch.zeros(2))
+        enqueue(comm, "gather", (0,), torch.zeros(2))
         wait(comm)
         comm.close()
         time.sleep(0.35)
         dist.barrier(group)
-        give(other, "gather", (0,), torch.zeros(2))
+        enqueue(other, "gather", (0,), torch.zeros(2))
         wait(other)
     other.close()
 
@@ -52,10 +52,10 @@ def check_slow_call(rank: int, world: int, group: dist.ProcessGroup, native: boo
             with Stream() as stream:
                 begin = time.monotonic()
                 with setting(STANDIN_NCCL_SLOW_MS=400), pytest.raises(spar.ExchangeTimeoutError):
-                    give(comm, "gather", (0,), torch.zeros(2000))  # in many steps
+                    enqueue(comm, "gather", (0,), torch.zeros(2000))  # in many steps
                 assert time.monotonic() - begin < 1.0, "it did not stop between two steps"
                 with pytest.raises(spar.GroupBrokenError, match="did not end in time"):
-                    give(comm, "gather", (0,), torch.zeros(2))
+                    enqueue(comm, "gather", (0,), torch.zeros(2))
                 stream.synchronize()
         dist.barrier(group)
         comm.close()
@@ -72,7 +72,7 @@ def check_full_queue(rank: int, world: int, group: dist.ProcessGroup, native: bo
             with Stream() as stream, setting(STANDIN_QUEUE=2), stalled():
                 with pytest.raises((spar.ExchangeTimeoutError, spar.GroupBrokenError)):
                     for _ in range(10):
-                        give(comm, "gather", (0,), torch.zeros(2))
+                        enqueue(comm, "gather", (0,), torch.zeros(2))
                 stream.synchronize()
             assert time.monotonic() - begin < 4
         dist.barrier(group)
@@ -94,7 +94,7 @@ def check_abandoned_setup(rank: int, world: int, group: dist.ProcessGroup) -> No
 def check_frees(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Set-ups, failed ones and closes beside a capture on another stream: they do not invalidate it."""
     comm, closed = set_up(group), set_up(group)
-    give(closed, "gather", (0,), torch.zeros(2))
+    enqueue(closed, "gather", (0,), torch.zeros(2))
     wait(closed)
     graph = ctypes.c_void_p()
     with Stream() as stream:
@@ -120,10 +120,10 @@ def check_replay_after_close(rank: int, world: int, group: dist.ProcessGroup, na
         graph = ctypes.c_void_p()
         x = torch.zeros(40, 12)
         with Stream() as stream:
-            give(comm, "all_to_all", (1, 0, 40 * world), x)
+            enqueue(comm, "all_to_all", (1, 0, 40 * world), x)
             stream.synchronize()
             driver("cuStreamBeginCapture", stream.handle, ctypes.c_int(0))
-            got = give(comm, "all_to_all", (1, 0, 40 * world), x)
+            got = enqueue(comm, "all_to_all", (1, 0, 40 * world), x)
             driver("cuStreamEndCapture", stream.handle, ctypes.pointer(graph))
             kept = spar.memory_stats()["staging.allocated_bytes"]
             dist.barrier(group)
@@ -143,7 +143,7 @@ def check_replay_after_close(rank: int, world: int, group: dist.ProcessGroup, na
 def check_exit(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """A process exits beside an abort: it waits for that, and the abort does not outlive the driver."""
     comm = set_up(group)
-    give(comm, "gather", (0,), torch.zeros(2))
+    enqueue(comm, "gather", (0,), torch.zeros(2))
     wait(comm)
     os.environ.update(STANDIN_NCCL_ABORT_MS="300", STANDIN_UNLOAD_MS="600")
     comm.close()
@@ -157,7 +157,7 @@ def check_exit(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def expect(comm: Communicator, kind: type[spar.SparError], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
-        give(comm, "gather", (0,), torch.zeros(2))
+        enqueue(comm, "gather", (0,), torch.zeros(2))
     assert type(caught.value) is kind
 
 
@@ -168,7 +168,7 @@ def check_native_aborted(rank: int, world: int, group: dist.ProcessGroup) -> Non
         comm.timeout = 0.3
         with Stream() as stream:
             with stalled():
-                give(comm, "gather", (0,), torch.zeros(2))
+                enqueue(comm, "gather", (0,), torch.zeros(2))
             within(3, backend.has_ended)
             expect(comm, spar.ExchangeTimeoutError, "did not end in time")
             expect(comm, spar.GroupBrokenError, "did not end in time")
@@ -181,12 +181,12 @@ def check_native_destroyed(rank: int, world: int, group: dist.ProcessGroup) -> N
     """torch's communicator was destroyed: an error of spar's."""
     with torch_nccl(group) as backend:
         comm = set_up(group)
-        give(comm, "gather", (0,), torch.zeros(2))
+        enqueue(comm, "gather", (0,), torch.zeros(2))
         wait(comm)
         dist.barrier(group)
         backend.abort()
         with pytest.raises(spar.SparError, match="torch's communicator is gone: was the group destroyed"):
-            give(comm, "gather", (0,), torch.zeros(2))
+            enqueue(comm, "gather", (0,), torch.zeros(2))
         dist.barrier(group)
         comm.close()
 
@@ -200,7 +200,7 @@ def check_native_device(rank: int, world: int, group: dist.ProcessGroup) -> None
 
         def run() -> None:
             with Stream():
-                got.append(give(comm, "gather", (0,), torch.full((2,), float(rank))))
+                got.append(enqueue(comm, "gather", (0,), torch.full((2,), float(rank))))
                 wait(comm)
 
         thread = threading.Thread(target=run)
@@ -221,7 +221,7 @@ def check_open_group(rank: int, world: int, group: dist.ProcessGroup) -> None:
         comm.set_up("init", torch.device("cuda", 0), comm.deadline())
     ready = set_up(group)
     with dist.distributed_c10d._coalescing_manager(group), pytest.raises(spar.SparError, match=text):
-        give(ready, "gather", (0,), torch.zeros(2))
+        enqueue(ready, "gather", (0,), torch.zeros(2))
     dist.barrier(group)
     ready.close()
     assert core_of(set_up(group)) is not None
