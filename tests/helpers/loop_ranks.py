@@ -29,6 +29,7 @@ def run(rank: int, world: int, store: str, counts: Any) -> None:
     cells: Any = [("all_to_all", (1, 0, 64 * world), list(whole.chunk(world)), expected, 1.0, False)]
     for staging in (1 << 14, 1 << 20):  # in many steps, and in one
         nccl_ranks.check_cells(rank, world, group, staging, cells)
+    for staging in (1 << 14, 1 << 20):  # last: the staging memory of captured calls stays
         nccl_ranks.check_capture(rank, world, group, staging)
     nccl_ranks.check_streams(rank, world, group)
     nccl_faults.check_wait(rank, world, group)
