@@ -127,6 +127,37 @@ def test_lists_and_gradient_scales(ranks: Ranks, world: int) -> None:
     ranks(world, check_lists_and_scales)
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the queries at these places in the sequence."""
+    hidden = places[:, None] < torch.arange(len(k))
+    return (q @ k.T).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def check_keys_and_values(rank: int, world: int, group: Group) -> None:
+    """Own queries, all keys and values: gradients of weights, summed over ranks, are those of one process."""
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 11, 4, dtype=torch.float64)
+    weights = torch.randn(3, 4, 4, dtype=torch.float64)
+    reference = weights.clone().requires_grad_()
+    (attend(*(x @ reference), torch.arange(11)) - target).square().sum().backward()
+    layout, found = SequenceLayout.zigzag(11, group), []
+    for gather in (layout.all_gather, layout.gather):
+        leaf = weights.clone().requires_grad_()
+        q, k, v = layout.shard(x, 0) @ leaf
+        y = attend(q, *gather([k, v], 0), layout.index())
+        (y - layout.shard(target, 0)).square().sum().backward()
+        dist.all_reduce(leaf.grad, group=group)
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[0], reference.grad)
+    assert reference.grad is not None and found[1] is not None
+    assert torch.allclose(found[1], reference.grad) == (world == 1), "a slice loses other queries' gradients"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_of_gathered_keys_and_values(ranks: Ranks, world: int) -> None:
+    ranks(world, check_keys_and_values)
+
+
 # ---- the value ----
 
 
