@@ -3,6 +3,8 @@
 Operations on one process group, each differentiable:
 
     all_to_all                                   scatter one dim over the ranks, gather another
+    all_gather                                   concatenate the shards of all ranks; sum their gradients
+    reduce_scatter                               sum over the ranks, and keep this rank's shard
     split_forward_gather_backward                keep this rank's shard; gather gradients
     gather_forward_split_backward                concatenate the shards of all ranks; split the gradient
     gather_forward_split_backward_and_unpad      the same, then remove padding from the end
@@ -15,6 +17,8 @@ Operations on one process group, each differentiable:
 Over ring x ulysses, by the parallel state: split_forward_gather_backward_with_cp,
 gather_forward_split_backward_with_cp, packed_data_split_forward_gather_backward_with_cp and
 packed_data_gather_forward_split_backward_with_cp.
+
+SequenceLayout: how a sequence lies on the ranks; it shards and gathers in natural order.
 
 Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
 empty_cache.

@@ -32,6 +32,8 @@ from .topology import topology
 from .topology.groups_by_name import ParallelState
 from .topology.resolve import Group, process_group
 
+__all__ = ["SequenceLayout"]
+
 _KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG, "packed": PACKED, "joint": PACKED}
 
 

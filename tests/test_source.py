@@ -18,6 +18,7 @@ from helpers import core
 from test_faults import TEARDOWN
 
 import spar
+import spar.sequence_layout
 import spar.utils
 from spar import _C
 from spar._runtime import layouts
@@ -63,7 +64,10 @@ def test_nontemporal_stores_are_fenced() -> None:
 
 
 SIGNATURES = {
-    "all_to_all": "input_, process_group, scatter_dim=2, gather_dim=1, gather_size=None",
+    "all_to_all": "input_, process_group, scatter_dim=2, gather_dim=1, gather_size=None, scatter_sizes=None, "
+    "gather_sizes=None",
+    "all_gather": "input_, group=None, dim=0, sizes=None, layout=None",
+    "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",
     "gather_forward_split_backward": "input_, process_group, dim, gather_sizes=None, grad_scale='up'",
     "load_balanced_split_forward_gather_backward": "input_, process_group, dim=0",
@@ -83,6 +87,21 @@ SIGNATURES = {
     "empty_cache": "",
     "memory_stats": "",
     "gather_forward_split_backward_and_unpad": "input_, group, dim, padding_size=0, unpad_dim=None",
+}
+LAYOUT = {
+    "SequenceLayout.even": "total, group=None",
+    "SequenceLayout.zigzag": "total, group=None",
+    "SequenceLayout.packed": "lengths, group=None",
+    "SequenceLayout.joint": "text, image, group=None",
+    "SequenceLayout.from_local": "size, group=None",
+    "SequenceLayout.hybrid": "total, state=None",
+    "SequenceLayout.index": "self",
+    "SequenceLayout.positions": "self",
+    "SequenceLayout.cu_seqlens": "self",
+    "SequenceLayout.shard": "self, x, dim, grad_scale=None",
+    "SequenceLayout.gather": "self, x, dim, grad_scale=None",
+    "SequenceLayout.all_gather": "self, x, dim",
+    "SequenceLayout.reduce_scatter": "self, x, dim",
 }
 SHARDING = {
     "sp_shard": "tensor, dim, validate=True",
@@ -124,6 +143,7 @@ UTILS = {
 }
 TABLES = {
     "spar": (spar, SIGNATURES),
+    "sequence_layout": (spar.sequence_layout, LAYOUT),
     "utils": (spar.utils, UTILS),
     "sharding": (spar.sharding, SHARDING),
     "data": (spar.data, DATA),
@@ -257,6 +277,8 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
     for name in set(SIGNATURES) - {"transport", "init", "close", "empty_cache", "memory_stats"}:
         assert f"`{name}(" in ops, name
         assert f"`{name}`" in readme, name
+    for name in LAYOUT:
+        assert f"`{name}(" in ops or f"`{name.removeprefix('SequenceLayout.')}(" in ops, name
     for name in _C.transports():
         assert f"| {name} |" in readme, name
 
