@@ -38,7 +38,8 @@ SPREAD = {  # modules without module-scoped fixtures: their tests may run on any
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
 QUICK |= {"test_sizes", "test_source", "test_structure", "test_utils"}
 NOT_QUICK = {"test_readme_example_runs", "test_import_does_not_import_dynamo"}  # start Python several times
-QUICK_RANKS = {"test_data", "test_layouts", "test_ops", "test_sharding"}
+QUICK_RANKS = {"test_data", "test_exact", "test_layouts", "test_ops", "test_sequence_layout"}
+QUICK_RANKS |= {"test_sharding"}
 # Otherwise each rank starts processes that import torch, to test that code for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
