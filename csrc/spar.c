@@ -4,7 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Writes a stage's status into the setup result; a status that ends the wait is returned on this rank only. */
+/* Writes a stage's status into the setup result; a status that ends the wait is returned on this rank
+ * only. */
 static spar_status report(spar_status status, spar_setup_result *result)
 {
     const spar_ranks *ranks = spar_last_error_ranks();

@@ -1,28 +1,34 @@
 /* spar in C: the whole library, without Python. This header is its API.
  *
- *   python/      the extension spar._C: module, request, plan_type, comm_type, streams, dlpack, convert; binding.h joins them
+ *   python/      the extension spar._C: module, request, plan_type, comm_type, streams, dlpack, convert;
+ *                binding.h joins them
  *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
  *   transports/  move the bytes
  *     transport     the interface, the ordered table, the choice
  *     rendezvous    how ranks on one host exchange their mailboxes
  *     shm           pushes into the peers' outputs in shared memory
- *     nccl/         nccl, its API opened at run time (api), send/recv steps (schedule) through staging buffers and side
- *                   streams (pipeline), comparison of calls (call_ring), errors and deadlines on GPUs (watchdog)
+ *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
+ *                   staging buffers and side streams (pipeline), comparison of calls (call_ring), errors and
+ *                   deadlines on GPUs (watchdog)
  *   ipc/         processes of one host
  *     arena         the memory that they share
  *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
  *     group, mailbox, wait                        the order of a group's calls, publishing, waiting, aborting
  *     last_call     each process's newest call, for messages
  *     affinity      SPAR_AFFINITY=1: balances ranks over cores
- *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a copy scales
- *     cpu/          strided copies (cpu), scaling (scale), non-temporal stores (nontemporal), copy threads (threads)
- *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the kernels
- *                   (kernels.cu, .h, .c), a plan as they read it (block_table), those tables on a device (table_cache)
+ *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a
+ *                copy scales
+ *     cpu/          strided copies (cpu), scaling (scale), non-temporal stores (nontemporal), copy threads
+ *                   (threads)
+ *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the
+ *                   kernels (kernels.cu, .h, .c), a plan as they read it (block_table), those tables on a
+ *                   device (table_cache)
  *   plan/        blocks of bytes (plan), their cache (cache), their description (describe)
  *   ops/         which part of a tensor each rank holds (layout); an exchange is a pair of layouts (exchange)
- *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines (deadline),
- *                libraries opened at run time (dynlib), locks around fork (fork), cores and cgroup limits (cores,
- *                cgroup), text in shared memory (shared_text), message authentication (siphash), utilities (util)
+ *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines
+ *                (deadline), libraries opened at run time (dynlib), locks around fork (fork), cores and
+ *                cgroup limits (cores, cgroup), text in shared memory (shared_text), message authentication
+ *                (siphash), utilities (util)
  *
  * A file includes headers of its own folder or of folders below it in this list. */
 #ifndef SPAR_H
@@ -31,8 +37,9 @@
 #include "devices/execute.h"
 #include "transports/transport.h"
 
-/* Opens a rank's communicator over a transport that spar_choose returned; `native` may be NULL. The caller sends the
- * setup result, which has the failure and its reason, to all ranks. The status reports missing memory only. */
+/* Opens a rank's communicator over a transport that spar_choose returned; `native` may be NULL. The caller
+ * sends the setup result, which has the failure and its reason, to all ranks. The status reports missing
+ * memory only. */
 spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info *info, int world, int rank,
                            int local_ranks, const spar_native *native, spar_comm **comm,
                            spar_setup_result *result);
@@ -40,7 +47,8 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
 /* SPAR_TRANSPORT with the reason of the first rank that failed in a stage; SPAR_OK: none did. */
 spar_status spar_setup_failure(const spar_setup_result *results, int world);
 
-/* Second stage, from all ranks' setup results [world]; sets another one. The communicator can run if none failed. */
+/* Second stage, from all ranks' setup results [world]; sets another one. The communicator can run if none
+ * failed. */
 spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline, spar_setup_result *result);
 

@@ -1,8 +1,8 @@
 /* Shared by the fuzzers: numbers drawn from the input, and a simulated clock that only waits advance.
  *
- * The library is compiled with its clock, sleeps and futexes renamed (see run). A wait returns at once, advances
- * the simulated clock, and lets the simulated peers act. So runs are deterministic, and a timeout of seconds
- * takes microseconds. */
+ * The library is compiled with its clock, sleeps and futexes renamed (see run). A wait returns at once,
+ * advances the simulated clock, and lets the simulated peers act. So runs are deterministic, and a timeout of
+ * seconds takes microseconds. */
 #ifndef FUZZ_H
 #define FUZZ_H
 

@@ -1,9 +1,10 @@
 /* Fuzzes the mailbox protocol: one real rank, and simulated peers that the input controls.
  *
- * A peer is an arena between guard pages, and a shadow copy of its expected contents. Whenever the rank waits, the
- * input lets the peers act: follow the protocol, write anything into their mailboxes, die, or stall. Then each
- * arena must equal its shadow, or the shadow after this rank's push to the offsets that the peer published, if
- * these are valid. Each call ends in time, with success or an error; with success if all peers were honest. */
+ * A peer is an arena between guard pages, and a shadow copy of its expected contents. Whenever the rank
+ * waits, the input lets the peers act: follow the protocol, write anything into their mailboxes, die, or
+ * stall. Then each arena must equal its shadow, or the shadow after this rank's push to the offsets that the
+ * peer published, if these are valid. Each call ends in time, with success or an error; with success if all
+ * peers were honest. */
 #include "mailbox_peers.h"
 
 /* ---- a call ---- */

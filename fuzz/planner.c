@@ -1,7 +1,8 @@
 /* Fuzzes the planner with valid calls, and with valid calls some of whose numbers were changed.
  *
- * An unchanged call runs on all ranks, and each byte must arrive at its place. The planner may reject a changed
- * call; a plan that it builds must stay in bounds, count its bytes correctly and agree between all ranks. */
+ * An unchanged call runs on all ranks, and each byte must arrive at its place. The planner may reject a
+ * changed call; a plan that it builds must stay in bounds, count its bytes correctly and agree between all
+ * ranks. */
 #include "fuzz.h"
 
 static source input;
@@ -24,7 +25,8 @@ static spar_request request_of(const fuzz_request *a)
 
 /* ---- one plan ---- */
 
-/* Returns how many bytes a block moves. It must stay within `from` source bytes and `to` destination bytes. */
+/* Returns how many bytes a block moves. It must stay within `from` source bytes and `to` destination
+ * bytes. */
 static __int128 check_block(const spar_plan *plan, const spar_block *block, __int128 from, __int128 to)
 {
     __int128 src = (__int128)block->src + block->run, dst = (__int128)block->dst + block->run;
@@ -275,7 +277,8 @@ static void fill_request(fuzz_request *a, int world, int count, const part *part
     }
 }
 
-/* Changes one number, or all strides of a tensor. Counts stay within the arrays, or beyond the planner's limits. */
+/* Changes one number, or all strides of a tensor. Counts stay within the arrays, or beyond the planner's
+ * limits. */
 static void change(fuzz_request *a)
 {
     unsigned what = next_byte(&input) % 9, t = next_byte(&input) % TENSORS;

@@ -1,11 +1,11 @@
 /* Fuzzes a group's set-up: one real rank, and simulated processes that the input controls.
  *
- * The input changes bytes of the peer info and the setup results. It sends handshake messages with any contents
- * and descriptors; some are wrong but have a valid proof, as a corrupt rank could send them. While the rank waits,
- * the processes dial, answer, send something else or hang up.
+ * The input changes bytes of the peer info and the setup results. It sends handshake messages with any
+ * contents and descriptors; some are wrong but have a valid proof, as a corrupt rank could send them. While
+ * the rank waits, the processes dial, answer, send something else or hang up.
  *
- * Each step ends in time, with success or an error; with success if all processes were honest. Every byte of an
- * arena that was accepted can be accessed. At the end no memory, mapping or descriptor is left. */
+ * Each step ends in time, with success or an error; with success if all processes were honest. Every byte of
+ * an arena that was accepted can be accessed. At the end no memory, mapping or descriptor is left. */
 #include "../csrc/ipc/handshake.c"   /* for its messages and proofs */
 #include "../csrc/ipc/connections.c" /* for its unproven connections */
 #include "../csrc/ipc/peers.c"       /* for its peers */

@@ -333,3 +333,11 @@ def test_import_does_not_import_dynamo() -> None:
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "README.md", "spar/py.typed"])
 def test_distribution_files_exist(name: str) -> None:
     assert (ROOT / name).exists()
+
+
+def test_lines_are_at_most_110_wide() -> None:
+    """clang-format does not wrap comments; ruff checks Python."""
+    paths = [path for top in ("csrc", "fuzz", "tests", "benchmarks") for path in (ROOT / top).rglob("*.[ch]")]
+    for path in [*paths, *CSRC.rglob("*.cu")]:
+        long = [n for n, line in enumerate(path.read_text().split("\n"), 1) if len(line) > 110]
+        assert not long, f"{path.relative_to(ROOT)}: lines {long}"

@@ -1,11 +1,13 @@
-/* A libnccl.so.2 for ranks that share one GPU, so that streams, events and captures run on hardware where NCCL itself
- * refuses two ranks on a device (before 2.30).
+/* A libnccl.so.2 for ranks that share one GPU, so that streams, events and captures run on hardware where
+ * NCCL itself refuses two ranks on a device (before 2.30).
  *
- * It is the tests' stand-in (tests/standin/libnccl.c, nccl_work.c), whose host functions in the stream move bytes between processes,
- * over the real driver. Host functions may not read device memory, so each message passes through page-locked memory:
- * a copy in the stream before the stand-in's group, or after it. The stand-in's faults (STANDIN_NCCL_*) work here, too.
+ * It is the tests' stand-in (tests/standin/libnccl.c, nccl_work.c), whose host functions in the stream move
+ * bytes between processes, over the real driver. Host functions may not read device memory, so each message
+ * passes through page-locked memory: a copy in the stream before the stand-in's group, or after it. The
+ * stand-in's faults (STANDIN_NCCL_*) work here, too.
  *
- * Preload it, and the real libnccl.so.2 behind it by its full path if torch needs that: LD_PRELOAD=LOOP:REAL. */
+ * Preload it, and the real libnccl.so.2 behind it by its full path if torch needs that:
+ * LD_PRELOAD=LOOP:REAL. */
 #define ncclSend host_send
 #define ncclRecv host_receive
 #define ncclGroupStart host_group_start

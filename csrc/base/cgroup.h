@@ -1,7 +1,7 @@
 /* Limits of the process's cgroup and its parents, up to the root of each mount, v1 and v2.
  *
- * `root` is prepended to every path; it is "" except in tests. A missing or unreadable file sets no limit. If a mount does
- * not show the process's cgroup (another cgroup namespace), only the mount's root counts. */
+ * `root` is prepended to every path; it is "" except in tests. A missing or unreadable file sets no limit. If
+ * a mount does not show the process's cgroup (another cgroup namespace), only the mount's root counts. */
 #ifndef SPAR_CGROUP_H
 #define SPAR_CGROUP_H
 

@@ -12,14 +12,14 @@ enum spar_stop { SPAR_CONTINUE, SPAR_STOP_SIGNAL, SPAR_STOP_CLOSED };
 
 typedef struct {
     int64_t at_ns; /* CLOCK_MONOTONIC; 0: none */
-    /* Polled about every 50 ms on the waiting thread; returns a spar_stop, and other than SPAR_CONTINUE cancels the wait.
-     * NULL: never cancels. */
+    /* Polled about every 50 ms on the waiting thread; returns a spar_stop, and other than SPAR_CONTINUE
+     * cancels the wait. NULL: never cancels. */
     int (*interrupted)(void *context);
     void *context;
 } spar_deadline;
 
-/* Returns SPAR_INTERRUPTED or SPAR_BROKEN if the wait is cancelled. `during` completes the message: "while NCCL was
- * set up". */
+/* Returns SPAR_INTERRUPTED or SPAR_BROKEN if the wait is cancelled. `during` completes the message: "while
+ * NCCL was set up". */
 static inline spar_status spar_deadline_poll(const spar_deadline *deadline, const char *during)
 {
     int stop = deadline->interrupted ? deadline->interrupted(deadline->context) : SPAR_CONTINUE;

@@ -6,11 +6,12 @@
 
 #include <pthread.h>
 
-/* Sets the path of a library that Python found, such as "libnvrtc" in a wheel. It is tried before the system's names.
- * Call before the library is first opened; NULL clears the path. */
+/* Sets the path of a library that Python found, such as "libnvrtc" in a wheel. It is tried before the
+ * system's names. Call before the library is first opened; NULL clears the path. */
 void spar_dynlib_set_path(const char *library, const char *path);
 
-/* Opens the first of `names` (NULL-terminated) that can be opened; never closes it. The error lists each failure. */
+/* Opens the first of `names` (NULL-terminated) that can be opened; never closes it. The error lists each
+ * failure. */
 spar_status spar_dynlib_open(const char *library, const char *const *names, void **handle);
 
 /* Looks a function up; if it is missing, the error names the library. */

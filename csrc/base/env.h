@@ -31,8 +31,8 @@ extern const spar_env_row spar_env_rows[];
 /* Parses one variable. SPAR_INVALID: the message names the variable, its value and what is expected. */
 spar_status spar_env_get(const spar_env_row *row, spar_env_value *value);
 
-/* The same by field name. "local_ranks" is the launcher's LOCAL_WORLD_SIZE, which has no row. Returns SPAR_INTERNAL for
- * an unknown field. */
+/* The same by field name. "local_ranks" is the launcher's LOCAL_WORLD_SIZE, which has no row. Returns
+ * SPAR_INTERNAL for an unknown field. */
 spar_status spar_env_field(const char *field, spar_env_value *value);
 
 /* Parses every row and LOCAL_WORLD_SIZE; returns the first failure. */

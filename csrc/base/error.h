@@ -1,5 +1,5 @@
-/* Status codes and the last error. Functions that can fail return a status. The text and the ranks of this thread's
- * newest failure are kept here; only spar_fail_ranks writes them. */
+/* Status codes and the last error. Functions that can fail return a status. The text and the ranks of this
+ * thread's newest failure are kept here; only spar_fail_ranks writes them. */
 #ifndef SPAR_ERROR_H
 #define SPAR_ERROR_H
 
@@ -24,8 +24,8 @@ typedef struct {
     int count, rank[64];
 } spar_ranks;
 
-/* Keeps the text and the ranks that caused the error (NULL: none), and returns `status`, so that a failure is one line:
- * return spar_fail(...). */
+/* Keeps the text and the ranks that caused the error (NULL: none), and returns `status`, so that a failure is
+ * one line: return spar_fail(...). */
 spar_status spar_fail_ranks(spar_status status, const spar_ranks *ranks, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 

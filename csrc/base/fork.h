@@ -1,11 +1,12 @@
 /* The process-wide locks around a fork.
  *
  * Each file with a process-wide lock has a function here:
- * - Locks that are held briefly, around code that never forks, are taken before the fork and released after it in both
- *   processes. What they guard is therefore consistent in the child.
- * - The others (library loading, the GPU watchdog) are initialized again in the child, which lacks the threads that may
- *   have held them.
- * - A group's lock, held during whole calls, is neither: a child's calls on the group fail before they take it. */
+ * - Locks that are held briefly, around code that never forks, are taken before the fork and released after
+ *   it in both processes. What they guard is therefore consistent in the child.
+ * - The others (library loading, the GPU watchdog) are initialized again in the child, which lacks the
+ *   threads that may have held them.
+ * - A group's lock, held during whole calls, is neither: a child's calls on the group fail before they take
+ *   it. */
 #ifndef SPAR_FORK_H
 #define SPAR_FORK_H
 

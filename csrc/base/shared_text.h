@@ -1,7 +1,7 @@
 /* Text in memory that ranks share; a peer may read it while it changes.
  *
- * It is stored word by word with release order: a reader that sees a new word also sees what the writer stored before
- * it, and so can detect an incomplete text. */
+ * It is stored word by word with release order: a reader that sees a new word also sees what the writer
+ * stored before it, and so can detect an incomplete text. */
 #ifndef SPAR_SHARED_TEXT_H
 #define SPAR_SHARED_TEXT_H
 

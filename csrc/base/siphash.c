@@ -1,4 +1,5 @@
-/* J.-P. Aumasson, D. J. Bernstein: SipHash, a fast short-input PRF (2012), and its 128-bit variant of the reference code. */
+/* J.-P. Aumasson, D. J. Bernstein: SipHash, a fast short-input PRF (2012), and its 128-bit variant of the
+ * reference code. */
 #include "base/siphash.h"
 
 #include <stdint.h>

@@ -8,7 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Grows an array to at least `needed` items, doubling its capacity. SPAR_NO_MEMORY: "no memory for 17 `what`". */
+/* Grows an array to at least `needed` items, doubling its capacity. SPAR_NO_MEMORY: "no memory for 17
+ * `what`". */
 spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t item, const char *what);
 
 /* Appends to the text in a buffer of `size` bytes; what does not fit is cut off. */
@@ -29,7 +30,8 @@ void spar_cond_init(pthread_cond_t *cond);
 /* Waits until spar_now_ns() + `ns` at most, and returns what pthread_cond_timedwait does. */
 int spar_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t ns);
 
-/* Starts a detached thread that handles no signals: those belong to the program's threads. Returns 0 or an errno. */
+/* Starts a detached thread that handles no signals: those belong to the program's threads. Returns 0 or an
+ * errno. */
 int spar_thread_start(void *(*work)(void *context), void *context);
 
 #endif

@@ -30,31 +30,33 @@ typedef struct {
 
 typedef struct {
     const char *name; /* torch's device type */
-    /* Copies `count` blocks: block i from from[blocks[i].tensor] to to[target][blocks[i].tensor] of each target.
-     * `stream` is the device's queue. On a CPU it is NULL, and the copy is done on return. */
+    /* Copies `count` blocks: block i from from[blocks[i].tensor] to to[target][blocks[i].tensor] of each
+     * target. `stream` is the device's queue. On a CPU it is NULL, and the copy is done on return. */
     spar_status (*copy_blocks)(const spar_block *blocks, int64_t count, const spar_dim *dims,
                                const void *const *from, void *const *const *to, int targets,
                                const spar_scale *scale, void *stream);
 
     /* The slots below are for devices with streams; NULL on a CPU. */
 
-    /* Opens the device's libraries. Cheap: touches no device, compiles nothing. The error names what is missing. */
+    /* Opens the device's libraries. Cheap: touches no device, compiles nothing. The error names what is
+     * missing. */
     spar_status (*open)(void);
-    /* Prepares device `ordinal`: compiles the kernels or reads them from disk, loads them, and launches each once as a
-     * no-op. Done once; takes seconds the first time. Not during a capture. */
+    /* Prepares device `ordinal`: compiles the kernels or reads them from disk, loads them, and launches each
+     * once as a no-op. Done once; takes seconds the first time. Not during a capture. */
     spar_status (*prepare)(int ordinal);
-    /* Makes a prepared device current on this thread, and puts the thread into the relaxed capture mode, in which it
-     * invalidates no capture. leave restores both. The slots below require it. */
+    /* Makes a prepared device current on this thread, and puts the thread into the relaxed capture mode, in
+     * which it invalidates no capture. leave restores both. The slots below require it. */
     spar_status (*enter)(int ordinal, spar_entered *before);
     void (*leave)(const spar_entered *before);
     /* Copies spans of any number of peers in the stream, one launch for 32 of them. inputs and outputs are
-     * [plan->ntensors]; for SPAR_PUSH all spans have the same outputs. Every route can scale.
-     * The plan's first use on the device uploads its block tables, which stay with the plan; those that a captured graph
+     * [plan->ntensors]; for SPAR_PUSH all spans have the same outputs. Every route can scale. The plan's
+     * first use on the device uploads its block tables, which stay with the plan; those that a captured graph
      * reads stay until the process ends. Otherwise it neither allocates nor waits for the device. */
     spar_status (*copy_spans)(const spar_plan *plan, spar_route route, const spar_span *spans, int count,
                               const void *const *inputs, void *const *outputs, const spar_scale *scale,
                               void *stream);
-    /* Allocate and free staging memory, aligned to 256 bytes; free waits for the device. Not during a capture. */
+    /* Allocate and free staging memory, aligned to 256 bytes; free waits for the device. Not during a
+     * capture. */
     spar_status (*alloc)(int64_t bytes, void **memory);
     void (*free)(void *memory);
 } spar_device;

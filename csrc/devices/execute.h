@@ -1,8 +1,8 @@
-/* Execute a plan: push straight into all ranks' outputs if the transport can write there; else pack one run of bytes for
- * each peer.
+/* Execute a plan: push straight into all ranks' outputs if the transport can write there; else pack one run
+ * of bytes for each peer.
  *
- * The packed bytes for one peer are the blocks of plan->push[peer] in their order, each row-major. The receiver unpacks
- * them by plan->pull[sender]. A rank's own part is copied without packing. */
+ * The packed bytes for one peer are the blocks of plan->push[peer] in their order, each row-major. The
+ * receiver unpacks them by plan->pull[sender]. A rank's own part is copied without packing. */
 #ifndef SPAR_EXECUTE_H
 #define SPAR_EXECUTE_H
 

@@ -29,7 +29,8 @@ typedef struct {
     double factor;
 } spar_scale;
 
-/* Replaces a division by a multiplication if that gives the same bits: x / 2^k is x * 2^-k, several times faster. */
+/* Replaces a division by a multiplication if that gives the same bits: x / 2^k is x * 2^-k, several times
+ * faster. */
 spar_scale spar_scale_simple(const spar_scale *scale);
 
 /* Scales n items with destination stride `ds` and source stride `ss`, in bytes; may be in place. */

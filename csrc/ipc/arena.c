@@ -107,9 +107,10 @@ static spar_status make(int64_t max_bytes, int local_ranks)
     return SPAR_OK;
 }
 
-/* Keeps the mapping, since the child may use an inherited output, but makes it private: the child's writes reach neither
- * the parent nor its peers. Pages that the child has not written still show the parent's writes. It is mapped elsewhere
- * first: if the kernel refuses (strict overcommit), the shared mapping stays. */
+/* Keeps the mapping, since the child may use an inherited output, but makes it private: the child's writes
+ * reach neither the parent nor its peers. Pages that the child has not written still show the parent's
+ * writes. It is mapped elsewhere first: if the kernel refuses (strict overcommit), the shared mapping
+ * stays. */
 static void make_private_in_child(void)
 {
     size_t whole = (size_t)arena.length + SPAR_ARENA_TAIL;
@@ -193,8 +194,8 @@ static spar_status populate(int64_t offset, int64_t size)
     return SPAR_OK;
 }
 
-/* Returns pages of free blocks that were last used before `before` to the system, at most `most` bytes. With the lock
- * held. */
+/* Returns pages of free blocks that were last used before `before` to the system, at most `most` bytes. With
+ * the lock held. */
 static int64_t give_back(uint32_t before, int64_t most)
 {
     int64_t returned = 0;

@@ -374,7 +374,7 @@ int spar_peers_open_pidfd(const spar_endpoint *endpoint)
     if (fd < 0)
         return SPAR_PEERS_UNKNOWN;
     pthread_mutex_lock(&spar_peers_lock);
-    accept_callers(); /* makes room in the backlog for peers that open pidfds; they retry if no descriptor is left */
+    accept_callers(); /* makes room in the backlog for peers that open pidfds; else they retry */
     while (table.nexpected == 0 && table.ncallers)
         postpone(0);
     pthread_mutex_unlock(&spar_peers_lock);

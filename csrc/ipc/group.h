@@ -1,8 +1,8 @@
 /* The control plane of a group whose ranks share a host: a mailbox per rank, the order of calls, waiting.
  *
- * Call n: everything that can fail on one rank comes first. Each rank then publishes n, reads all headers, moves bytes,
- * publishes done n and waits for every done n. A rank writes its own mailbox only (except for peers' waiter counts and
- * `detached` flags), and validates each value that it reads from a peer's. */
+ * Call n: everything that can fail on one rank comes first. Each rank then publishes n, reads all headers,
+ * moves bytes, publishes done n and waits for every done n. A rank writes its own mailbox only (except for
+ * peers' waiter counts and `detached` flags), and validates each value that it reads from a peer's. */
 #ifndef SPAR_GROUP_H
 #define SPAR_GROUP_H
 
@@ -40,15 +40,17 @@ spar_status spar_group_expect(spar_group *group, int rank, const spar_endpoint *
                               const spar_key *secret);
 void spar_group_end_set_up(spar_group *group);
 
-/* Attaches the peers' processes and the offsets of their mailboxes [world]; takes over the peers, also on failure. */
+/* Attaches the peers' processes and the offsets of their mailboxes [world]; takes over the peers, also on
+ * failure. */
 spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_t *offsets);
 
-/* Begins the next call; SPAR_BROKEN if the group is broken. First awaits the end of a call that this rank failed. */
+/* Begins the next call; SPAR_BROKEN if the group is broken. First awaits the end of a call that this rank
+ * failed. */
 spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, uint32_t *call);
 
-/* Publishes this rank's header and reads all [world]. If a rank failed or signatures differ, every rank returns the same
- * SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then ended, and no bytes may be moved. `describe` writes this rank's call
- * for its peers, if signatures differ. */
+/* Publishes this rank's header and reads all [world]. If a rank failed or signatures differ, every rank
+ * returns the same SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then ended, and no bytes may be moved.
+ * `describe` writes this rank's call for its peers, if signatures differ. */
 spar_status spar_group_publish(spar_group *group, const spar_call_header *own,
                                void (*describe)(void *context, spar_description *own), void *context,
                                spar_call_header *all, const spar_deadline *deadline);

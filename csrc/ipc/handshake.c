@@ -77,7 +77,8 @@ static message begin(const spar_handshake *h, const spar_endpoint *own, uint64_t
     return m;
 }
 
-/* Whether it was sent; else errno is set. Avoids sendmsg, which a sandbox may forbid: only descriptors need it. */
+/* Whether it was sent; else errno is set. Avoids sendmsg, which a sandbox may forbid: only descriptors need
+ * it. */
 static int send_plain(const spar_handshake *h, const message *m)
 {
     return send(h->socket, m, sizeof *m, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof *m;
@@ -111,8 +112,8 @@ static spar_handshake_state refuse(const spar_handshake *h, const spar_endpoint 
     return SPAR_HANDSHAKE_REFUSED;
 }
 
-/* Peeks at the next message, so that no descriptor is received yet. 1: there is one; 0: not yet; -1: hang-up, or not a
- * valid message. */
+/* Peeks at the next message, so that no descriptor is received yet. 1: there is one; 0: not yet; -1: hang-up,
+ * or not a valid message. */
 static int peek(const spar_handshake *h, message *m)
 {
     const int how = MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT;

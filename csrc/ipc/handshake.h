@@ -5,10 +5,10 @@
  *     dialer   -> ARENA     the dialer's proof, and its arena's descriptor
  *     answerer -> ARENA     the answerer's proof, and its arena's descriptor
  *
- * A proof is a MAC over the whole message and both challenges, with a key that only the two processes can derive. It
- * proves that the sender knows the secrets exchanged in the group's peer info, and that the message belongs to this
- * handshake. Before a peer has authenticated, a process sends it no descriptor, receives none, and reports no reason.
- * No function here waits. */
+ * A proof is a MAC over the whole message and both challenges, with a key that only the two processes can
+ * derive. It proves that the sender knows the secrets exchanged in the group's peer info, and that the
+ * message belongs to this handshake. Before a peer has authenticated, a process sends it no descriptor,
+ * receives none, and reports no reason. No function here waits. */
 #ifndef SPAR_HANDSHAKE_H
 #define SPAR_HANDSHAKE_H
 

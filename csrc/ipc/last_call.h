@@ -1,11 +1,12 @@
-/* Each process's newest call, on any group, stored behind its arena. Peers read it for the message of a call that it did
- * not make; it is informational, and never trusted. */
+/* Each process's newest call, on any group, stored behind its arena. Peers read it for the message of a call
+ * that it did not make; it is informational, and never trusted. */
 #ifndef SPAR_LAST_CALL_H
 #define SPAR_LAST_CALL_H
 
 #include "ipc/arena.h"
 
-/* Records that this process begins a call, if it has an arena; pass the returned sequence to spar_last_call_end. */
+/* Records that this process begins a call, if it has an arena; pass the returned sequence to
+ * spar_last_call_end. */
 uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call);
 void spar_last_call_end(uint32_t begun, int gave_up);
 

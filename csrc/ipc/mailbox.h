@@ -59,7 +59,8 @@ void spar_group_abort(spar_group *group, spar_status status, uint32_t call, cons
 
 enum spar_progress { SPAR_PUBLISHED, SPAR_DONE, SPAR_DESCRIBED };
 
-/* Waits until every peer's word has reached `call`. Fails with the status of a peer that aborted, or this rank's own. */
+/* Waits until every peer's word has reached `call`. Fails with the status of a peer that aborted, or this
+ * rank's own. */
 spar_status spar_group_await(spar_group *group, enum spar_progress which, uint32_t call,
                              const spar_deadline *deadline);
 
@@ -69,8 +70,8 @@ void spar_group_share_cores(spar_group *group, int local_ranks);
 /* Before this rank's words are published: stores its core, if it may move. */
 void spar_group_publish_core(spar_group *group);
 
-/* After all ranks' words were read: moves this thread, if it may move, off a core with more ranks than its fair share.
- * Restores the thread's affinity mask. */
+/* After all ranks' words were read: moves this thread, if it may move, off a core with more ranks than its
+ * fair share. Restores the thread's affinity mask. */
 void spar_group_balance_cores(spar_group *group);
 
 /* Returns the status, reason and call of a rank that aborted, and aborts this rank too; SPAR_OK: none did. */

@@ -10,8 +10,8 @@
 /* Guards all state of peers.c and connections.c; a leaf lock. */
 extern pthread_mutex_t spar_peers_lock;
 
-/* Returns the connected peer of an endpoint. Skips a connection that a live peer closed, for example because it could not
- * map our arena: groups may hold it for long. */
+/* Returns the connected peer of an endpoint. Skips a connection that a live peer closed, for example because
+ * it could not map our arena: groups may hold it for long. */
 spar_peer *spar_peers_find(const spar_endpoint *endpoint);
 
 /* Adds a peer; takes over its descriptors and mapping, also on failure. */

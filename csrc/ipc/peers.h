@@ -1,12 +1,14 @@
 /* The peer processes of this host: their mapped arenas and their liveness.
  *
- * Each process listens on an abstract Unix socket, whose name is public. One connection per pair of processes serves all
- * groups. After both sides have proved that they know each other's secret (handshake.h), it carries the descriptors of
- * the arenas; its hang-up reports a death. Two processes share a host if a connect succeeds, whatever the host's name.
+ * Each process listens on an abstract Unix socket, whose name is public. One connection per pair of processes
+ * serves all groups. After both sides have proved that they know each other's secret (handshake.h), it
+ * carries the descriptors of the arenas; its hang-up reports a death. Two processes share a host if a connect
+ * succeeds, whatever the host's name.
  *
- * A set-up expects its group's processes, polls spar_peers_poll for each, then ends its expectations. Only expected
- * processes are answered. A connection from another user's process is closed unread. At most a few unauthenticated
- * connections are kept, for seconds, and none after the last expectation. Only spar_peer_died waits, up to 50 ms. */
+ * A set-up expects its group's processes, polls spar_peers_poll for each, then ends its expectations. Only
+ * expected processes are answered. A connection from another user's process is closed unread. At most a few
+ * unauthenticated connections are kept, for seconds, and none after the last expectation. Only spar_peer_died
+ * waits, up to 50 ms. */
 #ifndef SPAR_PEERS_H
 #define SPAR_PEERS_H
 
@@ -32,11 +34,12 @@ typedef struct {
     int readers; /* of them, those that may still touch its arena */
 } spar_peer;
 
-/* Gets this process's endpoint and the secret that authenticates its groups' peers to it; listens from the first call on. */
+/* Gets this process's endpoint and the secret that authenticates its groups' peers to it; listens from the
+ * first call on. */
 spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret);
 
-/* Begins to expect a process. The lower endpoint dials if the pair is not connected: that succeeds if the connection is
- * accepted, or the backlog is full. Balance each success with one spar_peers_end. */
+/* Begins to expect a process. The lower endpoint dials if the pair is not connected: that succeeds if the
+ * connection is accepted, or the backlog is full. Balance each success with one spar_peers_end. */
 spar_status spar_peers_expect(const spar_endpoint *peer, const spar_key *secret);
 
 /* Polls for an expected process: *peer is NULL until the pair is connected. */
@@ -45,13 +48,14 @@ spar_status spar_peers_poll(const spar_endpoint *endpoint, spar_peer **peer);
 /* Ends one expectation of a process. */
 void spar_peers_end(const spar_endpoint *endpoint);
 
-/* Opens a pidfd of a process that listens on this host; the caller closes it. It is readable once the process is dead.
- * -1: none listens. SPAR_PEERS_BUSY: it is alive, and its backlog is full for now. SPAR_PEERS_UNKNOWN: no descriptor is
- * left, or the system has no pidfds. */
+/* Opens a pidfd of a process that listens on this host; the caller closes it. It is readable once the process
+ * is dead. -1: none listens. SPAR_PEERS_BUSY: it is alive, and its backlog is full for now.
+ * SPAR_PEERS_UNKNOWN: no descriptor is left, or the system has no pidfds. */
 enum { SPAR_PEERS_BUSY = -2, SPAR_PEERS_UNKNOWN = -3 };
 int spar_peers_open_pidfd(const spar_endpoint *endpoint);
 
-/* Ends a group's access to the peer's arena; unmaps it if the process is dead and no other group accesses it. */
+/* Ends a group's access to the peer's arena; unmaps it if the process is dead and no other group accesses
+ * it. */
 void spar_peers_unmap(spar_peer *peer);
 
 /* Ends a group's use of the peer, after spar_peers_unmap. */
@@ -69,8 +73,8 @@ int spar_peer_died(spar_peer *peer);
 /* Whether it hung up or is dead: it publishes nothing more, but may still be writing. */
 int spar_peer_hung_up(spar_peer *peer);
 
-/* Connections closed because they came from another user's process, or failed to authenticate; and open ones that have
- * not authenticated yet. */
+/* Connections closed because they came from another user's process, or failed to authenticate; and open ones
+ * that have not authenticated yet. */
 typedef struct {
     int64_t foreign, unproven;
     int pending;

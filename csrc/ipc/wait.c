@@ -1,4 +1,5 @@
-/* Waiting for the peers of a group, and what aborts it: a death, a peer that aborted, Ctrl-C, the deadline. */
+/* Waiting for the peers of a group, and what aborts it: a death, a peer that aborted, Ctrl-C, the
+ * deadline. */
 #include "ipc/mailbox.h"
 
 #include "base/util.h"
@@ -18,7 +19,8 @@
 #endif
 
 static const int64_t SLICE_NS = 50000000;
-/* Duration of one poll: from YIELDED_NS on another process had the core; from PREEMPTED_NS on it was no waiting rank. */
+/* Duration of one poll: from YIELDED_NS on another process had the core; from PREEMPTED_NS on it was no
+ * waiting rank. */
 static const int64_t YIELDED_NS = 3000, PREEMPTED_NS = 1000000;
 
 static uint32_t *progress_of(mailbox *box, enum spar_progress which)
@@ -48,8 +50,8 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
     return SPAR_OK;
 }
 
-/* Aborts because of all peers whose word is missing, or only those that also hung up: "rank 2 (process 71), rank 3
- * (process 72) died ...". SPAR_OK: there is none. */
+/* Aborts because of all peers whose word is missing, or only those that also hung up: "rank 2 (process 71),
+ * rank 3 (process 72) died ...". SPAR_OK: there is none. */
 static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up, enum spar_progress which,
                                 uint32_t call, const char *what)
 {
@@ -93,9 +95,9 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
     return SPAR_OK;
 }
 
-/* Spins before sleeping; returns 1 if the word arrived. Each iteration yields the core.
- * If ranks share cores, the awaited rank may be the one that gets it, so that time is not counted, unless it is long: a
- * sleeper would then be scheduled first. After a sleep it spins for shorter, after a success for longer. */
+/* Spins before sleeping; returns 1 if the word arrived. Each iteration yields the core. If ranks share cores,
+ * the awaited rank may be the one that gets it, so that time is not counted, unless it is long: a sleeper
+ * would then be scheduled first. After a sleep it spins for shorter, after a success for longer. */
 static int spin(spar_group *g, const uint32_t *word, uint32_t call)
 {
     int64_t most = g->own_core ? g->spin_ns : g->current_spin_ns;

@@ -1,7 +1,7 @@
 /* An exchange is a pair of layouts of one global tensor: what each rank holds before, and after.
  *
- * Shapes, plans, signatures and transports follow from the two layouts; so does the inverse, which swaps them. An input
- * of which every rank holds the whole needs no communication: each rank selects its shard. */
+ * Shapes, plans, signatures and transports follow from the two layouts; so does the inverse, which swaps
+ * them. An input of which every rank holds the whole needs no communication: each rank selects its shard. */
 #ifndef SPAR_EXCHANGE_H
 #define SPAR_EXCHANGE_H
 
@@ -19,8 +19,8 @@ typedef struct {
     const int64_t *args; /* see spar_layout_read */
 } spar_tensor;
 
-/* Reads both layouts, checks them against the extents that `rank` holds, and sets the global extents [ndim]. On failure
- * it leaves no layout to free. */
+/* Reads both layouts, checks them against the extents that `rank` holds, and sets the global extents [ndim].
+ * On failure it leaves no layout to free. */
 spar_status spar_exchange_layouts(const spar_tensor *tensor, int world, int rank, int64_t *global,
                                   spar_layout *in, spar_layout *out);
 

@@ -42,7 +42,8 @@ static void add(spar_layout *layout, int rank, int64_t global, int64_t extent)
     layout->pieces[(*end)++] = (spar_piece){local, global, extent};
 }
 
-/* Shards contiguously, one piece per rank in rank order. `sizes` [world] sum to `total`; NULL: the size rule. */
+/* Shards contiguously, one piece per rank in rank order. `sizes` [world] sum to `total`; NULL: the size
+ * rule. */
 static spar_status cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes)
 {
     int64_t at = 0;
@@ -61,8 +62,8 @@ static int64_t shard_start(int64_t total, int world, int rank)
     return rank * (total / world) + (rank < total % world ? rank : total % world);
 }
 
-/* Rank r holds chunks r and 2 * world - 1 - r of 2 * world chunks by the size rule, which balances the work under a
- * causal mask. */
+/* Rank r holds chunks r and 2 * world - 1 - r of 2 * world chunks by the size rule, which balances the work
+ * under a causal mask. */
 static spar_status zigzag(spar_layout *layout, int dim, int64_t total, int world)
 {
     SPAR_TRY(start(layout, dim, total, world, 2 * (int64_t)world));
@@ -74,9 +75,9 @@ static spar_status zigzag(spar_layout *layout, int dim, int64_t total, int world
     return SPAR_OK;
 }
 
-/* Shards each of several concatenated sequences on its own; a rank holds its part of each.
- * `numbers` are the lengths [sequences], sharded by the size rule; or, if `table` is set, each rank's extent of each
- * sequence [world][sequences]. */
+/* Shards each of several concatenated sequences on its own; a rank holds its part of each. `numbers` are the
+ * lengths [sequences], sharded by the size rule; or, if `table` is set, each rank's extent of each sequence
+ * [world][sequences]. */
 static spar_status packed(spar_layout *layout, int dim, int world, int64_t sequences, const int64_t *numbers,
                           int table)
 {
@@ -110,8 +111,8 @@ static spar_status packed(spar_layout *layout, int dim, int world, int64_t seque
     return SPAR_OK;
 }
 
-/* Shards each rank's part once more over `inner` ranks by the size rule: rank u * world + r then holds part u of what
- * rank r held. Frees the layout on failure. */
+/* Shards each rank's part once more over `inner` ranks by the size rule: rank u * world + r then holds part u
+ * of what rank r held. Frees the layout on failure. */
 static spar_status refine(spar_layout *layout, int inner)
 {
     spar_layout outer = *layout;

@@ -1,5 +1,5 @@
-/* A layout states which part of a global tensor each rank holds: all of it, or pieces of one dim. Extents are in
- * elements. */
+/* A layout states which part of a global tensor each rank holds: all of it, or pieces of one dim. Extents are
+ * in elements. */
 #ifndef SPAR_LAYOUT_H
 #define SPAR_LAYOUT_H
 
@@ -20,12 +20,13 @@ typedef struct {
     spar_piece *pieces; /* in the order in which a rank holds them */
 } spar_layout;
 
-/* The size rule: the extent of a rank's shard of `total`. The first ranks get one more each for the remainder. */
+/* The size rule: the extent of a rank's shard of `total`. The first ranks get one more each for the
+ * remainder. */
 int64_t spar_shard_size(int64_t total, int world, int rank);
 
-/* How a dim is sharded, and the numbers that say it; spar/_runtime/layouts.py has the same. With `inner` ranks, each of
- * R = world / inner ranks' part is sharded once more by the size rule: rank u * R + r holds part u of what rank r of R
- * holds. */
+/* How a dim is sharded, and the numbers that say it; spar/_runtime/layouts.py has the same. With `inner`
+ * ranks, each of R = world / inner ranks' part is sharded once more by the size rule: rank u * R + r holds
+ * part u of what rank r of R holds. */
 enum {
     SPAR_EVEN,   /* total: by the size rule */
     SPAR_SIZES,  /* the size of each rank */
@@ -33,7 +34,8 @@ enum {
     SPAR_PACKED, /* inner, sequences, and the length of each, or [R][sequences] each rank's extent of each */
 };
 
-/* Reads a layout of a tensor with `ndim` dims: [-1] if every rank holds the whole, else [dim, kind, numbers...]. */
+/* Reads a layout of a tensor with `ndim` dims: [-1] if every rank holds the whole, else [dim, kind,
+ * numbers...]. */
 spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world);
 
 /* Every rank holds the whole tensor. */

@@ -93,8 +93,8 @@ static int64_t footprint(const entry *e)
     return (int64_t)e->size + e->plan->footprint;
 }
 
-/* Evicts the oldest entries until at most `keep` entries and `bytes` bytes are left; returns them, chained. With the lock
- * held. */
+/* Evicts the oldest entries until at most `keep` entries and `bytes` bytes are left; returns them, chained.
+ * With the lock held. */
 static entry *evict(int64_t keep, int64_t bytes)
 {
     entry *chain = NULL;

@@ -79,7 +79,8 @@ static int has_zero(int ndim, const int64_t *extents)
     return 0;
 }
 
-/* Appends one block. Merges loops that are adjacent on both sides, and a contiguous innermost loop into the run. */
+/* Appends one block. Merges loops that are adjacent on both sides, and a contiguous innermost loop into the
+ * run. */
 static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim, const int64_t *extents,
                              const placement *from, const placement *to, int64_t src, int64_t dst)
 {
@@ -126,8 +127,8 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
     return SPAR_OK;
 }
 
-/* Appends the blocks of one tensor from `sender` to `receiver`: each piece of the sender's layout, crossed with each piece
- * of the receiver's. `from` NULL: the sender packed them. */
+/* Appends the blocks of one tensor from `sender` to `receiver`: each piece of the sender's layout, crossed
+ * with each piece of the receiver's. `from` NULL: the sender packed them. */
 static spar_status add_pair(builder *b, spar_range *range, int tensor, const spar_layout *in,
                             const spar_layout *out, int sender, int receiver, const placement *from)
 {

@@ -1,7 +1,9 @@
-/* The exchange plan: which strided region of one rank's input becomes which strided region of another's output.
+/* The exchange plan: which strided region of one rank's input becomes which strided region of another's
+ * output.
  *
- * A plan is arithmetic on shapes, strides, layouts, world and rank. Every rank computes every other rank's side of it, so
- * building one needs no communication. It counts bytes; it is independent of dtype, device, OS and Python. */
+ * A plan is arithmetic on shapes, strides, layouts, world and rank. Every rank computes every other rank's
+ * side of it, so building one needs no communication. It counts bytes; it is independent of dtype, device, OS
+ * and Python. */
 #ifndef SPAR_PLAN_H
 #define SPAR_PLAN_H
 
@@ -96,8 +98,8 @@ uint64_t spar_plan_signature(const spar_plan *plan, const char *text);
  * "[1, 8, 4]: dim 1 in [4, 4] -> dim 2 in [2, 2]". */
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size);
 
-/* What each rank holds of the gathered dim. Calls with an equal `rest` differ in nothing else; 0: not one such dim, or
- * the caller passed the sizes. */
+/* What each rank holds of the gathered dim. Calls with an equal `rest` differ in nothing else; 0: not one
+ * such dim, or the caller passed the sizes. */
 typedef struct {
     int64_t rest, dim, size;
 } spar_gathered;

@@ -1,5 +1,5 @@
-/* The binding: parse, release the GIL, run, raise. Only this folder includes Python.h; it uses the limited API of
- * CPython 3.10. Addresses are passed as ints. */
+/* The binding: parse, release the GIL, run, raise. Only this folder includes Python.h; it uses the limited
+ * API of CPython 3.10. Addresses are passed as ints. */
 #ifndef SPAR_BINDING_H
 #define SPAR_BINDING_H
 
@@ -11,17 +11,19 @@
 #include "ipc/group.h"
 #include "spar.h"
 
-/* Sets the exception that belongs to a status, but keeps a signal handler's for SPAR_INTERRUPTED; returns NULL. */
+/* Sets the exception that belongs to a status, but keeps a signal handler's for SPAR_INTERRUPTED; returns
+ * NULL. */
 PyObject *spar_raise(spar_status status);
 
 /* None, or NULL and the exception of a status. */
 PyObject *spar_result(spar_status status);
 
-/* Decodes a text that another process may have written: it may hold any bytes, and be cut within a character. */
+/* Decodes a text that another process may have written: it may hold any bytes, and be cut within a
+ * character. */
 PyObject *spar_text(const char *text);
 
-/* Appends to a list, or sets an entry of a tuple. Takes over the item; if it is NULL, or on failure, frees the list or
- * tuple and returns NULL. */
+/* Appends to a list, or sets an entry of a tuple. Takes over the item; if it is NULL, or on failure, frees
+ * the list or tuple and returns NULL. */
 PyObject *spar_list_add(PyObject *list, PyObject *item);
 PyObject *spar_tuple_set(PyObject *tuple, Py_ssize_t i, PyObject *item);
 
@@ -50,8 +52,8 @@ spar_status spar_plan_get_named(const char *op, const spar_request *request, spa
 /* Reads a factor and the dtype for which it is fused. */
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
 
-/* Makes a DLPack capsule of an output in the arena. It owns the block, also on failure. Items of dtypes that the core
- * does not know become unsigned integers of their size, or complex ones if they have 16 bytes. */
+/* Makes a DLPack capsule of an output in the arena. It owns the block, also on failure. Items of dtypes that
+ * the core does not know become unsigned integers of their size, or complex ones if they have 16 bytes. */
 PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype);
 
 /* (text, (rest, dim, size)): see spar_gathered. */

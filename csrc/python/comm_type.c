@@ -178,8 +178,9 @@ PyDoc_STRVAR(
     exchange_doc,
     "exchange(op, tensors, inputs, scale_type, divide, factor, text, number, deadline)\n"
     "    -> a tuple of DLPack capsules, the outputs\n\n"
-    "op: a name for messages. tensors: a tuple of (item size, extents, strides, args), all of one dtype. inputs:\n"
-    "their addresses. number: of the call, by the group's own count. deadline: in seconds of time.monotonic.\n"
+    "op: a name for messages. tensors: a tuple of (item size, extents, strides, args), all of one dtype.\n"
+    "inputs: their addresses. number: of the call, by the group's own count. deadline: in seconds of\n"
+    "time.monotonic.\n"
     "scale_type 0: the outputs are of unsigned integers, unscaled.");
 
 /* Capsules of all outputs; they own the blocks, also on failure. */

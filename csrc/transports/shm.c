@@ -1,4 +1,5 @@
-/* Shared memory: each rank pushes its regions straight into its peers' outputs, which are blocks of their arenas.
+/* Shared memory: each rank pushes its regions straight into its peers' outputs, which are blocks of their
+ * arenas.
  *
  * One read and one write per byte, the permutation included; no staging. */
 #include "transports/rendezvous.h"
@@ -48,7 +49,8 @@ static void describe(void *context, spar_description *own)
     own->gathered = spar_call_gathered(context);
 }
 
-/* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its arena. */
+/* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its
+ * arena. */
 static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, const spar_call_header *all,
                                 int rank, void **outputs)
 {

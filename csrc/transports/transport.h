@@ -38,8 +38,8 @@ typedef struct {
 typedef struct {
     const spar_plan *plan;     /* NULL: this rank failed before it had one; see failed */
     const void *const *inputs; /* [plan->ntensors] */
-    /* [plan->ntensors] contiguous, plan->tensors[t].out_bytes long. A transport that has memory of its own for
-     * them takes it in run, and gives it in `blocks` [plan->ntensors]; the caller frees them. */
+    /* [plan->ntensors] contiguous, plan->tensors[t].out_bytes long. A transport that has memory of its own
+     * for them takes it in run, and gives it in `blocks` [plan->ntensors]; the caller frees them. */
     void **outputs;
     spar_memory **blocks;
     const spar_device *device; /* whose memory they lie in */
@@ -54,8 +54,8 @@ typedef struct {
     const char *group, *op; /* names for messages */
 } spar_call;
 
-/* One line about a call for messages: its op, plan, text and, unless 0, number; or why it failed. A plan that is too long
- * for `size` ends in "...", and the rest is whole: up to half of `size`. */
+/* One line about a call for messages: its op, plan, text and, unless 0, number; or why it failed. A plan that
+ * is too long for `size` ends in "...", and the rest is whole: up to half of `size`. */
 void spar_call_describe(const spar_call *call, char *text, size_t size);
 
 /* What this rank holds of the dim that the call gathers. */
@@ -73,12 +73,12 @@ typedef struct {
     const char *name;
     /* Writes into this rank's facts what the others must know to choose it. NULL: nothing. */
     void (*probe)(spar_peer_info *info);
-    /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, and the reason. Pure; any
-     * rank may ask. */
+    /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, and the reason.
+     * Pure; any rank may ask. */
     int (*serves)(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
                   size_t size);
-    /* First set-up stage, from all ranks' peer info; does not wait. Sets `offset` and `token` of the result, which is sent
-     * to all ranks; the caller sets the failure from the status. */
+    /* First set-up stage, from all ranks' peer info; does not wait. Sets `offset` and `token` of the result,
+     * which is sent to all ranks; the caller sets the failure from the status. */
     spar_status (*setup)(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
     /* Second set-up stage, from all ranks' results [world], none of which failed. */
     spar_status (*connect)(spar_comm *comm, const spar_setup_result *results, const spar_deadline *deadline);
@@ -86,7 +86,8 @@ typedef struct {
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */
     spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
-    /* If the newest call ended in a mismatch: `rank`'s call, 1; its text is empty if the error's has it. Else 0. */
+    /* If the newest call ended in a mismatch: `rank`'s call, 1; its text is empty if the error's has it. Else
+     * 0. */
     int (*description)(const spar_comm *comm, int rank, spar_description *description);
     /* The last call of `rank`'s process, on any group; 0: it cannot be known. NULL: it never can. */
     int (*last_call)(const spar_comm *comm, int rank, spar_last_call *last);
@@ -116,7 +117,8 @@ typedef struct {
     char rejected_reasons[16][192];
 } spar_choice;
 
-/* Reads this rank's peer info and its settings. An invalid setting is stored in `error`, so that all ranks fail alike. */
+/* Reads this rank's peer info and its settings. An invalid setting is stored in `error`, so that all ranks
+ * fail alike. */
 void spar_peer_info_read(spar_peer_info *info);
 
 /* Transports whose set-up failed, known to all ranks: name and reason. */
@@ -125,8 +127,8 @@ typedef struct {
     const char *names[16], *reasons[16];
 } spar_refusal;
 
-/* Chooses the transport for these ranks and this device type. Fails if settings differ between ranks, or if the forced
- * transport cannot serve. */
+/* Chooses the transport for these ranks and this device type. Fails if settings differ between ranks, or if
+ * the forced transport cannot serve. */
 spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
                         const spar_refusal *refused, spar_choice *choice);
 

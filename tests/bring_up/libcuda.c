@@ -1,6 +1,6 @@
-/* The stand-in for libcuda.so.1 (tests/standin), with what only the stages of benchmarks/bring_up.py call: memory that is
- * passed to other processes (a memfd here), page-locked memory, copies in both directions, and the kernel of
- * benchmarks/stages/peer.py, whose C form is below. */
+/* The stand-in for libcuda.so.1 (tests/standin), with what only the stages of benchmarks/bring_up.py call:
+ * memory that is passed to other processes (a memfd here), page-locked memory, copies in both directions, and
+ * the kernel of benchmarks/stages/peer.py, whose C form is below. */
 #define cuGetProcAddress_v2 standin_address
 #include "../standin/libcuda.c"
 #undef cuGetProcAddress_v2

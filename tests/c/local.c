@@ -1,7 +1,7 @@
 /* A transport between ranks that are threads of one process, for tests (-DSPAR_LOCAL).
  *
- * Its protocol is that of every pushing transport: publish the call; read the peers' calls; compare; push straight
- * into the peers' outputs; publish done; wait until all ranks are done. */
+ * Its protocol is that of every pushing transport: publish the call; read the peers' calls; compare; push
+ * straight into the peers' outputs; publish done; wait until all ranks are done. */
 #include "local.h"
 
 #include "base/util.h"

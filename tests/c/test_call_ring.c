@@ -1,5 +1,5 @@
-/* The call ring between processes: entries that are read while they change, calls that differ, a rank that dies,
- * and a rank whose memory is corrupt.
+/* The call ring between processes: entries that are read while they change, calls that differ, a rank that
+ * dies, and a rank whose memory is corrupt.
  *
  * test_call_ring WORLD CALLS */
 #include "transports/nccl/call_ring.h"
@@ -207,8 +207,8 @@ static void corrupt(rank_state *r, unsigned seed)
     pthread_barrier_wait(&r->m->barrier);
 }
 
-/* Rank 0 dies. Its peers report that at once for a call that it did not make, after a second for one under way, and
- * never for a completed one. */
+/* Rank 0 dies. Its peers report that at once for a call that it did not make, after a second for one under
+ * way, and never for a completed one. */
 static void die(rank_state *r)
 {
     const struct timespec moment = {0, 20000000};

@@ -1,7 +1,8 @@
-/* Compares the CUDA device with the CPU's copies, over the stand-ins of tests/standin: random plans, spans with any
- * bounds, every factor, streams that run later, captured graphs.
+/* Compares the CUDA device with the CPU's copies, over the stand-ins of tests/standin: random plans, spans
+ * with any bounds, every factor, streams that run later, captured graphs.
  *
- *   test_cuda THREADS PLANS   each thread runs PLANS plans; all threads run the same ones at about the same time */
+ *   test_cuda THREADS PLANS   each thread runs PLANS plans; all threads run the same ones at about the same
+ *   time */
 #include "devices/cuda/driver.h"
 #include "devices/execute.h"
 #include "random_call.h"
@@ -331,8 +332,8 @@ static void block_stream(void *open)
         sched_yield();
 }
 
-/* Tables of dropped plans are freed beside a capture, which they do not invalidate, and not before the kernels that read
- * them have ended. */
+/* Tables of dropped plans are freed beside a capture, which they do not invalidate, and not before the
+ * kernels that read them have ended. */
 static void test_tables_are_freed_after_their_use(void)
 {
     enum { MANY = 1100 };

@@ -1,4 +1,5 @@
-/* Non-temporal copies: all alignments and lengths, with each width that this CPU has; nothing else is written. */
+/* Non-temporal copies: all alignments and lengths, with each width that this CPU has; nothing else is
+ * written. */
 #define spar_nontemporal_min min_of_test
 #define spar_nontemporal_copy copy_of_test
 #define spar_nontemporal_fence fence_of_test

@@ -1,8 +1,9 @@
-/* Connections between processes: the peer table under many threads, and handshakes that fail for lack of descriptors.
+/* Connections between processes: the peer table under many threads, and handshakes that fail for lack of
+ * descriptors.
  *
- * test_peers groups WORLD THREADS ROUNDS: on several threads at once, each process sets up a group with the threads
- * of the same number in the other processes, makes a call on it, and closes it.
- * test_peers refused: of two processes, first one, then the other has no descriptor left. */
+ * test_peers groups WORLD THREADS ROUNDS: on several threads at once, each process sets up a group with the
+ * threads of the same number in the other processes, makes a call on it, and closes it. test_peers refused:
+ * of two processes, first one, then the other has no descriptor left. */
 #include "ipc/group.h"
 #include "ipc/handshake.h"
 #include "processes.h"
@@ -184,7 +185,8 @@ static void run_refused(void *context, int process)
     pthread_barrier_wait(&all->barrier);
     spar_peers_end(other);
 
-    /* the answerer accepts, but the dialer cannot receive the arena; the answerer believes that it is connected */
+    /* the answerer accepts, but the dialer cannot receive the arena; the answerer believes that it is
+     * connected */
     EXPECT(!spar_peers_expect(other, &other_info->secret));
     pthread_barrier_wait(&all->barrier);
     if (dials) {

@@ -1,5 +1,5 @@
-/* Scaling with each width that this CPU has, and with non-temporal stores: the same bits at all alignments and
- * lengths, and nothing else is written. test_scales.py compares the bits with torch's. */
+/* Scaling with each width that this CPU has, and with non-temporal stores: the same bits at all alignments
+ * and lengths, and nothing else is written. test_scales.py compares the bits with torch's. */
 #define spar_scale_simple simple_of_test
 #define spar_scale_items items_of_test
 #define spar_scale_nontemporal stream_of_test

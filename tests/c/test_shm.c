@@ -1,7 +1,9 @@
-/* The shm transport without Python: call numbers that wrap, wake-ups that must not be lost, calls that fail, and the
- * latency of the slowest calls. Ranks are processes, or threads for the sanitizers, which see one process only.
+/* The shm transport without Python: call numbers that wrap, wake-ups that must not be lost, calls that fail,
+ * and the latency of the slowest calls. Ranks are processes, or threads for the sanitizers, which see one
+ * process only.
  *
- * test_shm processes|threads WORLD CALLS: prints the median and the 99th percentile of a call in microseconds. */
+ * test_shm processes|threads WORLD CALLS: prints the median and the 99th percentile of a call in
+ * microseconds. */
 #include "ipc/group.h"
 #include "processes.h"
 #include "spar.h"

@@ -1,14 +1,16 @@
-/* A stand-in for libcuda.so.1 over host memory: device pointers are host pointers, each stream is a thread that runs its
- * work asynchronously, kernels are the host build of kernels.cu.
+/* A stand-in for libcuda.so.1 over host memory: device pointers are host pointers, each stream is a thread
+ * that runs its work asynchronously, kernels are the host build of kernels.cu.
  *
  * - STANDIN_DEVICES: the number of devices (1).
  * - STANDIN_FAIL=cuName:n:code: the nth call of a function fails with that code.
  * - STANDIN_DELAY_US: each item of a stream's work starts after a random delay of up to this (50).
  * - STANDIN_QUEUE: a launch blocks while its stream has so many items in its queue (2^20).
- * - STANDIN_UNLOAD_MS: its destructors take this long. A call after their begin prints a backtrace and ends the process.
+ * - STANDIN_UNLOAD_MS: its destructors take this long. A call after their begin prints a backtrace and ends
+ *   the process.
  *
- * Captures use the global mode: an unsafe call of a thread that has not switched to the relaxed mode fails, and
- * invalidates the capture. So does a wait for a captured stream or event, or for the device, in every mode.
+ * Captures use the global mode: an unsafe call of a thread that has not switched to the relaxed mode fails,
+ * and invalidates the capture. So does a wait for a captured stream or event, or for the device, in every
+ * mode.
  *
  * standin_live() returns the number of objects created and not freed. */
 #include "devices/cuda/driver.h"

@@ -1,17 +1,18 @@
-/* A stand-in for libnccl.so.2: groups of sends and receives between processes, over shared host memory, executed
- * asynchronously by the stand-in libcuda's streams.
+/* A stand-in for libnccl.so.2: groups of sends and receives between processes, over shared host memory,
+ * executed asynchronously by the stand-in libcuda's streams.
  *
  * As in NCCL:
  * - the operations of a group progress together; messages between two ranks match in order;
  * - the groups of a communicator run one after another, whatever their streams;
  * - a group without a peer runs until the communicator is aborted or revoked;
  * - ncclCommInitRank blocks until all ranks have called it;
- * - an abort frees the communicator, also while a thread is inside a call on it. Here any later use prints a backtrace
- *   and ends the process;
- * - a message whose address is not a multiple of 16 is copied byte by byte. standin_nccl_unaligned() counts those.
+ * - an abort frees the communicator, also while a thread is inside a call on it. Here any later use prints a
+ *   backtrace and ends the process;
+ * - a message whose address is not a multiple of 16 is copied byte by byte. standin_nccl_unaligned() counts
+ *   those.
  *
- * Unlike in NCCL, lengths that do not match are an error at once. Environment variables, read at each call, inject
- * faults:
+ * Unlike in NCCL, lengths that do not match are an error at once. Environment variables, read at each call,
+ * inject faults:
  *
  *   STANDIN_NCCL_VERSION=22000   ncclGetVersion returns it
  *   STANDIN_NCCL_FAIL=Send:3     the third ncclSend from now on fails: ncclSystemError, with a last error

@@ -85,8 +85,8 @@ int conflict(int captured)
     return captured ? invalidate() : unsafe();
 }
 
-/* Runs every second tile from `owned` on, in a permuted order. Two threads run a kernel, so that TSan detects races
- * between tiles. */
+/* Runs every second tile from `owned` on, in a permuted order. Two threads run a kernel, so that TSan detects
+ * races between tiles. */
 static void *run_tiles(void *argument)
 {
     work *w = argument;

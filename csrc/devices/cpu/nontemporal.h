@@ -1,5 +1,6 @@
-/* Copies with non-temporal stores: above the cache size, a store that does not read its line first takes half the time.
- * They are weakly ordered: a thread that made some calls spar_nontemporal_fence before it publishes. */
+/* Copies with non-temporal stores: above the cache size, a store that does not read its line first takes half
+ * the time. They are weakly ordered: a thread that made some calls spar_nontemporal_fence before it
+ * publishes. */
 #ifndef SPAR_NONTEMPORAL_H
 #define SPAR_NONTEMPORAL_H
 

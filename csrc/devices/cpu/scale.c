@@ -31,8 +31,8 @@ INLINE uint32_t to_bits(float value)
     return bits;
 }
 
-/* The upper half is the rounded result: to the nearest, ties to even. NaN is told by its bits: a comparison of
- * floats may trap, which keeps compilers from making vectors of it. */
+/* The upper half is the rounded result: to the nearest, ties to even. NaN is told by its bits: a comparison
+ * of floats may trap, which keeps compilers from making vectors of it. */
 INLINE uint32_t round_bf16(float value)
 {
     uint32_t bits = to_bits(value);
@@ -213,8 +213,9 @@ INLINE void put_lines(put_line *put, char *const *to, int targets, int64_t at, c
             put(to[target] + at + line, lines + line);
 }
 
-/* Bytes `at` to `end`, whole pairs of lines, past the caches to all targets: by way of a few on the stack, so that
- * reading, scaling and writing overlap. `dtype`, `item` and `divide` are constants where this is inlined. */
+/* Bytes `at` to `end`, whole pairs of lines, past the caches to all targets: by way of a few on the stack, so
+ * that reading, scaling and writing overlap. `dtype`, `item` and `divide` are constants where this is
+ * inlined. */
 INLINE void scale_lines(spar_dtype dtype, int item, int divide, double factor, put_line *put, char *const *to,
                         int targets, const char *s, int64_t at, int64_t end)
 {

@@ -13,8 +13,8 @@ int spar_threads_share(int64_t bytes);
 /* Sets the least bytes for each thread, instead of 1 MiB: for tests. */
 void spar_threads_min_bytes(int64_t bytes);
 
-/* Calls work(context, part, parts) for each part in parallel; returns when all are done. If the pool is busy with another
- * thread's copy, or has no threads, the caller runs all parts. */
+/* Calls work(context, part, parts) for each part in parallel; returns when all are done. If the pool is busy
+ * with another thread's copy, or has no threads, the caller runs all parts. */
 void spar_threads_run(void (*work)(void *context, int part, int parts), void *context, int parts);
 
 #endif

@@ -48,7 +48,8 @@ static spar_status emit(spar_block_table *table, spar_block_list *list, const sp
     return SPAR_OK;
 }
 
-/* Appends a block whose loops are `dims`, split along the outermost loop or the run until it is small enough. */
+/* Appends a block whose loops are `dims`, split along the outermost loop or the run until it is small
+ * enough. */
 static spar_status add(spar_block_table *table, spar_block_list *list, spar_block block, const spar_dim *dims)
 {
     int64_t bytes = block.run, whole = block.run;

@@ -1,12 +1,13 @@
-/* A plan's blocks as the kernels read them: lists in packed order, with precomputed divisors. Pure arithmetic. */
+/* A plan's blocks as the kernels read them: lists in packed order, with precomputed divisors. Pure
+ * arithmetic. */
 #ifndef SPAR_BLOCK_TABLE_H
 #define SPAR_BLOCK_TABLE_H
 
 #include "devices/cuda/kernels.h"
 #include "plan/plan.h"
 
-/* What is sent to one peer, or received from it. src_bits and dst_bits are the OR of all offsets, strides and runs: their
- * lowest set bit is the alignment. */
+/* What is sent to one peer, or received from it. src_bits and dst_bits are the OR of all offsets, strides and
+ * runs: their lowest set bit is the alignment. */
 typedef struct {
     int first, count; /* its blocks in the table */
     int64_t bytes;

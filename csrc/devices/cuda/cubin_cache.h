@@ -1,8 +1,8 @@
 /* Compiled kernels on disk: $XDG_CACHE_HOME/spar, else ~/.cache/spar.
  *
- * A file's name has the architecture and a hash of the source, the options and NVRTC's version. A file is used only if it
- * is complete, owned by this user, and not writable by others; else it is rebuilt. If nothing can be written, each process
- * compiles for itself. */
+ * A file's name has the architecture and a hash of the source, the options and NVRTC's version. A file is
+ * used only if it is complete, owned by this user, and not writable by others; else it is rebuilt. If nothing
+ * can be written, each process compiles for itself. */
 #ifndef SPAR_CUBIN_CACHE_H
 #define SPAR_CUBIN_CACHE_H
 

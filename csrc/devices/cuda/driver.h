@@ -1,7 +1,7 @@
 /* The functions of the CUDA driver, libcuda.so.1, that spar calls: declared here, opened at run time.
  *
- * Each is looked up by its name and the CUDA version that introduced the parameters below (cuGetProcAddress), which
- * later versions keep. tests/test_cuda_libraries.py checks the declarations against cuda.h. */
+ * Each is looked up by its name and the CUDA version that introduced the parameters below (cuGetProcAddress),
+ * which later versions keep. tests/test_cuda_libraries.py checks the declarations against cuda.h. */
 #ifndef SPAR_DRIVER_H
 #define SPAR_DRIVER_H
 
@@ -70,8 +70,8 @@ typedef struct {
 #undef SPAR_DRIVER_FIELD
 } spar_driver;
 
-/* Opens libcuda and looks its functions up, once per process; touches no device. SPAR_TRANSPORT names what is missing.
- * Cheap from the second call on. */
+/* Opens libcuda and looks its functions up, once per process; touches no device. SPAR_TRANSPORT names what is
+ * missing. Cheap from the second call on. */
 spar_status spar_driver_open(const spar_driver **driver);
 
 /* Returns the functions of the driver, which must be open. */

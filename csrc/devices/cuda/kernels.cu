@@ -1,13 +1,14 @@
 /* The copy kernels, one source: NVRTC compiles it for the device, C reads the structs, tests run it as host
- * code. Each includer defines three macros, which select sections. kernels.c also includes it as text, so it has
- * no directives.
+ * code. Each includer defines three macros, which select sections. kernels.c also includes it as text, so it
+ * has no directives.
  *
- * A kernel copies spans: bytes low to high of a list of blocks in packed order. A CTA copies a tile of one span.
- * Each thread copies several units, THREADS apart, and loads all of them before it stores the first: 4 x 16
- * bytes in flight.
+ * A kernel copies spans: bytes low to high of a list of blocks in packed order. A CTA copies a tile of one
+ * span. Each thread copies several units, THREADS apart, and loads all of them before it stores the first: 4
+ * x 16 bytes in flight.
  *
- * A byte's offset in packed order gives its address. A binary search finds the block, once per tile if the tile
- * lies in one block. Divisions by multiplication and shift give its position in the run and the loops. */
+ * A byte's offset in packed order gives its address. A binary search finds the block, once per tile if the
+ * tile lies in one block. Divisions by multiplication and shift give its position in the run and the
+ * loops. */
 
 SPAR_SHARED(
 enum {
@@ -180,8 +181,8 @@ __device__ __forceinline__ int span_of(const spar_kernel_copy &c, unsigned tile)
     return low;
 }
 
-/* Copies COUNT units of one block, STEP bytes apart, from byte x in packed order on. Loads all of them before it
- * stores the first. */
+/* Copies COUNT units of one block, STEP bytes apart, from byte x in packed order on. Loads all of them before
+ * it stores the first. */
 template <int WIDTH, int COUNT, class SCALE>
 __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kernel_span &span,
                                      const spar_kernel_block &block, const SCALE &scale, long long x)

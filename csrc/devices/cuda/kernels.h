@@ -10,8 +10,8 @@
 #undef SPAR_PTX
 #undef SPAR_DEVICE
 
-/* X(width, factor): copy_WIDTH_FACTOR moves WIDTH bytes at a time. Unscaled bytes may have any alignment; scaled items are
- * aligned to their size, as torch's kernels require. */
+/* X(width, factor): copy_WIDTH_FACTOR moves WIDTH bytes at a time. Unscaled bytes may have any alignment;
+ * scaled items are aligned to their size, as torch's kernels require. */
 /* clang-format off */
 #define SPAR_KERNELS(X)                                                                            \
     X(16, as_is) X(8, as_is) X(4, as_is) X(2, as_is) X(1, as_is)                                   \

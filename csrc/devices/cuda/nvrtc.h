@@ -1,5 +1,6 @@
-/* The functions of NVRTC, CUDA's run-time compiler, that spar calls: declared here, opened at run time. It needs neither
- * a device nor a driver. tests/test_cuda_libraries.py checks the declarations against nvrtc.h. */
+/* The functions of NVRTC, CUDA's run-time compiler, that spar calls: declared here, opened at run time. It
+ * needs neither a device nor a driver. tests/test_cuda_libraries.py checks the declarations against
+ * nvrtc.h. */
 #ifndef SPAR_NVRTC_H
 #define SPAR_NVRTC_H
 
@@ -32,8 +33,8 @@ spar_status spar_nvrtc_open(void);
 /* Gets 1000 * major + 10 * minor. NVRTC must be open for this and what follows. */
 spar_status spar_nvrtc_version(int *version);
 
-/* Gets the newest architecture that NVRTC compiles for and a device of this compute capability (10 * major + minor)
- * runs: its own, or one of an earlier minor. */
+/* Gets the newest architecture that NVRTC compiles for and a device of this compute capability (10 * major +
+ * minor) runs: its own, or one of an earlier minor. */
 spar_status spar_nvrtc_arch(int capability, int *arch);
 
 /* The options, which the cubin depends on besides the source and the version. */

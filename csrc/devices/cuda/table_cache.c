@@ -75,8 +75,8 @@ static void free_device_table(spar_device_table *t)
     free(t);
 }
 
-/* Frees retired tables if there are many. Waits for no stream: a wait for the device would invalidate any capture. With
- * the lock held. */
+/* Frees retired tables if there are many. Waits for no stream: a wait for the device would invalidate any
+ * capture. With the lock held. */
 static void free_retired(spar_table_cache *c)
 {
     if (c->nretired < RETIRED)

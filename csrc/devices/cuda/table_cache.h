@@ -1,5 +1,5 @@
-/* Block tables in a CUDA device's memory. A plan's are uploaded at its first use and live as long as the plan; those that
- * a captured graph may read live until the process ends.
+/* Block tables in a CUDA device's memory. A plan's are uploaded at its first use and live as long as the
+ * plan; those that a captured graph may read live until the process ends.
  *
  * All functions but spar_device_table_retire require the device to be current on this thread. */
 #ifndef SPAR_TABLE_CACHE_H
@@ -56,7 +56,8 @@ spar_status spar_device_table_make(spar_table_cache *cache, const spar_block *bl
 /* Makes later work in the stream wait for the upload. */
 spar_status spar_device_table_await(spar_device_table *table, void *stream);
 
-/* Call it behind the kernels that read the table, in the same stream: the table is not freed before they end. */
+/* Call it behind the kernels that read the table, in the same stream: the table is not freed before they
+ * end. */
 spar_status spar_device_table_used(spar_device_table *table, void *stream);
 
 /* Returns the bytes of device memory of all tables, on all devices. */

@@ -1,5 +1,5 @@
-/* The NCCL functions that spar calls, declared here: the build needs neither NCCL nor its headers. The library is
- * opened once, at run time. Tests compare the declarations with nccl.h. */
+/* The NCCL functions that spar calls, declared here: the build needs neither NCCL nor its headers. The
+ * library is opened once, at run time. Tests compare the declarations with nccl.h. */
 #ifndef SPAR_NCCL_API_H
 #define SPAR_NCCL_API_H
 
@@ -60,8 +60,8 @@ typedef struct {
 /* Valid from the first spar_nccl_open that succeeded. */
 extern spar_nccl_table spar_nccl;
 
-/* Opens libnccl.so.2: the one that torch's CUDA build has mapped, else the one that Python found. SPAR_TRANSPORT, with
- * the reason, if that fails. Cheap after the first success. */
+/* Opens libnccl.so.2: the one that torch's CUDA build has mapped, else the one that Python found.
+ * SPAR_TRANSPORT, with the reason, if that fails. Cheap after the first success. */
 spar_status spar_nccl_open(void);
 
 /* SPAR_OK, also for ncclInProgress; else SPAR_TRANSPORT with NCCL's text. */

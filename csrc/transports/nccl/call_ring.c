@@ -130,7 +130,8 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
     __atomic_store_n(&own->newest, n, __ATOMIC_SEQ_CST);
 }
 
-/* Whether the log holds a rank's call n, complete and not overwritten. `whole` 0: reads only its signature. */
+/* Whether the log holds a rank's call n, complete and not overwritten. `whole` 0: reads only its
+ * signature. */
 static int read_entry(const spar_call_ring *r, int rank, uint64_t n, description *call, int whole)
 {
     const entry *e = &log_of(r, rank)->entries[n % ENTRIES];

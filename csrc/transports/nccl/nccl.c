@@ -1,5 +1,5 @@
-/* NCCL: sends and receives of device memory, on any number of hosts. setup.c sets a group up, pipeline.h moves the
- * bytes, watchdog.h detects errors, timeouts and deaths without waiting for the device. */
+/* NCCL: sends and receives of device memory, on any number of hosts. setup.c sets a group up, pipeline.h
+ * moves the bytes, watchdog.h detects errors, timeouts and deaths without waiting for the device. */
 #include "base/util.h"
 #include "ipc/last_call.h"
 #include "transports/nccl/state.h"
@@ -148,7 +148,8 @@ static const char *broken(const spar_comm *comm)
     return s->watchdog ? spar_watchdog_broken(s->watchdog) : NULL;
 }
 
-/* Releases a failed set-up on its own thread: freeing device memory waits for the device and other groups' calls. */
+/* Releases a failed set-up on its own thread: freeing device memory waits for the device and other groups'
+ * calls. */
 static void *release_entered(void *context)
 {
     spar_nccl_state *s = context;

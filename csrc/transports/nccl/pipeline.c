@@ -174,7 +174,8 @@ static spar_status copy_own(const spar_call *call, void *stream)
                     : SPAR_OK;
 }
 
-/* After a failed call the caller's stream waits for the side stream, which may still use the call's tensors. */
+/* After a failed call the caller's stream waits for the side stream, which may still use the call's
+ * tensors. */
 static void join_side_stream(const spar_side_stream *side_stream, CUstream caller)
 {
     if (spar_driver_functions()->EventRecord(side_stream->to_caller, side_stream->stream) == SPAR_CU_SUCCESS)
@@ -187,8 +188,8 @@ static spar_status wait_for(CUstream waiting, CUevent event, CUstream awaited)
     return check(spar_driver_functions()->StreamWaitEvent(waiting, event, 0));
 }
 
-/* While step i is on the wire, the side stream unpacks step i - 1 and packs step i + 1. Events are recorded again in
- * every step; a wait covers what was recorded before it. */
+/* While step i is on the wire, the side stream unpacks step i - 1 and packs step i + 1. Events are recorded
+ * again in every step; a wait covers what was recorded before it. */
 static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                                  spar_watchdog *watchdog, const spar_side_stream *side_stream, int64_t steps)
 {

@@ -1,9 +1,10 @@
 /* Send/recv pipeline: staging buffers and side streams.
  *
- * A call runs in steps (schedule.h). Contiguous regions are sent from and received into the tensors directly. The rest is
- * packed into staging buffers before a step's group of sends and receives, and unpacked after it. If a call has several
- * steps, packing and unpacking run in a side stream, concurrent with the transfers in the caller's stream, and the
- * staging memory is double-buffered. Packing scales. Only close waits for the device. */
+ * A call runs in steps (schedule.h). Contiguous regions are sent from and received into the tensors directly.
+ * The rest is packed into staging buffers before a step's group of sends and receives, and unpacked after it.
+ * If a call has several steps, packing and unpacking run in a side stream, concurrent with the transfers in
+ * the caller's stream, and the staging memory is double-buffered. Packing scales. Only close waits for the
+ * device. */
 #ifndef SPAR_PIPELINE_H
 #define SPAR_PIPELINE_H
 
@@ -28,8 +29,8 @@ typedef struct {
     spar_schedule push, pull;
 } spar_pipeline;
 
-/* Takes the memory, at most `most` bytes, for world >= 2; here and below the device is entered. On failure nothing
- * is kept. */
+/* Takes the memory, at most `most` bytes, for world >= 2; here and below the device is entered. On failure
+ * nothing is kept. */
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t most);
 
 /* One exchange, into the call's stream, which is captured or not. Each step checks the watchdog first. */

@@ -5,13 +5,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A block of at least this many bytes is its own message, without packing if it is contiguous. Smaller blocks share
- * a message, whose overhead is about the time to move this many bytes. */
+/* A block of at least this many bytes is its own message, without packing if it is contiguous. Smaller blocks
+ * share a message, whose overhead is about the time to move this many bytes. */
 static const int64_t ALONE = 1 << 16;
 static const int64_t ALIGNMENT = 16; /* of what NCCL copies at full speed */
 
-/* A step of a stream has at most chunk / ALONE whole blocks that are messages of their own, parts of two more, and a
- * message between each two of them. */
+/* A step of a stream has at most chunk / ALONE whole blocks that are messages of their own, parts of two
+ * more, and a message between each two of them. */
 int64_t spar_schedule_room(int64_t chunk)
 {
     return (chunk + ALIGNMENT * (2 * (chunk / ALONE) + 5) + 255) / 256 * 256;

@@ -1,12 +1,13 @@
 /* One rank's side of an exchange over sends and receives of contiguous bytes, step by step.
  *
  * The bytes from one rank to another are a stream: packed as plan->push[receiver] on the sender and as
- * plan->pull[sender] on the receiver. Step k moves bytes k * chunk to (k + 1) * chunk of each stream. The lengths
- * of its messages depend on the lengths of the stream's blocks only, so both ranks compute the same messages. Each
- * rank decides by itself which messages use its tensors directly, and which use its staging buffers.
+ * plan->pull[sender] on the receiver. Step k moves bytes k * chunk to (k + 1) * chunk of each stream. The
+ * lengths of its messages depend on the lengths of the stream's blocks only, so both ranks compute the same
+ * messages. Each rank decides by itself which messages use its tensors directly, and which use its staging
+ * buffers.
  *
- * Every message begins at a multiple of 16 bytes on this rank: elsewhere NCCL copies byte by byte. A contiguous block
- * at another address is staged, and staged messages are padded. */
+ * Every message begins at a multiple of 16 bytes on this rank: elsewhere NCCL copies byte by byte. A
+ * contiguous block at another address is staged, and staged messages are padded. */
 #ifndef SPAR_SCHEDULE_H
 #define SPAR_SCHEDULE_H
 

@@ -1,6 +1,7 @@
 /* Set-up of the NCCL transport: ranks agree on a communicator, and make a first exchange.
  *
- * All ranks use torch's communicator if every rank has one; else they make one, which allocates buffers again. */
+ * All ranks use torch's communicator if every rank has one; else they make one, which allocates buffers
+ * again. */
 #include "base/env.h"
 #include "base/util.h"
 #include "transports/nccl/state.h"
@@ -129,7 +130,8 @@ static void *rendezvous_thread(void *context)
     return NULL;
 }
 
-/* Returns another status than SPAR_OK if the wait must end: a signal, a timeout, a failed peer on this host. */
+/* Returns another status than SPAR_OK if the wait must end: a signal, a timeout, a failed peer on this
+ * host. */
 static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *deadline)
 {
     SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
@@ -143,8 +145,8 @@ static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *dea
     return SPAR_OK;
 }
 
-/* After a failure, makes the thread that is inside NCCL return, since an abort would free what it uses. With the lock
- * held. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the abort. */
+/* After a failure, makes the thread that is inside NCCL return, since an abort would free what it uses. With
+ * the lock held. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the abort. */
 static void end_first_exchange(spar_nccl_state *s)
 {
     if (s->own && spar_nccl.CommRevoke) {

@@ -135,8 +135,8 @@ static void poll_once(spar_watchdog *w)
 
 /* ---- the end of a communicator ---- */
 
-/* Starts a thread for work that may wait for the device, which may wait for the end of another communicator. At exit
- * nothing is started: it could outlive the driver. With the lock held. */
+/* Starts a thread for work that may wait for the device, which may wait for the end of another communicator.
+ * At exit nothing is started: it could outlive the driver. With the lock held. */
 static int start_worker(void *(*work)(void *watchdog), spar_watchdog *w)
 {
     if (all.stop || spar_thread_start(work, w) != 0)

@@ -1,12 +1,13 @@
 /* Watches calls that run on GPUs, without blocking their callers.
  *
- * A call on a GPU returns before its bytes have moved. One thread per process polls every 100 ms while there are
- * groups: the communicators' asynchronous errors, the events behind the calls, the peers, and the deadlines. A failure breaks
- * the watchdog for good: an own communicator is revoked or aborted, so that its kernels end and the stream continues, and
- * the next call raises. Graph replays are not watched.
+ * A call on a GPU returns before its bytes have moved. One thread per process polls every 100 ms while there
+ * are groups: the communicators' asynchronous errors, the events behind the calls, the peers, and the
+ * deadlines. A failure breaks the watchdog for good: an own communicator is revoked or aborted, so that its
+ * kernels end and the stream continues, and the next call raises. Graph replays are not watched.
  *
- * An abort frees the communicator, which a call may be using. It waits until no call is inside, for a second at most: a
- * launch that is blocked by a full queue needs the abort. A revocation (NCCL 2.28.7) frees nothing, and comes first. */
+ * An abort frees the communicator, which a call may be using. It waits until no call is inside, for a second
+ * at most: a launch that is blocked by a full queue needs the abort. A revocation (NCCL 2.28.7) frees
+ * nothing, and comes first. */
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
@@ -20,7 +21,8 @@ typedef struct {
     struct ncclComm *comm; /* aborted when the watchdog breaks or closes; NULL: torch's, not touched */
     int ordinal;           /* device */
     spar_call_ring *ring;  /* of the ranks of one host; NULL: none */
-    /* Frees what the calls use, when none is under way any more; on a thread of its own, with the device entered. */
+    /* Frees what the calls use, when none is under way any more; on a thread of its own, with the device
+     * entered. */
     void (*release)(void *context);
     void *context;
 } spar_watchdog_target;
@@ -34,14 +36,15 @@ spar_status spar_watchdog_check(spar_watchdog *watchdog);
 /* Begins call n, unless the watchdog is broken. Here and below the device is entered. */
 spar_status spar_watchdog_begin(spar_watchdog *watchdog, uint64_t n, const spar_deadline *deadline);
 
-/* Ends a call, which is in `stream`, whole or in part: it is watched from now on, unless it is captured. A communicator
- * with captured calls is not aborted when the watchdog closes. */
+/* Ends a call, which is in `stream`, whole or in part: it is watched from now on, unless it is captured. A
+ * communicator with captured calls is not aborted when the watchdog closes. */
 spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream, int captured);
 
 /* Breaks the watchdog with the last error, after a call that failed. The first reason stays. */
 void spar_watchdog_break(spar_watchdog *watchdog, spar_status status);
 
-/* What broke it, or NULL; valid as long as the watchdog. Takes no lock: a call checks it before each of its steps. */
+/* What broke it, or NULL; valid as long as the watchdog. Takes no lock: a call checks it before each of its
+ * steps. */
 const char *spar_watchdog_broken(spar_watchdog *watchdog);
 
 /* Makes `stream` wait for the newest watched call. */
