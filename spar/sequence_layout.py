@@ -84,7 +84,7 @@ class SequenceLayout:
         real = process_group(group)
         call = Call("SequenceLayout.from_local", torch.zeros(1, dtype=torch.int64), place_of(real))
         try:
-            call.input.fill_(check_int(call.where, "size", size, 0))
+            call.input.fill_(check_int(call.where, "size", size, 0, 2**63 - 1))
             sizes: list[int] = call.apply((0, EVEN, call.world), WHOLE, ONE).tolist()
         except BaseException as error:
             call.fail(error)

@@ -194,13 +194,13 @@ CASES: dict[str, Case] = {
         lambda group: SequenceLayout.from_local(-1, group),
         LOCAL,
         ValueError,
-        "SequenceLayout.from_local on rank 2 of 3: size is -1; expected at least 0",
+        "SequenceLayout.from_local on rank 2 of 3: size is -1; expected 0 to 9223372036854775807",
     ),
     "from_local of a str": (
         lambda group: SequenceLayout.from_local("2", group),  # type: ignore[arg-type]
         LOCAL,
         TypeError,
-        "size is '2'; expected an int, at least 0",
+        "size is '2'; expected an int, 0 to 9223372036854775807",
     ),
 }
 

@@ -119,6 +119,52 @@ def calls() -> Calls:
     ]
 
 
+def exact_calls() -> Calls:
+    """The same for lists, any sizes, all_gather, reduce_scatter and layouts."""
+    by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
+    by_entry = [*by_list, *([value, None] for value in LISTS)]
+    x = an_input()
+    exchange, gather, scatter = spar.all_to_all, spar.all_gather, spar.reduce_scatter
+    one: list[tuple[str, Callable[..., Any]]] = [
+        ("all_gather: input_", lambda g, v: gather(v, g)),
+        ("all_gather: dim", lambda g, v: gather(x, g, v)),
+        ("all_gather: layout", lambda g, v: gather(x, g, layout=v)),
+        ("reduce_scatter: input_", lambda g, v: scatter(v, g)),
+        ("reduce_scatter: dim", lambda g, v: scatter(x, g, v)),
+        ("all_to_all: a tensor of two", lambda g, v: tuple(exchange([x, v], g, 0, 1))),
+        ("all_to_all: scatter_dim of two", lambda g, v: tuple(exchange([x, x], g, v, 1))),
+        ("all_to_all: gather_size of two", lambda g, v: tuple(exchange([x, x], g, 0, 1, v))),
+        ("from_local: size", lambda g, v: spar.SequenceLayout.from_local(v, g).sizes),
+    ]
+    lists: list[tuple[str, Callable[..., Any]]] = [
+        ("all_to_all: scatter_sizes", lambda g, v: exchange(x, g, 0, 1, scatter_sizes=v)),
+        ("all_to_all: gather_sizes", lambda g, v: exchange(x, g, 0, 1, gather_sizes=v)),
+        ("all_gather: sizes", lambda g, v: gather(x, g, 0, v)),
+        ("reduce_scatter: sizes", lambda g, v: scatter(x, g, 0, v)),
+    ]
+    entries: list[tuple[str, Callable[..., Any]]] = [
+        ("all_to_all: scatter_sizes of two", lambda g, v: tuple(exchange([x, x], g, 0, 1, scatter_sizes=v))),
+        ("all_gather: sizes of two", lambda g, v: tuple(gather([x, x], g, 0, v))),
+    ]
+    return [
+        *((name, call, NUMBERS) for name, call in one),
+        *((name, call, by_list) for name, call in lists),
+        *((name, call, by_entry) for name, call in entries),
+    ]
+
+
+def layout_calls() -> Calls:
+    """The same for the makers of layouts, which communicate nothing."""
+    by_list = [*NUMBERS, *LISTS, *([value] * 2 for value in NUMBERS), *([value, 2] for value in NUMBERS)]
+    layout = spar.SequenceLayout
+    return [
+        ("even: total", lambda g, v: layout.even(v, g).sizes, NUMBERS),
+        ("zigzag: total", lambda g, v: layout.zigzag(v, g).sizes, NUMBERS),
+        ("joint: text", lambda g, v: layout.joint(v, 3, g).sizes, NUMBERS),
+        ("packed: lengths", lambda g, v: layout.packed(v, g).sizes, by_list),
+    ]
+
+
 def plain(value: object) -> Any:
     """Convert to Python's ints; raise TypeError if that is impossible."""
     if isinstance(value, torch.Tensor):
@@ -169,7 +215,11 @@ def wrong_answers(rank: int | None, group: dist.ProcessGroup | None, calls: Call
 
 
 def probe(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
-    wrong = list(wrong_answers(rank, group, calls()))
+    wrong = [
+        *wrong_answers(rank, group, calls()),
+        *wrong_answers(rank, group, exact_calls()),
+        *wrong_answers(None, group, layout_calls()),
+    ]
     x = torch.full((1, 2), float(rank))
     y = spar.gather_forward_split_backward(x, group, 0)
     assert y[:, 0].tolist() == [float(r) for r in range(world)], "later calls do not match"
