@@ -75,6 +75,36 @@ def all_to_all(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
     return y, part(whole, rule(shape[scatter], world), scatter, rank)
 
 
+def listed(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    """Exchange two tensors at once, each by its own sizes; return the second one."""
+    shape, other = shape_of(rng, 2)[:2], rng.randint(0, 9)
+    wholes = [cells((*shape, n), torch.float64, n) for n in (1 + other, 2)]
+    here = [sizes_of(rng, shape[1], world) for _ in wholes]
+    to = [sizes_of(rng, shape[0], world) for _ in wholes]
+    own = [part(x, sizes, 1, rank) for x, sizes in zip(wholes, here, strict=True)]
+    found = spar.all_to_all(own, group, 0, 1, scatter_sizes=to, gather_sizes=here)
+    return found[1], part(wholes[1], to[1], 0, rank)
+
+
+def all_gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    """Return the gradient, which is a sum over the ranks."""
+    shape = shape_of(rng)
+    dim = rng.randrange(len(shape))
+    sizes = sizes_of(rng, shape[dim], world)
+    whole = cells(tuple(shape), torch.float64)
+    x = part(whole, sizes, dim, rank).clone().requires_grad_()
+    spar.all_gather(x, group, dim, sizes).backward(whole * (rank + 1))  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad, part(whole, sizes, dim, rank) * (world * (world + 1) // 2)
+
+
+def reduce_scatter(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    total = rng.randint(0, 300)
+    layout, whole = spar.SequenceLayout.zigzag(total, group), cells((total, 3), rng.choice(DTYPES[2:]))
+    found = spar.reduce_scatter(whole, group, layout=layout)
+    return found, owned(whole * world, zigzag(total, world), 0, rank)
+
+
 def gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
     shape = shape_of(rng)
     dim = rng.randrange(len(shape))
@@ -143,6 +173,9 @@ CALLS = {
     function.__name__: function
     for function in (
         all_to_all,
+        listed,
+        all_gather,
+        reduce_scatter,
         gather,
         split,
         zigzag_split,
