@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -39,15 +40,32 @@ def test_every_op_has_an_inverse() -> None:
     assert all(OPS[inverse] == name for name, inverse in OPS.items())
 
 
-@every_check
-@every_op
-def test_random_shapes(op: str, check: Callable[[Case], None]) -> None:
+def for_examples(op: str, check: Callable[[Case], object]) -> None:
     @settings(EXAMPLES, max_examples=200)
     @given(cases(op))
     def run(case: Case) -> None:
         check(case)
 
     run()
+
+
+@functools.cache
+def examples(op: str) -> list[Case]:
+    """Return the examples of an op; drawing them takes longer than checking them."""
+    found: list[Case] = []
+    for_examples(op, found.append)
+    return found
+
+
+@every_check
+@every_op
+def test_random_shapes(op: str, check: Callable[[Case], None]) -> None:
+    try:
+        for case in examples(op):
+            check(case)
+    except Exception:
+        for_examples(op, check)  # raises with the simplest case that fails
+        raise
 
 
 @every_check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import subprocess
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
@@ -365,6 +366,7 @@ def _expected_abi() -> list[tuple[str, int]]:
     return abi
 
 
+@functools.cache  # of which a call is quicker
 @once
 def library() -> ctypes.CDLL:
     abi = _expected_abi()
