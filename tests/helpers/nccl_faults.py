@@ -133,7 +133,7 @@ def check_refused(
     assert chosen.name == "torch", chosen
     assert [name for name, _ in chosen.rejected] == ["shm", "nccl"]
     assert re.search(f"rank 0: .*{why}", chosen.rejected[1][1]), chosen
-    within(3, lambda: spar.memory_stats()["staging.allocated_bytes"] == before)
+    within(3, lambda: spar.memory_stats()["staging.allocated_bytes"] <= before)
     comm.close()
 
 

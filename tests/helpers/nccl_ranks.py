@@ -143,7 +143,7 @@ def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, c
         assert torch.equal(bits(x), bits(before)), f"{op}: an input was modified"
     wait(comm)
     assert unaligned() == already, "NCCL copies messages at odd addresses byte by byte"
-    assert spar.memory_stats()["staging.allocated_bytes"] == stats["staging.allocated_bytes"]
+    assert spar.memory_stats()["staging.allocated_bytes"] <= stats["staging.allocated_bytes"]
     comm.close()
     return transport.reason
 
