@@ -14,7 +14,7 @@ import torch
 from ._runtime.call import Call, Sizes, checked_together, entries
 from ._runtime.layouts import Layout, even
 from ._runtime.transpose import transpose
-from .sequence_layout import SequenceLayout
+from .sequence_layout import SequenceLayout, checked_numbers
 from .topology.resolve import Group
 
 
@@ -133,23 +133,19 @@ def reduce_scatter(
 def _transpose(
     name: str, sums: bool, input_: Any, group: Group, dim: int, sizes: Any, layout: SequenceLayout | None
 ) -> torch.Tensor | list[torch.Tensor]:
-    known = isinstance(layout, SequenceLayout)
-    if known and group is None:
-        group = cast(SequenceLayout, layout).group
+    if group is None and isinstance(layout, SequenceLayout):
+        group = layout.group
 
     def shards(call: Call, sizes: Any, at: str) -> Layout:
         of = call.dim("dim", dim)
         if layout is not None:
-            return layout.shards(call, of, sums, at)
+            return checked_numbers(call, "layout", layout, of, sums, at)
         if sums:
             return call.parts(f"sizes{at}", of, sizes)
         return call.shards(f"sizes{at}", of, sizes) or even(of, call.input.size(of) * call.world)
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-        if layout is not None and not known:
-            raise calls[0].type_error("layout", f"{layout!r:.200}", "a SequenceLayout or None")
-        if layout is not None and sizes is not None:
-            raise calls[0].error("sizes", f"{sizes!r:.200} and layout is {layout}", "one of them")
+        calls[0].one_of(sizes=sizes, layout=layout)
         given = entries(calls[0], "sizes", sizes, at)
         return transpose(calls, [shards(call, given[i], at[i]) for i, call in enumerate(calls)], sums)
 

@@ -18,8 +18,11 @@ from ._runtime.call import (
 )
 from ._runtime.exchange import ONE
 from ._runtime.layouts import EVEN, WHOLE, Layout, even, packed, pair, zigzag
+from .sequence_layout import SequenceLayout, checked_numbers
 from .sizes import as_named_int, share, totals_of_share
 from .topology.resolve import Group
+
+Layouts = SequenceLayout | Sequence[SequenceLayout | None] | None
 
 
 @overload
@@ -32,6 +35,8 @@ def all_to_all(
     *,
     scatter_sizes: Sizes | None = None,
     gather_sizes: Sizes | None = None,
+    layout: SequenceLayout | None = None,
+    scatter_layout: SequenceLayout | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -45,6 +50,8 @@ def all_to_all(
     *,
     scatter_sizes: Sequence[Sizes | None] | None = None,
     gather_sizes: Sequence[Sizes | None] | None = None,
+    layout: Layouts = None,
+    scatter_layout: Layouts = None,
 ) -> list[torch.Tensor]: ...
 
 
@@ -57,6 +64,8 @@ def all_to_all(
     *,
     scatter_sizes: Sizes | Sequence[Sizes | None] | None = None,
     gather_sizes: Sizes | Sequence[Sizes | None] | None = None,
+    layout: Layouts = None,
+    scatter_layout: Layouts = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """Scatter one dim over the group and gather another, as MindSpeed-MM's `all_to_all` does.
 
@@ -67,8 +76,8 @@ def all_to_all(
     Args:
         input_: any strided tensor of at least two dims, of any dtype; or a list of such tensors of one dtype
             and device, such as Q, K and V, which one exchange moves together.
-        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
-            topology's sequence group (WORLD if there is none).
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the
+            layout's group, else the current topology's sequence group (WORLD if there is none).
         scatter_dim: the dim to scatter. Each rank passes all of it, and receives its shard.
         gather_dim: the dim to gather. Each rank passes its shard.
         gather_size: the global size of the gather dim, of which each rank must hold its share by
@@ -77,6 +86,9 @@ def all_to_all(
             They sum to its size. By default those of `cal_split_sizes`. For a list of tensors: a list of such
             entries, or None, one for each.
         gather_sizes: one size of gather_dim for each rank, likewise; replaces gather_size.
+        layout: how the gathered sequence lies on the ranks, instead of sizes: it lands in natural order. For
+            a list of tensors: one for all, or a list of layouts, or None, one for each.
+        scatter_layout: how the scattered sequence is to lie, likewise: it comes from natural order.
 
     Returns:
         A new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a list.
@@ -85,53 +97,82 @@ def all_to_all(
         ValueError: the dims are equal or out of range, or the sizes do not match the input.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
+    if process_group is None and (layout is not None or scatter_layout is not None):
+        process_group = _group_of(layout, scatter_layout)
     if isinstance(input_, (list, tuple)):
+        dims = scatter_dim, gather_dim, gather_size
         return _all_to_all_together(
-            input_, process_group, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes
+            input_, process_group, dims, scatter_sizes, gather_sizes, layout, scatter_layout
         )
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
-        layouts = _transposed(call, scatter_dim, gather_dim, gather_size, scatter_sizes, gather_sizes)
-        return call.apply(*layouts, ONE)
+        return call.apply(
+            *_transposed(
+                call,
+                (scatter_dim, gather_dim, gather_size),
+                scatter_sizes,
+                gather_sizes,
+                layout,
+                scatter_layout,
+            ),
+            ONE,
+        )
     except BaseException as error:
         call.fail(error)
         raise
 
 
+def _group_of(*layouts: Any) -> Group:
+    """Return the group of the first layout, also in a list."""
+    for layout in layouts:
+        for each in layout if isinstance(layout, (list, tuple)) else [layout]:
+            if isinstance(each, SequenceLayout):
+                return each.group
+    return None
+
+
+Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
+
+
 def _all_to_all_together(
     inputs: Sequence[torch.Tensor],
     group: Group,
-    scatter_dim: int,
-    gather_dim: int,
-    gather_size: int | None,
+    dims: Dims,
     scatter_sizes: Any,
     gather_sizes: Any,
+    layout: Any,
+    scatter_layout: Any,
 ) -> list[torch.Tensor]:
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-        to = entries(calls[0], "scatter_sizes", scatter_sizes, at)
-        of = entries(calls[0], "gather_sizes", gather_sizes, at)
-        args = tuple(
-            [
-                pair(*_transposed(call, scatter_dim, gather_dim, gather_size, to[i], of[i], at[i]))
-                for i, call in enumerate(calls)
-            ]
+        first, count = calls[0], len(calls)
+        each = zip(
+            entries(first, "scatter_sizes", scatter_sizes, at),
+            entries(first, "gather_sizes", gather_sizes, at),
+            entries(first, "layout", _repeated(layout, count), at),
+            entries(first, "scatter_layout", _repeated(scatter_layout, count), at),
+            strict=True,
         )
-        place = calls[0].place
-        return inputs if place.world == 1 else apply_steps(calls, ((place, args),), ONE)
+        args = tuple([pair(*_transposed(calls[i], dims, *given, at[i])) for i, given in enumerate(each)])
+        return inputs if first.world == 1 else apply_steps(calls, ((first.place, args),), ONE)
 
     return cast(list[torch.Tensor], checked_together("all_to_all", inputs, group, run))
 
 
+def _repeated(layout: Any, count: int) -> Any:
+    return layout if layout is None or isinstance(layout, (list, tuple)) else [layout] * count
+
+
 def _transposed(
     call: Call,
-    scatter_dim: int,
-    gather_dim: int,
-    gather_size: int | None,
+    dims: Dims,
     scatter_sizes: Any,
     gather_sizes: Any,
+    layout: Any,
+    scatter_layout: Any,
     at: str = "",
 ) -> tuple[Layout, Layout]:
     """Check the arguments of an all_to_all; return its layouts. `at` names the tensor: `checked_together`."""
+    scatter_dim, gather_dim, gather_size = dims
     scatter = call.dim("scatter_dim", scatter_dim)
     gather = call.dim("gather_dim", gather_dim)
     if scatter == gather:
@@ -141,15 +182,27 @@ def _transposed(
             f"two different dims of an input with {call.ndim}",
         )
     shape = call.input.shape
-    if scatter_sizes is None and gather_sizes is None and gather_size is None:
-        return (gather, EVEN, shape[gather] * call.world), (scatter, EVEN, shape[scatter])
-    after = call.parts("scatter_sizes" + at, scatter, scatter_sizes)
-    if gather_sizes is not None and gather_size is not None:
-        raise call.error(
-            "gather_size", f"{gather_size} and gather_sizes{at} is {gather_sizes}", "one of them"
-        )
-    before = call.shards("gather_sizes" + at, gather, gather_sizes)
-    return before or even(gather, _gather_size(call, gather, gather_size)), after
+    if gather_size is None and gather_sizes is None and layout is None:
+        before: Layout = (gather, EVEN, shape[gather] * call.world)
+    else:
+        before = _gathered(call, gather, gather_size, gather_sizes, layout, at)
+    if scatter_sizes is None and scatter_layout is None:
+        return before, (scatter, EVEN, shape[scatter])
+    return before, _scattered(call, scatter, scatter_sizes, scatter_layout, at)
+
+
+def _scattered(call: Call, dim: int, sizes: Any, layout: Any, at: str) -> Layout:
+    if layout is None:
+        return call.parts("scatter_sizes" + at, dim, sizes)
+    call.one_of(**{f"scatter_sizes{at}": sizes, f"scatter_layout{at}": layout})
+    return checked_numbers(call, "scatter_layout" + at, layout, dim, True, at)
+
+
+def _gathered(call: Call, dim: int, size: int | None, sizes: Any, layout: Any, at: str) -> Layout:
+    call.one_of(**{"gather_size": size, f"gather_sizes{at}": sizes, f"layout{at}": layout})
+    if layout is not None:
+        return checked_numbers(call, "layout" + at, layout, dim, False, at)
+    return call.shards("gather_sizes" + at, dim, sizes) or even(dim, _gather_size(call, dim, size))
 
 
 def _gather_size(call: Call, gather: int, gather_size: int | None) -> int:

@@ -70,12 +70,14 @@ class SequenceLayout:
         if isinstance(lengths, torch.Tensor):
             lengths = cast(list[int], lengths.tolist())
         checked = check_ints("SequenceLayout.packed", "lengths", lengths, 0)
+        _check_sum("packed", "lengths", checked)
         return cls("packed", (1, len(checked), *checked), process_group(group))
 
     @classmethod
     def joint(cls, text: int, image: int, group: Group = None) -> SequenceLayout:
         """Shard the text and the image of one sequence each by `cal_split_sizes`, as Flux joins them."""
         lengths = _total("joint", text, "text"), _total("joint", image, "image")
+        _check_sum("joint", "text and image", lengths)
         return cls("joint", (1, 2, *lengths), process_group(group))
 
     @classmethod
@@ -124,27 +126,23 @@ class SequenceLayout:
 
     # ---- what it says ----
 
-    def on(self, dim: int) -> Layout:
-        """Return the core's numbers for a sequence along `dim`."""
-        return dim, _KINDS[self.kind], *self.numbers
-
     @property
     def total(self) -> int:
         """The length of the sequence."""
-        return total_of(self.on(0))
+        return total_of(numbers_of(self, 0))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Each rank's number of tokens."""
-        world = self.group.size()
-        return tuple([extent(self.on(0), world, rank) for rank in range(world)])
+        world, layout = self.group.size(), numbers_of(self, 0)
+        return tuple([extent(layout, world, rank) for rank in range(world)])
 
     def index(self) -> torch.Tensor:
         """Return the place in the sequence of each token of this rank: int64 `[S_local]`, on the CPU."""
-        place = place_of(self.group)
+        place, layout = place_of(self.group), numbers_of(self, 0)
         if self.kind in ("packed", "joint"):
-            return packed_index(self.on(0), place.world, place.rank)
-        part = select(torch.arange(self.total), self.on(0), place.world, place.rank)
+            return packed_index(layout, place.world, place.rank)
+        part = select(torch.arange(self.total), layout, place.world, place.rank)
         return cast(torch.Tensor, part).contiguous()
 
     def positions(self) -> torch.Tensor:
@@ -170,21 +168,6 @@ class SequenceLayout:
         return _restored, (self.kind, self.numbers, self.group.group_name)
 
     # ---- what it does ----
-
-    def shards(self, call: Call, dim: int, whole: bool, at: str = "") -> Layout:
-        """Check a call's group and its input's size along `dim`; return the core's numbers.
-
-        whole: whether the input has the whole sequence, not this rank's shard.
-        at: names the tensor in messages: `checked_together`.
-        """
-        if call.place != place_of(self.group):
-            raise call.error("layout", f"{self} of another group", "a layout of the call's group")
-        shards, held = self.on(dim), call.input.size(dim)
-        expected = total_of(shards) if whole else extent(shards, call.world, call.rank)
-        if held != expected:
-            what = "the length of the sequence" if whole else f"rank {call.rank}'s shard"
-            raise call.error(f"input_{at}", f"of size {held} in dim {dim}", f"{expected}, {what} in {self}")
-        return shards
 
     def shard(self, x: Any, dim: int, grad_scale: str | float | None = None) -> Any:
         """Keep this rank's shard of a sequence in natural order; gather the gradients.
@@ -227,7 +210,10 @@ class SequenceLayout:
     ) -> Any:
         def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
             scale, place = calls[0].grad_scale(grad_scale), calls[0].place
-            shards = [self.shards(c, c.dim("dim", dim), splits, at[i]) for i, c in enumerate(calls)]
+            shards = [
+                checked_numbers(call, "layout", self, call.dim("dim", dim), splits, at[i])
+                for i, call in enumerate(calls)
+            ]
             if exact:
                 return transpose(calls, shards, splits)
             if place.world == 1 and scale[0] == 1.0:
@@ -238,8 +224,39 @@ class SequenceLayout:
         return checked_together(name, x, self.group, run, 0 if splits and not exact else 1)
 
 
+def numbers_of(layout: SequenceLayout, dim: int) -> Layout:
+    """Return the core's numbers for a sequence along `dim`."""
+    return dim, _KINDS[layout.kind], *layout.numbers
+
+
+def checked_numbers(
+    call: Call, what: str, layout: SequenceLayout, dim: int, whole: bool, at: str = ""
+) -> Layout:
+    """Check a layout's group and a call's size along `dim`; return the core's numbers.
+
+    what: the argument that has the layout.
+    whole: whether the input has the whole sequence, not this rank's shard.
+    at: names the tensor in messages: `checked_together`.
+    """
+    if not isinstance(layout, SequenceLayout):
+        raise call.type_error(what, f"{layout!r:.200}", "a SequenceLayout or None")
+    if call.place != place_of(layout.group):
+        raise call.error(what, f"{layout} of another group", "a layout of the call's group")
+    numbers, held = numbers_of(layout, dim), call.input.size(dim)
+    expected = total_of(numbers) if whole else extent(numbers, call.world, call.rank)
+    if held != expected:
+        meaning = "the length of the sequence" if whole else f"rank {call.rank}'s shard"
+        raise call.error(f"input_{at}", f"of size {held} in dim {dim}", f"{expected}, {meaning} in {layout}")
+    return numbers
+
+
 def _total(kind: str, total: int, what: str = "total") -> int:
-    return check_int(f"SequenceLayout.{kind}", what, total, 0)
+    return check_int(f"SequenceLayout.{kind}", what, total, 0, 2**63 - 1)
+
+
+def _check_sum(kind: str, what: str, lengths: Sequence[int]) -> None:
+    if not torch.compiler.is_compiling() and sum(lengths) >= 2**63:
+        raise ValueError(f"SequenceLayout.{kind}: {what} sum to {sum(lengths)}; expected a sum below 2^63")
 
 
 def _restored(kind: str, numbers: tuple[int, ...], group: str) -> SequenceLayout:

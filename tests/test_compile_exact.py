@@ -59,6 +59,8 @@ def by_layout(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
     one, two = layout.shard([x * 2, x * 3], 0)
     there = layout.gather(one, 0, "up") + spar.all_gather(two, layout=layout)
     first, second = layout.reduce_scatter([there, x], 0)
+    columns = spar.all_to_all([first, second], None, 1, 0, layout=layout)
+    first, second = spar.all_to_all(columns, None, 0, 1, gather_size=2, scatter_layout=layout)
     whole, again = layout.all_gather([first * 2, second], 0)
     return whole + again
 

@@ -45,6 +45,7 @@ def another_group(group: Group) -> object:
     return spar.all_gather(z(2), group, layout=SequenceLayout.even(6, dist.group.WORLD))
 
 
+LENGTH = "0 to 9223372036854775807"
 ONE, TWO, SHARD = exchange(z(2, 6)), exchange(z(2, 6), z(2, 6)), gather(z(2))
 MANY = exchange(*[z(2, 6)] * 16)
 LOCAL = lambda group: SequenceLayout.from_local(2, group)  # noqa: E731
@@ -165,6 +166,24 @@ CASES: dict[str, Case] = {
         ValueError,
         "scatter_dim is 1; expected -1 to 0 for an input of shape [7]",
     ),
+    "layout of the other dim": (
+        of_layout(lambda layout: spar.all_to_all(z(2, 6), None, 0, 1, layout=layout)),
+        of_layout(lambda layout: spar.all_to_all(z(6, 2), None, 0, 1, scatter_layout=layout)),
+        ValueError,
+        "input_ is of size 6 in dim 1; expected 2, rank 2's shard in SequenceLayout.even(6, 3 ranks)",
+    ),
+    "layout and size": (
+        of_layout(lambda layout: spar.all_to_all(z(2, 6), None, 1, 0, 6, layout=layout)),
+        exchange(z(2, 6)),
+        ValueError,
+        "gather_size is 6 and layout is SequenceLayout.even(6, 3 ranks); expected one of them",
+    ),
+    "one layout of a list": (
+        of_layout(lambda layout: spar.all_to_all([z(2, 6)] * 2, None, 1, 0, layout=[layout])),
+        exchange(z(2, 6), z(2, 6)),
+        ValueError,
+        "layout is [SequenceLayout.even(6, 3 ranks)]; expected 2 entries, one for each tensor, or None",
+    ),
     "no layout": (gather(z(2), layout=6), SHARD, TypeError, "layout is 6; expected a SequenceLayout or None"),
     "layout of another group": (
         another_group,
@@ -223,17 +242,20 @@ def test_bad_argument_is_reported_to_the_peers(ranks: Ranks, name: str) -> None:
 def check_layout_arguments(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout
     bad: list[tuple[Callable[..., object], tuple[Any, ...], str]] = [
-        (layout.even, (-1,), "even: total is -1; expected at least 0"),
-        (layout.even, ("6",), "even: total is '6'; expected an int, at least 0"),
-        (layout.zigzag, (True,), "zigzag: total is True; expected an int, at least 0"),
+        (layout.even, (-1,), f"even: total is -1; expected {LENGTH}"),
+        (layout.even, ("6",), f"even: total is '6'; expected an int, {LENGTH}"),
+        (layout.even, (2**63,), f"even: total is {2**63}; expected {LENGTH}"),
+        (layout.packed, ([2**62, 2**62],), f"packed: lengths sum to {2**63}; expected a sum below 2^63"),
+        (layout.joint, (2**62, 2**62), f"joint: text and image sum to {2**63}; expected a sum below 2^63"),
+        (layout.zigzag, (True,), f"zigzag: total is True; expected an int, {LENGTH}"),
         (layout.packed, (5,), "packed: lengths is 5; expected a list of ints"),
         (layout.packed, ("ab",), "packed: lengths is 'ab'; expected a list of ints"),
         (layout.packed, (None,), "packed: lengths is None; expected a list of ints"),
         (layout.packed, ([1, -1],), "packed: lengths[1] is -1; expected at least 0"),
         (layout.packed, (torch.tensor([1.0]),), "packed: lengths[0] is 1.0; expected an int"),
         (layout.packed, (torch.tensor(3),), "packed: lengths is 3; expected a list of ints"),
-        (layout.joint, (7, -25), "joint: image is -25; expected at least 0"),
-        (layout.joint, ("7", 25), "joint: text is '7'; expected an int, at least 0"),
+        (layout.joint, (7, -25), f"joint: image is -25; expected {LENGTH}"),
+        (layout.joint, ("7", 25), f"joint: text is '7'; expected an int, {LENGTH}"),
     ]
     for make, arguments, text in bad:
         with pytest.raises((TypeError, ValueError)) as caught:

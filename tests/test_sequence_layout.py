@@ -100,6 +100,36 @@ def test_makers(ranks: Ranks, world: int) -> None:
     ranks(world, check_makers)
 
 
+def check_all_to_all(rank: int, world: int, group: Group) -> None:
+    """Tokens land in natural order as heads are scattered, and come from it on the way back."""
+    heads = rule(5, world)
+    begin = sum(heads[:rank])
+    for layout, owners, _ in layouts(group):
+        whole = cells((2, len(owners), 5, 3), torch.float64)
+        x = owned(whole, owners, 1, rank).requires_grad_()
+        y = spar.all_to_all(x, None, 2, 1, layout=layout)
+        assert_same(y.detach(), whole[:, :, begin : begin + heads[rank]], layout)
+        z = spar.all_to_all(y, None, 1, 2, gather_size=5, scatter_layout=layout)
+        assert_same(z.detach(), x.detach(), layout)
+        upper = cells(z.shape, torch.float64, salt=rank)
+        (grad,) = torch.autograd.grad(z, x, upper)
+        assert_same(grad, upper, layout)
+    other = SequenceLayout.packed([4, 3], group)
+    x, y = (owned(cells((37, 4), torch.int32), zigzag(37, world), 0, rank), torch.ones(other.sizes[rank], 4))
+    zigzag_layout = SequenceLayout.zigzag(37, group)
+    one, two = spar.all_to_all([x, y.int()], group, 1, 0, layout=[zigzag_layout, other])
+    share = slice(sum(rule(4, world)[:rank]), sum(rule(4, world)[: rank + 1]))
+    assert_same(one, cells((37, 4), torch.int32)[:, share])
+    assert two.shape == (7, share.stop - share.start)
+    one, two = spar.all_to_all([x, x], group, 1, 0, layout=zigzag_layout)
+    assert_same(two, one)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_to_all_by_layout(ranks: Ranks, world: int) -> None:
+    ranks(world, check_all_to_all)
+
+
 def check_lists_and_scales(rank: int, world: int, group: Group) -> None:
     layout, owners = SequenceLayout.zigzag(13, group), zigzag(13, world)
     wholes = [cells((13, 2), torch.float32), cells((13,), torch.float32, salt=1)]

@@ -65,7 +65,7 @@ def test_nontemporal_stores_are_fenced() -> None:
 
 SIGNATURES = {
     "all_to_all": "input_, process_group, scatter_dim=2, gather_dim=1, gather_size=None, scatter_sizes=None, "
-    "gather_sizes=None",
+    "gather_sizes=None, layout=None, scatter_layout=None",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None",
     "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",

@@ -12,7 +12,17 @@ import torch
 from .. import _C
 from ..sizes import as_int
 from ..topology.resolve import Group, process_group
-from .exchange import ONE, SCALABLE, Scale, Step, calls_before, recorded, report_failure, run_steps
+from .exchange import (
+    ONE,
+    SCALABLE,
+    UNRECORDED,
+    Scale,
+    Step,
+    calls_before,
+    recorded,
+    report_failure,
+    run_steps,
+)
 from .hints import add_advice
 from .layouts import Args, Layout, by_sizes, even
 from .member import Place
@@ -98,6 +108,13 @@ class Call:
     def places(self) -> tuple[Place, ...]:
         """This rank's place in each group in which the call would exchange."""
         return (self.place,)
+
+    def one_of(self, **given: object) -> None:
+        """Raise ValueError if more than one of the arguments is not None."""
+        passed = [name for name, value in given.items() if value is not None]
+        if len(passed) > 1:
+            text = " and ".join([f"{name} is {given[name]!r:.200}" for name in passed])
+            raise ValueError(f"{self.where}: {text}; expected one of them")
 
     def integer(self, what: str, value: int, expected: str = "an int") -> int:
         if type(value) is int:
@@ -278,7 +295,7 @@ class Call:
         steps = ((self.place, ((len(before), *before, *after),)),)
         if x.requires_grad:
             return apply_steps((self,), steps, grad_scale)[0]
-        return x if self.world == 1 else run_steps((x,), self.name, steps, ONE, False)[0]
+        return x if self.world == 1 else run_steps((x,), self.name, steps, ONE, UNRECORDED)[0]
 
 
 def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:
@@ -293,7 +310,7 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
         )
     if records:
         return recorded(inputs, first.name, steps, ONE, grad_scale)
-    return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, False)
+    return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, UNRECORDED)
 
 
 def checked_together(

@@ -18,14 +18,14 @@ class Operation(NamedTuple):
         op: the operation's name, for messages.
         args: for each tensor its two layouts, as `layouts.pair` returns them.
         factor, divide: the outputs are multiplied or divided by it.
-        records: whether a gradient is recorded.
+        gradient: what backward will do; empty if no gradient is recorded.
     """
 
     op: str
     args: tuple[tuple[int, ...], ...]
     factor: float
     divide: bool
-    records: bool
+    gradient: str
 
 
 class Channel(Protocol):

@@ -25,6 +25,7 @@ from .registry import by_handle, calls_on, lends
 
 Scale = tuple[float, bool]  # the factor, and whether it divides
 ONE: Scale = (1.0, False)
+UNRECORDED, RECORDED = "", "recorded"
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
 ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -39,7 +40,7 @@ _library = torch.library.Library("spar", "DEF")
 # world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
 _library.define(
     "exchange(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
-    " bool divide, bool records, int[] then) -> Tensor[]",
+    " bool divide, str gradient, int[] then) -> Tensor[]",
     # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
     tags=(torch.Tag.nondeterministic_seeded,),
 )
@@ -210,21 +211,22 @@ def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation
     layout, factor, divide = args[2:], operation.factor, operation.divide
     if layout[1] == PACKED or (input_.is_cpu and (layout[1] == ZIGZAG or factor != 1.0)):
         return _copy_part(input_, place, args, operation)
-    part = cast(torch.Tensor, select(input_, layout, world, rank))
-    if input_.is_cpu and not part.is_contiguous():
-        return _copy_part(input_, place, args, operation)
-    return _scaled(part, factor, divide)
+    part = select(input_, layout, world, rank)
+    assert part is not None
+    if part.is_contiguous():
+        return part if factor == 1.0 else _scaled(part, factor, divide)
+    return _copy_part(input_, place, args, operation) if input_.is_cpu else _scaled(part, factor, divide)
 
 
 def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...]) -> Tensors:
     """Run it in dispatched ops."""
-    op, args, factor, divide, records = operation
+    op, args, factor, divide, gradient = operation
     if is_local(args[0]):
         parts = [select(x, a[2:], place.world, place.rank) for x, a in zip(inputs, args, strict=True)]
         if all(part is not None for part in parts):
             return [_scaled(cast(torch.Tensor, part), factor, divide) for part in parts]
     out: list[torch.Tensor] = torch.ops.spar.exchange(
-        inputs, *place, op, _flattened(args), factor, divide, records, then
+        inputs, *place, op, _flattened(args), factor, divide, gradient, then
     )
     return out
 
@@ -237,17 +239,17 @@ def run_steps(
     name: str,
     steps: tuple[Step, ...],
     scale: Scale,
-    records: bool,
+    gradient: str,
     traced: bool | None = None,
 ) -> Tensors:
     """Run one exchange after another; the last one applies the whole factor."""
     if len(steps) > 1:
         for i, (place, args) in enumerate(steps[:-1]):
             then = tuple(place.handle for place, args in steps[i + 1 :] if not is_local(args[0]))
-            inputs = run(inputs, place, Operation(name, args, *ONE, records), None, then)
+            inputs = run(inputs, place, Operation(name, args, *ONE, gradient), None, then)
         traced = None
     place, args = steps[-1]
-    return run(inputs, place, Operation(name, args, *scale, records), traced)
+    return run(inputs, place, Operation(name, args, *scale, gradient), traced)
 
 
 # An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced.
@@ -267,7 +269,7 @@ class SparExchange(torch.autograd.Function):
             for place, _ in steps:
                 groups += (by_handle(place[0]).group,)
         ctx.call = call, groups
-        return tuple(run_steps(inputs, name, steps, scale, True, traced))
+        return tuple(run_steps(inputs, name, steps, scale, RECORDED, traced))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -281,7 +283,7 @@ class SparExchange(torch.autograd.Function):
         try:
             if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
                 return None, *recorded(grads, name, inverse, grad_scale, scale)
-            return None, *run_steps(grads, name, inverse, grad_scale, False)
+            return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED)
         except BaseException as error:
             counted = zip(inverse, before, strict=True)
             waiting = [(place, count + 1) for (place, args), count in counted if not is_local(args[0])]

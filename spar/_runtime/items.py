@@ -33,7 +33,7 @@ def described(
 
 
 @functools.lru_cache(256)
-def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, records: bool) -> str:
+def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, gradient: str) -> str:
     """What must be equal on all ranks besides the plan."""
     scale = f" {'/' if divide else '*'} {factor:.17g}" if factor != 1 else ""
-    return f" of {dtype} on {device}{scale}{', gradient recorded' if records else ''}"
+    return f" of {dtype} on {device}{scale}{f', gradient {gradient}' if gradient else ''}"

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from .call import Call
-from .exchange import ARITHMETIC, ONE, Tensors, calls_before, is_traced, report_failure, run_steps
+from .exchange import ARITHMETIC, ONE, UNRECORDED, Tensors, calls_before, is_traced, report_failure, run_steps
 from .layouts import WHOLE, Layout, even, moved, pair
 from .member import Place
 from .registry import by_handle
@@ -23,10 +23,12 @@ Transposed = tuple[str, Place, tuple[Layout, ...], bool]  # name, place, each te
 
 def _run(call: Transposed, inputs: Tensors, records: bool) -> Tensors:
     name, place, shards, sums = call
+    # or it would match a gather or exchange whose backward differs
+    gradient = ("gathered" if sums else "summed") if records else UNRECORDED
     if not sums:
-        return run_steps(inputs, name, ((place, tuple([pair(s, WHOLE) for s in shards])),), ONE, records)
+        return run_steps(inputs, name, ((place, tuple([pair(s, WHOLE) for s in shards])),), ONE, gradient)
     args = tuple([pair(even(0, place.world), moved(s)) for s in shards])
-    parts = run_steps([x.unsqueeze(0) for x in inputs], name, ((place, args),), ONE, records)
+    parts = run_steps([x.unsqueeze(0) for x in inputs], name, ((place, args),), ONE, gradient)
     return [_sum(part) for part in parts]
 
 

@@ -104,6 +104,11 @@ def sum_against_gather(rank: int, world: int, group: Group, scene: Scene) -> obj
     return spar.all_gather(torch.zeros(2), group)
 
 
+def different_gradient(rank: int, world: int, group: Group, scene: Scene) -> object:
+    x = torch.zeros(2, requires_grad=True)
+    return gather(x, group, 0) if odd_of(rank, world) else spar.all_gather(x, group)
+
+
 def different_requires_grad(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(torch.zeros(2, requires_grad=odd_of(rank, world)), group, 0)
 
@@ -223,6 +228,7 @@ FAULTS = {
     "different list length": Fault(different_list_length, **different(r"\]; \[[^\n]*\]; \[")),
     "different sizes in a list": Fault(different_sizes_in_list, **different(r"in \[12, 0")),
     "sum against gather": Fault(sum_against_gather, **different("all_gather", "reduce_scatter")),
+    "another gradient": Fault(different_gradient, **different("gradient recorded", "gradient summed")),
     "different requires_grad": Fault(different_requires_grad, **different("gradient recorded")),
     "bad argument": Fault(
         bad_argument, "MismatchError", (r"rank {odd} failed: .*dim is 7",), "ValueError", usable=True

@@ -33,12 +33,12 @@ class PlannedExchange:
     def of(
         cls, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
     ) -> PlannedExchange:
-        op, args, factor, divide, records = operation
+        op, args, factor, divide, gradient = operation
         dtype, device = inputs[0].dtype, inputs[0].device
         tensors, addresses = described(inputs, args)
         plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, tensors)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape in plan.out_shapes]
-        text = call_text(dtype, device.type, factor, divide, records)
+        text = call_text(dtype, device.type, factor, divide, gradient)
         return cls(op, plan, inputs, outputs, addresses, factor, divide, text, deadline)
 
     @property

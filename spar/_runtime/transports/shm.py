@@ -30,9 +30,9 @@ class ShmChannel(CoreChannel):
     def exchange(
         self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
     ) -> list[torch.Tensor]:
-        op, args, factor, divide, records = operation
+        op, args, factor, divide, gradient = operation
         dtype = inputs[0].dtype
-        text = call_text(dtype, "cpu", factor, divide, records)
+        text = call_text(dtype, "cpu", factor, divide, gradient)
         tensors, addresses = described(inputs, args)
         kind = SCALE_TYPES.get(dtype, 0)
         try:
