@@ -115,7 +115,7 @@ HOSTILE = {
     "a split's overflowing sum": ("split", 3, [contiguous([5], [0, HUGE, HUGE, HUGE])], str(HUGE)),
     "a split's short sum": ("split", 3, [contiguous([5], [0, 2, 2, 0])], "expected 4, the sum of all shards"),
     "a split's long sum": ("split", 3, [contiguous([5], [0, 2, 2, 2])], "expected 6"),
-    "equal dims": ("all_to_all", 3, [contiguous([6, 6], [1, 1, 18])], "both layouts shard dim 1"),
+    "equal dims": ("all_to_all", 3, [contiguous([6, 6], [1, 1, 18])], "expected 6, the sum of all shards"),
     "a negative gather_size": ("all_to_all", 3, [contiguous([6, 6], [0, 1, -18])], "-18"),
     "the lowest gather_size": ("all_to_all", 3, [contiguous([6, 6], [0, 1, LOW])], str(LOW)),
     "the largest gather_size": ("all_to_all", 3, [contiguous([6, 6], [0, 1, MAX])], str(MAX)),

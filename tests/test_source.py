@@ -321,7 +321,7 @@ def test_only_publish_stores_futex_words() -> None:
 
 def test_layout_kinds_are_equal_in_c_and_python() -> None:
     numbered = re.findall(r"^    SPAR_([A-Z]+), +/\*", (CSRC / "ops/layout.h").read_text(), re.M)
-    assert [getattr(layouts, name) for name in numbered] == list(range(4)), numbered
+    assert [getattr(layouts, name) for name in numbered] == list(range(5)), numbered
 
 
 def test_import_does_not_import_dynamo() -> None:

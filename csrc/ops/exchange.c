@@ -16,11 +16,8 @@ static spar_status read_layout(const spar_tensor *tensor, int which, int world, 
 static spar_status check(const spar_tensor *tensor, int rank, int64_t *global, const spar_layout *in,
                          const spar_layout *out)
 {
-    if (in->dim == out->dim)
-        return in->dim < 0 ? spar_fail(SPAR_INVALID, "every rank holds the whole before and after")
-                           : spar_fail(SPAR_INVALID,
-                                       "both layouts shard dim %d on rank %d; expected two different dims",
-                                       in->dim, rank);
+    if (in->dim < 0 && out->dim < 0)
+        return spar_fail(SPAR_INVALID, "every rank holds the whole before and after");
     memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
     if (in->dim >= 0) {
         int64_t held = spar_layout_extent(in, rank), has = tensor->extents[in->dim];

@@ -42,16 +42,22 @@ static void add(spar_layout *layout, int rank, int64_t global, int64_t extent)
     layout->pieces[(*end)++] = (spar_piece){local, global, extent};
 }
 
-/* Shards contiguously, one piece per rank in rank order. `sizes` [world] sum to `total`; NULL: the size
- * rule. */
-static spar_status cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes)
+/* Cuts into contiguous chunks; rank r holds chunk r - shift, counted round. `sizes` [world] of the chunks sum
+ * to `total`; NULL: the size rule. */
+static spar_status cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes,
+                       int shift)
 {
     int64_t at = 0;
+    int chunk = (world - shift) % world;
     SPAR_TRY(start(layout, dim, total, world, world));
+    for (int i = 0; i < chunk; i++)
+        at += sizes[i];
     for (int rank = 0; rank < world; rank++) {
-        int64_t extent = sizes ? sizes[rank] : spar_shard_size(total, world, rank);
+        int64_t extent = sizes ? sizes[chunk] : spar_shard_size(total, world, rank);
         add(layout, rank, at, extent);
         at += extent;
+        if (++chunk == world)
+            chunk = 0, at = 0;
     }
     return SPAR_OK;
 }
@@ -170,9 +176,13 @@ static spar_status read_refined(spar_layout *layout, int dim, int64_t kind, cons
     return refine(layout, (int)inner);
 }
 
-static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes, int64_t count, int world)
+static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes, int64_t count, int world,
+                              int64_t shift)
 {
     int64_t total = 0;
+    if (shift < 0 || shift >= world)
+        return spar_fail(SPAR_INVALID, "a shift of %lld ranks; expected 0 to %d", (long long)shift,
+                         world - 1);
     if (count != world)
         return spar_fail(SPAR_INVALID, "%lld sizes; expected one for each of %d ranks", (long long)count,
                          world);
@@ -181,7 +191,7 @@ static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes
             return spar_fail(SPAR_INVALID,
                              "the size given for rank %d is %lld; expected at least 0, and a sum below 2^63",
                              p, (long long)sizes[p]);
-    return cut(layout, dim, total, world, sizes);
+    return cut(layout, dim, total, world, sizes, (int)shift);
 }
 
 spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
@@ -196,17 +206,19 @@ spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_
     numbers += 2;
     count -= 2;
     if (kind == SPAR_SIZES)
-        return read_sizes(layout, (int)dim, numbers, count, world);
+        return read_sizes(layout, (int)dim, numbers, count, world, 0);
+    if (kind == SPAR_ROTATED && count >= 1)
+        return read_sizes(layout, (int)dim, numbers + 1, count - 1, world, numbers[0]);
     if ((kind == SPAR_ZIGZAG && count == 2) || (kind == SPAR_PACKED && count >= 2))
         return read_refined(layout, (int)dim, kind, numbers, count, world);
     if (kind != SPAR_EVEN || count != 1)
         return spar_fail(
             SPAR_INVALID,
             "a layout of kind %lld has %lld numbers; expected kind 0 with 1, 1 with a size for each "
-            "rank, 2 with 2, or 3 with 2 or more",
+            "rank, 2 with 2, 3 with 2 or more, or 4 with a shift and a size for each rank",
             (long long)kind, (long long)(count > 0 ? count : 0));
     SPAR_TRY(check_total(numbers[0]));
-    return cut(layout, (int)dim, numbers[0], world, NULL);
+    return cut(layout, (int)dim, numbers[0], world, NULL, 0);
 }
 
 void spar_layout_whole(spar_layout *layout, int world)

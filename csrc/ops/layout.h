@@ -28,10 +28,11 @@ int64_t spar_shard_size(int64_t total, int world, int rank);
  * ranks, each of R = world / inner ranks' part is sharded once more by the size rule: rank u * R + r holds
  * part u of what rank r of R holds. */
 enum {
-    SPAR_EVEN,   /* total: by the size rule */
-    SPAR_SIZES,  /* the size of each rank */
-    SPAR_ZIGZAG, /* inner, total: rank r of R holds chunks r and 2R - 1 - r of 2R chunks by the size rule */
-    SPAR_PACKED, /* inner, sequences, and the length of each, or [R][sequences] each rank's extent of each */
+    SPAR_EVEN,    /* total: by the size rule */
+    SPAR_SIZES,   /* the size of each rank */
+    SPAR_ZIGZAG,  /* inner, total: rank r of R holds chunks r and 2R - 1 - r of 2R chunks by the size rule */
+    SPAR_PACKED,  /* inner, sequences, and the length of each, or [R][sequences] each rank's extent of each */
+    SPAR_ROTATED, /* shift, the size of each chunk: rank r holds chunk r - shift, counted round */
 };
 
 /* Reads a layout of a tensor with `ndim` dims: [-1] if every rank holds the whole, else [dim, kind,

@@ -26,7 +26,8 @@ spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text)
 {
     const spar_plan_tensor *shape = &plan->tensors[0];
     const spar_gathered none = {0};
-    if (plan->ntensors != 1 || shape->in_dim < 0 || shape->in_order || shape->out_order)
+    if (plan->ntensors != 1 || shape->in_dim < 0 || shape->in_dim == shape->out_dim || shape->in_order ||
+        shape->out_order)
         return none;
     uint64_t hash = spar_hash(shape->in_dim, shape->out_dim);
     for (int rank = 0; rank < plan->world; rank++) {

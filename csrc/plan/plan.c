@@ -127,8 +127,20 @@ static spar_status add_block(builder *b, spar_range *range, int tensor, int ndim
     return SPAR_OK;
 }
 
+/* Narrows two pieces of one dim to what both have; returns whether that is anything. */
+static int intersect(spar_piece *a, spar_piece *z)
+{
+    int64_t begin = a->global > z->global ? a->global : z->global;
+    int64_t end =
+        a->global + a->extent < z->global + z->extent ? a->global + a->extent : z->global + z->extent;
+    *a = (spar_piece){a->local + begin - a->global, begin, end - begin};
+    *z = (spar_piece){z->local + begin - z->global, begin, end - begin};
+    return begin < end;
+}
+
 /* Appends the blocks of one tensor from `sender` to `receiver`: each piece of the sender's layout, crossed
- * with each piece of the receiver's. `from` NULL: the sender packed them. */
+ * with each piece of the receiver's, or cut to what both have if the dim is the same. `from` NULL: the sender
+ * packed them. */
 static spar_status add_pair(builder *b, spar_range *range, int tensor, const spar_layout *in,
                             const spar_layout *out, int sender, int receiver, const placement *from)
 {
@@ -155,19 +167,22 @@ static spar_status add_pair(builder *b, spar_range *range, int tensor, const spa
         for (int64_t j = 0; j < nz; j++) {
             const placement *source = from;
             int64_t src = 0, dst = 0;
-            if (in->dim >= 0)
-                extents[in->dim] = a[i].extent;
-            if (out->dim >= 0)
-                extents[out->dim] = z[j].extent;
-            if (has_zero(shape->ndim, extents))
+            spar_piece sent = a[i], kept = z[j]; /* local: in the sender's tensor, in the receiver's */
+            if (in->dim == out->dim && !intersect(&sent, &kept))
                 continue;
             if (in->dim >= 0)
-                dst += a[i].global * to.strides[in->dim];
+                extents[in->dim] = sent.extent;
             if (out->dim >= 0)
-                dst += z[j].local * to.strides[out->dim];
+                extents[out->dim] = kept.extent;
+            if (has_zero(shape->ndim, extents))
+                continue;
+            if (in->dim >= 0 && in->dim != out->dim)
+                dst += sent.global * to.strides[in->dim];
+            if (out->dim >= 0)
+                dst += kept.local * to.strides[out->dim];
             if (from) {
-                src += in->dim >= 0 ? a[i].local * from->strides[in->dim] : 0;
-                src += out->dim >= 0 ? z[j].global * from->strides[out->dim] : 0;
+                src += in->dim >= 0 ? sent.local * from->strides[in->dim] : 0;
+                src += out->dim >= 0 && out->dim != in->dim ? kept.global * from->strides[out->dim] : 0;
             } else {
                 SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &packed));
                 src = range->bytes;

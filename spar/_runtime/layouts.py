@@ -7,6 +7,7 @@ sizes stay symbolic under torch.compile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ Args = tuple[int, ...]
 Layout = tuple[int, ...]  # WHOLE, or (dim, kind, numbers...)
 
 WHOLE: Layout = (-1,)  # every rank holds the whole tensor
-EVEN, SIZES, ZIGZAG, PACKED = range(4)
+EVEN, SIZES, ZIGZAG, PACKED, ROTATED = range(5)
 
 
 def even(dim: int, total: int) -> Layout:
@@ -44,6 +45,11 @@ def packed(dim: int, sequences: int, numbers: Iterable[int], inner: int = 1) -> 
     numbers: the length of each sequence, sharded by the size rule; or each ring rank's size of each.
     """
     return dim, PACKED, inner, sequences, *numbers
+
+
+def rotated(dim: int, sizes: Iterable[int], shift: int) -> Layout:
+    """Chunks of the given sizes, of which rank r holds chunk r - shift, counted round."""
+    return dim, ROTATED, shift, *sizes
 
 
 def pair(before: Layout, after: Layout) -> Args:
@@ -77,9 +83,9 @@ def share_start(total: int, world: int, rank: int) -> int:
 def total_of(layout: Layout) -> int:
     """Return the sharded dim's global extent."""
     _, kind, *numbers = layout
-    if kind == SIZES:
-        return sum(numbers)
-    return sum(numbers[2:]) if kind == PACKED else numbers[-1]
+    if kind in (EVEN, ZIGZAG):
+        return numbers[-1]
+    return sum(numbers[{SIZES: 0, ROTATED: 1, PACKED: 2}[kind] :])
 
 
 def extent(layout: Layout, world: int, rank: int) -> int:
@@ -89,6 +95,8 @@ def extent(layout: Layout, world: int, rank: int) -> int:
         return share(numbers[0], world, rank)
     if kind == SIZES:
         return numbers[rank]
+    if kind == ROTATED:
+        return numbers[1 + (rank - numbers[0]) % world]
     outer = world // numbers[0]
     if kind == ZIGZAG:
         ring, chunks = rank % outer, 2 * outer
@@ -108,6 +116,63 @@ def out_shape(shape: Sequence[int], args: Args, world: int, rank: int) -> list[i
     return sizes
 
 
+# ---- pieces ----
+
+
+class Piece(NamedTuple):
+    """A run of the sharded dim: its place in the whole, and the packed sequence that it is in, or 0."""
+
+    start: int
+    size: int
+    sequence: int
+
+
+def pieces(layout: Layout, world: int, rank: int) -> list[Piece]:
+    """Return the runs that a rank holds, in its order."""
+    _, kind, *numbers = layout
+    if kind == EVEN:
+        return [Piece(share_start(numbers[0], world, rank), share(numbers[0], world, rank), 0)]
+    if kind in (SIZES, ROTATED):
+        chunk = rank if kind == SIZES else (rank - numbers[0]) % world
+        sizes = numbers[-world:]
+        return [Piece(sum(sizes[:chunk]), sizes[chunk], 0)]
+    inner, total = numbers[:2]
+    outer = world // inner
+    ring, chunks = rank % outer, 2 * outer
+    if kind == ZIGZAG:
+        found = [
+            Piece(share_start(total, chunks, chunk), share(total, chunks, chunk), 0)
+            for chunk in (ring, chunks - 1 - ring)
+        ]
+    else:
+        found = _packed_pieces(layout, outer, ring)
+    return found if inner == 1 else _cut(found, inner, rank // outer)
+
+
+def _packed_pieces(layout: Layout, outer: int, ring: int) -> list[Piece]:
+    """Return the ring rank's part of each sequence."""
+    sizes = [_packed_sizes(layout, outer, each) for each in range(outer)]
+    found, begin = [], 0
+    for sequence, parts in enumerate(zip(*sizes, strict=True)):
+        found.append(Piece(begin + sum(parts[:ring]), parts[ring], sequence))
+        begin += sum(parts)
+    return found
+
+
+def _cut(outer: list[Piece], inner: int, part: int) -> list[Piece]:
+    """Shard what a ring rank holds once more; return the inner rank's part."""
+    held = sum([piece.size for piece in outer])
+    begin = share_start(held, inner, part)
+    end = begin + share(held, inner, part)
+    found, at = [], 0
+    for start, size, sequence in outer:
+        low, high = max(at, begin), min(at + size, end)
+        if low < high:
+            found.append(Piece(start + low - at, high - low, sequence))
+        at += size
+    return found
+
+
 # ---- selections ----
 
 
@@ -120,26 +185,11 @@ def select(input_: torch.Tensor, layout: Layout, world: int, rank: int) -> torch
     if kind == EVEN:
         total = numbers[0]
         return input_.narrow(dim, share_start(total, world, rank), share(total, world, rank))
-    if kind == SIZES:
-        return input_.narrow(dim, sum(numbers[:rank]), numbers[rank])
-    return _select_zigzag(input_, dim, numbers[0], numbers[1], world, rank) if kind == ZIGZAG else None
-
-
-def _select_zigzag(
-    input_: torch.Tensor, dim: int, inner: int, total: int, world: int, rank: int
-) -> torch.Tensor:
-    """Return the inner rank's share of the ring rank's two chunks, which are laid one behind the other."""
-    outer = world // inner
-    chunks = (rank % outer, 2 * outer - 1 - rank % outer)
-    first, second = (share_start(total, 2 * outer, chunk) for chunk in chunks)
-    size, behind = (share(total, 2 * outer, chunk) for chunk in chunks)
-    begin = share_start(size + behind, inner, rank // outer)
-    end = begin + share(size + behind, inner, rank // outer)
-    parts = []
-    if begin < size:
-        parts.append(input_.narrow(dim, first + begin, min(end, size) - begin))
-    if end > size:
-        parts.append(input_.narrow(dim, second + max(begin, size) - size, end - max(begin, size)))
+    if kind == PACKED:
+        return None
+    parts = [input_.narrow(dim, start, size) for start, size, _ in pieces(layout, world, rank)]
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat(parts, dim) if parts else input_.narrow(dim, 0, 0)
 
 

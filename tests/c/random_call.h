@@ -127,11 +127,47 @@ static void draw_packed(uint64_t *seed, int outer, part *p, cut *c, int64_t *tot
     }
 }
 
+static void draw_rotated(uint64_t *seed, int world, part *p, cut *c, int64_t *total)
+{
+    int shift = draw(seed, world);
+    put_number(p, shift);
+    for (int chunk = 0; chunk < world; chunk++) {
+        int size = draw(seed, 4);
+        put_number(p, size);
+        assign(c, total, (chunk + shift) % world, size);
+    }
+}
+
+/* Draws a layout that shards a dim of `extent`, too. */
+static cut draw_other_layout(uint64_t *seed, int world, part *p, int dim, int64_t extent)
+{
+    cut c = {.dim = dim};
+    int64_t total = 0;
+    put_number(p, dim);
+    if (draw(seed, 2)) {
+        int64_t left = extent;
+        put_number(p, SPAR_SIZES);
+        for (int rank = 0; rank < world; rank++) {
+            int64_t size = rank == world - 1 ? left : draw(seed, (int)left + 1);
+            put_number(p, size);
+            assign(&c, &total, rank, size);
+            left -= size;
+        }
+        return c;
+    }
+    put_number(p, SPAR_ZIGZAG);
+    put_number(p, 1);
+    put_number(p, extent);
+    for (int i = 0; i < 2 * world; i++)
+        assign(&c, &total, i < world ? i : 2 * world - 1 - i, rule(extent, 2 * world, i));
+    return c;
+}
+
 /* Draws a layout that shards `dim`, and sets that dim's extent. */
 static cut draw_layout(uint64_t *seed, int world, part *p, int dim)
 {
     cut c = {.dim = dim};
-    int kind = draw(seed, 4), inner = 1;
+    int kind = draw(seed, 5), inner = 1;
     int64_t total = 0;
     put_number(p, dim);
     put_number(p, kind);
@@ -141,21 +177,22 @@ static cut draw_layout(uint64_t *seed, int world, part *p, int dim)
             inner--;
         put_number(p, inner);
     }
-    (kind == SPAR_EVEN     ? draw_even
-     : kind == SPAR_SIZES  ? draw_sizes
-     : kind == SPAR_ZIGZAG ? draw_zigzag
-                           : draw_packed)(seed, world / inner, p, &c, &total);
+    (kind == SPAR_EVEN      ? draw_even
+     : kind == SPAR_SIZES   ? draw_sizes
+     : kind == SPAR_ZIGZAG  ? draw_zigzag
+     : kind == SPAR_ROTATED ? draw_rotated
+                            : draw_packed)(seed, world / inner, p, &c, &total);
     p->whole[dim] = total;
     refine(&c, total, world / inner, inner);
     return c;
 }
 
-/* Draws two layouts, of which at least one shards a dim; if both do, then of two dims. */
+/* Draws two layouts, of which at least one shards a dim. */
 static void draw_layouts(uint64_t *seed, int world, part *p)
 {
-    enum { BEFORE, AFTER, BOTH };
+    enum { BEFORE, AFTER, SAME, BOTH };
     const cut whole = {.dim = -1};
-    int sharded = draw(seed, p->ndim > 1 ? 3 : 2), dim = draw(seed, p->ndim);
+    int sharded = draw(seed, p->ndim > 1 ? 4 : 3), dim = draw(seed, p->ndim);
     p->nargs = 1;
     p->in = p->out = whole;
     if (sharded == AFTER)
@@ -165,6 +202,8 @@ static void draw_layouts(uint64_t *seed, int world, part *p)
     p->args[0] = p->nargs - 1;
     if (sharded == BEFORE)
         put_number(p, -1);
+    else if (sharded == SAME)
+        p->out = draw_other_layout(seed, world, p, dim, p->whole[dim]);
     else
         p->out = draw_layout(seed, world, p,
                              sharded == AFTER ? dim : (dim + 1 + draw(seed, p->ndim - 1)) % p->ndim);
