@@ -20,6 +20,8 @@ packed_data_gather_forward_split_backward_with_cp.
 
 SequenceLayout: how a sequence lies on the ranks; it shards and gathers in natural order.
 
+attention: over a sequence that is sharded by a layout.
+
 Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
 empty_cache.
 
@@ -38,6 +40,7 @@ from . import data as data
 from . import parallel_state as parallel_state
 from . import sharding as sharding
 from . import topology as topology
+from ._attention.attention import attention
 from ._runtime.member import Transport
 from ._version import __version__
 from .collectives import all_gather, reduce_scatter
@@ -84,6 +87,7 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_to_all",
+    "attention",
     "cal_split_sizes",
     "cal_split_sizes_multi",
     "close",

@@ -66,6 +66,8 @@ def test_nontemporal_stores_are_fenced() -> None:
 SIGNATURES = {
     "all_to_all": "input_, process_group, scatter_dim=2, gather_dim=1, gather_size=None, scatter_sizes=None, "
     "gather_sizes=None, layout=None, scatter_layout=None",
+    "attention": "q, k, v, layout, causal=False, mask=None, scale=None, dropout_p=0.0, method=None, "
+    "attend=None, seq_dim=1, head_dim=2",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None",
     "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",
@@ -272,7 +274,7 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
     architecture, ops, readme = (
         (ROOT / name).read_text() for name in ("docs/architecture.md", "docs/ops.md", "README.md")
     )
-    for kind in ("even", "sizes", "zigzag", "packed"):
+    for kind in ("even", "sizes", "zigzag", "packed", "rotated"):
         assert f"`{kind}`" in architecture, kind
     for name in set(SIGNATURES) - {"transport", "init", "close", "empty_cache", "memory_stats"}:
         assert f"`{name}(" in ops, name

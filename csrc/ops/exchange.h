@@ -1,7 +1,8 @@
 /* An exchange is a pair of layouts of one global tensor: what each rank holds before, and after.
  *
- * They may shard the same dim: then tokens move to other ranks. Shapes, plans, signatures and transports follow from the two layouts; so does the inverse, which swaps
- * them. An input of which every rank holds the whole needs no communication: each rank selects its shard. */
+ * They may shard the same dim. Shapes, plans, signatures and transports follow from the two layouts; so does
+ * the inverse, which swaps them. An input of which every rank holds the whole needs no communication: each
+ * rank selects its shard. */
 #ifndef SPAR_EXCHANGE_H
 #define SPAR_EXCHANGE_H
 

@@ -1,0 +1,1 @@
+"""Attention over a sharded sequence: which heads, keys and blocks a rank needs, and what computes them."""

@@ -1,0 +1,223 @@
+"""spar.attention: check the arguments, and choose how the ranks share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .._runtime.call import Call
+from .._runtime.exchange import calls_before, report_failure
+from .._runtime.layouts import extent, total_of
+from .._runtime.member import Place
+from .._runtime.registry import place_of
+from ..sequence_layout import SequenceLayout, numbers_of
+from ..topology.topology import current
+from .masks import checked_mask
+from .methods import Attend, Problem, gathered, hybrid, round_the_ring, ulysses
+
+Layouts = SequenceLayout | tuple[SequenceLayout, SequenceLayout | None]
+
+
+class _Method(NamedTuple):
+    run: Callable[[Problem], torch.Tensor]
+    exchanges: Callable[[int], int]  # of the forward, for a number of ranks
+
+
+_METHODS = {
+    "ulysses": _Method(ulysses, lambda world: 2),
+    "gather": _Method(gathered, lambda world: 1),
+    "ring": _Method(round_the_ring, lambda world: world - 1),
+}
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layouts,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    method: str | None = None,
+    attend: Attend | None = None,
+    seq_dim: int = 1,
+    head_dim: int = 2,
+) -> torch.Tensor:
+    """Compute scaled dot product attention over a sequence that is sharded by a layout.
+
+    Each rank passes its tokens and receives the attention of its queries to the keys of all ranks, as
+    torch.nn.functional.scaled_dot_product_attention computes it from the whole sequence in natural order. In
+    a packed layout a token attends to its own document. Gradients are exact: those of parameters are to be
+    summed over the ranks.
+
+    Methods:
+
+    - "ulysses": two exchanges; a rank has some heads of the whole sequence between them, of K and V those
+      that its query heads need. Ranks beyond the number of heads have none.
+    - "gather": one exchange; a rank gathers all of K and V. Blocks that `causal` empties are skipped, so that
+      a zigzag layout balances the work.
+    - "ring": K and V go round the ranks, which hold at most two shards of them at a time.
+    - None: for a hybrid layout, ulysses inside the ulysses groups and ring across them; else ulysses if there
+      are at least as many heads as ranks; else gather.
+
+    Args:
+        q: this rank's queries `[B, S_local, H, D]`.
+        k: keys `[B, S_local, K, D]`, for K heads that divide H.
+        v: values `[B, S_local, K, E]`.
+        layout: how the sequence lies on the ranks; or (layout of q, layout of k and v) for cross attention,
+            where None is for k and v of which every rank holds the whole.
+        causal: whether a query attends to no key behind its own place in the sequence or document.
+        mask: as torch's attn_mask, bool or added to the scores, over the whole sequence: `[.., S, S]` that
+            broadcasts to `[B, H, S, S]`; or a key mask `[B, S]`. The same on all ranks.
+        scale: of the scores; 1 / sqrt(D) by default.
+        dropout_p: the probability that a weight is dropped; not by the ring. Seed the ranks differently, as
+            `spar.rank_seed` does.
+        method: "ulysses", "gather" or "ring"; None chooses.
+        attend: the caller's kernel for ulysses and gather, a function of q, k and v, `[B, S, H, D]` with
+            equal heads. It applies causality, scale and dropout itself. With gather it is called for each run
+            of queries with the keys that the run may attend to; with `causal` those up to the run's last
+            query, as flash_attn aligns them.
+        seq_dim, head_dim: where S and H are, among the first three dims; k, v and the output are alike.
+
+    Returns:
+        A contiguous tensor `[B, S_local, H, E]`.
+
+    Raises:
+        ValueError: shapes, layout and mask do not match, or the method cannot compute this.
+        TypeError: an argument is of another type.
+        MismatchError: calls differ between ranks. Every rank raises.
+    """
+    queries, keys = layout if isinstance(layout, tuple) and len(layout) == 2 else (layout, layout)
+    if not isinstance(queries, SequenceLayout) or not isinstance(keys, (SequenceLayout, type(None))):
+        raise TypeError(
+            f"attention: layout is {layout!r:.200}; expected a SequenceLayout, or those of q and of k and v"
+        )
+    two_levels = method is None and queries.kind == "hybrid"
+    place = place_of(_ulysses_group(queries) if two_levels else queries.group)
+    call = Call("attention", q, place, "q")
+    waiting: list[tuple[Place, int]] = [(place, calls_before((place,))[0] + 1)]
+    try:
+        problem = _checked(
+            call, k, v, queries, keys, causal, mask, scale, dropout_p, attend, seq_dim, head_dim
+        )
+        if two_levels:
+            ring = place_of(_ring_group(queries))
+            waiting = [(place, waiting[0][1] + 1), (ring, calls_before((ring,))[0] + ring.world - 1)]
+            return hybrid(problem, _ulysses_group(queries), _ring_group(queries)).contiguous()
+        if method is None:
+            method = "ulysses" if problem.heads >= call.world and keys is not None else "gather"
+        if method not in _METHODS:
+            raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
+        run, exchanges = _METHODS[method]
+        waiting = [(place, waiting[0][1] - 1 + exchanges(call.world))]
+        return run(problem).contiguous()
+    except BaseException as error:
+        report_failure(waiting, "attention", q.device.type, error)
+        raise
+
+
+def _checked(
+    call: Call,
+    k: Any,
+    v: Any,
+    queries: SequenceLayout,
+    keys: SequenceLayout | None,
+    causal: bool,
+    mask: Any,
+    scale: float | None,
+    dropout_p: float,
+    attend: Attend | None,
+    seq_dim: int,
+    head_dim: int,
+) -> Problem:
+    q = call.input
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise call.type_error(name, f"a {type(x).__name__}", "a tensor")
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            raise call.type_error(name, f"of {x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise call.error(name, f"of shape {list(x.shape)}", "four dims, [B, S, H, D] by default")
+    if not q.dtype.is_floating_point:
+        raise call.type_error("q", f"a tensor of {q.dtype}", "a floating dtype")
+    seq, head = call.dim("seq_dim", seq_dim), call.dim("head_dim", head_dim)
+    if seq == head or 3 in (seq, head):
+        raise call.error(
+            "seq_dim", f"{seq_dim} and head_dim is {head_dim}", "two different dims before the last"
+        )
+    batch = 3 - seq - head
+    shape, heads, key_heads = list(k.shape), q.size(head), k.size(head)
+    if list(v.shape[:3]) != shape[:3]:
+        raise call.error("v", f"of shape {list(v.shape)}", f"{shape[:3]} and a width, as k of shape {shape}")
+    if (k.size(batch), k.size(3)) != (q.size(batch), q.size(3)):
+        raise call.error("k", f"of shape {shape}", f"the batch and width of q, of shape {list(q.shape)}")
+    if heads != key_heads and (key_heads == 0 or heads % key_heads):
+        raise call.error("k", f"of {key_heads} heads", f"a number that divides the {heads} heads of q")
+    _check_held(call, "q", q.size(seq), queries)
+    total = k.size(seq) if keys is None else keys.total
+    if keys is not None:
+        _check_held(call, "k", k.size(seq), keys)
+    if keys is not queries and "packed" in (queries.kind, keys.kind if keys is not None else ""):
+        raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
+    if mask is not None:
+        mask = checked_mask(call, mask, q.size(batch), heads, queries.total, total)
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
+    if attend is not None:
+        own = {"mask": mask, "scale": scale, "dropout_p": dropout_p or None}
+        for name, value in own.items():
+            if value is not None:
+                raise call.error(name, "passed, and attend too", "attend to apply it itself")
+    elif torch.is_autocast_enabled(q.device.type):
+        kind = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(kind), k.to(kind), v.to(kind)
+    return Problem(
+        call,
+        q,
+        k,
+        v,
+        queries,
+        keys,
+        bool(causal),
+        mask,
+        q.size(3) ** -0.5 if scale is None else float(scale),
+        float(dropout_p),
+        attend,
+        (batch, head, seq),
+    )
+
+
+def _check_held(call: Call, name: str, held: int, layout: SequenceLayout) -> None:
+    place = place_of(layout.group)
+    numbers = numbers_of(layout, 0)
+    expected = extent(numbers, place.world, place.rank)
+    if held != expected:
+        whole = ". Is it the whole sequence?" if held == total_of(numbers) else ""
+        raise call.error(
+            name, f"of {held} tokens", f"{expected}, rank {place.rank}'s shard in {layout}{whole}"
+        )
+
+
+def _group_of_state(layout: SequenceLayout, name: str) -> Any:
+    """Return a group of the current parallel state, whose cp group is the layout's."""
+    state = current().state
+    group = None if state is None or state.get_group("cp") is not layout.group else state.get_group(name)
+    if group is None:
+        raise ValueError(
+            f"attention: {layout} is not of the current parallel state; make that current "
+            "(spar.topology.bind), or pass a method"
+        )
+    return group
+
+
+def _ulysses_group(layout: SequenceLayout) -> Any:
+    return _group_of_state(layout, "ulysses")
+
+
+def _ring_group(layout: SequenceLayout) -> Any:
+    return _group_of_state(layout, "ring")

@@ -1,0 +1,84 @@
+"""Which blocks of a rank's queries and of a shard's keys attend to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .._runtime.layouts import Piece
+
+
+class Block(NamedTuple):
+    """Queries and keys that attend to each other: where they are in the local tensors and in the sequence.
+
+    `causal`: both are the same run, and a query attends to the keys up to its own place. Otherwise every
+    query attends to every key.
+    """
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+    causal: bool
+    query_start: int  # in the sequence
+    key_start: int
+
+
+def blocks_of(
+    queries: Sequence[Piece], keys: Sequence[Piece], causal: bool, documents: bool, joined: bool
+) -> list[Block]:
+    """Return the blocks that the mask does not empty.
+
+    Args:
+        queries, keys: the runs that lie one behind the other in the local tensors.
+        causal: whether a query attends to no key behind it. Runs are then equal, or do not overlap.
+        documents: whether a query attends to the keys of its own packed document only.
+        joined: whether blocks may span runs that are apart in the sequence: there is no mask to slice.
+    """
+    found: list[Block] = []
+    query = 0
+    for run in queries:
+        own: list[Block] = []
+        key = 0
+        for other in keys:
+            kept = _pair(run, other, query, key, causal, documents)
+            own += kept
+            key += other.size
+        found += _merged(own, 2) if joined else own
+        query += run.size
+    return _merged(found, 0) if joined else found
+
+
+def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
+    """Return the blocks of one run of queries and one of keys, which begin at `query` and `key`."""
+    if run.size == 0 or other.size == 0 or (documents and run.sequence != other.sequence):
+        return []
+    if not causal or other.start + other.size <= run.start:
+        return [Block(query, run.size, key, other.size, False, run.start, other.start)]
+    if other.start >= run.start + run.size:
+        return []
+    # they overlap: keys before the run, and the run itself
+    before = run.start - other.start
+    blocks = [Block(query, run.size, key + before, run.size, True, run.start, run.start)]
+    if before > 0:
+        blocks.append(Block(query, run.size, key, before, False, run.start, other.start))
+    return blocks
+
+
+def _merged(blocks: list[Block], side: int) -> list[Block]:
+    """Join full blocks that adjoin in the keys (side 2) or queries (side 0) and are equal in the other."""
+    other = 2 - side
+    found: list[Block] = []
+    for block in blocks:
+        for i, last in enumerate(found):
+            if last.causal or block.causal or last[other : other + 2] != block[other : other + 2]:
+                continue
+            if last[side] + last[side + 1] == block[side]:
+                if side == 0:
+                    found[i] = last._replace(queries=last.queries + block.queries)
+                else:
+                    found[i] = last._replace(keys=last.keys + block.keys)
+                break
+        else:
+            found.append(block)
+    return found

@@ -1,0 +1,309 @@
+"""The ways in which ranks share an attention. Inputs and outputs have the caller's order of dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from .._runtime.call import Call
+from .._runtime.layouts import Piece, extent, pieces
+from .._runtime.member import ALONE, Place
+from .._runtime.registry import place_of
+from ..collectives import all_gather
+from ..ops import all_to_all
+from ..sequence_layout import SequenceLayout, numbers_of
+from .blocks import blocks_of
+from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, repeated
+from .masks import causal_mask, joined, sliced
+from .ring import Ring, attend_round
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Problem(NamedTuple):
+    """One checked call. `order`: the batch, head and sequence dims."""
+
+    call: Call
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    queries: SequenceLayout
+    keys: SequenceLayout | None  # None: every rank has the whole
+    causal: bool
+    mask: torch.Tensor | None  # [B, H, S, S], dims of size 1 broadcast
+    scale: float
+    dropout_p: float
+    attend: Attend | None
+    order: tuple[int, int, int]
+
+    @property
+    def heads(self) -> int:
+        return self.q.size(self.order[1])
+
+    @property
+    def packed(self) -> bool:
+        return self.queries.kind == "packed"
+
+
+def _by_heads(problem: Problem, x: torch.Tensor) -> torch.Tensor:
+    """View a tensor as [B, H, S, D]."""
+    return x.permute(*problem.order, 3)
+
+
+def _as_given(problem: Problem, x: torch.Tensor) -> torch.Tensor:
+    """View [B, H, S, D] in the caller's order."""
+    return x.permute(*[problem.order.index(dim) for dim in range(3)], 3)
+
+
+def _documents(problem: Problem) -> list[Piece]:
+    """Return the runs of keys that may attend to each other: the documents, or the whole."""
+    if not problem.packed:
+        total = problem.k.size(problem.order[2]) if problem.keys is None else problem.keys.total
+        return [Piece(0, total, 0)]
+    found, begin = [], 0
+    for i, length in enumerate(problem.queries.numbers[2:]):
+        found.append(Piece(begin, length, i))
+        begin += length
+    return found
+
+
+# ---- ulysses ----
+
+
+def ulysses(problem: Problem) -> torch.Tensor:
+    """Exchange tokens for heads, attend over the whole sequence, and exchange back."""
+    if problem.keys is None:
+        raise problem.call.error("method", '"ulysses" and k and v have no layout', '"gather"')
+    _, head, seq = problem.order
+    group = problem.queries.group
+    plan = heads_of_ranks(problem.heads, problem.k.size(head), problem.call.world)
+    q, k, v = all_to_all(
+        [problem.q, repeated(problem.k, head, plan), repeated(problem.v, head, plan)],
+        group,
+        head,
+        seq,
+        scatter_sizes=[plan.queries, plan.keys, plan.keys],
+        layout=[problem.queries, problem.keys, problem.keys],
+    )
+    out = _whole(problem, q, k, v, plan, problem.call.rank)
+    return all_to_all(out, group, seq, head, gather_sizes=plan.queries, scatter_layout=problem.queries)
+
+
+def _whole(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Heads, rank: int
+) -> torch.Tensor:
+    """Attend over the whole sequence with this rank's heads."""
+    own, begin = plan.queries[rank], sum(plan.queries[:rank])
+    seq = problem.order[2]
+    if own == 0 or q.size(seq) == 0 or k.size(seq) == 0:
+        return _nothing(q, v.size(3))
+    q, k, v = (_by_heads(problem, x) for x in (q, k, v))
+    group = problem.heads // problem.k.size(problem.order[1])
+    k, v = _matched(k, v, key_of_each(plan, group, rank), problem.attend is not None)
+    if problem.attend is not None:
+        return _as_given(problem, _own_kernel(problem, q, k, v))
+    mask = problem.mask
+    if mask is not None and mask.size(1) > 1:
+        mask = mask.narrow(1, begin, own)
+    outs = [
+        _sdpa(
+            problem,
+            q.narrow(2, start, size),
+            k.narrow(2, start, size) if problem.packed else k,
+            v.narrow(2, start, size) if problem.packed else v,
+            mask if mask is None or not problem.packed else sliced(mask, start, size, start, size),
+            problem.causal,
+        )
+        for start, size in _runs(problem, q.size(2))
+    ]
+    return _as_given(problem, outs[0] if len(outs) == 1 else torch.cat(outs, 2))
+
+
+def _runs(problem: Problem, queries: int) -> list[tuple[int, int]]:
+    if not problem.packed:
+        return [(0, queries)]
+    return [(start, size) for start, size, _ in _documents(problem) if size > 0]
+
+
+def _nothing(q: torch.Tensor, width: int) -> torch.Tensor:
+    """Return zeros that depend on q: its gradient, and so the exchange of it, is computed on all ranks."""
+    return q.narrow(-1, 0, 0).sum(-1, keepdim=True).expand(*q.shape[:-1], width)
+
+
+def _matched(
+    k: torch.Tensor, v: torch.Tensor, owners: Sequence[int], equal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeat key heads [B, K, S, D] where query heads do not follow them evenly, or must be `equal`."""
+    if list(owners) == list(range(k.size(1))) or (not equal and is_uniform(list(owners))):
+        return k, v
+    index = torch.tensor(owners, dtype=torch.int64, device=k.device)
+    return k.index_select(1, index), v.index_select(1, index)
+
+
+def _own_kernel(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Call the caller's kernel, which has [B, S, H, D], and check what it returns."""
+    assert problem.attend is not None
+    out: Any = problem.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    expected = [q.size(0), q.size(2), q.size(1), v.size(3)]
+    if not isinstance(out, torch.Tensor) or list(out.shape) != expected:
+        found = f"of shape {list(out.shape)}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
+        raise problem.call.error("the result of attend", found, f"a tensor of shape {expected}")
+    return out.transpose(1, 2)
+
+
+def _sdpa(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    if mask is not None:
+        if causal:
+            mask, causal = joined(mask, causal_mask(q.size(2), k.size(2), 0, q.device)), False
+        mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=problem.dropout_p,
+        is_causal=causal,
+        scale=problem.scale,
+        enable_gqa=q.size(1) != k.size(1),
+    )
+
+
+# ---- gather ----
+
+
+def gathered(problem: Problem) -> torch.Tensor:
+    """Gather K and V on every rank, and attend with this rank's queries."""
+    call, seq = problem.call, problem.order[2]
+    k, v = problem.k, problem.v
+    if problem.keys is not None:
+        k, v = all_gather([k, v], problem.keys.group, seq, layout=problem.keys)
+    if problem.q.numel() == 0 or k.size(seq) == 0:
+        return _nothing(problem.q, v.size(3)) + k.narrow(-1, 0, 0).sum() + v.narrow(-1, 0, 0).sum()
+    q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
+    own = pieces(numbers_of(problem.queries, 0), call.world, call.rank)
+    if (
+        problem.attend is None
+        and problem.dropout_p == 0.0
+        and (problem.causal or problem.packed or problem.mask is not None)
+    ):
+        blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, problem.mask is None)
+        ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale)
+        return _as_given(problem, attend_round(ring, q, k, v, problem.mask))
+    group = problem.heads // k.size(1)
+    if problem.attend is not None:
+        k, v = _matched(k, v, [head // group for head in range(problem.heads)], True)
+    return _as_given(problem, _by_runs(problem, q, k, v, own))
+
+
+def _by_runs(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: Sequence[Piece]
+) -> torch.Tensor:
+    """Attend with each run of queries to the keys that it may attend to."""
+    documents = _documents(problem)
+    if not problem.causal and not problem.packed and problem.mask is None:
+        own = [Piece(0, q.size(2), 0)]
+    outs, at = [], 0
+    for run in own:
+        document = documents[run.sequence]
+        end = run.start + run.size if problem.causal else document.start + document.size
+        keys = document.start, end - document.start
+        part, at = q.narrow(2, at, run.size), at + run.size
+        if run.size == 0:
+            continue
+        of = k.narrow(2, *keys), v.narrow(2, *keys)
+        if problem.attend is not None:
+            outs.append(_own_kernel(problem, part, *of))
+        else:
+            mask = None if problem.mask is None else sliced(problem.mask, run.start, run.size, *keys)
+            if problem.causal:
+                lower = causal_mask(run.size, keys[1], run.start - keys[0], q.device)
+                mask = lower if mask is None else joined(mask, lower)
+            outs.append(_sdpa(problem, part, *of, mask, False))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+
+# ---- ring ----
+
+
+def round_the_ring(problem: Problem) -> torch.Tensor:
+    """Let K and V go round while blocks are computed."""
+    if problem.keys != problem.queries:
+        raise problem.call.error("method", '"ring" and q, k and v have two layouts', '"ulysses" or "gather"')
+    return _ring(problem, problem.queries, problem.call.place, problem.q, problem.k, problem.v, problem.mask)
+
+
+def _ring(
+    problem: Problem,
+    layout: SequenceLayout,
+    place: Place,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    if problem.attend is not None or problem.dropout_p:
+        name = "attend" if problem.attend is not None else "dropout_p"
+        raise problem.call.error(name, "passed", 'none with a ring; pass method="ulysses" or "gather"')
+    _, world, rank = place
+    numbers = numbers_of(layout, 0)
+    own = pieces(numbers, world, rank)
+    steps = [
+        tuple(
+            blocks_of(
+                own,
+                pieces(numbers, world, (rank - step) % world),
+                problem.causal,
+                problem.packed,
+                mask is None,
+            )
+        )
+        for step in range(world)
+    ]
+    sizes = tuple([extent(numbers, world, peer) for peer in range(world)])
+    ring = Ring(place, sizes, tuple(steps), problem.scale)
+    q, k, v = (_by_heads(problem, x) for x in (q, k, v))
+    return _as_given(problem, attend_round(ring, q, k, v, mask))
+
+
+# ---- hybrid ----
+
+
+def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
+    """Exchange tokens for heads in the ulysses group, and let K and V go round the ring group."""
+    if problem.keys != problem.queries:
+        raise problem.call.error("layout", "two hybrid layouts", 'one for q, k and v, or method="ulysses"')
+    _, head, seq = problem.order
+    ring_place, place = place_of(outer), place_of(inner)
+    layout = SequenceLayout.zigzag(problem.queries.total, outer)
+    held = layout.sizes[ring_place.rank]
+    plan = heads_of_ranks(problem.heads, problem.k.size(head), place.world)
+    q, k, v = all_to_all(
+        [problem.q, repeated(problem.k, head, plan), repeated(problem.v, head, plan)],
+        inner,
+        head,
+        seq,
+        held,
+        scatter_sizes=[plan.queries, plan.keys, plan.keys],
+    )
+    own, begin = plan.queries[place.rank], sum(plan.queries[: place.rank])
+    mask = problem.mask
+    if mask is not None and mask.size(1) > 1:
+        mask = mask.narrow(1, begin, own)
+    if own:
+        group = problem.heads // problem.k.size(head)
+        k, v = (_by_heads(problem, x) for x in (k, v))
+        k, v = _matched(k, v, key_of_each(plan, group, place.rank), False)
+        out = _ring(problem, layout, ring_place, q, _as_given(problem, k), _as_given(problem, v), mask)
+    else:  # all ranks of this ring group have no heads
+        out = _nothing(q, v.size(3))
+    return all_to_all(out, inner, seq, head, gather_sizes=plan.queries)

@@ -1,0 +1,150 @@
+"""Attention of a rank's queries to all keys, block by block, as the shards of keys go round the ranks.
+
+Each rank sends its shard of K and V to the next rank and receives the one before, until it has seen all. In
+backward the shards go round again, and with each of them its gradient, which arrives at the shard's owner
+last. A rank holds at most two shards at a time. In a group of one nothing goes round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from .._runtime.channel import Operation
+from .._runtime.exchange import ONE, calls_before, report_failure, run
+from .._runtime.layouts import by_sizes, pair, rotated
+from .._runtime.member import Place
+from .._runtime.registry import by_handle
+from .blocks import Block
+from .kernels import Merged, accumulated, kernel_for, without_dead
+from .masks import added, causal_mask, joined, sliced
+
+
+class Ring(NamedTuple):
+    """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale."""
+
+    place: Place
+    sizes: tuple[int, ...]
+    steps: tuple[tuple[Block, ...], ...]
+    scale: float
+
+
+def _sent_on(
+    tensors: Sequence[torch.Tensor], ring: Ring, step: int, name: str, gradient: str
+) -> Sequence[torch.Tensor]:
+    """Send what this rank holds in a step to the next rank, [B, K, T, D]; return what the one before held."""
+    world = ring.place.world
+    held = [ring.sizes[(rank - step) % world] for rank in range(world)]
+    args = tuple([pair(by_sizes(2, held), rotated(2, held, 1))] * len(tensors))
+    return run(tensors, ring.place, Operation(name, args, *ONE, gradient))
+
+
+def _part(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
+    return x.narrow(2, begin, size)
+
+
+def _forward(
+    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, gradient: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    merged, kernel = Merged(q, v.size(3)), kernel_for(q, v, mask)
+    for step, blocks in enumerate(ring.steps):
+        for block in blocks:
+            causal, bias = _masked(mask, block, q.dtype)
+            keys = block.key, block.keys
+            part = _part(q, block.query, block.queries)
+            found = kernel.forward(part, _part(k, *keys), _part(v, *keys), causal, bias, ring.scale)
+            merged.add(block.query, *without_dead(*found, bias))
+        if step + 1 < len(ring.steps):
+            k, v = _sent_on((k, v), ring, step, "attention", gradient)
+    return _after(merged.out.to(q.dtype), ring, k, v), merged.lse
+
+
+def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor:
+    """Return x; keep the last exchange in a graph, though this rank needs no key of it: its peers do."""
+    if ring.steps[-1] or not torch.compiler.is_compiling():
+        return x
+    return cast(torch.Tensor, torch.ops.spar.after(x, received))
+
+
+def _masked(mask: torch.Tensor | None, block: Block, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
+    """Return whether a kernel is to be causal, and what is added to the scores of a block."""
+    if mask is None:
+        return block.causal, None
+    mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
+    if block.causal:  # a query may have no key left only by both together: `without_dead` must see it
+        mask = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device))
+    return False, added(mask, dtype)
+
+
+def _backward(
+    ring: Ring,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kernel, kind = kernel_for(q, v, mask), accumulated(q.dtype)
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # its keys are all masked: their weights become 0
+    dq = torch.zeros_like(q, dtype=kind)
+    dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
+    for step, blocks in enumerate(ring.steps):
+        for block in blocks:
+            queries, keys = (block.query, block.queries), (block.key, block.keys)
+            of = [_part(x, *queries) for x in (grad, q, out, lse)]
+            causal, bias = _masked(mask, block, q.dtype)
+            parts = kernel.backward(
+                of[0], of[1], _part(k, *keys), _part(v, *keys), of[2], of[3], causal, bias, ring.scale
+            )
+            for whole, at, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
+                _part(whole, *at).add_(part)
+        if ring.place.world > 1:
+            if step + 1 < len(ring.steps):
+                k, v = _sent_on((k, v), ring, step, "backward of attention", "")
+            dk, dv = _sent_on((dk, dv), ring, step, "backward of attention", "")
+    return _after(dq.to(q.dtype), ring, k, v), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class SparAttention(torch.autograd.Function):
+    """The gradient is computed from the output and the log-sum-exp; it cannot be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        compiling = torch.compiler.is_compiling()
+        group = None if compiling or ring.place.world == 1 else by_handle(ring.place.handle).group
+        ctx.call = ring, group  # keeps the group alive until backward
+        out, lse = _forward(ring, q, k, v, mask, "sent round" if ring.place.world > 1 else "")
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ring, _ = ctx.call
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "attention: blocks that are merged cannot be differentiated twice (create_graph=True); pass "
+                'method="ulysses" and a kernel that can be, as attend'
+            )
+        q, k, v, out, lse, mask = ctx.saved_tensors
+        (before,) = calls_before((ring.place,)) if ring.place.world > 1 else (0,)
+        try:
+            return None, *_backward(ring, grad, q, k, v, out, lse, mask), None
+        except BaseException as error:
+            end = before + 2 * ring.place.world - 1
+            report_failure([(ring.place, end)], "backward of attention", grad.device.type, error)
+            raise
+
+
+def attend_round(
+    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D]."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask))  # type: ignore[no-untyped-call]
+    return _forward(ring, q, k, v, mask, "")[0]

@@ -1,0 +1,231 @@
+"""Wrong arguments and failures of spar.attention, and data parallel training around it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import TRANSPORTS, Ranks
+from helpers.whole_attention import whole_attention
+from test_faults import finish, start
+from torch import Tensor, nn
+
+import spar
+from spar import SequenceLayout
+
+Group = dist.ProcessGroup
+WORLD, TOTAL = 3, 12
+
+
+@pytest.fixture
+def ranks(pool: Ranks) -> Ranks:
+    pool.transport = TRANSPORTS[0]
+    return pool
+
+
+def z(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(shape, **options)
+
+
+def call(
+    group: Group, q: Any = None, k: Any = None, v: Any = None, layout: Any = None, **options: Any
+) -> Tensor:
+    layout = SequenceLayout.even(TOTAL, group) if layout is None else layout
+    q, k, v = (z(2, 4, 6, 8) if x is None else x for x in (q, k, v))
+    return spar.attention(q, k, v, layout, **options)
+
+
+Case = tuple[dict[str, Any], type[Exception], str]
+CASES: dict[str, Case] = {
+    "no tensor": ({"k": [1]}, TypeError, "k is a list; expected a tensor"),
+    "dtype": (
+        {"v": z(2, 4, 6, 8, dtype=torch.float64)},
+        TypeError,
+        "v is of torch.float64 on cpu; expected torch.float32",
+    ),
+    "three dims": ({"q": z(4, 6, 8)}, ValueError, "q is of shape [4, 6, 8]; expected four dims"),
+    "heads": (
+        {"k": z(2, 4, 4, 8), "v": z(2, 4, 4, 8)},
+        ValueError,
+        "k is of 4 heads; expected a number that divides the 6 heads of q",
+    ),
+    "heads of v": (
+        {"k": z(2, 4, 3, 8)},
+        ValueError,
+        "v is of shape [2, 4, 6, 8]; expected [2, 4, 3] and a width",
+    ),
+    "width": (
+        {"k": z(2, 4, 6, 4), "v": z(2, 4, 6, 4)},
+        ValueError,
+        "k is of shape [2, 4, 6, 4]; expected the batch and width of q",
+    ),
+    "whole sequence": (
+        {"q": z(2, 12, 6, 8)},
+        ValueError,
+        "q is of 12 tokens; expected 4, rank 2's shard in SequenceLayout.even(12, 3 ranks). Is it the whole",
+    ),
+    "equal dims": (
+        {"seq_dim": 2},
+        ValueError,
+        "seq_dim is 2 and head_dim is 2; expected two different dims before the last",
+    ),
+    "local mask": (
+        {"mask": z(2, 1, 4, 4)},
+        ValueError,
+        "mask is of shape [2, 1, 4, 4]; expected [.., 12, 12] over the whole sequence, or a key mask [2, 12]",
+    ),
+    "mask of ints": (
+        {"mask": z(2, 12, dtype=torch.int64)},
+        TypeError,
+        "mask is a tensor of torch.int64; expected a bool or floating dtype",
+    ),
+    "no mask": ({"mask": 1}, TypeError, "mask is 1; expected a tensor [.., 12, 12]"),
+    "method": (
+        {"method": "flash"},
+        ValueError,
+        'method is \'flash\'; expected "ulysses", "gather", "ring" or None',
+    ),
+    "dropout": ({"dropout_p": 1.5}, ValueError, "dropout_p is 1.5; expected at least 0 and below 1"),
+    "dropout in a ring": (
+        {"dropout_p": 0.5, "method": "ring"},
+        ValueError,
+        "dropout_p is passed; expected none with a ring",
+    ),
+    "own kernel in a ring": (
+        {"attend": whole_attention, "method": "ring"},
+        ValueError,
+        "attend is passed; expected none with a ring",
+    ),
+    "own kernel and scale": (
+        {"attend": whole_attention, "scale": 2.0},
+        ValueError,
+        "scale is passed, and attend too",
+    ),
+    "own kernel's shape": (
+        {"attend": lambda q, k, v: q[:1]},
+        ValueError,
+        "the result of attend is of shape [1, 12, 2, 8]; expected a tensor of shape [2, 12, 2, 8]",
+    ),
+    "own kernel raises": ({"attend": lambda q, k, v: 1 / 0}, ZeroDivisionError, "division by zero"),
+}
+
+
+def check_error(rank: int, world: int, group: Group, name: str) -> None:
+    """The last rank passes the wrong argument."""
+    options, kind, text = CASES[name]
+    last = rank == world - 1
+    right: dict[str, Any] = {"method": "ring"} if options.get("method") == "ring" else {}
+    if "attend" in options and not right:
+        right = {"attend": whole_attention}
+    with pytest.raises(kind if last else spar.MismatchError) as caught:
+        call(group, **(options if last else right))
+    assert text in str(caught.value), caught.value
+    assert spar.all_gather(torch.tensor([rank]), group).tolist() == [0, 1, 2], "the group is usable"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error_is_reported_to_the_peers(ranks: Ranks, name: str) -> None:
+    ranks(WORLD, check_error, name)
+
+
+def check_local_errors(rank: int, world: int, group: Group) -> None:
+    """Errors that depend on nothing of one rank alone."""
+    even, packed = SequenceLayout.even(TOTAL, group), SequenceLayout.packed([TOTAL], group)
+    same = z(TOTAL, 4, 6, 8)
+    for options, text in (
+        ({"layout": 12}, "attention: layout is 12; expected a SequenceLayout, or those of q and of k and v"),
+        ({"layout": (even, packed)}, "expected one packed layout for q, k and v"),
+        ({"layout": (even, SequenceLayout.zigzag(TOTAL, group)), "method": "ring"}, "two layouts"),
+        ({"q": same, "k": same, "v": same, "mask": z(12, 12)}, "it may be a key mask or [12, 12]"),
+        (
+            {"layout": (even, None), "k": z(2, 5, 6, 8), "v": z(2, 5, 6, 8), "method": "ulysses"},
+            "have no layout",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(group, **options)  # type: ignore[arg-type]
+        assert text in str(caught.value), caught.value
+
+
+def test_errors_of_all_ranks(ranks: Ranks) -> None:
+    ranks(WORLD, check_local_errors)
+
+
+def die_in_the_ring(rank: int, folder: Path) -> None:
+    group = dist.group.WORLD
+    layout = SequenceLayout.even(TOTAL, group)
+    q = z(2, 4, 6, 8, requires_grad=True)
+    y = spar.attention(q, z(2, 4, 6, 8), z(2, 4, 6, 8), layout, method="ring")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((spar.PeerLostError, spar.GroupBrokenError), match=r"rank 1|broken"):
+        y.sum().backward()  # type: ignore[no-untyped-call]
+    os._exit(0)
+
+
+def test_rank_that_dies_before_its_backward(tmp_path: Path) -> None:
+    assert finish(start(die_in_the_ring, WORLD, tmp_path), 60) == [0, -signal.SIGKILL, 0]
+
+
+# ---- data parallel wrappers ----
+
+
+class Model(nn.Module):
+    """Two layers of causal attention over an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 48) for _ in range(2))
+
+    def forward(self, tokens: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(2, (8, 6)).split([4, 2, 2], 2)
+            x = x + attend(q, k, v, causal=True).flatten(2)
+        return F.cross_entropy(x[..., :11].flatten(0, 1), tokens.flatten(), reduction="sum")
+
+
+def check_wrapped(rank: int, folder: Path, method: str) -> None:
+    """dp x cp, 2 x 2: parameter gradients are averaged over all four ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    flat = init_device_mesh("cpu", (4,))
+    torch.set_default_dtype(torch.float64)
+    batch = torch.randint(11, (2, 2, 13), generator=torch.Generator().manual_seed(1))
+    alone = Model()
+    sum(alone(tokens, whole_attention) for tokens in batch).backward()
+    layout = SequenceLayout.zigzag(13, mesh["cp"].get_group())
+    tokens = batch[mesh["dp"].get_local_rank()][:, layout.index()]
+    for wrap in ("ddp", "fsdp2", "fsdp2 by layer"):
+        model: Any = Model()
+        if wrap == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        else:
+            for layer in model.layers if wrap == "fsdp2 by layer" else ():
+                fully_shard(layer, mesh=flat)
+            fully_shard(model, mesh=flat)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+            return spar.attention(q, k, v, layout, causal=causal, method=method)
+
+        (model(tokens, attend) * 4).backward()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            grad = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+            assert torch.allclose(grad, other.grad, atol=1e-10), (wrap, method)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("method", ["ulysses", "gather", "ring"])
+def test_wrappers_of_data_parallel_training(tmp_path: Path, method: str) -> None:
+    assert finish(start(check_wrapped, 4, tmp_path, method, set_up=False), 150) == [0] * 4
