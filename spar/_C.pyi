@@ -61,8 +61,9 @@ class Comm:
         text: str,
         number: int,
         deadline: float,
+        targets: tuple[int, ...] | None = None,
         /,
-    ) -> tuple[object, ...]: ...
+    ) -> tuple[object | None, ...]: ...
     def run(
         self,
         op: str,

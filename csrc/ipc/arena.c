@@ -329,6 +329,21 @@ spar_status spar_arena_take(int64_t bytes, spar_memory **result)
     return status;
 }
 
+spar_memory *spar_memory_at(const void *address, int64_t bytes)
+{
+    int64_t offset = (int64_t)((uintptr_t)address - (uintptr_t)arena.base);
+    if (bytes < 1 || !spar_arena_has(address))
+        return NULL;
+    pthread_mutex_lock(&arena.lock);
+    spar_memory *block = arena.first;
+    while (block && block->offset + block->size <= offset)
+        block = block->after;
+    int whole =
+        block && block->state == USED && !block->group && bytes <= block->offset + block->size - offset;
+    pthread_mutex_unlock(&arena.lock);
+    return whole ? block : NULL;
+}
+
 int64_t spar_memory_offset(const spar_memory *block)
 {
     return block->offset;

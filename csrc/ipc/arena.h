@@ -40,6 +40,10 @@ char *spar_arena_base(void);
 /* Allocates a block of at least `bytes` and faults its pages in; SPAR_NO_MEMORY over the cap. */
 spar_status spar_arena_take(int64_t bytes, spar_memory **block);
 
+/* The block in use that holds `bytes` at `address`, of which no slow peer of an earlier call may still write
+ * any; NULL: none. The caller keeps it from being freed. */
+spar_memory *spar_memory_at(const void *address, int64_t bytes);
+
 /* Its offset in the arena, and its address. */
 int64_t spar_memory_offset(const spar_memory *block);
 void *spar_memory_address(const spar_memory *block);

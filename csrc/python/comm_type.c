@@ -176,22 +176,23 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(op, tensors, inputs, scale_type, divide, factor, text, number, deadline)\n"
+    "exchange(op, tensors, inputs, scale_type, divide, factor, text, number, deadline, targets=None)\n"
     "    -> a tuple of DLPack capsules, the outputs\n\n"
     "op: a name for messages. tensors: a tuple of (item size, extents, strides, args), all of one dtype.\n"
     "inputs: their addresses. number: of the call, by the group's own count. deadline: in seconds of\n"
-    "time.monotonic.\n"
+    "time.monotonic. targets: addresses of contiguous memory for each output. None is returned for those\n"
+    "that lie in the arena; copy the others from their capsules.\n"
     "scale_type 0: the outputs are of unsigned integers, unscaled.");
 
-/* Capsules of all outputs; they own the blocks, also on failure. */
+/* Capsules of all outputs, None for those without a block; they own the blocks, also on failure. */
 static PyObject *output_capsules(const spar_plan *plan, spar_memory **blocks, int dtype)
 {
     PyObject *capsules = PyTuple_New(plan->ntensors);
     for (int t = 0; t < plan->ntensors; t++) {
         PyObject *capsule = capsules ? spar_output_capsule(blocks[t], &plan->tensors[t], dtype) : NULL;
-        if (!capsules)
+        if (!capsules && blocks[t])
             spar_memory_free(blocks[t]);
-        else if (!capsule || PyTuple_SetItem(capsules, t, capsule) < 0)
+        else if (capsules && (!capsule || PyTuple_SetItem(capsules, t, capsule) < 0))
             Py_CLEAR(capsules);
     }
     return capsules;
@@ -201,20 +202,21 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
     const char *op, *text;
-    PyObject *tensors, *addresses, *result = NULL;
+    PyObject *tensors, *addresses, *wanted = Py_None, *result = NULL;
     int dtype, divide;
     double factor, deadline_s;
     long long number;
     spar_py_request asked;
-    if (!comm || !PyArg_ParseTuple(args, "sOOipdsLd", &op, &tensors, &addresses, &dtype, &divide, &factor,
-                                   &text, &number, &deadline_s))
+    if (!comm || !PyArg_ParseTuple(args, "sOOipdsLd|O", &op, &tensors, &addresses, &dtype, &divide, &factor,
+                                   &text, &number, &deadline_s, &wanted))
         return NULL;
-    void *inputs[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
+    void *inputs[SPAR_GROUP_TENSORS], *targets[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
     spar_memory *blocks[SPAR_GROUP_TENSORS] = {NULL};
     spar_plan *plan = NULL;
     spar_call call = {.inputs = (const void *const *)inputs,
                       .outputs = outputs,
                       .blocks = blocks,
+                      .targets = wanted != Py_None ? targets : NULL,
                       .device = &spar_device_cpu,
                       .text = text,
                       .number = number,
@@ -223,6 +225,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .op = op};
     if (spar_read_request(tensors, comm->world, comm->rank, 0, &asked) < 0 ||
         spar_read_addresses(addresses, inputs, asked.request.ntensors, "inputs") < 0 ||
+        (wanted != Py_None && spar_read_addresses(wanted, targets, asked.request.ntensors, "targets") < 0) ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0) {
         report_exception(comm, &call);
         goto done;

@@ -44,6 +44,8 @@ static void free_capsule(PyObject *capsule)
 
 PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype)
 {
+    if (!block)
+        return Py_NewRef(Py_None);
     size_t extents = (size_t)tensor->ndim * sizeof(int64_t);
     dl_managed *managed = malloc(sizeof *managed + extents);
     if (!managed) {

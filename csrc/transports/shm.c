@@ -84,6 +84,14 @@ static spar_status push(const spar_comm *comm, const spar_call *call, const all_
     return spar_push(call->plan, call->device, call->inputs, all->rows, &call->scale, call->stream);
 }
 
+/* The block of an output that the caller wants in memory of its own, if that lies in the arena; else NULL. */
+static spar_memory *target_block(const spar_call *call, int t)
+{
+    if (call->targets)
+        call->outputs[t] = call->targets[t];
+    return call->targets ? spar_memory_at(call->targets[t], call->plan->tensors[t].out_bytes) : NULL;
+}
+
 /* All steps that can fail on this rank alone. */
 static spar_status prepare(const spar_call *call, spar_call_header *header)
 {
@@ -93,19 +101,33 @@ static spar_status prepare(const spar_call *call, spar_call_header *header)
         return spar_fail(SPAR_INVALID, "%d tensors; expected at most %d", call->plan->ntensors,
                          SPAR_GROUP_TENSORS);
     for (int t = 0; t < call->plan->ntensors; t++) {
-        SPAR_TRY(spar_arena_take(call->plan->tensors[t].out_bytes, &call->blocks[t]));
-        call->outputs[t] = spar_memory_address(call->blocks[t]);
-        header->offsets[t] = spar_memory_offset(call->blocks[t]);
+        if (!target_block(call, t)) {
+            SPAR_TRY(spar_arena_take(call->plan->tensors[t].out_bytes, &call->blocks[t]));
+            call->outputs[t] = spar_memory_address(call->blocks[t]);
+        }
+        header->offsets[t] = (char *)call->outputs[t] - spar_arena_base();
     }
     header->signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number;
     return SPAR_OK;
 }
 
+/* Once the caller frees it, it is not reused while a slow peer may still push into it. */
+static void guard_target(spar_group *group, spar_memory *block, uint32_t n)
+{
+    if (!block || spar_group_quarantine.settled(group, n))
+        return;
+    spar_group_hold(group);
+    spar_memory_publish(block, &spar_group_quarantine, group, n);
+}
+
 static void drop_blocks(spar_group *group, const spar_call *call, int published, uint32_t n)
 {
     for (int t = 0; call->plan && t < call->plan->ntensors; t++) {
-        if (!call->blocks[t])
+        if (!call->blocks[t]) {
+            if (published)
+                guard_target(group, target_block(call, t), n);
             continue;
+        }
         if (published) { /* a slow peer may still push into it */
             spar_group_hold(group);
             spar_memory_publish(call->blocks[t], &spar_group_quarantine, group, n);

@@ -42,6 +42,9 @@ typedef struct {
      * for them takes it in run, and gives it in `blocks` [plan->ntensors]; the caller frees them. */
     void **outputs;
     spar_memory **blocks;
+    /* [plan->ntensors], or NULL: the caller's own memory for each output. An output that the transport can
+     * write there has no block; the caller copies the others. */
+    void *const *targets;
     const spar_device *device; /* whose memory they lie in */
     spar_scale scale;
     const char *text; /* what else must be equal on all ranks: the dtype, the factor, ... */

@@ -60,6 +60,18 @@ static void test_lowest_first(void)
     EXPECT(stats().allocated == 0 && stats().peak >= MIB);
 }
 
+static void test_block_of_an_address(void)
+{
+    spar_memory *a = allocate(1000), *b = allocate(1000);
+    char *at = spar_memory_address(b);
+    EXPECT(spar_memory_at(at, 1000) == b && spar_memory_at(at + 999, 1) == b);
+    EXPECT(spar_memory_at(at - 1, 1) == a && !spar_memory_at(at - 1, 2));
+    EXPECT(!spar_memory_at(at, 0) && !spar_memory_at(at, INT64_MAX) && !spar_memory_at(&a, 1));
+    spar_memory_free(b);
+    EXPECT(!spar_memory_at(at, 1));
+    spar_memory_free(a);
+}
+
 static void test_cap(void)
 {
     spar_memory *all = allocate(255 * MIB), *more = NULL;
@@ -150,6 +162,7 @@ int test_arena(int argc, char **argv)
     (void)argv;
     test_open();
     test_lowest_first();
+    test_block_of_an_address();
     test_cap();
     test_quarantine();
     test_fork();

@@ -208,6 +208,7 @@ class Call(ctypes.Structure):
         ("inputs", POINTER(c_void_p)),
         ("outputs", POINTER(c_void_p)),
         ("blocks", c_void_p),
+        ("targets", c_void_p),
         ("device", c_void_p),
         ("scale", Scale),
         ("text", c_char_p),
