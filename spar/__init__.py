@@ -18,6 +18,8 @@ Over ring x ulysses, by the parallel state: split_forward_gather_backward_with_c
 gather_forward_split_backward_with_cp, packed_data_split_forward_gather_backward_with_cp and
 packed_data_gather_forward_split_backward_with_cp.
 
+Work: an exchange in flight, which `async_op=True` returns.
+
 SequenceLayout: how a sequence lies on the ranks; it shards and gathers in natural order.
 
 attention: over a sequence that is sharded by a layout.
@@ -42,6 +44,7 @@ from . import sharding as sharding
 from . import topology as topology
 from ._attention.attention import attention
 from ._runtime.member import Transport
+from ._runtime.overlap import Work
 from ._version import __version__
 from .collectives import all_gather, reduce_scatter
 from .data import gather_forward_split_backward_and_unpad
@@ -84,6 +87,7 @@ __all__ = [
     "SparError",
     "Transport",
     "TransportError",
+    "Work",
     "__version__",
     "all_gather",
     "all_to_all",

@@ -7,13 +7,15 @@ which is what a reduce_scatter computes: gradients of parameters are then *summe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from ._runtime.call import Call, Sizes, checked_together, entries
 from ._runtime.layouts import Layout, even
-from ._runtime.transpose import transpose
+from ._runtime.outputs import Move, write_to
+from ._runtime.overlap import Work, launch
+from ._runtime.transpose import check_dtype, transpose
 from .sequence_layout import SequenceLayout, checked_numbers
 from .topology.resolve import Group
 
@@ -26,6 +28,8 @@ def all_gather(
     sizes: Sizes | None = None,
     *,
     layout: SequenceLayout | None = None,
+    async_op: Literal[False] = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -37,7 +41,22 @@ def all_gather(
     sizes: Sequence[Sizes | None] | None = None,
     *,
     layout: SequenceLayout | None = None,
+    async_op: Literal[False] = False,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]: ...
+
+
+@overload
+def all_gather(
+    input_: Any,
+    group: Group = None,
+    dim: int = 0,
+    sizes: Any = None,
+    *,
+    layout: SequenceLayout | None = None,
+    async_op: Literal[True],
+    out: Any = None,
+) -> tuple[Any, Work]: ...
 
 
 def all_gather(
@@ -47,7 +66,9 @@ def all_gather(
     sizes: Any = None,
     *,
     layout: SequenceLayout | None = None,
-) -> torch.Tensor | list[torch.Tensor]:
+    async_op: bool = False,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> Any:
     """Concatenate the shards of all ranks on every rank; sum the ranks' gradients of each shard.
 
     y = concat over p of x_p along dim, as in torch.distributed.all_gather_into_tensor. Backward is a
@@ -63,15 +84,21 @@ def all_gather(
             ranks must have the same size. For a list of tensors: a list with one such entry, or None, for
             each.
         layout: how a sequence lies on the ranks, instead of sizes: the output is in natural order.
+        async_op: return while the exchange runs. Until the Work's `wait()` has returned, do not read the
+            output, and do not modify the input.
+        out: a contiguous tensor of the output's shape, of the input's dtype and device, to write the output
+            to; for a list of tensors: a list. No gradient is recorded.
 
     Returns:
-        A new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a list.
+        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a
+        list. With async_op: a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
 
     Raises:
-        ValueError: dim is out of range, or the sizes or the layout do not match the local size.
+        ValueError: dim is out of range, the sizes or the layout do not match the local size, or `out` does
+            not match the output, overlaps `input_`, or is passed where a gradient is recorded.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    return _transpose("all_gather", False, input_, group, dim, sizes, layout)
+    return _transpose("all_gather", False, input_, group, dim, sizes, layout, async_op, out)
 
 
 @overload
@@ -82,6 +109,8 @@ def reduce_scatter(
     sizes: Sizes | None = None,
     *,
     layout: SequenceLayout | None = None,
+    async_op: Literal[False] = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -93,7 +122,22 @@ def reduce_scatter(
     sizes: Sequence[Sizes | None] | None = None,
     *,
     layout: SequenceLayout | None = None,
+    async_op: Literal[False] = False,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]: ...
+
+
+@overload
+def reduce_scatter(
+    input_: Any,
+    group: Group = None,
+    dim: int = 0,
+    sizes: Any = None,
+    *,
+    layout: SequenceLayout | None = None,
+    async_op: Literal[True],
+    out: Any = None,
+) -> tuple[Any, Work]: ...
 
 
 def reduce_scatter(
@@ -103,7 +147,9 @@ def reduce_scatter(
     sizes: Any = None,
     *,
     layout: SequenceLayout | None = None,
-) -> torch.Tensor | list[torch.Tensor]:
+    async_op: bool = False,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> Any:
     """Sum tensors over the ranks, and keep this rank's shard of the sum; gather the gradients.
 
     y on rank r = sum over p of x_p.split(sizes, dim)[r], as in torch.distributed.reduce_scatter_tensor. It
@@ -119,20 +165,32 @@ def reduce_scatter(
         sizes: one size of `dim` for each rank, at least 0, that sum to its size. By default those of
             `cal_split_sizes`. For a list of tensors: a list with one such entry, or None, for each.
         layout: how a sequence lies on the ranks, instead of sizes: the input is in natural order.
+        async_op, out: as for `all_gather`.
 
     Returns:
-        A new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a list.
+        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a
+        list. With async_op: a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
 
     Raises:
-        ValueError: dim is out of range, or the sizes or the layout do not match the size of dim.
+        ValueError: dim is out of range, the sizes or the layout do not match the size of dim, or `out` does
+            not match the output, overlaps `input_`, or is passed where a gradient is recorded.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    return _transpose("reduce_scatter", True, input_, group, dim, sizes, layout)
+    return _transpose("reduce_scatter", True, input_, group, dim, sizes, layout, async_op, out)
 
 
 def _transpose(
-    name: str, sums: bool, input_: Any, group: Group, dim: int, sizes: Any, layout: SequenceLayout | None
-) -> torch.Tensor | list[torch.Tensor]:
+    name: str,
+    sums: bool,
+    input_: Any,
+    group: Group,
+    dim: int,
+    sizes: Any,
+    layout: SequenceLayout | None,
+    async_op: bool,
+    out: Any,
+) -> Any:
+    works: list[Work] = []
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group
 
@@ -147,6 +205,17 @@ def _transpose(
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
         calls[0].one_of(sizes=sizes, layout=layout)
         given = entries(calls[0], "sizes", sizes, at)
-        return transpose(calls, [shards(call, given[i], at[i]) for i, call in enumerate(calls)], sums)
+        shares = [shards(call, given[i], at[i]) for i, call in enumerate(calls)]
+        if async_op:
+            check_dtype(calls[0], sums, torch.is_grad_enabled() and any(c.input.requires_grad for c in calls))
+            move = Move.of_shards(calls[0], shares, sums)
+            outputs, work = launch(calls, at, move, out, async_op)
+            works.append(work)
+            return outputs
+        if out is not None:
+            check_dtype(calls[0], sums, False)
+            return write_to(out, calls, at, Move.of_shards(calls[0], shares, sums))
+        return transpose(calls, shares, sums)
 
-    return cast("torch.Tensor | list[torch.Tensor]", checked_together(name, input_, group, run))
+    result = checked_together(name, input_, group, run)
+    return (result, works[0]) if async_op else result

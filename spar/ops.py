@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -18,6 +18,8 @@ from ._runtime.call import (
 )
 from ._runtime.exchange import ONE
 from ._runtime.layouts import EVEN, WHOLE, Layout, even, packed, pair, zigzag
+from ._runtime.outputs import Move, write_to
+from ._runtime.overlap import Work, launch
 from .sequence_layout import SequenceLayout, checked_numbers
 from .sizes import as_named_int, share, totals_of_share
 from .topology.resolve import Group
@@ -37,6 +39,8 @@ def all_to_all(
     gather_sizes: Sizes | None = None,
     layout: SequenceLayout | None = None,
     scatter_layout: SequenceLayout | None = None,
+    async_op: Literal[False] = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -52,7 +56,24 @@ def all_to_all(
     gather_sizes: Sequence[Sizes | None] | None = None,
     layout: Layouts = None,
     scatter_layout: Layouts = None,
+    async_op: Literal[False] = False,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]: ...
+
+
+@overload
+def all_to_all(
+    input_: Any,
+    process_group: Group,
+    scatter_dim: int = 2,
+    gather_dim: int = 1,
+    gather_size: int | None = None,
+    *,
+    scatter_sizes: Any = None,
+    gather_sizes: Any = None,
+    async_op: Literal[True],
+    out: Any = None,
+) -> tuple[Any, Work]: ...
 
 
 def all_to_all(
@@ -66,7 +87,9 @@ def all_to_all(
     gather_sizes: Sizes | Sequence[Sizes | None] | None = None,
     layout: Layouts = None,
     scatter_layout: Layouts = None,
-) -> torch.Tensor | list[torch.Tensor]:
+    async_op: bool = False,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+) -> Any:
     """Scatter one dim over the group and gather another, as MindSpeed-MM's `all_to_all` does.
 
     On rank r: y = concat over p of x_p.split(sizes, scatter_dim)[r] along gather_dim. `cal_split_sizes` gives
@@ -89,21 +112,26 @@ def all_to_all(
         layout: how the gathered sequence lies on the ranks, instead of sizes: it lands in natural order. For
             a list of tensors: one for all, or a list of layouts, or None, one for each.
         scatter_layout: how the scattered sequence is to lie, likewise: it comes from natural order.
+        async_op: return while the exchange runs. Until the Work's `wait()` has returned, do not read the
+            output, and do not modify the input.
+        out: a contiguous tensor of the output's shape, of the input's dtype and device, to write the output
+            to; for a list of tensors: a list. No gradient is recorded.
 
     Returns:
-        A new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a list.
+        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a
+        list. With async_op: a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
 
     Raises:
-        ValueError: the dims are equal or out of range, or the sizes do not match the input.
+        ValueError: the dims are equal or out of range, the sizes do not match the input, or `out` does not
+            match the output, overlaps `input_`, or is passed where a gradient is recorded.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)
-    if isinstance(input_, (list, tuple)):
+    if out is not None or async_op or isinstance(input_, (list, tuple)):
         dims = scatter_dim, gather_dim, gather_size
-        return _all_to_all_together(
-            input_, process_group, dims, scatter_sizes, gather_sizes, layout, scatter_layout
-        )
+        sizes = scatter_sizes, gather_sizes, layout, scatter_layout
+        return _all_to_all_together(input_, process_group, dims, *sizes, async_op, out)
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
         return call.apply(
@@ -135,14 +163,18 @@ Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
 
 
 def _all_to_all_together(
-    inputs: Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
     group: Group,
     dims: Dims,
     scatter_sizes: Any,
     gather_sizes: Any,
     layout: Any,
     scatter_layout: Any,
-) -> list[torch.Tensor]:
+    async_op: bool,
+    out: Any,
+) -> Any:
+    works: list[Work] = []
+
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
         first, count = calls[0], len(calls)
         each = zip(
@@ -153,9 +185,19 @@ def _all_to_all_together(
             strict=True,
         )
         args = tuple([pair(*_transposed(calls[i], dims, *given, at[i])) for i, given in enumerate(each)])
-        return inputs if first.world == 1 else apply_steps(calls, ((first.place, args),), ONE)
+        place = first.place
+        if async_op:
+            outputs, work = launch(calls, at, Move.of(first, args), out, async_op)
+            works.append(work)
+            return outputs
+        if out is not None:
+            return write_to(out, calls, at, Move.of(first, args))
+        if place.world == 1:
+            return [call.input for call in calls]
+        return apply_steps(calls, ((place, args),), ONE)
 
-    return cast(list[torch.Tensor], checked_together("all_to_all", inputs, group, run))
+    result = checked_together("all_to_all", inputs, group, run)
+    return (result, works[0]) if async_op else result
 
 
 def _repeated(layout: Any, count: int) -> Any:

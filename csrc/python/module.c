@@ -265,6 +265,23 @@ static PyObject *module_arena_trim(PyObject *Py_UNUSED(module), PyObject *Py_UNU
     return PyLong_FromLongLong((long long)returned);
 }
 
+static PyObject *module_arena_take(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    long long bytes;
+    spar_memory *block = NULL;
+    spar_status status;
+    if (!PyArg_ParseTuple(args, "L", &bytes))
+        return NULL;
+    if (bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "%lld bytes", bytes);
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_arena_take(bytes, &block);
+    Py_END_ALLOW_THREADS;
+    if (status != SPAR_OK)
+        return spar_raise(status);
+    return spar_output_capsule(block, &(spar_plan_tensor){.item_size = 1, .ndim = 1, .out = {bytes}}, 0);
+}
+
 static PyObject *module_in_arena(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long address;
@@ -297,6 +314,8 @@ static PyMethodDef methods[] = {
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
+    {"arena_take", module_arena_take, METH_VARARGS,
+     "arena_take(bytes) -> DLPack capsule of that many bytes of the arena, for an exchange's targets"},
     {"in_arena", module_in_arena, METH_VARARGS, "in_arena(address) -> whether it lies in the arena"},
     {"device_stats", module_device_stats, METH_NOARGS,
      "(cap, allocated) of the open groups' staging memory, and what plans' tables take on GPUs; in bytes"},

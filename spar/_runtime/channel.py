@@ -37,6 +37,7 @@ class Channel(Protocol):
     Attributes:
         name: the transport's name.
         core: its communicator in the C core, if it has one.
+        enqueues: whether a call only gives work to the device's current stream.
     """
 
     @property
@@ -45,17 +46,30 @@ class Channel(Protocol):
     @property
     def core(self) -> _C.Comm | None: ...
 
+    @property
+    def enqueues(self) -> bool: ...
+
     def watch(self, member: Member) -> None:
         """Start what must run once the set-up is over."""
 
     def exchange(
-        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+        self,
+        member: Member,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        outs: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """Run one exchange; return new contiguous outputs, in whatever memory the transport uses.
+
+        outs: contiguous tensors to write the outputs to instead; they are returned.
 
         The inputs have one dtype and device. CPU outputs are complete on return; those on a GPU when the
         current stream reaches this point.
         """
+
+    def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Return an output of an exchange that has not begun, where peers can write to it if possible."""
 
     def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
         """Take part in the peers' next exchange with a failure, without waiting for them."""

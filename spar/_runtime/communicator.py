@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from ..errors import SparError, TransportError
 from . import inherited, pg_wait, rendezvous
 from .agreement import announce_failure, failure_text, is_out_of_memory, mark_reported
 from .channel import Channel, Operation
+from .lane import Job, Lane
 from .member import LOCAL, OVER, SHARED, Member, Transport
 
 
@@ -27,6 +28,8 @@ class Communicator(Member):
         self.channels: dict[str, Channel] = {}  # by device type
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose call it is
+        self.lane: Lane | None = None  # while calls are in flight
+        self._own_lane: Lane | None = None
 
     def transport(self, device: str) -> Transport:
         """The transport for a device type, as far as it is known; never communicates."""
@@ -50,12 +53,24 @@ class Communicator(Member):
         channel.watch(self)
         self.progress = LOCAL
 
-    def exchange(self, operation: Operation, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange tensors of one dtype and device; the outputs are new, contiguous, and this rank's own."""
+    def exchange(
+        self,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        outs: list[torch.Tensor] | None = None,
+        queued: bool = False,
+    ) -> list[torch.Tensor]:
+        """Exchange tensors of one dtype and device; the outputs are new, contiguous, and this rank's own.
+
+        outs: write them to these contiguous tensors instead.
+        queued: it is the turn of a call in flight; others wait until none is before them.
+        """
         deadline = self.deadline()
         thread = self._enter(operation.op)
         before = None
         try:
+            if (lane := self.lane) is not None and not queued:
+                lane.drain()
             with self._lock:  # Python runs signal handlers after it, once its release is sure
                 before = self.calls
                 try:
@@ -63,7 +78,7 @@ class Communicator(Member):
                     self.progress = LOCAL
                     if self.broken is not None:
                         raise self.broken_error(operation.op)
-                    return self._exchange(operation, inputs, deadline)
+                    return self._exchange(operation, inputs, deadline, outs)
                 except BaseException as error:
                     self._account(operation.op, inputs[0].device.type, error, deadline, before)
                     raise
@@ -77,8 +92,37 @@ class Communicator(Member):
             if self.closing:
                 self._close_when_idle()
 
+    def start(self, op: str, device: torch.device, action: Callable[[], None]) -> Job:
+        """Run an action that makes one queued exchange, in its turn, on the group's own thread.
+
+        The group is set up for the device.
+        """
+        self._enter(op)
+        if self.broken is not None:
+            raise self.broken_error(op)
+        if self._own_lane is None:
+            self._own_lane = Lane()
+        return self._own_lane.add(self, op, action)
+
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a call of the group: in a signal handler, say."""
+        return self._owner == threading.get_ident()
+
+    def channel(self, op: str, device: torch.device) -> Channel:
+        """Return the channel for a device; set it up with all ranks if there is none."""
+        if device.type not in self.channels:
+            with self.turn(op, device.type):
+                self.set_up(op, device, self.deadline())
+                if self.broken is not None:  # closed meanwhile
+                    raise self.broken_error(op)
+        return self.channels[device.type]
+
     def _exchange(
-        self, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+        self,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        outs: list[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
         for x in inputs:
             if x.is_conj() or x.is_neg():
@@ -93,14 +137,17 @@ class Communicator(Member):
             if self.broken is not None:  # closed meanwhile
                 raise self.broken_error(operation.op)
         self.calls += 1
-        return channel.exchange(self, operation, inputs, deadline)
+        return channel.exchange(self, operation, inputs, deadline, outs)
 
     # ---- what ends a call early ----
 
-    def fail(self, op: str, device: str | None, error: BaseException, why: str = "") -> None:
+    def fail(
+        self, op: str, device: str | None, error: BaseException, why: str = "", queued: bool = False
+    ) -> None:
         """Report that this rank fails before its next call on the group, which counts as that call.
 
-        It does not wait for the peers, unless an earlier failure has not reached them yet.
+        It does not wait for the peers, unless an earlier failure has not reached them yet. Behind calls in
+        flight the report is queued.
 
         Args:
             op: the operation's name.
@@ -108,7 +155,13 @@ class Communicator(Member):
             error: what this rank raises.
             why: what the peers read instead of the error's text.
         """
-        with contextlib.suppress(SparError), self.turn(op):
+        lane = self.lane if self.process == inherited.process else None
+        if lane is not None and not queued:
+            mark_reported(error)
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                lane.add(self, op, lambda: self.fail(op, device, error, why, queued=True))
+            return
+        with contextlib.suppress(SparError), self.turn(op, queued=queued):
             self._account(op, device, error, self.deadline(), self.calls, why)
 
     def _account(
@@ -210,11 +263,13 @@ class Communicator(Member):
         return thread
 
     @contextlib.contextmanager
-    def turn(self, op: str, device: str | None = None) -> Iterator[None]:
+    def turn(self, op: str, device: str | None = None, queued: bool = False) -> Iterator[None]:
         """Around what is no exchange, but has a place in the group's order: its calls run one at a time."""
         thread = self._enter(op)
         before = None
         try:
+            if (lane := self.lane) is not None and not queued:
+                lane.drain()
             with self._lock:
                 before = self.calls
                 try:

@@ -25,7 +25,7 @@ from .registry import by_handle, calls_on, lends
 
 Scale = tuple[float, bool]  # the factor, and whether it divides
 ONE: Scale = (1.0, False)
-UNRECORDED, RECORDED = "", "recorded"
+UNRECORDED, RECORDED, SUMMED, GATHERED = "", "recorded", "summed", "gathered"  # what backward will do
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
 ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -131,7 +131,7 @@ _library.impl("exchange", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("spar::exchange", _fake_exchange, lib=_library)
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
+def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = _profiled) -> bool:
     """Whether a tracer, a mode or the profiler must see an exchange as a dispatched op.
 
     Otherwise it is called directly: the dispatcher costs as much as a small exchange.
@@ -141,7 +141,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
         or type(tensor) not in _PLAIN
         or _dispatch_modes() > 0
         or _functorch_transforms()
-        or _profiled()
+        or profiled()
     )
 
 

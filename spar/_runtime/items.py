@@ -21,6 +21,14 @@ def apply_scale(output: torch.Tensor, factor: float, divide: bool) -> None:
         output.div_(factor) if divide else output.mul_(factor)
 
 
+def copy_items(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy contiguous items of one size, whatever their dtypes mean."""
+    if target.dtype != source.dtype or target.dtype not in SCALE_TYPES:
+        item = ITEMS[target.dtype.itemsize]
+        target, source = target.view(item), source.view(item)
+    target.copy_(source)
+
+
 def described(
     inputs: Sequence[torch.Tensor], args: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[_C.Tensor, ...], tuple[int, ...]]:

@@ -69,9 +69,12 @@ def by_handle(handle: int) -> Communicator:
 
 
 def calls_on(handle: int) -> int:
-    """Return how many calls this rank has made on a handle's group."""
+    """Return how many calls this rank has made on a handle's group, those in flight included."""
     found = _by_handle.get(handle)
-    return 0 if found is None else found.calls
+    if found is None:
+        return 0
+    lane = found.lane
+    return found.calls if lane is None else lane.count()
 
 
 def lends(handle: int) -> bool:

@@ -12,7 +12,18 @@ from typing import Any, cast
 import torch
 
 from .call import Call
-from .exchange import ARITHMETIC, ONE, UNRECORDED, Tensors, calls_before, is_traced, report_failure, run_steps
+from .exchange import (
+    ARITHMETIC,
+    GATHERED,
+    ONE,
+    SUMMED,
+    UNRECORDED,
+    Tensors,
+    calls_before,
+    is_traced,
+    report_failure,
+    run_steps,
+)
 from .layouts import WHOLE, Layout, even, moved, pair
 from .member import Place
 from .registry import by_handle
@@ -24,7 +35,7 @@ Transposed = tuple[str, Place, tuple[Layout, ...], bool]  # name, place, each te
 def _run(call: Transposed, inputs: Tensors, records: bool) -> Tensors:
     name, place, shards, sums = call
     # or it would match a gather or exchange whose backward differs
-    gradient = ("gathered" if sums else "summed") if records else UNRECORDED
+    gradient = (GATHERED if sums else SUMMED) if records else UNRECORDED
     if not sums:
         return run_steps(inputs, name, ((place, tuple([pair(s, WHOLE) for s in shards])),), ONE, gradient)
     args = tuple([pair(even(0, place.world), moved(s)) for s in shards])
@@ -76,13 +87,19 @@ def recorded(call: Transposed, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     return _apply_plain(call, *inputs)
 
 
+def check_dtype(call: Call, sums: bool, records: bool) -> None:
+    """Raise TypeError if torch cannot add the input's items, and the call or its backward sums them."""
+    dtype = call.input.dtype
+    if (sums or records) and dtype not in ARITHMETIC:
+        what = f"a tensor of {dtype}" + ("" if sums else " whose gradients are to be summed")
+        raise call.type_error("input_", what, "a dtype that torch adds, such as torch.float32")
+
+
 def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Tensors:
     """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient."""
     first, inputs = calls[0], [call.input for call in calls]
     records = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if (sums or records) and first.input.dtype not in ARITHMETIC:
-        what = f"a tensor of {first.input.dtype}" + ("" if sums else " whose gradients are to be summed")
-        raise first.type_error("input_", what, "a dtype that torch adds, such as torch.float32")
+    check_dtype(first, sums, records)
     if first.world == 1:
         return inputs
     call = first.name, first.place, tuple(shards), sums

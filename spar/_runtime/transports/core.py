@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
+
+import torch
 
 from ... import _C
 from ...errors import ExchangeTimeoutError, MismatchError, SparError
@@ -19,9 +22,14 @@ CALLS = dict.fromkeys(_C.transports(), 0)  # by each transport, in this process
 class CoreChannel:
     """A channel over a `_C.Comm`."""
 
+    enqueues = False
+
     def __init__(self, core: _C.Comm) -> None:
         self.core: _C.Comm = core
         self.name = core.transport
+
+    def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
         self.core.fail(op, why, memory, False, deadline)

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,46 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with on_device(device):
         return _capturing()
+
+
+class Beside:
+    """A side stream in which an exchange runs behind what the caller's stream has; a no-op for the CPU."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._device, self._event = device, None
+        if device.type == "cuda":
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(_streams.current_stream(device))
+            for tensor in tensors:  # also if the caller drops them before
+                tensor.record_stream(self._stream)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the side stream the thread's current one, and note its end."""
+        if self._device.type != "cuda":
+            yield
+            return
+        with _streams.stream(self._stream):
+            yield
+            event = _streams.Event()
+            event.record(self._stream)
+            self._event = event
+
+    def join(self) -> None:
+        """Let the current stream wait for the exchange."""
+        if self._event is not None:
+            _streams.current_stream(self._device).wait_event(self._event)
+
+    def is_over(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+
+_streams: Any = torch.cuda
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    return _streams.Stream(device)
 
 
 def refuse_capture(op: str, device: torch.device, why: str) -> None:

@@ -75,6 +75,8 @@ def _nccl_backend(group: dist.ProcessGroup) -> Any:
 class NcclChannel(CoreChannel):
     """A call is over when it is in the current stream; what fails later, the next call raises."""
 
+    enqueues = True
+
     def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
         assert member.facts is not None
         member.progress = SHARED  # torch's first collective on the device
@@ -105,7 +107,12 @@ class NcclChannel(CoreChannel):
         return True
 
     def exchange(
-        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+        self,
+        member: Member,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        outs: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         op, index = operation.op, inputs[0].get_device()
         if index != self.device.index:
@@ -114,7 +121,7 @@ class NcclChannel(CoreChannel):
                 f"group {member.name!r} was set up on cuda:{self.device.index}",
                 **member.where(op),
             )
-        call = PlannedExchange.of(member, operation, inputs, deadline)
+        call = PlannedExchange.of(member, operation, inputs, deadline, outs)
         self.run(member, call)
         return call.outputs
 

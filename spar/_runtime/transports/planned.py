@@ -1,4 +1,4 @@
-"""An exchange whose output torch allocates, from a plan of the core: for the nccl and torch transports."""
+"""An exchange planned by the core whose outputs torch allocates: for the nccl and torch transports."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ class PlannedExchange:
 
     @classmethod
     def of(
-        cls, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+        cls,
+        member: Member,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        outs: list[torch.Tensor] | None = None,
     ) -> PlannedExchange:
         op, args, factor, divide, gradient = operation
         dtype, device = inputs[0].dtype, inputs[0].device
         tensors, addresses = described(inputs, args)
         plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, tensors)
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape in plan.out_shapes]
+        outputs = outs
+        if outputs is None:
+            outputs = [torch.empty(shape, dtype=dtype, device=device) for shape in plan.out_shapes]
         text = call_text(dtype, device.type, factor, divide, gradient)
         return cls(op, plan, inputs, outputs, addresses, factor, divide, text, deadline)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from ...errors import SparError
 from .. import fork_warning
 from ..agreement import mark_reported
 from ..channel import Operation
-from ..items import SCALE_TYPES, apply_scale, call_text, described
+from ..items import SCALE_TYPES, apply_scale, call_text, copy_items, described
 from ..member import OVER, Member
 from .core import CALLS, CoreChannel
 
@@ -27,18 +28,31 @@ class ShmChannel(CoreChannel):
         """Warn in forked workers that receive an output."""
         fork_warning.watch()
 
+    def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        if member.own_output:
+            return super().allocate(member, shape, like)
+        flat = torch._C._from_dlpack(_C.arena_take(math.prod(shape) * like.element_size()))
+        # not a view of it, which autograd could not rebase
+        return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage()).resize_(tuple(shape))
+
     def exchange(
-        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+        self,
+        member: Member,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        outs: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         op, args, factor, divide, gradient = operation
         dtype = inputs[0].dtype
         text = call_text(dtype, "cpu", factor, divide, gradient)
         tensors, addresses = described(inputs, args)
         kind = SCALE_TYPES.get(dtype, 0)
+        targets = None if outs is None else tuple([out.data_ptr() for out in outs])
         try:
             member.progress = OVER  # the core reports whatever fails in it
             capsules = self.core.exchange(
-                op, tensors, addresses, kind, divide, factor, text, member.calls, deadline
+                op, tensors, addresses, kind, divide, factor, text, member.calls, deadline, targets
             )
         except SparError as error:
             raise self.explain(member, op, error) from None
@@ -46,6 +60,9 @@ class ShmChannel(CoreChannel):
             mark_reported(error)
             raise
         CALLS["shm"] += 1
+        if outs is not None:
+            _fill(outs, capsules, kind, factor, divide)
+            return outs
         if len(capsules) == 1 and kind != 0 and not member.own_output:
             return [torch._C._from_dlpack(capsules[0])]
         outputs = [torch._C._from_dlpack(capsule) for capsule in capsules]
@@ -54,3 +71,18 @@ class ShmChannel(CoreChannel):
             for output in outputs:
                 apply_scale(output, factor, divide)
         return [output.clone() for output in outputs] if member.own_output else outputs
+
+
+def _fill(
+    outs: Sequence[torch.Tensor],
+    capsules: Sequence[object | None],
+    kind: int,
+    factor: float,
+    divide: bool,
+) -> None:
+    """Copy the outputs that peers could not write to `outs`, which lies outside the arena."""
+    for out, capsule in zip(outs, capsules, strict=True):
+        if capsule is not None:
+            copy_items(out, torch._C._from_dlpack(capsule))
+        if kind == 0:
+            apply_scale(out, factor, divide)

@@ -99,6 +99,7 @@ class TorchChannel:
 
     name = "torch"
     core = None
+    enqueues = False
 
     def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
         pass
@@ -108,9 +109,14 @@ class TorchChannel:
         peer_status.watch(member)
 
     def exchange(
-        self, member: Member, operation: Operation, inputs: Sequence[torch.Tensor], deadline: float
+        self,
+        member: Member,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        outs: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        call = PlannedExchange.of(member, operation, inputs, deadline)
+        call = PlannedExchange.of(member, operation, inputs, deadline, outs)
         refuse_capture(call.op, call.device, "the torch transport waits for the device")
         self._run(member, call)
         CALLS["torch"] += 1
@@ -134,6 +140,9 @@ class TorchChannel:
         )
         member.progress = OVER
         copies.unpack(call, received.to(device))
+
+    def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
         announce_failure(member, op, why, memory, deadline)

@@ -1,0 +1,189 @@
+"""Exchanges in flight: each group runs its own in the order of their issue, on one thread.
+
+A thread for each group with something in flight, and not a pool: ranks may issue calls on several groups in
+different orders, and a thread that waits for one group must not hold up another. It ends when it had nothing
+to do for some seconds. Nothing of it exists in a forked child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ..errors import SparError, TransportError
+from . import inherited
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_IDLE_S = 5.0  # until a thread without work ends
+_EXIT_S = 2.0  # that the process's exit waits for what is in flight
+
+
+class _Group(Protocol):
+    """What a lane uses of its communicator."""
+
+    name: str
+    rank: int
+    calls: int
+    lane: Lane | None
+    process: int
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    def close(self) -> None: ...
+    def is_inside(self) -> bool: ...
+
+
+class Job:
+    """One call in flight. It keeps its group, and what its action refers to, until it is over."""
+
+    def __init__(self, comm: _Group, op: str, action: Callable[[], None]) -> None:
+        self.comm, self.op, self.process = comm, op, inherited.process
+        self.error: BaseException | None = None
+        self.over = False
+        self._kept: Any = action, comm.group, torch.is_inference_mode_enabled()
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        action, _, inference = self._kept
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                action()
+        except BaseException as error:
+            self.error = error
+            with contextlib.suppress(AttributeError):
+                error.__traceback__ = None  # its frames hold the tensors
+
+    def end(self) -> None:
+        self._kept = None
+        self.over = True
+        self._running.release()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Return whether it is over, after at most so long; the error stays in `error`."""
+        if self.over:
+            return True
+        where = f"{self.op} on rank {self.comm.rank}"
+        if self.process != inherited.process:
+            raise TransportError(
+                f"{where}: a forked child cannot wait for an exchange that its parent, process "
+                f"{self.process}, has in flight; wait in the parent"
+            )
+        if self.comm.is_inside():
+            name = self.comm.name
+            raise SparError(f"{where}: wait() was called from inside a call on the same group {name!r}")
+        if not self._running.acquire(timeout=-1 if seconds is None else max(seconds, 0.0)):
+            return False
+        self._running.release()
+        return True
+
+
+class Lane:
+    """The calls of one group that are in flight."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._thread: threading.Thread | None = None
+        self._before = self._issued = self._ended = 0
+
+    def count(self) -> int:
+        """Return how many calls the group has, those in flight included."""
+        return self._before + self._issued
+
+    def add(self, comm: _Group, op: str, action: Callable[[], None]) -> Job:
+        """Append a call; start the thread if there is none."""
+        job = Job(comm, op, action)
+        with self._changed:
+            if self._thread is None:
+                _at_exit(inherited.process)
+                self._thread = threading.Thread(target=self._run, name="spar exchanges", daemon=True)
+                try:
+                    self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    raise
+            if comm.lane is None:
+                self._before, self._issued, self._ended = comm.calls, 0, 0
+            self._issued += 1
+            self._jobs.append(job)
+            comm.lane = self
+            _busy.add(self)
+            self._changed.notify_all()
+        return job
+
+    def drain(self, until: float | None = None) -> bool:
+        """Wait for the calls in flight, not for those that other threads add meanwhile.
+
+        until: a time of time.monotonic; return whether they are over.
+        """
+        with self._changed:
+            issued = self._issued
+            while self._jobs and self._ended < issued:
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def close(self) -> None:
+        """Close the group whose calls are in flight."""
+        with self._changed:
+            jobs = tuple(self._jobs)
+        for job in jobs[:1]:
+            job.comm.close()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job.run()
+            with self._changed:
+                self._jobs.popleft()
+                self._ended += 1
+                if not self._jobs:
+                    job.comm.lane = None
+                    _busy.discard(self)
+                self._changed.notify_all()
+            job.end()
+            del job
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while not self._jobs:
+                if not self._changed.wait(_IDLE_S) and not self._jobs:
+                    self._thread = None
+                    return None
+            return self._jobs[0]
+
+
+_busy: weakref.WeakSet[Lane] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_busy.clear)
+
+
+@functools.cache
+def _at_exit(process: int) -> None:
+    """Register what ends calls in flight: once per process, and late: it runs before what they use ends."""
+    atexit.register(_end_all)
+    util.Finalize(None, _end_all, exitpriority=0)  # children of multiprocessing run no atexit callbacks
+
+
+def _end_all() -> None:
+    """Wait shortly for calls in flight; then close their groups, which the peers notice."""
+    end = time.monotonic() + _EXIT_S
+    for lane in list(_busy):
+        if not lane.drain(end):
+            lane.close()
+    for lane in list(_busy):
+        lane.drain(time.monotonic() + 1.0)

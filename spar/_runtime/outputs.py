@@ -1,0 +1,199 @@
+"""`out=`: check the caller's tensors, and write an exchange's outputs to them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .call import Call
+from .channel import Operation
+from .communicator import Communicator
+from .exchange import (
+    GATHERED,
+    ONE,
+    RECORDED,
+    SUMMED,
+    UNRECORDED,
+    Tensors,
+    _profiled,
+    is_traced,
+    run_steps,
+)
+from .items import copy_items
+from .layouts import WHOLE, Args, Layout, even, moved, out_shape, pair, swapped
+from .member import Place
+from .registry import by_handle
+from .transpose import _sum
+
+
+class Move(NamedTuple):
+    """One exchange of several tensors; with `sums`, of P parts for each output, which this rank adds.
+
+    Attributes:
+        args: the layouts of each tensor; with `sums`, of the input with a dim in front.
+        back: the args of the transpose, whose `sums` is `gathers`.
+    """
+
+    name: str
+    place: Place
+    args: tuple[Args, ...]
+    back: tuple[Args, ...]
+    sums: bool = False
+    gathers: bool = False
+
+    @classmethod
+    def of(cls, call: Call, args: tuple[Args, ...]) -> Move:
+        """The move of an operation that only exchanges."""
+        return cls(call.name, call.place, args, tuple([swapped(a) for a in args]))
+
+    @classmethod
+    def of_shards(cls, call: Call, shards: Sequence[Layout], sums: bool) -> Move:
+        """Gather shards, or sum and scatter; the transpose of each is the other."""
+        gather = tuple([pair(shard, WHOLE) for shard in shards])
+        scatter = tuple([pair(even(0, call.world), moved(shard)) for shard in shards])
+        args, back = (scatter, gather) if sums else (gather, scatter)
+        return cls(call.name, call.place, args, back, sums, not sums)
+
+    def operands(self, inputs: Tensors) -> Tensors:
+        """Return what is exchanged."""
+        return [x.unsqueeze(0) for x in inputs] if self.sums else inputs
+
+    def shapes(self, inputs: Tensors) -> list[list[int]]:
+        """Return the shape of each output."""
+        _, world, rank = self.place
+        operands = zip(self.operands(inputs), self.args, strict=True)
+        return [out_shape(x.shape, args, world, rank)[self.sums :] for x, args in operands]
+
+    def run(self, inputs: Tensors, records: bool = False) -> Tensors:
+        """Return new outputs."""
+        steps = ((self.place, self.args),)
+        parts = run_steps(self.operands(inputs), self.name, steps, ONE, self._gradient(records))
+        return [_sum(part) for part in parts] if self.sums else parts
+
+    def _gradient(self, records: bool) -> str:
+        return UNRECORDED if not records else GATHERED if self.sums else SUMMED if self.gathers else RECORDED
+
+    def turned(self) -> Move:
+        """Return the transpose, which carries gradients back."""
+        name = self.name if self.name.startswith("backward of ") else f"backward of {self.name}"
+        return Move(name, self.place, self.back, self.args, self.gathers, self.sums)
+
+    def write(
+        self,
+        comm: Communicator,
+        inputs: Tensors,
+        outs: list[torch.Tensor],
+        records: bool = False,
+        queued: bool = False,
+    ) -> None:
+        """Write the outputs to plain tensors."""
+        operation = Operation(self.name, self.args, *ONE, self._gradient(records))
+        if not self.sums:
+            comm.exchange(operation, inputs, outs, queued)
+            return
+        parts = comm.exchange(operation, self.operands(inputs), None, queued)
+        for out, part in zip(outs, parts, strict=True):
+            out.copy_(_sum(part))
+
+
+def must_dispatch(tensors: Tensors) -> bool:
+    """Whether a tracer or a mode must see the exchange of these tensors; the profiler need not."""
+    return any(is_traced(x, lambda: False) for x in tensors)
+
+
+def write_to(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> list[torch.Tensor]:
+    """Check `out`, write the outputs of the calls' exchange to it, and return its tensors."""
+    inputs = [call.input for call in calls]
+    outs = checked(out, calls, at, move)
+    if move.place.world == 1 or inputs[0].is_meta or must_dispatch([*inputs, *outs]):
+        results = inputs if move.place.world == 1 else move.run(inputs)
+        for target, result in zip(outs, results, strict=True):
+            target.copy_(result) if torch.compiler.is_compiling() else _copy(target, result)
+        return outs
+    with torch.profiler.record_function(f"spar::{move.name}") if _profiled() else contextlib.nullcontext():
+        move.write(by_handle(move.place.handle), inputs, outs)
+    note_write(outs)
+    return outs
+
+
+def note_write(outs: Tensors) -> None:
+    """Let autograd see that the tensors have changed."""
+    for out in outs:
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+
+
+def _copy(target: torch.Tensor, result: torch.Tensor) -> None:
+    copy_items(target, result.resolve_conj().resolve_neg().contiguous())
+
+
+def checked(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> list[torch.Tensor]:
+    """Return `out` as a list, one tensor for each call; raise if the outputs cannot be written there."""
+    first, inputs = calls[0], [call.input for call in calls]
+    single = len(at) == 1 and at[0] == ""
+    outs = [out] if single else out
+    if not isinstance(outs, (list, tuple)) or len(outs) != len(calls):
+        raise first.error("out", _shown(out), f"a list of {len(calls)} tensors, one for each input")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        where = "None where input_ requires a gradient, which cannot be recorded through out"
+        raise first.error("out", _shown(out), f"{where}; call it under torch.no_grad()")
+    for call, target, shape, name in zip(calls, outs, move.shapes(inputs), at, strict=True):
+        _check(call, f"out{name}", target, shape)
+    if not inputs[0].is_meta and not must_dispatch([*inputs, *outs]):
+        _reject_overlap(first, inputs, outs, at)
+    return list(outs)
+
+
+def _shown(out: object) -> str:
+    if isinstance(out, torch.Tensor):
+        return f"a tensor of shape {list(out.shape)}"
+    return f"a {type(out).__name__}" + (f" of {len(out)}" if isinstance(out, (list, tuple)) else "")
+
+
+def _check(call: Call, what: str, out: Any, shape: Sequence[int]) -> None:
+    x = call.input
+    if not isinstance(out, torch.Tensor):
+        raise call.type_error(what, f"a {type(out).__name__}", "a tensor")
+    if type(out) is not torch.Tensor and hasattr(out, "to_local"):
+        raise call.type_error(what, f"a {type(out).__name__}", "a plain tensor; pass its .to_local()")
+    if out.layout is not torch.strided:
+        raise call.type_error(what, f"a tensor of layout {out.layout}", "a strided tensor")
+    if (out.dtype, out.device) != (x.dtype, x.device):
+        found = f"a tensor of {out.dtype} on {out.device}"
+        raise call.type_error(what, found, f"{x.dtype} on {x.device}, as the input")
+    if list(out.shape) != list(shape):
+        raise call.error(what, _shown(out), f"the output's shape, {list(shape)}")
+    if not out.is_contiguous():
+        raise call.error(what, f"of strides {list(out.stride())}", "a contiguous tensor")
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise call.error(what, "a tensor that requires a gradient", "one that does not; or torch.no_grad()")
+    if torch.compiler.is_compiling():  # which writes to it in torch's own copy_
+        return
+    if out.is_conj() or out.is_neg():
+        raise call.error(what, "a view that conjugates or negates", "a contiguous tensor")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise call.error(what, "a tensor made in inference mode", "one made outside of it")
+
+
+def _reject_overlap(
+    call: Call, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], at: Sequence[str]
+) -> None:
+    spans = [(f"input_{name}", _span(x)) for x, name in zip(inputs, at, strict=True)]
+    for out, name in zip(outs, at, strict=True):
+        begin, end = _span(out)
+        for other, (first, last) in spans:
+            if begin < last and first < end:
+                raise call.error(f"out{name}", f"memory that overlaps {other}", "memory of its own")
+        spans.append((f"out{name}", (begin, end)))
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses between which a tensor's items lie."""
+    begin = x.data_ptr()
+    if x.numel() == 0:
+        return begin, begin
+    last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1) * x.element_size()

@@ -1,0 +1,233 @@
+"""`async_op=True`: start an exchange, and wait for it later, also in backward.
+
+Autograd sees two functions. `SparStart` begins the exchange; `Work.wait` rebases the outputs on `SparWait`.
+In backward `SparWait` begins the transposed exchange and passes the gradients on, and `SparStart` waits for
+it. Autograd runs what was recorded last first: the exchanges that forward had in flight together, and what it
+computed meanwhile, overlap in backward, too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from ..errors import ExchangeTimeoutError, SparError
+from .call import Call
+from .exchange import Tensors, calls_before, report_failure
+from .hints import add_advice
+from .lane import Job
+from .outputs import Move, checked, must_dispatch, note_write, write_to
+from .registry import by_handle
+from .transports.cuda import Beside
+
+_NOT_TRACED = "call it outside of compiled code, or without async_op"
+_log = logging.getLogger("spar")
+
+
+class Work:
+    """An exchange in flight, which `async_op=True` returns with its output; as `torch.distributed.Work`.
+
+    Until `wait()` has returned, do not read the output, and do not modify the input. The exchange goes on if
+    its Work is dropped.
+    """
+
+    _seen = True  # until there is an exchange that may fail
+
+    def __init__(
+        self,
+        job: Job | None = None,
+        beside: Beside | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._job, self._beside, self._finish = job, beside, finish
+        self._seen = job is None
+
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> bool:
+        """Block until the output is complete; on a GPU, let the current stream wait for it.
+
+        Args:
+            timeout: in seconds, or a timedelta. The exchange goes on after it; wait again.
+
+        Returns:
+            True.
+
+        Raises:
+            ExchangeTimeoutError: it is not over after the timeout, or after SPAR_TIMEOUT from its turn.
+            SparError: what ended the exchange; again at each wait.
+        """
+        job = self._job
+        if job is not None:
+            seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+            if not job.wait(seconds):
+                where = f"{job.op} on rank {job.comm.rank}"
+                text = f"{where}: still in flight after a wait of {seconds:g} s; wait again"
+                raise ExchangeTimeoutError(text, op=job.op, rank=job.comm.rank)
+            self._seen = True
+            if job.error is not None:
+                add_advice(job.error)
+                raise job.error
+        if self._beside is not None:
+            self._beside.join()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait()` would return, or raise, at once."""
+        over = self._job is None or self._job.over
+        return over and (self._beside is None or self._beside.is_over())
+
+    def __del__(self) -> None:
+        if not self._seen and self._job is not None and self._job.over and self._job.error is not None:
+            _log.warning("%s: failed, and nothing waited for it: %s", self._job.op, self._job.error)
+
+
+def _begin(
+    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool
+) -> tuple[Tensors, Work]:
+    """Start an exchange; return its outputs, which are not complete, and what waits for them."""
+    (before,) = calls_before((move.place,))
+    try:
+        return _issue(move, inputs, outs, records)
+    except BaseException as error:
+        report_failure([(move.place, before + 1)], move.name, inputs[0].device.type, error)
+        raise
+
+
+def _issue(
+    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool
+) -> tuple[Tensors, Work]:
+    if inputs[0].is_meta or must_dispatch(inputs):
+        return move.run(inputs, records), Work()
+    comm, first = by_handle(move.place.handle), inputs[0]
+    channel = comm.channel(move.name, first.device)
+    given = outs is not None
+    if outs is None:
+        shapes = move.shapes(inputs)
+        if move.sums:  # peers write the parts
+            outs = [torch.empty(shape, dtype=first.dtype, device=first.device) for shape in shapes]
+        else:
+            outs = [channel.allocate(comm, shape, first) for shape in shapes]
+    # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
+    targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
+
+    def action() -> None:
+        with beside.entered():
+            move.write(comm, inputs, targets, records, queued=True)
+
+    job = None
+    if channel.enqueues:
+        with torch.no_grad():
+            action()
+    else:
+        job = comm.start(move.name, first.device, action)
+    if given:
+        note_write(outs)
+    return outs, Work(job, beside, functools.partial(note_write, outs) if given else None)
+
+
+class _Flight:
+    """One recorded exchange, from its start to the end of its backward."""
+
+    def __init__(self, move: Move, at_once: bool = False) -> None:
+        self.move, self.at_once = move, at_once
+        self.group: object = None if move.place.world == 1 else by_handle(move.place.handle).group
+        self.work: Work | None = None
+        self.back: tuple[Tensors, Tensors, Work] | None = None  # the gradients, and their exchange in flight
+
+
+def _records(grads: Tensors) -> bool:
+    return torch.is_grad_enabled() and any(grad.requires_grad for grad in grads)
+
+
+class SparStart(torch.autograd.Function):
+    """Begin an exchange; in backward wait for the transposed one, or make it if none was begun."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.flight = flight  # keeps the group alive until backward
+        if flight.at_once:
+            return tuple(flight.move.run(inputs, True))
+        outputs, flight.work = _begin(flight.move, inputs, None, True)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        flight = ctx.flight
+        begun, flight.back = flight.back, None
+        if begun is not None:
+            began_with, outputs, work = begun
+            work.wait()
+            if all(a is b for a, b in zip(began_with, grads, strict=True)):
+                return None, *outputs
+        back = flight.move.turned()  # the gradients are others: a hook changed them, or nothing was begun
+        (before,) = calls_before((back.place,))
+        try:
+            if _records(grads):
+                return None, *_recorded(_Flight(back, at_once=True), grads)
+            return None, *back.run(grads)
+        except BaseException as error:
+            report_failure([(back.place, before + 1)], back.name, grads[0].device.type, error)
+            raise
+
+
+class SparWait(torch.autograd.Function):
+    """Rebase outputs that are complete; in backward begin the transposed exchange of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.flight = flight
+        ctx.mark_dirty(*outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if not _records(grads):
+            ctx.flight.back = (grads, *_begin(ctx.flight.move.turned(), grads, None, False))
+        return None, *grads
+
+
+def _recorded(flight: _Flight, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+    return cast(tuple[torch.Tensor, ...], SparStart.apply(flight, *inputs))  # type: ignore[no-untyped-call]
+
+
+def launch(
+    calls: Sequence[Call], at: Sequence[str], move: Move, out: Any, async_op: Any
+) -> tuple[list[torch.Tensor], Work]:
+    """Start the exchange of the calls' inputs; record it if one requires a gradient."""
+    if torch.compiler.is_compiling():
+        raise SparError(f"{calls[0].name}: async_op=True cannot be traced by torch.compile; {_NOT_TRACED}")
+    if async_op is not True:
+        raise calls[0].type_error("async_op", f"{async_op!r:.200}", "a bool")
+    inputs = [call.input for call in calls]
+    if move.place.world == 1:
+        return inputs if out is None else write_to(out, calls, at, move), Work()
+    if out is not None:
+        outs = checked(out, calls, at, move)
+        if inputs[0].is_meta or must_dispatch([*inputs, *outs]):
+            return write_to(out, calls, at, move), Work()
+        _, work = _begin(move, inputs, outs, False)
+        return outs, work
+    if not _records(inputs):
+        outputs, work = _begin(move, inputs, None, False)
+        return list(outputs), work
+    flight = _Flight(move)
+    outputs = _recorded(flight, inputs)
+    job_work = cast(Work, flight.work)
+    flight.work = None
+    if job_work._job is not None or job_work._beside is not None:
+        job_work._finish = lambda: _rebase(flight, outputs)
+    return list(outputs), job_work
+
+
+def _rebase(flight: _Flight, outputs: Tensors) -> None:
+    if torch.is_inference_mode_enabled():  # nothing is recorded: backward makes the exchange at once
+        return
+    with torch.enable_grad():
+        SparWait.apply(flight, *outputs)  # type: ignore[no-untyped-call]

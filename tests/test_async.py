@@ -1,0 +1,572 @@
+"""`async_op=True`: exchanges in flight, their order, gradients and errors."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TRANSPORTS, Ranks
+from helpers.reference import assert_same, rule
+from test_faults import await_report, finish, report, start
+from torch.utils.checkpoint import checkpoint
+
+import spar
+from spar._runtime import lane
+from spar._runtime.registry import communicator
+
+Group = dist.ProcessGroup
+TOTAL, HEADS = 10, 7
+NAMES = ("all_to_all", "all_gather", "reduce_scatter")
+
+
+def call(name: str, x: Any, group: Group, world: int, **more: Any) -> Any:
+    """Run an operation on a tensor, or a list, of [2, this rank's part of 10, 7]."""
+    seq: Any = rule(TOTAL, world)
+    seq = [seq] * len(x) if isinstance(x, list) else seq
+    if name == "all_to_all":
+        return spar.all_to_all(x, group, 2, 1, gather_sizes=seq, **more)
+    return getattr(spar, name)(x, group, 1, seq, **more)
+
+
+def draw(name: str, world: int, rank: int, salt: int = 0) -> torch.Tensor:
+    """Return small ints, so that sums are exact in any order."""
+    generator = torch.manual_seed(100 * salt + rank)
+    length = TOTAL if name == "reduce_scatter" else rule(TOTAL, world)[rank]
+    return torch.randint(-8, 8, (2, length, HEADS), generator=generator).float()
+
+
+# ---- results and order ----
+
+
+def check_values(rank: int, world: int, group: Group, name: str) -> None:
+    spar.init(group)
+    inputs = [draw(name, world, rank, salt) for salt in range(8)]
+    expected = [call(name, x, group, world).clone() for x in inputs]
+    for _ in range(3):
+        flights = [call(name, x, group, world, async_op=True) for x in inputs]
+        for (y, work), wanted in reversed(list(zip(flights, expected, strict=True))):
+            assert work.wait() is True and work.is_completed()
+            assert_same(y, wanted)
+    listed, work = call(name, inputs[:3], group, world, async_op=True)
+    alone = call(name, inputs[3], group, world)  # waits for its turn
+    assert work.is_completed()
+    assert work.wait(timeout=10) and work.wait(timedelta(seconds=1)) and work.wait()
+    for y, wanted in zip([*listed, alone], expected, strict=False):
+        assert_same(y, wanted)
+    out = torch.empty_like(expected[0])
+    got, work = call(name, inputs[0], group, world, async_op=True, out=out)
+    assert got is out
+    work.wait()
+    assert_same(out, expected[0])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_async_equals_sync(ranks: Ranks, world: int, name: str) -> None:
+    ranks(world, check_values, name)
+
+
+def check_dtypes(rank: int, world: int, group: Group) -> None:
+    for dtype in (torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.complex128, torch.int16):
+        x = torch.arange(6).add(rank).to(torch.float32).to(dtype)
+        wanted = spar.all_gather(x, group)
+        y, work = spar.all_gather(x, group, async_op=True)
+        work.wait()
+        assert_same(y, wanted)
+    z = torch.complex(torch.arange(3.0), torch.ones(3)).conj()
+    y, work = spar.all_gather(z, group, async_op=True)
+    work.wait()
+    assert_same(y, z.resolve_conj().repeat(world))
+    empty, work = spar.all_gather(torch.zeros(0, 3), group, async_op=True)
+    work.wait()
+    assert empty.shape == (0, 3)
+    with torch.inference_mode():
+        y, work = spar.reduce_scatter(torch.ones(world), group, async_op=True)
+        work.wait()
+        assert y.item() == world
+
+
+def test_async_moves_any_dtype(ranks: Ranks) -> None:
+    ranks(2, check_dtypes)
+
+
+def check_orders(rank: int, world: int, group: Group) -> None:
+    """Each rank issues calls on several groups in another order; then waits in yet another."""
+    groups = [dist.new_group(list(range(world))) for _ in range(4)]
+    for each in groups:
+        spar.init(each)
+    flights = {}
+    for turn in range(5):
+        for i in sorted(range(4), key=lambda i: (i * (rank + 1) + turn * rank) % 5):
+            x = torch.full((50,), float(1000 * turn + 100 * i + rank))
+            flights[turn, i] = spar.all_gather(x, groups[i], async_op=True)
+    for (turn, i), (y, work) in sorted(
+        flights.items(), key=lambda row: (row[0][0] * 7 + rank * row[0][1]) % 11
+    ):
+        work.wait()
+        wanted = [float(1000 * turn + 100 * i + p) for p in range(world) for _ in range(50)]
+        assert y.tolist() == wanted, (turn, i)
+    for each in groups:
+        spar.close(each)
+
+
+def test_groups_in_different_orders_on_different_ranks(ranks: Ranks) -> None:
+    ranks(3, check_orders)
+
+
+def check_before_the_set_up(rank: int, world: int, group: Group) -> None:
+    fresh = dist.new_group(list(range(world)))
+    y, work = spar.all_gather(torch.full((2,), float(rank)), fresh, async_op=True)
+    work.wait()
+    assert y.tolist() == [float(p) for p in range(world) for _ in range(2)]
+    spar.close(fresh)
+
+
+def test_first_call_sets_the_group_up(ranks: Ranks) -> None:
+    ranks(2, check_before_the_set_up)
+
+
+def check_progress(rank: int, world: int, group: Group) -> None:
+    """It makes progress while this rank neither calls nor waits, and returns before the peers come."""
+    spar.init(group)
+    begin = time.monotonic()
+    if rank == 1:
+        time.sleep(0.3)
+    y, work = spar.all_gather(torch.full((1 << 16,), float(rank)), group, async_op=True)
+    if rank == 0:
+        assert time.monotonic() - begin < 0.25 and not work.is_completed()
+        with pytest.raises(spar.ExchangeTimeoutError, match="still in flight after a wait of"):
+            work.wait(0.01)
+    end = time.monotonic() + 20
+    while not work.is_completed():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert y[:: 1 << 16].tolist() == [float(p) for p in range(world)]
+    work.wait()
+
+
+def test_exchange_runs_while_the_caller_computes(ranks: Ranks) -> None:
+    ranks(2, check_progress)
+
+
+def check_threads(rank: int, world: int, group: Group) -> None:
+    """A thread for each group in flight, which ends when it is idle; a dropped Work is completed."""
+    groups = [dist.new_group(list(range(world))) for _ in range(3)]
+    for each in groups:
+        spar.init(each)
+    lane._IDLE_S = 0.2
+    before, held = threading.active_count(), spar.memory_stats()["arena.quarantined_bytes"]
+    for _ in range(20):
+        for each in groups:
+            spar.all_gather(torch.zeros(100), each, async_op=True)
+    assert threading.active_count() <= before + 3
+    for each in groups:
+        assert spar.all_gather(torch.full((1,), float(rank)), each).tolist() == list(range(world))
+        assert communicator(each).lane is None and communicator(each).calls == 21
+    end = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    gc.collect()
+    assert spar.memory_stats()["arena.quarantined_bytes"] <= held
+    y, work = spar.all_gather(torch.full((1,), float(rank)), groups[0], async_op=True)  # a thread again
+    work.wait()
+    assert y.tolist() == list(range(world))
+    for each in groups:
+        spar.close(each)
+
+
+def test_threads_are_bounded_and_end(ranks: Ranks) -> None:
+    ranks(2, check_threads)
+
+
+# ---- gradients ----
+
+
+def check_gradients(rank: int, world: int, group: Group, name: str, late: bool) -> None:
+    """Gradients of several exchanges, also if wait() comes after something else was recorded."""
+    results = []
+    for async_op in (False, True):
+        leaves = [draw(name, world, rank, salt).requires_grad_() for salt in range(3)]
+        if async_op:
+            flights = [call(name, x, group, world, async_op=True) for x in leaves]
+            views = [y.transpose(0, 1) for y, _ in flights]  # taken before wait()
+            for _, work in flights if not late else reversed(flights):
+                work.wait()
+            ys = [y for y, _ in flights]
+        else:
+            ys = [call(name, x, group, world) for x in leaves]
+            views = [y.transpose(0, 1) for y in ys]
+        loss = (ys[0] * ys[1] + 2 * ys[2]).sum() + (views[0] * 3).sum() + (ys[1] * 0.5).sum()
+        loss.backward()
+        results.append([*(y.detach().clone() for y in ys), *(x.grad for x in leaves)])
+    for eager, other in zip(*results, strict=True):
+        assert_same(other, eager)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_those_of_sync_calls(ranks: Ranks, world: int, name: str, late: bool) -> None:
+    ranks(world, check_gradients, name, late)
+
+
+def backward_in_flight(rank: int, world: int, group: Group) -> None:
+    """In backward all reverse exchanges are begun before the first is waited for."""
+    from spar._runtime import overlap
+
+    spar.init(group)
+    events: list[str] = []
+    begin, wait = overlap._begin, overlap.Work.wait
+
+    def note_begin(move: Any, *rest: Any) -> Any:
+        events.append(f"begin {move.name}")
+        return begin(move, *rest)
+
+    def note_wait(self: Any, timeout: Any = None) -> bool:
+        events.append("wait")
+        return wait(self, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "_begin", note_begin)
+        patch.setattr(overlap.Work, "wait", note_wait)
+        leaves = [torch.full((2, 2), float(rank), requires_grad=True) for _ in range(3)]
+        flights = [spar.all_to_all(x * 1, group, 0, 1, async_op=True) for x in leaves]
+        for _, work in flights:
+            work.wait()
+        events.clear()
+        sum(y.sum() for y, _ in flights).backward()
+    assert events == ["begin backward of all_to_all"] * 3 + ["wait"] * 3
+
+
+def test_backward_has_its_exchanges_in_flight_together(ranks: Ranks) -> None:
+    ranks(2, backward_in_flight)
+
+
+def check_more_gradients(rank: int, world: int, group: Group) -> None:
+    x = draw("all_to_all", world, rank).requires_grad_()
+
+    def gradient(async_op: bool, how: str) -> torch.Tensor:
+        if not async_op:
+            y = call("all_to_all", x, group, world)
+        else:
+            y, work = call("all_to_all", x, group, world, async_op=True)
+            if how == "hook":
+                y.register_hook(lambda grad: grad * 2)
+            if how != "no wait":
+                work.wait()
+        if how == "hook" and not async_op:
+            y.register_hook(lambda grad: grad * 2)
+        if how == "no wait":
+            while async_op and not work.is_completed():
+                time.sleep(0.001)
+        if how == "twice":
+            y.square().sum().backward(retain_graph=True)
+        if how == "second":
+            (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+            (found,) = torch.autograd.grad((first * x).sum(), x)
+            return found
+        x.grad = None
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad.clone()
+
+    for how in ("plain", "hook", "no wait", "twice", "second"):
+        assert_same(gradient(True, how), gradient(False, how), how)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y, work = call("all_to_all", x * 2, group, world, async_op=True)
+        work.wait()
+        return y.square() * y
+
+    for reentrant in (False, True):
+        (wanted,) = torch.autograd.grad(block(x).sum(), x)
+        x.grad = None
+        checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+        assert x.grad is not None
+        assert_same(x.grad, wanted, reentrant)
+    a, b = draw("all_gather", world, rank), draw("all_gather", world, rank, 1).requires_grad_()
+    (y, z), work = call("all_gather", [a, b], group, world, async_op=True)
+    work.wait()
+    z.sum().backward()
+    assert y.requires_grad and b.grad is not None
+    assert_same(b.grad, torch.full_like(b, float(world)))
+
+
+def test_hooks_checkpoints_and_second_derivatives(ranks: Ranks) -> None:
+    ranks(2, check_more_gradients)
+
+
+def check_misuse(rank: int, world: int, group: Group) -> None:
+    """What was saved for backward before wait() raises in backward: its values were not complete."""
+    weight = torch.ones(2 * world, requires_grad=True)
+    y, work = spar.all_gather(torch.ones(2, requires_grad=True), group, async_op=True)
+    product = y * weight
+    work.wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_use_before_wait_raises_in_backward(ranks: Ranks) -> None:
+    ranks(2, check_misuse)
+
+
+# ---- what runs at once ----
+
+
+def check_traced(rank: int, world: int, group: Group) -> None:
+    y, work = spar.all_gather(torch.zeros(2, device="meta"), group, async_op=True)
+    assert y.shape == (2 * world,) and work.is_completed() and work.wait()
+    mode = torch.utils.flop_counter.FlopCounterMode(display=False)
+    x = torch.full((2,), float(rank), requires_grad=True)
+    with mode:
+        y, work = spar.all_gather(x, group, async_op=True)
+        assert work.is_completed() and work.wait()
+        (y * y).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0 * rank * world] * 2
+    with torch.profiler.profile():
+        y, work = spar.all_gather(x, group, async_op=True)
+        work.wait()
+    torch._dynamo.reset()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y, work = spar.all_gather(x * 2, group, async_op=True)
+        work.wait()
+        return y * 3
+
+    for error, fullgraph in ((spar.SparError, False), (torch._dynamo.exc.Unsupported, True)):
+        torch._dynamo.reset()
+        with pytest.raises(error):
+            torch.compile(block, backend="aot_eager", fullgraph=fullgraph)(x)
+    outside = torch.compiler.disable(block)
+    compiled = torch.compile(lambda x: outside(x * 2) + 1, backend="aot_eager")
+    assert_same(compiled(x).detach(), (block(x * 2) + 1).detach())
+    (wanted,) = torch.autograd.grad(block(x * 2).square().sum(), x)
+    (found,) = torch.autograd.grad((compiled(x) - 1).square().sum(), x)
+    assert_same(found, wanted)
+
+
+def test_async_under_modes_and_compile(ranks: Ranks) -> None:
+    ranks(2, check_traced)
+
+
+# ---- errors ----
+
+
+def check_errors(rank: int, world: int, group: Group) -> None:
+    """Each error is raised in its own wait(), and later calls of the queue match."""
+    spar.init(group)
+    x = torch.full((2,), float(rank))
+    flights = [spar.all_gather(x, group, async_op=True)]
+    flights.append(spar.all_gather(torch.zeros(2 + (rank == 1)), group, async_op=True))  # differs
+    if rank == 1:
+        with pytest.raises(ValueError, match="dim is 7"):
+            spar.all_gather(x, group, 7, async_op=True)
+    else:
+        flights.append(spar.all_gather(x, group, async_op=True))
+    flights.append(spar.all_gather(x, group, async_op=True))
+    works = [work for _, work in flights]
+    for _ in range(2):
+        with pytest.raises(spar.MismatchError, match=r"(?s)calls differ .*pass sizes=\[2, 3"):
+            works[1].wait()
+    if rank != 1:
+        with pytest.raises(spar.MismatchError, match=r"rank 1 failed: ValueError: .*dim is 7"):
+            works[2].wait()
+    for i in (0, -1):
+        works[i].wait()
+        assert flights[i][0].tolist() == [float(p) for p in range(world) for _ in range(2)]
+
+
+def test_errors_are_raised_in_wait(ranks: Ranks) -> None:
+    ranks(3, check_errors)
+
+
+def check_wrong_keyword(rank: int, world: int, group: Group) -> None:
+    with pytest.raises(TypeError, match=r"all_gather on rank . of 2: async_op is 'false'; expected a bool"):
+        spar.all_gather(torch.zeros(2), group, async_op="false")  # type: ignore[call-overload]
+
+
+def test_async_op_must_be_a_bool(ranks: Ranks) -> None:
+    ranks(2, check_wrong_keyword)
+
+
+def check_lost_errors(rank: int, world: int, group: Group) -> None:
+    """An error that nothing waited for is logged when its Work is dropped."""
+    spar.init(group)
+    work: Any = spar.all_gather(torch.zeros(1 + rank), group, async_op=True)[1]
+    while not work.is_completed():
+        time.sleep(0.001)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("spar").addHandler(handler)
+    del work
+    gc.collect()
+    logging.getLogger("spar").removeHandler(handler)
+    assert ["failed, and nothing waited for it" in r.getMessage() for r in records] == [True]
+
+
+def test_lost_errors_are_logged(ranks: Ranks) -> None:
+    ranks(2, check_lost_errors)
+
+
+# ---- ends of groups and processes ----
+
+
+def flights_of(group: Group | None = None, count: int = 3) -> list[spar.Work]:
+    return [spar.all_gather(torch.zeros(1000), group, async_op=True)[1] for _ in range(count)]
+
+
+def expect_broken(works: list[spar.Work], *errors: type[spar.SparError]) -> None:
+    """All of them raise, the first one what broke the group."""
+    for work, kinds in zip(works, [errors, *[(spar.GroupBrokenError, *errors)] * len(works)], strict=False):
+        with pytest.raises(kinds):
+            work.wait()
+    with pytest.raises(spar.GroupBrokenError):
+        spar.all_gather(torch.zeros(1))
+
+
+def miss(rank: int, folder: Path) -> None:
+    if rank == 1:
+        time.sleep(3)
+        return
+    begin = time.monotonic()
+    expect_broken(flights_of(), spar.ExchangeTimeoutError)
+    assert 0.9 < time.monotonic() - begin < 2.5
+
+
+def die(rank: int, folder: Path) -> None:
+    works = flights_of()
+    if rank == 1:
+        for work in works:
+            work.wait()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    expect_broken([*works[3:], *flights_of()], spar.PeerLostError)
+    assert time.monotonic() - begin < 4
+
+
+def close_in_flight(rank: int, folder: Path) -> None:
+    if rank == 1:
+        time.sleep(1.0)
+        return
+    works = flights_of()
+    time.sleep(0.2)
+    begin = time.monotonic()
+    spar.close()
+    assert time.monotonic() - begin < 0.1, "close() does not wait"
+    for work in works:
+        with pytest.raises(spar.GroupBrokenError, match="closed"):
+            work.wait()
+    assert time.monotonic() - begin < 0.5
+
+
+def interrupt_wait(rank: int, folder: Path) -> None:
+    """Ctrl-C ends the wait alone: the exchange goes on."""
+    if rank == 1:
+        await_report(folder, 0)
+        time.sleep(0.2)
+        _, work = spar.all_gather(torch.ones(4), async_op=True)
+        work.wait()
+        return
+    y, work = spar.all_gather(torch.ones(4), async_op=True)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert 0.2 < time.monotonic() - begin < 1
+    report(folder, 0, "interrupted")
+    work.wait()
+    assert y.tolist() == [1.0] * 8
+
+
+def interrupt_sync(rank: int, folder: Path) -> None:
+    """Ctrl-C in a sync call that waits for its turn breaks the group, as in any call."""
+    if rank == 1:
+        with pytest.raises((spar.GroupBrokenError, spar.PeerLostError, spar.ExchangeTimeoutError)):
+            time.sleep(0.8)
+            spar.all_gather(torch.zeros(1000))
+        return
+    (work,) = flights_of(count=1)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        spar.all_gather(torch.ones(4))
+    begin = time.monotonic()
+    with pytest.raises(spar.GroupBrokenError):
+        work.wait()
+    assert time.monotonic() - begin < 0.5
+
+
+def fork_in_flight(rank: int, folder: Path) -> None:
+    if rank == 1:
+        time.sleep(0.6)
+    (work,) = flights_of(count=1)
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            try:
+                with pytest.raises(spar.TransportError, match="a forked child cannot wait for an exchange"):
+                    work.wait()
+                with pytest.raises(spar.TransportError, match="a forked child cannot exchange"):
+                    spar.all_gather(torch.zeros(1))
+                with pytest.raises(ValueError, match="dim is 7"):
+                    spar.all_gather(torch.zeros(1), None, 7)
+                os._exit(7)
+            except BaseException:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    work.wait()
+
+
+def exit_in_flight(rank: int, folder: Path) -> None:
+    """The process ends with works in flight: those whose peers come are completed."""
+    if rank == 1:
+        time.sleep(0.5)
+    works = flights_of()
+    if rank == 1:
+        for work in works:
+            work.wait()
+
+
+def exit_alone(rank: int, folder: Path) -> None:
+    """The peers never come; the process ends anyway, and they learn of it."""
+    if rank == 0:
+        flights_of()
+        return
+    time.sleep(3)
+    with pytest.raises(spar.SparError):
+        spar.all_gather(torch.zeros(1000))
+
+
+ENDS: dict[str, Callable[[int, Path], None]] = {
+    "miss": miss,
+    "die": die,
+    "close": close_in_flight,
+    "interrupt wait": interrupt_wait,
+    "interrupt sync": interrupt_sync,
+    "fork": fork_in_flight,
+    "exit": exit_in_flight,
+    "exit alone": exit_alone,
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", ENDS)
+def test_nothing_hangs(tmp_path: Path, transport: str, name: str) -> None:
+    codes = [0, -signal.SIGKILL if name == "die" else 0]
+    limit = {"miss": "1", "exit alone": "4", "interrupt sync": "3"}.get(name, "20")
+    processes = start(ENDS[name], 2, tmp_path, SPAR_TRANSPORT=transport, SPAR_TIMEOUT=limit)
+    assert finish(processes, 15) == codes
