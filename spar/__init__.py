@@ -13,6 +13,7 @@ Operations on one process group, each differentiable:
     packed_data_split_forward_gather_backward    keep this rank's shard of each of several packed sequences
     packed_data_gather_forward_split_backward    undo it
     reorder_output                               reorder gathered zigzag chunks into natural order
+    mean_loss                                    divide all ranks' loss by the number of all ranks' tokens
 
 Over ring x ulysses, by the parallel state: split_forward_gather_backward_with_cp,
 gather_forward_split_backward_with_cp, packed_data_split_forward_gather_backward_with_cp and
@@ -64,6 +65,7 @@ from .hybrid import (
     packed_data_split_forward_gather_backward_with_cp,
     split_forward_gather_backward_with_cp,
 )
+from .loss import mean_loss
 from .ops import (
     all_to_all,
     gather_forward_split_backward,
@@ -102,6 +104,7 @@ __all__ = [
     "init",
     "load_balanced_gather_forward_split_backward",
     "load_balanced_split_forward_gather_backward",
+    "mean_loss",
     "memory_stats",
     "packed_data_gather_forward_split_backward",
     "packed_data_gather_forward_split_backward_with_cp",

@@ -1,4 +1,7 @@
-"""Compare each cell of the tables of docs/gradients.md, on real ranks, with the gradients of one process."""
+"""Compare rules of docs/gradients.md, on real ranks, with the gradients of one process.
+
+test_loss.py checks the factors of the losses.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -75,10 +77,10 @@ def ddp(model: nn.Module) -> tuple[nn.Module, Callable[[], list[Tensor]]]:
     return wrapped, lambda: [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def fsdp2(model: nn.Module) -> tuple[nn.Module, Callable[[], list[Tensor]]]:
+def fsdp2(model: nn.Module, mesh: Any = None) -> tuple[nn.Module, Callable[[], list[Tensor]]]:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     wrapped: Any = fully_shard(model, mesh=mesh)
     return wrapped, lambda: [p.grad.full_tensor() for p in wrapped.parameters()]
 
@@ -111,40 +113,22 @@ class Setting:
         groups = [dist.new_group([*range(first, first + P)]) for first in range(0, self.W, P)]
         alone = [dist.new_group([other]) for other in range(self.W)][rank]
         self.group = groups[rank // P]
-        data = batches(self.W // P, seq)
+        self.data = data = batches(self.W // P, seq)
         self.x, self.labels = data[rank // P]
         self.tokens = torch.tensor(sum(int((labels != IGNORED).sum()) for _, labels in data))
         self.expected = expected_gradients(seq, data, alone)
 
-    def loss(self, model: nn.Module, code: str, gather_scale: str | None = "up") -> Tensor:
+    def loss(self, model: nn.Module, code: str, gather_scale: str | None = "up", **more: object) -> Tensor:
         def gather(own: Tensor) -> Tensor:
             sizes = spar.cal_split_sizes(self.seq, P)
             return spar.gather_forward_split_backward(own, self.group, 1, sizes, gather_scale)
 
         losses = model(self.x, self.labels, self.group)
-        loss: Tensor = eval(code, {"gather": gather, "losses": losses, "tokens": self.tokens})
+        own = (spar.split_forward_gather_backward(self.labels, self.group, 1) != IGNORED).sum()
+        names: dict[str, object] = {"gather": gather, "losses": losses, "tokens": self.tokens, "own": own}
+        names |= {"mean_loss": spar.mean_loss, "world": dist.group.WORLD}
+        loss: Tensor = eval(code, names | more)
         return loss
-
-    def factor(self, code: str) -> float:
-        return float(eval(code, {"W": self.W, "P": P}))
-
-
-def check_factors(rank: int, folder: Path) -> None:
-    setting = Setting(rank, 11)
-    rows = table("Which factor")
-    assert len(rows) == 2
-    for loss, *factors in rows:
-        for wrap, factor in zip(WRAPPERS, factors, strict=True):
-            model, gradients = wrap(Model(setting.seq))
-            (setting.loss(model, loss) * setting.factor(factor)).backward()  # type: ignore[no-untyped-call]
-            apart = errors(gradients(), setting.expected)
-            assert max(apart) < 1e-12, (loss, wrap.__name__, factor, apart)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_loss_factors_match_one_process(tmp_path: Path, world: int) -> None:
-    assert finish(start(check_factors, world, tmp_path, set_up=False), 120) == [0] * world
 
 
 def average_means(rank: int, folder: Path) -> None:

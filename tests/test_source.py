@@ -91,6 +91,7 @@ SIGNATURES = {
     "gather_forward_split_backward_and_unpad": "input_, group, dim, padding_size=0, unpad_dim=None",
     "Work.wait": "self, timeout=None",
     "Work.is_completed": "self",
+    "mean_loss": "loss_sum, count, group=None, averaged_by=None",
 }
 LAYOUT = {
     "SequenceLayout.even": "total, group=None",

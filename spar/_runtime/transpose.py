@@ -40,10 +40,10 @@ def _run(call: Transposed, inputs: Tensors, records: bool) -> Tensors:
         return run_steps(inputs, name, ((place, tuple([pair(s, WHOLE) for s in shards])),), ONE, gradient)
     args = tuple([pair(even(0, place.world), moved(s)) for s in shards])
     parts = run_steps([x.unsqueeze(0) for x in inputs], name, ((place, args),), ONE, gradient)
-    return [_sum(part) for part in parts]
+    return [sum_in_order(part) for part in parts]
 
 
-def _sum(parts: torch.Tensor) -> torch.Tensor:
+def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
     """Sum over dim 0 in its order, 16-bit floats in float32: every run gives the same bits."""
     first, *rest = parts.unbind(0)
     if not rest:
