@@ -14,6 +14,7 @@ Operations on one process group, each differentiable:
     packed_data_gather_forward_split_backward    undo it
     reorder_output                               reorder gathered zigzag chunks into natural order
     mean_loss                                    divide all ranks' loss by the number of all ranks' tokens
+    rank_seed                                    seed dropout, differently on each rank
 
 Over ring x ulysses, by the parallel state: split_forward_gather_backward_with_cp,
 gather_forward_split_backward_with_cp, packed_data_split_forward_gather_backward_with_cp and
@@ -76,6 +77,7 @@ from .ops import (
     reorder_output,
     split_forward_gather_backward,
 )
+from .random import rank_seed
 from .sequence_layout import SequenceLayout
 from .sizes import cal_split_sizes, cal_split_sizes_multi
 
@@ -110,6 +112,7 @@ __all__ = [
     "packed_data_gather_forward_split_backward_with_cp",
     "packed_data_split_forward_gather_backward",
     "packed_data_split_forward_gather_backward_with_cp",
+    "rank_seed",
     "reduce_scatter",
     "reorder_output",
     "split_forward_gather_backward",

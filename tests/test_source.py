@@ -92,6 +92,7 @@ SIGNATURES = {
     "Work.wait": "self, timeout=None",
     "Work.is_completed": "self",
     "mean_loss": "loss_sum, count, group=None, averaged_by=None",
+    "rank_seed": "seed, group=None",
 }
 LAYOUT = {
     "SequenceLayout.even": "total, group=None",
