@@ -35,6 +35,7 @@ Modules:
     spar.data            distribute samples and padding over sequence ranks
     spar.parallel_state  create groups, or use those of a DeviceMesh
     spar.topology        use several sets of groups in one process
+    spar.testing         compare a sharded model with one process
     spar.utils           process groups without torch.distributed's global state
 """
 
@@ -121,13 +122,14 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
+    from . import testing as testing
     from . import utils as utils
 
 
 def __getattr__(name: str) -> object:
-    """Import spar.utils at its first use: few callers need it."""
-    if name == "utils":
+    """Import spar.testing and spar.utils at their first use: few callers need them."""
+    if name in ("testing", "utils"):
         import importlib
 
-        return importlib.import_module(".utils", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,16 +35,22 @@ def rank_seed(seed: int, group: Group = None) -> Iterator[None]:
     real = process_group(group)
     _, world, rank = place_of(real)
     mixed = mixed_seed(check_int(f"rank_seed on rank {rank} of {world}", "seed", seed), rank)
-    device = _device(real)
-    if device is None:
+    with preserved(real) as device:
+        torch.default_generator.manual_seed(mixed)
+        if device is not None:
+            torch.get_device_module(device).manual_seed(mixed)
+        yield
+
+
+@contextmanager
+def preserved(group: dist.ProcessGroup) -> Iterator[str | None]:
+    """Restore the states of torch's generators at the end: the CPU's, and that of the device it yields."""
+    if (device := _device(group)) is None:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mixed)
-            yield
+            yield None
         return
     with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device):
-        torch.default_generator.manual_seed(mixed)
-        torch.get_device_module(device).manual_seed(mixed)
-        yield
+        yield device
 
 
 def mixed_seed(seed: int, rank: int) -> int:

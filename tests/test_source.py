@@ -19,6 +19,7 @@ from test_faults import TEARDOWN
 
 import spar
 import spar.sequence_layout
+import spar.testing
 import spar.utils
 from spar import _C
 from spar._runtime import layouts
@@ -147,9 +148,16 @@ UTILS = {
     "stateless_destroy_torch_distributed_process_group": "pg",
     "stateless_init_torch_distributed_process_group": "host, port, rank, world_size, backend",
 }
+TESTING = {
+    "compare": "model_fn, batch, shard_fn, group=None, layout=None, seq_dim=1, reduce='sum', seed=0, "
+    "show=True",
+    "Report": "ranks, loss, reference_loss, entries",
+    "Entry": "name, max_abs_error, max_rel_error, reference_norm",
+}
 TABLES = {
     "spar": (spar, SIGNATURES),
     "sequence_layout": (spar.sequence_layout, LAYOUT),
+    "testing": (spar.testing, TESTING),
     "utils": (spar.utils, UTILS),
     "sharding": (spar.sharding, SHARDING),
     "data": (spar.data, DATA),
@@ -200,14 +208,14 @@ def test_type_hints_can_be_evaluated(module: ModuleType) -> None:
 
 def test_submodules_are_attributes() -> None:
     code = (
-        "import sys, spar; assert 'spar.utils' not in sys.modules;"
+        "import sys, spar; assert not {'spar.testing', 'spar.utils'} & set(sys.modules);"
         "print(*(getattr(spar, name).__name__ for name in "
-        "('utils', 'sharding', 'data', 'parallel_state', 'topology')));"
+        "('testing', 'utils', 'sharding', 'data', 'parallel_state', 'topology')));"
         "assert not hasattr(spar, 'nothing')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        f"spar.{name}" for name in ("utils", "sharding", "data", "parallel_state", "topology")
+        f"spar.{name}" for name in ("testing", "utils", "sharding", "data", "parallel_state", "topology")
     ]
 
 

@@ -1,0 +1,297 @@
+"""Compare a sequence-parallel model with the same model in one process: loss, logits and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._runtime.checks import check_int
+from ._runtime.exchange import report_failure
+from ._runtime.member import Place
+from ._runtime.registry import place_of
+from .collectives import all_gather, reduce_scatter
+from .random import preserved
+from .sequence_layout import SequenceLayout
+from .sizes import cal_split_sizes
+from .topology.resolve import Group, process_group
+
+__all__ = ["Entry", "Report", "compare"]
+
+_NAME = "testing.compare"
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of parameters
+_LAST = 2**62  # the peers may wait for any later exchange of a rank that fails
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How far one tensor is from that of one process.
+
+    Attributes:
+        name: "loss", "logits", or a parameter's name with ".grad".
+        max_abs_error: the largest difference of an element, over all ranks.
+        max_rel_error: the same, divided by the largest element of the reference.
+        reference_norm: the 2-norm of the reference.
+    """
+
+    name: str
+    max_abs_error: float
+    max_rel_error: float
+    reference_norm: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `compare` found; equal on all ranks. `str` returns it as a table.
+
+    Attributes:
+        ranks: the group's size.
+        loss: the loss of the sharded model, over all ranks.
+        reference_loss: the loss of one process.
+        entries: the loss, the logits if the model returns them, and the gradient of each parameter.
+    """
+
+    ranks: int
+    loss: float
+    reference_loss: float
+    entries: tuple[Entry, ...]
+
+    @property
+    def worst(self) -> Entry:
+        """The entry with the largest max_rel_error. NaN counts as the largest."""
+        return max(self.entries, key=lambda e: math.inf if math.isnan(e.max_rel_error) else e.max_rel_error)
+
+    def __str__(self) -> str:
+        head = ("", "max abs error", "max rel error", "reference norm")
+        rows = [
+            (e.name, *(f"{x:.3e}" for x in (e.max_abs_error, e.max_rel_error, e.reference_norm)))
+            for e in self.entries
+        ]
+        width = max(len(name) for name, *_ in rows)
+        lines = [f"{name:<{width}}" + "".join(f"{x:>16}" for x in rest) for name, *rest in (head, *rows)]
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        title = f"loss of {ranks}: {self.loss:.8g}; of one process: {self.reference_loss:.8g}"
+        return "\n".join([title, *lines, f"worst: {self.worst.name}, {self.worst.max_rel_error:.3e}"])
+
+
+def compare(
+    model_fn: Callable[[], torch.nn.Module],
+    batch: Any,
+    shard_fn: Callable[[torch.nn.Module, Any], Any],
+    group: Group = None,
+    *,
+    layout: SequenceLayout | None = None,
+    seq_dim: int = 1,
+    reduce: str | None = "sum",
+    seed: int = 0,
+    show: bool = True,
+) -> Report:
+    """Run a model sharded over a group, and whole on each rank, forward and backward; compare them.
+
+    Collective. Each rank builds the model twice, from the same seed. It runs the first one on the whole
+    batch, which must not communicate, and the second one on its shard. Use a small model in float32 or
+    float64, without dropout.
+
+    A batch is passed to the model as keyword arguments if it is a dict, as arguments if it is a tuple or
+    list, else as the only argument. The model returns a 0-dim loss, a tuple `(loss, logits)`, or an output
+    with `loss` and, if there are logits, `logits`, as keys or attributes.
+
+    Args:
+        model_fn: builds the model. All ranks must build the same one.
+        batch: the whole batch, equal on all ranks.
+        shard_fn: receives the second model and the batch; returns this rank's batch. It may change the model
+            in place, to enable sequence parallelism or to apply `fully_shard`.
+        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
+            sequence group (WORLD if there is none).
+        layout: how the logits lie on the ranks. None: the only SequenceLayout in this rank's batch, else
+            consecutive shards in the order of the ranks. Logits of the whole size need none.
+        seq_dim: the sequence's dim in the logits.
+        reduce: how gradients of parameters are to be reduced over the group: "sum", "mean", or None if
+            backward did so. A sharded gradient (DTensor) is gathered first.
+        seed: the seed for model_fn, shard_fn and forward. The generators' states are restored.
+        show: whether rank 0 of the group prints the report.
+
+    Returns:
+        A `Report`. If all ranks have the same loss to the bit, as after `mean_loss`, that is the loss.
+        Otherwise it is the sum of the ranks' losses.
+
+    Raises:
+        ValueError: the ranks' references differ, the logits' size does not match, or the names of parameters
+            differ between the two models.
+        TypeError: the model returned no loss.
+        MismatchError: another rank failed.
+    """
+    real = process_group(group)
+    place = place_of(real)
+    try:
+        check_int(f"{_NAME} on rank {place.rank} of {place.world}", "seed", seed)
+        if reduce not in ("sum", "mean", None):
+            raise _error(place, "reduce", repr(reduce), '"sum", "mean" or None')
+        with preserved(real):
+            runs = _Runs(place, real, seq_dim, reduce)
+            reference = runs.reference(model_fn, batch, seed)
+            report = runs.sharded(model_fn, batch, shard_fn, seed, layout, reference)
+    except BaseException as error:
+        report_failure([(place, _LAST)], _NAME, None, error)
+        raise
+    if show and place.rank == 0:
+        print(report, flush=True)
+    return report
+
+
+@dataclass(frozen=True)
+class _Result:
+    loss: torch.Tensor
+    logits: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The two runs of a comparison."""
+
+    place: Place
+    group: Any
+    seq_dim: int
+    reduce: str | None
+
+    def reference(self, model_fn: Callable[[], torch.nn.Module], batch: Any, seed: int) -> _Result:
+        torch.manual_seed(seed)
+        found = self._run(model_fn(), batch, seed)
+        losses = self._of_each_rank(found.loss)
+        spread = float(losses.max() - losses.min())
+        if spread > 1e-4 * float(losses.abs().max()):  # another model or batch; NaN is reported as a value
+            raise _error(
+                self.place,
+                "the loss of one process",
+                f"{losses.tolist()} on the group's ranks",
+                "one value; build the same model on all ranks, and pass the same batch",
+            )
+        return found
+
+    def sharded(
+        self,
+        model_fn: Callable[[], torch.nn.Module],
+        batch: Any,
+        shard_fn: Callable[[torch.nn.Module, Any], Any],
+        seed: int,
+        layout: SequenceLayout | None,
+        reference: _Result,
+    ) -> Report:
+        torch.manual_seed(seed)
+        model = model_fn()
+        part = shard_fn(model, batch)
+        found = self._run(model, part, seed)
+        losses = self._of_each_rank(found.loss)
+        loss = losses[0] if bool((losses == losses[0]).all()) else losses.sum()
+        entries = [self._entry("loss", loss, reference.loss)]
+        if reference.logits is not None and found.logits is not None:
+            own = self._own_logits(reference.logits, found.logits, layout or _only_layout(part))
+            entries.append(self._entry("logits", found.logits, reference.logits, own))
+        if reference.gradients.keys() != found.gradients.keys():
+            others = sorted(reference.gradients.keys() ^ found.gradients.keys())
+            expected = "the same names; do not replace modules in shard_fn"
+            raise _error(self.place, "parameters of only one of the models", f"{others[:8]}", expected)
+        for name, gradient in found.gradients.items():
+            entries.append(self._entry(f"{name}.grad", self._reduced(gradient), reference.gradients[name]))
+        return Report(self.place.world, float(loss), float(reference.loss), tuple(entries))
+
+    def _run(self, model: torch.nn.Module, batch: Any, seed: int) -> _Result:
+        torch.manual_seed(seed)
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        loss, logits = self._outputs(output)
+        loss.backward()
+        gradients = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients[name] = _whole(gradient.detach())
+        return _Result(_whole(loss.detach()), None if logits is None else _whole(logits.detach()), gradients)
+
+    def _outputs(self, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(output, Mapping):
+            loss, logits = output.get("loss"), output.get("logits")
+        elif isinstance(output, (tuple, list)):
+            loss, logits = (*output, None, None)[:2]
+        else:
+            loss, logits = getattr(output, "loss", output), getattr(output, "logits", None)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            kind = (
+                f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.80}"
+            )
+            expected = "a 0-dim tensor: return a loss, (loss, logits), or an output with loss and logits"
+            raise TypeError(_message(self.place, "the model's loss", kind, expected))
+        return loss, logits if isinstance(logits, torch.Tensor) else None
+
+    def _of_each_rank(self, number: torch.Tensor) -> torch.Tensor:
+        return all_gather(number.reshape(1).double(), self.group)
+
+    def _reduced(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Reduce a gradient over the ranks, in their order."""
+        if self.reduce is None:
+            return gradient
+        flat, sizes = gradient.double().flatten(), cal_split_sizes(gradient.numel(), self.place.world)
+        total = all_gather(reduce_scatter(flat, self.group), self.group, sizes=sizes).view(gradient.shape)
+        return total / self.place.world if self.reduce == "mean" else total
+
+    def _own_logits(
+        self, whole: torch.Tensor, own: torch.Tensor, layout: SequenceLayout | None
+    ) -> torch.Tensor:
+        """Return the part of the reference's logits that this rank has."""
+        dim, total = self.seq_dim, whole.size(self.seq_dim)
+        sizes = self._of_each_rank(torch.tensor(own.size(dim), device=own.device)).long().tolist()
+        if all(size == total for size in sizes):
+            part = whole
+        elif layout is not None:
+            part = layout.shard(whole, dim)
+        else:
+            first = sum(sizes[: self.place.rank]) if sum(sizes) == total else 0
+            part = whole.narrow(dim, first, min(own.size(dim), total - first))
+        if part.shape != own.shape:
+            expected = f"{list(part.shape)}, of {list(whole.shape)} in one process; pass layout= or seq_dim="
+            raise _error(self.place, "the logits' shape", f"{list(own.shape)}", expected)
+        return part
+
+    def _entry(
+        self, name: str, found: torch.Tensor, whole: torch.Tensor, own: torch.Tensor | None = None
+    ) -> Entry:
+        """own: the part of the whole reference to which `found` corresponds; None: all of it."""
+        reference, expected = whole.double(), whole if own is None else own
+        error = float(self._of_each_rank(_largest(found.double() - expected.double())).max())
+        largest = float(_largest(reference))
+        relative = error / largest if largest else (math.inf if error else error)
+        return Entry(name, error, relative, float(reference.norm()))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """Gather a DTensor."""
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.abs().max() if tensor.numel() else tensor.new_zeros(())
+
+
+def _only_layout(batch: Any) -> SequenceLayout | None:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(values, Iterable) or isinstance(values, torch.Tensor):
+        return None
+    found = {value for value in values if isinstance(value, SequenceLayout)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _error(place: Place, what: str, value: str, expected: str) -> ValueError:
+    return ValueError(_message(place, what, value, expected))
+
+
+def _message(place: Place, what: str, value: str, expected: str) -> str:
+    return f"{_NAME} on rank {place.rank} of {place.world}: {what} is {value}; expected {expected}"
