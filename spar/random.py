@@ -49,7 +49,7 @@ def preserved(group: dist.ProcessGroup) -> Iterator[str | None]:
         with torch.random.fork_rng(devices=[]):
             yield None
         return
-    with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device):
+    with torch.random.fork_rng([torch.get_device_module(device).current_device()], device_type=device):
         yield device
 
 

@@ -112,7 +112,7 @@ def check_device(rank: int, world: int, group: Group) -> None:
     """A stand-in for a device whose generator's state is its seed."""
     states = {0: "zero", 1: "one"}
     device = SimpleNamespace(
-        device_count=lambda: 2,
+        current_device=lambda: 1,
         is_initialized=lambda: True,
         get_rng_state=lambda index: states[int(getattr(index, "index", index))],
         set_rng_state=lambda state, index: states.update({int(getattr(index, "index", index)): state}),
@@ -123,7 +123,6 @@ def check_device(rank: int, world: int, group: Group) -> None:
         patch.setattr(torch, "get_device_module", lambda kind: device)
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        patch.setattr(torch.accelerator, "current_device_index", lambda: 1)
         with spar.rank_seed(9, group):
             assert states == {0: "zero", 1: mixed_seed(9, rank)}
             numbers = torch.rand(2)
