@@ -26,7 +26,7 @@ from .items import copy_items
 from .layouts import WHOLE, Args, Layout, even, moved, out_shape, pair, swapped
 from .member import Place
 from .registry import by_handle
-from .transpose import _sum
+from .transpose import sum_in_order
 
 
 class Move(NamedTuple):
@@ -71,7 +71,7 @@ class Move(NamedTuple):
         """Return new outputs."""
         steps = ((self.place, self.args),)
         parts = run_steps(self.operands(inputs), self.name, steps, ONE, self._gradient(records))
-        return [_sum(part) for part in parts] if self.sums else parts
+        return [sum_in_order(part) for part in parts] if self.sums else parts
 
     def _gradient(self, records: bool) -> str:
         return UNRECORDED if not records else GATHERED if self.sums else SUMMED if self.gathers else RECORDED
@@ -96,7 +96,7 @@ class Move(NamedTuple):
             return
         parts = comm.exchange(operation, self.operands(inputs), None, queued)
         for out, part in zip(outs, parts, strict=True):
-            out.copy_(_sum(part))
+            out.copy_(sum_in_order(part))
 
 
 def must_dispatch(tensors: Tensors) -> bool:
