@@ -186,27 +186,21 @@ def test_core_dump_excludes_the_arena(tmp_path: Path) -> None:
         assert 1 << 20 < written < 600 << 20, "the input's 256 MiB and torch's memory, but not the arenas"
 
 
+def maps_without_dumps(rank: int, folder: Path) -> None:
+    gather(torch.zeros(1000), None, 0)
+    assert spar.transport().name == "shm"
+    flags: dict[str, str] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "memfd:spar" in line:
+            flags[line.split()[0]] = ""
+        elif line.startswith("VmFlags") and flags and not list(flags.values())[-1]:
+            flags[list(flags)[-1]] = line
+    assert len(flags) == 2 and all(" dd" in text for text in flags.values()), flags
+
+
 def test_arenas_are_not_dumped_and_leave_no_files(tmp_path: Path) -> None:
-    code = """
-import os, torch, torch.distributed as dist, spar
-dist.init_process_group("gloo")
-y = spar.gather_forward_split_backward(torch.zeros(1000), None, 0)
-assert spar.transport().name == "shm"
-lines = open("/proc/self/smaps").read().split("\\n")
-flags = {}
-for line in lines:
-    if "memfd:spar" in line:
-        name = line.split()[0]; flags[name] = ""
-    elif line.startswith("VmFlags") and flags and list(flags.values())[-1] == "":
-        flags[list(flags)[-1]] = line
-assert len(flags) == 2 and all(" dd" in text for text in flags.values()), flags
-print("seen")
-"""
-    (tmp_path / "run.py").write_text(code)
     before = set(os.listdir("/dev/shm"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("seen") == 2, done.stderr
+    assert finish(start(maps_without_dumps, 2, tmp_path), 120) == [0, 0]
     assert {name for name in os.listdir("/dev/shm") if "spar" in name} <= before
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import pydoc
 import re
+import runpy
 import subprocess
 import sys
 import typing
@@ -15,6 +17,7 @@ from types import ModuleType
 
 import pytest
 from helpers import core
+from helpers.launched import launch
 from test_faults import TEARDOWN
 
 import spar
@@ -297,16 +300,37 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
         assert f"| {name} |" in readme, name
 
 
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The first lines of README.md in Python, which also print the shape that they compute."""
+    text = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "example.py").write_text(text + "\nprint(y.shape)\n")
+    return tmp_path / "example.py"
+
+
+def run_example(folder: Path, example: Path) -> None:
+    with (folder / "printed").open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(example), run_name="__main__")
+
+
 @pytest.mark.parametrize("world", [1, 3])
-def test_readme_example_runs(world: int, tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    (tmp_path / "example.py").write_text(text.split("```python\n")[1].split("```")[0] + "\nprint(y.shape)\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run(
-        [*torchrun, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 or TEARDOWN in done.stderr, done.stderr
-    assert done.stdout.count("torch.Size([1, 1000, 6, 64])") == world
+def test_readme_example_runs(world: int, example: Path) -> None:
+    if world == 1:
+        launch(run_example, world, example.parent, example)
+        printed = (example.parent / "printed").read_text()
+    else:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+        ]
+        done = subprocess.run([*command, example], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 or TEARDOWN in done.stderr, done.stderr
+        printed = done.stdout
+    assert printed.count("torch.Size([1, 1000, 6, 64])") == world
 
 
 def test_benchmarks_use_symbols_that_exist() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -14,8 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.launched import launch
 from helpers.reference import assert_same, cells, owned, zigzag
-from test_faults import TEARDOWN, finish, start
+from test_faults import finish, start
 from test_hybrid import exchanges
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import checkpoint as recompute
@@ -386,7 +385,7 @@ def check_layer() -> None:
     assert_same(layer(tokens).detach(), (tokens.detach() * layer.weight.detach()).cumsum(0))
 
 
-def under_torchrun() -> None:
+def forward_on_ranks(folder: Path) -> None:
     ps.init_distributed_environment()
     world = ps.get_world_group()
     assert world.world_size == 2
@@ -401,10 +400,9 @@ def under_torchrun() -> None:
     check_layer()
     world.barrier()
     ps.destroy_distributed_env()
-    print("the same")
 
 
-def test_one_forward_with_and_without_ranks() -> None:
+def test_one_forward_with_and_without_ranks(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no parallel state
         check_layer()
@@ -413,14 +411,4 @@ def test_one_forward_with_and_without_ranks() -> None:
         check_layer()
     finally:
         ps.destroy_parallel_state()
-    command = "import test_topology; test_topology.under_torchrun()"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "--no-python", sys.executable, "-c", command],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 or TEARDOWN in done.stderr, done.stderr
-    assert done.stdout.count("the same") == 2, done.stderr
+    launch(forward_on_ranks, 2, tmp_path)
