@@ -13,6 +13,8 @@ WORKERS ?= 3
 # Compiler warnings are errors; `make SPAR_WERROR= ...` permits them.
 export SPAR_WERROR ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Test workers and ranks use the bytecode that one of them wrote; without it each compiles all sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq
