@@ -23,6 +23,8 @@ from helpers.reference import assert_same
 from test_faults import finish, start
 
 import spar
+from spar import _C
+from spar._runtime import agreement, pg_wait
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
 
@@ -209,6 +211,29 @@ def set_up_concurrently(rank: int, folder: Path) -> None:
 
 def test_concurrent_set_ups(tmp_path: Path) -> None:
     assert finish(start(set_up_concurrently, 2, tmp_path, set_up=False), 60) == [0, 0]
+
+
+# ---- collectives ----
+
+
+def test_peer_info_fits_into_an_agreement() -> None:
+    assert len(_C.peer_info()) == agreement.ROOM
+
+
+def count_collectives(rank: int, folder: Path) -> None:
+    """Each stage of a set-up takes one collective: with shm three, with torch one."""
+    issued, issue = [], pg_wait._issue
+    pg_wait._issue = lambda *args: issued.append(args) or issue(*args)  # type: ignore[func-returns-value]
+    for transport, expected in (("shm", 3), ("torch", 1)):
+        os.environ["SPAR_TRANSPORT"] = transport
+        issued.clear()
+        assert spar.init().name == transport
+        assert len(issued) == expected
+        spar.close()
+
+
+def test_set_up_takes_one_collective_per_stage(tmp_path: Path) -> None:
+    assert finish(start(count_collectives, 2, tmp_path, set_up=False), 40) == [0, 0]
 
 
 # ---- init, close ----

@@ -1,4 +1,4 @@
-"""How the ranks of a group agree over its ProcessGroup: one all_gather of three ints before each step.
+"""How the ranks of a group agree over its ProcessGroup: one all_gather of a header before each step.
 
 A rank that fails takes part in the next agreement with its failure instead of a step, and does not wait. So
 its peers learn the reason, and all ranks issue the same collectives. The shm transport has the same protocol
@@ -8,6 +8,7 @@ in C (csrc/ipc/group.h).
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,9 @@ from .hints import Gathered, gathered_sizes
 from .member import OVER, SHARED, Member
 
 TEXT = 1024  # bytes of a description or a reason
+ROOM = 432  # bytes that a rank can send with a step: a spar_peer_info
+# calls, step, status, own: always of one size, because a rank that failed does not know its peers' step
+_HEADER = struct.Struct(f"=3q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)
 
 
@@ -32,8 +36,9 @@ def agree(
     step: int,
     describe: Callable[[], tuple[str, Gathered | None]],
     deadline: float,
-) -> None:
-    """Return once every rank has reached the same step of the same call.
+    own: bytes = b"",
+) -> list[bytes]:
+    """Return each rank's `own`, in rank order, once every rank has reached the same step of the same call.
 
     The caller must have done before what can fail on one rank alone.
 
@@ -44,6 +49,7 @@ def agree(
         describe: returns this rank's step in words, and what it holds of the gathered dim if the step is a
             call that gathers; called only if ranks differ.
         deadline: in seconds of time.monotonic().
+        own: what this rank sends with the step; as long on all ranks, ROOM at most.
 
     Raises:
         MismatchError: ranks differ, or one failed. Every rank that did not fail raises it.
@@ -51,9 +57,10 @@ def agree(
     """
     member.progress = SHARED
     pg_wait.settle(member, op, deadline)
-    rows = [row.tolist() for row in pg_wait.all_gather(member, _header(member, step, _OK), op, deadline)]
+    sent = pg_wait.all_gather(member, _header(member, step, _OK, own), op, deadline)
+    rows = [row[:3].tolist() for row in sent]
     if all(row == rows[0] for row in rows):
-        return
+        return [bytes(row[3:].view(torch.uint8)[: len(own)].tolist()) for row in sent] if own else []
     told = pg_wait.all_gather(member, _row(*describe()), op, deadline)
     texts = [bytes(row[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in told]
     member.progress = OVER
@@ -78,8 +85,9 @@ def announce_failure(member: Member, op: str, why: str, memory: bool, deadline: 
     member.progress = OVER
 
 
-def _header(member: Member, step: int, status: int) -> torch.Tensor:
-    return torch.tensor([member.calls, step, status])
+def _header(member: Member, step: int, status: int, own: bytes = b"") -> torch.Tensor:
+    packed = bytearray(_HEADER.pack(member.calls, step, status, own))
+    return torch.frombuffer(packed, dtype=torch.int64)
 
 
 def _row(text: str, gathered: Gathered | None = None) -> torch.Tensor:

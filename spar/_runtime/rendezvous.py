@@ -13,7 +13,6 @@ import torch
 
 from .. import _C
 from ..errors import SparError
-from . import pg_wait
 from .agreement import agree, mark_reported
 from .channel import Channel
 from .member import LOCAL, OVER, SHARED, Member, Transport
@@ -117,13 +116,12 @@ def _failure(results: bytes) -> str:
 def _all_gather(
     member: Member, own: bytes, stage: str, op: str, device: torch.device, deadline: float
 ) -> bytes:
-    """Everybody's bytes in one stage of the set-up, to which all ranks must have come."""
-    row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    """Gather the bytes that each rank sends in one stage of the set-up, which all ranks must have reached."""
     step = zlib.crc32(f"{stage} {device.type}".encode())
-    agree(member, op, step, lambda: (f"sets up its {device.type} transport ({stage})", None), deadline)
-    rows = pg_wait.all_gather(member, row, op, deadline)
+    described = f"sets up its {device.type} transport ({stage})"
+    rows = agree(member, op, step, lambda: (described, None), deadline, own)
     member.progress = LOCAL
-    return b"".join(bytes(r.tolist()) for r in rows)
+    return b"".join(rows)
 
 
 def _read_log_setting(rank: int) -> None:
