@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -134,8 +133,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _serve(
     rank: int,
     size: int,
-    transports: list[str],
-    worlds: tuple[int, ...],
     environment: dict[str, str],
     libraries: Sequence[Path],
     store: str,
@@ -153,9 +150,13 @@ def _serve(
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    groups = {key: dist.new_group(list(range(key[1]))) for key in itertools.product(transports, worlds)}
+    groups: dict[tuple[str, int], dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:
         world, transport, function, args = task
+        if (transport, world) not in groups:
+            groups[transport, world] = dist.new_group(list(range(world)))
+        if rank >= world:
+            continue
         os.environ["SPAR_TRANSPORT"] = transport  # forced: a test must not pass on another transport
         try:
             pipe.send((True, function(rank, world, groups[transport, world], *args)))
@@ -184,6 +185,7 @@ class Ranks:
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.transport = TRANSPORTS[-1]
+        self.groups: set[tuple[str, int]] = set()  # made at their first use: gloo has a thread for each
 
     def _start(self) -> None:
         # Forking a process that only imported torch is faster than spawning one.
@@ -191,7 +193,7 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         store = os.path.join(tempfile.mkdtemp(), "store")
         size = max(self.worlds)
-        settings = (size, TRANSPORTS, self.worlds, self.environment, self.libraries, store)
+        settings = (size, self.environment, self.libraries, store)
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, *settings, theirs), daemon=True)
@@ -210,15 +212,17 @@ class Ranks:
             process.join(5)
             process.kill()
         self.processes, self.pipes = [], []
+        self.groups.clear()
 
     def __call__(
         self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 150
     ) -> list[Any]:
         if not self.processes:
             self._start()
-        pipes = self.pipes[:world]
-        for pipe in pipes:
+        pipes, key = self.pipes[:world], (self.transport, world)
+        for pipe in pipes if key in self.groups else self.pipes:  # a new group is made by all ranks
             pipe.send((world, self.transport, function, args))
+        self.groups.add(key)
         results: dict[int, tuple[bool, Any]] = {}
         while len(results) < world:
             ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout)
@@ -246,7 +250,7 @@ class Ranks:
         return [results[rank][1] for rank in range(world)]
 
 
-@pytest.fixture(scope="module")  # its start costs 0.3 core seconds, and gloo's threads 2 a minute
+@pytest.fixture(scope="module")  # its start costs 0.3 core seconds, and gloo's threads up to 2 a minute
 def pool() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool

@@ -169,9 +169,10 @@ def check_torch_packer(rank: int, world: int, group: Group) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_packing_with_torch_copies(ranks: Ranks, world: int) -> None:
-    """The packing for other devices than the CPU, on CPU tensors."""
-    ranks(world, check_torch_packer)
+def test_packing_with_torch_copies(pool: Ranks, world: int) -> None:
+    """The torch transport's packing for other devices than the CPU, on CPU tensors."""
+    pool.transport = "torch"
+    pool(world, check_torch_packer)
 
 
 def check_lazy_views(rank: int, world: int, group: Group) -> None:
