@@ -45,3 +45,7 @@ def wire_device(group: dist.ProcessGroup, wanted: torch.device | None = None) ->
             group._get_backend(device)
             return torch.device(device.type, torch.accelerator.current_device_index())
     raise TransportError(f"process group {group_name(group)!r} has no backend")
+
+
+def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return bool(group._get_backend(device).name() == "gloo")
