@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._runtime.channel import Operation
-from .._runtime.exchange import ONE, calls_before, report_failure, run
+from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, report_failure, run
 from .._runtime.layouts import by_sizes, pair, rotated
 from .._runtime.member import Place
+from .._runtime.outputs import Move
+from .._runtime.overlap import Work, begin
 from .._runtime.registry import by_handle
 from .blocks import Block
 from .kernels import Merged, accumulated, kernel_for, without_dead
@@ -31,14 +33,30 @@ class Ring(NamedTuple):
     scale: float
 
 
-def _sent_on(
-    tensors: Sequence[torch.Tensor], ring: Ring, step: int, name: str, gradient: str
-) -> Sequence[torch.Tensor]:
-    """Send what this rank holds in a step to the next rank, [B, K, T, D]; return what the one before held."""
-    world = ring.place.world
-    held = [ring.sizes[(rank - step) % world] for rank in range(world)]
-    args = tuple([pair(by_sizes(2, held), rotated(2, held, 1))] * len(tensors))
-    return run(tensors, ring.place, Operation(name, args, *ONE, gradient))
+class _Sending:
+    """Tensors [B, K, T, D] on their way to the next rank, in flight while the caller computes."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], ring: Ring, step: int, name: str, records: bool
+    ) -> None:
+        world = ring.place.world
+        held = [ring.sizes[(rank - step) % world] for rank in range(world)]
+        args = tuple([pair(by_sizes(2, held), rotated(2, held, 1))] * len(tensors))
+        self.work: Work | None = None
+        self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
+        self.received: Sequence[torch.Tensor]
+        if torch.compiler.is_compiling():
+            gradient = RECORDED if records else UNRECORDED
+            self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
+        else:
+            self.received, self.work = begin(Move(name, ring.place, args, ()), tensors, None, records)
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Return what the rank before this one held, once; keep nothing."""
+        if self.work is not None:
+            self.work.wait()
+        received, self.received, self.sent = self.received, (), ()
+        return received
 
 
 def _part(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
@@ -46,18 +64,20 @@ def _part(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
 
 
 def _forward(
-    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, gradient: str
+    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, records: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     merged, kernel = Merged(q, v.size(3)), kernel_for(q, v, mask)
     for step, blocks in enumerate(ring.steps):
+        last = step + 1 == len(ring.steps)
+        sending = None if last else _Sending((k, v), ring, step, "attention", records)
         for block in blocks:
             causal, bias = _masked(mask, block, q.dtype)
             keys = block.key, block.keys
             part = _part(q, block.query, block.queries)
             found = kernel.forward(part, _part(k, *keys), _part(v, *keys), causal, bias, ring.scale)
             merged.add(block.query, *without_dead(*found, bias))
-        if step + 1 < len(ring.steps):
-            k, v = _sent_on((k, v), ring, step, "attention", gradient)
+        if sending is not None:
+            k, v = sending.wait()
     return _after(merged.out.to(q.dtype), ring, k, v), merged.lse
 
 
@@ -91,8 +111,12 @@ def _backward(
     kernel, kind = kernel_for(q, v, mask), accumulated(q.dtype)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)  # its keys are all masked: their weights become 0
     dq = torch.zeros_like(q, dtype=kind)
-    dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
+    name, round_trip = "backward of attention", ring.place.world > 1
+    coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
     for step, blocks in enumerate(ring.steps):
+        last = step + 1 == len(ring.steps)
+        sending = None if last else _Sending((k, v), ring, step, name, False)
+        dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
         for block in blocks:
             queries, keys = (block.query, block.queries), (block.key, block.keys)
             of = [_part(x, *queries) for x in (grad, q, out, lse)]
@@ -102,10 +126,15 @@ def _backward(
             )
             for whole, at, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
                 _part(whole, *at).add_(part)
-        if ring.place.world > 1:
-            if step + 1 < len(ring.steps):
-                k, v = _sent_on((k, v), ring, step, "backward of attention", "")
-            dk, dv = _sent_on((dk, dv), ring, step, "backward of attention", "")
+        if coming is not None:
+            for whole, part in zip((dk, dv), coming.wait(), strict=True):
+                whole.add_(part)
+        if round_trip:
+            coming = _Sending((dk, dv), ring, step, name, False)
+        if sending is not None:
+            k, v = sending.wait()
+    if coming is not None:
+        dk, dv = coming.wait()
     return _after(dq.to(q.dtype), ring, k, v), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -119,7 +148,7 @@ class SparAttention(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         group = None if compiling or ring.place.world == 1 else by_handle(ring.place.handle).group
         ctx.call = ring, group  # keeps the group alive until backward
-        out, lse = _forward(ring, q, k, v, mask, "sent round" if ring.place.world > 1 else "")
+        out, lse = _forward(ring, q, k, v, mask, True)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
 
@@ -147,4 +176,4 @@ def attend_round(
     """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D]."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask))  # type: ignore[no-untyped-call]
-    return _forward(ring, q, k, v, mask, "")[0]
+    return _forward(ring, q, k, v, mask, False)[0]

@@ -88,7 +88,7 @@ class Work:
             _log.warning("%s: failed, and nothing waited for it: %s", self._job.op, self._job.error)
 
 
-def _begin(
+def begin(
     move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool
 ) -> tuple[Tensors, Work]:
     """Start an exchange; return its outputs, which are not complete, and what waits for them."""
@@ -154,7 +154,7 @@ class SparStart(torch.autograd.Function):
         ctx.flight = flight  # keeps the group alive until backward
         if flight.at_once:
             return tuple(flight.move.run(inputs, True))
-        outputs, flight.work = _begin(flight.move, inputs, None, True)
+        outputs, flight.work = begin(flight.move, inputs, None, True)
         return tuple(outputs)
 
     @staticmethod
@@ -189,7 +189,7 @@ class SparWait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if not _records(grads):
-            ctx.flight.back = (grads, *_begin(ctx.flight.move.turned(), grads, None, False))
+            ctx.flight.back = (grads, *begin(ctx.flight.move.turned(), grads, None, False))
         return None, *grads
 
 
@@ -212,10 +212,10 @@ def launch(
         outs = checked(out, calls, at, move)
         if inputs[0].is_meta or must_dispatch([*inputs, *outs]):
             return write_to(out, calls, at, move), Work()
-        _, work = _begin(move, inputs, outs, False)
+        _, work = begin(move, inputs, outs, False)
         return outs, work
     if not _records(inputs):
-        outputs, work = _begin(move, inputs, None, False)
+        outputs, work = begin(move, inputs, None, False)
         return list(outputs), work
     flight = _Flight(move)
     outputs = _recorded(flight, inputs)
