@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
         else stage
         for stage in STAGES
     ]
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    # not shutil.which: builds in the background would find no compiler
+    monkeypatch.setattr(bring_up, "shutil", types.SimpleNamespace(which=lambda name: None))
     status = bring_up.run(stages, tmp_path, 4, built_kit())
     found = results(tmp_path)
     page = (tmp_path / "page.md").read_text()
