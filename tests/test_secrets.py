@@ -82,6 +82,7 @@ class Member:
         (self.rank,) = _C.processes(peer_info)
         self.rank_secret = peer_info[ENDPOINT_OFFSET + 16 : ENDPOINT_OFFSET + 32]
         self.secret, self.told_secret = secret, os.urandom(16)
+        self.served: socket.socket | None = None
         self.own = (
             1 if dials else 1 << 40,
             int.from_bytes(os.urandom(8), "little"),
@@ -145,7 +146,10 @@ def dial_rank(
     with contextlib.suppress(BrokenPipeError):  # the rank's set-up ended meanwhile, and it hung up
         socket.send_fds(line, [second], [arena])
     os.close(arena)
-    return [first, second], *receive(line, 2)
+    reply, count = receive(line, 2)
+    if count:
+        member.served = line  # or the rank may see the hang-up before it looks at the arena
+    return [first, second], reply, count
 
 
 def dial_with_wrong_secret(rank: int, folder: Path) -> None:
