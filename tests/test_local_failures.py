@@ -255,10 +255,10 @@ def raise_while_waiting_for_thread(rank: int, folder: Path, where: str) -> None:
     thread = threading.Thread(target=gathers)
     thread.start()
     signal.signal(signal.SIGALRM, raise_alarm)
-    signal.setitimer(signal.ITIMER_REAL, 0.4)
+    time.sleep(0.2)  # the other thread holds the lock
     begin = time.monotonic()
-    time.sleep(0.1)  # the other thread holds the lock
     with pytest.raises(Alarm):
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
         gather(torch.zeros(2), group, 0)
     assert time.monotonic() - begin < 1.5
     thread.join(2)
