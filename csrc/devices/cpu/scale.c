@@ -1,5 +1,6 @@
 #include "devices/scale.h"
 #include "devices/cpu/nontemporal.h"
+#include "devices/cpu/vectors.h"
 
 #include <math.h>
 #include <string.h>
@@ -13,67 +14,6 @@ const spar_scale_type spar_scale_types[] = {
 };
 
 enum { STEP = 2 * SPAR_CACHE_LINE }; /* with one alone, gcc makes no good vectors */
-
-/* Inlined into one function for each instruction set, and compiled for it there. */
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float from_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t to_bits(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-/* The upper half is the rounded result: to the nearest, ties to even. NaN is told by its bits: a comparison
- * of floats may trap, which keeps compilers from making vectors of it. */
-INLINE uint32_t round_bf16(float value)
-{
-    uint32_t bits = to_bits(value);
-    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : bits + 0x7fff + (bits >> 16 & 1);
-}
-
-INLINE float load_bf16(uint16_t half)
-{
-    return from_bits((uint32_t)half << 16);
-}
-
-INLINE uint16_t store_bf16(float value)
-{
-    return (uint16_t)(round_bf16(value) >> 16);
-}
-
-INLINE float load_f16(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) /* infinity and NaN: the exponent of both is all ones */
-        return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    if (rest >= 0x400)
-        return from_bits(sign | ((rest << 13) + 0x38000000)); /* the exponent's bias: 127 - 15 */
-    float tiny = (float)rest * 0x1p-24f;                      /* subnormal, exact in float */
-    return from_bits(sign | to_bits(tiny));
-}
-
-INLINE uint16_t store_f16(float value)
-{
-    uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-    if (rest > 0x7f800000)
-        return (uint16_t)(sign | 0x7e00);
-    if (rest >= 0x47800000) /* 2^16 and more */
-        return (uint16_t)(sign | 0x7c00);
-    if (rest < 0x38800000) { /* below 2^-14: adding 0.5 leaves the subnormal's bits, rounded, at the end */
-        uint32_t sum = to_bits(from_bits(rest) + 0.5f);
-        return (uint16_t)(sign | (sum - 0x3f000000));
-    }
-    rest += 0xfff + (rest >> 13 & 1); /* to the nearest, ties to even; may carry into infinity */
-    return (uint16_t)(sign | ((rest - 0x38000000) >> 13));
-}
 
 #define SAME(x) (x)
 
@@ -258,17 +198,7 @@ static void lines_plain(LINES)
     scale_any_lines(scale, to, targets, s, at, end, spar_nontemporal_line);
 }
 
-static int has_plain(void)
-{
-    return 1;
-}
-
 #ifdef __x86_64__
-#include <immintrin.h>
-
-#define AVX2 __attribute__((target("avx2,f16c")))
-#define AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
-
 /* Contiguous f16, eight at a time; how many it did. */
 AVX2 static inline int64_t scale_f16_vectors(const spar_scale *scale, char *d, const char *s, int64_t n)
 {
@@ -309,18 +239,6 @@ AVX2 static inline void f16_lines(LINES, put_line *put)
 
 VECTORS(avx2, AVX2, spar_nontemporal_line)
 VECTORS(avx512, AVX512, spar_nontemporal_line_avx512)
-
-/* Each processor with AVX2 has F16C, for which not every compiler can ask. */
-static int has_avx2(void)
-{
-    return __builtin_cpu_supports("avx2");
-}
-
-static int has_avx512(void)
-{
-    return has_avx2() && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-}
 #endif
 
 typedef struct {
