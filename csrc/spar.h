@@ -17,9 +17,9 @@
  *     last_call     each process's newest call, for messages
  *     affinity      SPAR_AFFINITY=1: balances ranks over cores
  *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a
- *                copy scales
- *     cpu/          strided copies (cpu), scaling (scale), non-temporal stores (nontemporal), copy threads
- *                   (threads)
+ *                copy scales; sum.def, those that are summed
+ *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats and instruction sets
+ *                   (vectors), non-temporal stores (nontemporal), copy threads (threads)
  *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the
  *                   kernels (kernels.cu, .h, .c), a plan as they read it (block_table), those tables on a
  *                   device (table_cache)

@@ -8,10 +8,10 @@ import torch
 
 from ._runtime.call import Call
 from ._runtime.checks import check_number
+from ._runtime.items import add_rows
 from ._runtime.layouts import WHOLE, even
 from ._runtime.registry import place_of
 from ._runtime.tracing import constant
-from ._runtime.transpose import sum_in_order
 from .topology.resolve import Group, process_group
 
 _WIDE = torch.float64  # counts of up to 2^53 tokens are exact
@@ -65,7 +65,7 @@ def mean_loss(
         factor = 1.0 if averaged_by is None else float(_size(averaged_by))
         call.input = torch.stack([call.input.to(_WIDE), tokens], 1)
         rows = call.apply(even(0, call.world), WHOLE, (factor, False))
-        total, number = sum_in_order(rows).unbind()
+        total, number = add_rows(rows).unbind()
         number = number.detach()
         mean = total / torch.where(number == 0, 1, number)
         return torch.where(number == 0, 0, mean).to(torch.promote_types(kind, torch.float32))

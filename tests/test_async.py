@@ -228,7 +228,7 @@ def backward_in_flight(rank: int, world: int, group: Group) -> None:
 
     spar.init(group)
     events: list[str] = []
-    begin, wait = overlap._begin, overlap.Work.wait
+    begin, wait = overlap.begin, overlap.Work.wait
 
     def note_begin(move: Any, *rest: Any) -> Any:
         events.append(f"begin {move.name}")

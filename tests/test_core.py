@@ -103,7 +103,7 @@ def test_core(program: Builder, compiler: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["arena", "scale", "affinity", "nontemporal", "siphash", "wait"])
+@pytest.mark.parametrize("name", ["arena", "scale", "sum", "affinity", "nontemporal", "siphash", "wait"])
 def test_components(program: Builder, name: str, kind: str) -> None:
     done = run(program("gcc", kind), name)
     assert (done.returncode, done.stderr) == (0, "")

@@ -79,7 +79,7 @@ spar_status spar_push(const spar_plan *plan, const spar_device *device, const vo
                       void *const *const *outputs, const spar_scale *scale, void *stream)
 {
     const spar_range *all = plan->push;
-    int same = 1;
+    int same = plan->world > 1;
     for (int rank = 1; rank < plan->world; rank++)
         same &= all[rank].first == all[0].first && all[rank].count == all[0].count;
     if (same)
@@ -87,6 +87,8 @@ spar_status spar_push(const spar_plan *plan, const spar_device *device, const vo
                                    plan->world, scale, stream);
     for (int i = 0; i < plan->world; i++) {
         int rank = (plan->rank + i) % plan->world; /* ranks start with different peers */
+        if (!outputs[rank])
+            continue;
         SPAR_TRY(device->copy_blocks(plan->blocks + all[rank].first, all[rank].count, plan->dims, inputs,
                                      &outputs[rank], 1, scale, stream));
     }

@@ -20,7 +20,8 @@ spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int pe
 spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, const void *const *inputs,
                           void *const *outputs, const spar_scale *scale, void *stream);
 
-/* Copies from a rank's inputs into outputs[rank][tensor] of every rank, including its own. */
+/* Copies from a rank's inputs into outputs[rank][tensor] of every rank, including its own; except for ranks
+ * whose row is NULL, which an exchange that sends every rank the same may not have. */
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
                       void *const *const *outputs, const spar_scale *scale, void *stream);
 

@@ -52,10 +52,10 @@ spar_status spar_plan_get_named(const char *op, const spar_request *request, spa
 /* Reads a factor and the dtype for which it is fused. */
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
 
-/* Makes a DLPack capsule of an output in the arena; None without a block. It owns the block, also on
- * failure. Items of dtypes that
- * the core does not know become unsigned integers of their size, or complex ones if they have 16 bytes. */
-PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype);
+/* Makes a DLPack capsule of an output in the arena; None without a block. It owns the block, also on failure.
+ * Items of dtypes that the core does not know become unsigned integers of their size, or complex ones if they
+ * have 16 bytes. summed: 1 if the output is a sum over the tensor's first dim, else 0. */
+PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype);
 
 /* (text, (rest, dim, size)): see spar_gathered. */
 PyObject *spar_py_description(const spar_description *description);

@@ -176,26 +176,40 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(op, tensors, inputs, scale_type, divide, factor, text, number, deadline, targets=None)\n"
+    "exchange(op, tensors, inputs, scale_type, divide, factor, sum_kind, text, number, deadline,\n"
+    "         targets=None)\n"
     "    -> a tuple of DLPack capsules, the outputs\n\n"
     "op: a name for messages. tensors: a tuple of (item size, extents, strides, args), all of one dtype.\n"
     "inputs: their addresses. number: of the call, by the group's own count. deadline: in seconds of\n"
     "time.monotonic. targets: addresses of contiguous memory for each output. None is returned for those\n"
-    "that lie in the arena; copy the others from their capsules.\n"
-    "scale_type 0: the outputs are of unsigned integers, unscaled.");
+    "that were written there: sums, and outputs whose target lies in the arena; copy the others.\n"
+    "scale_type 0: the outputs are of unsigned integers, unscaled.\n"
+    "sum_kind: 0, or of sum_types: the outputs' first dim has a row for each rank, and is summed.");
 
 /* Capsules of all outputs, None for those without a block; they own the blocks, also on failure. */
-static PyObject *output_capsules(const spar_plan *plan, spar_memory **blocks, int dtype)
+static PyObject *output_capsules(const spar_call *call, int dtype)
 {
+    const spar_plan *plan = call->plan;
     PyObject *capsules = PyTuple_New(plan->ntensors);
     for (int t = 0; t < plan->ntensors; t++) {
-        PyObject *capsule = capsules ? spar_output_capsule(blocks[t], &plan->tensors[t], dtype) : NULL;
-        if (!capsules && blocks[t])
-            spar_memory_free(blocks[t]);
+        PyObject *capsule = capsules ? spar_output_capsule(call->blocks[t], &plan->tensors[t],
+                                                           call->sum != SPAR_NO_SUM, dtype)
+                                     : NULL;
+        if (!capsules && call->blocks[t])
+            spar_memory_free(call->blocks[t]);
         else if (capsules && (!capsule || PyTuple_SetItem(capsules, t, capsule) < 0))
             Py_CLEAR(capsules);
     }
     return capsules;
+}
+
+static int read_sum(int kind, spar_sum_kind *sum)
+{
+    *sum = (spar_sum_kind)kind;
+    if (kind >= SPAR_NO_SUM && kind < SPAR_SUM_KINDS)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "a sum of kind %d; expected 0 to %d", kind, SPAR_SUM_KINDS - 1);
+    return -1;
 }
 
 static PyObject *comm_exchange(PyObject *self, PyObject *args)
@@ -203,12 +217,12 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     spar_comm *comm = open_comm(self);
     const char *op, *text;
     PyObject *tensors, *addresses, *wanted = Py_None, *result = NULL;
-    int dtype, divide;
+    int dtype, divide, sum;
     double factor, deadline_s;
     long long number;
     spar_py_request asked;
-    if (!comm || !PyArg_ParseTuple(args, "sOOipdsLd|O", &op, &tensors, &addresses, &dtype, &divide, &factor,
-                                   &text, &number, &deadline_s, &wanted))
+    if (!comm || !PyArg_ParseTuple(args, "sOOipdisLd|O", &op, &tensors, &addresses, &dtype, &divide, &factor,
+                                   &sum, &text, &number, &deadline_s, &wanted))
         return NULL;
     void *inputs[SPAR_GROUP_TENSORS], *targets[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
     spar_memory *blocks[SPAR_GROUP_TENSORS] = {NULL};
@@ -226,7 +240,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     if (spar_read_request(tensors, comm->world, comm->rank, 0, &asked) < 0 ||
         spar_read_addresses(addresses, inputs, asked.request.ntensors, "inputs") < 0 ||
         (wanted != Py_None && spar_read_addresses(wanted, targets, asked.request.ntensors, "targets") < 0) ||
-        spar_read_scale(dtype, divide, factor, &call.scale) < 0) {
+        spar_read_scale(dtype, divide, factor, &call.scale) < 0 || read_sum(sum, &call.sum) < 0) {
         report_exception(comm, &call);
         goto done;
     }
@@ -238,7 +252,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = output_capsules(plan, blocks, dtype);
+        result = output_capsules(&call, dtype);
     else
         spar_raise(status);
     if (plan)
@@ -288,7 +302,7 @@ PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
     }
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = block ? spar_output_capsule(block, &plan->tensors[0], dtype) : Py_NewRef(Py_None);
+        result = block ? spar_output_capsule(block, &plan->tensors[0], 0, dtype) : Py_NewRef(Py_None);
     else if (block)
         spar_memory_free(block);
     if (status != SPAR_OK)

@@ -42,11 +42,12 @@ static void free_capsule(PyObject *capsule)
     managed->deleter(managed);
 }
 
-PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int dtype)
+PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype)
 {
     if (!block)
         return Py_NewRef(Py_None);
-    size_t extents = (size_t)tensor->ndim * sizeof(int64_t);
+    int ndim = tensor->ndim - summed;
+    size_t extents = (size_t)ndim * sizeof(int64_t);
     dl_managed *managed = malloc(sizeof *managed + extents);
     if (!managed) {
         spar_memory_free(block);
@@ -57,14 +58,14 @@ PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor
     managed->deleter = free_output;
     managed->tensor.data = spar_memory_address(block);
     managed->tensor.device.type = DL_CPU;
-    managed->tensor.ndim = tensor->ndim;
+    managed->tensor.ndim = ndim;
     managed->tensor.dtype.code = dtype                     ? spar_scale_types[dtype].dlpack_code
                                  : tensor->item_size == 16 ? DL_COMPLEX
                                                            : DL_UINT;
     managed->tensor.dtype.bits = (uint8_t)(tensor->item_size * 8);
     managed->tensor.dtype.lanes = 1;
     managed->tensor.shape = (int64_t *)(managed + 1);
-    memcpy(managed->tensor.shape, tensor->out, extents);
+    memcpy(managed->tensor.shape, tensor->out + summed, extents);
     PyObject *capsule = PyCapsule_New(managed, "dltensor", free_capsule);
     if (!capsule)
         free_output(managed);

@@ -110,6 +110,14 @@ static PyObject *module_scale_types(PyObject *Py_UNUSED(module), PyObject *Py_UN
     return list;
 }
 
+static PyObject *module_sum_types(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    PyObject *list = PyList_New(0);
+    for (const spar_sum_type *row = spar_sum_types; list && row->torch_name; row++)
+        list = spar_list_add(list, Py_BuildValue("si", row->torch_name, (int)row->kind));
+    return list;
+}
+
 static PyObject *module_transports(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
@@ -279,7 +287,7 @@ static PyObject *module_arena_take(PyObject *Py_UNUSED(module), PyObject *args)
     Py_END_ALLOW_THREADS;
     if (status != SPAR_OK)
         return spar_raise(status);
-    return spar_output_capsule(block, &(spar_plan_tensor){.item_size = 1, .ndim = 1, .out = {bytes}}, 0);
+    return spar_output_capsule(block, &(spar_plan_tensor){.item_size = 1, .ndim = 1, .out = {bytes}}, 0, 0);
 }
 
 static PyObject *module_in_arena(PyObject *Py_UNUSED(module), PyObject *args)
@@ -343,6 +351,8 @@ static PyMethodDef methods[] = {
     {"env_rows", module_env_rows, METH_NOARGS, "[(field, variable, kind, default, help), ...]"},
     {"scale_types", module_scale_types, METH_NOARGS,
      "[(name of a torch dtype, its code), ...]: the dtypes that a copy can scale."},
+    {"sum_types", module_sum_types, METH_NOARGS,
+     "[(name of a torch dtype, how it is added), ...]: the dtypes that an exchange can sum."},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
     {"threads", module_threads, METH_VARARGS,
      "threads(most, local ranks) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"

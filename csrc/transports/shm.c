@@ -73,14 +73,24 @@ typedef struct {
     spar_call_header *headers;
     void *(*outputs)[SPAR_GROUP_TENSORS];
     void *const **rows; /* of outputs */
+    const char **parts; /* that a sum adds */
 } all_headers;
 
-static spar_status push(const spar_comm *comm, const spar_call *call, const all_headers *all)
+/* Of a call that sums: where the sums go, and whether this rank's own part stays in its input. */
+typedef struct {
+    spar_memory *blocks[SPAR_GROUP_TENSORS]; /* NULL: to memory of the caller */
+    void *to[SPAR_GROUP_TENSORS];
+    int own_stays;
+} sums;
+
+static spar_status push(const spar_comm *comm, const spar_call *call, const all_headers *all, int own_stays)
 {
     for (int rank = 0; rank < comm->world; rank++) { /* before any peer is written to */
         SPAR_TRY(find_outputs(comm, call->plan, all->headers, rank, all->outputs[rank]));
         all->rows[rank] = all->outputs[rank];
     }
+    if (own_stays)
+        all->rows[comm->rank] = NULL;
     return spar_push(call->plan, call->device, call->inputs, all->rows, &call->scale, call->stream);
 }
 
@@ -92,21 +102,58 @@ static spar_memory *target_block(const spar_call *call, int t)
     return call->targets ? spar_memory_at(call->targets[t], call->plan->tensors[t].out_bytes) : NULL;
 }
 
+/* Whether each of this rank's own blocks is one run of bytes. */
+static int has_long_runs(const spar_plan *plan)
+{
+    const spar_range *own = &plan->push[plan->rank];
+    for (int64_t i = own->first; i < own->first + own->count; i++)
+        if (plan->blocks[i].ndim > 0)
+            return 0;
+    return 1;
+}
+
+/* A sum adds rows, one from each rank. */
+static spar_status check_sum(const spar_call *call)
+{
+    const spar_plan *plan = call->plan;
+    for (int t = 0; t < plan->ntensors && call->sum; t++)
+        if (plan->tensors[t].in_dim != 0 || plan->tensors[t].out[0] != plan->world)
+            return spar_fail(SPAR_INVALID, "a sum over %lld rows; expected one of each of %d ranks",
+                             (long long)plan->tensors[t].out[0], plan->world);
+    return SPAR_OK;
+}
+
+/* Chooses the memory of a sum: the caller's, or a block. */
+static spar_status place_sum(const spar_call *call, int t, sums *results)
+{
+    if (call->targets) {
+        results->to[t] = call->targets[t];
+        return SPAR_OK;
+    }
+    SPAR_TRY(spar_arena_take(call->plan->tensors[t].out_bytes / call->plan->world, &results->blocks[t]));
+    results->to[t] = spar_memory_address(results->blocks[t]);
+    return SPAR_OK;
+}
+
 /* All steps that can fail on this rank alone. */
-static spar_status prepare(const spar_call *call, spar_call_header *header)
+static spar_status prepare(const spar_call *call, spar_call_header *header, sums *results)
 {
     if (call->failed != SPAR_OK)
         return spar_fail(call->failed, "%s", call->why);
     if (call->plan->ntensors > SPAR_GROUP_TENSORS)
         return spar_fail(SPAR_INVALID, "%d tensors; expected at most %d", call->plan->ntensors,
                          SPAR_GROUP_TENSORS);
+    SPAR_TRY(check_sum(call));
     for (int t = 0; t < call->plan->ntensors; t++) {
-        if (!target_block(call, t)) {
+        if (call->sum || !target_block(call, t)) {
             SPAR_TRY(spar_arena_take(call->plan->tensors[t].out_bytes, &call->blocks[t]));
             call->outputs[t] = spar_memory_address(call->blocks[t]);
         }
         header->offsets[t] = (char *)call->outputs[t] - spar_arena_base();
+        if (call->sum)
+            SPAR_TRY(place_sum(call, t, results));
     }
+    results->own_stays = call->sum && has_long_runs(call->plan);
     header->signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number;
     return SPAR_OK;
 }
@@ -137,25 +184,65 @@ static void drop_blocks(spar_group *group, const spar_call *call, int published,
     }
 }
 
+/* Replaces the parts by their sums. */
+static void sum_parts(const spar_call *call, const sums *results, const char **parts)
+{
+    const spar_plan *plan = call->plan;
+    const spar_range *own = &plan->push[plan->rank];
+    for (int t = 0; t < plan->ntensors && !results->own_stays; t++) {
+        int64_t bytes = plan->tensors[t].out_bytes / plan->world;
+        for (int rank = 0; rank < plan->world; rank++)
+            parts[rank] = (const char *)call->outputs[t] + rank * bytes;
+        spar_sum(call->sum, results->to[t], parts, plan->world, bytes);
+    }
+    for (int64_t i = own->first; i < own->first + own->count && results->own_stays; i++) {
+        const spar_block *block = &plan->blocks[i];
+        int64_t bytes = plan->tensors[block->tensor].out_bytes / plan->world;
+        int64_t at = block->dst - plan->rank * bytes;
+        for (int rank = 0; rank < plan->world; rank++)
+            parts[rank] = (const char *)call->outputs[block->tensor] + rank * bytes + at;
+        parts[plan->rank] = (const char *)call->inputs[block->tensor] + block->src;
+        spar_sum(call->sum, (char *)results->to[block->tensor] + at, parts, plan->world, block->run);
+    }
+    for (int t = 0; t < plan->ntensors; t++) {
+        spar_memory_free(call->blocks[t]);
+        call->blocks[t] = results->blocks[t];
+        call->outputs[t] = results->to[t];
+    }
+}
+
+static void drop_sums(sums *results)
+{
+    for (int t = 0; t < SPAR_GROUP_TENSORS; t++)
+        if (results->blocks[t])
+            spar_memory_free(results->blocks[t]);
+}
+
 static spar_status run_call(spar_comm *comm, spar_call *call, const all_headers *all, uint32_t n)
 {
     spar_group *group = comm->state;
     spar_call_header header = {0};
-    spar_status status = prepare(call, &header);
+    sums results = {0};
+    spar_status status = prepare(call, &header, &results);
     if (status != SPAR_OK) {
         spar_group_fail(group, status, spar_last_error());
         drop_blocks(group, call, 0, n);
+        drop_sums(&results);
         return status;
     }
     status = spar_group_publish(group, &header, describe, call, all->headers, &call->deadline);
     if (status == SPAR_OK)
-        status = push(comm, call, all);
+        status = push(comm, call, all, results.own_stays);
     if (status == SPAR_OK)
         status = spar_group_finish(group, &call->deadline);
     else if (status == SPAR_TRANSPORT)
         spar_group_break(group, spar_last_error());
-    if (status != SPAR_OK)
+    if (status != SPAR_OK) {
         drop_blocks(group, call, 1, n);
+        drop_sums(&results);
+    } else if (call->sum) {
+        sum_parts(call, &results, all->parts);
+    }
     return status;
 }
 
@@ -182,18 +269,21 @@ static spar_status run(spar_comm *comm, spar_call *call)
         spar_call_header headers[FEW];
         void *outputs[FEW][SPAR_GROUP_TENSORS];
         void *const *rows[FEW];
+        const char *parts[FEW];
     } few;
-    all_headers all = {few.headers, few.outputs, few.rows};
+    all_headers all = {few.headers, few.outputs, few.rows, few.parts};
     size_t world = (size_t)comm->world;
     if (!spar_arena_is_own())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
     if (comm->world > FEW) { /* allocate nothing between publish and done */
-        char *room = malloc(world * (sizeof *all.headers + sizeof *all.outputs + sizeof *all.rows));
+        char *room = malloc(
+            world * (sizeof *all.headers + sizeof *all.outputs + sizeof *all.rows + sizeof *all.parts));
         if (!room)
             return spar_fail(SPAR_NO_MEMORY, "no memory for the call headers of %d ranks", comm->world);
         all.headers = (void *)room;
         all.outputs = (void *)(room + world * sizeof *all.headers);
         all.rows = (void *)(room + world * (sizeof *all.headers + sizeof *all.outputs));
+        all.parts = (void *)(all.rows + world);
     }
     pthread_mutex_lock(spar_group_lock(comm->state));
     spar_status status = run_locked(comm, call, &all);

@@ -10,6 +10,7 @@
 #include "ipc/group.h"
 #include "ipc/last_call.h"
 #include "devices/device.h"
+#include "devices/sum.h"
 #include "base/deadline.h"
 #include "ipc/peers.h"
 
@@ -47,6 +48,9 @@ typedef struct {
     void *const *targets;
     const spar_device *device; /* whose memory they lie in */
     spar_scale scale;
+    /* Unless SPAR_NO_SUM: the plan's outputs have a row from each rank, and `blocks` receive the sums of the
+     * rows instead. Only for transports that have memory of their own for outputs. */
+    spar_sum_kind sum;
     const char *text; /* what else must be equal on all ranks: the dtype, the factor, ... */
     int64_t number;   /* by the caller's count of the group's calls; equal on all ranks, too */
     void *stream;     /* the device's queue; NULL on a CPU */

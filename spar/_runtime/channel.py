@@ -19,6 +19,7 @@ class Operation(NamedTuple):
         args: for each tensor its two layouts, as `layouts.pair` returns them.
         factor, divide: the outputs are multiplied or divided by it.
         gradient: what backward will do; empty if no gradient is recorded.
+        sums: whether the outputs, which have a row for each rank, are summed over the rows.
     """
 
     op: str
@@ -26,6 +27,7 @@ class Operation(NamedTuple):
     factor: float
     divide: bool
     gradient: str
+    sums: bool = False
 
 
 class Channel(Protocol):

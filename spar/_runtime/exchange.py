@@ -29,7 +29,7 @@ UNRECORDED, RECORDED, SUMMED, GATHERED = "", "recorded", "summed", "gathered"  #
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
 ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
 _profiled = torch._C._autograd._profiler_enabled
@@ -68,10 +68,10 @@ def _exchange(
     place, operation = Place(group, world, rank), Operation(op, _unflattened(args), *options)
     if is_local(operation.args[0]):
         return [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
-    return _run_eager(inputs, place, operation, tuple(then))
+    return run_eager(inputs, place, operation, tuple(then))
 
 
-def _run_eager(
+def run_eager(
     inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
     try:
@@ -145,6 +145,11 @@ def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = _profiled) ->
     )
 
 
+def is_any_traced(tensors: Tensors) -> bool:
+    """`is_traced` of any tensor; what it asks besides the tensor's type is asked once."""
+    return is_traced(tensors[0]) or not _PLAIN.issuperset(map(type, tensors))
+
+
 def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
     """Multiply or divide by the factor; return a view if the factor is 1 and the part is contiguous."""
     if factor != 1.0:
@@ -194,18 +199,18 @@ def run(
     traced: the result of `is_traced`, if the caller has it.
     then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
     """
-    op, args, factor, divide, _ = operation
+    op, args, factor, divide, *_ = operation
     if place[1] == 1:
         return [_scaled(x.view_as(x), factor, divide) for x in inputs]
     if traced is None:
-        traced = is_traced(inputs[0]) or (len(inputs) > 1 and any(map(is_traced, inputs)))
+        traced = is_any_traced(inputs)
     if traced:
         if torch.compiler.is_compiling() or not _profiled():
             return _run_traced(inputs, place, operation, then)
         with torch.profiler.record_function(f"spar::{op}"):
             return _run_traced(inputs, place, operation, then)
     if args[0][1] != -1:  # not local
-        return _run_eager(inputs, place, operation, then)
+        return run_eager(inputs, place, operation, then)
     return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
 
 
@@ -224,7 +229,7 @@ def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation
 
 def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...]) -> Tensors:
     """Run it in dispatched ops."""
-    op, args, factor, divide, gradient = operation
+    op, args, factor, divide, gradient, _ = operation
     if is_local(args[0]):
         parts = [select(x, a[2:], place.world, place.rank) for x, a in zip(inputs, args, strict=True)]
         if all(part is not None for part in parts):
@@ -303,7 +308,7 @@ def recorded(
     inputs: Tensors, name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
 ) -> tuple[torch.Tensor, ...]:
     """Run the steps and record the gradient; an error in backward shows the operation's name."""
-    if any(map(is_traced, inputs)):
+    if is_any_traced(inputs):
         call = (name, steps, scale, grad_scale, True)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
     return _apply_plain((name, steps, scale, grad_scale, False), *inputs)

@@ -11,6 +11,8 @@ from .. import _C
 
 # codes of the dtypes that a copy can scale: csrc/devices/scale.def
 SCALE_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.scale_types()}
+# how sums add a dtype: csrc/devices/sum.def
+SUM_TYPES: dict[torch.dtype, int] = {getattr(torch, name): kind for name, kind in _C.sum_types()}
 # strided copies move items of these, whatever they mean, by their size in bytes
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -29,6 +31,20 @@ def copy_items(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def add_rows(parts: torch.Tensor) -> torch.Tensor:
+    """Sum over dim 0 in its order, 16-bit floats in float32: the same bits as the core's sum."""
+    first, *rest = parts.unbind(0)
+    if not rest:
+        return first.clone()
+    total = first.to(_WIDER.get(parts.dtype, parts.dtype)) + rest[0]
+    for part in rest[1:]:
+        total += part
+    return total.to(parts.dtype)
+
+
 def described(
     inputs: Sequence[torch.Tensor], args: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[_C.Tensor, ...], tuple[int, ...]]:
@@ -36,7 +52,8 @@ def described(
     if len(inputs) == 1:
         (one,) = inputs
         return ((one.element_size(), one.shape, one.stride(), args[0]),), (one.data_ptr(),)
-    tensors = [(x.element_size(), x.shape, x.stride(), a) for x, a in zip(inputs, args, strict=True)]
+    size = inputs[0].element_size()
+    tensors = [(size, x.shape, x.stride(), args[i]) for i, x in enumerate(inputs)]
     return tuple(tensors), tuple([x.data_ptr() for x in inputs])
 
 

@@ -22,11 +22,10 @@ from .exchange import (
     is_traced,
     run_steps,
 )
-from .items import copy_items
+from .items import add_rows, copy_items
 from .layouts import WHOLE, Args, Layout, even, moved, out_shape, pair, swapped
 from .member import Place
 from .registry import by_handle
-from .transpose import sum_in_order
 
 
 class Move(NamedTuple):
@@ -71,7 +70,7 @@ class Move(NamedTuple):
         """Return new outputs."""
         steps = ((self.place, self.args),)
         parts = run_steps(self.operands(inputs), self.name, steps, ONE, self._gradient(records))
-        return [sum_in_order(part) for part in parts] if self.sums else parts
+        return [add_rows(part) for part in parts] if self.sums else parts
 
     def _gradient(self, records: bool) -> str:
         return UNRECORDED if not records else GATHERED if self.sums else SUMMED if self.gathers else RECORDED
@@ -90,13 +89,8 @@ class Move(NamedTuple):
         queued: bool = False,
     ) -> None:
         """Write the outputs to plain tensors."""
-        operation = Operation(self.name, self.args, *ONE, self._gradient(records))
-        if not self.sums:
-            comm.exchange(operation, inputs, outs, queued)
-            return
-        parts = comm.exchange(operation, self.operands(inputs), None, queued)
-        for out, part in zip(outs, parts, strict=True):
-            out.copy_(sum_in_order(part))
+        operation = Operation(self.name, self.args, *ONE, self._gradient(records), self.sums)
+        comm.exchange(operation, self.operands(inputs), outs, queued)
 
 
 def must_dispatch(tensors: Tensors) -> bool:

@@ -109,11 +109,7 @@ def _issue(
     channel = comm.channel(move.name, first.device)
     given = outs is not None
     if outs is None:
-        shapes = move.shapes(inputs)
-        if move.sums:  # peers write the parts
-            outs = [torch.empty(shape, dtype=first.dtype, device=first.device) for shape in shapes]
-        else:
-            outs = [channel.allocate(comm, shape, first) for shape in shapes]
+        outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]
     # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
     targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
 

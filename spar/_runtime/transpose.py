@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from .call import Call
+from .channel import Operation
 from .exchange import (
     ARITHMETIC,
     GATHERED,
@@ -20,15 +21,16 @@ from .exchange import (
     UNRECORDED,
     Tensors,
     calls_before,
-    is_traced,
+    is_any_traced,
     report_failure,
+    run_eager,
     run_steps,
 )
+from .items import add_rows
 from .layouts import WHOLE, Layout, even, moved, pair
 from .member import Place
 from .registry import by_handle
 
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 Transposed = tuple[str, Place, tuple[Layout, ...], bool]  # name, place, each tensor's shards, whether it sums
 
 
@@ -39,19 +41,10 @@ def _run(call: Transposed, inputs: Tensors, records: bool) -> Tensors:
     if not sums:
         return run_steps(inputs, name, ((place, tuple([pair(s, WHOLE) for s in shards])),), ONE, gradient)
     args = tuple([pair(even(0, place.world), moved(s)) for s in shards])
-    parts = run_steps([x.unsqueeze(0) for x in inputs], name, ((place, args),), ONE, gradient)
-    return [sum_in_order(part) for part in parts]
-
-
-def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Sum over dim 0 in its order, 16-bit floats in float32: every run gives the same bits."""
-    first, *rest = parts.unbind(0)
-    if not rest:
-        return first.clone()
-    total = first.to(_WIDER.get(parts.dtype, parts.dtype)) + rest[0]
-    for part in rest[1:]:
-        total += part
-    return total.to(parts.dtype)
+    rows = [x.unsqueeze(0) for x in inputs]
+    if not inputs[0].is_meta and not is_any_traced(inputs):
+        return run_eager(rows, place, Operation(name, args, *ONE, gradient, True))
+    return [add_rows(parts) for parts in run_steps(rows, name, ((place, args),), ONE, gradient)]
 
 
 class SparTranspose(torch.autograd.Function):
@@ -82,7 +75,7 @@ _apply_plain: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Fun
 
 
 def recorded(call: Transposed, inputs: Tensors) -> tuple[torch.Tensor, ...]:
-    if any(map(is_traced, inputs)):
+    if is_any_traced(inputs):
         return cast(tuple[torch.Tensor, ...], SparTranspose.apply(call, *inputs))  # type: ignore[no-untyped-call]
     return _apply_plain(call, *inputs)
 

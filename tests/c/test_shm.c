@@ -135,6 +135,42 @@ static void gather(spar_comm *comm, int call_number, int64_t bytes, spar_memory 
     *kept = block;
 }
 
+/* Sums bytes that encode the rank and the call: a matrix whose columns are scattered. The own part stays in
+ * the input if the matrix has one row. */
+static void reduce_scatter(spar_comm *comm, int call_number, int64_t rows)
+{
+    enum { WIDTH = 100 };
+    unsigned char in[3 * MOST * WIDTH], sum = 0;
+    const void *input = in;
+    void *output = NULL;
+    spar_memory *block = NULL;
+    const int64_t columns = WIDTH * comm->world, extents[] = {1, rows, columns};
+    const int64_t strides[] = {rows * columns, columns, 1};
+    const int64_t args[] = {3, 0, SPAR_EVEN, comm->world, 2, SPAR_EVEN, columns};
+    spar_tensor tensor = {1, 3, extents, strides, 7, args};
+    spar_request request = {comm->world, comm->rank, 0, 1, &tensor};
+    spar_plan *plan;
+    memset(in, call_number * 31 + comm->rank, sizeof in);
+    EXPECT(!spar_plan_get(&request, &plan));
+    spar_call call = {.plan = plan,
+                      .inputs = &input,
+                      .outputs = &output,
+                      .blocks = &block,
+                      .device = &spar_device_cpu,
+                      .scale = {SPAR_UNSCALED, 0, 1},
+                      .sum = SPAR_SUM_I8,
+                      .text = "",
+                      .op = "reduce_scatter",
+                      .deadline = {.at_ns = now_ns() + 20000000000}};
+    EXPECT(!spar_comm_run(comm, &call));
+    for (int p = 0; p < comm->world; p++)
+        sum = (unsigned char)(sum + call_number * 31 + p);
+    for (int64_t i = 0; i < rows * WIDTH; i++)
+        EXPECT(((unsigned char *)output)[i] == sum);
+    spar_memory_free(block);
+    spar_plan_release(plan);
+}
+
 /* The call of rank `odd` differs or fails: all ranks raise the same error, and the group stays usable. */
 static void disagree(spar_comm *comm, int call_number, int odd)
 {
@@ -240,6 +276,8 @@ static spar_memory *work(rendezvous *m, spar_comm *comm)
         int64_t begin = now_ns();
         gather(comm, i, i % 3 ? BYTES : 1 + i % BYTES, &kept);
         times[i] = now_ns() - begin;
+        if (i % 7 == 3)
+            reduce_scatter(comm, i, 1 + i % 3);
         if (i % 97 == 5 && m->world > 1)
             disagree(comm, i, i / 97 % m->world);
         if (rand_r(&seed) % 64 == 0) /* vary which rank is late, and which blocks */

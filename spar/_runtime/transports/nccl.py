@@ -123,7 +123,7 @@ class NcclChannel(CoreChannel):
             )
         call = PlannedExchange.of(member, operation, inputs, deadline, outs)
         self.run(member, call)
-        return call.outputs
+        return call.results()
 
     def run(self, member: Member, call: PlannedExchange) -> None:
         """Return when the exchange is in the current stream."""

@@ -11,7 +11,7 @@ from ... import _C
 from ..agreement import agree
 from ..channel import Operation
 from ..hints import Gathered
-from ..items import call_text, described
+from ..items import add_rows, call_text, described
 from ..member import Member
 
 
@@ -28,6 +28,8 @@ class PlannedExchange:
     divide: bool
     text: str  # what must be equal on all ranks besides the plan
     deadline: float
+    sums: bool
+    totals: list[torch.Tensor] | None  # where the sums go; None: to new tensors
 
     @classmethod
     def of(
@@ -38,15 +40,16 @@ class PlannedExchange:
         deadline: float,
         outs: list[torch.Tensor] | None = None,
     ) -> PlannedExchange:
-        op, args, factor, divide, gradient = operation
+        op, args, factor, divide, gradient, sums = operation
         dtype, device = inputs[0].dtype, inputs[0].device
         tensors, addresses = described(inputs, args)
         plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, tensors)
         outputs = outs
-        if outputs is None:
+        if outputs is None or sums:
             outputs = [torch.empty(shape, dtype=dtype, device=device) for shape in plan.out_shapes]
         text = call_text(dtype, device.type, factor, divide, gradient)
-        return cls(op, plan, inputs, outputs, addresses, factor, divide, text, deadline)
+        totals = outs if sums else None
+        return cls(op, plan, inputs, outputs, addresses, factor, divide, text, deadline, sums, totals)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,6 +58,15 @@ class PlannedExchange:
     @property
     def device(self) -> torch.device:
         return self.inputs[0].device
+
+    def results(self) -> list[torch.Tensor]:
+        """Return the outputs, or the sums of their rows."""
+        if not self.sums:
+            return self.outputs
+        found = [add_rows(output) for output in self.outputs]
+        if self.totals is None:
+            return found
+        return [total.copy_(x) for total, x in zip(self.totals, found, strict=True)]
 
     @property
     def output_addresses(self) -> tuple[int, ...]:

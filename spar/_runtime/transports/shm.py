@@ -12,7 +12,7 @@ from ...errors import SparError
 from .. import fork_warning
 from ..agreement import mark_reported
 from ..channel import Operation
-from ..items import SCALE_TYPES, apply_scale, call_text, copy_items, described
+from ..items import SCALE_TYPES, SUM_TYPES, apply_scale, call_text, copy_items, described
 from ..member import OVER, Member
 from .core import CALLS, CoreChannel
 
@@ -43,16 +43,16 @@ class ShmChannel(CoreChannel):
         deadline: float,
         outs: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        op, args, factor, divide, gradient = operation
+        op, args, factor, divide, gradient, sums = operation
         dtype = inputs[0].dtype
         text = call_text(dtype, "cpu", factor, divide, gradient)
         tensors, addresses = described(inputs, args)
-        kind = SCALE_TYPES.get(dtype, 0)
+        kind, sum_kind = SCALE_TYPES.get(dtype, 0), SUM_TYPES[dtype] if sums else 0
         targets = None if outs is None else tuple([out.data_ptr() for out in outs])
         try:
             member.progress = OVER  # the core reports whatever fails in it
             capsules = self.core.exchange(
-                op, tensors, addresses, kind, divide, factor, text, member.calls, deadline, targets
+                op, tensors, addresses, kind, divide, factor, sum_kind, text, member.calls, deadline, targets
             )
         except SparError as error:
             raise self.explain(member, op, error) from None

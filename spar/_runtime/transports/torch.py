@@ -120,7 +120,7 @@ class TorchChannel:
         refuse_capture(call.op, call.device, "the torch transport waits for the device")
         self._run(member, call)
         CALLS["torch"] += 1
-        return call.outputs
+        return call.results()
 
     def _run(self, member: Member, call: PlannedExchange) -> None:
         """Whatever can fail on one rank alone comes first; then ranks compare; then bytes move."""

@@ -1,0 +1,242 @@
+#include "devices/sum.h"
+#include "devices/cpu/threads.h"
+#include "devices/cpu/vectors.h"
+
+const spar_sum_type spar_sum_types[] = {
+#define SPAR_SUM_TYPE(torch_name, KIND) {torch_name, SPAR_SUM_##KIND},
+#include "devices/sum.def"
+#undef SPAR_SUM_TYPE
+    {NULL, SPAR_NO_SUM},
+};
+
+/* Numbers (a complex item has two) that are added at a time, from the L1 cache: with fewer, clang unrolls
+ * loops instead of making vectors of them. */
+enum { SOME = 256 };
+
+/* `n` numbers from byte `at` of each of `count` parts. */
+#define PARTS const char *const *parts, int count, int64_t at, int n
+
+#define SUMMER(name, type, wide, load, store, add)                                                           \
+    INLINE void sum_##name(char *to, PARTS)                                                                  \
+    {                                                                                                        \
+        wide total[SOME];                                                                                    \
+        type item;                                                                                           \
+        for (int i = 0; i < n; i++) {                                                                        \
+            memcpy(&item, parts[0] + at + i * (int)sizeof item, sizeof item);                                \
+            total[i] = load(item);                                                                           \
+        }                                                                                                    \
+        for (int part = 1; part < count; part++)                                                             \
+            for (int i = 0; i < n; i++) {                                                                    \
+                memcpy(&item, parts[part] + at + i * (int)sizeof item, sizeof item);                         \
+                total[i] = add(total[i], load(item));                                                        \
+            }                                                                                                \
+        for (int i = 0; i < n; i++) {                                                                        \
+            item = store(total[i]);                                                                          \
+            memcpy(to + at + i * (int)sizeof item, &item, sizeof item);                                      \
+        }                                                                                                    \
+    }
+
+#define SAME(x) (x)
+#define ANY(x) ((x) != 0)
+#define ADD(a, b) ((a) + (b))
+#define OR(a, b) ((a) | (b))
+
+SUMMER(bool, uint8_t, uint8_t, ANY, SAME, OR)
+SUMMER(i8, uint8_t, uint8_t, SAME, SAME, (uint8_t)ADD)
+SUMMER(i16, uint16_t, uint16_t, SAME, SAME, (uint16_t)ADD)
+SUMMER(i32, uint32_t, uint32_t, SAME, SAME, ADD)
+SUMMER(i64, uint64_t, uint64_t, SAME, SAME, ADD)
+SUMMER(f32, float, float, SAME, SAME, ADD)
+SUMMER(f64, double, double, SAME, SAME, ADD)
+SUMMER(bf16_items, uint16_t, float, load_bf16, store_bf16, ADD)
+
+/* Two at a time, as the halves of a word: nothing has to change its place in a vector. */
+INLINE void sum_bf16(char *to, PARTS)
+{
+    float high[SOME / 2], low[SOME / 2];
+    uint32_t pair;
+    int pairs = n / 2;
+    for (int i = 0; i < pairs; i++) {
+        memcpy(&pair, parts[0] + at + 4 * i, sizeof pair);
+        high[i] = from_bits(pair & 0xffff0000);
+        low[i] = from_bits(pair << 16);
+    }
+    for (int part = 1; part < count; part++)
+        for (int i = 0; i < pairs; i++) {
+            memcpy(&pair, parts[part] + at + 4 * i, sizeof pair);
+            high[i] += from_bits(pair & 0xffff0000);
+            low[i] += from_bits(pair << 16);
+        }
+    for (int i = 0; i < pairs; i++) {
+        pair = (round_bf16(high[i]) & 0xffff0000) | round_bf16(low[i]) >> 16;
+        memcpy(to + at + 4 * i, &pair, sizeof pair);
+    }
+    if (n % 2)
+        sum_bf16_items(to, parts, count, at + 4 * pairs, 1);
+}
+
+/* As torch adds complex numbers: a + (1 + 0i) * b. The zero terms matter for infinities and signed zeros. */
+#define ADD_COMPLEX(total, i, re, im, zero)                                                                  \
+    do {                                                                                                     \
+        (total)[i] += (re) - (im) * (zero);                                                                  \
+        (total)[(i) + 1] += (re) * (zero) + (im);                                                            \
+    } while (0)
+
+#define COMPLEX_SUMMER(name, type)                                                                           \
+    INLINE void sum_##name(char *to, PARTS)                                                                  \
+    {                                                                                                        \
+        type total[SOME], item[2];                                                                           \
+        memcpy(total, parts[0] + at, (size_t)n * sizeof *total);                                             \
+        for (int part = 1; part < count; part++)                                                             \
+            for (int i = 0; i < n; i += 2) {                                                                 \
+                memcpy(item, parts[part] + at + i * (int)sizeof *item, sizeof item);                         \
+                ADD_COMPLEX(total, i, item[0], item[1], (type)0);                                            \
+            }                                                                                                \
+        memcpy(to + at, total, (size_t)n * sizeof *total);                                                   \
+    }
+
+COMPLEX_SUMMER(c64, float)
+COMPLEX_SUMMER(c128, double)
+
+/* float16 has conversions of its own for each instruction set. */
+typedef void load_halves(float *to, const char *from, int n);
+typedef void store_halves(char *to, const float *from, int n);
+
+INLINE void load_plain(float *to, const char *from, int n)
+{
+    for (int i = 0; i < n; i++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * i, sizeof half);
+        to[i] = load_f16(half);
+    }
+}
+
+INLINE void store_plain(char *to, const float *from, int n)
+{
+    for (int i = 0; i < n; i++) {
+        uint16_t half = store_f16(from[i]);
+        memcpy(to + 2 * i, &half, sizeof half);
+    }
+}
+
+INLINE void sum_halves(char *to, PARTS, int complex, load_halves *load, store_halves *store)
+{
+    float total[SOME], next[SOME];
+    load(total, parts[0] + at, n);
+    for (int part = 1; part < count; part++) {
+        load(next, parts[part] + at, n);
+        if (complex)
+            for (int i = 0; i < n; i += 2)
+                ADD_COMPLEX(total, i, next[i], next[i + 1], 0.0f);
+        else
+            for (int i = 0; i < n; i++)
+                total[i] += next[i];
+    }
+    store(to + at, total, n);
+}
+
+/* Bytes low to high, whole items. */
+#define RANGE spar_sum_kind kind, char *to, const char *const *parts, int count, int64_t low, int64_t high
+
+/* `n` is a constant for all but the last numbers. */
+#define EACH(KIND, size, ...)                                                                                \
+    case SPAR_SUM_##KIND: {                                                                                  \
+        int64_t at = low;                                                                                    \
+        for (int n = SOME; high - at >= SOME * (size); at += SOME * (size))                                  \
+            __VA_ARGS__;                                                                                     \
+        int n = (int)((high - at) / (size));                                                                 \
+        __VA_ARGS__;                                                                                         \
+        break;                                                                                               \
+    }
+
+INLINE void sum_range(RANGE, load_halves *load, store_halves *store)
+{
+    switch (kind) {
+        EACH(BOOL, 1, sum_bool(to, parts, count, at, n))
+        EACH(I8, 1, sum_i8(to, parts, count, at, n))
+        EACH(I16, 2, sum_i16(to, parts, count, at, n))
+        EACH(I32, 4, sum_i32(to, parts, count, at, n))
+        EACH(I64, 8, sum_i64(to, parts, count, at, n))
+        EACH(F16, 2, sum_halves(to, parts, count, at, n, 0, load, store))
+        EACH(BF16, 2, sum_bf16(to, parts, count, at, n))
+        EACH(F32, 4, sum_f32(to, parts, count, at, n))
+        EACH(F64, 8, sum_f64(to, parts, count, at, n))
+        EACH(C32, 2, sum_halves(to, parts, count, at, n, 1, load, store))
+        EACH(C64, 4, sum_c64(to, parts, count, at, n))
+        EACH(C128, 8, sum_c128(to, parts, count, at, n))
+    default:
+        break;
+    }
+}
+
+static void range_plain(RANGE)
+{
+    sum_range(kind, to, parts, count, low, high, load_plain, store_plain);
+}
+
+#ifdef __x86_64__
+AVX2 static inline void load_f16c(float *to, const char *from, int n)
+{
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 2 * i))));
+    load_plain(to + i, from + 2 * i, n - i);
+}
+
+AVX2 static inline void store_f16c(char *to, const float *from, int n)
+{
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(to + 2 * i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    store_plain(to + 2 * i, from + i, n - i);
+}
+
+AVX2 static void range_avx2(RANGE)
+{
+    sum_range(kind, to, parts, count, low, high, load_f16c, store_f16c);
+}
+
+AVX512 static void range_avx512(RANGE)
+{
+    sum_range(kind, to, parts, count, low, high, load_f16c, store_f16c);
+}
+#endif
+
+/* The widest comes first. */
+static const struct {
+    int (*serves)(void);
+    void (*sum)(RANGE);
+} summers[] = {
+#ifdef __x86_64__
+    {has_avx512, range_avx512},
+    {has_avx2, range_avx2},
+#endif
+    {has_plain, range_plain},
+};
+
+typedef struct {
+    spar_sum_kind kind;
+    char *to;
+    const char *const *parts;
+    int count;
+    int64_t bytes;
+} sum;
+
+/* Sums one of `shares` shares; each but the last begins and ends at a multiple of 64 bytes. */
+static void sum_share(void *context, int share, int shares)
+{
+    const sum *s = context;
+    const int64_t size = s->bytes / shares & ~(int64_t)63, low = size * share;
+    int width = 0;
+    while (!summers[width].serves())
+        width++;
+    summers[width].sum(s->kind, s->to, s->parts, s->count, low, share + 1 < shares ? low + size : s->bytes);
+}
+
+void spar_sum(spar_sum_kind kind, char *to, const char *const *parts, int count, int64_t bytes)
+{
+    sum all = {kind, to, parts, count, bytes};
+    int threads = bytes > INT64_MAX / count ? 1 : spar_threads_share(bytes * count);
+    spar_threads_run(sum_share, &all, threads);
+}
