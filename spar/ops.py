@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -17,7 +18,7 @@ from ._runtime.call import (
     from_cumulative,
 )
 from ._runtime.exchange import ONE
-from ._runtime.layouts import EVEN, WHOLE, Layout, even, packed, pair, zigzag
+from ._runtime.layouts import EVEN, WHOLE, Args, Layout, even, packed, pair, zigzag
 from ._runtime.outputs import Move, write_to
 from ._runtime.overlap import Work, launch
 from .sequence_layout import SequenceLayout, checked_numbers
@@ -177,14 +178,23 @@ def _all_to_all_together(
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
         first, count = calls[0], len(calls)
-        each = zip(
-            entries(first, "scatter_sizes", scatter_sizes, at),
-            entries(first, "gather_sizes", gather_sizes, at),
-            entries(first, "layout", _repeated(layout, count), at),
-            entries(first, "scatter_layout", _repeated(scatter_layout, count), at),
-            strict=True,
+        given = list(
+            zip(
+                entries(first, "scatter_sizes", scatter_sizes, at),
+                entries(first, "gather_sizes", gather_sizes, at),
+                entries(first, "layout", _repeated(layout, count), at),
+                entries(first, "scatter_layout", _repeated(scatter_layout, count), at),
+                strict=True,
+            )
         )
-        args = tuple([pair(*_transposed(calls[i], dims, *given, at[i])) for i, given in enumerate(each)])
+        pairs: list[Args] = []
+        for i, call in enumerate(calls):
+            like = i > 0 and call.input.shape == calls[i - 1].input.shape  # the tensor before it
+            if like and all(map(operator.is_, given[i], given[i - 1])):
+                pairs.append(pairs[-1])
+            else:
+                pairs.append(pair(*_transposed(call, dims, *given[i], at[i])))
+        args = tuple(pairs)
         place = first.place
         if async_op:
             outputs, work = launch(calls, at, Move.of(first, args), out, async_op)

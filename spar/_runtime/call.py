@@ -57,14 +57,22 @@ class Call:
         group: Group | Place,
         what: str = "input_",
         exchanges: int = 1,
+        before: tuple[int, ...] | None = None,
     ) -> None:
-        """exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails."""
+        """Check the input.
+
+        Args:
+            exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails.
+            before: `calls_before` of its places, if known.
+        """
         self.name = name
         self.input = input_
         self.exchanges = exchanges
         self.place = group if isinstance(group, Place) else place_of(process_group(group))
         _, self.world, self.rank = self.place
-        self.before = calls_before(self.places()) if exchanges else ()
+        if before is None:
+            before = calls_before(self.places()) if exchanges else ()
+        self.before = before
         try:
             if not isinstance(input_, torch.Tensor):
                 raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
@@ -313,6 +321,11 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
     return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, UNRECORDED)
 
 
+# what names each tensor of a list in messages; any that is too many is the last
+_AT = [f"[{i}]" for i in range(_C.MOST_TENSORS)]
+_NAMES = [f"input_{at}" for at in (*_AT, f"[{_C.MOST_TENSORS} or more]")]
+
+
 def checked_together(
     name: str,
     input_: Any,
@@ -329,19 +342,22 @@ def checked_together(
     place = group if isinstance(group, Place) else place_of(process_group(group))
     one = not isinstance(input_, (list, tuple))
     inputs: Sequence[Any] = [input_] if one else input_
-    at = [""] if one else [f"[{i}]" for i in range(len(inputs))]
     if not inputs:
         _reject_empty_list(name, place, exchanges)
-    calls = [Call(name, x, place, f"input_{at[i]}", exchanges) for i, x in enumerate(inputs)]
+    first = Call(name, inputs[0], place, "input_" if one else "input_[0]", exchanges)
+    calls, at = [first], [""] if one else _AT[: len(inputs)]
+    for i in range(1, len(inputs)):
+        calls.append(Call(name, inputs[i], place, _NAMES[min(i, len(_AT))], exchanges, first.before))
     try:
-        kind = inputs[0].dtype, inputs[0].device
-        for i, x in enumerate(inputs):
-            if (x.dtype, x.device) != kind:
+        dtype, device = first.input.dtype, first.input.device
+        for i in range(1, len(inputs)):
+            x = inputs[i]
+            if x.dtype != dtype or x.device != device:
                 found = f"of {x.dtype} on {x.device}"
-                raise calls[0].type_error(f"input_[{i}]", found, f"{kind[0]} on {kind[1]}, as input_[0]")
-        if len(calls) > _C.MOST_TENSORS:
-            expected = f"at most {_C.MOST_TENSORS} in one call"
-            raise calls[0].error("input_", f"a list of {len(calls)} tensors", expected)
+                raise first.type_error(f"input_[{i}]", found, f"{dtype} on {device}, as input_[0]")
+        if len(calls) > len(_AT):
+            expected = f"at most {len(_AT)} in one call"
+            raise first.error("input_", f"a list of {len(calls)} tensors", expected)
         outputs = run(calls, at)
         return outputs[0] if one else list(outputs)
     except BaseException as error:
