@@ -18,132 +18,28 @@ import json
 import os
 import statistics
 import sys
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import formulations
 import torch
 import torch.distributed as dist
+from operations import SMALLEST, Operation, operations
+from timing import KIB, MIB, Time, copying, shown, timed
 from torch import Tensor
 from tqdm import tqdm
 
 import spar
 
-KIB, MIB = 1 << 10, 1 << 20
-SIZES = (2 * KIB, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
-TURNS = 5  # at least
-
-
-@dataclass(frozen=True)
-class Operation:
-    """spar's function and the formulation's, for one input."""
-
-    name: str
-    ours: Callable[[Tensor], Tensor]
-    theirs: Callable[[Tensor], Tensor]
-    input: Tensor
-    written: int  # bytes that one rank must write, forward
-    written_back: int  # the same, backward
-
-
-def operations(size: int) -> list[Operation]:
-    """Return the operations on bf16 tensors of which each rank's part has about `size` bytes."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    heads = 8 if size == 2 * KIB else 24
-    tokens = max(1, round(size / (heads * 256)))
-    qkv = torch.randn(1, tokens, heads, 128).to(torch.bfloat16)
-    width = 256 if size == 2 * KIB else 3072
-    rows = max(
-        4, round(size / (2 * width)) // 4 * 4
-    )  # divisible into two chunks, and into sequences, on each rank
-    whole = torch.randn(rows * world, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    lengths = [world * (rows // 4)] * 4
-    table = spar.cal_split_sizes_multi(lengths, world)
-    own = whole[rank * rows : (rank + 1) * rows].clone()
-    part, total = own.nbytes, whole.nbytes
-    return [
-        Operation(
-            "all_to_all",
-            lambda x: spar.all_to_all(x, None, 2, 1),
-            formulations.all_to_all,
-            qkv,
-            qkv.nbytes,
-            qkv.nbytes,
-        ),
-        Operation(
-            "split",
-            lambda x: spar.split_forward_gather_backward(x, None, 0),
-            formulations.split,
-            whole,
-            part,
-            total,
-        ),
-        Operation(  # compare with the one before: the cost of a fused scale
-            "unscaled split",
-            lambda x: spar.split_forward_gather_backward(x, None, 0, grad_scale=None),
-            formulations.unscaled_split,
-            whole,
-            part,
-            total,
-        ),
-        Operation(
-            "gather",
-            lambda x: spar.gather_forward_split_backward(x, None, 0),
-            formulations.gather,
-            own,
-            total,
-            part,
-        ),
-        Operation(
-            "zigzag split",
-            lambda x: spar.load_balanced_split_forward_gather_backward(x, None),
-            formulations.zigzag_split,
-            whole,
-            part,
-            total,
-        ),
-        Operation(
-            "zigzag gather",
-            lambda x: spar.load_balanced_gather_forward_split_backward(x, None),
-            formulations.zigzag_gather,
-            own,
-            total,
-            part,
-        ),
-        Operation(
-            "packed split",
-            lambda x: spar.packed_data_split_forward_gather_backward(x, None, lengths),
-            lambda x: formulations.packed_split(x, lengths),
-            whole,
-            part,
-            total,
-        ),
-        Operation(
-            "packed gather",
-            lambda x: spar.packed_data_gather_forward_split_backward(x, table, None),
-            lambda x: formulations.packed_gather(x, lengths),
-            own,
-            total,
-            part,
-        ),
-    ]
-
-
-@dataclass
-class Time:
-    """In seconds."""
-
-    median: float
-    p99: float
+SIZES = (SMALLEST, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
 
 
 @dataclass
 class Row:
-    """`bytes`: what a rank must write. "recorded" is a forward whose input requires a gradient."""
+    """`bytes`: what a rank must write. "recorded" is a forward whose inputs require a gradient."""
 
     operation: str
     direction: str
@@ -153,113 +49,83 @@ class Row:
     formulation: Time
     copy: Time
     engine: Time | None = None  # torch's, which is a part of spar's and the formulation's time
-
-
-def turn(function: Callable[[], Any], seconds: float) -> list[float]:
-    """Time as many calls as fit, at least 3; all ranks make the same number."""
-    dist.barrier()
-    begin = time.perf_counter()
-    function()
-    count = least(seconds / (time.perf_counter() - begin))
-    times = []
-    for _ in range(max(3, min(2000, int(count)))):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return sorted(times)
-
-
-def least(number: float) -> float:
-    """Return the least of all ranks' numbers."""
-    numbers = torch.tensor([number])
-    dist.all_reduce(numbers, dist.ReduceOp.MIN)
-    return float(numbers)
-
-
-def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
-    """Time the ways in alternating turns, more of them if calls are short: the machine's speed changes."""
-    begin = time.perf_counter()
-    turns = [[turn(way, 0.0)] for way in ways]  # to warm up; not counted
-    rounds = max(TURNS, min(25, int(least(seconds / (time.perf_counter() - begin)))))
-    for _ in range(rounds):
-        for way, found in zip(ways, turns, strict=True):
-            found.append(turn(way, seconds / rounds / len(ways)))
-    return [
-        Time(
-            statistics.median(statistics.median(times) for times in found[1:]),
-            statistics.median(times[min(len(times) - 1, int(len(times) * 0.99))] for times in found[1:]),
-        )
-        for found in turns
-    ]
+    other: Time | None = None  # spar's in another way
+    other_name: str = ""
 
 
 class Identity(torch.autograd.Function):
     """The shortest Function in Python, for the cost of the engine around it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
 
-def copying(written: int) -> Callable[[], Tensor]:
-    source, target = torch.ones(written, dtype=torch.uint8), torch.zeros(written, dtype=torch.uint8)
-    return lambda: target.copy_(source)
+Outputs = Tensor | list[Tensor] | tuple[Tensor, ...]
+
+
+def listed(outputs: Outputs) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def measure(operation: Operation, size: int, seconds: float) -> list[Row]:
-    def fail(what: str) -> None:
-        sys.exit(
-            f"rank {dist.get_rank()}: {what} of {operation.name} ({size} bytes) differs from the formulation"
-        )
+    def compare(what: str, ours: Outputs, theirs: Outputs) -> None:
+        if not all(map(torch.equal, listed(ours), listed(theirs))):
+            sys.exit(
+                f"rank {dist.get_rank()}: {what} of {operation.name} ({size} bytes) differs from the "
+                "formulation"
+            )
 
-    def grad_of(function: Callable[[Tensor], Tensor], grad: Tensor | None) -> Callable[[], Tensor]:
-        y = function(leaf)
-        given = torch.ones_like(y) if grad is None else grad
-        return lambda: torch.autograd.grad(y, leaf, given, retain_graph=True)[0]
+    inputs = operation.inputs
+    leaves = [x.detach().requires_grad_() for x in inputs]
 
-    x, leaf = operation.input, operation.input.detach().requires_grad_()
-    y = operation.ours(x)
-    if not torch.equal(y, operation.theirs(x)):
-        fail("the result")
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
-    ours, theirs = grad_of(operation.ours, grad), grad_of(operation.theirs, grad)
-    if not torch.equal(ours(), theirs()):
-        fail("the gradient")
+    def grads_of(function: Callable[..., Outputs], grads: list[Tensor] | None) -> Callable[[], Outputs]:
+        ys = listed(function(*leaves))
+        given = [torch.ones_like(y) for y in ys] if grads is None else grads
+        return lambda: torch.autograd.grad(ys, leaves, given, retain_graph=True)
+
+    ways = [operation.ours, operation.theirs, *([operation.other] if operation.other else [])]
+    ys = listed(operation.ours(*inputs))
+    compare("the result", ys, operation.theirs(*inputs))
+    generator = torch.Generator().manual_seed(2)
+    upstream = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in ys]
+    backward = [grads_of(way, upstream) for way in ways]
+    compare("the gradient", backward[0](), backward[1]())
+    backward.insert(2, grads_of(Identity.apply, None))
 
     def row(direction: str, written: int, ways: list[Callable[[], Any]]) -> Row:
         times = timed([*ways[:2], copying(written), *ways[2:]], seconds)
-        return Row(operation.name, direction, size, written, *times)
+        ours, theirs, copy, *more = times
+        engine = more.pop(0) if direction == "backward" else None
+        other, name = more[0] if more else None, operation.other_name
+        return Row(operation.name, direction, size, written, ours, theirs, copy, engine, other, name)
 
-    forward: list[Callable[[], Any]] = [lambda: operation.ours(x), lambda: operation.theirs(x)]
-    recorded: list[Callable[[], Any]] = [lambda: operation.ours(leaf), lambda: operation.theirs(leaf)]
-    rows = [row("forward", operation.written, forward)]
+    rows = [row("forward", operation.written, [partial(way, *inputs) for way in ways])]
     if size == SIZES[0]:  # at larger sizes it adds the same microseconds
-        rows.append(row("recorded", operation.written, recorded))
-    rows.append(row("backward", operation.written_back, [ours, theirs, grad_of(Identity.apply, None)]))
+        rows.append(row("recorded", operation.written, [partial(way, *leaves) for way in ways]))
+    rows.append(row("backward", operation.written_back, backward))
     return rows
-
-
-def shown(size: float) -> str:
-    return f"{size / MIB:.0f} MB" if size >= MIB else f"{size / KIB:.0f} KB"
 
 
 def print_table(rows: list[Row]) -> None:
     titles = {"part": 7, "median": 10, "p99": 10, "GB/s": 6, "formulation": 12, "copy_": 10, "engine": 10}
-    print(f"{'operation':24}", *(f"{title:>{width}}" for title, width in titles.items()))
+    titles["other way"] = 10
+    print(f"{'operation':28}", *(f"{title:>{width}}" for title, width in titles.items()))
     for row in rows:
         ours = row.spar.median
         print(
-            f"{row.operation + ', ' + row.direction:24} {shown(row.size):>7} {ours * 1e6:7.1f} us "
+            f"{row.operation + ', ' + row.direction:28} {shown(row.size):>7} {ours * 1e6:7.1f} us "
             f"{row.spar.p99 * 1e6:7.1f} us {row.bytes / ours / 1e9:6.2f} "
             f"{row.formulation.median / ours:10.1f} x {ours / row.copy.median:8.2f} x"
-            + (f" {row.engine.median * 1e6:7.1f} us" if row.engine else "")
+            + (f" {row.engine.median * 1e6:7.1f} us" if row.engine else " " * 11)
+            + (f" {row.other.median * 1e6:7.1f} us ({row.other_name})" if row.other else "")
         )
     print("formulation: how many times faster spar is; copy_: spar's time as a multiple of copy_'s;")
-    print("engine: the part of the median that torch's engine takes")
+    print("engine: the part of the median that torch's engine takes; other way: spar's time in that way")
 
 
 def draw(path: Path, rows: list[Row], title: str) -> None:
@@ -311,8 +177,11 @@ def median_of(runs: list[list[Row]]) -> list[Row]:
     rows = []
     for same in zip(*runs, strict=True):
         times = {way: middle([getattr(row, way) for row in same]) for way in ("spar", "formulation", "copy")}
-        engines = [row.engine for row in same if row.engine]
-        rows.append(replace(same[0], **times, engine=middle(engines) if engines else None))
+        for way in ("engine", "other"):
+            found = [getattr(row, way) for row in same if getattr(row, way)]
+            if found:
+                times[way] = middle(found)
+        rows.append(replace(same[0], **times))
     return rows
 
 
@@ -348,9 +217,11 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [size for size in SIZES if size <= args.largest]
     rows: list[Row] = []
-    with tqdm(total=len(sizes) * 8, disable=rank != 0, ascii=True, mininterval=2.0) as bar:
+    with tqdm(disable=rank != 0, ascii=True, mininterval=2.0) as bar:
         for size in sizes:
-            for operation in operations(size):
+            known = operations(size)
+            bar.total = len(sizes) * len(known)
+            for operation in known:
                 bar.set_postfix_str(f"{operation.name}, {shown(size)}")
                 if args.only in operation.name:
                     rows += measure(operation, size, args.seconds)

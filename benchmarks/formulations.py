@@ -60,6 +60,23 @@ def gather_of_each(x: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat([part[s] for s in range(len(lengths)) for part in parts])
 
 
+def sum_parts(x: Tensor) -> Tensor:
+    """all_to_all_single of the parts, then their sum in float32."""
+    world = dist.get_world_size()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x.contiguous())
+    parts: Tensor = received.unflatten(0, (world, -1))
+    return parts.sum(0, dtype=torch.float32).to(x.dtype)
+
+
+def sum_chunks(x: Tensor) -> Tensor:
+    """Bring the chunks of each rank together, then sum_parts."""
+    world = dist.get_world_size()
+    chunks: Tensor = x.unflatten(0, (2 * world, -1))
+    order = torch.tensor([chunk for r in range(world) for chunk in (r, 2 * world - 1 - r)])
+    return sum_parts(chunks.index_select(0, order).flatten(0, 1))
+
+
 def pair(forward: Any, backward: Any) -> Any:
     """Make an operation of two functions of (x, *more)."""
 
@@ -95,5 +112,8 @@ unscaled_split = pair(own_part, gather_rows)
 gather = pair(gather_rows, up(own_part))
 zigzag_split = pair(own_chunks, down(gather_chunks))
 zigzag_gather = pair(gather_chunks, up(own_chunks))
+all_gather = pair(gather_rows, sum_parts)
+zigzag_all_gather = pair(gather_chunks, sum_chunks)
+reduce_scatter = pair(sum_parts, gather_rows)
 packed_split = pair(own_of_each, down(gather_of_each))
 packed_gather = pair(gather_of_each, up(own_of_each))
