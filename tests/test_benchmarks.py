@@ -1,0 +1,72 @@
+"""benchmarks/bench.py and mpi_bench.py: they run with real ranks, and their results equal the references'."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_bench_times_every_operation(tmp_path: Path) -> None:
+    out = tmp_path / "bench"
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    options = ("--seconds", "0.001", "--largest", "2048", "--out", str(out))
+    table = run(*launch, str(BENCHMARKS / "bench.py"), *options)
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    found = {row["operation"]: row for row in rows if row["direction"] == "forward"}
+    assert len(found) == 12 and out.with_suffix(".png").exists()
+    for name, row in found.items():
+        assert name in table and row["spar"]["median"] > 0
+        compared = {"Q, K, V at once": "three exchanges", "zigzag all_gather": "plain"}.get(name, "")
+        assert row["other_name"] == compared and (row["other"] is not None) == bool(compared)
+    again = tmp_path / "median"
+    files = [str(out.with_suffix(".json"))] * 2
+    run(sys.executable, str(BENCHMARKS / "bench.py"), "--median", *files, "--out", str(again))
+    assert json.loads(again.with_suffix(".json").read_text())["rows"] == rows
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed (make bench-mpi)")
+def test_mpi_bench_runs() -> None:
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("PyPI's mpich is not installed (make bench-mpi)")
+    program = (sys.executable, str(BENCHMARKS / "mpi_bench.py"))
+    table = run(str(mpiexec), "-n", "2", *program, "--seconds", "0.001", "--largest", "2048")
+    assert "2 KB" in table and "2 ranks" in table
+
+
+def test_mpi_bench_over_a_stand_in() -> None:
+    """Its code over a stand-in for MPI with one rank, because make test does not install MPI."""
+    code = """
+import ctypes, sys
+sys.path.insert(0, sys.argv[1])
+import mpi_bench
+
+class World:
+    def Get_rank(self): return 0
+    def Get_size(self): return 1
+    def bcast(self, value): return value
+    def Alltoall(self, sent, received): ctypes.memmove(received[0], *sent)
+
+class Memory:
+    fromaddress = staticmethod(lambda address, size: (address, size))
+
+mpi_bench.join_group(World())
+mpi_bench.measure(World(), Memory, (2048, 65536), 0.001)
+"""
+    table = run(sys.executable, "-c", code, str(BENCHMARKS))
+    assert "2 KB" in table and "64 KB" in table
