@@ -239,7 +239,7 @@ def backward_in_flight(rank: int, world: int, group: Group) -> None:
         return wait(self, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_begin", note_begin)
+        patch.setattr(overlap, "begin", note_begin)
         patch.setattr(overlap.Work, "wait", note_wait)
         leaves = [torch.full((2, 2), float(rank), requires_grad=True) for _ in range(3)]
         flights = [spar.all_to_all(x * 1, group, 0, 1, async_op=True) for x in leaves]
