@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from helpers import cases, nccl_faults, nccl_ranks, standins
+from helpers import cases, nccl_faults, nccl_in_flight, nccl_ranks, standins
 from helpers.cases import OPS, Cut
 from helpers.nccl_ranks import Cell
 from helpers.reference import in_runs, zigzag
@@ -106,6 +106,10 @@ def test_large_blocks(gpus: Ranks, world: int) -> None:
 
 def test_calls_on_two_streams_keep_their_order(gpus: Ranks) -> None:
     gpus(3, nccl_ranks.check_streams)
+
+
+def test_exchange_in_a_side_stream(gpus: Ranks) -> None:
+    gpus(2, nccl_in_flight.check_side_stream)
 
 
 @pytest.mark.parametrize("staging", [4096, 1 << 20])  # with a side stream, and without
