@@ -113,6 +113,39 @@ def different_requires_grad(rank: int, world: int, group: Group, scene: Scene) -
     return gather(torch.zeros(2, requires_grad=odd_of(rank, world)), group, 0)
 
 
+def differ_in_flight(rank: int, world: int, group: Group, scene: Scene) -> object:
+    """The call that differs is between two that match."""
+    sizes = (2, 2 + odd_of(rank, world), 2)
+    works = [spar.all_gather(torch.zeros(n), group, async_op=True)[1] for n in sizes]
+    works[0].wait()
+    works[2].wait()
+    return works[1].wait()
+
+
+def bad_argument_in_flight(rank: int, world: int, group: Group, scene: Scene) -> object:
+    _, work = spar.all_gather(torch.zeros(2), group, async_op=True)
+    _, failed = spar.all_gather(torch.zeros(2), group, 7 if odd_of(rank, world) else 0, async_op=True)
+    work.wait()
+    return failed.wait()
+
+
+def miss_in_flight(rank: int, world: int, group: Group, scene: Scene) -> object:
+    if odd_of(rank, world):
+        time.sleep(LIMIT + 0.8)
+        return None
+    return spar.all_gather(torch.zeros(2), group, async_op=True)[1].wait()
+
+
+def close_in_flight(rank: int, world: int, group: Group, scene: Scene) -> object:
+    if rank == 0:  # so that the other ranks' calls are in flight
+        time.sleep(0.4)
+    _, work = spar.all_gather(torch.zeros(2), group, async_op=True)
+    if odd_of(rank, world):
+        time.sleep(0.2)
+        spar.close(group)
+    return work.wait()
+
+
 def bad_argument(rank: int, world: int, group: Group, scene: Scene) -> object:
     return gather(torch.zeros(2), group, 7 if odd_of(rank, world) else 0)
 
@@ -243,6 +276,24 @@ FAULTS = {
         "ValueError",
         usable=True,
     ),
+    "different shape in flight": Fault(differ_in_flight, **different(r"dim 0 in \[3, 3")),
+    "bad argument in flight": Fault(
+        bad_argument_in_flight,
+        "MismatchError",
+        ("rank {odd} failed: .*dim is 7",),
+        "ValueError",
+        usable=True,
+    ),
+    "no call in flight": Fault(
+        miss_in_flight, "ExchangeTimeoutError", (NOT_CALLED,), "-", seconds=AT_TIMEOUT
+    ),
+    "group closed in flight": Fault(
+        close_in_flight,
+        "GroupBrokenError",
+        (r"rank {odd} closed the group in call \d",),
+        "GroupBrokenError",
+        only="shm",
+    ),
     "out of memory": Fault(exceed_cap, "OutOfMemoryError", ("SPAR_ARENA_MAX",), usable=True, only="shm"),
     "short pause": Fault(pause, "", (), usable=True, seconds=(0, 20)),
     "another group": Fault(
@@ -290,6 +341,7 @@ NOT_APPLICABLE = {
     "interrupted": "timeout",  # its peers time out: test_faults.py
     "handler raises": "timeout",  # the same: test_local_failures.py
     "group closed": "new set-up",  # without shared memory, a group holds nothing open
+    "group closed in flight": "timeout",  # the same: test_async.py
     "group closed in a call": "timeout",  # the closing rank raises at once: test_local_failures.py
 }
 DEATHS = ("killed waiting", "killed copying", "exits")
