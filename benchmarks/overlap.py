@@ -43,13 +43,17 @@ def timed(function: Callable[[], object], late: float = 0.0) -> float:
 
 
 def product_like(seconds: float) -> Callable[[], Tensor]:
-    """Return a matrix product that takes about so long."""
-    side = 256
-    a, b = torch.randn(side, side), torch.randn(side, side)
-    begin = time.perf_counter()
-    for _ in range(20):
-        a @ b
-    rows = max(1, round(side * seconds / ((time.perf_counter() - begin) / 20)))
+    """Return a matrix product that takes about so long, by the medians of several sizes."""
+    side, rows = 256, 1024
+    b = torch.randn(side, side)
+    for _ in range(4):
+        tall = torch.randn(rows, side)
+        took = []
+        for _ in range(15):
+            begin = time.perf_counter()
+            tall @ b
+            took.append(time.perf_counter() - begin)
+        rows = max(1, round(rows * seconds / statistics.median(took)))
     tall = torch.randn(rows, side)
     return lambda: tall @ b
 

@@ -422,6 +422,24 @@ def test_lost_errors_are_logged(ranks: Ranks) -> None:
     ranks(2, check_lost_errors)
 
 
+def exceed_cap(rank: int, folder: Path) -> None:
+    """A rank whose output does not fit raises at once, its peers in wait(); the group stays usable."""
+    group = dist.group.WORLD
+    held = spar.all_gather(torch.zeros(1 << 20), group)  # half of the arena
+    held = held if rank == 1 else held.clone()
+    _, before = spar.all_gather(torch.zeros(2), group, async_op=True)
+    with pytest.raises(spar.OutOfMemoryError, match="SPAR_ARENA_MAX"):
+        spar.all_gather(torch.zeros(5 << 18), group, async_op=True)[1].wait()
+    before.wait()
+    assert spar.all_gather(torch.full((1,), float(rank)), group).tolist() == [0.0, 1.0]
+    assert held.numel() == 2 << 20
+
+
+def test_out_of_memory_in_flight(tmp_path: Path) -> None:
+    processes = start(exceed_cap, 2, tmp_path, SPAR_TRANSPORT="shm", SPAR_ARENA_MAX=str(16 << 20))
+    assert finish(processes, 60) == [0, 0]
+
+
 # ---- ends of groups and processes ----
 
 

@@ -155,8 +155,8 @@ class Lane:
                 if not self._jobs:
                     job.comm.lane = None
                     _busy.discard(self)
+                job.end()
                 self._changed.notify_all()
-            job.end()
             del job
 
     def _next(self) -> Job | None:
