@@ -171,7 +171,7 @@ class Gpu:
         scale: Scale | None = None,
     ) -> Callable[[], None]:
         """Return a function that enqueues the copy; spans are (peer, low, high, wire)."""
-        rows = (Span * max(len(spans), 1))(*[Span(*span) for span in spans])
+        rows = (Span * max(len(spans), 1))(*[Span(peer, route, *rest) for peer, *rest in spans])
         scale = scale or core.unscaled()
         sources, targets = core.addresses(inputs), core.addresses(outputs)
 
@@ -179,7 +179,7 @@ class Gpu:
             stream = ctypes.c_void_p(machine.stream())
             core_abi.check(
                 self.device.copy_spans(
-                    plan.handle, route, rows, len(spans), sources, targets, ctypes.byref(scale), stream
+                    plan.handle, rows, len(spans), sources, targets, ctypes.byref(scale), stream
                 )
             )
             machine.launched()

@@ -21,8 +21,7 @@
  *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats and instruction sets
  *                   (vectors), non-temporal stores (nontemporal), copy threads (threads)
  *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the
- *                   kernels (kernels.cu, .h, .c), a plan as they read it (block_table), those tables on a
- *                   device (table_cache)
+ *                   kernels (kernels.cu, .h, .c), copies cut into their parameters (launches)
  *   plan/        blocks of bytes (plan), their cache (cache), their description (describe)
  *   ops/         which part of a tensor each rank holds (layout); an exchange is a pair of layouts (exchange)
  *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines

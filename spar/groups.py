@@ -60,12 +60,12 @@ def empty_cache() -> None:
 def memory_stats() -> dict[str, int]:
     """Return this process's counters by name.
 
-    `arena.*_bytes` count shared memory; `staging.*_bytes` and `tables.allocated_bytes` GPU memory; `calls.*`
-    exchanges by transport; `plans.*` the plan cache.
+    `arena.*_bytes` count shared memory; `staging.*_bytes` GPU memory; `calls.*` exchanges by transport;
+    `plans.*` the plan cache.
     """
     arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
     stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}
-    device = ("staging.cap", "staging.allocated", "tables.allocated")
+    device = ("staging.cap", "staging.allocated")
     stats |= {f"{name}_bytes": n for name, n in zip(device, _C.device_stats(), strict=True)}
     stats |= {
         f"plans.{name}": n for name, n in zip(("cached", "hits", "misses"), _C.plan_stats(), strict=True)

@@ -18,6 +18,7 @@ typedef enum {
  * pull[peer].bytes. Bounds may be any byte (of scaled items: their first); multiples of 16 are fast. */
 typedef struct {
     int peer;
+    spar_route route;
     int64_t low, high;
     void *wire; /* where byte `low` lies, on the wire's side; NULL for SPAR_PUSH */
 } spar_span;
@@ -31,7 +32,7 @@ typedef struct {
 typedef struct {
     const char *name; /* torch's device type */
     /* Copies `count` blocks: block i from from[blocks[i].tensor] to to[target][blocks[i].tensor] of each
-     * target. `stream` is the device's queue. On a CPU it is NULL, and the copy is done on return. */
+     * target. The copy is done on return; `stream` is NULL. On a CPU only. */
     spar_status (*copy_blocks)(const spar_block *blocks, int64_t count, const spar_dim *dims,
                                const void *const *from, void *const *const *to, int targets,
                                const spar_scale *scale, void *stream);
@@ -48,11 +49,11 @@ typedef struct {
      * which it invalidates no capture. leave restores both. The slots below require it. */
     spar_status (*enter)(int ordinal, spar_entered *before);
     void (*leave)(const spar_entered *before);
-    /* Copies spans of any number of peers in the stream, one launch for 32 of them. inputs and outputs are
-     * [plan->ntensors]; for SPAR_PUSH all spans have the same outputs. Every route can scale. The plan's
-     * first use on the device uploads its block tables, which stay with the plan; those that a captured graph
-     * reads stay until the process ends. Otherwise it neither allocates nor waits for the device. */
-    spar_status (*copy_spans)(const spar_plan *plan, spar_route route, const spar_span *spans, int count,
+    /* Copies spans of any number of peers and routes in the stream, those of a peer and route in order: one
+     * launch for about 60 blocks, of a bounded number of CTAs. inputs and outputs are [plan->ntensors]. Every
+     * route can scale. Neither allocates nor waits for the device. A graph keeps what a captured copy needs,
+     * besides the tensors. */
+    spar_status (*copy_spans)(const spar_plan *plan, const spar_span *spans, int count,
                               const void *const *inputs, void *const *outputs, const spar_scale *scale,
                               void *stream);
     /* Allocate and free staging memory, aligned to 256 bytes; free waits for the device. Not during a

@@ -366,28 +366,10 @@ done:
     return status;
 }
 
-void spar_plan_attach(const spar_plan *plan, spar_attached *attached)
-{
-    spar_attached **newest = &((spar_plan *)plan)->attached; /* not part of the plan's value */
-    attached->next = __atomic_load_n(newest, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(newest, &attached->next, attached, 1, __ATOMIC_RELEASE,
-                                        __ATOMIC_RELAXED))
-        ;
-}
-
-spar_attached *spar_plan_attached(const spar_plan *plan)
-{
-    return __atomic_load_n(&plan->attached, __ATOMIC_ACQUIRE);
-}
-
 void spar_plan_release(spar_plan *plan)
 {
     if (__atomic_sub_fetch(&plan->refs, 1, __ATOMIC_ACQ_REL) > 0)
         return;
-    for (spar_attached *each = plan->attached, *next; each; each = next) {
-        next = each->next;
-        each->free(each);
-    }
     for (int t = 0; plan->tensors && t < plan->ntensors; t++)
         free(plan->tensors[t].in_sizes);
     free(plan->tensors);

@@ -41,12 +41,6 @@ typedef struct {
     int64_t *rank_bytes;           /* [world] of each rank's output */
 } spar_plan_tensor;
 
-/* Device data attached to a plan and freed with it, newest first. The free may run on any thread. */
-typedef struct spar_attached {
-    struct spar_attached *next;
-    void (*free)(struct spar_attached *attached);
-} spar_attached;
-
 typedef struct spar_plan {
     int world, rank, ntensors;
     spar_plan_tensor *tensors;
@@ -58,10 +52,9 @@ typedef struct spar_plan {
     spar_range *pull;
     spar_block *blocks;
     spar_dim *dims;
-    uint64_t signature;      /* equal on all ranks that make the same global call */
-    int64_t footprint;       /* about how many bytes of memory it takes */
-    int refs;                /* atomic; the cache's own one counted in */
-    spar_attached *attached; /* atomic; see spar_plan_attach */
+    uint64_t signature; /* equal on all ranks that make the same global call */
+    int64_t footprint;  /* about how many bytes of memory it takes */
+    int refs;           /* atomic; the cache's own one counted in */
 } spar_plan;
 
 enum { SPAR_SIDE_PULL = 1 };
@@ -84,12 +77,6 @@ spar_status spar_plan_get(const spar_request *request, spar_plan **plan);
 
 /* Balance each build or get with one release. */
 void spar_plan_release(spar_plan *plan);
-
-/* Attaches device data to the plan, before earlier ones. */
-void spar_plan_attach(const spar_plan *plan, spar_attached *attached);
-
-/* Returns the newest attached data, or NULL. */
-spar_attached *spar_plan_attached(const spar_plan *plan);
 
 /* Hashes the plan and `text`, which has everything else that must be equal on all ranks. */
 uint64_t spar_plan_signature(const spar_plan *plan, const char *text);

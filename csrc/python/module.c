@@ -5,7 +5,6 @@
 #include "transports/nccl/pipeline.h"
 #include "base/dynlib.h"
 #include "devices/cpu/threads.h"
-#include "devices/cuda/table_cache.h"
 #include "ipc/last_call.h"
 
 #include <limits.h>
@@ -302,8 +301,7 @@ static PyObject *module_device_stats(PyObject *Py_UNUSED(module), PyObject *Py_U
 {
     int64_t cap, allocated;
     spar_staging_stats(&cap, &allocated);
-    return Py_BuildValue("LLL", (long long)cap, (long long)allocated,
-                         (long long)spar_table_cache_allocated());
+    return Py_BuildValue("LL", (long long)cap, (long long)allocated);
 }
 
 static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *args)
@@ -326,7 +324,7 @@ static PyMethodDef methods[] = {
      "arena_take(bytes) -> DLPack capsule of that many bytes of the arena, for an exchange's targets"},
     {"in_arena", module_in_arena, METH_VARARGS, "in_arena(address) -> whether it lies in the arena"},
     {"device_stats", module_device_stats, METH_NOARGS,
-     "(cap, allocated) of the open groups' staging memory, and what plans' tables take on GPUs; in bytes"},
+     "(cap, allocated) of the open groups' staging memory, in bytes"},
     {"set_library_path", module_set_library_path, METH_VARARGS,
      "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
     {"peer_info", module_peer_info, METH_NOARGS, "This rank's peer info, as bytes."},

@@ -6,13 +6,11 @@
 #include "devices/cuda/driver.h"
 #include "devices/execute.h"
 #include "random_call.h"
-#include "devices/cuda/block_table.h"
-#include "devices/cuda/table_cache.h"
+#include "devices/cuda/launches.h"
 
 #include <dlfcn.h>
 #include <math.h>
 #include <pthread.h>
-#include <sched.h>
 
 enum { SPANS = 3 * WORLD, MOST_SHIFT = 16 };
 
@@ -91,20 +89,21 @@ static void expect_same(const run_state *t, const unsigned char *got, const unsi
 }
 
 /* Cuts a peer's packed bytes into up to three spans. */
-static int cut_up(run_state *t, spar_span *spans, int peer, int64_t bytes, unsigned char *wire)
+static int cut_up(run_state *t, spar_span *spans, int peer, spar_route route, int64_t bytes,
+                  unsigned char *wire)
 {
     int count = 0;
     for (int64_t low = 0, high; low < bytes; low = high) {
         high = low + (1 + draw(&t->seed, (int)(bytes / t->item))) * t->item;
         if (count == 2 || high > bytes || draw(&t->seed, 2))
             high = bytes;
-        spans[count++] = (spar_span){peer, low, high, wire ? wire + low : NULL};
+        spans[count++] = (spar_span){peer, route, low, high, wire ? wire + low : NULL};
     }
     return count;
 }
 
 /* Copies the spans in one or several calls on a stream, captured or not; waits for the stream. */
-static void copy(run_state *t, spar_route route, const spar_span *spans, int count, void *const *outputs)
+static void copy(run_state *t, const spar_span *spans, int count, void *const *outputs)
 {
     void *graph = NULL;
     int captures = t->captures && draw(&t->seed, 4) == 0,
@@ -112,8 +111,8 @@ static void copy(run_state *t, spar_route route, const spar_span *spans, int cou
     if (captures)
         EXPECT(begin_capture(t->stream, 0) == 0);
     for (int i = 0; i < count; i += step)
-        EXPECT(!gpu->copy_spans(t->plan, route, spans + i, count - i < step ? count - i : step, t->inputs,
-                                outputs, &t->scale, t->stream));
+        EXPECT(!gpu->copy_spans(t->plan, spans + i, count - i < step ? count - i : step, t->inputs, outputs,
+                                &t->scale, t->stream));
     if (captures) {
         EXPECT(end_capture(t->stream, &graph) == 0);
         EXPECT(launch_graph(graph, t->stream) == 0);
@@ -131,9 +130,9 @@ static void pack(run_state *t)
     int count = 0;
     for (int peer = 0; peer < plan->world; peer++) {
         wires[peer] = make(t, plan->push[peer].bytes, 0);
-        count += cut_up(t, spans + count, peer, plan->push[peer].bytes, wires[peer].data);
+        count += cut_up(t, spans + count, peer, SPAR_PACK, plan->push[peer].bytes, wires[peer].data);
     }
-    copy(t, SPAR_PACK, spans, count, NULL);
+    copy(t, spans, count, NULL);
     for (int peer = 0; peer < plan->world; peer++) {
         int64_t bytes = plan->push[peer].bytes;
         unsigned char *wanted = malloc((size_t)bytes + 1);
@@ -147,7 +146,7 @@ static void pack(run_state *t)
 }
 
 /* Copies into outputs: what the peers sent, or this rank's own part. */
-static void unpack_or_copy_own(run_state *t, int how)
+static void unpack_or_copy_own(run_state *t, spar_route how)
 {
     const spar_plan *plan = t->plan;
     spar_span spans[SPANS];
@@ -161,22 +160,14 @@ static void unpack_or_copy_own(run_state *t, int how)
     }
     for (int peer = 0; how == SPAR_UNPACK && peer < plan->world; peer++) {
         wires[peer] = make(t, plan->pull[peer].bytes, 1);
-        count += cut_up(t, spans + count, peer, plan->pull[peer].bytes, wires[peer].data);
+        count += cut_up(t, spans + count, peer, SPAR_UNPACK, plan->pull[peer].bytes, wires[peer].data);
         EXPECT(!spar_unpack(plan, &spar_device_cpu, peer, wires[peer].data, wanted, &t->scale, NULL));
     }
     if (how == SPAR_PUSH) {
-        const spar_range *own = &plan->push[plan->rank];
-        void *const *targets = got;
         EXPECT(!spar_copy_own(plan, &spar_device_cpu, t->inputs, wanted, &t->scale, NULL));
-        if (draw(&t->seed, 4)) {
-            count = cut_up(t, spans, plan->rank, own->bytes, NULL);
-        } else {
-            EXPECT(!gpu->copy_blocks(plan->blocks + own->first, own->count, plan->dims, t->inputs, &targets,
-                                     1, &t->scale, t->stream));
-            EXPECT(cu->StreamSynchronize(t->stream) == 0);
-        }
+        count = cut_up(t, spans, plan->rank, SPAR_PUSH, plan->push[plan->rank].bytes, NULL);
     }
-    copy(t, (spar_route)how, spans, count, got);
+    copy(t, spans, count, got);
     for (int i = 0; i < plan->ntensors; i++)
         expect_same(t, got[i], wanted[i], plan->tensors[i].out_bytes);
     for (int i = 0; i < 2 * plan->ntensors; i++)
@@ -251,119 +242,130 @@ static void *run(void *argument)
     return NULL;
 }
 
+/* ---- launches ---- */
+
+typedef struct {
+    spar_kernel_copy copies[64];
+    int count;
+} launched;
+
+static spar_status record(void *context, spar_kernel_copy *copy, uint64_t bits)
+{
+    launched *l = context;
+    (void)bits;
+    EXPECT(l->count < 64 && copy->parts > 0);
+    l->copies[l->count++] = *copy;
+    return SPAR_OK;
+}
+
+/* Cuts one span of a plan of one rank with these blocks. */
+static void cut_blocks(launched *l, spar_block *blocks, int count, spar_dim *dims, int64_t low, int64_t high)
+{
+    spar_launches launches;
+    spar_range range = {0, count, high};
+    const spar_plan plan = {.world = 1, .push = &range, .blocks = blocks, .dims = dims};
+    const spar_span span = {0, SPAR_PUSH, low, high, NULL};
+    const void *inputs[4] = {NULL};
+    void *outputs[4] = {NULL};
+    l->count = 0;
+    spar_launches_begin(&launches, record, l);
+    EXPECT(!spar_launches_add(&launches, &plan, &span, 1, inputs, outputs));
+    EXPECT(!spar_launches_end(&launches));
+}
+
 /* Blocks over 2^30 bytes are cut in order, without a gap, and each byte keeps its place. */
 static void test_large_blocks(void)
 {
     const int64_t giga = 1 << 30;
-    const spar_dim dims[] = {{3, 5 * giga, 3 * giga}, {5, giga, giga / 2}, {7, 1, 2}};
-    const spar_block blocks[] = {
+    static launched l;
+    spar_dim dims[] = {{3, 5 * giga, 3 * giga}, {5, giga, giga / 2}, {7, 1, 2}};
+    spar_block blocks[] = {
         {.src = 16, .dst = 32, .run = 3 * giga + 48, .tensor = 0},
         {.src = 0, .dst = 0, .run = giga / 4, .ndim = 2, .tensor = 1},
         {.src = 0, .dst = 0, .run = 2 * giga, .ndim = 1, .tensor = 2},
         {.src = 0, .dst = 0, .run = 1, .ndim = 1, .dims = 2, .tensor = 3},
     };
-    spar_block_table table = {0};
-    spar_block_list list;
-    EXPECT(!spar_block_table_add(&table, blocks, 4, dims, &list));
-    int64_t at = 0;
-    for (int i = 0; i < list.count; i++) {
-        const spar_kernel_block *b = &table.blocks[i];
-        int64_t bytes = b->run.number;
-        for (int k = 0; k < b->ndim; k++)
-            bytes *= table.loops[b->loops + k].extent.number;
-        EXPECT(b->at == at && bytes == b->bytes && bytes <= giga);
-        at += bytes;
+    int64_t bytes = 0, all = 3 * giga + 48 + 15 * (giga / 4) + 6 * giga + 7;
+    cut_blocks(&l, blocks, 4, dims, 0, all);
+    EXPECT(l.count == 1);
+    const spar_kernel_part *part = l.copies[0].part;
+    for (int i = 0; i < l.copies[0].parts; i++) {
+        EXPECT(part[i].low == 0 && part[i].high > 0 && part[i].high <= giga);
+        bytes += part[i].high;
     }
-    EXPECT(at == list.bytes && at == 3 * giga + 48 + 15 * (giga / 4) + 6 * giga + 7);
-    EXPECT(list.count == 4 + 3 * 2 + 3 * 2 + 1);
-    EXPECT(table.blocks[2].src == 16 + 2 * giga && table.blocks[3].run.number == 48);
-    EXPECT(table.blocks[5].src == 4 * giga && table.blocks[5].dst == 2 * giga);
-    EXPECT(table.blocks[13].src == 6 * giga);
-    EXPECT(spar_block_table_begin(&table, &list, 2) == 3 * giga + 48 + 15 * (giga / 4));
-    EXPECT(spar_block_table_begin(&table, &list, 9) == list.bytes);
-    spar_block_table_free(&table);
+    EXPECT(l.copies[0].parts == 4 + 3 * 2 + 3 * 2 + 1 && bytes == all);
+    EXPECT(part[2].from - (char *)NULL == 16 + 2 * giga && part[3].high == 48 && part[3].loops == 1);
+    EXPECT(part[5].from - (char *)NULL == 4 * giga && part[5].to - (char *)NULL == 2 * giga);
+    EXPECT(part[13].from - (char *)NULL == 6 * giga);
+    cut_blocks(&l, blocks, 4, dims, 2 * giga + 5, 3 * giga + 64); /* from the first block to the second */
+    part = l.copies[0].part;
+    EXPECT(l.copies[0].parts == 3 && part[0].low == 5 && part[0].high == giga);
+    EXPECT(part[0].from - (char *)NULL == 16 + 2 * giga);
+    EXPECT(part[1].low == 0 && part[1].high == 48 && part[2].low == 0 && part[2].high == 16);
 }
 
-/* A graph's replays read its plan's tables, even after the plan and many others were freed. */
+/* Few peers' blocks are one launch; blocks of one shape share their loops; many blocks are more launches. */
+static void test_blocks_of_a_launch(void)
+{
+    enum { MANY = 400 };
+    static launched l;
+    static spar_block blocks[MANY];
+    static spar_dim dims[MANY];
+    int64_t at = 0;
+    int parts = 0;
+    for (int i = 0; i < MANY; i++) {
+        dims[i] = (spar_dim){16, 4096, 256};
+        blocks[i] = (spar_block){.src = at, .dst = at, .run = 256, .ndim = 1, .dims = i};
+        at += 4096;
+    }
+    cut_blocks(&l, blocks, 64, dims, 0, 64 * 4096); /* of 64 ranks */
+    EXPECT(l.count == 1 && l.copies[0].parts == 64);
+    EXPECT(l.copies[0].part[0].loop == 0 && l.copies[0].part[63].loop == 0);
+    for (int i = 0; i < MANY; i++)
+        dims[i].src += i; /* no two are alike */
+    cut_blocks(&l, blocks, 7, dims, 0, 7 * 4096);
+    EXPECT(l.count == 1 && l.copies[0].parts == 7 && l.copies[0].part[6].loop == 12);
+    cut_blocks(&l, blocks, MANY, dims, 0, MANY * 4096);
+    EXPECT(l.count == (MANY + SPAR_KERNEL_LOOPS / 2 - 1) / (SPAR_KERNEL_LOOPS / 2));
+    for (int i = 0; i < l.count; i++) {
+        for (int k = 0; k < l.copies[i].parts; k++)
+            EXPECT(l.copies[i].part[k].from - (char *)NULL == (parts + k) * 4096);
+        parts += l.copies[i].parts;
+    }
+    EXPECT(parts == MANY);
+}
+
+/* A graph's replays need neither its plan nor what was there when it was captured but the tensors. */
 static void test_graph_outlives_its_plan(void)
 {
-    enum { ROWS = 3, ROW = 5, MANY = 1200, COLLECTED = 1024 };
+    enum { ROWS = 3, ROW = 5 };
     const int64_t extents[] = {ROWS, ROW}, strides[] = {1, ROWS};
     const int64_t args[] = {1, -1, 0, SPAR_EVEN, ROWS};
     const spar_tensor tensor = {1, 2, extents, strides, 5, args};
     const spar_request request = {1, 0, SPAR_SIDE_PULL, 1, &tensor};
     const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
-    const spar_span whole = {0, 0, ROWS * ROW, NULL};
-    const spar_block block = {.run = ROW};
-    const spar_dim none = {0};
+    spar_span whole = {0, SPAR_PUSH, 0, ROWS * ROW, NULL};
     unsigned char from[ROWS * ROW], to[ROWS * ROW] = {0};
     const void *inputs[] = {from};
-    void *outputs[] = {to}, *const *targets = outputs, *graph;
+    void *outputs[] = {to}, *graph;
     spar_entered before;
     spar_plan *plan = NULL;
     CUstream stream;
     EXPECT(!gpu->enter(0, &before) && !spar_plan_build(&request, &plan));
     EXPECT(cu->StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
     EXPECT(begin_capture(stream, 0) == 0);
-    EXPECT(!gpu->copy_spans(plan, SPAR_PUSH, &whole, 1, inputs, outputs, &unscaled, stream));
+    EXPECT(!gpu->copy_spans(plan, &whole, 1, inputs, outputs, &unscaled, stream));
     EXPECT(end_capture(stream, &graph) == 0);
+    whole.high++;
+    EXPECT(gpu->copy_spans(plan, &whole, 1, inputs, outputs, &unscaled, stream) == SPAR_INVALID);
     spar_plan_release(plan);
-    int64_t kept = spar_table_cache_allocated(), each = 0;
-    EXPECT(kept > 0);
-    for (int i = 0; i < MANY; i++) {
-        EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
-        each = i ? each : spar_table_cache_allocated() - kept;
-        EXPECT(i != COLLECTED - 1 || cu->StreamSynchronize(stream) == 0); /* they can be freed */
-    }
-    EXPECT(each > 0 && spar_table_cache_allocated() == kept + (MANY - COLLECTED) * each);
-    EXPECT(cu->StreamSynchronize(stream) == 0); /* the copies above read `from` */
+    inputs[0] = outputs[0] = NULL;
     for (int i = 0; i < ROWS * ROW; i++)
         from[i] = (unsigned char)i;
     EXPECT(launch_graph(graph, stream) == 0 && cu->StreamSynchronize(stream) == 0);
     for (int i = 0; i < ROWS * ROW; i++)
         EXPECT(to[i] == i % ROW * ROWS + i / ROW);
     EXPECT(destroy_graph(graph) == 0 && cu->StreamDestroy(stream) == 0);
-    gpu->leave(&before);
-}
-
-static void block_stream(void *open)
-{
-    while (!__atomic_load_n((int *)open, __ATOMIC_ACQUIRE))
-        sched_yield();
-}
-
-/* Tables of dropped plans are freed beside a capture, which they do not invalidate, and not before the
- * kernels that read them have ended. */
-static void test_tables_are_freed_after_their_use(void)
-{
-    enum { MANY = 1100 };
-    static int open;
-    unsigned char from[8] = {1, 2, 3, 4, 5, 6, 7, 8}, to[8] = {0};
-    const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
-    const spar_block block = {.run = sizeof from};
-    const spar_dim none = {0};
-    const void *inputs[] = {from};
-    void *outputs[] = {to}, *const *targets = outputs, *graph;
-    CUresult (*launch_host)(CUstream stream, void (*function)(void *), void *context);
-    void *address = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuLaunchHostFunc");
-    CUstream stream, captured;
-    spar_entered before;
-    memcpy(&launch_host, &address, sizeof launch_host);
-    EXPECT(!gpu->enter(0, &before));
-    EXPECT(cu->StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
-    EXPECT(cu->StreamCreate(&captured, SPAR_CU_STREAM_NON_BLOCKING) == 0);
-    int64_t allocated = spar_table_cache_allocated();
-    EXPECT(begin_capture(captured, 0) == 0 && launch_host(stream, block_stream, &open) == 0);
-    for (int i = 0; i < MANY; i++)
-        EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
-    EXPECT(spar_table_cache_allocated() >= MANY * (int64_t)sizeof(spar_kernel_block));
-    __atomic_store_n(&open, 1, __ATOMIC_RELEASE);
-    EXPECT(cu->StreamSynchronize(stream) == 0 && memcmp(to, from, sizeof to) == 0);
-    EXPECT(!gpu->copy_blocks(&block, 1, &none, inputs, &targets, 1, &unscaled, stream));
-    EXPECT(spar_table_cache_allocated() <= allocated + (int64_t)sizeof(spar_kernel_block));
-    EXPECT(cu->StreamSynchronize(stream) == 0);
-    EXPECT(end_capture(captured, &graph) == 0 && destroy_graph(graph) == 0);
-    EXPECT(cu->StreamDestroy(stream) == 0 && cu->StreamDestroy(captured) == 0);
     gpu->leave(&before);
 }
 
@@ -374,15 +376,14 @@ int test_cuda(int argc, char **argv)
     arguments shared = {atoi(argv[2]), threads == 1};
     pthread_t others[WORLD];
     test_large_blocks();
+    test_blocks_of_a_launch();
     EXPECT(!spar_driver_open(&cu) && !gpu->open() && !gpu->prepare(0));
     find("cuStreamBeginCapture", &begin_capture);
     find("cuStreamEndCapture", &end_capture);
     find("cuGraphLaunch", &launch_graph);
     find("cuGraphDestroy", &destroy_graph);
-    if (shared.alone) {
+    if (shared.alone)
         test_graph_outlives_its_plan();
-        test_tables_are_freed_after_their_use();
-    }
     for (int i = 0; i < threads; i++)
         EXPECT(!pthread_create(&others[i], NULL, run, &shared));
     for (int i = 0; i < threads; i++)

@@ -109,7 +109,6 @@ class PlanStruct(ctypes.Structure):
         ("signature", c_uint64),
         ("footprint", c_int64),
         ("refs", c_int),
-        ("attached", c_void_p),
     )
 
 
@@ -132,7 +131,7 @@ class Scale(ctypes.Structure):
 
 
 class Span(ctypes.Structure):
-    _fields_ = (("peer", c_int), ("low", c_int64), ("high", c_int64), ("wire", c_void_p))
+    _fields_ = (("peer", c_int), ("route", c_int), ("low", c_int64), ("high", c_int64), ("wire", c_void_p))
 
 
 class Entered(ctypes.Structure):
@@ -152,7 +151,6 @@ class Device(ctypes.Structure):
             ctypes.CFUNCTYPE(
                 c_int,
                 POINTER(PlanStruct),
-                c_int,
                 POINTER(Span),
                 c_int,
                 POINTER(c_void_p),

@@ -18,7 +18,7 @@ struct uint4 {
 
 static thread_local struct {
     unsigned x;
-} threadIdx, blockIdx;
+} threadIdx, blockIdx, gridDim;
 
 static unsigned __umulhi(unsigned a, unsigned b)
 {
@@ -71,12 +71,14 @@ static unsigned short to_f16(float value)
 
 #define KERNEL(width, factor) copy<width, factor>,
 
-/* Runs one CTA of kernel `which` (a row of SPAR_KERNELS): its threads one after another, in an order that depends on
- * `from`. */
-extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned tile, unsigned from)
+/* Runs one of `ctas` CTAs of kernel `which` (a row of SPAR_KERNELS): its threads one after another, in an
+ * order that depends on `from`. */
+extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned cta, unsigned ctas,
+                               unsigned from)
 {
     static void (*const kernels[])(const spar_kernel_copy &) = {SPAR_KERNELS(KERNEL)};
-    blockIdx.x = tile;
+    blockIdx.x = cta;
+    gridDim.x = ctas;
     for (unsigned i = 0; i < SPAR_KERNEL_THREADS; i++) {
         threadIdx.x = (i * 77 + from) % SPAR_KERNEL_THREADS;
         kernels[which](*c);

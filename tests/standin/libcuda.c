@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DEVICES = 8, INVALID = 1, NO_MEMORY = 2, NOT_READY = 600 };
+enum { DEVICES = 8, SMS = 20, INVALID = 1, NO_MEMORY = 2, NOT_READY = 600 };
 
 static int contexts[DEVICES];
 static _Thread_local int *current;
@@ -57,7 +57,7 @@ static int DeviceGet(int *device, int ordinal)
 static int DeviceGetAttribute(int *value, int attribute, int device)
 {
     (void)device;
-    *value = attribute == 75 ? 9 : 0;
+    *value = attribute == SPAR_CU_COMPUTE_MAJOR ? 9 : attribute == SPAR_CU_SMS ? SMS : 0;
     return 0;
 }
 
@@ -115,8 +115,8 @@ static int LaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsi
                         unsigned bz, unsigned shared, void *handle, void **parameters, void **extra)
 {
     MAY_FAIL("cuLaunchKernel");
-    if (!current || !x || y != 1 || z != 1 || threads != SPAR_KERNEL_THREADS || by != 1 || bz != 1 ||
-        shared || extra)
+    if (!current || !x || x > SMS * 3 / 4 || y != 1 || z != 1 || threads != SPAR_KERNEL_THREADS || by != 1 ||
+        bz != 1 || shared || extra)
         return INVALID;
     work w = {.run = run_kernel, .kernel = (int)(intptr_t)function - 1, .bytes = x};
     w.copy = *(spar_kernel_copy *)parameters[0];
@@ -141,16 +141,6 @@ static int MemFree(uint64_t memory)
     free((void *)(uintptr_t)memory);
     count(-1);
     return 0;
-}
-
-/* From pageable memory, which is copied before the call returns. */
-static int MemcpyHtoDAsync(uint64_t to, const void *from, size_t bytes, void *handle)
-{
-    MAY_FAIL("cuMemcpyHtoDAsync");
-    void *staged = memcpy(malloc(bytes), from, bytes);
-    return give(
-        handle,
-        (work){.run = run_copy, .to = (void *)(uintptr_t)to, .from = staged, .bytes = bytes, .owned = 1});
 }
 
 static int StreamCreate(stream **made, unsigned flags)
@@ -263,12 +253,8 @@ static int StreamEndCapture(void *handle, graph **made)
 static int GraphLaunch(graph *g, void *handle)
 {
     pthread_mutex_lock(&lock);
-    for (work *w = g->first; w; w = w->next) {
-        work again = *w;
-        if (w->owned)
-            again.from = memcpy(malloc(w->bytes), w->from, w->bytes);
-        append(handle, again);
-    }
+    for (work *w = g->first; w; w = w->next)
+        append(handle, *w);
     pthread_mutex_unlock(&lock);
     return 0;
 }
@@ -277,7 +263,7 @@ static int GraphDestroy(graph *g)
 {
     for (work *w = g->first, *next; w; w = next) {
         next = w->next;
-        free_work(w);
+        free(w);
     }
     free(g);
     count(-1);
@@ -325,17 +311,6 @@ static int EventQuery(event *e)
         code = NOT_READY;
     pthread_mutex_unlock(&lock);
     return code;
-}
-
-static int EventSynchronize(event *e)
-{
-    MAY_FAIL("cuEventSynchronize");
-    MAY_CONFLICT(conflict(e->captured != NULL));
-    pthread_mutex_lock(&lock);
-    for (uint64_t ticket = e->issued; e->done < ticket;)
-        pthread_cond_wait(&moved, &lock);
-    pthread_mutex_unlock(&lock);
-    return 0;
 }
 
 /* The stand-in for libnccl looks it up by name, and launches its work with it. */

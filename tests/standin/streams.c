@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-void standin_kernel(int which, const spar_kernel_copy *c, unsigned tile, unsigned from);
+void standin_kernel(int which, const spar_kernel_copy *c, unsigned cta, unsigned ctas, unsigned from);
 
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
@@ -85,25 +85,25 @@ int conflict(int captured)
     return captured ? invalidate() : unsafe();
 }
 
-/* Runs every second tile from `owned` on, in a permuted order. Two threads run a kernel, so that TSan detects
- * races between tiles. */
-static void *run_tiles(void *argument)
+/* Runs every second CTA from `odd` on, in a permuted order. Two threads run a kernel, so that TSan detects
+ * races between CTAs. */
+static void *run_ctas(void *argument)
 {
     work *w = argument;
-    size_t half = w->bytes / 2 + (w->owned == 0 && w->bytes % 2), seed = (uintptr_t)w >> 4;
+    size_t half = w->bytes / 2 + (w->odd == 0 && w->bytes % 2), seed = (uintptr_t)w >> 4;
     for (size_t i = 0; i < half; i++)
-        standin_kernel(w->kernel, &w->copy, (unsigned)(2 * ((i + seed) % half)) + (unsigned)w->owned,
-                       (unsigned)(seed + i) % SPAR_KERNEL_THREADS);
+        standin_kernel(w->kernel, &w->copy, (unsigned)(2 * ((i + seed) % half)) + (unsigned)w->odd,
+                       (unsigned)w->bytes, (unsigned)(seed + i) % SPAR_KERNEL_THREADS);
     return NULL;
 }
 
 void run_kernel(work *w)
 {
-    work odd = *w;
+    work other = *w;
     pthread_t thread;
-    odd.owned = 1;
-    int threads = w->bytes > 1 && pthread_create(&thread, NULL, run_tiles, &odd) == 0;
-    run_tiles(w);
+    other.odd = 1;
+    int threads = w->bytes > 1 && pthread_create(&thread, NULL, run_ctas, &other) == 0;
+    run_ctas(w);
     if (threads)
         pthread_join(thread, NULL);
 }
@@ -145,13 +145,6 @@ void run_wait(work *w)
     pthread_mutex_unlock(&lock);
 }
 
-void free_work(work *w)
-{
-    if (w->owned)
-        free((void *)w->from);
-    free(w);
-}
-
 static void *serve(void *argument)
 {
     stream *s = argument;
@@ -174,7 +167,7 @@ static void *serve(void *argument)
         if (delay)
             usleep((unsigned)rand_r(&seed) % delay);
         w->run(w);
-        free_work(w);
+        free(w);
         pthread_mutex_lock(&lock);
         s->busy = 0;
         pthread_cond_broadcast(&moved);

@@ -16,8 +16,8 @@ typedef struct work {
     void (*host)(void *context);
     void *context, *to;
     const void *from;
-    size_t bytes;      /* of a copy; else the grid size, or the number of an event's record */
-    int kernel, owned; /* owned: free `from` with the work */
+    size_t bytes;    /* of a copy; else the grid size, or the number of an event's record */
+    int kernel, odd; /* odd: run CTAs 1, 3, ... of it */
     struct event *event;
     spar_kernel_copy copy;
 } work;
@@ -91,6 +91,5 @@ void run_copy(work *w);
 void run_host(work *w);
 void run_record(work *w);
 void run_wait(work *w);
-void free_work(work *w);
 
 #endif

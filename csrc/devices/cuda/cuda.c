@@ -3,22 +3,25 @@
 #include "devices/cuda/cubin_cache.h"
 #include "devices/device.h"
 #include "devices/cuda/driver.h"
-#include "devices/cuda/table_cache.h"
+#include "devices/cuda/launches.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { GPUS = 64 };
+enum {
+    GPUS = 64,
+    MOST_CTAS = 96, /* of a launch: enough to outrun the wire */
+};
 
 static const spar_driver *cu;
 
 #define TRY_CU(name, ...) SPAR_DRIVER_TRY(cu, name, __VA_ARGS__)
 
-typedef struct gpu {
+typedef struct {
     CUcontext context;
     CUfunction kernels[SPAR_KERNEL_COUNT];
-    spar_table_cache cache;
+    int ctas; /* of a launch, at most */
 } gpu;
 
 static struct {
@@ -36,122 +39,8 @@ static spar_status open_libraries(void)
 
 /* ---- launches ---- */
 
-/* A span with its list. */
-typedef struct {
-    const spar_block_list *list;
-    int64_t low, high;
-    char *wire;
-} part;
-
-/* Common to all launches of a copy. */
-typedef struct {
-    gpu *gpu;
-    const spar_device_table *tables;
-    spar_route route;
-    const void *const *from;
-    void *const *to;
-    int ntensors;
-    spar_scale scale;
-    void *stream;
-} copy;
-
-/* Chooses the widest kernel for addresses in which these bits are set. */
-static spar_status choose(const copy *c, uint64_t bits, int *kernel, int64_t *tile)
-{
-    const spar_scale_type *type = &spar_scale_types[c->scale.dtype];
-    for (int i = 0; i < SPAR_KERNEL_COUNT; i++) {
-        const spar_kernel_row *row = &spar_kernel_rows[i];
-        if (strcmp(row->factor, type->name) != 0 || bits & (uint64_t)(row->width - 1))
-            continue;
-        *kernel = i;
-        *tile = row->width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS;
-        return SPAR_OK;
-    }
-    return spar_fail(SPAR_INVALID,
-                     "a factor for items of %lld bytes, but a tensor or a span does not begin or "
-                     "step at a multiple of that",
-                     (long long)type->bytes);
-}
-
-/* Launches one kernel for up to SPAR_KERNEL_SPANS parts, of tensors `tensor` and up. */
-static spar_status launch(const copy *c, const part *parts, int count, int tensor)
-{
-    spar_kernel_copy k = {.tensor = tensor, .spans = count};
-    uint64_t bits = 0;
-    int64_t tile = 0, tiles = 0;
-    int kernel = 0, last = c->ntensors - tensor;
-    if (count == 0)
-        return SPAR_OK;
-    if (last > SPAR_KERNEL_TENSORS)
-        last = SPAR_KERNEL_TENSORS;
-    k.blocks = (const spar_kernel_block *)(uintptr_t)c->tables->memory;
-    k.loops = (const spar_kernel_loop *)(k.blocks + c->tables->table.nblocks);
-    k.factor = c->scale.factor;
-    k.divide = c->scale.divide;
-    k.packs = c->route == SPAR_PACK;
-    k.unpacks = c->route == SPAR_UNPACK;
-    for (int i = 0; i < last; i++) {
-        if (!k.unpacks)
-            bits |= (uintptr_t)(k.from[i] = c->from[tensor + i]);
-        if (!k.packs)
-            bits |= (uintptr_t)(k.to[i] = c->to[tensor + i]);
-    }
-    for (int i = 0; i < count; i++) {
-        bits |= (uint64_t)parts[i].low | (uint64_t)parts[i].high | (uintptr_t)parts[i].wire;
-        bits |= (k.unpacks ? 0 : parts[i].list->src_bits) | (k.packs ? 0 : parts[i].list->dst_bits);
-    }
-    SPAR_TRY(choose(c, bits, &kernel, &tile));
-    for (int i = 0; i < count; i++) {
-        k.span[i] = (spar_kernel_span){.low = parts[i].low,
-                                       .high = parts[i].high,
-                                       .wire = parts[i].wire,
-                                       .first = parts[i].list->first,
-                                       .count = parts[i].list->count,
-                                       .tile = (unsigned)tiles};
-        tiles += (parts[i].high - parts[i].low + tile - 1) / tile;
-    }
-    if (tiles > INT32_MAX)
-        return spar_fail(SPAR_INVALID, "a copy in %lld pieces of %lld bytes; expected below 2^31",
-                         (long long)tiles, (long long)tile);
-    void *parameters[] = {&k};
-    return spar_driver_check(cu->LaunchKernel(c->gpu->kernels[kernel], (unsigned)tiles, 1, 1,
-                                              SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters, NULL),
-                             "cuLaunchKernel");
-}
-
-/* Splits tensors and parts into launches. */
-static spar_status launch_all(const copy *c, const part *parts, int count)
-{
-    const spar_block_table *table = &c->tables->table;
-    for (int tensor = 0; tensor < c->ntensors; tensor += SPAR_KERNEL_TENSORS) {
-        part some[SPAR_KERNEL_SPANS];
-        int n = 0;
-        for (int i = 0; i < count; i++) {
-            part p = parts[i];
-            if (c->ntensors > SPAR_KERNEL_TENSORS) {
-                int64_t begin = spar_block_table_begin(table, p.list, tensor);
-                int64_t end = spar_block_table_begin(table, p.list, tensor + SPAR_KERNEL_TENSORS);
-                p.low = p.low > begin ? p.low : begin;
-                p.high = p.high < end ? p.high : end;
-                p.wire = p.wire ? p.wire + (p.low - parts[i].low) : NULL;
-            }
-            if (p.low >= p.high)
-                continue;
-            some[n++] = p;
-            if (n == SPAR_KERNEL_SPANS) {
-                SPAR_TRY(launch(c, some, n, tensor));
-                n = 0;
-            }
-        }
-        SPAR_TRY(launch(c, some, n, tensor));
-    }
-    return SPAR_OK;
-}
-
-/* ---- the device ---- */
-
 /* Finds the prepared device whose context is current. */
-static spar_status current(gpu **found)
+static spar_status current(const gpu **found)
 {
     CUcontext context = NULL;
     if (cu)
@@ -163,87 +52,91 @@ static spar_status current(gpu **found)
     return spar_fail(SPAR_INTERNAL, "no prepared CUDA device is this thread's current one");
 }
 
-static spar_status copy_spans(const spar_plan *plan, spar_route route, const spar_span *spans, int count,
+/* Common to all launches of a copy. */
+typedef struct {
+    const gpu *gpu;
+    spar_scale scale;
+    void *stream;
+} copy;
+
+/* Chooses the widest kernel for addresses in which these bits are set. */
+static spar_status choose(const spar_scale *scale, uint64_t bits, int *kernel)
+{
+    const spar_scale_type *type = &spar_scale_types[scale->dtype];
+    for (*kernel = 0; *kernel < SPAR_KERNEL_COUNT; ++*kernel) {
+        const spar_kernel_row *row = &spar_kernel_rows[*kernel];
+        if (strcmp(row->factor, type->name) == 0 && !(bits & (uint64_t)(row->width - 1)))
+            return SPAR_OK;
+    }
+    return spar_fail(SPAR_INVALID,
+                     "a factor for items of %lld bytes, but a tensor or a span does not begin or "
+                     "step at a multiple of that",
+                     (long long)type->bytes);
+}
+
+static spar_status launch(void *context, spar_kernel_copy *k, uint64_t bits)
+{
+    const copy *c = context;
+    int kernel;
+    SPAR_TRY(choose(&c->scale, bits, &kernel));
+    spar_launches_tile(k, (int64_t)spar_kernel_rows[kernel].width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS);
+    k->factor = c->scale.factor;
+    k->divide = c->scale.divide;
+    unsigned most = (unsigned)(spar_kernel_ctas ? spar_kernel_ctas : c->gpu->ctas);
+    void *parameters[] = {k};
+    return spar_driver_check(cu->LaunchKernel(c->gpu->kernels[kernel], k->tiles < most ? k->tiles : most, 1,
+                                              1, SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters, NULL),
+                             "cuLaunchKernel");
+}
+
+static spar_status copy_spans(const spar_plan *plan, const spar_span *spans, int count,
                               const void *const *inputs, void *const *outputs, const spar_scale *scale,
                               void *stream)
 {
-    enum { ON_STACK = 64 };
-    part on_stack[ON_STACK], *parts = on_stack;
-    gpu *g;
-    spar_device_table *t;
-    SPAR_TRY(current(&g));
-    SPAR_TRY(spar_table_cache_get(&g->cache, plan, &t));
-    const spar_block_list *lists = route == SPAR_UNPACK ? t->table.pull : t->table.push;
-    if (!lists)
-        return spar_fail(SPAR_INTERNAL, "the plan was built without what is pulled");
-    for (int i = 0; i < count; i++)
-        if (spans[i].peer < 0 || spans[i].peer >= plan->world || spans[i].low < 0 ||
-            spans[i].low > spans[i].high || spans[i].high > lists[spans[i].peer].bytes)
-            return spar_fail(SPAR_INVALID, "a copy of bytes %lld to %lld of rank %d of %d",
-                             (long long)spans[i].low, (long long)spans[i].high, spans[i].peer, plan->world);
-    if (count > ON_STACK && !(parts = malloc((size_t)count * sizeof *parts)))
-        return spar_fail(SPAR_NO_MEMORY, "no memory for %d spans", count);
-    for (int i = 0; i < count; i++)
-        parts[i] = (part){&lists[spans[i].peer], spans[i].low, spans[i].high, spans[i].wire};
-    const copy c = {g, t, route, inputs, outputs, plan->ntensors, spar_scale_simple(scale), stream};
-    spar_status status = spar_device_table_await(t, stream);
-    if (status == SPAR_OK) {
-        status = launch_all(&c, parts, count);
-        spar_status used = spar_device_table_used(t, stream);
-        status = status == SPAR_OK ? used : status;
-    }
-    if (parts != on_stack)
-        free(parts);
-    return status;
+    copy c = {NULL, spar_scale_simple(scale), stream};
+    spar_launches launches;
+    SPAR_TRY(current(&c.gpu));
+    spar_launches_begin(&launches, launch, &c);
+    SPAR_TRY(spar_launches_add(&launches, plan, spans, count, inputs, outputs));
+    return spar_launches_end(&launches);
 }
 
-/* Copies blocks without a plan, by a table for this copy only. */
-static spar_status copy_blocks(const spar_block *blocks, int64_t count, const spar_dim *dims,
-                               const void *const *from, void *const *const *to, int targets,
-                               const spar_scale *scale, void *stream)
+/* ---- the device ---- */
+
+/* Launches each kernel once: the driver may load it at its first launch, which would then wait for running
+ * kernels. */
+static spar_status launch_nothing(const gpu *g, CUstream stream)
 {
-    spar_block_list list;
-    gpu *g;
-    spar_device_table *t;
-    SPAR_TRY(current(&g));
-    SPAR_TRY(spar_device_table_make(&g->cache, blocks, count, dims, &list, &t));
-    int ntensors = 0;
-    for (int64_t i = 0; i < count; i++)
-        ntensors = blocks[i].tensor < ntensors ? ntensors : blocks[i].tensor + 1;
-    const part whole = {&list, 0, list.bytes, NULL};
-    spar_status status = spar_device_table_await(t, stream);
-    for (int target = 0; target < targets && status == SPAR_OK; target++) {
-        const copy c = {g, t, SPAR_PUSH, from, to[target], ntensors, spar_scale_simple(scale), stream};
-        status = launch_all(&c, &whole, 1);
-    }
-    if (status == SPAR_OK)
-        status = spar_device_table_used(t, stream);
-    spar_device_table_retire(t);
-    return status;
+    spar_kernel_copy nothing = {.tiles = 0};
+    void *parameters[] = {&nothing};
+    for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
+        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, stream, parameters, NULL);
+    TRY_CU(StreamSynchronize, stream);
+    return SPAR_OK;
 }
 
 static spar_status load_kernels(gpu *g, CUdevice device)
 {
-    int major = 0, minor = 0;
+    int major = 0, minor = 0, sms = 0;
     size_t size;
     char *cubin;
     CUmodule module;
+    CUstream stream;
     TRY_CU(DeviceGetAttribute, &major, SPAR_CU_COMPUTE_MAJOR, device);
     TRY_CU(DeviceGetAttribute, &minor, SPAR_CU_COMPUTE_MINOR, device);
+    TRY_CU(DeviceGetAttribute, &sms, SPAR_CU_SMS, device);
+    g->ctas = sms * 3 / 4 < MOST_CTAS ? sms * 3 / 4 : MOST_CTAS; /* NCCL's CTAs find an SM */
+    g->ctas = g->ctas > 0 ? g->ctas : 1;
     SPAR_TRY(spar_cubin_cache_get(spar_kernel_source, 10 * major + minor, &cubin, &size, NULL));
     CUresult loaded = cu->ModuleLoadData(&module, cubin);
     free(cubin);
     SPAR_TRY(spar_driver_check(loaded, "cuModuleLoadData"));
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
         TRY_CU(ModuleGetFunction, &g->kernels[i], module, spar_kernel_rows[i].name);
-    /* The driver may load a kernel at its first launch, which would then wait for running kernels. */
-    spar_kernel_copy nothing = {.spans = 0};
-    void *parameters[] = {&nothing};
-    for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
-        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, g->cache.stream,
-               parameters, NULL);
-    TRY_CU(StreamSynchronize, g->cache.stream);
-    return SPAR_OK;
+    TRY_CU(StreamCreate, &stream, SPAR_CU_STREAM_NON_BLOCKING);
+    spar_status status = launch_nothing(g, stream);
+    cu->StreamDestroy(stream);
+    return status;
 }
 
 /* With the device's primary context current; torch uses the same. */
@@ -253,9 +146,7 @@ static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
     if (!g)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a device");
     g->context = context;
-    spar_status status = spar_table_cache_open(&g->cache, cu);
-    if (status == SPAR_OK && (status = load_kernels(g, device)) != SPAR_OK)
-        spar_table_cache_close(&g->cache);
+    spar_status status = load_kernels(g, device);
     if (status == SPAR_OK)
         *made = g;
     else
@@ -338,7 +229,6 @@ static void give(void *memory)
 
 const spar_device spar_device_cuda = {
     .name = "cuda",
-    .copy_blocks = copy_blocks,
     .open = open_libraries,
     .prepare = prepare,
     .enter = enter,

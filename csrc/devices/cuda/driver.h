@@ -24,7 +24,8 @@ enum {
     SPAR_CU_SUCCESS = 0,
     SPAR_CU_OUT_OF_MEMORY = 2,
     SPAR_CU_NOT_READY = 600,
-    SPAR_CU_COMPUTE_MAJOR = 75, /* device attributes */
+    SPAR_CU_SMS = 16, /* device attributes */
+    SPAR_CU_COMPUTE_MAJOR = 75,
     SPAR_CU_COMPUTE_MINOR = 76,
     SPAR_CU_STREAM_NON_BLOCKING = 1,
     SPAR_CU_EVENT_DISABLE_TIMING = 2,
@@ -50,7 +51,6 @@ enum {
        CUstream stream, void **parameters, void **extra))                                                    \
     X(MemAlloc, 3020, (CUdeviceptr * memory, size_t bytes))                                                  \
     X(MemFree, 3020, (CUdeviceptr memory))                                                                   \
-    X(MemcpyHtoDAsync, 3020, (CUdeviceptr to, const void *from, size_t bytes, CUstream stream))              \
     X(StreamCreate, 2000, (CUstream * stream, unsigned int flags))                                           \
     X(StreamDestroy, 4000, (CUstream stream))                                                                \
     X(StreamSynchronize, 2000, (CUstream stream))                                                            \
@@ -61,8 +61,7 @@ enum {
     X(EventCreate, 2000, (CUevent * event, unsigned int flags))                                              \
     X(EventDestroy, 4000, (CUevent event))                                                                   \
     X(EventRecord, 2000, (CUevent event, CUstream stream))                                                   \
-    X(EventQuery, 2000, (CUevent event))                                                                     \
-    X(EventSynchronize, 2000, (CUevent event))
+    X(EventQuery, 2000, (CUevent event))
 
 typedef struct {
 #define SPAR_DRIVER_FIELD(name, version, parameters) CUresult(*name) parameters;

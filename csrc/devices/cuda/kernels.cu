@@ -1,21 +1,20 @@
 /* The copy kernels, one source: NVRTC compiles it for the device, C reads the structs, tests run it as host
  * code. Each includer defines three macros, which select sections. kernels.c also includes it as text, so it
- * has no directives.
+ * has no directives; kernels.h has SPAR_KERNEL_THREADS and SPAR_KERNEL_UNITS.
  *
- * A kernel copies spans: bytes low to high of a list of blocks in packed order. A CTA copies a tile of one
- * span. Each thread copies several units, THREADS apart, and loads all of them before it stores the first: 4
- * x 16 bytes in flight.
+ * A kernel copies parts: bytes low to high of one block each, in packed order, which is cut into tiles. A
+ * grid of any size copies all tiles: each CTA one after another, so that a small grid leaves SMs to others.
+ * Each thread copies several units of a tile, THREADS apart, and loads all of them before it stores the
+ * first: 4 x 16 bytes in flight.
  *
- * A byte's offset in packed order gives its address. A binary search finds the block, once per tile if the
- * tile lies in one block. Divisions by multiplication and shift give its position in the run and the
- * loops. */
+ * Divisions by multiplication and shift turn a byte's offset in packed order into its addresses. All that a
+ * kernel reads besides the bytes is in its parameters: there is nothing to upload, nor to free. */
 
 SPAR_SHARED(
+/* Of the parameters, which are below 4 KB, the most that every device takes. */
 enum {
-    SPAR_KERNEL_THREADS = 256, /* per CTA */
-    SPAR_KERNEL_SPANS = 32, /* per launch, at most */
-    SPAR_KERNEL_UNITS = 4, /* of WIDTH bytes, per thread */
-    SPAR_KERNEL_TENSORS = 16, /* per launch, at most */
+    SPAR_KERNEL_PARTS = 70,
+    SPAR_KERNEL_LOOPS = 56
 };
 
 /* n / number, for n below 2^31: (high 32 bits of (n * magic) + n) >> shift. */
@@ -25,39 +24,28 @@ typedef struct {
 
 typedef struct {
     long long src, dst; /* strides in bytes */
-    spar_divisor extent;
+    spar_divisor extent; /* unused in a block's outermost loop */
     unsigned unused;
 } spar_kernel_loop;
 
-/* Fewer than 2^31 bytes: `run` contiguous bytes, repeated over loops. */
+/* Fewer than 2^31 bytes of one block. */
 typedef struct {
-    long long at; /* offset in the packed order of its list */
-    long long src, dst; /* offsets of its first byte in the tensors */
-    spar_divisor run;
-    unsigned bytes;
-    int loops; /* index of the outermost loop */
-    short ndim, tensor;
-} spar_kernel_block;
-
-typedef struct {
-    long long low, high; /* in packed order */
-    char *wire; /* address of byte `low`; unused if both sides are tensors */
-    int first, count; /* the list's blocks */
-    unsigned tile; /* index of its first CTA */
-    unsigned unused;
-} spar_kernel_span;
+    const char *from; /* the block's first byte */
+    char *to;
+    unsigned low, high; /* in the block's packed order */
+    unsigned tile; /* index of its first tile */
+    short loop, loops; /* its loops, outermost first; the last one runs over single bytes */
+} spar_kernel_part;
 
 /* A kernel's only parameter. */
 typedef struct {
-    const spar_kernel_block *blocks;
-    const spar_kernel_loop *loops;
-    const char *from[SPAR_KERNEL_TENSORS]; /* from tensor `tensor` on */
-    char *to[SPAR_KERNEL_TENSORS];
     double factor;
-    int divide, tensor;
-    short packs, unpacks; /* the wire replaces `to`, or `from` */
-    int spans; /* 0: a no-op launch */
-    spar_kernel_span span[SPAR_KERNEL_SPANS];
+    int divide;
+    int parts;
+    unsigned tiles; /* 0: a no-op launch */
+    unsigned unused;
+    spar_kernel_part part[SPAR_KERNEL_PARTS];
+    spar_kernel_loop loop[SPAR_KERNEL_LOOPS];
 } spar_kernel_copy;
 )
 
@@ -153,27 +141,13 @@ __device__ __forceinline__ unsigned divided(unsigned n, const spar_divisor &by)
     return (__umulhi(n, by.magic) + n) >> by.shift;
 }
 
-/* Returns the last of blocks low to high - 1 that begins at or before x. Block `low` must. */
-__device__ __forceinline__ int block_of(const spar_kernel_block *blocks, int low, int high, long long x)
+__device__ __forceinline__ int part_of(const spar_kernel_copy &c, unsigned tile)
 {
-    _Pragma("unroll 1")
-    while (high - low > 1) {
-        int middle = low + (high - low) / 2;
-        if (blocks[middle].at <= x)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-__device__ __forceinline__ int span_of(const spar_kernel_copy &c, unsigned tile)
-{
-    int low = 0, high = c.spans;
+    int low = 0, high = c.parts;
     _Pragma("unroll 1")
     while (high - low > 1) {
         int middle = (low + high) / 2;
-        if (c.span[middle].tile <= tile)
+        if (c.part[middle].tile <= tile)
             low = middle;
         else
             high = middle;
@@ -181,32 +155,32 @@ __device__ __forceinline__ int span_of(const spar_kernel_copy &c, unsigned tile)
     return low;
 }
 
-/* Copies COUNT units of one block, STEP bytes apart, from byte x in packed order on. Loads all of them before
- * it stores the first. */
-template <int WIDTH, int COUNT, class SCALE>
-__device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kernel_span &span,
-                                     const spar_kernel_block &block, const SCALE &scale, long long x)
+/* Copies up to SPAR_KERNEL_UNITS units of one part, STEP bytes apart, from byte x of the block on. Loads all
+ * of them before it stores the first. */
+template <int WIDTH, class SCALE>
+__device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kernel_part &part,
+                                     const SCALE &scale, unsigned x)
 {
-    typedef typename vector<WIDTH>::type part;
+    typedef typename vector<WIDTH>::type word;
     typedef typename SCALE::item item;
-    constexpr int STEP = SPAR_KERNEL_THREADS * WIDTH, ITEMS = WIDTH / int(sizeof(item));
+    constexpr int COUNT = SPAR_KERNEL_UNITS, STEP = SPAR_KERNEL_THREADS * WIDTH;
+    constexpr int ITEMS = WIDTH / int(sizeof(item));
     union unit {
-        part whole;
+        word whole;
         item items[ITEMS];
     };
-    const int left = span.high - x > COUNT * STEP ? COUNT : int((span.high - x + STEP - 1) / STEP);
+    const int left = int((part.high - x + STEP - 1) / STEP);
     unsigned turn[COUNT];
     long long src[COUNT], dst[COUNT];
     unit data[COUNT];
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
-        const unsigned at = unsigned(x - block.at) + u * STEP;
-        turn[u] = divided(at, block.run);
-        src[u] = dst[u] = at - turn[u] * block.run.number;
+        turn[u] = x + u * STEP;
+        src[u] = dst[u] = 0;
     }
     _Pragma("unroll 1")
-    for (int k = block.loops + block.ndim - 1; k >= block.loops; k--) {
-        const spar_kernel_loop loop = c.loops[k];
+    for (int k = part.loop + part.loops - 1; k > part.loop; k--) {
+        const spar_kernel_loop loop = c.loop[k];
         _Pragma("unroll")
         for (int u = 0; u < COUNT; u++) {
             const unsigned rest = divided(turn[u], loop.extent);
@@ -216,12 +190,11 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
             turn[u] = rest;
         }
     }
-    const char *from = c.unpacks ? span.wire + (x - span.low) : c.from[block.tensor - c.tensor] + block.src;
-    char *to = c.packs ? span.wire + (x - span.low) : c.to[block.tensor - c.tensor] + block.dst;
+    const spar_kernel_loop outer = c.loop[part.loop];
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
         if (u < left)
-            data[u].whole = *(const part *)(from + (c.unpacks ? u * STEP : src[u]));
+            data[u].whole = *(const word *)(part.from + src[u] + turn[u] * outer.src);
     }
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
@@ -230,35 +203,20 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
         _Pragma("unroll")
         for (int i = 0; i < ITEMS; i++)
             data[u].items[i] = scale(data[u].items[i]);
-        *(part *)(to + (c.packs ? u * STEP : dst[u])) = data[u].whole;
+        *(word *)(part.to + dst[u] + turn[u] * outer.dst) = data[u].whole;
     }
 }
 
 template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spar_kernel_copy &c)
 {
-    constexpr int STEP = SPAR_KERNEL_THREADS * WIDTH, TILE = SPAR_KERNEL_UNITS * STEP;
-    if (c.spans == 0)
-        return;
+    constexpr unsigned TILE = SPAR_KERNEL_UNITS * SPAR_KERNEL_THREADS * WIDTH;
     const SCALE scale(c);
-    const spar_kernel_span &span = c.span[span_of(c, blockIdx.x)];
-    const long long tile = span.low + (long long)(blockIdx.x - span.tile) * TILE;
-    const long long last = span.high - tile > TILE ? tile + TILE : span.high;
-    const int end = span.first + span.count;
-    int which = block_of(c.blocks, span.first, end, tile);
-    spar_kernel_block block = c.blocks[which];
-    long long x = tile + threadIdx.x * WIDTH;
-    if (last - block.at <= block.bytes) {
-        if (x < last)
-            move<WIDTH, SPAR_KERNEL_UNITS>(c, span, block, scale, x);
-        return;
-    }
     _Pragma("unroll 1")
-    for (; x < last; x += STEP) {
-        if (x - block.at >= block.bytes) {
-            which = block_of(c.blocks, which + 1, end, x);
-            block = c.blocks[which];
-        }
-        move<WIDTH, 1>(c, span, block, scale, x);
+    for (unsigned tile = blockIdx.x; tile < c.tiles; tile += gridDim.x) {
+        const spar_kernel_part &part = c.part[part_of(c, tile)];
+        const unsigned x = part.low + (tile - part.tile) * TILE + threadIdx.x * WIDTH;
+        if (x < part.high)
+            move<WIDTH>(c, part, scale, x);
     }
 }
 )

@@ -2,6 +2,14 @@
 #ifndef SPAR_KERNELS_H
 #define SPAR_KERNELS_H
 
+/* Builds for benchmarks and tests vary them. */
+#ifndef SPAR_KERNEL_THREADS
+#define SPAR_KERNEL_THREADS 256 /* per CTA */
+#endif
+#ifndef SPAR_KERNEL_UNITS
+#define SPAR_KERNEL_UNITS 4 /* of a kernel's width, per thread and tile */
+#endif
+
 #define SPAR_SHARED(...) __VA_ARGS__
 #define SPAR_PTX(...)
 #define SPAR_DEVICE(...)
@@ -32,5 +40,8 @@ typedef struct {
 enum { SPAR_KERNEL_COUNT = 18 };
 extern const spar_kernel_row spar_kernel_rows[SPAR_KERNEL_COUNT];
 extern const char spar_kernel_source[];
+
+/* CTAs of a launch at most; 0: by the device. Benchmarks vary it. */
+extern int spar_kernel_ctas;
 
 #endif

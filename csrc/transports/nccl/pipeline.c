@@ -151,8 +151,8 @@ static spar_status pack(spar_pipeline *pipeline, const spar_call *call, int64_t 
 {
     spar_schedule *side = &pipeline->push;
     SPAR_TRY(spar_schedule_step(side, step, buffer_of(pipeline, step, 0)));
-    return side->nspans ? call->device->copy_spans(call->plan, SPAR_PACK, side->spans, (int)side->nspans,
-                                                   call->inputs, call->outputs, &call->scale, stream)
+    return side->nspans ? call->device->copy_spans(call->plan, side->spans, (int)side->nspans, call->inputs,
+                                                   call->outputs, &call->scale, stream)
                         : SPAR_OK;
 }
 
@@ -160,18 +160,18 @@ static spar_status unpack(const spar_pipeline *pipeline, const spar_call *call, 
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     const spar_schedule *side = &pipeline->pull;
-    return side->nspans ? call->device->copy_spans(call->plan, SPAR_UNPACK, side->spans, (int)side->nspans,
-                                                   call->inputs, call->outputs, &unscaled, stream)
+    return side->nspans ? call->device->copy_spans(call->plan, side->spans, (int)side->nspans, call->inputs,
+                                                   call->outputs, &unscaled, stream)
                         : SPAR_OK;
 }
 
 static spar_status copy_own(const spar_call *call, void *stream)
 {
     const spar_plan *plan = call->plan;
-    const spar_span own = {plan->rank, 0, plan->push[plan->rank].bytes, NULL};
-    return own.high ? call->device->copy_spans(plan, SPAR_PUSH, &own, 1, call->inputs, call->outputs,
-                                               &call->scale, stream)
-                    : SPAR_OK;
+    const spar_span own = {plan->rank, SPAR_PUSH, 0, plan->push[plan->rank].bytes, NULL};
+    return own.high
+               ? call->device->copy_spans(plan, &own, 1, call->inputs, call->outputs, &call->scale, stream)
+               : SPAR_OK;
 }
 
 /* After a failed call the caller's stream waits for the side stream, which may still use the call's

@@ -75,7 +75,8 @@ static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t 
     }
     SPAR_TRY(spar_reserve((void **)&side->spans, &side->span_room, side->nspans + 1, sizeof *side->spans,
                           "parts of a step"));
-    side->spans[side->nspans++] = (spar_span){peer, low, high, side->staging + at};
+    side->spans[side->nspans++] =
+        (spar_span){peer, side->pulls ? SPAR_UNPACK : SPAR_PACK, low, high, side->staging + at};
     return SPAR_OK;
 }
 
