@@ -1,6 +1,7 @@
 """Print the cost of an exchange, from its plan, for 2 to 4,096 ranks in one process.
 
-    python benchmarks/cost.py
+    python benchmarks/cost.py           # the plan
+    python benchmarks/cost.py --host    # the host time of a call over nccl, without NCCL (host_cost.py)
 
 Bytes and messages of rank 0 are computed from its plan. The times to build a plan and to get a cached one are
 measured, from Python. A rank's part has 24 MiB, bf16: [1, 3, 4096, 1024] for all_to_all, [12, 1048576] for
@@ -9,6 +10,7 @@ gathers.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import time
 from collections.abc import Iterator
@@ -47,7 +49,7 @@ def seconds(op: str, world: int, extents: Extents, args: Extents, fresh: bool) -
     return min(times)
 
 
-def main() -> None:
+def print_plans() -> None:
     print("| op | ranks | to others | written | messages, torch | words read, shm | new plan | cached plan |")
     print("|---|---|---|---|---|---|---|---|")
     for world in WORLDS:
@@ -66,6 +68,20 @@ def main() -> None:
                 f"| {op} | {world} | {sent / MIB:.0f} MiB | {written / MIB:.0f} MiB | {messages} "
                 f"| {2 * (world - 1)} | {new * 1e6:.1f} us | {known * 1e6:.1f} us |"
             )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--host", action="store_true", help="measure the host time of calls over nccl")
+    options = parser.parse_args()
+    if options.host:
+        import host_cost
+
+        host_cost.table()
+    else:
+        print_plans()
 
 
 if __name__ == "__main__":
