@@ -1,6 +1,7 @@
 """Print the cost of an exchange, from its plan, for 2 to 4,096 ranks in one process.
 
     python benchmarks/cost.py           # the plan
+    python benchmarks/cost.py --nccl    # launches, messages and staged bytes over nccl (nccl_cost.py)
     python benchmarks/cost.py --host    # the host time of a call over nccl, without NCCL (host_cost.py)
 
 Bytes and messages of rank 0 are computed from its plan. The times to build a plan and to get a cached one are
@@ -74,9 +75,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--host", action="store_true", help="measure the host time of calls over nccl")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--nccl", action="store_true", help="print what calls over nccl launch and stage")
+    what.add_argument("--host", action="store_true", help="measure the host time of calls over nccl")
     options = parser.parse_args()
-    if options.host:
+    if options.nccl:
+        import nccl_cost
+
+        nccl_cost.table()
+    elif options.host:
         import host_cost
 
         host_cost.table()

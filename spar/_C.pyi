@@ -65,12 +65,23 @@ class Comm:
         targets: tuple[int, ...] | None = None,
         /,
     ) -> tuple[object | None, ...]: ...
+    def staging(
+        self,
+        plan: Plan,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        scale_type: int,
+        divide: bool,
+        factor: float,
+        /,
+    ) -> int: ...
     def run(
         self,
         op: str,
         plan: Plan,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
+        staging: int,
         stream: int,
         native: int,
         scale_type: int,
@@ -112,7 +123,7 @@ def arena_stats() -> tuple[int, int, int, int, int, int]: ...
 def arena_trim() -> int: ...
 def arena_take(bytes: int, /) -> object: ...
 def in_arena(address: int, /) -> bool: ...
-def device_stats() -> tuple[int, int, int]: ...
+def device_stats() -> tuple[int, int]: ...
 def set_library_path(library: str, path: str | None, /) -> None: ...
 def plan(
     op: str,

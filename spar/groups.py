@@ -60,12 +60,12 @@ def empty_cache() -> None:
 def memory_stats() -> dict[str, int]:
     """Return this process's counters by name.
 
-    `arena.*_bytes` count shared memory; `staging.*_bytes` GPU memory; `calls.*` exchanges by transport;
-    `plans.*` the plan cache.
+    `arena.*_bytes` count shared memory; `staging.*_bytes` GPU memory that one call took at most, and that all
+    calls took; `calls.*` exchanges by transport; `plans.*` the plan cache.
     """
     arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
     stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}
-    device = ("staging.cap", "staging.allocated")
+    device = ("staging.peak", "staging.total")
     stats |= {f"{name}_bytes": n for name, n in zip(device, _C.device_stats(), strict=True)}
     stats |= {
         f"plans.{name}": n for name, n in zip(("cached", "hits", "misses"), _C.plan_stats(), strict=True)

@@ -70,7 +70,7 @@ def cells_of(op: str, world: int, seed: int) -> list[Cell]:
 def test_all_ops(gpus: Ranks, world: int, chunk: int) -> None:
     """Uneven shapes, all item sizes, strided inputs; many steps, or few."""
     cells = [cell for op in OPS for seed in range(6) for cell in cells_of(op, world, seed)]
-    (reason,) = set(gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * (chunk + 256), cells))
+    (reason,) = set(gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * (chunk + 1024), cells))
     assert f"{world} ranks" in reason
 
 
@@ -104,6 +104,14 @@ def test_large_blocks(gpus: Ranks, world: int) -> None:
     gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * 81 * 256, large_cells(world))
 
 
+def test_large_own_part_is_copied_beside_the_wire(gpus: Ranks) -> None:
+    gpus(3, nccl_ranks.check_own_beside)
+
+
+def test_equal_parts_are_gathered_by_nccl_across_hosts(gpus: Ranks) -> None:
+    gpus(4, nccl_ranks.check_all_gather)
+
+
 def test_calls_on_two_streams_keep_their_order(gpus: Ranks) -> None:
     gpus(3, nccl_ranks.check_streams)
 
@@ -112,7 +120,7 @@ def test_exchange_in_a_side_stream(gpus: Ranks) -> None:
     gpus(2, nccl_in_flight.check_side_stream)
 
 
-@pytest.mark.parametrize("staging", [4096, 1 << 20])  # with a side stream, and without
+@pytest.mark.parametrize("staging", [8192, 1 << 20])  # with a side stream, and without
 def test_graph_replays_read_current_inputs(gpus: Ranks, staging: int) -> None:
     gpus(3, nccl_ranks.check_capture, staging)
 
@@ -150,7 +158,7 @@ def test_asynchronous_nccl_errors(gpus: Ranks) -> None:
     ("variable", "fault", "why"),
     [
         ("STANDIN_NCCL_FAIL", "GetUniqueId:1", "ncclGetUniqueId: system error: the stand-in has no id"),
-        ("SPAR_STAGING_MAX", "1000", "SPAR_STAGING_MAX is 1000; 2 ranks need at least 2048"),
+        ("SPAR_STAGING_MAX", "1000", "SPAR_STAGING_MAX is 1000; 2 ranks need at least 4096"),
     ],
 )
 def test_setup_failure_falls_back_on_all_ranks(gpus: Ranks, variable: str, fault: str, why: str) -> None:

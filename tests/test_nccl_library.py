@@ -86,7 +86,7 @@ _Static_assert(__builtin_types_compatible_p(init, __typeof__(((spar_nccl_table *
     functions = [
         line.split("(")[1].split(",")[0] for line in declared.splitlines() if line.startswith("    F(")
     ]
-    assert len(functions) == 14 and functions.pop() == "CommRevoke"
+    assert len(functions) == 15 and functions.pop() == "CommRevoke"
     text += """
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 7)
 HOLD(CommRevoke)

@@ -70,6 +70,14 @@ def test_graph_replay_after_close(gpus: Ranks, native: bool) -> None:
     gpus(2, nccl_lifetime.check_replay_after_close, native)
 
 
+def test_close_with_calls_in_the_stream(gpus: Ranks) -> None:
+    gpus(3, nccl_lifetime.check_close_under_way)
+
+
+def test_out_of_staging_memory_reaches_peers(gpus: Ranks) -> None:
+    gpus(3, nccl_lifetime.check_no_staging)
+
+
 def test_exit_waits_for_an_abort(gpus: Ranks) -> None:
     gpus(2, nccl_lifetime.check_close)
     processes = list(gpus.processes)

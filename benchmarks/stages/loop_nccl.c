@@ -12,12 +12,14 @@
 #define ncclRecv host_receive
 #define ncclGroupStart host_group_start
 #define ncclGroupEnd host_group_end
+#define ncclAllGather host_all_gather
 #include "../../tests/standin/libnccl.c"
 #include "../../tests/standin/nccl_work.c"
 #undef ncclSend
 #undef ncclRecv
 #undef ncclGroupStart
 #undef ncclGroupEnd
+#undef ncclAllGather
 
 #include <dlfcn.h>
 #include <pthread.h>

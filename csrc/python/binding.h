@@ -69,8 +69,10 @@ extern const char spar_py_comm_doc[];
 spar_deadline spar_py_deadline(PyObject *comm, double deadline);
 
 /* Comm.run and Comm.wait of `self`: calls that are enqueued in a device's stream. */
+PyObject *spar_py_staging(spar_comm *comm, PyObject *args);
 PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObject *args);
 PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args);
+extern const char spar_py_staging_doc[];
 extern const char spar_py_run_doc[];
 
 /* Copies the selection of an op without communication into the arena. */

@@ -364,6 +364,12 @@ static PyObject *comm_last_call(PyObject *self, PyObject *args)
                          spar_text(last.group));
 }
 
+static PyObject *comm_staging(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    return comm ? spar_py_staging(comm, args) : NULL;
+}
+
 static PyObject *comm_run(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
@@ -398,6 +404,7 @@ static PyGetSetDef comm_getset[] = {
 static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(all ranks' setup_result, deadline)"},
     {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
+    {"staging", comm_staging, METH_VARARGS, spar_py_staging_doc},
     {"run", comm_run, METH_VARARGS, spar_py_run_doc},
     {"wait", comm_wait, METH_VARARGS,
      "wait(deadline): returns when all that was given to a stream is over; raises what broke it."},

@@ -299,9 +299,9 @@ static PyObject *module_in_arena(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyObject *module_device_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    int64_t cap, allocated;
-    spar_staging_stats(&cap, &allocated);
-    return Py_BuildValue("LL", (long long)cap, (long long)allocated);
+    int64_t peak, total;
+    spar_staging_stats(&peak, &total);
+    return Py_BuildValue("LL", (long long)peak, (long long)total);
 }
 
 static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *args)
@@ -324,7 +324,7 @@ static PyMethodDef methods[] = {
      "arena_take(bytes) -> DLPack capsule of that many bytes of the arena, for an exchange's targets"},
     {"in_arena", module_in_arena, METH_VARARGS, "in_arena(address) -> whether it lies in the arena"},
     {"device_stats", module_device_stats, METH_NOARGS,
-     "(cap, allocated) of the open groups' staging memory, in bytes"},
+     "(peak, total) of the staging memory of calls on GPUs, in bytes"},
     {"set_library_path", module_set_library_path, METH_VARARGS,
      "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
     {"peer_info", module_peer_info, METH_NOARGS, "This rank's peer info, as bytes."},

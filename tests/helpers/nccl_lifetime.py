@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ import torch.distributed as dist
 import spar
 from helpers.nccl_ranks import Stream, communicator, core_of, driver, enqueue, set_up, stalled, wait, within
 from helpers.torch_nccl import torch_nccl
+from spar._runtime.channel import Operation
 from spar._runtime.communicator import Communicator
+from spar._runtime.layouts import even, pair
+from spar._runtime.transports import nccl
 
 
 @contextlib.contextmanager
@@ -46,7 +50,7 @@ def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
 def check_slow_call(rank: int, world: int, group: dist.ProcessGroup, native: bool) -> None:
     """A timeout while a call is inside NCCL: the communicator is freed later, and no further step begins."""
     with torch_nccl(group) if native else contextlib.nullcontext():
-        comm = set_up(group, SPAR_STAGING_MAX=2048 * (world - 1))
+        comm = set_up(group, SPAR_STAGING_MAX=4096 * (world - 1))
         comm.timeout = 0.15
         if rank != 0:
             with Stream() as stream:
@@ -93,19 +97,20 @@ def check_abandoned_setup(rank: int, world: int, group: dist.ProcessGroup) -> No
 
 def check_frees(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Set-ups, failed ones and closes beside a capture on another stream: they do not invalidate it."""
-    comm, closed = set_up(group), set_up(group)
+    comm, live = set_up(group), ctypes.CDLL("libcuda.so.1").standin_live
+    before = live() + 2  # with a stream and a graph
+    closed = set_up(group)
     enqueue(closed, "gather", (0,), torch.zeros(2))
     wait(closed)
     graph = ctypes.c_void_p()
     with Stream() as stream:
         driver("cuStreamBeginCapture", stream.handle, ctypes.c_int(0))
-        before = spar.memory_stats()["staging.allocated_bytes"]
         closed.close()
-        within(3, lambda: spar.memory_stats()["staging.allocated_bytes"] < before)
+        within(3, lambda: live() <= before)
         with setting(STANDIN_NCCL_FAIL="CommInitRank:1"):
             refused = set_up(group)
         assert refused.transport("cuda").name == "torch"
-        within(3, lambda: spar.memory_stats()["staging.allocated_bytes"] < before)
+        within(3, lambda: live() <= before)
         refused.close()
         driver("cuStreamEndCapture", stream.handle, ctypes.pointer(graph))
     driver("cuGraphDestroy", graph)
@@ -114,7 +119,7 @@ def check_frees(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_replay_after_close(rank: int, world: int, group: dist.ProcessGroup, native: bool) -> None:
-    """A graph is replayed after its group was closed: communicator and staging memory are still there."""
+    """A graph is replayed after its group was closed: its communicator is still there."""
     with torch_nccl(group) if native else contextlib.nullcontext():
         comm = set_up(group, SPAR_STAGING_MAX=4096 * (world - 1))
         graph = ctypes.c_void_p()
@@ -125,11 +130,9 @@ def check_replay_after_close(rank: int, world: int, group: dist.ProcessGroup, na
             driver("cuStreamBeginCapture", stream.handle, ctypes.c_int(0))
             got = enqueue(comm, "all_to_all", (1, 0, 40 * world), x)
             driver("cuStreamEndCapture", stream.handle, ctypes.pointer(graph))
-            kept = spar.memory_stats()["staging.allocated_bytes"]
             dist.barrier(group)
             comm.close()
             time.sleep(0.5)
-            assert spar.memory_stats()["staging.allocated_bytes"] == kept
             x.copy_(torch.arange(480.0).view(40, 12) + 1000 * rank)
             dist.barrier(group)
             driver("cuGraphLaunch", graph, stream.handle)
@@ -138,6 +141,49 @@ def check_replay_after_close(rank: int, world: int, group: dist.ProcessGroup, na
         assert torch.equal(got, torch.cat([w.tensor_split(world, 1)[rank] for w in wanted]))
         driver("cuGraphDestroy", graph)
         dist.barrier(group)
+
+
+def check_close_under_way(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A group is closed while its calls wait in the stream: they complete."""
+    comm = set_up(group, SPAR_STAGING_MAX=8192 * (world - 1))
+    x = torch.arange(4800.0).view(400, 12) + 10000 * rank
+    with Stream() as stream:
+        slow = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda unused: time.sleep(0.5))
+        ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(stream.handle, slow, None)
+        got = [enqueue(comm, "all_to_all", (1, 0, 400 * world), x) for _ in range(3)]
+        comm.close()
+        stream.synchronize()
+    parts = [torch.arange(4800.0).view(400, 12) + 10000 * p for p in range(world)]
+    wanted = torch.cat([part.tensor_split(world, 1)[rank] for part in parts])
+    assert all(torch.equal(each, wanted) for each in got)
+    dist.barrier(group)
+
+
+def check_no_staging(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """One rank finds no memory to stage a call: its peers raise, and do not wait for its bytes."""
+    comm = set_up(group)
+    channel: Any = comm.channels["cuda"]
+    channel.device.index = -1  # CPU tensors take the way of CUDA's
+    comm.channels["cpu"], comm.transports["cpu"] = channel, comm.transports["cuda"]
+    args = pair(even(0, 2 * world), even(1, 2 * world))
+    operation, x = Operation("all_to_all", (args,), 1.0, False, False), torch.zeros(2, 2 * world)
+
+    def fail(count: int, device: torch.device) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"no {count} bytes")
+
+    with pytest.MonkeyPatch.context() as patch, Stream():
+        if rank == 0:
+            patch.setattr(nccl, "allocate", fail)
+        begin = time.monotonic()
+        with pytest.raises((torch.OutOfMemoryError, spar.SparError)) as caught:
+            for _ in range(2):  # a rank that was earlier raises in its next call
+                comm.exchange(operation, [x])
+                wait(comm)
+        assert "no " in str(caught.value) and "bytes" in str(caught.value)
+        assert isinstance(caught.value, torch.OutOfMemoryError) == (rank == 0)
+        assert time.monotonic() - begin < 5
+    dist.barrier(group)
+    comm.close()
 
 
 def check_exit(rank: int, world: int, group: dist.ProcessGroup) -> None:

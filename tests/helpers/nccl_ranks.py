@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,40 @@ class Stream:
 
     def synchronize(self) -> None:
         driver("cuStreamSynchronize", self.handle)
+
+
+class Allocator:
+    """Staging memory as torch's allocator has it: what is freed is used again in the order of its stream.
+
+    Here that is at once: the stream overwrites it. Memory of a capture belongs to the graph.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[torch.Tensor]] = {}  # by stream
+        self.kept: list[torch.Tensor] = []
+        self.taken: list[int] = []
+
+    def __call__(self, count: int, device: torch.device) -> Any:
+        stream, capturing = nccl.stream_of(0), ctypes.c_int()
+        driver("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.pointer(capturing))
+        free = self.free.setdefault(stream, []) if not capturing.value else self.kept
+        fitting = [] if capturing.value else [x for x in free if x.numel() >= count]
+        memory = fitting[0] if fitting else torch.empty(count, dtype=torch.uint8)
+        if fitting:
+            free[:] = [x for x in free if x is not memory]
+        self.taken.append(count)
+
+        def release() -> None:
+            spoil = ctypes.CDLL("libcuda.so.1").standin_spoil
+            spoil(ctypes.c_void_p(stream), ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(count))
+            free.append(memory)
+
+        view = memory[:count]
+        weakref.finalize(view, release).atexit = False
+        return view
+
+
+allocator = nccl.allocate = Allocator()
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
@@ -127,8 +162,7 @@ def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, c
     comm = set_up(group, SPAR_STAGING_MAX=staging)
     transport = comm.transport("cuda")
     assert transport.name == "nccl", transport
-    stats = spar.memory_stats()
-    assert 0 < stats["staging.allocated_bytes"] <= stats["staging.cap_bytes"] == staging
+    before_total, allocator.taken[:] = spar.memory_stats()["staging.total_bytes"], []
     kept, unaligned = [], ctypes.CDLL("libnccl.so.2").standin_nccl_unaligned
     already = unaligned()
     with Stream() as stream:
@@ -143,7 +177,11 @@ def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, c
         assert torch.equal(bits(x), bits(before)), f"{op}: an input was modified"
     wait(comm)
     assert unaligned() == already, "NCCL copies messages at odd addresses byte by byte"
-    assert spar.memory_stats()["staging.allocated_bytes"] <= stats["staging.allocated_bytes"]
+    whole = max(cell[2][rank].nbytes for cell in cells)  # of an input that is strided, but not cut
+    assert 0 < max(allocator.taken) <= max(staging, whole + 1024)
+    stats = spar.memory_stats()
+    assert stats["staging.total_bytes"] - before_total == sum(allocator.taken)
+    assert stats["staging.peak_bytes"] >= max(allocator.taken)
     comm.close()
     return transport.reason
 
@@ -182,7 +220,7 @@ def expect_broken(comm: Communicator, error: type[spar.SparError], text: str) ->
 
 def check_streams(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Each call reads its input in stream order; two streams of one group do not interfere."""
-    comm = set_up(group, SPAR_STAGING_MAX=2048 * (world - 1))
+    comm = set_up(group, SPAR_STAGING_MAX=4096 * (world - 1))
     streams = [Stream(), Stream()]
     kept = []
     for turn in range(12):
@@ -223,6 +261,58 @@ def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int)
     driver("cuGraphDestroy", graph)
     wait(comm)
     comm.close()
+
+
+def check_own_beside(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A large part of the rank's own is copied while a peer is absent, not after the wire."""
+    comm = set_up(group)
+    x = torch.full((world, 1 << 18), float(rank + 1))
+    last = rank == world - 1
+    with Stream() as stream:
+        if last:
+            dist.barrier(group)
+        got = enqueue(comm, "all_to_all", (0, 1, (1 << 18) * world), x)
+        if not last:
+            own = got[:, rank << 18 : (rank + 1) << 18]
+            within(5, lambda: bool((own == rank + 1).all()))
+            assert not bool((got == world).any()), "the last rank has not sent yet"
+            dist.barrier(group)
+        stream.synchronize()
+    assert torch.equal(got[0, :: 1 << 18], torch.arange(1.0, world + 1))
+    wait(comm)
+    comm.close()
+
+
+def check_all_gather(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Across hosts NCCL gathers equal parts, wherever they lie; on one host, and other parts, spar sends."""
+    library, on = ctypes.CDLL("libnccl.so.2"), f"host of {rank // 2}"
+    far, near = set_up(group, NCCL_HOSTID=on), set_up(group)
+
+    def gather(
+        comm: Communicator, x: torch.Tensor, rows: int, factor: float = 1.0
+    ) -> tuple[torch.Tensor, int]:
+        before = library.standin_nccl_gathers()
+        got = enqueue(comm, "gather", (0, rows), x, factor)
+        stream.synchronize()
+        return got, library.standin_nccl_gathers() - before
+
+    parts = [torch.arange(15.0).view(3, 5) + 100 * p for p in range(world)]
+    whole, x = torch.cat(parts), parts[rank]
+    odd = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(3, 5)
+    strided = x.t().contiguous().t()
+    with Stream() as stream:
+        for mine in (x, odd, strided):
+            got, gathers = gather(far, mine, 3 * world)
+            assert torch.equal(got, whole) and gathers == 1
+        for comm, factor in ((near, 1.0), (far, 0.5)):
+            got, gathers = gather(comm, x, 3 * world, factor)
+            assert torch.equal(got, whole * factor) and gathers == 0
+        uneven = [torch.full((3 + (p == 0), 5), float(p)) for p in range(world)]
+        got, gathers = gather(far, uneven[rank], 3 * world + 1)
+        assert torch.equal(got, torch.cat(uneven)) and gathers == 0
+    for comm in (far, near):
+        wait(comm)
+        comm.close()
 
 
 def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:

@@ -320,6 +320,14 @@ EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *contex
     return give(handle, (work){.run = run_host, .host = function, .context = context});
 }
 
+/* Overwrites memory in the stream, as whoever gets it next from an allocator that follows the stream's
+ * order. */
+EXPORT int standin_spoil(void *handle, void *memory, size_t bytes);
+EXPORT int standin_spoil(void *handle, void *memory, size_t bytes)
+{
+    return give(handle, (work){.run = run_spoil, .to = memory, .bytes = bytes});
+}
+
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status)
 {
 #define ROW(name, version, parameters) {"cu" #name, (void *)name},

@@ -178,7 +178,13 @@ EXPORT spar_nccl_result ncclGroupEnd(void)
     return result;
 }
 
-static int unaligned; /* atomic */
+static int unaligned, gathers; /* atomic */
+
+EXPORT int standin_nccl_gathers(void);
+EXPORT int standin_nccl_gathers(void)
+{
+    return __atomic_load_n(&gathers, __ATOMIC_RELAXED);
+}
 
 EXPORT int standin_nccl_unaligned(void);
 EXPORT int standin_nccl_unaligned(void)
@@ -221,6 +227,24 @@ EXPORT spar_nccl_result ncclRecv(void *to, size_t count, unsigned dtype, int pee
     if (is_to_fail("Recv"))
         return fail(SYSTEM_ERROR, "the stand-in's connection was reset");
     return add(comm, stream, 0, to, count, dtype, peer);
+}
+
+/* As sends and receives, also to itself. */
+EXPORT spar_nccl_result ncclAllGather(const void *from, void *to, size_t count, unsigned dtype,
+                                      struct ncclComm *comm, struct CUstream_st *stream)
+{
+    spar_nccl_result result = SPAR_NCCL_SUCCESS;
+    if (is_to_fail("AllGather"))
+        return fail(SYSTEM_ERROR, "the stand-in's connection was reset");
+    __atomic_add_fetch(&gathers, 1, __ATOMIC_RELAXED);
+    depth++;
+    for (int peer = 0; peer < comm->world && !result; peer++) {
+        result = add(comm, stream, 1, (void *)(uintptr_t)from, count, dtype, peer);
+        if (!result)
+            result = add(comm, stream, 0, (char *)to + (size_t)peer * count, count, dtype, peer);
+    }
+    spar_nccl_result ended = ncclGroupEnd();
+    return result ? result : ended;
 }
 
 /* Ends the groups under way. */

@@ -113,6 +113,11 @@ void run_copy(work *w)
     memcpy(w->to, w->from, w->bytes);
 }
 
+void run_spoil(work *w)
+{
+    memset(w->to, 0xEE, w->bytes);
+}
+
 void run_host(work *w)
 {
     w->host(w->context);

@@ -88,6 +88,7 @@ int give(void *handle, work w);
 /* Kinds of work. */
 void run_kernel(work *w);
 void run_copy(work *w);
+void run_spoil(work *w);
 void run_host(work *w);
 void run_record(work *w);
 void run_wait(work *w);

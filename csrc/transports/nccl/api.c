@@ -27,6 +27,8 @@ static spar_status open_locked(void)
         return spar_fail(SPAR_TRANSPORT, "libnccl is NCCL %d.%d.%d; expected 2.21.5 or newer",
                          table.version / 10000, table.version / 100 % 100, table.version % 100);
     table.CommRevoke = NULL;
+    if (spar_dynlib_function(library, "libnccl", "ncclAllGather", &table.AllGather) != SPAR_OK)
+        table.AllGather = NULL;
     if (table.version >= SPAR_NCCL_REVOKE)
         SPAR_TRY(spar_dynlib_function(library, "libnccl", "ncclCommRevoke", &table.CommRevoke));
     spar_nccl = table;

@@ -45,8 +45,11 @@ typedef struct {
       (void *to, size_t count, unsigned dtype, int peer, struct ncclComm *comm, struct CUstream_st *stream)) \
     F(CommAbort, spar_nccl_result, (struct ncclComm * comm))
 
-/* The same, of newer versions: NULL in older ones. */
+/* The same, where they are: NULL elsewhere. A library of the bring-up has no ncclAllGather. */
 #define SPAR_NCCL_OPTIONAL_FUNCTIONS(F)                                                                      \
+    F(AllGather, spar_nccl_result,                                                                           \
+      (const void *from, void *to, size_t count, unsigned dtype, struct ncclComm *comm,                      \
+       struct CUstream_st *stream))                                                                          \
     F(CommRevoke, spar_nccl_result, (struct ncclComm * comm, int flags)) /* 2.28.7 */
 
 typedef struct {

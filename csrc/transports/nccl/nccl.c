@@ -79,7 +79,7 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
             status = spar_nccl_check(error, "NCCL, later");
     }
     if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
-        status = spar_watchdog_order(s->watchdog, call->stream); /* it may use staging buffers */
+        status = spar_watchdog_order(s->watchdog, call->stream); /* the watchdog's calls end in order */
     if (status == SPAR_OK) {
         status = spar_pipeline_run(&s->pipeline, call, comm, s->watchdog, captured);
         spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
@@ -87,7 +87,6 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     }
     if (status != SPAR_OK) /* the peers wait for bytes that this rank will not send */
         spar_watchdog_break(s->watchdog, status);
-    s->captured |= captured;
     spar_status ended = spar_watchdog_end(s->watchdog, call->stream, captured);
     if (status != SPAR_OK || ended != SPAR_OK)
         return status != SPAR_OK ? status : ended;
@@ -111,6 +110,18 @@ static spar_status run(spar_comm *comm, spar_call *call)
     spar_last_call_end(begun, status != SPAR_OK);
     pthread_mutex_unlock(&s->lock);
     spar_device_cuda.leave(&before);
+    return status;
+}
+
+static spar_status staging(spar_comm *comm, const spar_call *call, int64_t *bytes)
+{
+    spar_nccl_state *s = comm->state;
+    *bytes = 0;
+    if (!s->watchdog || !call->plan->pull) /* run reports it */
+        return SPAR_OK;
+    pthread_mutex_lock(&s->lock);
+    spar_status status = spar_pipeline_staging(&s->pipeline, call, bytes);
+    pthread_mutex_unlock(&s->lock);
     return status;
 }
 
@@ -179,6 +190,7 @@ const spar_transport spar_transport_nccl = {
     .serves = serves,
     .setup = spar_nccl_setup,
     .connect = spar_nccl_connect,
+    .staging = staging,
     .run = run,
     .wait = wait_for,
     .description = description,

@@ -2,14 +2,25 @@
 
 #include <sched.h>
 
-static struct {
-    int64_t cap, allocated;
-} staging; /* of all pipelines; atomic */
+static const int64_t LARGE = 1 << 20; /* bytes of a rank's own part that are copied beside the wire */
 
-void spar_staging_stats(int64_t *cap, int64_t *allocated)
+static struct {
+    int64_t peak, total;
+} staging; /* of all calls; atomic */
+
+void spar_staging_stats(int64_t *peak, int64_t *total)
 {
-    *cap = __atomic_load_n(&staging.cap, __ATOMIC_RELAXED);
-    *allocated = __atomic_load_n(&staging.allocated, __ATOMIC_RELAXED);
+    *peak = __atomic_load_n(&staging.peak, __ATOMIC_RELAXED);
+    *total = __atomic_load_n(&staging.total, __ATOMIC_RELAXED);
+}
+
+static void count_staging(int64_t bytes)
+{
+    int64_t peak = __atomic_load_n(&staging.peak, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&staging.total, bytes, __ATOMIC_RELAXED);
+    while (bytes > peak &&
+           !__atomic_compare_exchange_n(&staging.peak, &peak, bytes, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        ;
 }
 
 static spar_status check(CUresult result)
@@ -24,22 +35,16 @@ static spar_status open_side_stream(spar_side_stream *s)
     return check(spar_driver_functions()->EventCreate(&s->to_caller, SPAR_CU_EVENT_DISABLE_TIMING));
 }
 
-spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t most)
+spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t cap)
 {
     void *memory;
-    int64_t room = most / 4 / (world - 1), chunk = room / 256 * 256; /* at these offsets copies are fast */
-    while (chunk > 0 && spar_schedule_room(chunk) > room)
-        chunk -= 256;
-    room = spar_schedule_room(chunk);
-    *pipeline = (spar_pipeline){.world = world, .rank = rank, .cap = most, .chunk = chunk};
-    if (chunk == 0)
+    int64_t least = (int64_t)(world - 1) * SPAR_SCHEDULE_LEAST;
+    *pipeline = (spar_pipeline){.world = world, .rank = rank, .cap = cap};
+    if (cap < least)
         return spar_fail(SPAR_INVALID, "SPAR_STAGING_MAX is %lld; %d ranks need at least %lld",
-                         (long long)most, world, 4LL * (world - 1) * spar_schedule_room(256));
-    SPAR_TRY(spar_device_cuda.alloc(4 * (world - 1) * room, &memory));
-    pipeline->staging = memory;
-    pipeline->room = 4 * (world - 1) * room;
-    __atomic_add_fetch(&staging.cap, pipeline->cap, __ATOMIC_RELAXED);
-    __atomic_add_fetch(&staging.allocated, pipeline->room, __ATOMIC_RELAXED);
+                         (long long)cap, world, (long long)least);
+    SPAR_TRY(spar_device_cuda.alloc(2 * world, &memory));
+    pipeline->bytes = memory;
     spar_status status = open_side_stream(&pipeline->side_streams[0]);
     if (status == SPAR_OK)
         status = open_side_stream(&pipeline->side_streams[1]);
@@ -61,9 +66,7 @@ void spar_pipeline_close(spar_pipeline *pipeline)
         if (s->to_caller)
             spar_driver_functions()->EventDestroy(s->to_caller);
     }
-    spar_device_cuda.free(pipeline->staging);
-    __atomic_sub_fetch(&staging.cap, pipeline->cap, __ATOMIC_RELAXED);
-    __atomic_sub_fetch(&staging.allocated, pipeline->room, __ATOMIC_RELAXED);
+    spar_device_cuda.free(pipeline->bytes);
     spar_schedule_free(&pipeline->push);
     spar_schedule_free(&pipeline->pull);
 }
@@ -108,14 +111,19 @@ static spar_status end_group(struct ncclComm *comm, const spar_deadline *deadlin
     return result == SPAR_NCCL_IN_PROGRESS ? await_enqueued(comm, deadline) : SPAR_OK;
 }
 
+/* The communicator of a broken group may be about to be freed. */
+static spar_status check_broken(spar_watchdog *watchdog)
+{
+    const char *broken = spar_watchdog_broken(watchdog);
+    return broken ? spar_fail(SPAR_BROKEN, "%s", broken) : SPAR_OK;
+}
+
 static spar_status exchange(const spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                             spar_watchdog *watchdog)
 {
     if (!pipeline->push.nmessages && !pipeline->pull.nmessages)
         return SPAR_OK;
-    const char *broken = spar_watchdog_broken(watchdog);
-    if (broken) /* the communicator may be about to be freed */
-        return spar_fail(SPAR_BROKEN, "%s", broken);
+    SPAR_TRY(check_broken(watchdog));
     SPAR_NCCL_TRY(GroupStart());
     return end_group(comm, &call->deadline, send_all(pipeline, call, comm));
 }
@@ -129,7 +137,7 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
     for (int i = 1; status == SPAR_OK && i < pipeline->world; i++) {
         int to = (pipeline->rank + i) % pipeline->world,
             from = (pipeline->rank - i + pipeline->world) % pipeline->world;
-        char *at = pipeline->staging + 2 * i;
+        char *at = pipeline->bytes + 2 * i;
         status = spar_nccl_check(spar_nccl.Send(at, 1, SPAR_NCCL_UINT8, to, comm, stream), "ncclSend");
         if (status == SPAR_OK)
             status =
@@ -140,29 +148,61 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
 
 /* ---- a call ---- */
 
-/* The staging buffer of a step: to the peers (0) or from them (1). */
-static char *buffer_of(const spar_pipeline *pipeline, int64_t step, int direction)
+/* Whether NCCL gathers. A host of L of the P ranks then sends P - 1 parts to others, and not L (P - L). */
+static int gathers(const spar_pipeline *pipeline, const spar_call *call)
 {
-    return pipeline->staging +
-           ((step & 1) * 2 + direction) * (pipeline->world - 1) * spar_schedule_room(pipeline->chunk);
+    return pipeline->apart && spar_nccl.AllGather && call->scale.dtype == SPAR_UNSCALED &&
+           spar_schedule_is_all_gather(call->plan);
+}
+
+/* Begins both sides of a call and counts its steps; 0: NCCL gathers. */
+static spar_status begin(spar_pipeline *pipeline, const spar_call *call, int64_t *steps)
+{
+    const spar_plan *plan = call->plan;
+    int scaled = call->scale.dtype != SPAR_UNSCALED;
+    if (gathers(pipeline, call)) {
+        *steps = pipeline->pull.size = 0;
+        return spar_schedule_begin(&pipeline->push, plan, 0, 0, 1, call->inputs);
+    }
+    *steps = spar_schedule_steps(plan, scaled, pipeline->cap);
+    SPAR_TRY(spar_schedule_begin(&pipeline->push, plan, 0, scaled, *steps, call->inputs));
+    return spar_schedule_begin(&pipeline->pull, plan, 1, 0, *steps, (const void *const *)call->outputs);
+}
+
+spar_status spar_pipeline_staging(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes)
+{
+    int64_t steps;
+    SPAR_TRY(begin(pipeline, call, &steps));
+    *bytes = (1 + (steps > 1)) * (pipeline->push.size + pipeline->pull.size);
+    count_staging(*bytes);
+    return SPAR_OK;
+}
+
+/* The staging buffer of a step: to the peers (0) or from them (1). */
+static char *buffer_of(const spar_pipeline *pipeline, const spar_call *call, int64_t step, int direction)
+{
+    int64_t push = pipeline->push.size, pull = pipeline->pull.size;
+    return (char *)call->staging + (step & 1) * (push + pull) + direction * push;
+}
+
+static spar_status copy_spans(const spar_call *call, const spar_schedule *side, const spar_scale *scale,
+                              void *stream)
+{
+    return side->nspans ? call->device->copy_spans(call->plan, side->spans, (int)side->nspans, call->inputs,
+                                                   call->outputs, scale, stream)
+                        : SPAR_OK;
 }
 
 static spar_status pack(spar_pipeline *pipeline, const spar_call *call, int64_t step, void *stream)
 {
-    spar_schedule *side = &pipeline->push;
-    SPAR_TRY(spar_schedule_step(side, step, buffer_of(pipeline, step, 0)));
-    return side->nspans ? call->device->copy_spans(call->plan, side->spans, (int)side->nspans, call->inputs,
-                                                   call->outputs, &call->scale, stream)
-                        : SPAR_OK;
+    SPAR_TRY(spar_schedule_step(&pipeline->push, step, buffer_of(pipeline, call, step, 0)));
+    return copy_spans(call, &pipeline->push, &call->scale, stream);
 }
 
 static spar_status unpack(const spar_pipeline *pipeline, const spar_call *call, void *stream)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
-    const spar_schedule *side = &pipeline->pull;
-    return side->nspans ? call->device->copy_spans(call->plan, side->spans, (int)side->nspans, call->inputs,
-                                                   call->outputs, &unscaled, stream)
-                        : SPAR_OK;
+    return copy_spans(call, &pipeline->pull, &unscaled, stream);
 }
 
 static spar_status copy_own(const spar_call *call, void *stream)
@@ -203,7 +243,7 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
             SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
             SPAR_TRY(unpack(pipeline, call, side));
         }
-        SPAR_TRY(spar_schedule_step(&pipeline->pull, i, buffer_of(pipeline, i, 1)));
+        SPAR_TRY(spar_schedule_step(&pipeline->pull, i, buffer_of(pipeline, call, i, 1)));
         /* step i is packed, and step i - 2, whose buffer it reuses, is unpacked */
         SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
         SPAR_TRY(exchange(pipeline, call, comm, watchdog));
@@ -217,24 +257,53 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
     return wait_for(caller, side_stream->to_caller, side);
 }
 
+/* The own part is copied with what is packed, or beside the wire if it is large. */
+static spar_status run_single(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
+                              spar_watchdog *watchdog, const spar_side_stream *side_stream)
+{
+    CUstream caller = call->stream, side = side_stream->stream;
+    int beside = call->plan->push[call->plan->rank].bytes >= LARGE;
+    SPAR_TRY(spar_schedule_step(&pipeline->push, 0, buffer_of(pipeline, call, 0, 0)));
+    SPAR_TRY(spar_schedule_step(&pipeline->pull, 0, buffer_of(pipeline, call, 0, 1)));
+    if (beside)
+        SPAR_TRY(wait_for(side, side_stream->to_side, caller)); /* the inputs */
+    else
+        SPAR_TRY(spar_schedule_add_own(&pipeline->push));
+    SPAR_TRY(copy_spans(call, &pipeline->push, &call->scale, caller));
+    SPAR_TRY(exchange(pipeline, call, comm, watchdog));
+    if (beside)
+        SPAR_TRY(copy_own(call, side));
+    SPAR_TRY(unpack(pipeline, call, caller));
+    return beside ? wait_for(caller, side_stream->to_caller, side) : SPAR_OK;
+}
+
+/* NCCL copies the own part, too. */
+static spar_status gather(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
+                          spar_watchdog *watchdog)
+{
+    SPAR_TRY(pack(pipeline, call, 0, call->stream));
+    if (!pipeline->push.nmessages)
+        return SPAR_OK;
+    const spar_message *m = pipeline->push.messages;
+    const char *base = m->tensor < 0 ? pipeline->push.staging : call->inputs[0];
+    SPAR_TRY(check_broken(watchdog));
+    spar_nccl_result result = spar_nccl.AllGather(base + m->at, call->outputs[0], (size_t)m->bytes,
+                                                  SPAR_NCCL_UINT8, comm, call->stream);
+    SPAR_TRY(spar_nccl_check(result, "ncclAllGather"));
+    return result == SPAR_NCCL_IN_PROGRESS ? await_enqueued(comm, &call->deadline) : SPAR_OK;
+}
+
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                               spar_watchdog *watchdog, int captured)
 {
-    int64_t steps = spar_schedule_steps(call->plan, pipeline->chunk);
-    int scaled = call->scale.dtype != SPAR_UNSCALED;
-    SPAR_TRY(spar_schedule_begin(&pipeline->push, call->plan, 0, scaled, pipeline->chunk, call->inputs));
-    SPAR_TRY(spar_schedule_begin(&pipeline->pull, call->plan, 1, 0, pipeline->chunk,
-                                 (const void *const *)call->outputs));
-    if (steps > 1) {
-        const spar_side_stream *side_stream = &pipeline->side_streams[captured];
-        spar_status status = run_pipelined(pipeline, call, comm, watchdog, side_stream, steps);
-        if (status != SPAR_OK)
-            join_side_stream(side_stream, call->stream);
-        return status;
-    }
-    SPAR_TRY(pack(pipeline, call, 0, call->stream));
-    SPAR_TRY(spar_schedule_step(&pipeline->pull, 0, buffer_of(pipeline, 0, 1)));
-    SPAR_TRY(exchange(pipeline, call, comm, watchdog));
-    SPAR_TRY(copy_own(call, call->stream));
-    return unpack(pipeline, call, call->stream);
+    const spar_side_stream *side_stream = &pipeline->side_streams[captured];
+    int64_t steps;
+    SPAR_TRY(begin(pipeline, call, &steps));
+    if (steps == 0)
+        return gather(pipeline, call, comm, watchdog);
+    spar_status status = steps > 1 ? run_pipelined(pipeline, call, comm, watchdog, side_stream, steps)
+                                   : run_single(pipeline, call, comm, watchdog, side_stream);
+    if (status != SPAR_OK)
+        join_side_stream(side_stream, call->stream);
+    return status;
 }

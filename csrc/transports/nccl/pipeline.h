@@ -1,10 +1,13 @@
-/* Send/recv pipeline: staging buffers and side streams.
+/* Send/recv pipeline: staging memory and side streams.
  *
  * A call runs in steps (schedule.h). Contiguous regions are sent from and received into the tensors directly.
- * The rest is packed into staging buffers before a step's group of sends and receives, and unpacked after it.
+ * The rest is packed into staging memory before a step's group of sends and receives, and unpacked after it.
  * If a call has several steps, packing and unpacking run in a side stream, concurrent with the transfers in
- * the caller's stream, and the staging memory is double-buffered. Packing scales. Only close waits for the
- * device. */
+ * the caller's stream, and the staging memory is double-buffered. A large part of the rank's own is copied in
+ * the side stream, too. Packing scales. Only close waits for the device.
+ *
+ * The caller allocates staging memory for each call, in the order of its stream, which waits for the side
+ * stream before the call returns. */
 #ifndef SPAR_PIPELINE_H
 #define SPAR_PIPELINE_H
 
@@ -21,29 +24,33 @@ typedef struct {
 
 typedef struct {
     int world, rank;
-    int64_t cap, room; /* bytes of staging memory: at most; taken */
-    int64_t chunk;     /* of a peer's stream in a step, the same on all ranks */
-    char *staging;     /* [2 buffers][2 directions][world - 1][spar_schedule_room(chunk)] */
+    int64_t cap; /* bytes of a call's staging memory, the same on all ranks */
+    int apart;   /* the ranks are on several hosts */
+    char *bytes; /* [2 * world] of the first exchange */
     spar_side_stream
         side_streams[2]; /* [1] while the caller's stream is captured: then the side stream is, too */
     spar_schedule push, pull;
 } spar_pipeline;
 
-/* Takes the memory, at most `most` bytes, for world >= 2; here and below the device is entered. On failure
- * nothing is kept. */
-spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t most);
+/* Opens it with this rank's cap, for world >= 2; here and below the device is entered. On failure nothing is
+ * kept. */
+spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t cap);
 
-/* One exchange, into the call's stream, which is captured or not. Each step checks the watchdog first. */
+/* Computes the bytes of staging memory that the call needs. */
+spar_status spar_pipeline_staging(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes);
+
+/* One exchange, into the call's stream, which is captured or not. The call has its staging memory. Each step
+ * checks the watchdog first. */
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                               spar_watchdog *watchdog, int captured);
 
 /* Exchanges a byte with every peer in the side stream, which makes NCCL connect; may wait for the peers. */
 spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm);
 
-/* Waits for the side streams. The pipeline must have no captured calls. */
+/* Waits for the side streams. */
 void spar_pipeline_close(spar_pipeline *pipeline);
 
-/* Staging memory of all open groups: the most, and what is allocated. */
-void spar_staging_stats(int64_t *cap, int64_t *allocated);
+/* Staging memory of this process's calls: the most that one took, and the sum. */
+void spar_staging_stats(int64_t *peak, int64_t *total);
 
 #endif

@@ -1,10 +1,10 @@
 /* One rank's side of an exchange over sends and receives of contiguous bytes, step by step.
  *
  * The bytes from one rank to another are a stream: packed as plan->push[receiver] on the sender and as
- * plan->pull[sender] on the receiver. Step k moves bytes k * chunk to (k + 1) * chunk of each stream. The
- * lengths of its messages depend on the lengths of the stream's blocks only, so both ranks compute the same
- * messages. Each rank decides by itself which messages use its tensors directly, and which use its staging
- * buffers.
+ * plan->pull[sender] on the receiver. Each stream is cut into the call's number of steps, equally. The
+ * lengths of its messages depend on that number and on the lengths of the stream's blocks only, so both
+ * ranks compute the same messages. Each rank decides by itself which messages use its tensors directly, and
+ * which use staging memory.
  *
  * Every message begins at a multiple of 16 bytes on this rank: elsewhere NCCL copies byte by byte. A
  * contiguous block at another address is staged, and staged messages are padded. */
@@ -19,38 +19,47 @@ typedef struct {
     int64_t at, bytes;
 } spar_message;
 
-/* The position in a stream at which the next step begins. */
+/* One peer's stream. */
 typedef struct {
-    int64_t block, start; /* the first block, and its offset in the stream */
-} spar_cursor;
+    int64_t chunk;        /* bytes of it in a step */
+    int64_t area;         /* of its part of a staging buffer */
+    int64_t block, start; /* at which the next step begins, and the block's offset in the stream */
+} spar_stream;
 
 /* One side of a call. The arrays are reused by later calls and grow on demand. */
 typedef struct {
     const spar_plan *plan;
     int pulls;                  /* 0: push, from inputs; 1: pull, to outputs */
     int all;                    /* every message is staged, because its items are scaled */
-    int64_t chunk;              /* bytes of a peer's stream in a step */
+    int64_t size;               /* bytes of a step's staging buffer; 0: nothing is staged */
     const void *const *tensors; /* this rank's inputs, or outputs */
-    char *staging;              /* (world - 1) * spar_schedule_room(chunk) bytes, for the next step */
+    char *staging;              /* `size` bytes, for the next step */
     spar_message *messages;     /* of the newest step; each peer's are in its stream's order */
     spar_span *spans;           /* of the newest step: what to pack before it, or to unpack after it */
-    spar_cursor *cursors;       /* [world] */
+    spar_stream *streams;       /* [world] */
     int64_t nmessages, nspans;
-    int64_t message_room, span_room, cursor_room;
+    int64_t message_room, span_room, stream_room;
 } spar_schedule;
 
-/* The number of steps of a call on this rank; 0 if it neither sends nor receives. */
-int64_t spar_schedule_steps(const spar_plan *plan, int64_t chunk);
+/* A cap on staging memory is at least this for each peer. */
+enum { SPAR_SCHEDULE_LEAST = 4096 };
 
-/* Returns the bytes of staging memory for a peer's part of a step, with its messages' padding. */
-int64_t spar_schedule_room(int64_t chunk);
+/* The number of steps of a call, equal on all ranks: at most 4, of at least 32 MiB, but as many as the cap on
+ * staging memory requires. 1 if ranks whose inputs are contiguous stage nothing. */
+int64_t spar_schedule_steps(const spar_plan *plan, int scaled, int64_t cap);
+
+/* Whether the call is an all-gather of equal parts: each rank's input to every rank, in rank order. */
+int spar_schedule_is_all_gather(const spar_plan *plan);
 
 /* Begins a call on these inputs or outputs. If `pulls` is set, the plan must have its pull side. */
-spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all, int64_t chunk,
+spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int pulls, int all, int64_t steps,
                                 const void *const *tensors);
 
 /* Schedules the next step, in order, over this staging buffer. */
 spar_status spar_schedule_step(spar_schedule *side, int64_t step, char *staging);
+
+/* Adds this rank's own part to the spans of the newest step. */
+spar_status spar_schedule_add_own(spar_schedule *side);
 
 void spar_schedule_free(spar_schedule *side);
 

@@ -18,7 +18,8 @@ enum { GRACE = 20 }; /* polls for a thread to leave NCCL before its communicator
 /* A rank's token in the first stage's setup result. */
 typedef struct {
     spar_nccl_id id; /* rank 0's, if the ranks may need their own communicator */
-    int64_t chunk;   /* bytes of a step that its staging buffers allow */
+    int64_t cap;     /* on a call's staging memory */
+    uint32_t host;   /* its hash */
     int32_t has_native, has_id;
 } token;
 
@@ -29,12 +30,28 @@ void spar_nccl_release(void *state)
     spar_nccl_state *s = state;
     if (__atomic_sub_fetch(&s->refs, 1, __ATOMIC_ACQ_REL))
         return;
-    if (s->has_pipeline && !s->captured)
+    if (s->has_pipeline)
         spar_pipeline_close(&s->pipeline);
     spar_call_ring_close(s->ring);
     pthread_cond_destroy(&s->connected);
     pthread_mutex_destroy(&s->lock);
     free(s);
+}
+
+/* Hashes what NCCL takes for the host, too: the variable, or the id of its kernel's start. */
+static uint32_t hash_host(void)
+{
+    const char *given = getenv("NCCL_HOSTID");
+    char id[64] = "";
+    uint64_t hash = 1;
+    FILE *file = given ? NULL : fopen("/proc/sys/kernel/random/boot_id", "re");
+    if (file && !fgets(id, sizeof id, file))
+        *id = 0;
+    if (file)
+        fclose(file);
+    for (const char *c = given ? given : id; *c; c++)
+        hash = spar_hash(hash, *c);
+    return (uint32_t)(hash >> 32);
 }
 
 static spar_status make(spar_nccl_state *s, const spar_native *native, token *own)
@@ -47,7 +64,8 @@ static spar_status make(spar_nccl_state *s, const spar_native *native, token *ow
     s->has_pipeline = 1;
     s->native = native->comm;
     own->has_native = native->comm != NULL;
-    own->chunk = s->pipeline.chunk;
+    own->cap = most.count;
+    own->host = hash_host();
     if (s->rank == 0 && !own->has_native) {
         SPAR_NCCL_TRY(GetUniqueId(&own->id));
         own->has_id = 1;
@@ -212,12 +230,14 @@ static spar_status agree_on_communicator(spar_nccl_state *s, const spar_setup_re
     for (int rank = 0; rank < s->world; rank++) {
         memcpy(&other, results[rank].token, sizeof other);
         natives += other.has_native == 1;
-        if (other.chunk < 256 || other.chunk % 256)
+        if (other.cap < (int64_t)(s->world - 1) * SPAR_SCHEDULE_LEAST)
             return spar_fail_rank(SPAR_TRANSPORT, rank,
-                                  "rank %d published steps of %lld bytes; expected a multiple of 256", rank,
-                                  (long long)other.chunk);
-        if (other.chunk < s->pipeline.chunk)
-            s->pipeline.chunk = other.chunk;
+                                  "rank %d published a cap of %lld bytes on staging memory; expected %lld",
+                                  rank, (long long)other.cap,
+                                  (long long)(s->world - 1) * SPAR_SCHEDULE_LEAST);
+        if (other.cap < s->pipeline.cap)
+            s->pipeline.cap = other.cap;
+        s->pipeline.apart |= other.host != first.host;
     }
     if (natives == s->world)
         return SPAR_OK;

@@ -23,7 +23,6 @@ typedef struct {
     spar_watchdog *watchdog;
     void *stream; /* of the newest call */
     int called;
-    int captured; /* a graph may be replayed as long as the process lives: staging memory stays */
     /* the rendezvous: over is 1 once it ended, with status and text; abandoned: no thread waits for it */
     int finished, abandoned;
     spar_status status;

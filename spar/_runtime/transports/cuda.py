@@ -29,6 +29,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if _cuda and device.type == "cuda" else contextlib.nullcontext()
 
 
+def allocate(count: int, device: torch.device) -> torch.Tensor:
+    """Allocate bytes in the order of the current stream; inside a capture, in the graph's own memory."""
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream's work goes into a CUDA graph."""
     if device.type != "cuda":

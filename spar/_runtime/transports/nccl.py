@@ -1,8 +1,8 @@
 """The nccl transport: CUDA tensors on any number of hosts, in the current stream.
 
-A call only gives work to the current stream. The output is allocated on that stream, and the transport's own
-streams are joined to it before the call returns. So input and output may be freed or used as after any
-operation, and neither needs `record_stream`; the staging memory is the transport's own.
+A call only gives work to the current stream. The output and the call's staging memory are allocated on that
+stream, and the transport's own streams are joined to it before the call returns. So all three may be freed or
+used as after any operation, and none needs `record_stream`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..channel import Operation
 from ..items import SCALE_TYPES, apply_scale
 from ..member import LOCAL, OVER, SHARED, Member
 from .core import CALLS, CoreChannel
-from .cuda import is_capturing, on_device, refuse_open_group, stream_of, torch_shares_nccl
+from .cuda import allocate, is_capturing, on_device, refuse_open_group, stream_of, torch_shares_nccl
 from .planned import PlannedExchange
 
 _WATCH_INTERVAL = 0.1  # seconds
@@ -140,14 +140,16 @@ class NcclChannel(CoreChannel):
             call.compare(member)
         refuse_open_group(call.op, self.device.place)
         kind = SCALE_TYPES.get(call.dtype, 0)
+        scale = kind, call.divide, call.factor
+        tensors = call.plan, call.addresses, call.output_addresses
+        count = self.core.staging(*tensors, *scale)
+        staging = allocate(count, self.device.place) if count else None  # freed on return, in stream order
+        at = 0 if staging is None else staging.data_ptr()
         self.inside = True
         try:
             stream, native = stream_of(self.device.index), self.device.native()
-            addresses = call.addresses, call.output_addresses, stream, native
             member.progress = OVER  # the core reports whatever fails in it
-            self.core.run(
-                call.op, call.plan, *addresses, kind, call.divide, call.factor, call.text, call.deadline
-            )
+            self.core.run(call.op, *tensors, at, stream, native, *scale, call.text, call.deadline)
         finally:
             self.inside = False
         if kind == 0:
