@@ -28,7 +28,8 @@
     }
 SPAR_DRIVER_FUNCTIONS(NOTHING)
 
-static CUcontext current;
+static char object; /* what handles point to */
+static _Thread_local CUcontext current;
 
 static CUresult get_current(CUcontext *context)
 {
@@ -44,7 +45,7 @@ static CUresult set_current(CUcontext context)
 
 static CUresult retain(CUcontext *context, CUdevice device)
 {
-    *context = (CUcontext)&current;
+    *context = (CUcontext)&object;
     return 0;
 }
 
@@ -116,7 +117,7 @@ EXPORT spar_nccl_result ncclGetUniqueId(spar_nccl_id *id)
 
 EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar_nccl_id id, int rank)
 {
-    *comm = (struct ncclComm *)&current;
+    *comm = (struct ncclComm *)&object;
     return 0;
 }
 

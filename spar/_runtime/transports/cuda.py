@@ -21,7 +21,14 @@ from ...errors import SparError
 # without CUDA torch has none of them, or a dummy
 _cuda = torch.cuda._is_compiled()
 stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _cuda else lambda index: 0
+_current_device: Callable[[], int] = torch._C._cuda_getDevice if _cuda else lambda: -1
 _capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing if _cuda else lambda: False
+
+
+def is_current(index: int) -> bool:
+    """Whether the device is the thread's current one. Making it so, as `on_device` does, takes longer."""
+    current: int = _current_device()
+    return current == index
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

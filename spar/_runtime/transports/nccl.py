@@ -25,7 +25,15 @@ from ..channel import Operation
 from ..items import SCALE_TYPES, apply_scale
 from ..member import LOCAL, OVER, SHARED, Member
 from .core import CALLS, CoreChannel
-from .cuda import allocate, is_capturing, on_device, refuse_open_group, stream_of, torch_shares_nccl
+from .cuda import (
+    allocate,
+    is_capturing,
+    is_current,
+    on_device,
+    refuse_open_group,
+    stream_of,
+    torch_shares_nccl,
+)
 from .planned import PlannedExchange
 
 _WATCH_INTERVAL = 0.1  # seconds
@@ -128,8 +136,11 @@ class NcclChannel(CoreChannel):
     def run(self, member: Member, call: PlannedExchange) -> None:
         """Return when the exchange is in the current stream."""
         try:
-            with on_device(self.device.place):
+            if is_current(self.device.index):
                 self._enqueue(member, call)
+            else:
+                with on_device(self.device.place):
+                    self._enqueue(member, call)
         except SparError as error:
             raise error if error.op is not None else self.explain(member, call.op, error) from None
         CALLS["nccl"] += 1
