@@ -294,13 +294,13 @@ static void test_large_blocks(void)
         bytes += part[i].high;
     }
     EXPECT(l.copies[0].parts == 4 + 3 * 2 + 3 * 2 + 1 && bytes == all);
-    EXPECT(part[2].from - (char *)NULL == 16 + 2 * giga && part[3].high == 48 && part[3].loops == 1);
-    EXPECT(part[5].from - (char *)NULL == 4 * giga && part[5].to - (char *)NULL == 2 * giga);
-    EXPECT(part[13].from - (char *)NULL == 6 * giga);
+    EXPECT((int64_t)(uintptr_t)part[2].from == 16 + 2 * giga && part[3].high == 48 && part[3].loops == 1);
+    EXPECT((int64_t)(uintptr_t)part[5].from == 4 * giga && (int64_t)(uintptr_t)part[5].to == 2 * giga);
+    EXPECT((int64_t)(uintptr_t)part[13].from == 6 * giga);
     cut_blocks(&l, blocks, 4, dims, 2 * giga + 5, 3 * giga + 64); /* from the first block to the second */
     part = l.copies[0].part;
     EXPECT(l.copies[0].parts == 3 && part[0].low == 5 && part[0].high == giga);
-    EXPECT(part[0].from - (char *)NULL == 16 + 2 * giga);
+    EXPECT((int64_t)(uintptr_t)part[0].from == 16 + 2 * giga);
     EXPECT(part[1].low == 0 && part[1].high == 48 && part[2].low == 0 && part[2].high == 16);
 }
 
@@ -329,7 +329,7 @@ static void test_blocks_of_a_launch(void)
     EXPECT(l.count == (MANY + SPAR_KERNEL_LOOPS / 2 - 1) / (SPAR_KERNEL_LOOPS / 2));
     for (int i = 0; i < l.count; i++) {
         for (int k = 0; k < l.copies[i].parts; k++)
-            EXPECT(l.copies[i].part[k].from - (char *)NULL == (parts + k) * 4096);
+            EXPECT((int64_t)(uintptr_t)l.copies[i].part[k].from == (parts + k) * 4096);
         parts += l.copies[i].parts;
     }
     EXPECT(parts == MANY);

@@ -347,7 +347,7 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
         )
         with pytest.raises((RuntimeError, AssertionError)) as caught:
             comm.exchange(
-                Operation("gather", (numbers("gather", (0,), x.shape, world),), 1.0, False, False), [x]
+                Operation("gather", (numbers("gather", (0,), x.shape, world),), 1.0, False, ""), [x]
             )
         assert not isinstance(caught.value, spar.SparError)
     dist.barrier(group)

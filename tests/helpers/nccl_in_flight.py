@@ -77,7 +77,7 @@ class Kept:
 
 def check_side_stream(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """An exchange beside the current stream reads what that has written, which waits for it in join()."""
-    comm = set_up(group, SPAR_STAGING_MAX=2048 * (world - 1))
+    comm = set_up(group, SPAR_STAGING_MAX=8192)
     streams, kept = Streams(), Kept()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_streams", streams)

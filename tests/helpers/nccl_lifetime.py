@@ -166,7 +166,7 @@ def check_no_staging(rank: int, world: int, group: dist.ProcessGroup) -> None:
     channel.device.index = -1  # CPU tensors take the way of CUDA's
     comm.channels["cpu"], comm.transports["cpu"] = channel, comm.transports["cuda"]
     args = pair(even(0, 2 * world), even(1, 2 * world))
-    operation, x = Operation("all_to_all", (args,), 1.0, False, False), torch.zeros(2, 2 * world)
+    operation, x = Operation("all_to_all", (args,), 1.0, False, ""), torch.zeros(2, 2 * world)
 
     def fail(count: int, device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError(f"no {count} bytes")

@@ -28,8 +28,8 @@ class PlannedExchange:
     divide: bool
     text: str  # what must be equal on all ranks besides the plan
     deadline: float
-    sums: bool
-    totals: list[torch.Tensor] | None  # where the sums go; None: to new tensors
+    sums: bool = False
+    totals: list[torch.Tensor] | None = None  # where the sums go; None: to new tensors
 
     @classmethod
     def of(
