@@ -1,14 +1,13 @@
-"""A byte-level transformer whose sequence is split over the ranks of a group with spar.
+"""A byte-level transformer whose sequence is sharded over the ranks of a group with spar.
 
 The model is written once: in a group of one, spar's operations return their input, so that the same code is
-the one-process model. A layout defines how the sequence is split.
+the one-process model. A spar.SequenceLayout defines how the sequence is sharded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,145 +15,64 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spar
+from spar import SequenceLayout
 from spar.parallel_state import init_parallel_state
 
 VOCABULARY = 256
 
 
-@dataclass(frozen=True)
-class Plain:
+def plain(seq: int) -> SequenceLayout:
     """Each rank holds one run of the sequence; inside attention, some heads of all tokens (Ulysses)."""
-
-    group: dist.ProcessGroup | None  # None is WORLD
-    seq: int
-    heads: int
-    split_scale: str | None = "down"  # spar's defaults, as is gather_scale's
-    gather_scale: str | None = "up"
-
-    SEQ: ClassVar[int] = 510  # tokens in a sequence, by default
-    SCALES: ClassVar[bool] = True  # whether the layout supports other scales
-
-    @classmethod
-    def make(cls, seq: int, heads: int) -> Plain:
-        return cls(None, seq, heads)
-
-    def alone(self, group: dist.ProcessGroup | None) -> Plain:
-        """Return the layout of the same model in one process."""
-        return replace(self, group=group)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of tokens on each rank. They may differ, so a gather needs them."""
-        return spar.cal_split_sizes(self.seq, dist.get_world_size(self.group))
-
-    def split(self, x: Tensor, dim: int) -> Tensor:
-        return spar.split_forward_gather_backward(x, self.group, dim, self.sizes, self.split_scale)
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        return spar.gather_forward_split_backward(x, self.group, dim, self.sizes, self.gather_scale)
-
-    def to_heads(self, qkv: Tensor) -> Tensor:
-        """Exchange [batch, own tokens, 3, heads, width] for [batch, tokens, 3, own heads, width]."""
-        return spar.all_to_all(qkv, self.group, scatter_dim=3, gather_dim=1, gather_size=self.seq)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """Exchange [batch, tokens, own heads, width] for [batch, own tokens, heads, width]."""
-        return spar.all_to_all(x, self.group, scatter_dim=1, gather_dim=2, gather_size=self.heads)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend causally; q, k and v are [batch, own heads, tokens, width], in natural order."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return SequenceLayout.even(seq)
 
 
-@dataclass(frozen=True)
-class Hybrid(Plain):
+def hybrid(seq: int) -> SequenceLayout:
     """Ring x ulysses, 2 x the rest: each rank holds runs from both ends of the sequence (zigzag).
 
-    With ring attention, all ranks would have equal work under a causal mask. This example uses Ulysses over
-    all ranks instead. Its tokens are in rank order, so the mask compares their positions in the sequence.
+    Inside attention keys and values go round the ring, so that all ranks have equal work under the causal
+    mask; the ranks of a ulysses group share the heads.
     """
+    ring = 2
+    state = init_parallel_state(
+        ring_attention_size=ring, ulysses_parallel_size=max(1, dist.get_world_size() // ring)
+    )
+    return SequenceLayout.hybrid(seq, state)
 
-    SEQ: ClassVar[int] = 508  # a multiple of twice the ring
-    SCALES: ClassVar[bool] = False
-    RING: ClassVar[int] = 2
 
-    @classmethod
-    def make(cls, seq: int, heads: int) -> Plain:
-        world = dist.get_world_size()
-        state = init_parallel_state(
-            ring_attention_size=cls.RING, ulysses_parallel_size=max(1, world // cls.RING)
-        )
-        return cls(state.get_cp_group(), seq, heads)
+def packed(seq: int) -> SequenceLayout:
+    """Documents of very different lengths are packed; each rank holds a part of each.
 
-    def alone(self, group: dist.ProcessGroup | None) -> Plain:
-        return Plain(group, self.seq, self.heads)
+    A token attends to its own document only, without a mask.
+    """
+    lengths = [3 * seq // 8, seq // 16, 5 * seq // 16]
+    return SequenceLayout.packed([*lengths, seq - sum(lengths)])
 
-    @property
-    def sizes(self) -> list[int]:
-        shares = spar.cal_split_sizes(self.seq // self.RING, dist.get_world_size(self.group) // self.RING)
-        return [share for share in shares for _ in range(self.RING)]
 
-    def split(self, x: Tensor, dim: int) -> Tensor:
-        return spar.split_forward_gather_backward_with_cp(x, dim)
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        return spar.gather_forward_split_backward_with_cp(x, dim, self.seq)
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """[tokens, tokens], in rank order: whether the first may attend to the second."""
-        positions = spar.gather_forward_split_backward(
-            self.split(torch.arange(self.seq), 0), self.group, 0, self.sizes
-        )
-        return positions[:, None] >= positions
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+LAYOUTS: dict[str, Callable[[int], SequenceLayout]] = {"plain": plain, "hybrid": hybrid, "packed": packed}
 
 
 @dataclass(frozen=True)
-class Packed(Plain):
-    """Documents of several lengths are concatenated; each rank holds a part of each.
+class Sharding:
+    """How the sequence is sharded, and what its gradients are multiplied by: docs/gradients.md."""
 
-    A token attends to its own document only. Pad every document to a multiple of the number of ranks, so that
-    all ranks hold equally many tokens.
-    """
+    layout: SequenceLayout
+    shard_scale: str | None = "down"
+    gather_scale: str | None = "up"
 
-    SEQ: ClassVar[int] = 512
-    SCALES: ClassVar[bool] = False
+    def alone(self, group: dist.ProcessGroup | None) -> Sharding:
+        """Return the sharding of the same model in one process."""
+        if self.layout.kind == "packed":
+            lengths = self.layout.cu_seqlens().diff()
+            return Sharding(SequenceLayout.packed(lengths, group))
+        return Sharding(SequenceLayout.even(self.layout.total, group))
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The documents' lengths, very different ones: 3/8, 1/16, 5/16 and 1/4 of the tokens."""
-        quantum = self.seq // 16
-        return [6 * quantum, quantum, 5 * quantum, self.seq - 12 * quantum]
-
-    @property
-    def sizes(self) -> list[int]:
-        return spar.cal_split_sizes_multi(self.lengths, dist.get_world_size(self.group)).sum(1).tolist()
-
-    def split(self, x: Tensor, dim: int) -> Tensor:
-        return spar.packed_data_split_forward_gather_backward(x, self.group, self.lengths, dim)
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        own: Tensor = self.layout.shard(x, dim, self.shard_scale)
+        return own
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        table = spar.cal_split_sizes_multi(self.lengths, dist.get_world_size(self.group))
-        return spar.packed_data_gather_forward_split_backward(x, table, self.group, dim)
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """[tokens, tokens]: whether both are in one document, and the second not later."""
-        lengths = torch.tensor(self.lengths)
-        documents = torch.arange(len(lengths)).repeat_interleave(lengths)
-        where = torch.stack((torch.arange(self.seq), documents), 1)
-        where = spar.gather_forward_split_backward(self.split(where, 0), self.group, 0, self.sizes)
-        positions, documents = where.unbind(1)
-        return (positions[:, None] >= positions) & (documents[:, None] == documents)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-
-
-LAYOUTS = {"plain": Plain, "hybrid": Hybrid, "packed": Packed}
+        whole: Tensor = self.layout.gather(x, dim, self.gather_scale)
+        return whole
 
 
 class Block(nn.Module):
@@ -167,11 +85,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, x: Tensor, layout: Plain) -> Tensor:
-        qkv = layout.to_heads(self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)))
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [batch, own heads, tokens, width]
-        attended = layout.attend(q, k, v)
-        x = x + self.out(layout.to_tokens(attended.transpose(1, 2)).flatten(2))
+    def forward(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
+        x = x + self.out(spar.attention(q, k, v, layout, causal=True).flatten(2))
         x = x + self.mlp(self.norm2(x))
         return x
 
@@ -186,12 +102,12 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)  # at first all bytes are about equally likely
 
-    def forward(self, tokens: Tensor, labels: Tensor, layout: Plain) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
         """Return the losses of this rank's tokens, [batch, own tokens]."""
-        # The table of positions is split too: its gradient comes from the split's backward.
-        x = self.embedding(layout.split(tokens, 1)) + layout.split(self.positions, 0)
+        # The table of positions is sharded too: its gradient comes from the backward of `shard`.
+        x = self.embedding(sharding.shard(tokens, 1)) + sharding.shard(self.positions, 0)
         for block in self.blocks:
-            x = block(x, layout)
-        own = layout.split(labels, 1)
+            x = block(x, sharding.layout)
+        own = sharding.shard(labels, 1)
         losses = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), own.flatten(), reduction="none")
         return losses.view_as(own)

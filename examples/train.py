@@ -24,7 +24,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported: sile
 
 import torch
 import torch.distributed as dist
-from model import LAYOUTS, ByteModel, Plain
+from model import LAYOUTS, ByteModel, Sharding
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from tqdm import tqdm
@@ -33,7 +33,8 @@ import spar
 
 TOLERANCE = 1e-4  # relative, of losses and gradients in float32
 WARM_UP, PROFILED = 5, 5  # first and last steps, left out of the tokens per second
-EXCHANGE = "spar::exchange"  # spar's event in a profile
+# spar's events in a profile: an exchange, and a wait for a shard that goes round a ring
+EVENTS = ("spar::exchange", "spar::attention", "spar::backward of attention")
 
 Batch = tuple[Tensor, Tensor]  # tokens and labels, each [batch, seq]
 
@@ -45,7 +46,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, help="tokens in a sequence; by default the layout's")
+    parser.add_argument("--seq", type=int, default=510, help="tokens in a sequence")
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--dim", type=int, default=96)
     parser.add_argument("--layers", type=int, default=2)
@@ -55,7 +56,6 @@ def parse_arguments() -> Namespace:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node 4 examples/train.py")
-    args.seq = args.seq or LAYOUTS[args.layout].SEQ
     if args.steps <= WARM_UP + PROFILED:
         parser.error(f"--steps must be more than {WARM_UP + PROFILED}, got {args.steps}")
     if args.dim % args.heads:
@@ -92,14 +92,14 @@ def flat_gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def local_loss(losses: Tensor, labels: Tensor, layout: Plain) -> Tensor:
+def local_loss(losses: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
     """Return this rank's losses over the number of all tokens; summed over ranks, one process's mean loss."""
     return losses.sum() / labels.numel()
 
 
-def gathered_loss(losses: Tensor, labels: Tensor, layout: Plain) -> Tensor:
+def gathered_loss(losses: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
     """Return the mean loss of all tokens, the same on every rank."""
-    return layout.gather(losses, 1).mean()
+    return sharding.gather(losses, 1).mean()
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -182,7 +182,7 @@ def make_bar(title: str, steps: int) -> tqdm[None]:
 
 def train(
     args: Namespace,
-    layout: Plain,
+    sharding: Sharding,
     batches: Sequence[Batch],
     title: str,
     single: Sequence[float] | None = None,
@@ -200,33 +200,33 @@ def train(
                 stack.enter_context(profiler)
             start = time.perf_counter()
             model.zero_grad()
-            loss = local_loss(model(tokens, labels, layout), labels, layout)
+            loss = local_loss(model(tokens, labels, sharding), labels, sharding)
             loss.backward()
             # DistributedDataParallel and FSDP average instead: call (loss * ranks).backward() there.
-            gradients = sum_over_ranks(flat_gradients(model), layout.group)
+            gradients = sum_over_ranks(flat_gradients(model), sharding.layout.group)
             optimizer.step(torch.split(gradients, sizes))
             run.seconds.append(time.perf_counter() - start)
-            run.losses.append(float(sum_over_ranks(loss.detach(), layout.group)))
+            run.losses.append(float(sum_over_ranks(loss.detach(), sharding.layout.group)))
             if single is not None:
                 demand_agreement("the loss", step, Difference.of_losses(run.losses[step], single[step]))
             bar.set_postfix_str(f"loss {run.losses[step]:.3f}", refresh=False)
             bar.update()
-    exchanges = [event for event in profiler.key_averages() if event.key == EXCHANGE]
+    exchanges = [event for event in profiler.key_averages() if event.key in EVENTS]
     run.share = sum(event.cpu_time_total for event in exchanges) / 1e6 / sum(run.seconds[-PROFILED:])
     run.exchanges = sum(event.count for event in exchanges) / PROFILED
     return run
 
 
-Loss = Callable[[Tensor, Tensor, Plain], Tensor]
+Loss = Callable[[Tensor, Tensor, Sharding], Tensor]
 
 
-def first_gradients(model: ByteModel, layout: Plain, batch: Batch, loss: Loss) -> Tensor:
+def first_gradients(model: ByteModel, sharding: Sharding, batch: Batch, loss: Loss) -> Tensor:
     model.zero_grad()
-    loss(model(*batch, layout), batch[1], layout).backward()
+    loss(model(*batch, sharding), batch[1], sharding).backward()
     return flat_gradients(model)
 
 
-# Which reduction over the ranks yields the gradient of one process. Columns: the loss, split's grad_scale,
+# Which reduction over the ranks yields the gradient of one process. Columns: the loss, shard's grad_scale,
 # gather's, where the parameter is used, the reduction. docs/gradients.md has the same as factors.
 #
 # - The backward of all_to_all is its exact transpose. A rank gets the derivative of the sum of all ranks'
@@ -259,23 +259,22 @@ class Measured(NamedTuple):
     sum: float
 
 
-def measure_reductions(args: Namespace, layout: Plain, batch: Batch, single: Tensor) -> list[Measured]:
+def measure_reductions(args: Namespace, sharding: Sharding, batch: Batch, single: Tensor) -> list[Measured]:
     """Compare the first step's gradients, averaged and summed over the ranks, with those of one process."""
     model = make_model(args)
     before = torch.cat([torch.full([p.numel()], p is model.positions) for p in model.parameters()])
     parts = {EVERYWHERE: before | True, INSIDE: ~before, BEFORE: before}
-    totals: dict[tuple[Loss, Plain], Tensor] = {}
+    totals: dict[tuple[Loss, Sharding], Tensor] = {}
+    group = sharding.layout.group
     rows = []
-    for loss, split_scale, gather_scale, where, right in CLAIMS:
-        if split_scale is None and not layout.SCALES:
-            continue
-        scaled = replace(layout, split_scale=split_scale, gather_scale=gather_scale)
+    for loss, shard_scale, gather_scale, where, right in CLAIMS:
+        scaled = replace(sharding, shard_scale=shard_scale, gather_scale=gather_scale)
         if (loss, scaled) not in totals:
-            totals[loss, scaled] = sum_over_ranks(first_gradients(model, scaled, batch, loss), layout.group)
+            totals[loss, scaled] = sum_over_ranks(first_gradients(model, scaled, batch, loss), group)
         own, expected = totals[loss, scaled][parts[where]], single[parts[where]]
-        average = Difference.of_gradients(own / dist.get_world_size(layout.group), expected)
+        average = Difference.of_gradients(own / group.size(), expected)
         summed = Difference.of_gradients(own, expected)
-        how = f"{loss.__name__.removesuffix('_loss')}, {split_scale} / {gather_scale}"
+        how = f"{loss.__name__.removesuffix('_loss')}, {shard_scale} / {gather_scale}"
         what = f"the {right} of the gradients ({where}; {how})"
         demand_agreement(what, 0, average if right == "average" else summed)
         rows.append(Measured(how, where, right, average.error, summed.error))
@@ -319,8 +318,7 @@ def report(
     print("loss, grad_scale of split / gather  parameters                average      sum  right")
     for row in rows:
         print(f"{row.how:34}  {row.where:24}  {row.average:7.1e}  {row.sum:7.1e}  {row.right}")
-    if LAYOUTS[args.layout].SCALES:
-        print(ADVICE)
+    print(ADVICE)
 
     tokens = args.batch * args.seq
     speeds = f"{spread.speed(tokens):,.0f} on {ranks}, {single.speed(tokens):,.0f} in one process"
@@ -341,13 +339,14 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     corpus = read_corpus(args)
     batches = make_batches(args, corpus)
-    layout = LAYOUTS[args.layout].make(args.seq, args.heads)
-    alone = layout.alone(dist.new_group([0]))  # collective: every rank calls it
+    sharding = Sharding(LAYOUTS[args.layout](args.seq))
+    group = dist.new_group([0])  # collective: every rank calls it
+    alone = sharding.alone(group) if rank == 0 else sharding  # the other ranks do not use it
     ranks = f"{world} rank{'s' * (world > 1)}"
     title = f"{ranks}, {args.layout} layout"
     if rank == 0:
         heads = spar.cal_split_sizes(args.heads, world)
-        print(f"{title}: {args.seq} tokens as {layout.sizes}, {args.heads} heads as {heads}")
+        print(f"{title}: {args.seq} tokens as {list(sharding.layout.sizes)}, {args.heads} heads as {heads}")
         print(f"text: {len(corpus):,} bytes of {sysconfig.get_paths()['stdlib']}/*.py", flush=True)
 
     known: list[Any] = [None, None]
@@ -357,15 +356,15 @@ def main() -> None:
     dist.broadcast_object_list(known, src=0)
     single, gradients = known
 
-    rows = measure_reductions(args, layout, batches[0], gradients)
-    spread = train(args, layout, batches, ranks, single.losses)
+    rows = measure_reductions(args, sharding, batches[0], gradients)
+    spread = train(args, sharding, batches, ranks, single.losses)
     shares = [spread.share] * world
     dist.all_gather_object(shares, spread.share)
     spread.share = sum(shares) / world
     if rank == 0:
         errors = [Difference.of_losses(a, b).error for a, b in zip(spread.losses, single.losses, strict=True)]
         draw(args.out, title, single, spread, errors)
-        report(args, ranks, layout.group, single, spread, errors, rows)
+        report(args, ranks, sharding.layout.group, single, spread, errors, rows)
     dist.barrier()  # no rank leaves before the picture is written
     dist.destroy_process_group()
 

@@ -8,12 +8,13 @@ last. A rank holds at most two shards at a time. In a group of one nothing goes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from .._runtime.channel import Operation
-from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, report_failure, run
+from .._runtime.exchange import _profiled, ONE, RECORDED, UNRECORDED, calls_before, report_failure, run
 from .._runtime.layouts import by_sizes, pair, rotated
 from .._runtime.member import Place
 from .._runtime.outputs import Move
@@ -43,6 +44,7 @@ class _Sending:
         held = [ring.sizes[(rank - step) % world] for rank in range(world)]
         args = tuple([pair(by_sizes(2, held), rotated(2, held, 1))] * len(tensors))
         self.work: Work | None = None
+        self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
         if torch.compiler.is_compiling():
@@ -54,7 +56,8 @@ class _Sending:
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what the rank before this one held, once; keep nothing."""
         if self.work is not None:
-            self.work.wait()
+            with torch.profiler.record_function(f"spar::{self.name}") if _profiled() else nullcontext():
+                self.work.wait()
         received, self.received, self.sent = self.received, (), ()
         return received
 

@@ -211,19 +211,20 @@ def run(
             return _run_traced(inputs, place, operation, then)
     if args[0][1] != -1:  # not local
         return run_eager(inputs, place, operation, then)
+    if len(inputs) == 1:
+        return (_select(inputs[0], place, args[0], operation),)
     return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
 
 
 def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation) -> torch.Tensor:
     """Select this rank's shard of a whole tensor, as a view if it is contiguous and unscaled."""
-    _, world, rank = place
-    layout, factor, divide = args[2:], operation.factor, operation.divide
-    if layout[1] == PACKED or (input_.is_cpu and (layout[1] == ZIGZAG or factor != 1.0)):
+    _, _, factor, divide, *_ = operation
+    if args[3] == PACKED or (input_.is_cpu and (args[3] == ZIGZAG or factor != 1.0)):
         return _copy_part(input_, place, args, operation)
-    part = select(input_, layout, world, rank)
+    part = select(input_, args[2:], place[1], place[2])
     assert part is not None
-    if part.is_contiguous():
-        return part if factor == 1.0 else _scaled(part, factor, divide)
+    if factor == 1.0 and part.is_contiguous():
+        return part
     return _copy_part(input_, place, args, operation) if input_.is_cpu else _scaled(part, factor, divide)
 
 

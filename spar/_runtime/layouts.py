@@ -181,9 +181,9 @@ def select(input_: torch.Tensor, layout: Layout, world: int, rank: int) -> torch
 
     None for packed sequences: too many ops to trace.
     """
-    dim, kind, *numbers = layout
+    dim, kind = layout[0], layout[1]
     if kind == EVEN:
-        total = numbers[0]
+        total = layout[2]
         return input_.narrow(dim, share_start(total, world, rank), share(total, world, rank))
     if kind == PACKED:
         return None
