@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._runtime.channel import Operation
-from .._runtime.exchange import _profiled, ONE, RECORDED, UNRECORDED, calls_before, report_failure, run
+from .._runtime.exchange import ONE, RECORDED, UNRECORDED, _profiled, calls_before, report_failure, run
 from .._runtime.layouts import by_sizes, pair, rotated
 from .._runtime.member import Place
 from .._runtime.outputs import Move
