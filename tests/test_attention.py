@@ -292,7 +292,7 @@ def check_compiled(rank: int, world: int, group: Group, method: str | None, kind
         return spar.attention(q * 2, k, v, layout, causal=True, method=method)
 
     torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager") if rank == 0 else attend
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for total in (24, 29, 32, 41, 50):
         layout = make[kind](total)
@@ -305,11 +305,11 @@ def check_compiled(rank: int, world: int, group: Group, method: str | None, kind
         for eager, other in zip(*results, strict=True):
             torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-5)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    assert graphs <= 2, graphs
+    assert graphs in ((1, 2) if rank == 0 else (0,)), graphs
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "packed"])
-@pytest.mark.parametrize("method", METHODS)
+# packed documents: rank 0 needs none of the keys that rank 1 sends
+@pytest.mark.parametrize(("method", "kind"), [*((m, "zigzag") for m in METHODS), ("ring", "packed")])
 def test_five_lengths_compile_twice(ranks: Ranks, method: str, kind: str) -> None:
     ranks(2, check_compiled, method, kind, timeout=280)
 

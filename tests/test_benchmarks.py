@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.launched import launch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -21,11 +24,18 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def bench(folder: Path, *options: str) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    sys.argv = ["bench.py", *options]
+    rank = os.environ.get("RANK", "none")
+    with open(folder / f"table.{rank}", "w") as table, contextlib.redirect_stdout(table):
+        runpy.run_path(str(BENCHMARKS / "bench.py"), run_name="__main__")
+
+
 def test_bench_times_every_operation(tmp_path: Path) -> None:
     out = tmp_path / "bench"
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    options = ("--seconds", "0.001", "--largest", "2048", "--out", str(out))
-    table = run(*launch, str(BENCHMARKS / "bench.py"), *options)
+    launch(bench, 2, tmp_path, "--seconds", "0.001", "--largest", "2048", "--out", str(out))
+    table = (tmp_path / "table.0").read_text()
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     found = {row["operation"]: row for row in rows if row["direction"] == "forward"}
     assert len(found) == 12 and out.with_suffix(".png").exists()
