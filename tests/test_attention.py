@@ -332,6 +332,63 @@ def test_checkpoint_recomputes_it(ranks: Ranks) -> None:
     ranks(2, check_checkpoint)
 
 
+def check_checkpoint_without_heads(rank: int, world: int, group: Group) -> None:
+    """A rank without heads, or without tokens, recomputes its exchanges, too."""
+    few = SequenceLayout("local", (4, 0, 5), group)
+    for layout, heads, method in ((SequenceLayout.even(9, group), 1, "ulysses"), (few, 2, "gather")):
+        attend = partial(spar.attention, causal=True, method=method)
+        leaves = [x[:, layout.index()].requires_grad_() for x in inputs(9, heads, 1, torch.float32)[:3]]
+        results = []
+        for function in (attend, partial(checkpoint, attend, use_reentrant=False)):
+            y = function(*leaves, layout)
+            results.append(torch.autograd.grad((y * 2).sum(), leaves))
+        for plain, other in zip(*results, strict=True):
+            assert torch.equal(plain, other), method
+
+
+def test_checkpoint_recomputes_a_rank_without_heads(ranks: Ranks) -> None:
+    ranks(3, check_checkpoint_without_heads)
+
+
+def check_strides(rank: int, world: int, group: Group) -> None:
+    """Tensors whose last dim is not contiguous: a kernel must not read other memory."""
+    layout = SequenceLayout.zigzag(16, group)
+    whole = inputs(16, 2, 2, torch.float32)
+    expected = expected_of(whole, causal=True)
+    for method in METHODS:
+
+        def strided(q: Tensor, k: Tensor, v: Tensor, method: str = method) -> Tensor:
+            q, k, v = torch.stack((q, k, v), -1).unbind(-1)
+            assert q.stride(-1) == 3
+            return spar.attention(q, k, v, layout, causal=True, method=method)
+
+        assert error_of(strided, whole, expected, layout.index()) < 2e-5, method
+
+
+def test_strides(ranks: Ranks) -> None:
+    ranks(2, check_strides)
+
+
+def check_lowest_masks(rank: int, world: int, group: Group) -> None:
+    """A query whose keys all have the lowest value receives zeros; with -1e9 a mean, as in one process."""
+    layout = SequenceLayout.even(8, group)
+    q, k, v, _ = inputs(8, 2, 2, torch.float32)
+    own = layout.index()
+    for value in (torch.finfo(torch.float32).min, -1e9):
+        mask = torch.zeros(1, 1, 8, 8)
+        mask[:, :, 3] = value
+        expected = whole_attention(q, k, v, mask=mask)
+        if value < -1e30:
+            expected[:, 3] = 0
+        for method in ("gather", "ring"):
+            y = spar.attention(q[:, own], k[:, own], v[:, own], layout, mask=mask, method=method)
+            assert torch.allclose(y, expected[:, own], atol=1e-5), (value, method)
+
+
+def test_lowest_masks(ranks: Ranks) -> None:
+    ranks(2, check_lowest_masks)
+
+
 def check_autocast(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.even(16, group)
     q, k, v, upper = [x[:, layout.index()].requires_grad_() for x in inputs(16, 4, 2, torch.float32)]
@@ -393,6 +450,19 @@ def check_own_kernel(rank: int, world: int, group: Group) -> None:
         assert error < 1e-13, (method, error)
 
 
+def check_own_kernel_of_documents(rank: int, world: int, group: Group) -> None:
+    layout = SequenceLayout.packed(DOCUMENTS, group)
+    whole = inputs(layout.total, 2, 2, torch.float64)
+    expected = expected_of(whole, documents=DOCUMENTS)
+    for method in ("ulysses", "gather"):
+        way = partial(spar.attention, layout=layout, method=method, attend=whole_attention)
+        assert error_of(way, whole, expected, layout.index()) < 1e-13, method
+
+
+def test_own_kernel_has_one_document_at_a_time(ranks: Ranks) -> None:
+    ranks(2, check_own_kernel_of_documents)
+
+
 def test_own_kernel(ranks: Ranks) -> None:
     ranks(3, check_own_kernel)
 
@@ -425,6 +495,20 @@ def check_cross_attention(rank: int, world: int, group: Group) -> None:
     found[1:] = [sum(spar.all_gather(grad[None], group)) for grad in found[1:]]
     for one, grad, index in zip(found, grads, (own, slice(None), slice(None)), strict=True):
         assert torch.allclose(one, grad[:, index])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = whole_attention(*leaves, causal=True)  # the last queries attend to all keys
+    grads = torch.autograd.grad(expected, leaves, upper)
+    for method in ("ulysses", "gather"):
+        mine = [
+            q[:, own].requires_grad_(),
+            k[:, other.index()].requires_grad_(),
+            v[:, other.index()].requires_grad_(),
+        ]
+        y = spar.attention(*mine, (layout, other), causal=True, method=method)
+        assert torch.allclose(y, expected[:, own]), method
+        found = list(torch.autograd.grad(y, mine, upper[:, own]))
+        for one, grad, index in zip(found, grads, (own, other.index(), other.index()), strict=True):
+            assert torch.allclose(one, grad[:, index]), method
     for method, order in itertools.product(METHODS, ((0, 2, 1, 3), (1, 0, 2, 3))):
         x = [t[:, own].permute(order) for t in inputs(13, 4, 4, torch.float64)[:3]]
         dims = {"seq_dim": order.index(1), "head_dim": order.index(2)}

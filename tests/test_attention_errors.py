@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 
 import spar
 from spar import SequenceLayout
+from spar._attention import kernels
+from spar.parallel_state import init_parallel_state
 
 Group = dist.ProcessGroup
 WORLD, TOTAL = 3, 12
@@ -135,6 +139,33 @@ def test_error_is_reported_to_the_peers(ranks: Ranks, name: str) -> None:
     ranks(WORLD, check_error, name)
 
 
+def fail_at_two_levels(rank: int, folder: Path, where: str) -> None:
+    """Rank 1 of ring x ulysses fails: every rank that waits for it raises at once, in both of its groups.
+
+    If it fails in a block, its ring has its keys, and completes.
+    """
+    state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    layout = SequenceLayout.hybrid(8, state)
+    spar.attention(*[z(1, 2, 2, 8)] * 3, layout)
+    begin = time.monotonic()
+    options: dict[str, Any] = {"mask": z(3, 3)} if rank == 1 and where == "arguments" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and where == "a block":
+            patch.setattr(kernels.FLASH["cpu"], "forward", lambda *arguments: 1 / 0)
+        errors = (ValueError, ZeroDivisionError, spar.MismatchError)
+        waits = where == "arguments" or rank in (1, 3)
+        with pytest.raises(errors) if waits else contextlib.nullcontext():
+            spar.attention(*[z(1, 2, 2, 8)] * 3, layout, **options)
+    assert time.monotonic() - begin < 10
+    dist.barrier()  # the exchange that rank 1 left in flight ends first
+
+
+@pytest.mark.parametrize("where", ["arguments", "a block"])
+def test_failure_reaches_the_ranks_of_both_groups(tmp_path: Path, where: str) -> None:
+    ranks = start(fail_at_two_levels, 4, tmp_path, where, SPAR_TIMEOUT="20")
+    assert finish(ranks, 60) == [0] * 4
+
+
 def check_local_errors(rank: int, world: int, group: Group) -> None:
     """Errors that depend on nothing of one rank alone."""
     even, packed = SequenceLayout.even(TOTAL, group), SequenceLayout.packed([TOTAL], group)
@@ -142,6 +173,7 @@ def check_local_errors(rank: int, world: int, group: Group) -> None:
     for options, text in (
         ({"layout": 12}, "attention: layout is 12; expected a SequenceLayout, or those of q and of k and v"),
         ({"layout": (even, packed)}, "expected one packed layout for q, k and v"),
+        ({"mask": z(12, 12, requires_grad=True), "method": "ring"}, "mask is a tensor that requires a grad"),
         ({"layout": (even, SequenceLayout.zigzag(TOTAL, group)), "method": "ring"}, "two layouts"),
         ({"q": same, "k": same, "v": same, "mask": z(12, 12)}, "it may be a key mask or [12, 12]"),
         (

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._runtime.agreement import failure_text, is_reported
 from .._runtime.call import Call
 from .._runtime.exchange import calls_before, report_failure
 from .._runtime.layouts import extent, total_of
 from .._runtime.member import Place
-from .._runtime.registry import place_of
+from .._runtime.registry import by_handle, place_of
+from ..errors import SparError
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.topology import current
 from .masks import checked_mask
@@ -96,28 +100,46 @@ def attention(
         raise TypeError(
             f"attention: layout is {layout!r:.200}; expected a SequenceLayout, or those of q and of k and v"
         )
-    two_levels = method is None and queries.kind == "hybrid"
+    two_levels = method is None and queries.kind == "hybrid" and keys == queries
     place = place_of(_ulysses_group(queries) if two_levels else queries.group)
+    places: tuple[Place, ...] = (place, place_of(_ring_group(queries))) if two_levels else (place,)
+    before = calls_before(places)
+    exchanges: tuple[int, ...] = (2, places[-1].world - 1) if two_levels else (1,)
     call = Call("attention", q, place, "q")
-    waiting: list[tuple[Place, int]] = [(place, calls_before((place,))[0] + 1)]
     try:
         problem = _checked(
             call, k, v, queries, keys, causal, mask, scale, dropout_p, attend, seq_dim, head_dim
         )
-        if two_levels:
-            ring = place_of(_ring_group(queries))
-            waiting = [(place, waiting[0][1] + 1), (ring, calls_before((ring,))[0] + ring.world - 1)]
-            return hybrid(problem, _ulysses_group(queries), _ring_group(queries)).contiguous()
-        if method is None:
+        if method is None and not two_levels:
             method = "ulysses" if problem.heads >= call.world and keys is not None else "gather"
-        if method not in _METHODS:
+        if method not in _METHODS and not two_levels:
             raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
-        run, exchanges = _METHODS[method]
-        waiting = [(place, waiting[0][1] - 1 + exchanges(call.world))]
+        learns = problem.mask is not None and problem.mask.requires_grad and torch.is_grad_enabled()
+        if method != "ulysses" and learns:
+            raise call.error("mask", "a tensor that requires a gradient", 'one that does not, or "ulysses"')
+        if two_levels:
+            return hybrid(problem, _ulysses_group(queries), _ring_group(queries)).contiguous()
+        run, count = _METHODS[cast(str, method)]
+        exchanges = (0 if keys is None else count(call.world),)
         return run(problem).contiguous()
     except BaseException as error:
-        report_failure(waiting, "attention", q.device.type, error)
+        _report(places, tuple(map(operator.add, before, exchanges)), call, error)
         raise
+
+
+def _report(places: tuple[Place, ...], ends: tuple[int, ...], call: Call, error: BaseException) -> None:
+    """Report an error to the ranks that wait for this rank's next exchange, in one group or in both."""
+    device, waiting = call.input.device.type, list(zip(places, ends, strict=True))
+    if not is_reported(error):
+        report_failure(waiting, call.name, device, error)
+    elif len(places) > 1:  # raised by an exchange of one group: the other's ranks do not know
+        for place, end in waiting:
+            comm = by_handle(place.handle)
+            if comm.name != getattr(error, "group", None) and comm.calls < end:
+                with contextlib.suppress(SparError):
+                    comm.fail(
+                        call.name, device, error, f"an exchange before it failed: {failure_text(error)}"
+                    )
 
 
 def _checked(
@@ -156,14 +178,19 @@ def _checked(
         raise call.error("v", f"of shape {list(v.shape)}", f"{shape[:3]} and a width, as k of shape {shape}")
     if (k.size(batch), k.size(3)) != (q.size(batch), q.size(3)):
         raise call.error("k", f"of shape {shape}", f"the batch and width of q, of shape {list(q.shape)}")
-    if heads != key_heads and (key_heads == 0 or heads % key_heads):
+    if key_heads == 0 or heads % key_heads:
         raise call.error("k", f"of {key_heads} heads", f"a number that divides the {heads} heads of q")
     _check_held(call, "q", q.size(seq), queries)
     total = k.size(seq) if keys is None else keys.total
     if keys is not None:
         _check_held(call, "k", k.size(seq), keys)
-    if keys is not queries and "packed" in (queries.kind, keys.kind if keys is not None else ""):
+    if keys != queries and "packed" in (queries.kind, keys.kind if keys is not None else ""):
         raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
+    if keys is not None and keys.group is not queries.group:
+        raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
+    if causal and attend is not None and total != queries.total:
+        expected = f"{queries.total} for attend with causal=True"
+        raise call.error("the number of keys", total, expected)
     if mask is not None:
         mask = checked_mask(call, mask, q.size(batch), heads, queries.total, total)
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
@@ -173,7 +200,7 @@ def _checked(
         for name, value in own.items():
             if value is not None:
                 raise call.error(name, "passed, and attend too", "attend to apply it itself")
-    elif torch.is_autocast_enabled(q.device.type):
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         kind = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(kind), k.to(kind), v.to(kind)
     return Problem(

@@ -59,9 +59,13 @@ def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, document
         return []
     # they overlap: keys before the run, and the run itself
     before = run.start - other.start
-    blocks = [Block(query, run.size, key + before, run.size, True, run.start, run.start)]
+    both = min(run.size, other.size - before)
+    blocks = [Block(query, both, key + before, both, True, run.start, run.start)]
     if before > 0:
         blocks.append(Block(query, run.size, key, before, False, run.start, other.start))
+    if both < run.size:  # queries behind the last key
+        behind = run.start + both
+        blocks.append(Block(query + both, run.size - both, key + before, both, False, behind, run.start))
     return blocks
 
 

@@ -17,7 +17,7 @@ _SCORES = 1 << 24  # a block of scores has at most so many, unless one query alo
 
 class Kernel(Protocol):
     def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
-        """Say why the kernel cannot compute this; empty if it can."""
+        """Return the reason why the kernel cannot compute this; empty if it can."""
 
     def forward(
         self,
@@ -102,6 +102,8 @@ class FlashCuda:
     """torch's own flash attention for GPUs, behind scaled_dot_product_attention. Not verified on hardware."""
 
     def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return "the GPU is older than Ampere"
         if not torch.backends.cuda.flash_sdp_enabled():
             return "torch.backends.cuda.enable_flash_sdp(False) was called"
         if q.dtype not in (torch.bfloat16, torch.float16):
@@ -266,10 +268,13 @@ class Merged:
     def add(self, query: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a block's output, whose queries begin at `query`."""
         mine, sums = self.out.narrow(2, query, out.size(2)), self.lse.narrow(2, query, out.size(2))
-        total = torch.logaddexp(sums, lse)
-        base = _finite(total)
-        mine.mul_(torch.exp(sums - base)[..., None]).add_(out * torch.exp(lse - base)[..., None])
-        sums.copy_(total)
+        base = _finite(torch.maximum(sums, lse))
+        old, new = torch.exp(sums - base), torch.exp(lse - base)
+        total = old + new
+        # not exp(lse - total): scores of -1e9 absorb a logarithm, and the weights would not sum to 1
+        weight = torch.where(total > 0, new / total, 0.0)[..., None]
+        mine.copy_(torch.lerp(mine, out.to(mine.dtype), weight))
+        sums.copy_(base + torch.log(total))
 
 
 def without_dead(

@@ -39,9 +39,9 @@ def sliced(mask: torch.Tensor, query: int, queries: int, key: int, keys: int) ->
 
 
 def added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask as what is added to scores: -inf where a bool is False."""
+    """Return a mask as what is added to scores: -inf where a bool is False, or a float its dtype's lowest."""
     if mask.dtype is not torch.bool:
-        return mask.to(dtype)
+        return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 

@@ -99,38 +99,36 @@ def _whole(
     own, begin = plan.queries[rank], sum(plan.queries[:rank])
     seq = problem.order[2]
     if own == 0 or q.size(seq) == 0 or k.size(seq) == 0:
-        return _nothing(q, v.size(3))
+        return _nothing(problem, q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     group = problem.heads // problem.k.size(problem.order[1])
     k, v = _matched(k, v, key_of_each(plan, group, rank), problem.attend is not None)
-    if problem.attend is not None:
-        return _as_given(problem, _own_kernel(problem, q, k, v))
     mask = problem.mask
     if mask is not None and mask.size(1) > 1:
         mask = mask.narrow(1, begin, own)
-    outs = [
-        _sdpa(
-            problem,
-            q.narrow(2, start, size),
-            k.narrow(2, start, size) if problem.packed else k,
-            v.narrow(2, start, size) if problem.packed else v,
-            mask if mask is None or not problem.packed else sliced(mask, start, size, start, size),
-            problem.causal,
-        )
-        for start, size in _runs(problem, q.size(2))
-    ]
+    if not problem.packed:
+        return _as_given(problem, _kernel(problem, q, k, v, mask, problem.causal))
+    outs = []
+    for start, size, _ in _documents(problem):
+        if size > 0:
+            parts = [x.narrow(2, start, size) for x in (q, k, v)]
+            part = None if mask is None else sliced(mask, start, size, start, size)
+            outs.append(_kernel(problem, parts[0], parts[1], parts[2], part, problem.causal))
     return _as_given(problem, outs[0] if len(outs) == 1 else torch.cat(outs, 2))
 
 
-def _runs(problem: Problem, queries: int) -> list[tuple[int, int]]:
-    if not problem.packed:
-        return [(0, queries)]
-    return [(start, size) for start, size, _ in _documents(problem) if size > 0]
+def _nothing(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return zeros that depend on q, k, v and the mask.
 
-
-def _nothing(q: torch.Tensor, width: int) -> torch.Tensor:
-    """Return zeros that depend on q: its gradient, and so the exchange of it, is computed on all ranks."""
-    return q.narrow(-1, 0, 0).sum(-1, keepdim=True).expand(*q.shape[:-1], width)
+    So this rank records a gradient, and makes the exchanges of it, as its peers do. The product saves a
+    tensor: a checkpoint, which recomputes until the last one that was saved, makes the exchanges again.
+    """
+    zeros = q.new_zeros(*q.shape[:-1], v.size(3))
+    for x in (q, k, v, problem.mask):
+        if x is not None and x.is_floating_point():
+            none = x.narrow(-1, 0, 0)
+            zeros = zeros + (none * none).sum(dtype=q.dtype)  # autocast would sum in float32
+    return zeros
 
 
 def _matched(
@@ -154,7 +152,7 @@ def _own_kernel(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return out.transpose(1, 2)
 
 
-def _sdpa(
+def _kernel(
     problem: Problem,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -162,6 +160,9 @@ def _sdpa(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
+    """Attend with the caller's kernel, or torch's."""
+    if problem.attend is not None:
+        return _own_kernel(problem, q, k, v)
     if mask is not None:
         if causal:
             mask, causal = joined(mask, causal_mask(q.size(2), k.size(2), 0, q.device)), False
@@ -188,7 +189,7 @@ def gathered(problem: Problem) -> torch.Tensor:
     if problem.keys is not None:
         k, v = all_gather([k, v], problem.keys.group, seq, layout=problem.keys)
     if problem.q.numel() == 0 or k.size(seq) == 0:
-        return _nothing(problem.q, v.size(3)) + k.narrow(-1, 0, 0).sum() + v.narrow(-1, 0, 0).sum()
+        return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
     own = pieces(numbers_of(problem.queries, 0), call.world, call.rank)
     if (
@@ -197,7 +198,8 @@ def gathered(problem: Problem) -> torch.Tensor:
         and (problem.causal or problem.packed or problem.mask is not None)
     ):
         blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, problem.mask is None)
-        ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale)
+        told = ALONE if problem.keys is None else call.place
+        ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale, told, 1)
         return _as_given(problem, attend_round(ring, q, k, v, problem.mask))
     group = problem.heads // k.size(1)
     if problem.attend is not None:
@@ -215,20 +217,19 @@ def _by_runs(
     outs, at = [], 0
     for run in own:
         document = documents[run.sequence]
-        end = run.start + run.size if problem.causal else document.start + document.size
+        end = document.start + document.size
+        if problem.causal:
+            end = min(end, run.start + run.size)
         keys = document.start, end - document.start
         part, at = q.narrow(2, at, run.size), at + run.size
         if run.size == 0:
             continue
         of = k.narrow(2, *keys), v.narrow(2, *keys)
-        if problem.attend is not None:
-            outs.append(_own_kernel(problem, part, *of))
-        else:
-            mask = None if problem.mask is None else sliced(problem.mask, run.start, run.size, *keys)
-            if problem.causal:
-                lower = causal_mask(run.size, keys[1], run.start - keys[0], q.device)
-                mask = lower if mask is None else joined(mask, lower)
-            outs.append(_sdpa(problem, part, *of, mask, False))
+        mask = None if problem.mask is None else sliced(problem.mask, run.start, run.size, *keys)
+        if problem.causal and problem.attend is None:
+            lower = causal_mask(run.size, keys[1], run.start - keys[0], q.device)
+            mask = lower if mask is None else joined(mask, lower)
+        outs.append(_kernel(problem, part, *of, mask, False))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
@@ -270,7 +271,7 @@ def _ring(
         for step in range(world)
     ]
     sizes = tuple([extent(numbers, world, peer) for peer in range(world)])
-    ring = Ring(place, sizes, tuple(steps), problem.scale)
+    ring = Ring(place, sizes, tuple(steps), problem.scale, place, 2 * world - 1)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     return _as_given(problem, attend_round(ring, q, k, v, mask))
 
@@ -280,8 +281,6 @@ def _ring(
 
 def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
     """Exchange tokens for heads in the ulysses group, and let K and V go round the ring group."""
-    if problem.keys != problem.queries:
-        raise problem.call.error("layout", "two hybrid layouts", 'one for q, k and v, or method="ulysses"')
     _, head, seq = problem.order
     ring_place, place = place_of(outer), place_of(inner)
     layout = SequenceLayout.zigzag(problem.queries.total, outer)
@@ -305,5 +304,5 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
         k, v = _matched(k, v, key_of_each(plan, group, place.rank), False)
         out = _ring(problem, layout, ring_place, q, _as_given(problem, k), _as_given(problem, v), mask)
     else:  # all ranks of this ring group have no heads
-        out = _nothing(q, v.size(3))
+        out = _nothing(problem, q, k, v)
     return all_to_all(out, inner, seq, head, gather_sizes=plan.queries)

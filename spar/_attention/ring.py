@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._runtime.channel import Operation
-from .._runtime.exchange import ONE, RECORDED, UNRECORDED, _profiled, calls_before, report_failure, run
+from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, is_profiled, report_failure, run
 from .._runtime.layouts import by_sizes, pair, rotated
 from .._runtime.member import Place
 from .._runtime.outputs import Move
@@ -26,12 +26,17 @@ from .masks import added, causal_mask, joined, sliced
 
 
 class Ring(NamedTuple):
-    """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale."""
+    """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale.
+
+    A failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank.
+    """
 
     place: Place
     sizes: tuple[int, ...]
     steps: tuple[tuple[Block, ...], ...]
     scale: float
+    told: Place
+    exchanges: int
 
 
 class _Sending:
@@ -56,7 +61,7 @@ class _Sending:
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what the rank before this one held, once; keep nothing."""
         if self.work is not None:
-            with torch.profiler.record_function(f"spar::{self.name}") if _profiled() else nullcontext():
+            with torch.profiler.record_function(f"spar::{self.name}") if is_profiled() else nullcontext():
                 self.work.wait()
         received, self.received, self.sent = self.received, (), ()
         return received
@@ -151,25 +156,27 @@ class SparAttention(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         group = None if compiling or ring.place.world == 1 else by_handle(ring.place.handle).group
         ctx.call = ring, group  # keeps the group alive until backward
-        out, lse = _forward(ring, q, k, v, mask, True)
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _forward(ring, q, k, v, mask, True)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ring, _ = ctx.call
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "attention: blocks that are merged cannot be differentiated twice (create_graph=True); pass "
-                'method="ulysses" and a kernel that can be, as attend'
-            )
         q, k, v, out, lse, mask = ctx.saved_tensors
-        (before,) = calls_before((ring.place,)) if ring.place.world > 1 else (0,)
+        (before,) = calls_before((ring.told,)) if ring.told.world > 1 else (0,)
         try:
-            return None, *_backward(ring, grad, q, k, v, out, lse, mask), None
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
+                    'pass method="ulysses" and a kernel that can be, as attend'
+                )
+            with torch.autocast(grad.device.type, enabled=False):
+                return None, *_backward(ring, grad, q, k, v, out, lse, mask), None
         except BaseException as error:
-            end = before + 2 * ring.place.world - 1
-            report_failure([(ring.place, end)], "backward of attention", grad.device.type, error)
+            waiting = [(ring.told, before + ring.exchanges)]
+            report_failure(waiting, "backward of attention", grad.device.type, error)
             raise
 
 
@@ -177,6 +184,8 @@ def attend_round(
     ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D]."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as flash kernels expect
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask))  # type: ignore[no-untyped-call]
-    return _forward(ring, q, k, v, mask, False)[0]
+    with torch.autocast(q.device.type, enabled=False):
+        return _forward(ring, q, k, v, mask, False)[0]

@@ -337,7 +337,7 @@ def checked_together(
 
     run: receives the calls, and what names each tensor in messages: "[1]" after an argument's name, or "".
 
-    Returns what `run` returns: a list, or its only tensor if `input_` is no list.
+    Returns what `run` returns: a list, or its only tensor if `input_` is not a list.
     """
     place = group if isinstance(group, Place) else place_of(process_group(group))
     one = not isinstance(input_, (list, tuple))

@@ -32,7 +32,7 @@ ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
-_profiled = torch._C._autograd._profiler_enabled
+is_profiled = torch._C._autograd._profiler_enabled
 
 # ---- the dispatcher op ----
 
@@ -131,7 +131,7 @@ _library.impl("exchange", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("spar::exchange", _fake_exchange, lib=_library)
 
 
-def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = _profiled) -> bool:
+def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) -> bool:
     """Whether a tracer, a mode or the profiler must see an exchange as a dispatched op.
 
     Otherwise it is called directly: the dispatcher costs as much as a small exchange.
@@ -205,7 +205,7 @@ def run(
     if traced is None:
         traced = is_any_traced(inputs)
     if traced:
-        if torch.compiler.is_compiling() or not _profiled():
+        if torch.compiler.is_compiling() or not is_profiled():
             return _run_traced(inputs, place, operation, then)
         with torch.profiler.record_function(f"spar::{op}"):
             return _run_traced(inputs, place, operation, then)

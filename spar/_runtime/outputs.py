@@ -18,7 +18,7 @@ from .exchange import (
     SUMMED,
     UNRECORDED,
     Tensors,
-    _profiled,
+    is_profiled,
     is_traced,
     run_steps,
 )
@@ -107,7 +107,7 @@ def write_to(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> 
         for target, result in zip(outs, results, strict=True):
             target.copy_(result) if torch.compiler.is_compiling() else _copy(target, result)
         return outs
-    with torch.profiler.record_function(f"spar::{move.name}") if _profiled() else contextlib.nullcontext():
+    with torch.profiler.record_function(f"spar::{move.name}") if is_profiled() else contextlib.nullcontext():
         move.write(by_handle(move.place.handle), inputs, outs)
     note_write(outs)
     return outs
