@@ -203,7 +203,7 @@ def run(
     if place[1] == 1:
         return [_scaled(x.view_as(x), factor, divide) for x in inputs]
     if traced is None:
-        traced = is_any_traced(inputs)
+        traced = is_traced(inputs[0]) if len(inputs) == 1 else is_any_traced(inputs)
     if traced:
         if torch.compiler.is_compiling() or not is_profiled():
             return _run_traced(inputs, place, operation, then)
@@ -309,7 +309,7 @@ def recorded(
     inputs: Tensors, name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
 ) -> tuple[torch.Tensor, ...]:
     """Run the steps and record the gradient; an error in backward shows the operation's name."""
-    if is_any_traced(inputs):
+    if is_traced(inputs[0]) if len(inputs) == 1 else is_any_traced(inputs):
         call = (name, steps, scale, grad_scale, True)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
     return _apply_plain((name, steps, scale, grad_scale, False), *inputs)
