@@ -60,6 +60,7 @@ from .errors import (
     SparError,
     TransportError,
 )
+from .exchanges import all_to_all
 from .groups import close, empty_cache, init, memory_stats, transport
 from .hybrid import (
     gather_forward_split_backward_with_cp,
@@ -69,7 +70,6 @@ from .hybrid import (
 )
 from .loss import mean_loss
 from .ops import (
-    all_to_all,
     gather_forward_split_backward,
     load_balanced_gather_forward_split_backward,
     load_balanced_split_forward_gather_backward,

@@ -13,7 +13,7 @@ from .._runtime.layouts import Piece, extent, pieces
 from .._runtime.member import ALONE, Place
 from .._runtime.registry import place_of
 from ..collectives import all_gather
-from ..ops import all_to_all
+from ..exchanges import all_to_all
 from ..sequence_layout import SequenceLayout, numbers_of
 from .blocks import blocks_of
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, repeated
