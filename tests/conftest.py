@@ -26,7 +26,15 @@ WORLDS = (1, 2, 3, 4, 7)
 PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
 COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]  # or each rank imports them itself
 FIRST = ("test_fault_matrix", "test_many_groups", "test_process", "test_workers", "test_compile")
-FIRST += ("test_compile_exact", "test_attention", "test_bring_up", "test_ops", "test_layouts", "test_plan")
+FIRST += (
+    "test_compile_exact",
+    "test_attention_use",
+    "test_attention",
+    "test_bring_up",
+    "test_ops",
+    "test_layouts",
+    "test_plan",
+)
 LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile
 SPREAD = {  # modules without module-scoped fixtures: their tests may run on any worker
     *("test_core", "test_coordinators", "test_faults", "test_forks", "test_hybrid", "test_local_failures"),
