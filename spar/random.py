@@ -44,7 +44,10 @@ def rank_seed(seed: int, group: Group = None) -> Iterator[None]:
 
 @contextmanager
 def preserved(group: dist.ProcessGroup) -> Iterator[str | None]:
-    """Restore the states of torch's generators at the end: the CPU's, and that of the device it yields."""
+    """Restore the states of torch's generators at the end: the CPU's, and the current device's.
+
+    Yields the type of that device; None if only the CPU's generator is to be seeded.
+    """
     if (device := _device(group)) is None:
         with torch.random.fork_rng(devices=[]):
             yield None

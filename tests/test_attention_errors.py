@@ -149,21 +149,40 @@ def fail_at_two_levels(rank: int, folder: Path, where: str) -> None:
     spar.attention(*[z(1, 2, 2, 8)] * 3, layout)
     begin = time.monotonic()
     options: dict[str, Any] = {"mask": z(3, 3)} if rank == 1 and where == "arguments" else {}
+    inputs: list[Any] = [z(1, 2, 2, 8)] * 3
+    if rank == 1 and where == "no tensor":
+        inputs[0] = None
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and where == "a block":
             patch.setattr(kernels.FLASH["cpu"], "forward", lambda *arguments: 1 / 0)
-        errors = (ValueError, ZeroDivisionError, spar.MismatchError)
-        waits = where == "arguments" or rank in (1, 3)
+        errors = (TypeError, ValueError, ZeroDivisionError, spar.MismatchError)
+        waits = where != "a block" or rank in (1, 3)
         with pytest.raises(errors) if waits else contextlib.nullcontext():
-            spar.attention(*[z(1, 2, 2, 8)] * 3, layout, **options)
+            spar.attention(*inputs, layout, **options)
     assert time.monotonic() - begin < 10
     dist.barrier()  # the exchange that rank 1 left in flight ends first
+    y = spar.attention(*[torch.ones(1, 2, 2, 8)] * 3, layout)
+    assert torch.equal(y, torch.ones(1, 2, 2, 8)), "both groups are in step"
 
 
-@pytest.mark.parametrize("where", ["arguments", "a block"])
+@pytest.mark.parametrize("where", ["arguments", "no tensor", "a block"])
 def test_failure_reaches_the_ranks_of_both_groups(tmp_path: Path, where: str) -> None:
     ranks = start(fail_at_two_levels, 4, tmp_path, where, SPAR_TIMEOUT="20")
     assert finish(ranks, 60) == [0] * 4
+
+
+def check_nobody_waits(rank: int, world: int, group: Group) -> None:
+    """Whole keys are not exchanged: one rank's error is its own, and the next exchange is in step."""
+    layout = SequenceLayout.even(TOTAL, group)
+    heads = 4 if rank == 1 else 6  # does not divide the heads of q
+    k = z(2, 5, heads, 8)
+    with pytest.raises(ValueError, match="k is of 4 heads") if rank == 1 else contextlib.nullcontext():
+        spar.attention(z(2, 4, 6, 8), k, k, (layout, None))
+    assert spar.all_gather(torch.tensor([rank]), group).tolist() == [0, 1, 2]
+
+
+def test_error_that_nobody_waits_for(ranks: Ranks) -> None:
+    ranks(WORLD, check_nobody_waits)
 
 
 def check_local_errors(rank: int, world: int, group: Group) -> None:

@@ -104,9 +104,9 @@ def attention(
     place = place_of(_ulysses_group(queries) if two_levels else queries.group)
     places: tuple[Place, ...] = (place, place_of(_ring_group(queries))) if two_levels else (place,)
     before = calls_before(places)
-    exchanges: tuple[int, ...] = (2, places[-1].world - 1) if two_levels else (1,)
-    call = Call("attention", q, place, "q")
+    exchanges: tuple[int, ...] = (2, places[-1].world - 1) if two_levels else (int(keys is not None),)
     try:
+        call = Call("attention", q, place, "q", exchanges=0)  # errors are reported below
         problem = _checked(
             call, k, v, queries, keys, causal, mask, scale, dropout_p, attend, seq_dim, head_dim
         )
@@ -123,23 +123,31 @@ def attention(
         exchanges = (0 if keys is None else count(call.world),)
         return run(problem).contiguous()
     except BaseException as error:
-        _report(places, tuple(map(operator.add, before, exchanges)), call, error)
+        device = q.device.type if isinstance(q, torch.Tensor) else None
+        if not is_reported(error):
+            ends = map(operator.add, before, exchanges)
+            report_failure(zip(places, ends, strict=True), "attention", device, error)
+        elif two_levels:
+            _tell_other_group(places, before, device, error)
         raise
 
 
-def _report(places: tuple[Place, ...], ends: tuple[int, ...], call: Call, error: BaseException) -> None:
-    """Report an error to the ranks that wait for this rank's next exchange, in one group or in both."""
-    device, waiting = call.input.device.type, list(zip(places, ends, strict=True))
-    if not is_reported(error):
-        report_failure(waiting, call.name, device, error)
-    elif len(places) > 1:  # raised by an exchange of one group: the other's ranks do not know
-        for place, end in waiting:
-            comm = by_handle(place.handle)
-            if comm.name != getattr(error, "group", None) and comm.calls < end:
-                with contextlib.suppress(SparError):
-                    comm.fail(
-                        call.name, device, error, f"an exchange before it failed: {failure_text(error)}"
-                    )
+def _tell_other_group(
+    places: tuple[Place, ...], before: tuple[int, ...], device: str | None, error: BaseException
+) -> None:
+    """Report the error of one group's exchange to the ranks of the other group, which wait for this one.
+
+    The order is: one exchange in the ulysses group, the ring's, one more in the ulysses group.
+    """
+    ulysses, ring = (by_handle(place.handle) for place in places)
+    if ring.calls == before[1] and ring.broken is None:
+        waits = ring
+    elif ulysses.calls <= before[0] + 1:
+        waits = ulysses
+    else:
+        return
+    with contextlib.suppress(SparError):
+        waits.fail("attention", device, error, f"the exchange before it failed: {failure_text(error)}")
 
 
 def _checked(
