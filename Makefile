@@ -22,13 +22,14 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-mpi bring-up-kit soak test check test-asan fuzz lint format build wheel clean gone
+.PHONY: help demo bench bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
 	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make test    run all tests, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
+	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
@@ -66,6 +67,9 @@ soak: build .venv/.test
 
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+test-models: build .venv/.test .venv/.models
+	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
 
 # Lint, and the tests with the mark `quick`, which tests/conftest.py assigns.
 check: lint build .venv/.test
@@ -145,7 +149,7 @@ build: .venv/.spar
 	@touch $@
 
 # spar's extras; spar itself is already installed.
-.venv/.test .venv/.lint .venv/.mpi: .venv/.%: pyproject.toml | .venv/.spar
+.venv/.test .venv/.models .venv/.lint .venv/.mpi: .venv/.%: pyproject.toml | .venv/.spar
 	@echo 'installing what make $* needs'
 	@$(PIP) install 'spar-torch[$*]'
 	@touch $@
