@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { PATH = 4096 };
 
@@ -165,4 +166,11 @@ int64_t spar_cgroup_memory(const char *root)
 int64_t spar_cgroup_cores(const char *root)
 {
     return least(root, "cpu", cores_of);
+}
+
+int64_t spar_usable_memory(void)
+{
+    int64_t host = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    int64_t group = spar_cgroup_memory("");
+    return group < host ? group : host;
 }

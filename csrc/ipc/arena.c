@@ -59,9 +59,7 @@ static uint32_t now_s(void)
 
 static int64_t default_cap(int local_ranks)
 {
-    int64_t host = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    int64_t group = spar_cgroup_memory("");
-    return (group < host ? group : host) / 2 / local_ranks;
+    return spar_usable_memory() / 2 / local_ranks;
 }
 
 /* With the lock held. */

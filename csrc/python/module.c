@@ -1,5 +1,6 @@
 /* The module spar._C. */
 #include "python/binding.h"
+#include "base/cgroup.h"
 #include "base/cores.h"
 #include "base/env.h"
 #include "transports/nccl/pipeline.h"
@@ -199,6 +200,11 @@ static PyObject *module_threads(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromLong(spar_threads_share(INT64_MAX));
 }
 
+static PyObject *module_limits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    return Py_BuildValue("iL", spar_cores(), (long long)spar_usable_memory());
+}
+
 static PyObject *module_last_call_begin(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *group, *op;
@@ -355,6 +361,8 @@ static PyMethodDef methods[] = {
     {"threads", module_threads, METH_VARARGS,
      "threads(most, local ranks) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"
      "cores, at most so many"},
+    {"limits", module_limits, METH_NOARGS,
+     "(cores, bytes of memory) that this process may use, by its affinity and its cgroups."},
     {"table", module_table, METH_VARARGS, table_doc},
     {"plan_stats", module_plan_stats, METH_NOARGS, "(cached, hits, misses)"},
     {"plan_limit", module_plan_limit, METH_VARARGS, "How many plans are kept from now on."},

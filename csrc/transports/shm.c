@@ -25,7 +25,10 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
     }
     if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
         return 0;
-    snprintf(reason, size, "all %d ranks share this host's memory", world);
+    if (world == 1) /* asked before the peers are known */
+        snprintf(reason, size, "ranks of one host share its memory");
+    else
+        snprintf(reason, size, "all %d ranks share this host's memory", world);
     return 1;
 }
 

@@ -25,7 +25,10 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
             snprintf(reason, size, "rank %d: %.95s", first_rank + rank, info[rank].no_nccl);
             return 0;
         }
-    snprintf(reason, size, "all %d ranks have CUDA and NCCL", world);
+    if (world == 1)
+        snprintf(reason, size, "this process has CUDA and NCCL");
+    else
+        snprintf(reason, size, "all %d ranks have CUDA and NCCL", world);
     return 1;
 }
 
