@@ -135,7 +135,12 @@ def _read_log_setting(rank: int) -> None:
         handler.setFormatter(logging.Formatter(f"spar rank {rank} %(levelname)s: %(message)s"))
         _log.addHandler(handler)
         _log.propagate = False
-        known = {variable for _, variable, *_ in _C.env_rows()}
-        for name in sorted(set(os.environ) - known - _BUILD_SETTINGS):
-            if name.startswith("SPAR_"):
-                _log.warning("%s is no setting of spar; known: %s", name, ", ".join(sorted(known)))
+        known = sorted(variable for _, variable, *_ in _C.env_rows())
+        for name in unknown_settings():
+            _log.warning("%s is no setting of spar; known: %s", name, ", ".join(known))
+
+
+def unknown_settings() -> list[str]:
+    """Return the names of environment variables that look like a setting of spar, and are none."""
+    known = {variable for _, variable, *_ in _C.env_rows()} | _BUILD_SETTINGS
+    return sorted(name for name in os.environ if name.startswith("SPAR_") and name not in known)

@@ -112,13 +112,16 @@ _LIBRARIES = {
 
 
 @functools.cache
-def find_libraries() -> None:
-    """Tells the core where libraries lie that torch's import has not brought in."""
+def find_libraries() -> dict[str, str | None]:
+    """Tell the core where libraries lie that torch's import has not brought in; return these places."""
+    found: dict[str, str | None] = {}
     if not _cuda:  # a torch without CUDA has no tensors for them
-        return
+        return found
     for library, (names, packages) in _LIBRARIES.items():
         if not any(map(_is_mapped, names)):
-            _C.set_library_path(library, _in_packages(names, packages) or _by_pathfinder(library))
+            found[library] = _in_packages(names, packages) or _by_pathfinder(library)
+            _C.set_library_path(library, found[library])
+    return found
 
 
 def _mapped(name: str) -> ctypes.CDLL | None:

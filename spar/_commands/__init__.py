@@ -1,0 +1,1 @@
+"""The commands of `python -m spar`. Nothing else in spar imports them."""

@@ -1,0 +1,64 @@
+"""The arguments of `python -m spar`, and which command they start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from . import check, info
+from .bench import run as bench
+from .ranks import UsageError
+
+COMMANDS = {"info": info, "check": check, "bench": bench}
+EPILOG = """\
+examples:
+  python -m spar info
+  torchrun --standalone --nproc-per-node 4 -m spar check
+  torchrun --standalone --nproc-per-node 2 -m spar bench --only all_to_all
+
+exit status: 0 success, 1 a check failed, 2 wrong arguments or an unusable environment"""
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m spar",
+        description="Show what spar finds on this machine, check its operations, or time them.",
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        part = commands.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.DESCRIPTION,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(part)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name; return the exit status."""
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":  # rank 0 prints the help, or what is wrong
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        args = make_parser().parse_args(arguments)
+    try:
+        return COMMANDS[args.command].run(args)
+    except UsageError as error:
+        if error.rank is not None:
+            print(f"spar {args.command} on rank {error.rank}: {error}", file=sys.stderr)
+        elif os.environ.get("RANK", "0") == "0":
+            print(f"spar {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

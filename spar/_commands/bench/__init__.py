@@ -1,0 +1,1 @@
+"""`python -m spar bench`: the time of each operation, against other ways to do the same."""

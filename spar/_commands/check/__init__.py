@@ -1,0 +1,1 @@
+"""`python -m spar check`: every public operation and its gradient, against plain torch in one process."""

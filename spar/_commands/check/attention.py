@@ -1,0 +1,98 @@
+"""The cases of spar.attention: each method over several layouts, against the whole sequence in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import spar
+
+from .shards import DOCUMENTS, Indexed, Total, any_total, documents, even, hybrid, joined, packed, zigzag
+from .trial import SUMMED, Case, Setting, Tensors, Trial
+
+WIDTH = 8
+TOLERANCE = 1e-4  # of float32
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor) -> Tensor:
+    """Attend over [B, S, H, D] in float64; a query without keys receives zeros."""
+    repeats = q.size(2) // k.size(2)
+    q, k, v = q.double(), k.double().repeat_interleave(repeats, 2), v.double().repeat_interleave(repeats, 2)
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(WIDTH)
+    weights = scores.masked_fill(forbidden, -1e30).softmax(-1).masked_fill(forbidden, 0.0)
+    return torch.einsum("bhst,bthd->bshd", weights, v).float()
+
+
+def _forbidden(total: int, causal: bool, key_mask: Tensor | None, separate: bool) -> Tensor:
+    """Return [B or 1, 1, S, S]: which keys a query must not attend to."""
+    place = torch.arange(total)
+    found = (place > place[:, None]) if causal else torch.zeros(total, total, dtype=torch.bool)
+    if separate:
+        owner = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
+        found = found | (owner != owner[:, None])
+    found = found[None, None]
+    return found if key_mask is None else found | ~key_mask[:, None, None]
+
+
+def _trial(
+    layout: Callable[[Setting, int], spar.SequenceLayout],
+    index: Indexed,
+    total: Total,
+    method: str | None,
+    causal: bool,
+    masked: bool,
+) -> Callable[[Setting], Trial]:
+    def make(s: Setting) -> Trial:
+        size = total(s.world)
+        heads = 2 * s.world + 2, s.world + 1  # of q, and of k and v
+        generator = torch.Generator().manual_seed(3)
+        shapes = [(2, size, n, WIDTH) for n in (heads[0], heads[1], heads[1])]
+        wholes = [torch.randn(shape, generator=generator) for shape in shapes]
+        key_mask = torch.arange(size).expand(2, -1) % 4 != 1 if masked else None
+        places = index(size, s)
+        forbidden = _forbidden(size, causal, key_mask, index is packed)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            mask = None if key_mask is None else key_mask.to(s.device)
+            with s.topology:
+                return spar.attention(q, k, v, layout(s, size), causal=causal, mask=mask, method=method)
+
+        def reference(inputs: list[Tensors]) -> list[Tensors]:
+            q, k, v = (joined(parts, places, 1) for parts in zip(*inputs, strict=True))
+            y = plain_attention(q, k, v, forbidden)
+            return [[y.index_select(1, i)] for i in places]
+
+        inputs = [[x.index_select(1, i) for x in wholes] for i in places]
+        return Trial(inputs, run, reference, SUMMED, tolerance=TOLERANCE)
+
+    return make
+
+
+def attention_cases(s: Setting) -> list[Case]:
+    def zigzagged(s: Setting, total: int) -> spar.SequenceLayout:
+        return spar.SequenceLayout.zigzag(total, s.group)
+
+    def evenly(s: Setting, total: int) -> spar.SequenceLayout:
+        return spar.SequenceLayout.even(total, s.group)
+
+    def packing(s: Setting, total: int) -> spar.SequenceLayout:
+        return spar.SequenceLayout.packed(DOCUMENTS, s.group)
+
+    def in_rings(s: Setting, total: int) -> spar.SequenceLayout:
+        return spar.SequenceLayout.hybrid(total, s.state)
+
+    found = []
+    for method in ("ulysses", "gather", "ring"):
+        found += [
+            (method, _trial(evenly, even, any_total, method, False, False)),
+            (f"{method}, causal, zigzag", _trial(zigzagged, zigzag, any_total, method, True, False)),
+            (f"{method}, causal, packed", _trial(packing, packed, documents, method, True, False)),
+            (f"{method}, key mask", _trial(evenly, even, any_total, method, False, True)),
+        ]
+    if s.world > 1:  # a parallel state of one rank has no groups
+        found.append(("ring x ulysses, causal", _trial(in_rings, hybrid, any_total, None, True, False)))
+    return [Case("attention", variant, make) for variant, make in found]

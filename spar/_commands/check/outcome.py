@@ -1,0 +1,130 @@
+"""Run one case on this rank, and agree with the other ranks about how it ended.
+
+Ranks agree over torch's store, not over the group that is checked: a broken group must not hide its failure.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+
+import spar
+
+from ..._runtime.agreement import is_reported
+from .trial import NO_GRADIENT, Case, Setting, Trial, difference, expected_of, listed
+
+POLL = 0.002  # seconds between looks at the store
+GRACE = 3.0  # seconds that a rank has to answer once another one found the group broken
+
+
+@dataclass
+class Outcome:
+    """How a case ended on one rank.
+
+    Attributes:
+        failures: what was wrong; empty if the case passed.
+        seconds: for forward and backward together.
+        transports: those that moved bytes.
+        broken: whether the group cannot be used any more.
+    """
+
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    transports: list[str] = field(default_factory=list)
+    broken: bool = False
+
+
+def attempt(case: Case, setting: Setting) -> Outcome:
+    """Run a case on this rank. Every exception ends up in the outcome, except those of a signal."""
+    outcome = Outcome()
+    before = _exchanges()
+    try:
+        _run(case.make(setting), setting, outcome)
+    except Exception as error:
+        outcome.failures.append(f"{type(error).__name__}: {error}")
+        lost = (spar.PeerLostError, spar.GroupBrokenError, spar.ExchangeTimeoutError)
+        outcome.broken = isinstance(error, lost) or not is_reported(error)
+        if outcome.broken and not isinstance(error, spar.SparError):
+            spar.close(setting.group)  # the peers may wait for this rank: they raise at once
+    outcome.transports = [name for name, count in _exchanges().items() if count > before[name]]
+    return outcome
+
+
+def _run(trial: Trial, setting: Setting, outcome: Outcome) -> None:
+    expected = expected_of(trial, setting)
+    inputs = [x.to(setting.device) for x in trial.inputs[setting.rank]]
+    upper = [g.to(setting.device) for g in expected.upper]
+    if trial.gradient != NO_GRADIENT:
+        inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    _wait_for_device(setting.device)
+    begin = time.perf_counter()
+    outputs = listed(trial.run(*inputs))
+    gradients = list(torch.autograd.grad(outputs, inputs, upper)) if trial.gradient != NO_GRADIENT else []
+    _wait_for_device(setting.device)
+    outcome.seconds = time.perf_counter() - begin
+    kinds = (("output", outputs, expected.outputs), ("gradient of input", gradients, expected.gradients))
+    for kind, found, wanted in kinds:
+        if len(found) != len(wanted):
+            outcome.failures.append(f"{len(found)} {kind}s; expected {len(wanted)}")
+        for at, (one, other) in enumerate(zip(found, wanted, strict=False)):
+            if text := difference(one, other, trial.tolerance):
+                outcome.failures.append(f"{kind}{f' {at}' if len(wanted) > 1 else ''}: {text}")
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _exchanges() -> dict[str, int]:
+    counts = spar.memory_stats().items()
+    return {name.removeprefix("calls."): count for name, count in counts if name.startswith("calls.")}
+
+
+class Agreement:
+    """The ranks' answers about one case after another, through torch's store. Rank 0 decides how to go on."""
+
+    def __init__(self, store: dist.Store, setting: Setting, timeout: float) -> None:
+        self.store, self.rank, self.world = store, setting.rank, setting.world
+        self.timeout = timeout  # seconds that a rank may take longer than this one
+        self.step = 0
+
+    def reach(self, own: Outcome) -> tuple[dict[int, Outcome], bool]:
+        """Return the outcomes, on rank 0 those of all ranks that answered, and whether to go on."""
+        self.step += 1
+        self.store.set(self._key(self.rank), json.dumps(asdict(own)))
+        if self.rank > 0:
+            decided = self._await([self._key("decision")], self.timeout + 2 * GRACE)
+            return {self.rank: own}, bool(decided) and self.store.get(decided[0]) == b"go on"
+        found = self._collect(own)
+        go_on = len(found) == self.world and not any(outcome.broken for outcome in found.values())
+        self.store.set(self._key("decision"), "go on" if go_on else "stop")
+        return found, go_on
+
+    def _collect(self, own: Outcome) -> dict[int, Outcome]:
+        """Wait for all ranks; for GRACE only, once one found the group broken."""
+        found, end = {0: own}, time.monotonic() + self.timeout
+        while len(found) < self.world and time.monotonic() < end:
+            for rank in set(range(self.world)) - set(found):
+                if self.store.check([self._key(rank)]):
+                    found[rank] = Outcome(**json.loads(self.store.get(self._key(rank))))
+            if any(outcome.broken for outcome in found.values()):
+                end = min(end, time.monotonic() + GRACE) if end > time.monotonic() + GRACE else end
+            time.sleep(POLL)
+        return dict(sorted(found.items()))
+
+    def _await(self, keys: list[str], limit: float) -> list[str]:
+        """Return the keys once all are set; none after the limit. Polls, so that signals end it."""
+        end = time.monotonic() + limit
+        while not self.store.check(keys):
+            if time.monotonic() > end:
+                return []
+            time.sleep(POLL)
+        return keys
+
+    def _key(self, name: object) -> str:
+        return f"spar check/{self.step}/{name}"

@@ -1,0 +1,204 @@
+"""`spar check`: run the cases on all ranks, and print a table on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+import spar
+
+from ...parallel_state import Topology, init_parallel_state
+from ..printing import time_text
+from ..ranks import Ranks, UsageError, add_device_arguments, joined, launched
+from .cases import cases
+from .outcome import Agreement, Outcome, attempt
+from .trial import Case, Setting
+
+SUMMARY = "run every operation and its gradient on all ranks, and compare with plain torch"
+DESCRIPTION = """\
+Run every public operation and its gradient on this machine and these ranks, and compare each with the same
+in plain torch, which every rank computes by itself from seeded inputs. Rank 0 prints a table.
+
+  torchrun --standalone --nproc-per-node 4 -m spar check
+  torchrun --standalone --nproc-per-node 2 -m spar check --device cuda
+
+Without a launcher it runs with one rank, which exchanges nothing with others."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_device_arguments(parser)
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="run the checks whose name contains this, such as all_gather"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long ranks wait for each other (default: 30)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+@dataclass
+class Row:
+    """A case's result. `failures`: what was wrong, by rank."""
+
+    operation: str
+    variant: str
+    result: str  # "pass", "FAIL" or "not run"
+    transports: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    failures: dict[int, list[str]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} ({self.variant})" if self.variant else self.operation
+
+
+class Ended(Exception):
+    """A signal asks this process to end: a launcher ends all ranks if one fails."""
+
+
+def run(args: Namespace) -> int:
+    if args.timeout <= 0:
+        raise UsageError(f"--timeout is {args.timeout:g}; expected a number of seconds above 0")
+    os.environ.setdefault("SPAR_TIMEOUT", f"{args.timeout:g}")
+    with joined(args.device, args.backend, args.timeout) as ranks:
+        rows, ended_well = check(ranks, args.only, args.timeout, sys.stdout, args.json)
+        failed = [row for row in rows if row.result != "pass"]
+        if not ended_well:  # a thread of the process group may still wait for a lost rank
+            sys.stdout.flush()
+            os._exit(1)
+    return 1 if failed else 0
+
+
+def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool) -> tuple[list[Row], bool]:
+    """Run the cases whose name contains `only`; print to `out` on rank 0.
+
+    Returns:
+        The rows, on other ranks than 0 without the results of other ranks, and whether no rank was lost.
+    """
+    setting = make_setting(ranks)
+    chosen = [case for case in cases(setting) if only in case.name or case.operation == "init"]
+    if len(chosen) == 1 and only:
+        raise UsageError(f"--only is {only!r}, which no check's name contains; try all_gather, or attention")
+    table = Table(chosen, out if ranks.rank == 0 and not as_json else None)
+    table.head(ranks)
+    begin, rows, go_on = time.monotonic(), [], True
+    agreement = Agreement(ranks.store, setting, timeout + 10)
+    with ended_by_signals():
+        for case in chosen:
+            row = Row(case.operation, case.variant, "not run")
+            if go_on:
+                row, go_on = _one(case, setting, agreement)
+            rows.append(row)
+            table.print(row)
+    table.summary(rows, time.monotonic() - begin, setting)
+    if as_json and ranks.rank == 0:
+        facts = {"ranks": ranks.world, "device": ranks.device.type, "backend": ranks.backend}
+        print(json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=1), file=out)
+    return rows, go_on
+
+
+def make_setting(ranks: Ranks) -> Setting:
+    """Make the groups of ring x ulysses, as square as the number of ranks allows. Collective."""
+    ulysses = max(n for n in range(1, ranks.world + 1) if ranks.world % n == 0 and n * n <= ranks.world)
+    group = dist.group.WORLD
+    assert group is not None
+    with Topology() as topology:
+        ring = ranks.world // ulysses
+        state = init_parallel_state(ring_attention_size=ring, ulysses_parallel_size=ulysses)
+    return Setting(ranks.rank, ranks.world, ranks.device, group, topology, state, ring, ulysses)
+
+
+def _one(case: Case, setting: Setting, agreement: Agreement) -> tuple[Row, bool]:
+    row = Row(case.operation, case.variant, "pass")
+    try:
+        own = attempt(case, setting)
+        found, go_on = agreement.reach(own)
+    except Ended as error:
+        found, go_on = {setting.rank: Outcome([f"it was ended: {error}"], broken=True)}, False
+    row.failures = {rank: outcome.failures for rank, outcome in found.items() if outcome.failures}
+    if setting.rank == 0:
+        for rank in set(range(setting.world)) - set(found):
+            row.failures[rank] = ["no answer; its process ended, or waits"]
+    row.transports = sorted({name for outcome in found.values() for name in outcome.transports})
+    row.seconds = max(outcome.seconds for outcome in found.values())
+    row.result = "FAIL" if row.failures or not go_on else "pass"
+    return row, go_on
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raise Ended on SIGTERM, so that what was found until then is printed."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once
+        raise Ended(f"{signal.Signals(number).name}, as launchers send if another rank ended")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Table:
+    """Prints a line for each case as soon as it ended, and the failures behind the last one."""
+
+    def __init__(self, chosen: Sequence[Case], out: TextIO | None) -> None:
+        self.out = out
+        self.width = max(len(case.name) for case in chosen)
+
+    def line(self, text: str = "") -> None:
+        if self.out is not None:
+            print(text, file=self.out, flush=True)
+
+    def head(self, ranks: Ranks) -> None:
+        count = f"{ranks.world} rank{'s' * (ranks.world > 1)}"
+        self.line(
+            f"spar {spar.__version__}, torch {torch.__version__}: {count}, {ranks.device.type} tensors, "
+            f"torch.distributed over {ranks.backend}"
+        )
+        if ranks.world == 1:
+            again = "start several: torchrun --standalone --nproc-per-node 2 -m spar check"
+            self.line(f"One rank exchanges nothing with others; {again}" if not launched() else again)
+        self.line()
+        self.line(f"{'operation':{self.width}}  result   transport    time")
+
+    def print(self, row: Row) -> None:
+        transport = "+".join(row.transports) or "-"
+        seconds = time_text(row.seconds) if row.result != "not run" else "-"
+        self.line(f"{row.name:{self.width}}  {row.result:7}  {transport:9}  {seconds:>8}")
+
+    def summary(self, rows: Sequence[Row], seconds: float, setting: Setting) -> None:
+        self.line()
+        for row in rows:
+            if row.result == "FAIL":
+                self.line(f"FAIL {row.name}, on {_ranks_text(sorted(row.failures))} of {setting.world}:")
+                for rank, texts in sorted(row.failures.items()):
+                    for text in texts:
+                        self.line(f"  rank {rank}: " + text.replace("\n", "\n    "))
+        missing = sum(row.result == "not run" for row in rows)
+        if missing:
+            self.line(f"{missing} checks were not run, because the group broke or a rank did not answer")
+        passed = sum(row.result == "pass" for row in rows)
+        transport = spar.transport(setting.group, setting.device)
+        self.line(f"{passed} of {len(rows)} checks passed in {seconds:.1f} s; {transport.name}: {transport.reason}")
+        self.line("time: forward and backward of one call, the first with these shapes; -: no exchange")
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,131 @@
+"""One check: spar's call on this rank, and the same in plain torch for all ranks, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...parallel_state import ParallelState, Topology
+
+Tensors = list[Tensor]
+
+SUMMED, OWN, NO_GRADIENT = "summed", "own", "none"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the checks run. `state`: ring x ulysses over all ranks, in `topology`."""
+
+    rank: int
+    world: int
+    device: torch.device
+    group: dist.ProcessGroup
+    topology: Topology
+    state: ParallelState
+    ring: int
+    ulysses: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call, and what it must return.
+
+    Attributes:
+        inputs: the inputs of each rank. A tensor that all ranks hold is the same object for each.
+        run: spar's call, of this rank's inputs; returns its outputs.
+        reference: the outputs of each rank, from the inputs of each, in plain torch.
+        gradient: what the gradient of an input is. SUMMED: of the sum of all ranks' losses; OWN: of this
+            rank's loss; NO_GRADIENT: not checked.
+        scale: what the operation does to the gradient besides.
+        tolerance: relative to the largest expected element; 0: equal.
+    """
+
+    inputs: Sequence[Tensors]
+    run: Callable[..., Any]
+    reference: Callable[[list[Tensors]], list[Tensors]]
+    gradient: str = SUMMED
+    scale: Callable[[Tensor], Tensor] | None = None
+    tolerance: float = 0.0
+
+
+class Expected(NamedTuple):
+    """What this rank's call must return, the gradients of its outputs, and those of its inputs."""
+
+    outputs: Tensors
+    upper: Tensors
+    gradients: Tensors
+
+
+@dataclass(frozen=True)
+class Case:
+    """A check of a public operation. `make` builds it only when it runs: tensors may be large."""
+
+    operation: str
+    variant: str
+    make: Callable[[Setting], Trial]
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} ({self.variant})" if self.variant else self.operation
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return small ints as floats, the same on all ranks: sums of them are exact in any order."""
+    generator = torch.Generator().manual_seed(1 + seed)
+    return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+
+
+def expected_of(trial: Trial, setting: Setting) -> Expected:
+    """Compute this rank's expected outputs and gradients, with the inputs of all ranks, on the CPU."""
+    leaves: dict[int, Tensor] = {}  # by the id of the input: one leaf for what all ranks hold
+    copies = [[leaves.setdefault(id(x), x.detach().clone()) for x in own] for own in trial.inputs]
+    if trial.gradient != NO_GRADIENT:
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+    outputs = trial.reference(copies)
+    upper = [
+        [numbers(*y.shape, seed=1000 + 10 * rank + at, dtype=y.dtype) for at, y in enumerate(ys)]
+        for rank, ys in enumerate(outputs)
+    ]
+    own = outputs[setting.rank]
+    if trial.gradient == NO_GRADIENT:
+        return Expected(own, [], [])
+    counted = range(setting.world) if trial.gradient == SUMMED else [setting.rank]
+    pairs = [pair for rank in counted for pair in zip(outputs[rank], upper[rank], strict=True)]
+    ys, gs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(ys, copies[setting.rank], gs, allow_unused=True)
+    gradients = [
+        torch.zeros_like(x) if g is None else g for x, g in zip(copies[setting.rank], found, strict=True)
+    ]
+    if trial.scale is not None:
+        gradients = [trial.scale(g) for g in gradients]
+    return Expected([y.detach() for y in own], upper[setting.rank], gradients)
+
+
+def listed(outputs: Any) -> Tensors:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def difference(found: Tensor, expected: Tensor, tolerance: float) -> str:
+    """Describe how a tensor differs from the expected one; "" if it does not."""
+    found = found.detach().cpu()
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return f"{found.dtype} {list(found.shape)}; expected {expected.dtype} {list(expected.shape)}"
+    if not found.numel() or torch.equal(found, expected):
+        return ""
+    wide = torch.float64
+    apart = (found.to(wide) - expected.to(wide)).abs().nan_to_num(torch.inf)
+    wrong = apart > tolerance * max(1.0, float(expected.to(wide).abs().max()))
+    if not bool(wrong.any()):
+        return ""
+    place = wrong.nonzero()[0].tolist()
+    one, other = (float(x[tuple(place)]) for x in (found, expected))
+    return (
+        f"element {place} is {one:.6g}; expected {other:.6g}; {int(wrong.sum())} of {found.numel()} elements "
+        f"differ, by up to {float(apart.max()):.3g}"
+    )

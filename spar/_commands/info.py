@@ -1,0 +1,155 @@
+"""`python -m spar info`: what spar finds on this machine, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+
+from . import devices, machine
+from .machine import Facts
+from .printing import entry, size_text
+
+SUMMARY = "show versions, cores, memory, GPUs, libraries, settings and transports"
+DESCRIPTION = """\
+Show what spar finds on this machine: versions, cores, memory, GPUs and how they reach each other, the
+libraries that spar opens, its settings, and which transport a group of ranks would use here. It needs no
+process group. Attach its output to a report of a problem."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: Namespace) -> int:
+    facts = collect()
+    print(json.dumps(facts, indent=2) if args.json else "\n\n".join(sections(facts)))
+    return 0
+
+
+def collect() -> Facts:
+    chosen = devices.transports()  # opens the libraries
+    return {
+        "versions": machine.versions(),
+        "processor": machine.processor(),
+        "memory": machine.memory(),
+        "gpus": devices.gpus(),
+        "libraries": devices.libraries(),
+        "settings": machine.settings(),
+        "transports": chosen,
+    }
+
+
+def sections(facts: Facts) -> list[str]:
+    """Return the facts as text, a paragraph for each kind."""
+    parts = {
+        "Versions": _versions(facts["versions"]),
+        "Processor": _processor(facts["processor"]),
+        "Memory": _memory(facts["memory"]),
+        "GPUs": _gpus(facts["gpus"]),
+        "Libraries for CUDA tensors": _libraries(facts["libraries"]),
+        "Settings": _settings(facts["settings"]),
+        "Transports": _transports(facts["transports"]),
+    }
+    return [f"{title}\n" + "\n".join(entry(*row) for row in rows) for title, rows in parts.items()]
+
+
+Rows = list[tuple[str, str]]
+
+
+def _versions(facts: Facts) -> Rows:
+    cuda = f"CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else "built without CUDA"
+    nccl = f", NCCL {facts['torch_nccl']}" if facts["torch_nccl"] else ""
+    return [
+        ("spar", f"{facts['spar']}, in {facts['path']}"),
+        ("torch", f"{facts['torch']}, {cuda}{nccl}"),
+        ("Python", facts["python"]),
+        ("system", facts["system"]),
+    ]
+
+
+def _processor(facts: Facts) -> Rows:
+    allowed = _ranges(facts["affinity"])
+    quota = "" if facts["usable_cores"] == len(facts["affinity"]) else "; the cgroup's quota is lower"
+    return [
+        ("model", facts["model"] or "not known"),
+        ("cores", f"{facts['cores']}, of which this process may run on {allowed}"),
+        ("usable", f"{_count(facts['usable_cores'], 'core')}{quota}"),
+        ("torch's threads", str(facts["torch_threads"])),
+    ]
+
+
+def _memory(facts: Facts) -> Rows:
+    host = [f"{size_text(facts[name])} {name}" for name in ("total", "available") if facts[name] is not None]
+    lower = facts["total"] is not None and facts["usable"] < facts["total"]
+    cap = facts["arena_cap"]
+    shm = facts["shm_folder"]
+    own = "half of the usable memory, divided by the ranks on this host"
+    return [
+        ("host", ", ".join(host) or "not known"),
+        ("usable", size_text(facts["usable"]) + (", the limit of this process's cgroup" if lower else "")),
+        ("spar's arena", f"at most {size_text(cap) + ', by SPAR_ARENA_MAX,' if isinstance(cap, int) else own} for each rank"),
+        ("/dev/shm", f"{size_text(shm['total'])}, {size_text(shm['free'])} free; spar does not use it, NCCL and "
+         "DataLoader do" if shm else "there is none; spar does not need it, NCCL and DataLoader do"),
+    ]
+
+
+def _gpus(facts: Facts) -> Rows:
+    if facts["none"]:
+        return [("none", facts["none"])]
+    rows = []
+    for index, device in enumerate(facts["devices"]):
+        reached = [other for other, can in enumerate(facts["peer_access"][index]) if can and other != index]
+        others = len(facts["devices"]) - 1
+        peers = f"; accesses the memory of {_ranges(reached) if reached else 'no other'}" if others else ""
+        rows.append(
+            (
+                f"cuda:{index}",
+                f"{device['name']}, {size_text(device['memory'])}, capability {device['capability']}{peers}",
+            )
+        )
+    return rows
+
+
+def _libraries(facts: list[Facts]) -> Rows:
+    rows = []
+    for library in facts:
+        version = f" ({library['version']})" if library["version"] else ""
+        state = "" if library["opened"] else ", not opened yet"
+        rows.append((library["name"], f"{library['path']}{version}{state}" if library["path"] else "not opened"))
+    return rows
+
+
+def _settings(facts: Facts) -> Rows:
+    rows = []
+    for name, setting in facts["variables"].items():
+        if setting["error"]:
+            rows.append((name, f"wrong: {setting['error']}"))
+        elif setting["set"]:
+            rows.append((name, str(setting["value"])))
+    rows += [(name, "is no setting of spar; `--json` lists the settings") for name in facts["unknown"]]
+    return rows or [("none", "all have their defaults; `--json` lists them")]
+
+
+def _transports(facts: list[Facts]) -> Rows:
+    rows = []
+    for choice in facts:
+        others = "".join(f"; not {name}: {why}" for name, why in choice["rejected"].items())
+        name = choice["transport"] or "none"
+        where = f"{choice['device']}, {choice['hosts']}"
+        rows.append((where, f"{name}: {choice['reason']}{others}"))
+    return rows
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return sorted numbers as ranges: 0-3, 8."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

@@ -1,0 +1,94 @@
+"""Text for a terminal or a file: tables, sizes, times, and a progress bar."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def optional(name: str) -> Any | None:
+    """Import a module that spar does not need; None if it is not installed, or cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes, such as "64 KB" or "23.5 GB"; K, M and G are powers of 1,024."""
+    if size >= GIB:
+        return f"{size / GIB:.1f} GB"
+    return f"{size / MIB:.0f} MB" if size >= MIB else f"{size / KIB:.0f} KB"
+
+
+def time_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Align rows in columns, two spaces apart; the columns in `right` at their right ends."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def entry(name: str, text: str, indent: int = 22) -> str:
+    """Return a name and its text, wrapped beside it to the terminal's width; 100 if there is no terminal."""
+    width = max(60, shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else 100
+    lines = textwrap.wrap(text, width - indent, break_on_hyphens=False, break_long_words=False) or [""]
+    return f"{'  ' + name:<{indent}}" + ("\n" + " " * indent).join(lines)
+
+
+class Progress:
+    """A progress bar on stderr: tqdm's if installed, else a line that is overwritten.
+
+    Prints nothing if stderr is not a terminal.
+    """
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.done, self.width = total, 0, 0
+        self.shown = shown and sys.stderr.isatty()
+        tqdm = optional("tqdm") if self.shown else None
+        self.bar = None if tqdm is None else tqdm.tqdm(total=total, ascii=True, leave=False)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        elif self.shown:
+            self._overwrite("")
+            sys.stderr.write("\r")
+
+    def begin(self, text: str) -> None:
+        """Show what runs now."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(text)
+        elif self.shown:
+            self._overwrite(f"{self.done}/{self.total} {text}")
+
+    def end(self) -> None:
+        """Count what `begin` announced as done."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()
+
+    def _overwrite(self, text: str) -> None:
+        sys.stderr.write(f"\r{text:<{self.width}}")
+        sys.stderr.flush()
+        self.width = len(text)
