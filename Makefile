@@ -50,7 +50,7 @@ demo: build
 # The benchmark's world size.
 RANKS ?= 2
 bench: build
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/bench.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m spar bench $(ARGS)
 
 # MPI as a reference; mpiexec starts the ranks.
 bench-mpi: .venv/.mpi

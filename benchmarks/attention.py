@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import timed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import spar
+from spar._commands.bench.timing import timed
 
 METHODS = ("ulysses", "gather", "ring")
 

@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import formulations
 import torch
 import torch.distributed as dist
 from report import FAILED, Report
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import spar
+from spar._commands.bench import formulations
 
 MIB = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)

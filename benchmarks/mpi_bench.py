@@ -3,7 +3,7 @@
     mpiexec -n 2 python benchmarks/mpi_bench.py
 
 Needs mpi4py and an MPI library (`pip install 'spar-torch[mpi]'`). The ranks that mpiexec starts also join a
-gloo group, which spar uses for its set-up. Figures are medians as in bench.py, with copies of the same bytes.
+gloo group, which spar uses for its set-up. Figures are medians as in `python -m spar bench`, with copies of the same bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import KIB, MIB, copying, shown, timed
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import spar
+from spar._commands.bench.timing import copying, timed
+from spar._commands.printing import KIB, MIB, size_text
 
 SIZES = (2 * KIB, 64 * KIB, MIB, 25 * MIB)  # bytes of a rank's part
 
@@ -59,7 +60,7 @@ def measure(world: Any, memory: Any, sizes: Sequence[int], seconds: float) -> No
         times = [found.median for found in timed([ours, theirs, copying(x.nbytes)], seconds)]
         if world.Get_rank() == 0:
             shown_times = "".join(f"{each * 1e6:11.1f} us" for each in times)
-            print(f"{shown(size):>7}{shown_times}{times[1] / times[0]:12.1f} x", flush=True)
+            print(f"{size_text(size):>7}{shown_times}{times[1] / times[0]:12.1f} x", flush=True)
 
 
 def main() -> None:

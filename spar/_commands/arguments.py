@@ -8,8 +8,9 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from . import check, info
+from . import info
 from .bench import run as bench
+from .check import run as check
 from .ranks import UsageError
 
 COMMANDS = {"info": info, "check": check, "bench": bench}

@@ -1,4 +1,4 @@
-"""The operations that bench.py times: spar's functions, and the usual formulations, for each size."""
+"""The operations that are timed: spar's functions, and the usual formulations, for each size."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import formulations
 import torch
 import torch.distributed as dist
-from timing import KIB
 from torch import Tensor
 
 import spar
+
+from ..printing import KIB
+from . import formulations
 
 SMALLEST = 2 * KIB
 
@@ -45,7 +46,8 @@ def operations(size: int) -> list[Operation]:
 
 
 def _heads(size: int) -> list[Operation]:
-    heads = 8 if size == SMALLEST else 24
+    world = dist.get_world_size()
+    heads = -(-(8 if size == SMALLEST else 24) // world) * world  # the references need a multiple
     tokens = max(1, round(size / (heads * 256)))
     qkv = tuple(torch.randn(1, tokens, heads, 128).to(torch.bfloat16) for _ in range(3))
     query, total = qkv[0], 3 * qkv[0].nbytes

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-KIB, MIB = 1 << 10, 1 << 20
 TURNS = 5  # at least
 
 
@@ -65,7 +64,3 @@ def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
 def copying(written: int) -> Callable[[], Tensor]:
     source, target = torch.ones(written, dtype=torch.uint8), torch.zeros(written, dtype=torch.uint8)
     return lambda: target.copy_(source)
-
-
-def shown(size: float) -> str:
-    return f"{size / MIB:.0f} MB" if size >= MIB else f"{size / KIB:.0f} KB"

@@ -380,12 +380,18 @@ def _sequence_group() -> list[Case]:
             raise AssertionError(f"padding is {padding}; expected {-total % s.world} zeros")
         return part[:, :own]
 
-    def validated(s: Setting, total: int, x: Tensor) -> Tensor:
-        validator = ShardingValidator()
-        with s.topology, validator.track():
-            y = validator.gather(validator.shard(x, "x", 1, validate_divisible=False), "x", 1)
-        validator.validate()
-        return y
+    def validated(s: Setting) -> Trial:
+        """The gradients of its shard and gather are those of sp_shard and sp_gather."""
+
+        def run(x: Tensor) -> Tensor:
+            validator = ShardingValidator()
+            with s.topology, validator.track():
+                y = validator.gather(validator.shard(x, "x", 1, validate_divisible=False), "x", 1)
+            validator.validate()
+            return y
+
+        x = numbers(2, any_total(s.world), 3)
+        return Trial([[x]] * s.world, run, lambda inputs: inputs, NO_GRADIENT)
 
     def processed(s: Setting) -> Trial:
         parts = [[numbers(2, 3, seed=rank)] for rank in range(s.world)]
@@ -421,17 +427,11 @@ def _sequence_group() -> list[Case]:
 
         return Trial([[ids, positions]] * s.world, run, reference, NO_GRADIENT)
 
-    same = gather(validated, lambda total, s: [torch.arange(total)] * s.world)
-
-    def unchanged(s: Setting) -> Trial:
-        whole = same(s).inputs[0]
-        return Trial([whole] * s.world, same(s).run, lambda inputs: [[own[0]] for own in inputs], OWN)
-
     return [
         Case("sharding.sp_shard", "uneven", split(shard, even)),
         Case("sharding.sp_gather", "uneven", gather(gathered, even)),
         Case("sharding.sp_shard_with_padding", "uneven", split(with_padding, padded)),
-        Case("sharding.ShardingValidator", "shard and gather", unchanged),
+        Case("sharding.ShardingValidator", "shard and gather", validated),
         Case("data.SPDataProcessor", "", processed),
         Case("data.sp_slice_and_pad_input", "uneven", sliced),
     ]

@@ -92,14 +92,16 @@ class Agreement:
         self.store, self.rank, self.world = store, setting.rank, setting.world
         self.timeout = timeout  # seconds that a rank may take longer than this one
         self.step = 0
+        self.is_alone = False  # rank 0, which prints, does not answer
 
     def reach(self, own: Outcome) -> tuple[dict[int, Outcome], bool]:
         """Return the outcomes, on rank 0 those of all ranks that answered, and whether to go on."""
         self.step += 1
         self.store.set(self._key(self.rank), json.dumps(asdict(own)))
         if self.rank > 0:
-            decided = self._await([self._key("decision")], self.timeout + 2 * GRACE)
-            return {self.rank: own}, bool(decided) and self.store.get(decided[0]) == b"go on"
+            decision = self._await(self._key("decision"), self.timeout + 2 * GRACE)
+            self.is_alone = decision is None
+            return {self.rank: own}, decision == b"go on"
         found = self._collect(own)
         go_on = len(found) == self.world and not any(outcome.broken for outcome in found.values())
         self.store.set(self._key("decision"), "go on" if go_on else "stop")
@@ -108,23 +110,35 @@ class Agreement:
     def _collect(self, own: Outcome) -> dict[int, Outcome]:
         """Wait for all ranks; for GRACE only, once one found the group broken."""
         found, end = {0: own}, time.monotonic() + self.timeout
+        shortened = False
         while len(found) < self.world and time.monotonic() < end:
             for rank in set(range(self.world)) - set(found):
                 if self.store.check([self._key(rank)]):
                     found[rank] = Outcome(**json.loads(self.store.get(self._key(rank))))
-            if any(outcome.broken for outcome in found.values()):
-                end = min(end, time.monotonic() + GRACE) if end > time.monotonic() + GRACE else end
+            if not shortened and any(outcome.broken for outcome in found.values()):
+                shortened, end = True, min(end, time.monotonic() + GRACE)
             time.sleep(POLL)
         return dict(sorted(found.items()))
 
-    def _await(self, keys: list[str], limit: float) -> list[str]:
-        """Return the keys once all are set; none after the limit. Polls, so that signals end it."""
+    def end(self, passed: bool) -> bool:
+        """Return on each rank whether all checks passed, as rank 0 found, once rank 0 has printed.
+
+        Launchers end all ranks if one fails: no rank may end before.
+        """
+        if self.rank == 0:
+            self.store.set(self._key("end"), "passed" if passed else "failed")
+            return passed
+        return self._await(self._key("end"), GRACE) == b"passed"
+
+    def _await(self, key: str, limit: float) -> bytes | None:
+        """Return a key's value once it is set; None after the limit. Polls, so that signals end it."""
         end = time.monotonic() + limit
-        while not self.store.check(keys):
+        while not self.store.check([key]):
             if time.monotonic() > end:
-                return []
+                return None
             time.sleep(POLL)
-        return keys
+        value: bytes = self.store.get(key)
+        return value
 
     def _key(self, name: object) -> str:
         return f"spar check/{self.step}/{name}"

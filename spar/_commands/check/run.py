@@ -76,19 +76,20 @@ def run(args: Namespace) -> int:
         raise UsageError(f"--timeout is {args.timeout:g}; expected a number of seconds above 0")
     os.environ.setdefault("SPAR_TIMEOUT", f"{args.timeout:g}")
     with joined(args.device, args.backend, args.timeout) as ranks:
-        rows, ended_well = check(ranks, args.only, args.timeout, sys.stdout, args.json)
-        failed = [row for row in rows if row.result != "pass"]
-        if not ended_well:  # a thread of the process group may still wait for a lost rank
+        passed, usable = check(ranks, args.only, args.timeout, sys.stdout, args.json)
+        if not usable:  # a thread of the process group may still wait for a lost rank
             sys.stdout.flush()
             os._exit(1)
-    return 1 if failed else 0
+    return 0 if passed else 1
 
 
-def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool) -> tuple[list[Row], bool]:
+def check(
+    ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = False
+) -> tuple[bool, bool]:
     """Run the cases whose name contains `only`; print to `out` on rank 0.
 
     Returns:
-        The rows, on other ranks than 0 without the results of other ranks, and whether no rank was lost.
+        Whether all checks passed, on all ranks alike, and whether the group is still usable.
     """
     setting = make_setting(ranks)
     chosen = [case for case in cases(setting) if only in case.name or case.operation == "init"]
@@ -105,11 +106,15 @@ def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool) -
                 row, go_on = _one(case, setting, agreement)
             rows.append(row)
             table.print(row)
-    table.summary(rows, time.monotonic() - begin, setting)
-    if as_json and ranks.rank == 0:
-        facts = {"ranks": ranks.world, "device": ranks.device.type, "backend": ranks.backend}
-        print(json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=1), file=out)
-    return rows, go_on
+        table.summary(rows, time.monotonic() - begin, setting)
+        if as_json and ranks.rank == 0:
+            facts = {"ranks": ranks.world, "device": ranks.device.type, "backend": ranks.backend}
+            print(json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=1), file=out)
+        if agreement.is_alone:
+            last = [row for row in rows if row.result != "not run"][-1]
+            print(f"spar check on rank {ranks.rank}: rank 0 does not answer after {last.name}", file=sys.stderr)
+        passed = agreement.end(all(row.result == "pass" for row in rows))
+    return passed, go_on
 
 
 def make_setting(ranks: Ranks) -> Setting:
@@ -196,7 +201,8 @@ class Table:
             self.line(f"{missing} checks were not run, because the group broke or a rank did not answer")
         passed = sum(row.result == "pass" for row in rows)
         transport = spar.transport(setting.group, setting.device)
-        self.line(f"{passed} of {len(rows)} checks passed in {seconds:.1f} s; {transport.name}: {transport.reason}")
+        used = f"{transport.name}: {transport.reason}" if transport.name else transport.reason
+        self.line(f"{passed} of {len(rows)} checks passed in {seconds:.1f} s; {used}")
         self.line("time: forward and backward of one call, the first with these shapes; -: no exchange")
 
 

@@ -1,0 +1,48 @@
+"""Other libraries that can be compared: the all_to_all of yunchang and DeepSpeed, where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+AllToAll = Callable[[Tensor], Any]  # [B, S/P, H, D] to [B, S, H/P, D]
+
+
+def _yunchang() -> AllToAll:
+    function = importlib.import_module("yunchang.comm.all_to_all").SeqAllToAll4D
+    return lambda x: function.apply(dist.group.WORLD, x, 2, 1, False)
+
+
+def _deepspeed() -> AllToAll:
+    importlib.import_module("deepspeed.comm").init_distributed(dist.get_backend(), auto_mpi_discovery=False)
+    function = importlib.import_module("deepspeed.sequence.layer")._SeqAllToAll
+    return lambda x: function.apply(dist.group.WORLD, x, 2, 1, 0)
+
+
+LIBRARIES: dict[str, Callable[[], AllToAll]] = {"yunchang": _yunchang, "deepspeed": _deepspeed}
+
+
+def find() -> tuple[dict[str, AllToAll], list[str]]:
+    """Return the libraries that all ranks can import, and a line about each one that is skipped. Collective."""
+    found: dict[str, AllToAll] = {}
+    reasons: dict[str, str] = {}
+    for name, load in LIBRARIES.items():
+        if importlib.util.find_spec(name) is None:
+            reasons[name] = "not installed"
+            continue
+        try:
+            found[name] = load()
+        except Exception as error:  # whatever its import runs into
+            reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    of_ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, reasons)
+    skipped = {}
+    for rank, lacking in enumerate(of_ranks):
+        for name, reason in lacking.items():
+            skipped.setdefault(name, f"{name} is skipped: {reason}" + (f" (rank {rank})" if rank else ""))
+    return {name: way for name, way in found.items() if name not in skipped}, list(skipped.values())

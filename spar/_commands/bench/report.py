@@ -1,0 +1,74 @@
+"""A benchmark's figures as a table, and as a heat map of the ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..printing import size_text, table
+from .rows import Row
+
+LEGEND = """\
+formulation: how many times faster spar is than the usual code over torch.distributed; copy_: spar's time as a
+multiple of copy_'s; engine: the part of the median that torch's engine takes; other way: spar's time in that way"""
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.libraries))
+    titles = ["operation", "part", "median", "p99", "GB/s", "formulation", "copy_", *names, "engine", "other way"]
+    lines = [titles]
+    for row in rows:
+        ours = row.spar.median
+        lines.append(
+            [
+                f"{row.operation}, {row.direction}",
+                size_text(row.size),
+                f"{ours * 1e6:.1f} us",
+                f"{row.spar.p99 * 1e6:.1f} us",
+                f"{row.bytes / ours / 1e9:.2f}",
+                f"{row.formulation.median / ours:.1f} x",
+                f"{ours / row.copy.median:.2f} x",
+                *(f"{row.libraries[name].median / ours:.1f} x" if name in row.libraries else "" for name in names),
+                f"{row.engine.median * 1e6:.1f} us" if row.engine else "",
+                f"{row.other.median * 1e6:.1f} us ({row.other_name})" if row.other else "",
+            ]
+        )
+    legend = LEGEND + "".join(f"; {name}: how many times faster spar is than {name}" for name in names)
+    return f"{table(lines, right=range(1, len(titles) - 1))}\n{legend}"
+
+
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def draw(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Draw each operation's ratios by size. Needs matplotlib."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.direction != "recorded"]
+    names = list(dict.fromkeys(f"{row.operation}, {row.direction}" for row in rows))
+    sizes = sorted({row.size for row in rows})
+    panels: list[tuple[str, float, Callable[[Row], float]]] = [
+        (
+            "times faster than the usual formulation",
+            100,
+            lambda row: row.formulation.median / row.spar.median,
+        ),
+        ("times as fast as Tensor.copy_", 20, lambda row: row.copy.median / row.spar.median),
+    ]
+    figure = Figure(figsize=(13, 0.36 * len(names) + 1.6), layout="constrained")
+    figure.suptitle(title)
+    for axes, (meaning, most, ratio) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        values = [[0.0] * len(sizes) for _ in names]
+        for row in rows:
+            at = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size)
+            values[at[0]][at[1]] = ratio(row)
+            words = f"{ratio(row):.1f}" if ratio(row) < 100 else f"{ratio(row):.0f}"
+            axes.text(at[1], at[0], words, ha="center", va="center", size=8)
+        axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=LogNorm(1 / most, most))
+        axes.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel="a rank's part", title=meaning)
+    figure.savefig(path, dpi=90)
