@@ -1,4 +1,4 @@
-"""benchmarks/bench.py and mpi_bench.py: they run with real ranks, and their results equal the references'."""
+"""`spar bench` and benchmarks/mpi_bench.py: they run with real ranks, and results equal the references'."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import importlib.util
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.launched import launch
+
+from spar._commands.arguments import main
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -24,18 +25,35 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+# Another library's all_to_all, whose calls are those of yunchang.
+LIBRARY = """
+from spar._commands.bench import formulations
+
+class SeqAllToAll4D:
+    @staticmethod
+    def apply(group, x, scatter, gather, use_sync):
+        assert (scatter, gather, use_sync) == (2, 1, False)
+        return formulations.all_to_all(x)
+"""
+
+
 def bench(folder: Path, *options: str) -> None:
-    sys.path.insert(0, str(BENCHMARKS))
-    sys.argv = ["bench.py", *options]
     rank = os.environ.get("RANK", "none")
+    sys.path.insert(0, str(folder / "libraries"))
     with open(folder / f"table.{rank}", "w") as table, contextlib.redirect_stdout(table):
-        runpy.run_path(str(BENCHMARKS / "bench.py"), run_name="__main__")
+        assert main(["bench", *options]) == 0
 
 
 def test_bench_times_every_operation(tmp_path: Path) -> None:
-    out = tmp_path / "bench"
+    out, library = tmp_path / "bench", tmp_path / "libraries" / "yunchang" / "comm" / "all_to_all.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(LIBRARY)
+    (tmp_path / "libraries" / "deepspeed.py").write_text("raise RuntimeError('it needs a GPU\\nand more')")
     launch(bench, 2, tmp_path, "--seconds", "0.001", "--largest", "2048", "--out", str(out))
     table = (tmp_path / "table.0").read_text()
+    assert table.startswith(
+        "DeepSpeed is skipped: ModuleNotFoundError: No module named 'deepspeed.comm'"
+    ) or (table.startswith("DeepSpeed is skipped: RuntimeError: it needs a GPU\n"))
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     found = {row["operation"]: row for row in rows if row["direction"] == "forward"}
     assert len(found) == 12 and out.with_suffix(".png").exists()
@@ -43,9 +61,10 @@ def test_bench_times_every_operation(tmp_path: Path) -> None:
         assert name in table and row["spar"]["median"] > 0
         compared = {"Q, K, V at once": "three exchanges", "zigzag all_gather": "plain"}.get(name, "")
         assert row["other_name"] == compared and (row["other"] is not None) == bool(compared)
+        assert list(row["libraries"]) == (["yunchang"] if name == "all_to_all" else [])
     again = tmp_path / "median"
     files = [str(out.with_suffix(".json"))] * 2
-    run(sys.executable, str(BENCHMARKS / "bench.py"), "--median", *files, "--out", str(again))
+    assert main(["bench", "--median", *files, "--out", str(again)]) == 0
     assert json.loads(again.with_suffix(".json").read_text())["rows"] == rows
 
 

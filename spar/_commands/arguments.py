@@ -5,15 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from typing import Protocol
 
 from . import info
 from .bench import run as bench
 from .check import run as check
 from .ranks import UsageError
 
-COMMANDS = {"info": info, "check": check, "bench": bench}
+
+class Command(Protocol):
+    """A module with a command."""
+
+    SUMMARY: str  # a line for the list of commands
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: ArgumentParser) -> None: ...
+
+    def run(self, args: Namespace) -> int:
+        """Return the exit status."""
+
+
+COMMANDS: dict[str, Command] = {"info": info, "check": check, "bench": bench}
 EPILOG = """\
 examples:
   python -m spar info

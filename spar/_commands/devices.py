@@ -46,7 +46,7 @@ def _gpu(index: int) -> Facts:
 
 
 def libraries() -> list[Facts]:
-    """Return where each library is that spar opens for CUDA tensors. Call `transports` before: it opens them."""
+    """Return where each library is that spar opens for CUDA tensors, once `transports` has opened them."""
     places, maps = cuda.find_libraries(), _mapped_files()
     found = []
     for library, file in _FILES.items():

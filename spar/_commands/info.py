@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from . import devices, machine
 from .machine import Facts
@@ -22,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     facts = collect()
-    print(json.dumps(facts, indent=2) if args.json else "\n\n".join(sections(facts)))
+    print(json.dumps(facts, indent=1) if args.json else "\n\n".join(sections(facts)))
     return 0
 
 
@@ -44,16 +45,17 @@ def sections(facts: Facts) -> list[str]:
     parts = {
         "Versions": _versions(facts["versions"]),
         "Processor": _processor(facts["processor"]),
-        "Memory": _memory(facts["memory"]),
+        "Memory": _memory(facts["memory"], facts["settings"]["variables"]["SPAR_ARENA_MAX"]["value"]),
         "GPUs": _gpus(facts["gpus"]),
         "Libraries for CUDA tensors": _libraries(facts["libraries"]),
         "Settings": _settings(facts["settings"]),
-        "Transports": _transports(facts["transports"]),
+        "Transports": _transports(facts["transports"], facts["gpus"]["none"]),
     }
     return [f"{title}\n" + "\n".join(entry(*row) for row in rows) for title, rows in parts.items()]
 
 
 Rows = list[tuple[str, str]]
+_GPU_TYPES = ("cuda",)
 
 
 def _versions(facts: Facts) -> Rows:
@@ -78,19 +80,23 @@ def _processor(facts: Facts) -> Rows:
     ]
 
 
-def _memory(facts: Facts) -> Rows:
+def _memory(facts: Facts, arena_cap: Any) -> Rows:
     host = [f"{size_text(facts[name])} {name}" for name in ("total", "available") if facts[name] is not None]
     lower = facts["total"] is not None and facts["usable"] < facts["total"]
-    cap = facts["arena_cap"]
-    shm = facts["shm_folder"]
-    own = "half of the usable memory, divided by the ranks on this host"
+    shm = facts["dev_shm"]
+    room = f"{size_text(shm['total'])}, {size_text(shm['free'])} free" if shm else "none"
     return [
         ("host", ", ".join(host) or "not known"),
         ("usable", size_text(facts["usable"]) + (", the limit of this process's cgroup" if lower else "")),
-        ("spar's arena", f"at most {size_text(cap) + ', by SPAR_ARENA_MAX,' if isinstance(cap, int) else own} for each rank"),
-        ("/dev/shm", f"{size_text(shm['total'])}, {size_text(shm['free'])} free; spar does not use it, NCCL and "
-         "DataLoader do" if shm else "there is none; spar does not need it, NCCL and DataLoader do"),
+        ("shared by shm", f"at most {_arena_text(arena_cap, facts['usable'])}"),
+        ("/dev/shm", f"{room}; not used by spar, but by NCCL and DataLoader"),
     ]
+
+
+def _arena_text(cap: Any, usable: int) -> str:
+    if isinstance(cap, int) and cap > 0:
+        return f"{size_text(cap)} on each rank, by SPAR_ARENA_MAX"
+    return f"{size_text(usable / 2)}, half of the usable memory, by all ranks of this host together"
 
 
 def _gpus(facts: Facts) -> Rows:
@@ -115,7 +121,9 @@ def _libraries(facts: list[Facts]) -> Rows:
     for library in facts:
         version = f" ({library['version']})" if library["version"] else ""
         state = "" if library["opened"] else ", not opened yet"
-        rows.append((library["name"], f"{library['path']}{version}{state}" if library["path"] else "not opened"))
+        rows.append(
+            (library["name"], f"{library['path']}{version}{state}" if library["path"] else "not opened")
+        )
     return rows
 
 
@@ -130,13 +138,14 @@ def _settings(facts: Facts) -> Rows:
     return rows or [("none", "all have their defaults; `--json` lists them")]
 
 
-def _transports(facts: list[Facts]) -> Rows:
+def _transports(facts: list[Facts], no_gpu: str | None) -> Rows:
     rows = []
     for choice in facts:
-        others = "".join(f"; not {name}: {why}" for name, why in choice["rejected"].items())
-        name = choice["transport"] or "none"
         where = f"{choice['device']}, {choice['hosts']}"
-        rows.append((where, f"{name}: {choice['reason']}{others}"))
+        rows.append((where, f"{choice['transport'] or 'none'}: {choice['reason']}"))
+        rows += [("", f"not {name}: {why}") for name, why in choice["rejected"].items()]
+        if choice["device"] in _GPU_TYPES and no_gpu:
+            rows.append(("", f"there are no such tensors here: {no_gpu}"))
     return rows
 
 

@@ -44,14 +44,11 @@ def processor() -> Facts:
 
 def memory() -> Facts:
     _, usable = _C.limits()
-    folder = Path("/dev/shm")
-    shared = os.statvfs(folder) if folder.is_dir() else None
     return {
         "total": _kilobytes("MemTotal"),
         "available": _kilobytes("MemAvailable"),
         "usable": usable,
-        "shm_folder": shared and {"total": shared.f_blocks * shared.f_frsize, "free": shared.f_bavail * shared.f_frsize},
-        "arena_cap": _setting("arena_max") or None,
+        "dev_shm": _file_system("/dev/shm"),
     }
 
 
@@ -76,6 +73,14 @@ def _setting(field: str) -> Any:
         return read(field)
     except ValueError as error:
         return error
+
+
+def _file_system(folder: str) -> Facts | None:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return {"total": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
 
 
 def _first_value(file: str, name: str) -> str | None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 
 class UsageError(Exception):
@@ -29,7 +30,7 @@ class Ranks:
     world: int
     device: torch.device
     backend: str
-    store: dist.Store
+    store: Store
 
 
 def launched() -> bool:
@@ -67,7 +68,7 @@ def joined(kind: str = "cpu", backend: str | None = None, timeout: float = 600.0
         if launched():
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"torch.distributed cannot start over {backend!r}: {error}", rank) from error
     yield Ranks(rank, world, device, backend, dist.distributed_c10d._get_default_store())
@@ -79,7 +80,9 @@ def _device(kind: str, rank: int) -> torch.device:
     try:
         device = torch.device(kind)
     except RuntimeError:
-        raise UsageError(f"--device is {kind!r}; expected cpu, cuda or another device type of torch") from None
+        raise UsageError(
+            f"--device is {kind!r}; expected cpu, cuda or another device type of torch"
+        ) from None
     if device.type == "cpu":
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

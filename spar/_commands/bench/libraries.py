@@ -1,4 +1,4 @@
-"""Other libraries that can be compared: the all_to_all of yunchang and DeepSpeed, where they are installed."""
+"""Other libraries to compare with: the all_to_all of yunchang and DeepSpeed, where they are installed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def _deepspeed() -> AllToAll:
     return lambda x: function.apply(dist.group.WORLD, x, 2, 1, 0)
 
 
-LIBRARIES: dict[str, Callable[[], AllToAll]] = {"yunchang": _yunchang, "deepspeed": _deepspeed}
+# name: module, and how to get its all_to_all
+LIBRARIES = {"yunchang": ("yunchang", _yunchang), "DeepSpeed": ("deepspeed", _deepspeed)}
 
 
 def find() -> tuple[dict[str, AllToAll], list[str]]:
-    """Return the libraries that all ranks can import, and a line about each one that is skipped. Collective."""
+    """Return the libraries that all ranks can import, and a line about each that is skipped. Collective."""
     found: dict[str, AllToAll] = {}
     reasons: dict[str, str] = {}
-    for name, load in LIBRARIES.items():
-        if importlib.util.find_spec(name) is None:
+    for name, (module, load) in LIBRARIES.items():
+        if importlib.util.find_spec(module) is None:
             reasons[name] = "not installed"
             continue
         try:
@@ -41,7 +42,7 @@ def find() -> tuple[dict[str, AllToAll], list[str]]:
             reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
     of_ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, reasons)
-    skipped = {}
+    skipped: dict[str, str] = {}
     for rank, lacking in enumerate(of_ranks):
         for name, reason in lacking.items():
             skipped.setdefault(name, f"{name} is skipped: {reason}" + (f" (rank {rank})" if rank else ""))

@@ -10,13 +10,26 @@ from ..printing import size_text, table
 from .rows import Row
 
 LEGEND = """\
-formulation: how many times faster spar is than the usual code over torch.distributed; copy_: spar's time as a
-multiple of copy_'s; engine: the part of the median that torch's engine takes; other way: spar's time in that way"""
+formulation: how many times faster spar is than the usual code over torch.distributed
+copy_: spar's time as a multiple of copy_'s
+engine: the part of the median that torch's engine takes
+other way: spar's time in that way"""
 
 
 def table_of(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.libraries))
-    titles = ["operation", "part", "median", "p99", "GB/s", "formulation", "copy_", *names, "engine", "other way"]
+    titles = [
+        "operation",
+        "part",
+        "median",
+        "p99",
+        "GB/s",
+        "formulation",
+        "copy_",
+        *names,
+        "engine",
+        "other way",
+    ]
     lines = [titles]
     for row in rows:
         ours = row.spar.median
@@ -29,12 +42,15 @@ def table_of(rows: Sequence[Row]) -> str:
                 f"{row.bytes / ours / 1e9:.2f}",
                 f"{row.formulation.median / ours:.1f} x",
                 f"{ours / row.copy.median:.2f} x",
-                *(f"{row.libraries[name].median / ours:.1f} x" if name in row.libraries else "" for name in names),
+                *(
+                    f"{row.libraries[name].median / ours:.1f} x" if name in row.libraries else ""
+                    for name in names
+                ),
                 f"{row.engine.median * 1e6:.1f} us" if row.engine else "",
                 f"{row.other.median * 1e6:.1f} us ({row.other_name})" if row.other else "",
             ]
         )
-    legend = LEGEND + "".join(f"; {name}: how many times faster spar is than {name}" for name in names)
+    legend = f"{LEGEND}\n{', '.join(names)}: how many times faster spar is than it" if names else LEGEND
     return f"{table(lines, right=range(1, len(titles) - 1))}\n{legend}"
 
 

@@ -40,7 +40,10 @@ All sizes take about five minutes on 2 ranks."""
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="run the operations whose name contains this, such as gather"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="run the operations whose name contains this, such as gather",
     )
     parser.add_argument(
         "--largest",

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 import spar
 
@@ -88,7 +88,7 @@ def _exchanges() -> dict[str, int]:
 class Agreement:
     """The ranks' answers about one case after another, through torch's store. Rank 0 decides how to go on."""
 
-    def __init__(self, store: dist.Store, setting: Setting, timeout: float) -> None:
+    def __init__(self, store: Store, setting: Setting, timeout: float) -> None:
         self.store, self.rank, self.world = store, setting.rank, setting.world
         self.timeout = timeout  # seconds that a rank may take longer than this one
         self.step = 0

@@ -39,7 +39,10 @@ Without a launcher it runs with one rank, which exchanges nothing with others.""
 def add_arguments(parser: ArgumentParser) -> None:
     add_device_arguments(parser)
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="run the checks whose name contains this, such as all_gather"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="run the checks whose name contains this, such as all_gather",
     )
     parser.add_argument(
         "--timeout",
@@ -83,16 +86,14 @@ def run(args: Namespace) -> int:
     return 0 if passed else 1
 
 
-def check(
-    ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = False
-) -> tuple[bool, bool]:
+def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = False) -> tuple[bool, bool]:
     """Run the cases whose name contains `only`; print to `out` on rank 0.
 
     Returns:
         Whether all checks passed, on all ranks alike, and whether the group is still usable.
     """
     setting = make_setting(ranks)
-    chosen = [case for case in cases(setting) if only in case.name or case.operation == "init"]
+    chosen = [case for case in cases(ranks.world) if only in case.name or case.operation == "init"]
     if len(chosen) == 1 and only:
         raise UsageError(f"--only is {only!r}, which no check's name contains; try all_gather, or attention")
     table = Table(chosen, out if ranks.rank == 0 and not as_json else None)
@@ -112,7 +113,9 @@ def check(
             print(json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=1), file=out)
         if agreement.is_alone:
             last = [row for row in rows if row.result != "not run"][-1]
-            print(f"spar check on rank {ranks.rank}: rank 0 does not answer after {last.name}", file=sys.stderr)
+            print(
+                f"spar check on rank {ranks.rank}: rank 0 does not answer after {last.name}", file=sys.stderr
+            )
         passed = agreement.end(all(row.result == "pass" for row in rows))
     return passed, go_on
 

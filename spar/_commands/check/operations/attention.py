@@ -1,4 +1,4 @@
-"""The cases of spar.attention: each method over several layouts, against the whole sequence in one process."""
+"""Cases of spar.attention: each method over several layouts, against the whole sequence in float64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 import spar
 
-from .shards import DOCUMENTS, Indexed, Total, any_total, documents, even, hybrid, joined, packed, zigzag
-from .trial import SUMMED, Case, Setting, Tensors, Trial
+from ..shards import DOCUMENTS, Indexed, Total, any_total, documents, even, hybrid, joined, packed, zigzag
+from ..trial import SUMMED, Case, Setting, Tensors, Trial
 
 WIDTH = 8
 TOLERANCE = 1e-4  # of float32
@@ -72,7 +72,7 @@ def _trial(
     return make
 
 
-def attention_cases(s: Setting) -> list[Case]:
+def attention_cases(world: int) -> list[Case]:
     def zigzagged(s: Setting, total: int) -> spar.SequenceLayout:
         return spar.SequenceLayout.zigzag(total, s.group)
 
@@ -93,6 +93,6 @@ def attention_cases(s: Setting) -> list[Case]:
             (f"{method}, causal, packed", _trial(packing, packed, documents, method, True, False)),
             (f"{method}, key mask", _trial(evenly, even, any_total, method, False, True)),
         ]
-    if s.world > 1:  # a parallel state of one rank has no groups
+    if world > 1:  # a parallel state of one rank has no groups
         found.append(("ring x ulysses, causal", _trial(in_rings, hybrid, any_total, None, True, False)))
     return [Case("attention", variant, make) for variant, make in found]

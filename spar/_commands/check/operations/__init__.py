@@ -1,0 +1,1 @@
+"""What each public operation must do, as cases of `spar check`."""
