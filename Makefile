@@ -32,7 +32,7 @@ help:
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
-	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
+	@echo 'make bench   run spar bench: time every operation against others (RANKS=2, ARGS=--help)'
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'

@@ -51,9 +51,7 @@ def test_bench_times_every_operation(tmp_path: Path) -> None:
     (tmp_path / "libraries" / "deepspeed.py").write_text("raise RuntimeError('it needs a GPU\\nand more')")
     launch(bench, 2, tmp_path, "--seconds", "0.001", "--largest", "2048", "--out", str(out))
     table = (tmp_path / "table.0").read_text()
-    assert table.startswith(
-        "DeepSpeed is skipped: ModuleNotFoundError: No module named 'deepspeed.comm'"
-    ) or (table.startswith("DeepSpeed is skipped: RuntimeError: it needs a GPU\n"))
+    assert table.startswith("DeepSpeed is skipped: RuntimeError: it needs a GPU\n")
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     found = {row["operation"]: row for row in rows if row["direction"] == "forward"}
     assert len(found) == 12 and out.with_suffix(".png").exists()

@@ -5,6 +5,7 @@ Ranks agree over torch's store, not over the group that is checked: a broken gro
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -85,13 +86,16 @@ def _exchanges() -> dict[str, int]:
     return {name.removeprefix("calls."): count for name, count in counts if name.startswith("calls.")}
 
 
+_runs = itertools.count()  # of this process: the store keeps the answers of earlier ones
+
+
 class Agreement:
     """The ranks' answers about one case after another, through torch's store. Rank 0 decides how to go on."""
 
     def __init__(self, store: Store, setting: Setting, timeout: float) -> None:
         self.store, self.rank, self.world = store, setting.rank, setting.world
         self.timeout = timeout  # seconds that a rank may take longer than this one
-        self.step = 0
+        self.run, self.step = next(_runs), 0
         self.is_alone = False  # rank 0, which prints, does not answer
 
     def reach(self, own: Outcome) -> tuple[dict[int, Outcome], bool]:
@@ -141,4 +145,4 @@ class Agreement:
         return value
 
     def _key(self, name: object) -> str:
-        return f"spar check/{self.step}/{name}"
+        return f"spar check {self.run}/{self.step}/{name}"

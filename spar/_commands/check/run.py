@@ -70,8 +70,8 @@ class Row:
         return f"{self.operation} ({self.variant})" if self.variant else self.operation
 
 
-class Ended(Exception):
-    """A signal asks this process to end: a launcher ends all ranks if one fails."""
+class Ended(BaseException):
+    """A signal asks this process to end: a launcher ends all ranks if one fails. No error of a check."""
 
 
 def run(args: Namespace) -> int:
@@ -82,6 +82,7 @@ def run(args: Namespace) -> int:
         passed, usable = check(ranks, args.only, args.timeout, sys.stdout, args.json)
         if not usable:  # a thread of the process group may still wait for a lost rank
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(1)
     return 0 if passed else 1
 
@@ -93,8 +94,9 @@ def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = 
         Whether all checks passed, on all ranks alike, and whether the group is still usable.
     """
     setting = make_setting(ranks)
-    chosen = [case for case in cases(ranks.world) if only in case.name or case.operation == "init"]
-    if len(chosen) == 1 and only:
+    first, *others = cases(ranks.world)
+    chosen = [first, *(case for case in others if only in case.name)]
+    if len(chosen) == 1:
         raise UsageError(f"--only is {only!r}, which no check's name contains; try all_gather, or attention")
     table = Table(chosen, out if ranks.rank == 0 and not as_json else None)
     table.head(ranks)
