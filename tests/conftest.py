@@ -40,6 +40,7 @@ SPREAD = {  # modules without module-scoped fixtures: their tests may run on any
     *("test_core", "test_coordinators", "test_faults", "test_forks", "test_hybrid", "test_local_failures"),
     *("test_process", "test_refusals", "test_releases", "test_secrets", "test_set_ups", "test_source"),
     *("test_strangers", "test_topology", "test_many_groups", "test_workers"),
+    "test_commands",
 }
 # `make check` runs modules without ranks, and of some with ranks, one world size over one transport
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}

@@ -119,11 +119,11 @@ def check_then_break(folder: Path) -> None:
         assert check_command.check(ranks, "all_gather (", 60.0, out, as_json=True) == (False, True)
         text = out.getvalue()
     if ranks.rank == 0:
-        rows = {row["variant"]: row for row in json.loads(text)["checks"] if row["operation"] == "all_gather"}
-        assert {row["result"] for name, row in rows.items() if name != "async_op"} == {"FAIL"}
-        assert rows["async_op"]["result"] == "pass"  # it returns a tuple, which stayed as it was
-        (found,) = rows["even"]["failures"]["1"]
-        assert list(rows["even"]["failures"]) == ["1"]
+        rows = {row["name"]: row for row in json.loads(text)["checks"] if row["name"] != "init"}
+        assert {row["result"] for name, row in rows.items() if "async_op" not in name} == {"FAIL"}
+        assert rows["all_gather (async_op)"]["result"] == "pass"  # it returns a tuple, which stayed as it was
+        (found,) = rows["all_gather (even)"]["failures"]["1"]
+        assert list(rows["all_gather (even)"]["failures"]) == ["1"]
         assert found.startswith("output: element [0, 0, 0] is ") and "; expected " in found
         assert found.endswith("; 1 of 72 elements differ, by up to 1")
 

@@ -58,16 +58,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 class Row:
     """A case's result. `failures`: what was wrong, by rank."""
 
-    operation: str
-    variant: str
+    name: str
     result: str  # "pass", "FAIL" or "not run"
     transports: list[str] = field(default_factory=list)
     seconds: float = 0.0
     failures: dict[int, list[str]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.operation} ({self.variant})" if self.variant else self.operation
 
 
 class Ended(BaseException):
@@ -104,7 +99,7 @@ def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = 
     agreement = Agreement(ranks.store, setting, timeout + 10)
     with ended_by_signals():
         for case in chosen:
-            row = Row(case.operation, case.variant, "not run")
+            row = Row(case.name, "not run")
             if go_on:
                 row, go_on = _one(case, setting, agreement)
             rows.append(row)
@@ -134,7 +129,7 @@ def make_setting(ranks: Ranks) -> Setting:
 
 
 def _one(case: Case, setting: Setting, agreement: Agreement) -> tuple[Row, bool]:
-    row = Row(case.operation, case.variant, "pass")
+    row = Row(case.name, "pass")
     try:
         own = attempt(case, setting)
         found, go_on = agreement.reach(own)

@@ -31,12 +31,6 @@ def even(total: int, s: Setting) -> Index:
     return list(torch.arange(total).tensor_split(s.world))
 
 
-def padded(total: int, s: Setting) -> Index:
-    """Shards of equal size; those at the end are shorter or empty."""
-    each = -(-total // s.world)
-    return [torch.arange(total)[rank * each : (rank + 1) * each] for rank in range(s.world)]
-
-
 def uneven_sizes(world: int) -> list[int]:
     """Return a size for each rank; that of the last of several is 0."""
     return [3 + 2 * (rank % 2) for rank in range(world - 1)] + [0 if world > 1 else 3]

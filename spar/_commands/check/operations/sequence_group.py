@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ....data import SPDataProcessor, sp_slice_and_pad_input
 from ....sharding import ShardingValidator, sp_gather, sp_shard, sp_shard_with_padding
-from ..shards import any_total, even, gather, padded, split
+from ..shards import any_total, even, gather, split
 from ..trial import NO_GRADIENT, Case, Setting, Tensors, Trial, numbers
 
 
@@ -22,13 +23,18 @@ def sequence_group_cases() -> list[Case]:
         with s.topology:
             return sp_gather(x, 1)
 
-    def with_padding(s: Setting, total: int, x: Tensor) -> Tensor:
-        with s.topology:
-            part, padding = sp_shard_with_padding(x, 1)
-        own = len(padded(total, s)[s.rank])
-        if padding != -total % s.world or bool(part[:, own:].any()):
-            raise AssertionError(f"padding is {padding}; expected {-total % s.world} zeros")
-        return part[:, :own]
+    def with_padding(s: Setting) -> Trial:
+        total = any_total(s.world)
+        x, padding = numbers(2, total, 3), -total % s.world
+
+        def run(x: Tensor) -> Tensor:
+            with s.topology:
+                return sp_shard_with_padding(x, 1)[0]
+
+        def reference(inputs: list[Tensors]) -> list[Tensors]:
+            return [[part] for part in pad(inputs[0][0], (0, 0, 0, padding)).chunk(s.world, 1)]
+
+        return Trial([[x]] * s.world, run, reference, scale=lambda g: g / s.world)
 
     def validated(s: Setting) -> Trial:
         """The gradients of its shard and gather are those of sp_shard and sp_gather."""
@@ -50,13 +56,11 @@ def sequence_group_cases() -> list[Case]:
             with s.topology, SPDataProcessor() as processor:
                 everything = processor.preprocess({"x": x, "names": [f"{s.rank}"] * 2})
                 own = processor.postprocess(everything)
-            if own["names"] != [f"{s.rank}"] * 2:
-                raise AssertionError(f"postprocess returned {own['names']} on rank {s.rank}")
-            return [everything["x"], own["x"]]
+            return [everything["x"], own["x"], torch.tensor([int(name) for name in own["names"]])]
 
         def reference(inputs: list[Tensors]) -> list[Tensors]:
             whole = torch.cat([own[0] for own in inputs])
-            return [[whole, own[0]] for own in inputs]
+            return [[whole, own[0], torch.tensor([rank, rank])] for rank, own in enumerate(inputs)]
 
         return Trial(parts, run, reference, NO_GRADIENT)
 
@@ -71,7 +75,7 @@ def sequence_group_cases() -> list[Case]:
             return [part, positions if placed is None else placed]
 
         def reference(inputs: list[Tensors]) -> list[Tensors]:
-            whole = torch.nn.functional.pad(ids, (0, padding))
+            whole = pad(ids, (0, padding))
             placed = torch.cat([positions, torch.arange(padding)[None]], 1)
             return [[part, placed] for part in whole.chunk(s.world, 1)]
 
@@ -80,7 +84,7 @@ def sequence_group_cases() -> list[Case]:
     return [
         Case("sharding.sp_shard", "uneven", split(shard, even)),
         Case("sharding.sp_gather", "uneven", gather(gathered, even)),
-        Case("sharding.sp_shard_with_padding", "uneven", split(with_padding, padded)),
+        Case("sharding.sp_shard_with_padding", "uneven", with_padding),
         Case("sharding.ShardingValidator", "shard and gather", validated),
         Case("data.SPDataProcessor", "", processed),
         Case("data.sp_slice_and_pad_input", "uneven", sliced),

@@ -37,7 +37,7 @@ def split_cases() -> list[Case]:
         return [len(i) for i in even(total, s)]
 
     def unpadded(s: Setting) -> Trial:
-        each, padding = 4, min(2, 4 * s.world)
+        each, padding = 4, 2
         parts = [[numbers(2, each, 3, seed=rank)] for rank in range(s.world)]
 
         def reference(inputs: list[Tensors]) -> list[Tensors]:
