@@ -13,7 +13,7 @@ int64_t spar_cgroup_memory(const char *root);
 /* Returns the least CPU quota in cores, rounded down, at least 1; INT64_MAX: no limit. */
 int64_t spar_cgroup_cores(const char *root);
 
-/* Returns the bytes of memory that this process may use: the host's, or its cgroups' limit if that is lower. */
+/* Returns the bytes of memory that this process may use: the host's, or its cgroups' limit if lower. */
 int64_t spar_usable_memory(void);
 
 #endif

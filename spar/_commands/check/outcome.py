@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 import spar
@@ -90,39 +91,44 @@ _runs = itertools.count()  # of this process: the store keeps the answers of ear
 
 
 class Agreement:
-    """The ranks' answers about one case after another, through torch's store. Rank 0 decides how to go on."""
+    """The ranks' answers about one case after another, through torch's store. Rank 0 decides how to go on.
+
+    Attributes:
+        found: the outcomes of the newest case: this rank's, and on rank 0 those of all ranks that answered.
+        is_alone: rank 0, which prints, does not answer.
+    """
 
     def __init__(self, store: Store, setting: Setting, timeout: float) -> None:
         self.store, self.rank, self.world = store, setting.rank, setting.world
         self.timeout = timeout  # seconds that a rank may take longer than this one
         self.run, self.step = next(_runs), 0
-        self.is_alone = False  # rank 0, which prints, does not answer
+        self.found: dict[int, Outcome] = {}
+        self.is_alone = False
 
-    def reach(self, own: Outcome) -> tuple[dict[int, Outcome], bool]:
-        """Return the outcomes, on rank 0 those of all ranks that answered, and whether to go on."""
+    def reach(self, own: Outcome) -> bool:
+        """Exchange the outcomes of a case; return whether to go on."""
         self.step += 1
+        self.found = {self.rank: own}
         self.store.set(self._key(self.rank), json.dumps(asdict(own)))
         if self.rank > 0:
             decision = self._await(self._key("decision"), self.timeout + 2 * GRACE)
             self.is_alone = decision is None
-            return {self.rank: own}, decision == b"go on"
-        found = self._collect(own)
-        go_on = len(found) == self.world and not any(outcome.broken for outcome in found.values())
+            return decision == b"go on"
+        self._collect()
+        go_on = len(self.found) == self.world and not any(one.broken for one in self.found.values())
         self.store.set(self._key("decision"), "go on" if go_on else "stop")
-        return found, go_on
+        return go_on
 
-    def _collect(self, own: Outcome) -> dict[int, Outcome]:
-        """Wait for all ranks; for GRACE only, once one found the group broken."""
-        found, end = {0: own}, time.monotonic() + self.timeout
-        shortened = False
-        while len(found) < self.world and time.monotonic() < end:
-            for rank in set(range(self.world)) - set(found):
+    def _collect(self) -> None:
+        """Wait for the outcomes of all ranks; for GRACE only, once one found the group broken."""
+        end, shortened = time.monotonic() + self.timeout, False
+        while len(self.found) < self.world and time.monotonic() < end:
+            for rank in set(range(self.world)) - set(self.found):
                 if self.store.check([self._key(rank)]):
-                    found[rank] = Outcome(**json.loads(self.store.get(self._key(rank))))
-            if not shortened and any(outcome.broken for outcome in found.values()):
+                    self.found[rank] = Outcome(**json.loads(self.store.get(self._key(rank))))
+            if not shortened and any(outcome.broken for outcome in self.found.values()):
                 shortened, end = True, min(end, time.monotonic() + GRACE)
             time.sleep(POLL)
-        return dict(sorted(found.items()))
 
     def end(self, passed: bool) -> bool:
         """Return on each rank whether all checks passed, as rank 0 found, once rank 0 has printed.
@@ -137,12 +143,15 @@ class Agreement:
     def _await(self, key: str, limit: float) -> bytes | None:
         """Return a key's value once it is set; None after the limit. Polls, so that signals end it."""
         end = time.monotonic() + limit
-        while not self.store.check([key]):
-            if time.monotonic() > end:
-                return None
-            time.sleep(POLL)
-        value: bytes = self.store.get(key)
-        return value
+        try:
+            while not self.store.check([key]):
+                if time.monotonic() > end:
+                    return None
+                time.sleep(POLL)
+            value: bytes = self.store.get(key)
+            return value
+        except dist.DistError:  # the process that has the store ended
+            return None
 
     def _key(self, name: object) -> str:
         return f"spar check {self.run}/{self.step}/{name}"

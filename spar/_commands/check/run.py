@@ -20,7 +20,7 @@ import spar
 
 from ...parallel_state import Topology, init_parallel_state
 from ..printing import time_text
-from ..ranks import Ranks, UsageError, add_device_arguments, joined, launched
+from ..ranks import Ranks, UsageError, add_device_arguments, joined
 from .cases import cases
 from .outcome import Agreement, Outcome, attempt
 from .trial import Case, Setting
@@ -60,7 +60,7 @@ class Row:
 
     name: str
     result: str  # "pass", "FAIL" or "not run"
-    transports: list[str] = field(default_factory=list)
+    transports: Sequence[str] = ()
     seconds: float = 0.0
     failures: dict[int, list[str]] = field(default_factory=dict)
 
@@ -129,19 +129,25 @@ def make_setting(ranks: Ranks) -> Setting:
 
 
 def _one(case: Case, setting: Setting, agreement: Agreement) -> tuple[Row, bool]:
-    row = Row(case.name, "pass")
+    own, go_on = Outcome(), False
+    agreement.found = {}  # a signal may end the case before it is reached
     try:
         own = attempt(case, setting)
-        found, go_on = agreement.reach(own)
+        go_on = agreement.reach(own)
     except Ended as error:
-        found, go_on = {setting.rank: Outcome([f"it was ended: {error}"], broken=True)}, False
-    row.failures = {rank: outcome.failures for rank, outcome in found.items() if outcome.failures}
+        own.failures.append(f"it was ended: {error}")
+    found = {**agreement.found, setting.rank: own}
+    failures = {rank: outcome.failures for rank, outcome in sorted(found.items()) if outcome.failures}
     if setting.rank == 0:
-        for rank in set(range(setting.world)) - set(found):
-            row.failures[rank] = ["no answer; its process ended, or waits"]
-    row.transports = sorted({name for outcome in found.values() for name in outcome.transports})
-    row.seconds = max(outcome.seconds for outcome in found.values())
-    row.result = "FAIL" if row.failures or not go_on else "pass"
+        missing = set(range(setting.world)) - set(found)
+        failures |= {rank: ["no answer; its process ended, or waits"] for rank in missing}
+    row = Row(
+        case.name,
+        "FAIL" if failures or not go_on else "pass",
+        sorted({name for outcome in found.values() for name in outcome.transports}),
+        max(outcome.seconds for outcome in found.values()),
+        failures,
+    )
     return row, go_on
 
 
@@ -178,8 +184,10 @@ class Table:
             f"torch.distributed over {ranks.backend}"
         )
         if ranks.world == 1:
-            again = "start several: torchrun --standalone --nproc-per-node 2 -m spar check"
-            self.line(f"One rank exchanges nothing with others; {again}" if not launched() else again)
+            self.line(
+                "One rank exchanges nothing with others; start several: "
+                "torchrun --standalone --nproc-per-node 2 -m spar check"
+            )
         self.line()
         self.line(f"{'operation':{self.width}}  result   transport    time")
 
