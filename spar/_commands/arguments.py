@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import Protocol
@@ -28,6 +29,7 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Command] = {"info": info, "check": check, "bench": bench}
+FIRST_PRINTS = 10.0  # seconds: a launcher ends all ranks once one failed, but rank 0 is to print why
 EPILOG = """\
 examples:
   python -m spar info
@@ -58,19 +60,26 @@ def make_parser() -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; return the exit status."""
+    first = os.environ.get("RANK", "0") == "0"  # prints the help, and what is wrong with the arguments
     with contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":  # rank 0 prints the help, or what is wrong
+        if not first:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        args = make_parser().parse_args(arguments)
+        try:
+            args = make_parser().parse_args(arguments)
+        except SystemExit as ended:
+            if ended.code and not first:
+                time.sleep(FIRST_PRINTS)
+            raise
     try:
         return COMMANDS[args.command].run(args)
     except UsageError as error:
-        if error.rank is not None:
-            print(f"spar {args.command} on rank {error.rank}: {error}", file=sys.stderr)
-        elif os.environ.get("RANK", "0") == "0":
-            print(f"spar {args.command}: {error}", file=sys.stderr)
+        if first or error.rank is not None:
+            where = "" if error.rank is None else f" on rank {error.rank}"
+            print(f"spar {args.command}{where}: {error}", file=sys.stderr)
+        else:
+            time.sleep(FIRST_PRINTS)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -97,7 +97,8 @@ def run(args: Namespace) -> int:
         if ranks.rank == 0:
             cores = len(os.sched_getaffinity(0))
             using = spar.transport().name or "no transport"
-            title = f"{ranks.world} ranks on {cores} cores, {using}, bf16, torch {torch.__version__}"
+            count = f"{ranks.world} rank{'s' * (ranks.world > 1)}"
+            title = f"{count} on {cores} cores, {using}, bf16, torch {torch.__version__}"
             _report(args.out, title, rows)
         dist.barrier()
     return 0

@@ -22,7 +22,7 @@ from ...parallel_state import Topology, init_parallel_state
 from ..printing import time_text
 from ..ranks import Ranks, UsageError, add_device_arguments, joined
 from .cases import cases
-from .outcome import Agreement, Outcome, attempt
+from .outcome import GRACE, Agreement, Outcome, attempt
 from .trial import Case, Setting
 
 SUMMARY = "run every operation and its gradient on all ranks, and compare with plain torch"
@@ -66,7 +66,7 @@ class Row:
 
 
 class Ended(BaseException):
-    """A signal asks this process to end: a launcher ends all ranks if one fails. No error of a check."""
+    """A signal asked this process to end. Not an Exception, as it is not an error of a check."""
 
 
 def run(args: Namespace) -> int:
@@ -153,17 +153,24 @@ def _one(case: Case, setting: Setting, agreement: Agreement) -> tuple[Row, bool]
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Raise Ended on SIGTERM, so that what was found until then is printed."""
+    """Raise Ended some seconds after a SIGTERM, which launchers send if another rank ended.
+
+    Until then this rank may find out what happened, and rank 0 can print what the ranks found.
+    """
+
+    def wait(number: int, frame: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 2 * GRACE)
 
     def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # once
-        raise Ended(f"{signal.Signals(number).name}, as launchers send if another rank ended")
+        raise Ended("SIGTERM, as launchers send if another rank ended")
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, wait), signal.signal(signal.SIGALRM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGALRM, before[1])
 
 
 class Table:
