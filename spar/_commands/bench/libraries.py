@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from ..ranks import Ranks
 
 AllToAll = Callable[[Tensor], Any]  # [B, S/P, H, D] to [B, S, H/P, D]
 
@@ -28,7 +31,7 @@ def _deepspeed() -> AllToAll:
 LIBRARIES = {"yunchang": ("yunchang", _yunchang), "DeepSpeed": ("deepspeed", _deepspeed)}
 
 
-def find() -> tuple[dict[str, AllToAll], list[str]]:
+def find(ranks: Ranks) -> tuple[dict[str, AllToAll], list[str]]:
     """Return the libraries that all ranks can import, and a line about each that is skipped. Collective."""
     found: dict[str, AllToAll] = {}
     reasons: dict[str, str] = {}
@@ -40,10 +43,10 @@ def find() -> tuple[dict[str, AllToAll], list[str]]:
             found[name] = load()
         except Exception as error:  # whatever its import runs into
             reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    of_ranks: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, reasons)
+    # not by all_gather_object, which needs numpy
+    ranks.store.set(f"spar bench/{ranks.rank}", json.dumps(reasons))
     skipped: dict[str, str] = {}
-    for rank, lacking in enumerate(of_ranks):
-        for name, reason in lacking.items():
+    for rank in range(ranks.world):
+        for name, reason in json.loads(ranks.store.get(f"spar bench/{rank}")).items():
             skipped.setdefault(name, f"{name} is skipped: {reason}" + (f" (rank {rank})" if rank else ""))
     return {name: way for name, way in found.items() if name not in skipped}, list(skipped.values())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import spar
 
 from ..printing import KIB, MIB, Progress, size_text
-from ..ranks import UsageError, joined, launched
+from ..ranks import Ranks, UsageError, joined, launched
 from .libraries import find
 from .measure import measure
 from .operations import SMALLEST, operations
@@ -93,7 +93,7 @@ def run(args: Namespace) -> int:
         raise UsageError(f"--seconds is {args.seconds:g}; expected a number above 0")
     torch.set_num_threads(1)  # the ranks share the cores
     with joined() as ranks:
-        rows = _measure_all(sizes, args.only, args.seconds, ranks.rank)
+        rows = _measure_all(sizes, args.only, args.seconds, ranks)
         if ranks.rank == 0:
             cores = len(os.sched_getaffinity(0))
             using = spar.transport().name or "no transport"
@@ -104,16 +104,16 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _measure_all(sizes: Sequence[int], only: str, seconds: float, rank: int) -> list[Row]:
+def _measure_all(sizes: Sequence[int], only: str, seconds: float, ranks: Ranks) -> list[Row]:
     names = [operation.name for operation in operations(sizes[0])]
     chosen = [name for name in names if only in name]
     if not chosen:
         raise UsageError(f"--only is {only!r}; expected a part of one of: {', '.join(names)}")
-    libraries, skipped = find()
-    for line in skipped if rank == 0 else []:
+    libraries, skipped = find(ranks)
+    for line in skipped if ranks.rank == 0 else []:
         print(line, flush=True)
     rows: list[Row] = []
-    with Progress(len(sizes) * len(chosen), shown=rank == 0) as bar:
+    with Progress(len(sizes) * len(chosen), shown=ranks.rank == 0) as bar:
         for size in sizes:
             for operation in operations(size):
                 if operation.name in chosen:
