@@ -35,6 +35,7 @@ Modules:
     spar.data            distribute samples and padding over sequence ranks
     spar.parallel_state  create groups, or use those of a DeviceMesh
     spar.topology        use several sets of groups in one process
+    spar.integrations    stock models of transformers over a sharded sequence
     spar.testing         compare a sharded model with one process
     spar.utils           process groups without torch.distributed's global state
 """
@@ -122,14 +123,20 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
+    from . import integrations as integrations
     from . import testing as testing
     from . import utils as utils
 
 
 def __getattr__(name: str) -> object:
-    """Import spar.testing and spar.utils at their first use: few callers need them."""
-    if name in ("testing", "utils"):
+    """Import spar.integrations, spar.testing and spar.utils at their first use: few callers need them."""
+    if name in ("integrations", "testing", "utils"):
         import importlib
+        import pkgutil
 
-        return importlib.import_module(f".{name}", __name__)
+        found = importlib.import_module(f".{name}", __name__)
+        if name == "integrations":  # its modules import their libraries later
+            for module in pkgutil.iter_modules(found.__path__):
+                importlib.import_module(f".{module.name}", found.__name__)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
