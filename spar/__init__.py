@@ -35,9 +35,9 @@ Modules:
     spar.data            distribute samples and padding over sequence ranks
     spar.parallel_state  create groups, or use those of a DeviceMesh
     spar.topology        use several sets of groups in one process
-    spar.integrations    stock models of transformers over a sharded sequence
     spar.testing         compare a sharded model with one process
     spar.utils           process groups without torch.distributed's global state
+    spar.integrations    stock models of transformers
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -129,14 +129,14 @@ if _TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Import spar.integrations, spar.testing and spar.utils at their first use: few callers need them."""
+    """Import spar.testing, spar.utils and spar.integrations at their first use: few callers need them."""
     if name in ("integrations", "testing", "utils"):
         import importlib
         import pkgutil
 
-        found = importlib.import_module(f".{name}", __name__)
-        if name == "integrations":  # its modules import their libraries later
-            for module in pkgutil.iter_modules(found.__path__):
-                importlib.import_module(f".{module.name}", found.__name__)
-        return found
+        module = importlib.import_module(f".{name}", __name__)
+        if name == "integrations":  # its modules import their libraries inside functions
+            for found in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
+                importlib.import_module(found.name)
+        return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

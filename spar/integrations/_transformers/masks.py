@@ -91,9 +91,7 @@ def _window(config: Any) -> float:
     """Return the shortest window or chunk of a model's layers."""
     kinds = getattr(config, "layer_types", None)
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    found = [
-        getattr(config, name, None) for kind, name in sizes.items() if kinds is None or kind in kinds
-    ]
+    found = [getattr(config, name, None) for kind, name in sizes.items() if kinds is None or kind in kinds]
     return min([size for size in found if size is not None], default=float("inf"))
 
 
@@ -103,7 +101,7 @@ def longest_run(layout: SequenceLayout) -> int:
 
 
 def documents_of(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Return the number of each token's document, [B, S], as transformers counts them; None if there is one."""
+    """Return the number of each token's document, [B, S], as transformers counts; None if there is one."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     found: torch.Tensor | None = find_packed_sequence_indices(position_ids)

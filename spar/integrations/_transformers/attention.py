@@ -8,7 +8,7 @@ import torch
 
 from ..._attention.attention import attention
 from ...sequence_layout import SequenceLayout
-from .masks import WHOLE, longest_run, whole_mask
+from .masks import longest_run
 
 _REFUSED = {  # keywords of other attentions, with what they are
     "softcap": "a cap of the scores (logit softcapping)",
@@ -19,32 +19,7 @@ _REFUSED = {  # keywords of other attentions, with what they are
     "block_indices": "sparse attention",
     "cache": "a paged KV cache",
 }
-_names: set[str] = set()
-
-
-def register(name: str = "spar") -> None:
-    """Add spar.attention to transformers, for `model.set_attn_implementation(name)`.
-
-    Registers an attention function and a mask function. It may be called again.
-
-    Raises:
-        ValueError: transformers has another attention of this name.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    if not isinstance(name, str):
-        raise TypeError(f"register: name is {name!r:.80}; expected a str")
-    if name not in _names and name in (*AttentionInterface().valid_keys(), "eager"):
-        raise ValueError(f"register: name is {name!r}, an attention of transformers; pass another name")
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, _mask_in_forward)
-    AttentionMaskInterface.register(WHOLE, whole_mask)
-    _names.add(name)
-
-
-def is_registered(name: Any) -> bool:
-    """Whether spar's attention has this name in transformers."""
-    return name in _names
+registered: set[str] = set()  # the names of attention_forward in transformers
 
 
 def attention_forward(
@@ -67,7 +42,7 @@ def attention_forward(
         module: the attention layer.
         query: `[B, H, S_local, D]`.
         key, value: `[B, K, S_local, D]`.
-        attention_mask: over the whole sequence, `[B, 1, S, S]` or `[B, 1, 1, S]`, which is causal besides; or None.
+        attention_mask: over the whole sequence: `[B, 1, S, S]`; `[B, 1, 1, S]` or None are causal besides.
         layout, method: from `shard`.
 
     Returns:
@@ -79,16 +54,16 @@ def attention_forward(
     where = f"attention of {type(module).__name__}"
     if layout is None:
         raise ValueError(
-            f"{where}: layout is None; pass the batch through spar.integrations.transformers.shard. For generate "
-            'and whole sequences call model.set_attn_implementation("sdpa")'
+            f"{where}: layout is None; pass the batch through spar.integrations.transformers.shard. For "
+            'generate, and for whole sequences, call model.set_attn_implementation("sdpa")'
         )
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{where}: {name} is passed: {what}, which spar.attention does not compute")
     if kwargs.get("use_cache") or key.size(2) != query.size(2):
         raise ValueError(
-            f"{where}: there is a KV cache ({key.size(2)} keys for {query.size(2)} queries); spar has none. Pass "
-            "no past_key_values, and use_cache=False as shard does"
+            f"{where}: there is a KV cache ({key.size(2)} keys for {query.size(2)} queries); expected none. "
+            "Pass no past_key_values, and use_cache=False as shard does"
         )
     if kwargs.get("output_attentions"):
         raise ValueError(f"{where}: output_attentions is True; spar.attention has no weights to return")
@@ -114,16 +89,17 @@ def attention_forward(
     return out, None
 
 
-def _mask_in_forward(
+def mask_in_forward(
     *, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> None:
     """Return no mask: `shard` has built those that are needed. Refuse the caller's."""
     if attention_mask is not None:
         raise ValueError(
-            f"attention_mask is a mask of shape {list(attention_mask.shape)} that shard did not build; pass the whole "
-            "batch, with its attention_mask, through spar.integrations.transformers.shard"
+            f"attention_mask is of shape {list(attention_mask.shape)}, and shard did not build it; pass the "
+            "whole batch, with its attention_mask, through spar.integrations.transformers.shard"
         )
     if kv_length != q_length:
         raise ValueError(
-            f"there is a KV cache ({kv_length} keys for {q_length} queries); spar has none. Pass no past_key_values"
+            f"there is a KV cache ({kv_length} keys for {q_length} queries); expected none. Pass no "
+            "past_key_values, and use_cache=False as shard does"
         )

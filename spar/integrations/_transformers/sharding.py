@@ -1,4 +1,4 @@
-"""shard: a whole batch to this rank's part of it, with everything that depends on the whole."""
+"""Turn a whole batch into this rank's part of it, with everything that depends on the whole."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...errors import MismatchError
 from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from .masks import documents_of, lengths_of, masks_of, restarting
-from .models import checked_config, has_dropout, stock
+from .models import checked_config, has_dropout
 
-_NAME = "transformers.shard"
+NAME = "transformers.shard"
 _IDS = ("input_ids", "inputs_embeds")
 _SEQUENCES = ("token_type_ids",)  # [B, S], besides those that have a meaning below
 _OTHERS = ("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch")
@@ -27,59 +27,7 @@ _PLAIN = ("return_dict", "output_hidden_states")  # the same for each token
 _IGNORED = -100  # the label of a token that does not count
 
 
-def shard(
-    model: Any,
-    batch: Mapping[str, Any],
-    layout: SequenceLayout | None = None,
-    *,
-    group: Group = None,
-    method: str | None = None,
-    token_group: Group = None,
-    check: bool = True,
-) -> dict[str, Any]:
-    """Turn a whole batch into this rank's keyword arguments of the model's forward.
-
-    Collective over `group`, and over `token_group` if there are labels.
-
-    The loss of `model(**shard(...))` is the sum of this rank's token losses over the number of all ranks'
-    tokens. Sum gradients over all ranks; under DDP or FSDP, which average, multiply the loss by their number.
-
-    Args:
-        model: a causal language model of transformers that uses the registered attention; also inside PEFT, DDP,
-            FSDP2 (fully_shard) or torch.compile.
-        batch: the whole batch, equal on all ranks of `group`: input_ids or inputs_embeds `[B, S]`, and if
-            wanted position_ids, attention_mask (`[B, S]`, or `[B, 1, S, S]`), labels or shift_labels, and what
-            transformers' collators add for flash attention. With num_items_in_batch, the number of labels of the
-            whole step over all ranks, the labels are not counted.
-        layout: how the sequence lies on the ranks. None: packed, if position_ids restart in the same places of
-            all samples and each rank then has a token; else zigzag if keys are gathered or go round a ring; else even.
-        group: the ranks that share the sequence: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None
-            for the layout's, or the current topology's sequence group (WORLD if there is none).
-        method: of `spar.attention`.
-        token_group: the ranks over which labels are counted, a group as above: the data-parallel ranks, which have
-            other batches; or all ranks, `group` included. None if `group` spans all ranks.
-        check: whether to compare the batch over the group by a hash, and the generators' states if the model has
-            dropout. The hash copies the batch to the CPU.
-
-    Returns:
-        The arguments, with position_ids of the whole sequence, masks over the whole sequence, shifted labels,
-        num_items_in_batch, `layout` and `method`; use_cache is False.
-
-    Raises:
-        ValueError: the model, the batch or the layout cannot be sharded.
-        TypeError: an argument is of another type.
-        MismatchError: ranks of the group have other batches, or the same random numbers. Every rank raises.
-    """
-    real = process_group(layout.group if group is None and isinstance(layout, SequenceLayout) else group)
-    sharding = _Sharding(stock(model), real, token_group)
-    try:
-        return sharding.run(batch, layout, method, check)
-    except BaseException as error:
-        sharding.report(error)
-        raise
-
-
-class _Sharding:
+class Sharding:
     """One call: where its exchanges are, and which of them is under way."""
 
     def __init__(self, model: Any, group: dist.ProcessGroup, token_group: Group) -> None:
@@ -94,13 +42,13 @@ class _Sharding:
 
     @property
     def where(self) -> str:
-        return f"{_NAME} on rank {self.place.rank} of {self.place.world}"
+        return f"{NAME} on rank {self.place.rank} of {self.place.world}"
 
     def report(self, error: BaseException) -> None:
         """Report a failure to the ranks that wait for this one, but for those of the exchange that failed."""
         for place in (self.place, ALONE if self.tokens is None else place_of(self.tokens)):
             if place.world > 1 and place != self.under_way:
-                by_handle(place.handle).fail(_NAME, None, error)
+                by_handle(place.handle).fail(NAME, None, error)
 
     def gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Gather a tensor of one size [n] as [ranks, n]."""
@@ -131,8 +79,10 @@ class _Sharding:
                 scale = "down" if batch[name].requires_grad else None
                 part[name] = layout.shard(batch[name], 1, scale).contiguous()
         part["position_ids"] = layout.shard(positions, 1).contiguous()
-        part["attention_mask"] = mask
-        part |= {"past_key_values": None, "use_cache": False, "layout": layout}
+        # a caller who passes one of these besides is told by Python
+        part |= {"attention_mask": mask, "past_key_values": None, "use_cache": False, "layout": layout}
+        if hasattr(config, "output_router_logits"):
+            part["output_router_logits"] = False
         if method is not None:
             part["method"] = method
         return part | self.labels_of(batch, tokens, layout)
@@ -180,19 +130,26 @@ class _Sharding:
             found = f"of shape {shape}" if shape else f"a {type(mask).__name__}"
             expected = f"[{size}, {total}] or [{size}, 1, {total}, {total}], over the whole sequence"
             raise self.error("batch['attention_mask']", found, expected)
-        return mask
+        whole: torch.Tensor = mask
+        return whole
 
     def positions_of(
         self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return position_ids of the whole sequence, [B or 1, S], and each token's document if there are several."""
-        given, mask, lengths = batch.get("position_ids"), batch.get("attention_mask"), batch.get("cu_seq_lens_q")
+        """Return position_ids of the whole sequence, [B or 1, S], and each token's document, if several."""
+        given, mask, lengths = (
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            batch.get("cu_seq_lens_q"),
+        )
         if lengths is not None:
             lengths = lengths.diff().to(torch.int64)
         elif isinstance(layout, SequenceLayout) and layout.kind == "packed":
             lengths = layout.cu_seqlens().diff().to(torch.int64)
         if lengths is not None and int(lengths.sum()) != total:
-            raise self.error("the sum of the documents' lengths", int(lengths.sum()), f"{total}, as input_ids")
+            raise self.error(
+                "the sum of the documents' lengths", int(lengths.sum()), f"{total}, as input_ids"
+            )
         if given is None:
             positions = torch.arange(total)[None] if lengths is None else restarting(lengths)
         else:
@@ -249,7 +206,7 @@ class _Sharding:
     def labels_of(
         self, batch: Mapping[str, Any], tokens: torch.Tensor, layout: SequenceLayout
     ) -> dict[str, Any]:
-        """Return this rank's labels, shifted before they were sharded, and the number of all ranks' labels."""
+        """Return this rank's labels, which were shifted before, and the number of all ranks' labels."""
         shifted, labels = batch.get("shift_labels"), batch.get("labels")
         if shifted is None:
             if labels is None:
@@ -296,22 +253,22 @@ class _Sharding:
             column = int(others.any(0).nonzero()[0])
             ranks = tuple(others[:, column].nonzero()[:, 0].tolist())
             raise self.mismatch(
-                f"{columns[column]} of ranks {list(ranks)} differs from that of rank 0; expected one batch on all "
-                f"{self.place.world} ranks of the sequence group. Is `group` right, and does the sampler give each "
-                "data-parallel rank its samples, not each rank?",
+                f"{columns[column]} of ranks {list(ranks)} differs from that of rank 0; expected one batch on "
+                f"all {self.place.world} ranks of the sequence group. Pass the right `group`, and sample by the "
+                "data-parallel rank",
                 ranks,
             )
         if random and len(rows[:, -1].unique()) < len(rows):
             raise self.mismatch(
-                "the model has dropout, and ranks of the sequence group would draw the same random numbers for other "
-                "tokens; expected other seeds. Call shard and the model inside spar.rank_seed(step, group)",
+                "the model has dropout, and ranks of the sequence group would draw the same random numbers; "
+                "expected other seeds. Call shard and the model inside spar.rank_seed(step, group)",
                 (),
             )
 
     def mismatch(self, text: str, ranks: tuple[int, ...]) -> MismatchError:
         return MismatchError(
             f"{self.where}: {text}",
-            op=_NAME,
+            op=NAME,
             group=self.group.group_name,
             rank=self.place.rank,
             ranks=ranks,
@@ -323,7 +280,7 @@ def _hash(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         digest = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=8)
-        digest.update(data.flatten().view(torch.uint8).numpy())
+        digest.update(data.flatten().view(torch.uint8).numpy().data)
     else:
         digest = hashlib.blake2b(repr(value).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
