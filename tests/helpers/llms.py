@@ -101,9 +101,7 @@ def sharding(group: Group, **arguments: Any) -> Callable[[Any, Any], Any]:
     return shard
 
 
-def compared(
-    make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any
-) -> Report:
+def compared(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> Report:
     return compare(make, batch, sharding(group, **arguments), group, show=False)
 
 

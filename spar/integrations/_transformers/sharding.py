@@ -253,8 +253,8 @@ class Sharding:
             column = int(others.any(0).nonzero()[0])
             ranks = tuple(others[:, column].nonzero()[:, 0].tolist())
             raise self.mismatch(
-                f"{columns[column]} of ranks {list(ranks)} differs from that of rank 0; expected one batch on "
-                f"all {self.place.world} ranks of the sequence group. Pass the right `group`, and sample by the "
+                f"{columns[column]} of ranks {list(ranks)} differs from that of rank 0; expected one batch "
+                f"on all {self.place.world} ranks of the sequence group. Pass the right `group`; sample by "
                 "data-parallel rank",
                 ranks,
             )
