@@ -73,9 +73,7 @@ def main() -> None:
         apart = float((gradients - whole).norm() / whole.norm())
         lengths = sorted(len(text) for text in texts)
         print(f"{len(texts)} documents of {lengths[0]} to {lengths[-1]} bytes, {sum(lengths)} in all")
-        print(
-            f"{batch['layout']}: {list(batch['layout'].sizes)} tokens by rank, mask: {batch['attention_mask']}"
-        )
+        print(f"tokens by rank: {list(batch['layout'].sizes)}; mask: {batch['attention_mask']}")
         print(f"loss {float(total):.6f}; of the documents one by one {expected:.6f}")
         if not error < TOLERANCE or not apart < TOLERANCE:
             sys.exit(f"the loss differs by {error:.1e}, gradients by {apart:.1e}; allowed: {TOLERANCE:.0e}")

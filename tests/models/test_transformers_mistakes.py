@@ -291,7 +291,7 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     for entries, arguments, message in wrong:
         with pytest.raises(ValueError, match=message):
             shard(model, batch | entries, group=group, token_group=group, **arguments)
-    with pytest.raises(TypeError, match="expected a transformers.PreTrainedModel"):
+    with pytest.raises(TypeError, match=r"expected a transformers\.PreTrainedModel"):
         shard(torch.nn.Linear(2, 2), batch, group=group)
     with pytest.raises(TypeError, match="batch is a Tensor; expected a dict"):
         shard(model, ids, group=group)

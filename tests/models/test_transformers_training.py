@@ -24,7 +24,7 @@ from spar.integrations.transformers import register, shard
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp", "peft"]
 Group = dist.ProcessGroup
 ROWS = 4
-PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -210,23 +210,85 @@ def test_ddp_and_gradient_accumulation(pool: Ranks) -> None:
     pool(4, check_ddp)
 
 
-# ---- Trainer ----
+# ---- the pages' recipes ----
 
 
-def run_recipe(rank: int, world: int, group: Group, folder: Path) -> None:
-    """Two steps of two micro-batches, by the code of docs/transformers.md."""
+def samples() -> list[dict[str, Tensor]]:
+    """Return eight samples that begin with 1 to 8, some of them with few labels."""
+    found = []
+    for i in range(8):
+        ids = torch.arange(37).add(i) % 50 + 1
+        found.append(
+            {"input_ids": ids, "labels": ids.masked_fill(torch.arange(37) < 30 * (i % 3 == 0), -100)}
+        )
+    return found
+
+
+def trained(steps: list[list[int]]) -> tuple[nn.Module, list[float]]:
+    """Return the model that one process trains on the samples of each step, and its losses."""
+    model, losses, all_samples = seeded(maker("llama"), "sdpa"), [], samples()
+    descent = torch.optim.SGD(model.parameters(), lr=0.1)
+    for chosen in steps:
+        batch = {name: torch.stack([all_samples[i][name] for i in chosen]) for name in all_samples[0]}
+        loss = model(**batch).loss
+        loss.backward()
+        descent.step()
+        descent.zero_grad()
+        losses.append(float(loss.detach()))
+    return model, losses
+
+
+def check_parameters(model: nn.Module, expected: nn.Module) -> None:
+    for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
+        assert (p - q).abs().max() < TOLERANCE * p.abs().max(), name
+
+
+def recipe(page: str, mark: str) -> str:
+    """Return the page's block of Python that has the mark."""
+    blocks = [part.split("```")[0] for part in (DOCS / page).read_text().split("```python\n")[1:]]
+    (code,) = [block for block in blocks if mark in block]
+    return code
+
+
+def run_loader(rank: int, world: int, group: Group) -> None:
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    model = DistributedDataParallel(seeded(maker("llama"), "spar"))
+    names = {
+        "DataLoader": DataLoader,
+        "DistributedSampler": DistributedSampler,
+        "dataset": samples(),
+        "dist": dist,
+        "epochs": 2,
+        "init_device_mesh": init_device_mesh,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "spar": spar,
+    }
+    exec(recipe("dataloading.md", "DistributedSampler("), names)
+    steps: list[list[int]] = []
+    for epoch in range(2):
+        orders = []
+        for half in range(2):
+            sampler: Any = DistributedSampler(samples(), 2, half, seed=0)
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler))
+        steps += [orders[0][i : i + 2] + orders[1][i : i + 2] for i in (0, 2)]
+    assert names["step"] == len(steps) == 4 and sorted(steps[0] + steps[1]) == list(range(8))
+    check_parameters(model, trained(steps)[0])
+
+
+def test_recipe_for_data_loading(pool: Ranks) -> None:
+    pool(4, run_loader)
+
+
+def run_trainer(rank: int, world: int, group: Group, folder: Path) -> None:
+    """Two steps of two micro-batches."""
     from transformers import TrainingArguments
 
-    (code,) = [part.split("```")[0] for part in PAGE.read_text().split("```python\n") if "(Trainer)" in part]
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec(recipe("transformers.md", "(Trainer)"), names)
     _, dp, cp = meshes()
-    samples = [
-        {name: x[0] for name, x in whole(1, 37).items()} | {"input_ids": torch.arange(37).add(i) % 50 + 1}
-        for i in range(8)
-    ]
-    for sample in samples[::3]:
-        sample["labels"] = torch.where(torch.arange(37) < 30, -100, sample["input_ids"])
     model = seeded(maker("llama"), "spar")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -245,29 +307,18 @@ def run_recipe(rank: int, world: int, group: Group, folder: Path) -> None:
         disable_tqdm=True,
     )
     trainer = names["SequenceTrainer"](
-        model, arguments, train_dataset=samples, optimizers=(optimizer, constant), cp=cp, dp=dp
+        model, arguments, train_dataset=samples(), optimizers=(optimizer, constant), cp=cp, dp=dp
     )
     order = [int(i) for batch in trainer.get_train_dataloader() for i in (batch["input_ids"][:, 0] - 1)]
     trainer.train()
     orders: list[Any] = [None] * world
     dist.all_gather_object(orders, order)
     assert orders[0] == orders[1] and sorted(orders[0] + orders[2]) == list(range(8))
-
-    expected, logged = seeded(maker("llama"), "sdpa"), []
-    descent = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in range(2):
-        chosen = [i for half in (orders[0], orders[2]) for i in half[2 * step : 2 * step + 2]]
-        batch = {name: torch.stack([samples[i][name] for i in chosen]) for name in samples[0]}
-        loss = expected(**batch).loss
-        loss.backward()
-        descent.step()
-        descent.zero_grad()
-        logged.append(float(loss.detach()))
-    for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
-        assert (p - q).abs().max() < 1e-5 * p.abs().max(), name
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses == pytest.approx(logged, rel=1e-4)
+    expected, losses = trained([orders[0][i : i + 2] + orders[2][i : i + 2] for i in (0, 2)])
+    check_parameters(model, expected)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-4)
 
 
 def test_recipe_for_trainer(pool: Ranks, tmp_path: Path) -> None:
-    pool(4, run_recipe, tmp_path)
+    pool(4, run_trainer, tmp_path)
