@@ -16,7 +16,7 @@ import torch.distributed as dist
 from llm import documents, make_model
 from torch import Tensor
 
-import spar
+import spar.integrations.transformers
 
 TOLERANCE = 1e-4  # relative, in float32
 TOKENS = 3000  # at most, of all documents

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import spar
+import spar.integrations.transformers
 
 TOLERANCE = 1e-4  # relative, of losses in float32
 

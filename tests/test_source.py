@@ -21,6 +21,7 @@ from helpers.launched import launch
 from test_faults import TEARDOWN
 
 import spar
+import spar.integrations.transformers
 import spar.sequence_layout
 import spar.testing
 import spar.utils
@@ -157,11 +158,16 @@ TESTING = {
     "Report": "ranks, loss, reference_loss, entries",
     "Entry": "name, max_abs_error, max_rel_error, reference_norm",
 }
+TRANSFORMERS = {
+    "register": "name='spar'",
+    "shard": "model, batch, layout=None, group=None, method=None, token_group=None, check=True",
+}
 TABLES = {
     "spar": (spar, SIGNATURES),
     "sequence_layout": (spar.sequence_layout, LAYOUT),
     "testing": (spar.testing, TESTING),
     "utils": (spar.utils, UTILS),
+    "transformers": (spar.integrations.transformers, TRANSFORMERS),
     "sharding": (spar.sharding, SHARDING),
     "data": (spar.data, DATA),
 }
