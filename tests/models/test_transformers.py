@@ -46,6 +46,6 @@ def check_masks(rank: int, world: int, group: llms.Group) -> None:
             check_exact(make, batch, group, method=method, layout=layout)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", (1, *WORLDS))
 def test_padding_and_documents_are_exact(pool: Ranks, world: int) -> None:
     pool(world, check_masks)

@@ -246,7 +246,7 @@ def check_caches(rank: int, world: int, group: Group) -> None:
     with pytest.raises(ValueError, match="there is a KV cache"):
         for _ in range(2):
             model(**part | {"past_key_values": cache})
-    with pytest.raises(ValueError, match=r"layout is None; .* set_attn_implementation\(\"sdpa\"\)"):
+    with pytest.raises(ValueError, match=r"For generate, .* set_attn_implementation\(\"sdpa\"\)"):
         model.generate(batch["input_ids"], max_new_tokens=1)
     with pytest.raises(ValueError, match=r"not used by the model.*layout"):
         model.generate(**part, max_new_tokens=1)
@@ -278,6 +278,7 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
         ({"labels": ids[:, 1:]}, {}, r"batch\['labels'\] is of shape \[2, 36\]; expected \[2, 37\]"),
         ({"position_ids": ids[:, 1:]}, {}, r"batch\['position_ids'\] is of shape \[2, 36\]"),
         ({"attention_mask": ones, "position_ids": restart}, {}, "all ones, and position_ids restart"),
+        ({"cu_seq_lens_q": lengths, "attention_mask": ones}, {}, "passed, and cu_seq_lens_q too"),
         ({"cu_seq_lens_q": lengths[:2]}, {}, "the sum of the documents' lengths is 10; expected 37"),
         ({"cu_seq_lens_q": lengths, "position_ids": restart}, {}, r"is \[20, 17\]; expected \[10, 27\]"),
         ({}, {"layout": SequenceLayout.even(36, group)}, "expected a layout of 37 tokens"),

@@ -19,6 +19,7 @@ _REFUSED = {  # keywords of other attentions, with what they are
     "block_indices": "sparse attention",
     "cache": "a paged KV cache",
 }
+_WHOLE = 'For generate, and for whole sequences, call model.set_attn_implementation("sdpa")'
 registered: set[str] = set()  # the names of attention_forward in transformers
 
 
@@ -54,8 +55,7 @@ def attention_forward(
     where = f"attention of {type(module).__name__}"
     if layout is None:
         raise ValueError(
-            f"{where}: layout is None; pass the batch through spar.integrations.transformers.shard. For "
-            'generate, and for whole sequences, call model.set_attn_implementation("sdpa")'
+            f"{where}: layout is None; pass the batch through spar.integrations.transformers.shard. {_WHOLE}"
         )
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -96,7 +96,7 @@ def mask_in_forward(
     if attention_mask is not None:
         raise ValueError(
             f"attention_mask is of shape {list(attention_mask.shape)}, and shard did not build it; pass the "
-            "whole batch, with its attention_mask, through spar.integrations.transformers.shard"
+            f"whole batch, with its attention_mask, through spar.integrations.transformers.shard. {_WHOLE}"
         )
     if kv_length != q_length:
         raise ValueError(

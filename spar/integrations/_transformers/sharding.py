@@ -137,19 +137,8 @@ class Sharding:
         self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return position_ids of the whole sequence, [B or 1, S], and each token's document, if several."""
-        given, mask, lengths = (
-            batch.get("position_ids"),
-            batch.get("attention_mask"),
-            batch.get("cu_seq_lens_q"),
-        )
-        if lengths is not None:
-            lengths = lengths.diff().to(torch.int64)
-        elif isinstance(layout, SequenceLayout) and layout.kind == "packed":
-            lengths = layout.cu_seqlens().diff().to(torch.int64)
-        if lengths is not None and int(lengths.sum()) != total:
-            raise self.error(
-                "the sum of the documents' lengths", int(lengths.sum()), f"{total}, as input_ids"
-            )
+        given, mask = batch.get("position_ids"), batch.get("attention_mask")
+        lengths = self.lengths_given(batch, layout, total)
         if given is None:
             positions = torch.arange(total)[None] if lengths is None else restarting(lengths)
         else:
@@ -158,21 +147,34 @@ class Sharding:
                 raise self.error("batch['position_ids']", f"of shape {list(given.shape)}", f"[B, {total}]")
         documents = documents_of(positions)
         if documents is not None and mask is not None:
-            if mask.dim() == 2 and not bool(mask.all()):
-                return positions, None  # of padding, which the mask shows
-            if mask.dim() == 2 and given is not None:
+            if given is not None and mask.dim() == 2 and bool(mask.all()):
                 raise self.error(
                     "batch['attention_mask']",
                     "all ones, and position_ids restart",
                     "none if position_ids separate packed documents: transformers' attentions differ in that",
                 )
-            return positions, None
+            return positions, None  # they restart behind padding, or the mask separates documents
         if lengths is not None and given is not None:
             found = [total] if documents is None else lengths_of(documents)
             if found != lengths.tolist():
                 expected = f"{lengths.tolist()!r:.200}, as the layout or cu_seq_lens_q"
                 raise self.error("the documents of position_ids", f"{found!r:.200}", expected)
         return positions, documents
+
+    def lengths_given(
+        self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
+    ) -> torch.Tensor | None:
+        """Return the lengths of documents that the batch or the layout names, int64."""
+        ends: torch.Tensor | None = batch.get("cu_seq_lens_q")
+        if ends is not None and batch.get("attention_mask") is not None:
+            raise self.error("batch['attention_mask']", "passed, and cu_seq_lens_q too", "one of them")
+        if ends is None:
+            if not isinstance(layout, SequenceLayout) or layout.kind != "packed":
+                return None
+            ends = layout.cu_seqlens()
+        if int(ends[-1]) != total:
+            raise self.error("the sum of the documents' lengths", int(ends[-1]), f"{total}, as input_ids")
+        return ends.diff().to(torch.int64)
 
     def default_layout(
         self, documents: torch.Tensor | None, total: int, method: str | None, config: Any
