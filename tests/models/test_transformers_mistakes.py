@@ -34,7 +34,8 @@ def pool() -> Iterator[Ranks]:
 
 
 def check_heads(rank: int, world: int, group: Group, heads: int, key_heads: int) -> None:
-    make = maker("llama", num_attention_heads=heads, num_key_value_heads=key_heads)
+    sizes = {"hidden_size": 4 * heads, "num_attention_heads": heads, "num_key_value_heads": key_heads}
+    make = maker("llama", **sizes)
     for layout in (even, zigzag):
         check_exact(make, whole(), group, method="ulysses", layout=layout)
 
@@ -141,7 +142,7 @@ def check_other_samples(rank: int, world: int, group: Group) -> None:
     model, batch = maker("llama")(), whole()
     register()
     model.set_attn_implementation("spar")
-    batch["input_ids"] = batch["input_ids"].roll(rank == 1)
+    batch["input_ids"] = batch["input_ids"].roll(int(rank == 1))
     with pytest.raises(spar.MismatchError, match=r"batch\['input_ids'\] of ranks \[1\] differs") as caught:
         shard(model, batch, group=group, token_group=group)
     assert caught.value.ranks == (1,) and caught.value.rank == rank
@@ -246,7 +247,7 @@ def check_caches(rank: int, world: int, group: Group) -> None:
     with pytest.raises(ValueError, match="there is a KV cache"):
         for _ in range(2):
             model(**part | {"past_key_values": cache})
-    with pytest.raises(ValueError, match=r"For generate, .* set_attn_implementation\(\"sdpa\"\)"):
+    with pytest.raises(ValueError, match=r"For generate, .*set_attn_implementation\(\"sdpa\"\)"):
         model.generate(batch["input_ids"], max_new_tokens=1)
     with pytest.raises(ValueError, match=r"not used by the model.*layout"):
         model.generate(**part, max_new_tokens=1)
