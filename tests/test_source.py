@@ -220,6 +220,7 @@ def test_submodules_are_attributes() -> None:
         "import sys, spar; assert not {'spar.testing', 'spar.utils'} & set(sys.modules);"
         "print(*(getattr(spar, name).__name__ for name in "
         "('testing', 'utils', 'sharding', 'data', 'parallel_state', 'topology')));"
+        "assert spar.integrations.transformers.shard and 'transformers' not in sys.modules;"
         "assert not hasattr(spar, 'nothing')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -112,6 +112,29 @@ def test_lora(pool: Ranks) -> None:
     pool(2, check_lora)
 
 
+def check_loaded(rank: int, world: int, group: Group, folder: Path) -> None:
+    """A model from disk, which is loaded with the attention, or gets it afterwards."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    if rank == 0:
+        seeded(maker("mistral"), "sdpa").save_pretrained(folder)
+    spar.all_gather(torch.zeros(1), group)  # rank 0 has saved
+    for given in ({}, {"attn_implementation": "spar"}):
+
+        def load(given: dict[str, str] = given) -> Any:
+            model = AutoModelForCausalLM.from_pretrained(folder, **given)
+            if given:  # compare's first model runs in one process
+                model.set_attn_implementation("sdpa")
+            return model.train()
+
+        check_exact(load, whole(), group)
+
+
+def test_models_from_disk(pool: Ranks, tmp_path: Path) -> None:
+    pool(2, check_loaded, tmp_path)
+
+
 def check_embeddings(rank: int, world: int, group: Group) -> None:
     """inputs_embeds with parameters before the split: their gradients are summed as all others."""
     make, batch = maker("llama"), whole()
