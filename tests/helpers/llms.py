@@ -40,6 +40,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the class's name without Fo
     "windows in some layers": ("Qwen3", MIXED | {"use_sliding_window": True}),
 }
 
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Cohere2": {"sliding_window": 9},
+    "DeepseekV3": LATENT
+    | ROUTED
+    | {"num_key_value_heads": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    "Gemma3": {"sliding_window": 9},
+    "Glm4": {},
+    "GPTNeoX": {},
+    "Granite": {},
+    "Llama4": {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4},
+    "Mixtral": {"num_local_experts": 4},
+    "Olmo3": {"sliding_window": 9},
+    "Phi3": {},
+    "Qwen2": {},
+    "SmolLM3": {},
+}
+
 
 def maker(name: str, **changes: Any) -> Callable[[], Any]:
     """Return a function that builds a model; compare seeds it."""
@@ -47,8 +72,8 @@ def maker(name: str, **changes: Any) -> Callable[[], Any]:
     changes = SMALL | config | changes
 
     def make() -> Any:
-        made = getattr(transformers, f"{kind}Config")(**changes)
-        return getattr(transformers, f"{kind}ForCausalLM")(made)
+        model = getattr(transformers, f"{kind}ForCausalLM")
+        return model(model.config_class(**changes))
 
     return make
 

@@ -43,6 +43,16 @@ def test_models_are_exact(pool: Ranks, name: str, world: int) -> None:
     pool(world, check_model, name)
 
 
+def check_other_models(rank: int, world: int, group: llms.Group) -> None:
+    for name, config in llms.OTHERS.items():
+        for batch in (whole(), left_padded(), packed(5, 20, 12)):
+            check_exact(maker(name, **config), batch, group)
+
+
+def test_other_models_are_exact(pool: Ranks) -> None:
+    pool(2, check_other_models)
+
+
 def check_masks(rank: int, world: int, group: llms.Group) -> None:
     """Padding and documents, each by each method and layout."""
     make = maker("llama")

@@ -173,12 +173,13 @@ def test_forgotten_group_is_an_error(pool: Ranks) -> None:
 
 
 def check_dropout(rank: int, world: int, group: Group) -> None:
-    model = maker("llama", attention_dropout=0.1)()
+    functional = {"dropout": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32}  # without a module for it
     register()
-    model.set_attn_implementation("spar")
-    torch.manual_seed(0)
-    with pytest.raises(spar.MismatchError, match=r"the same random numbers.*spar\.rank_seed"):
-        shard(model, whole(), group=group, token_group=group)
+    for model in (maker("OPT", **functional)(), maker("llama", attention_dropout=0.1)()):
+        model.set_attn_implementation("spar")
+        torch.manual_seed(0)
+        with pytest.raises(spar.MismatchError, match=r"the same random numbers.*spar\.rank_seed"):
+            shard(model, whole(), group=group, token_group=group)
     with spar.rank_seed(0, group):
         part = shard(model, whole(), group=group, token_group=group)
         loss = model(**part).loss

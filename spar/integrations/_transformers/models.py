@@ -91,8 +91,11 @@ def _check_rope(model: Any, config: Any, longest: int) -> None:
 
 
 def has_dropout(model: torch.nn.Module, config: Any) -> bool:
-    """Whether the model draws random numbers in a forward pass."""
-    if model.training and getattr(config, "attention_dropout", None):
+    """Whether the model draws random numbers in a forward pass: by a module, or by what its config says."""
+    if not model.training:
+        return False
+    named = {name: value for name, value in vars(config).items() if "drop" in name}
+    if any(isinstance(value, (int, float)) and value > 0 for value in named.values()):
         return True
     drops = torch.nn.modules.dropout._DropoutNd
     return any(isinstance(module, drops) and module.p > 0 and module.training for module in model.modules())
