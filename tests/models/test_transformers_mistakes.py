@@ -173,9 +173,9 @@ def test_forgotten_group_is_an_error(pool: Ranks) -> None:
 
 
 def check_dropout(rank: int, world: int, group: Group) -> None:
-    functional = {"dropout": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32}  # without a module for it
+    functional = {"attention_dropout": 0.0, "residual_dropout": 0.1}  # without a module for it
     register()
-    for model in (maker("OPT", **functional)(), maker("llama", attention_dropout=0.1)()):
+    for model in (maker("SeedOss", **functional)(), maker("llama", attention_dropout=0.1)()):
         model.set_attn_implementation("spar")
         torch.manual_seed(0)
         with pytest.raises(spar.MismatchError, match=r"the same random numbers.*spar\.rank_seed"):
@@ -221,6 +221,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "max_position_embeddings": 32,
         },
         "beyond 32 positions, and there are 37, it depends on the highest position",
+    ),
+    "positions of the mask": (
+        "OPT",
+        {"dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32},
+        "model.decoder.embed_positions derives positions from the attention mask",
     ),
     "not causal": ("Llama", {"is_causal": False}, "its attention is not causal"),
 }

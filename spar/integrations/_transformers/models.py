@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -73,8 +74,14 @@ def _check_layers(model: torch.nn.Module, config: Any) -> None:
         if isinstance(module, _MIXERS):
             kind = type(module).__name__
             raise _refused(model, f"{path} is a {kind}, which mixes tokens outside of attention")
+        if isinstance(module, torch.nn.Embedding) and _takes_mask(module):
+            raise _refused(model, f"{path} derives positions from the attention mask")
     if getattr(model, "_is_stateful", False):
         raise _refused(model, "it has a state that passes from token to token")
+
+
+def _takes_mask(module: torch.nn.Module) -> bool:
+    return "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def _check_rope(model: Any, config: Any, longest: int) -> None:
@@ -94,9 +101,10 @@ def has_dropout(model: torch.nn.Module, config: Any) -> bool:
     """Whether the model draws random numbers in a forward pass: by a module, or by what its config says."""
     if not model.training:
         return False
-    named = {name: value for name, value in vars(config).items() if "drop" in name}
-    if any(isinstance(value, (int, float)) and value > 0 for value in named.values()):
-        return True
+    for name, value in vars(config).items():
+        other_head = name.startswith(("classifier", "summary"))  # of models with the same config
+        if "drop" in name and not other_head and isinstance(value, (int, float)) and value > 0:
+            return True
     drops = torch.nn.modules.dropout._DropoutNd
     return any(isinstance(module, drops) and module.p > 0 and module.training for module in model.modules())
 
