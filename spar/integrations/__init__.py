@@ -1,0 +1,1 @@
+"""Stock models over a sharded sequence; each module imports its library inside its functions."""
