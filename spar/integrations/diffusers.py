@@ -12,6 +12,7 @@ import torch
 from .._runtime.exchange import report_failure
 from ..topology.resolve import Group, process_group
 from ._diffusers.attention import Attention, JointProcessor, register_backend, unregister_backend
+from ._diffusers.inputs import check_equal
 from ._diffusers.names import BACKEND, Names, load
 from ._diffusers.plan import Part, Rule, default_plan, rules_of
 from ._diffusers.sequences import TEXT, Sequences
@@ -112,6 +113,7 @@ class _Sharded:
         self.group = group
         self.names = names
         self.attention = Attention(group)
+        self.compared = False  # whether the ranks' inputs were compared: in the first forward
         self.root = [rule for rule in rules if rule.module is model]
         self.handles: list[Any] = []
         self.backends: dict[Any, Any] = {}  # what a processor had -> what it has
@@ -199,6 +201,9 @@ class _Sharded:
             self._check_processors()
             self.attention.sequences = Sequences(self.group)
             taken = list(inspect.signature(self.forward).parameters)
+            if not self.compared:
+                check_equal(self.group, dict(zip(taken, args, strict=False)) | kwargs)
+                self.compared = True
             for rule in self.root:
                 args, kwargs = self._shard_arguments(rule, taken, args, kwargs)
             output = self.forward(*args, **kwargs)

@@ -28,7 +28,7 @@ def wan(**config: Any) -> nn.Module:
 
     sizes = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH, "in_channels": 4, "out_channels": 4}
     sizes |= {"text_dim": 8, "freq_dim": 8, "ffn_dim": 16, "num_layers": 2, "rope_max_seq_len": 32}
-    return _perturbed(WanTransformer3DModel(**sizes | config))
+    return _drawn(WanTransformer3DModel(**sizes | config))
 
 
 def flux(**config: Any) -> nn.Module:
@@ -36,7 +36,7 @@ def flux(**config: Any) -> nn.Module:
 
     sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": HEADS}
     sizes |= {"attention_head_dim": WIDTH, "joint_attention_dim": 8, "pooled_projection_dim": 8}
-    return _perturbed(FluxTransformer2DModel(**sizes | {"axes_dims_rope": (4, 4, 4)} | config))
+    return _drawn(FluxTransformer2DModel(**sizes | {"axes_dims_rope": (4, 4, 4)} | config))
 
 
 def sd3(**config: Any) -> nn.Module:
@@ -45,15 +45,17 @@ def sd3(**config: Any) -> nn.Module:
     sizes = {"sample_size": 10, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2}
     sizes |= {"attention_head_dim": WIDTH, "num_attention_heads": HEADS, "joint_attention_dim": 8}
     sizes |= {"caption_projection_dim": HEADS * WIDTH, "pooled_projection_dim": 8, "pos_embed_max_size": 8}
-    return _perturbed(SD3Transformer2DModel(**sizes | config))
+    return _drawn(SD3Transformer2DModel(**sizes | config))
 
 
-def _perturbed(model: nn.Module) -> nn.Module:
-    """Change parameters that begin as zeros or ones, so that each has an effect."""
+def _drawn(model: nn.Module) -> nn.Module:
+    """Draw all parameters, also those that begin as zeros or ones; equally on each rank."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            spread = parameter.size(-1) ** -0.5 if parameter.dim() > 1 else 0.1
+            parameter.copy_(values * spread + float("norm" in name and parameter.dim() == 1))
     return model
 
 
