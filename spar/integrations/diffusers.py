@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 
 from .._runtime.exchange import report_failure
 from ..topology.resolve import Group, process_group
-from ._diffusers.attention import Attention, JointProcessor, register_backend, unregister_backend
+from ._diffusers.attention import JointProcessor, ShardedAttention, register_backend, unregister_backend
 from ._diffusers.inputs import check_equal
 from ._diffusers.names import BACKEND, Names, load
-from ._diffusers.plan import Part, Rule, default_plan, rules_of
+from ._diffusers.plan import Part, Rule, argument_names, default_plan, rules_of
 from ._diffusers.sequences import TEXT, Sequences
 
 __all__ = ["disable", "enable"]
@@ -112,7 +111,8 @@ class _Sharded:
         self.model = model
         self.group = group
         self.names = names
-        self.attention = Attention(group)
+        self.attention = ShardedAttention(group)
+        self.taken = argument_names(model)
         self.compared = False  # whether the ranks' inputs were compared: in the first forward
         self.root = [rule for rule in rules if rule.module is model]
         self.handles: list[Any] = []
@@ -134,10 +134,9 @@ class _Sharded:
     def _hook(self, rule: Rule) -> None:
         module = rule.module
         if rule.arguments:
-            taken = list(inspect.signature(module.forward).parameters)
 
             def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                return self._shard_arguments(rule, taken, args, kwargs)
+                return self._shard_arguments(rule, args, kwargs)
 
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if rule.outputs or rule.gathered:
@@ -149,7 +148,7 @@ class _Sharded:
 
     def _enter(self, name: str, module: torch.nn.Module) -> None:
         """Let an attention module attend over the whole sequence."""
-        taken = list(inspect.signature(module.forward).parameters)
+        taken = argument_names(module)
         at = taken.index(TEXT) if TEXT in taken else len(taken)
 
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -200,12 +199,11 @@ class _Sharded:
         try:
             self._check_processors()
             self.attention.sequences = Sequences(self.group)
-            taken = list(inspect.signature(self.forward).parameters)
             if not self.compared:
-                check_equal(self.group, dict(zip(taken, args, strict=False)) | kwargs)
+                check_equal(self.group, dict(zip(self.taken, args, strict=False)) | kwargs)
                 self.compared = True
             for rule in self.root:
-                args, kwargs = self._shard_arguments(rule, taken, args, kwargs)
+                args, kwargs = self._shard_arguments(rule, args, kwargs)
             output = self.forward(*args, **kwargs)
             for rule in self.root:
                 output = self._convert(rule, output)
@@ -228,13 +226,13 @@ class _Sharded:
                 )
 
     def _shard_arguments(
-        self, rule: Rule, taken: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.attention.sequences is None:
             return args, kwargs
         given, kwargs = list(args), dict(kwargs)
         for name, part in rule.arguments.items():
-            at = taken.index(name) if name in taken else len(given)
+            at = rule.taken.index(name)
             if name in kwargs:
                 kwargs[name] = self._shard(kwargs[name], part, name, rule)
             elif at < len(given):

@@ -20,7 +20,7 @@ _counter = itertools.count()
 Local = Callable[..., torch.Tensor]  # the model's own kernel, of q, k, v and a mask
 
 
-class Attention:
+class ShardedAttention:
     """What a model's attention needs to know: the group, the forward's sequences, the module's arguments."""
 
     def __init__(self, group: Any) -> None:
@@ -113,7 +113,7 @@ class Attention:
         )
 
 
-def register_backend(names: Names, attention: Attention, inner: Any) -> Any:
+def register_backend(names: Names, attention: ShardedAttention, inner: Any) -> Any:
     """Register a backend of diffusers' dispatcher that attends over the whole sequence; return its name.
 
     inner: the backend that a processor had: a name, or None for the active one.
@@ -174,7 +174,7 @@ def unregister_backend(names: Names, member: Any) -> None:
 class JointProcessor:
     """A processor that calls torch's attention itself, over this rank's tokens: SD3's."""
 
-    def __init__(self, inner: Any, attention: Attention) -> None:
+    def __init__(self, inner: Any, attention: ShardedAttention) -> None:
         self.inner = inner
         self.attention = attention
 
@@ -194,7 +194,7 @@ class JointProcessor:
 class _Intercept(TorchFunctionMode):
     """Compute each call of scaled_dot_product_attention over the whole sequence."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: ShardedAttention) -> None:
         super().__init__()
         self.attention = attention
 

@@ -19,7 +19,15 @@ PLANS: dict[str, Any] = {
     },
 }
 # whose own plan in diffusers (_cp_plan) the tests compare with one process
-VERIFIED = ("FluxTransformer2DModel", "WanTransformer3DModel")
+VERIFIED = (
+    "ChronoEditTransformer3DModel",
+    "Flux2Transformer2DModel",
+    "FluxTransformer2DModel",
+    "LTXVideoTransformer3DModel",
+    "QwenImageTransformer2DModel",
+    "WanTransformer3DModel",
+)
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")  # in torch's wrappers, whose forward takes *args
 
 
 class Part(NamedTuple):
@@ -34,6 +42,7 @@ class Rule(NamedTuple):
 
     name: str  # the module's; "" for the model
     module: torch.nn.Module
+    taken: list[str]  # the names of its arguments
     arguments: dict[str, Part]  # sharded before the module's forward
     outputs: dict[int, Part]  # sharded after it
     gathered: tuple[Part | None, ...]  # of each output, gathered after it
@@ -110,19 +119,26 @@ def _rule(name: str, module: torch.nn.Module, entry: Any, names: Names) -> Rule:
     if not isinstance(entry, Mapping):
         each = entry if isinstance(entry, (list, tuple)) else [entry]
         gathered = [None if part is None else _part(at, part, names.output, "gather_dim") for part in each]
-        return Rule(name, module, {}, {}, tuple(gathered))
+        return Rule(name, module, [], {}, {}, tuple(gathered))
     arguments: dict[str, Part] = {}
     outputs: dict[int, Part] = {}
-    taken = inspect.signature(module.forward).parameters
+    taken = argument_names(module)
     for key, value in entry.items():
         part = _part(f"{at}: {key!r}", value, names.input, "split_dim")
         if isinstance(key, str) and not getattr(value, "split_output", False):
-            if key not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            if key not in taken:
                 raise ValueError(f"{at} names the argument {key!r}; expected one of {', '.join(taken)}")
             arguments[key] = part
         else:
             outputs[check_int(at, "an output", key, 0)] = part
-    return Rule(name, module, arguments, outputs, ())
+    return Rule(name, module, taken, arguments, outputs, ())
+
+
+def argument_names(module: torch.nn.Module) -> list[str]:
+    """Return the names of what a module's forward takes, in order."""
+    for name in _WRAPPED:
+        module = getattr(module, name, module)
+    return list(inspect.signature(module.forward).parameters)
 
 
 def _part(at: str, value: Any, kind: Any, dim: str) -> Part:
