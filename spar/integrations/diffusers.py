@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._runtime.agreement import is_reported
 from .._runtime.exchange import report_failure
 from ..topology.resolve import Group, process_group
 from ._diffusers.attention import JointProcessor, ShardedAttention, register_backend, unregister_backend
@@ -195,10 +196,19 @@ class _Sharded:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks."""
-        place = self.attention.place
         try:
-            self._check_processors()
-            self.attention.sequences = Sequences(self.group)
+            return self._run(args, kwargs)
+        except BaseException as error:
+            device = next((p.device.type for p in self.model.parameters()), None)
+            report_failure([(self.attention.place, _LAST)], "a sharded model's forward", device, error)
+            raise
+        finally:
+            self.attention.sequences = None
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_processors()
+        sequences = self.attention.sequences = Sequences(self.group)
+        try:
             if not self.compared:
                 check_equal(self.group, dict(zip(self.taken, args, strict=False)) | kwargs)
                 self.compared = True
@@ -208,12 +218,15 @@ class _Sharded:
             for rule in self.root:
                 output = self._convert(rule, output)
             return output
-        except BaseException as error:
-            device = next((p.device.type for p in self.model.parameters()), None)
-            report_failure([(place, _LAST)], "a sharded model's forward", device, error)
-            raise
-        finally:
-            self.attention.sequences = None
+        except RuntimeError as error:
+            place, empty = self.attention.place, sequences.empty()
+            if is_reported(error) or not empty:
+                raise
+            raise ValueError(
+                f"a sharded model's forward on rank {place.rank} of {place.world}: the rank has no token of "
+                f"{', '.join(empty)}, which the model's own code may not support ({error}); expected at "
+                f"least {place.world} tokens, one for each rank"
+            ) from error
 
     def _check_processors(self) -> None:
         """Check that no processor or backend was set since: it would attend to this rank's tokens only."""

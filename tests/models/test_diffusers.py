@@ -10,7 +10,9 @@ import pytest
 import torch
 from conftest import TRANSPORTS, Ranks
 from helpers.diffusion import (
+    HEADS,
     MODELS,
+    WIDTH,
     Group,
     check_exact,
     flux,
@@ -50,7 +52,7 @@ def check_variants(rank: int, world: int, group: Group) -> None:
     image = wan_inputs(text=512) | {
         "encoder_hidden_states_image": wan_inputs(text=3)["encoder_hidden_states"]
     }
-    check_exact(group, wan(image_dim=8, added_kv_proj_dim=HIDDEN), image)  # Wan 2.1 with an image
+    check_exact(group, wan(image_dim=8, added_kv_proj_dim=HEADS * WIDTH), image)  # Wan 2.1 with an image
     check_exact(group, sd3(dual_attention_layers=(0,), qk_norm="rms_norm"), sd3_inputs())  # SD 3.5
     guided = flux_inputs() | {"guidance": torch.tensor([1.0, 3.5])}
     check_exact(group, flux(guidance_embeds=True), guided)
@@ -60,19 +62,17 @@ def check_variants(rank: int, world: int, group: Group) -> None:
     check_exact(group, fused, sd3_inputs())
 
 
-HIDDEN = 36
-
-
 def test_variants_are_exact(ranks: Ranks) -> None:
     ranks(2, check_variants)
 
 
 def check_lengths(rank: int, world: int, group: Group) -> None:
     # rank 0 or all ranks hold as many tokens of the image as of the text, or as the whole text has
-    for text in (1, 13, 24, 25, 26, 12 + rank * 0):
+    for text in (1, 13, 24, 25, 26):
         check_exact(group, flux(), flux_inputs(text=text))
         check_exact(group, wan(), wan_inputs(text=text))
-        check_exact(group, ltx(), ltx_inputs(text=text))
+        if text > 1:
+            check_exact(group, ltx(), ltx_inputs(text=text))
     check_exact(group, wan(), wan_inputs((1, 2, 4), text=1, batch=1))  # 2 tokens
     check_exact(group, flux(), flux_inputs((1, 2), text=1, batch=1))
 

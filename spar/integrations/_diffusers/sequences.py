@@ -39,6 +39,14 @@ class Sequences:
         """Whether the text is sharded; else every rank has the whole."""
         return any(name.endswith(TEXT) for name in self.totals)
 
+    def empty(self) -> list[str]:
+        """Return the names of the sequences of which this rank has no token."""
+        return [
+            name
+            for name, total in self.totals.items()
+            if SequenceLayout.even(total, self.group).sizes[self.rank] == 0
+        ]
+
     def layout_of(self, held: int) -> SequenceLayout | None:
         """Return the layout of which this rank holds so many tokens; None if there is none.
 
