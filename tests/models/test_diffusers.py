@@ -74,7 +74,7 @@ def check_lengths(rank: int, world: int, group: Group) -> None:
         if text > 1:
             check_exact(group, ltx(), ltx_inputs(text=text))
     check_exact(group, wan(), wan_inputs((1, 2, 4), text=1, batch=1))  # 2 tokens
-    check_exact(group, flux(), flux_inputs((1, 2), text=1, batch=1))
+    check_exact(group, sd3(), sd3_inputs(text=1))
 
 
 @pytest.mark.parametrize("world", [2, 3])
