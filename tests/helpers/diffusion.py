@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import conftest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ Inputs = dict[str, Any]
 HEADS, WIDTH = 3, 12
 
 # ranks are forked from a process that has imported these
-_MODULES = ("wan", "flux", "sd3", "chronoedit", "flux2", "ltx", "qwenimage")
-conftest.PRELOAD += [f"diffusers.models.transformers.transformer_{name}" for name in _MODULES]
+_MODELS = ("wan", "flux", "sd3", "chronoedit", "flux2", "ltx", "qwenimage")
+PRELOAD = [f"diffusers.models.transformers.transformer_{name}" for name in _MODELS]
 
 
 def wan(**config: Any) -> nn.Module:

@@ -26,6 +26,9 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
+from helpers.diffusion import (
+    PRELOAD as PRELOAD,
+)
 
 
 @pytest.fixture

@@ -29,6 +29,9 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
+from helpers.diffusion import (
+    PRELOAD as PRELOAD,
+)
 from torch import nn
 
 import spar

@@ -26,8 +26,13 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
+from helpers.diffusion import (
+    PRELOAD as PRELOAD,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import spar
@@ -111,6 +116,99 @@ def check_ddp(rank: int, world: int, group: Group) -> None:
 
 def test_ddp_trains_as_one_process(ranks: Ranks) -> None:
     ranks(2, check_ddp)
+
+
+def check_fsdp(rank: int, world: int, group: Group) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for first in (True, False):
+        model = wan()
+        expected = trained(model, wan_inputs())
+        if first:
+            enable(model, mesh)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if not first:
+            enable(model, mesh)
+        output = model(**wan_inputs()).sample
+        loss_of(output).backward()
+        found = [output.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())]
+        compare(found, expected, model)
+
+
+def test_fsdp2_before_and_after_enable(ranks: Ranks) -> None:
+    ranks(2, check_fsdp)
+
+
+def check_adapters(rank: int, world: int, group: Group) -> None:
+    from peft import LoraConfig
+
+    def add(model: nn.Module) -> None:
+        model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+    model, later = wan(), wan()
+    add(model)
+    expected = trained(model, wan_inputs())
+    assert (
+        sum(bool(gradient.any()) for gradient in expected[1:]) == 16
+    )  # A and B of two layers of two attentions
+    enable(model, group)
+    enable(later, group)
+    add(later)
+    for adapted in (model, later):
+        compare(trained(adapted, wan_inputs(), group), expected, adapted)
+
+
+def test_adapters_added_before_and_after_enable(ranks: Ranks) -> None:
+    ranks(2, check_adapters)
+
+
+class Training(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = sd3()
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return loss_of(self.model(**inputs).sample)
+
+
+def check_report(rank: int, world: int, group: Group) -> None:
+    def shard(training: nn.Module, batch: Any) -> Any:
+        enable(training.model, group)
+        return batch
+
+    report = spar.testing.compare(Training, sd3_inputs(), shard, group, reduce="mean", show=False)
+    assert report.worst.max_rel_error < 1e-5, report
+    assert report.loss == pytest.approx(report.reference_loss, rel=1e-6)
+
+
+def test_comparison_with_one_process(ranks: Ranks) -> None:
+    ranks(3, check_report)
+
+
+def check_compiled(rank: int, world: int, group: Group) -> None:
+    """Rank 0 compiles, the others do not."""
+    model = flux()
+    expected = trained(model, flux_inputs())
+    enable(model, group)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager") if rank == 0 else model
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**flux_inputs())[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == int(rank == 0)
+    if rank == 0:
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+            block.compile(backend="aot_eager")
+    compare(trained(model, flux_inputs(), group), expected, model)
+
+
+def test_compiled_inference_and_compiled_blocks_in_training(ranks: Ranks) -> None:
+    ranks(2, check_compiled)
 
 
 def check_input_gradients(rank: int, world: int, group: Group) -> None:
