@@ -158,7 +158,7 @@ class _Sharded:
         self.handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
         before = getattr(module, _PROCESSOR)
         now = before
-        if isinstance(before, self.names.joint_processors):
+        if not hasattr(before, BACKEND):
             now = JointProcessor(before, self.attention)
             setattr(module, _PROCESSOR, now)
         elif getattr(before, BACKEND) not in self.backends.values():  # modules may share a processor
@@ -206,7 +206,7 @@ class _Sharded:
             self.attention.sequences = None
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_processors()
+        self._check_unchanged()
         sequences = self.attention.sequences = Sequences(self.group)
         try:
             if not self.compared and not torch.compiler.is_compiling():
@@ -228,8 +228,13 @@ class _Sharded:
                 f"least {place.world} tokens, one for each rank"
             ) from error
 
-    def _check_processors(self) -> None:
+    def _check_unchanged(self) -> None:
         """Check that no processor or backend was set since: it would attend to this rank's tokens only."""
+        if getattr(self.model, "is_cache_enabled", False):
+            raise ValueError(
+                "a sharded model's forward: the model has a cache; expected none, because it decides by this "
+                "rank's tokens: call disable_cache()"
+            )
         for name, module, _, now in self.processors:
             own = isinstance(now, JointProcessor) or getattr(now, BACKEND) in self.backends.values()
             if getattr(module, _PROCESSOR) is not now or not own:

@@ -174,9 +174,37 @@ def check_changed(rank: int, world: int, group: Group) -> None:
         **MODELS["sd3"][1](),
     )
 
+    disable(model)
+    enable(model, group)
+    from diffusers import FirstBlockCacheConfig
+
+    model.enable_cache(FirstBlockCacheConfig())
+    refused(ValueError, "has a cache...disable_cache()", model, **wan_inputs())
+    model.disable_cache()
+    model(**wan_inputs())
+
 
 def test_processors_set_after_enable_are_refused(ranks: Ranks) -> None:
     ranks(2, check_changed)
+
+
+def check_parts(rank: int, world: int, group: Group) -> None:
+    """A part of a model alone would attend to the tokens that it is given, also in a recompute."""
+    model = wan()
+    enable(model, group)
+    rotary, kept = model.rope(wan_inputs()["hidden_states"]), []
+    arguments = torch.zeros(2, 25, 36), torch.zeros(2, 7, 36), torch.zeros(2, 6, 36), rotary
+    refused(ValueError, "neither in a forward...disable(model)", model.blocks[0], *arguments)
+    model.enable_gradient_checkpointing()
+    model.blocks[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    model(**wan_inputs())
+    refused(ValueError, "neither in a forward...disable(model)", kept[0].sum().backward)
+    disable(model)
+    assert model.blocks[0](*arguments).shape == (2, 25, 36)
+
+
+def test_parts_of_a_model_do_not_run_alone(ranks: Ranks) -> None:
+    ranks(2, check_parts)
 
 
 def check_masks(rank: int, world: int, group: Group) -> None:

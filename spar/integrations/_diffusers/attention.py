@@ -25,7 +25,7 @@ class ShardedAttention:
 
     def __init__(self, group: Any) -> None:
         self.place = place_of(group)
-        self.sequences: Sequences | None = None  # None: no forward is under way, and nothing is sharded
+        self.sequences: Sequences | None = None  # of the forward that runs, or is recomputed
         self.cross = False  # whether the current attention module received encoder_hidden_states
 
     def __call__(
@@ -51,8 +51,15 @@ class ShardedAttention:
             own_kernel: whether `local` must also compute the whole; else torch's kernel does.
         """
         sequences = self.sequences
-        if self.place.world == 1 or sequences is None or not sequences.totals:
+        if self.place.world == 1:
             return local(q, k, v, mask)
+        if sequences is None:
+            raise self.error(
+                "neither in a forward of the model nor in a recompute of one whose output has a gradient",
+                "a call of the model; disable(model) lets its parts run alone",
+            )
+        if not sequences.totals:
+            return local(q, k, v, mask)  # before anything is sharded
         queries = self._layout(sequences, "queries", q.size(seq_dim))
         keys = queries
         if self.cross and queries.kind != "joint":
@@ -144,7 +151,7 @@ def register_backend(names: Names, attention: ShardedAttention, inner: Any) -> A
             return out
 
         given = {key: value for key, value in others.items() if value is not None and value is not False}
-        if given and attention.sequences is not None:
+        if given and attention.place.world > 1:
             raise attention.error(f"attention_kwargs {given!r:.200}", "none")
         active = registry.get_active_backend()[0] if inner is None else inner
         return attention(

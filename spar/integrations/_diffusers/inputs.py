@@ -21,7 +21,9 @@ def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
         ValueError: an input differs between ranks. Every rank raises.
     """
     tensors = {
-        name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.device.type != "meta"
+        name: x
+        for name, x in sorted(inputs.items())  # callers may pass keywords in any order
+        if isinstance(x, torch.Tensor) and x.device.type != "meta"
     }
     place = place_of(group)
     if not tensors or place.world == 1:

@@ -24,7 +24,7 @@ class Sequences:
         self.group = group
         self.rank = place_of(group).rank
         self.totals: dict[str, int] = {}
-        self._known: list[SequenceLayout] | None = None
+        self._known: list[tuple[SequenceLayout, tuple[int, ...]]] | None = None  # with their sizes
         self._ambiguous = False
 
     def add(self, name: str, total: int) -> SequenceLayout:
@@ -53,13 +53,13 @@ class Sequences:
         Collective if a rank would hold equally many tokens by two of the layouts, which all ranks know.
         """
         if self._known is None:
-            self._known = self._layouts()
-            self._ambiguous = _collide(self._known)
-        if not self._ambiguous:
-            fitting = [layout for layout in self._known if layout.sizes[self.rank] == held]
+            self._known = [(layout, layout.sizes) for layout in self._layouts()]
+            self._ambiguous = _collide({sizes for _, sizes in self._known})
+        if self._ambiguous:
+            each = SequenceLayout.from_local(held, self.group).sizes
+            fitting = [layout for layout, sizes in self._known if sizes == each]
         else:
-            sizes = SequenceLayout.from_local(held, self.group).sizes
-            fitting = [layout for layout in self._known if layout.sizes == sizes]
+            fitting = [layout for layout, sizes in self._known if sizes[self.rank] == held]
         return fitting[0] if fitting else None
 
     def _layouts(self) -> list[SequenceLayout]:
@@ -74,7 +74,6 @@ class Sequences:
         return ", ".join(each) or "none"
 
 
-def _collide(layouts: list[SequenceLayout]) -> bool:
-    """Whether on some rank two layouts of different sizes hold equally many tokens."""
-    different = {layout.sizes for layout in layouts}
-    return any(len(set(column)) < len(different) for column in zip(*different, strict=True))
+def _collide(sizes: set[tuple[int, ...]]) -> bool:
+    """Whether a rank holds equally many tokens by two of these, which differ on another rank."""
+    return any(len(set(of_rank)) < len(sizes) for of_rank in zip(*sizes, strict=True))
