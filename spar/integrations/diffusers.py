@@ -49,6 +49,10 @@ def enable(model: torch.nn.Module, group: Group = None, plan: Any = None) -> Non
     names = load()
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"diffusers.enable: model is {model!r:.200}; expected a module of diffusers")
+    for inner in ("module", "_orig_mod"):  # of DDP, and of torch.compile
+        if isinstance(getattr(model, inner, None), torch.nn.Module):
+            kind = type(model).__name__
+            raise ValueError(f"diffusers.enable: model is a {kind}; expected what it wraps: model.{inner}")
     if _STATE in vars(model):
         raise ValueError("diffusers.enable: the model is enabled already; call disable(model) first")
     if getattr(model, "_parallel_config", None) is not None:

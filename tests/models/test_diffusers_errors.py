@@ -87,6 +87,9 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     refuse("an output is -1", enable, model, group, {"rope": {-1: 1}} | gather)
     refuse("is not enabled", disable, model)
     refuse("is not enabled", disable, nn.parallel.DistributedDataParallel(model, process_group=group))
+    wrapper = nn.parallel.DistributedDataParallel(model, process_group=group)
+    refuse("model is a DistributedDataParallel; expected what it wraps: model.module", enable, wrapper, group)
+    refuse("expected what it wraps: model._orig_mod", enable, torch.compile(model), group)
     model._parallel_config = object()
     refuse("enable_parallelism", enable, model, group)
     del model._parallel_config
@@ -196,7 +199,7 @@ def check_parts(rank: int, world: int, group: Group) -> None:
     arguments = torch.zeros(2, 25, 36), torch.zeros(2, 7, 36), torch.zeros(2, 6, 36), rotary
     refused(ValueError, "neither in a forward...disable(model)", model.blocks[0], *arguments)
     model.enable_gradient_checkpointing()
-    model.blocks[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    model.blocks[1].register_forward_hook(lambda module, args, output: kept.append(output))
     model(**wan_inputs())
     refused(ValueError, "neither in a forward...disable(model)", kept[0].sum().backward)
     disable(model)
