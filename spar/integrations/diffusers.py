@@ -157,7 +157,8 @@ class _Sharded:
         at = taken.index(TEXT) if TEXT in taken else len(taken)
 
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.attention.cross = (args[at] if at < len(args) else kwargs.get(TEXT)) is not None
+            text = args[at] if at < len(args) else kwargs.get(TEXT)
+            self.attention.text = text.size(1) if isinstance(text, torch.Tensor) else None
 
         self.handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
         before = getattr(module, _PROCESSOR)
@@ -269,7 +270,7 @@ class _Sharded:
         if isinstance(output, Mapping):  # a dataclass of diffusers
             return type(output)(**dict(zip(output, self._each(rule, list(output.values())), strict=True)))
         each = self._each(rule, [output] if single else list(output))
-        return each[0] if single else tuple(each)
+        return each[0] if single else each if isinstance(output, list) else tuple(each)
 
     def _each(self, rule: Rule, outputs: list[Any]) -> list[Any]:
         for i, part in rule.outputs.items():

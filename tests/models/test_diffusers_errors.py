@@ -113,11 +113,9 @@ def test_arguments_are_checked(ranks: Ranks) -> None:
 
 
 def test_a_model_without_a_verified_plan_names_diffusers_own() -> None:
-    from diffusers import HeliosTransformer3DModel
-
-    with torch.device("meta"):
-        model = HeliosTransformer3DModel(num_layers=1)
-    refused(ValueError, "HeliosTransformer3DModel._cp_plan, and compare", enable, model)
+    model = Other()
+    model._cp_plan = {"inner": 1}
+    refused(ValueError, "pass plan=Other._cp_plan, and compare", enable, model)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +245,14 @@ def check_plan(rank: int, world: int, group: Group) -> None:
     for text in (7, 12, 13, 25):
         inputs = MODELS["sd3"][1](text=text)
         refused(ValueError, "queries, which are no shard of...hidden_states: 25...", model, **inputs)
+    model = wan()  # whose keys are the text, and here also this rank's tokens
+    attend = type(model.blocks[0].attn2.processor).__call__
+    both = {
+        "__call__": lambda self, attn, x, text, *rest: attend(self, attn, x, torch.cat([x, text], 1), *rest)
+    }
+    model.blocks[0].attn2.processor = type("Both", (type(model.blocks[0].attn2.processor),), both)()
+    enable(model, group)
+    refused(ValueError, "keys in a module with a text of 7 tokens, which is not...", model, **wan_inputs())
     model = wan()
     enable(model, group, {"blocks.0": {"hidden_states": 1, "encoder_hidden_states": 1}, "proj_out": 1})
     with pytest.raises((ValueError, RuntimeError, spar.MismatchError)):

@@ -7,14 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from test_faults import TEARDOWN
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_example_proves_its_claim(world: int) -> None:
+def test_the_example_proves_its_claim() -> None:
+    world = 2  # which divides neither its 175 tokens nor its 3 heads
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -26,7 +26,7 @@ class ShardedAttention:
     def __init__(self, group: Any) -> None:
         self.place = place_of(group)
         self.sequences: Sequences | None = None  # of the forward that runs, or is recomputed
-        self.cross = False  # whether the current attention module received encoder_hidden_states
+        self.text: int | None = None  # tokens that the current module received as encoder_hidden_states
 
     def __call__(
         self,
@@ -62,9 +62,9 @@ class ShardedAttention:
             return local(q, k, v, mask)  # before anything is sharded
         queries = self._layout(sequences, "queries", q.size(seq_dim))
         keys = queries
-        if self.cross and queries.kind != "joint":
+        if self.text is not None and queries.kind != "joint":
             if not sequences.text:
-                return local(q, k, v, mask)
+                return self._to_whole_text(q, k, v, mask, local, seq_dim)
             keys = self._layout(sequences, "keys", k.size(seq_dim))
         elif k.size(seq_dim) != q.size(seq_dim):
             raise self.error(
@@ -76,7 +76,7 @@ class ShardedAttention:
             raise self.error(
                 "a mask or is_causal with another backend than native", 'set_attention_backend("native")'
             )
-        if causal and (queries.kind == "joint" or self.cross):
+        if causal and (queries.kind == "joint" or self.text is not None):
             raise self.error("is_causal over two sequences", "one sequence, whose order is known")
         return attention(
             q,
@@ -91,6 +91,24 @@ class ShardedAttention:
             seq_dim=seq_dim,
             head_dim=3 - seq_dim,
         )
+
+    def _to_whole_text(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        local: Local,
+        seq_dim: int,
+    ) -> torch.Tensor:
+        """Attend to a text of which every rank has the whole: no exchange."""
+        assert self.text is not None
+        if k.size(seq_dim) > self.text:
+            raise self.error(
+                f"{k.size(seq_dim)} keys in a module with a text of {self.text} tokens, which is not sharded",
+                "keys of the text only; shard encoder_hidden_states",
+            )
+        return local(q, k, v, mask)
 
     def _layout(self, sequences: Sequences, what: str, held: int) -> SequenceLayout:
         layout = sequences.layout_of(held)
