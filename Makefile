@@ -35,7 +35,7 @@ help:
 	@echo 'make bench   time every operation against the usual formulation and copy_ (RANKS=2, ARGS=...)'
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
-	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
+	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make build   install spar and what the demo needs into .venv'
@@ -64,6 +64,7 @@ bring-up-kit: build
 SECONDS ?= 60
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
+	@SOAK_GROUPS=10000 $(BIN)/pytest -q tests/test_many_groups.py -k groups_do_not_leak
 
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)

@@ -37,7 +37,7 @@ Modules:
     spar.topology        use several sets of groups in one process
     spar.testing         compare a sharded model with one process
     spar.utils           process groups without torch.distributed's global state
-    spar.integrations    stock models of transformers
+    spar.integrations    stock models of transformers and diffusers
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

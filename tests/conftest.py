@@ -23,8 +23,14 @@ from spar import _C
 
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
 WORLDS = (1, 2, 3, 4, 7)
-PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
-COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]  # or each rank imports them itself
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "pytest",
+    "spar",
+]  # otherwise each rank imports them
+COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]
 FIRST = ("test_fault_matrix", "test_many_groups", "test_process", "test_workers", "test_compile")
 FIRST += (
     "test_compile_exact",

@@ -21,6 +21,7 @@ from helpers.launched import launch
 from test_faults import TEARDOWN
 
 import spar
+import spar.integrations.diffusers
 import spar.integrations.transformers
 import spar.sequence_layout
 import spar.testing
@@ -162,8 +163,13 @@ TRANSFORMERS = {
     "register": "name='spar'",
     "shard": "model, batch, layout=None, group=None, method=None, token_group=None, check=True",
 }
+DIFFUSERS = {
+    "enable": "model, group=None, plan=None",
+    "disable": "model",
+}
 TABLES = {
     "spar": (spar, SIGNATURES),
+    "diffusers": (spar.integrations.diffusers, DIFFUSERS),
     "sequence_layout": (spar.sequence_layout, LAYOUT),
     "testing": (spar.testing, TESTING),
     "utils": (spar.utils, UTILS),
@@ -217,10 +223,12 @@ def test_type_hints_can_be_evaluated(module: ModuleType) -> None:
 
 def test_submodules_are_attributes() -> None:
     code = (
-        "import sys, spar; assert not {'spar.testing', 'spar.utils'} & set(sys.modules);"
+        "import sys, spar; "
+        "assert not {'spar.testing', 'spar.utils', 'spar.integrations'} & set(sys.modules);"
         "print(*(getattr(spar, name).__name__ for name in "
         "('testing', 'utils', 'sharding', 'data', 'parallel_state', 'topology')));"
         "assert spar.integrations.transformers.shard and 'transformers' not in sys.modules;"
+        "assert spar.integrations.diffusers.enable and 'diffusers' not in sys.modules;"
         "assert not hasattr(spar, 'nothing')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
