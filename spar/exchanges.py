@@ -8,10 +8,12 @@ from typing import Any, Literal, overload
 
 import torch
 
+from ._C import MOST_TENSORS
 from ._runtime.call import Call, Sizes, apply_steps, checked_together, entries
 from ._runtime.exchange import ONE
-from ._runtime.layouts import EVEN, Args, Layout, even, pair
-from ._runtime.outputs import Move, write_to
+from ._runtime.layouts import EVEN, Args, Layout, pair
+from ._runtime.move import Move
+from ._runtime.outputs import write_to
 from ._runtime.overlap import Work, launch
 from .sequence_layout import SequenceLayout, checked_numbers
 from .sizes import share, totals_of_share
@@ -153,6 +155,7 @@ def _group_of(*layouts: Any) -> Group:
 
 
 Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
+_NOTHING = ((None,) * 4,) * MOST_TENSORS  # neither sizes nor layouts, for each tensor
 
 
 def _all_to_all_together(
@@ -170,30 +173,33 @@ def _all_to_all_together(
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
         first, count = calls[0], len(calls)
-        given = list(
-            zip(
-                entries(first, "scatter_sizes", scatter_sizes, at),
-                entries(first, "gather_sizes", gather_sizes, at),
-                entries(first, "layout", _repeated(layout, count), at),
-                entries(first, "scatter_layout", _repeated(scatter_layout, count), at),
-                strict=True,
+        given: Sequence[tuple[Any, Any, Any, Any]] = _NOTHING
+        if not (scatter_sizes is gather_sizes is layout is scatter_layout is None):
+            given = list(
+                zip(
+                    entries(first, "scatter_sizes", scatter_sizes, at),
+                    entries(first, "gather_sizes", gather_sizes, at),
+                    entries(first, "layout", _repeated(layout, count), at),
+                    entries(first, "scatter_layout", _repeated(scatter_layout, count), at),
+                    strict=True,
+                )
             )
-        )
         pairs: list[Args] = []
         for i, call in enumerate(calls):
-            like = i > 0 and call.input.shape == calls[i - 1].input.shape  # the tensor before it
-            if like and all(map(operator.is_, given[i], given[i - 1])):
+            like = i > 0 and call.shape == calls[i - 1].shape  # the tensor before it
+            if like and (given is _NOTHING or all(map(operator.is_, given[i], given[i - 1]))):
                 pairs.append(pairs[-1])
             else:
-                pairs.append(pair(*_transposed(call, dims, *given[i], at[i])))
+                scatter, gather, lies, becomes = given[i]
+                pairs.append(pair(*_transposed(call, dims, scatter, gather, lies, becomes, at[i])))
         args = tuple(pairs)
         place = first.place
         if async_op:
-            outputs, work = launch(calls, at, Move.of(first, args), out, async_op)
+            outputs, work = launch(calls, at, Move(first.name, place, args), out, async_op)
             works.append(work)
             return outputs
         if out is not None:
-            return write_to(out, calls, at, Move.of(first, args))
+            return write_to(out, calls, at, Move(first.name, place, args))
         if place.world == 1:
             return [call.input for call in calls]
         return apply_steps(calls, ((place, args),), ONE)
@@ -225,9 +231,9 @@ def _transposed(
             f"{scatter_dim} and gather_dim is {gather_dim}",
             f"two different dims of an input with {call.ndim}",
         )
-    shape = call.input.shape
-    if gather_size is None and gather_sizes is None and layout is None:
-        before: Layout = (gather, EVEN, shape[gather] * call.world)
+    shape = call.shape
+    if gather_sizes is None and layout is None:
+        before: Layout = (gather, EVEN, _gather_size(call, gather, shape[gather], gather_size))
     else:
         before = _gathered(call, gather, gather_size, gather_sizes, layout, at)
     if scatter_sizes is None and scatter_layout is None:
@@ -246,15 +252,18 @@ def _gathered(call: Call, dim: int, size: int | None, sizes: Any, layout: Any, a
     call.one_of(**{"gather_size": size, f"gather_sizes{at}": sizes, f"layout{at}": layout})
     if layout is not None:
         return checked_numbers(call, "layout" + at, layout, dim, False, at)
-    return call.shards("gather_sizes" + at, dim, sizes) or even(dim, _gather_size(call, dim, size))
+    shards = call.shards("gather_sizes" + at, dim, sizes)
+    assert shards is not None
+    return shards
 
 
-def _gather_size(call: Call, gather: int, gather_size: int | None) -> int:
-    local = call.input.shape[gather]
-    if gather_size is None:
-        return local * call.world
-    gather_size = call.integer("gather_size", gather_size, "an int or None")
-    if gather_size < 0 or share(gather_size, call.world, call.rank) != local:
-        fitting = totals_of_share(local, call.world, call.rank)
-        raise call.wrong_total("gather_size", gather_size, gather, fitting)
-    return gather_size
+def _gather_size(call: Call, dim: int, local: int, total: int | None) -> int:
+    """Return the global size of the gather dim, of which this rank holds `local`."""
+    world, rank = call.world, call.rank
+    if total is None:
+        return local * world
+    if type(total) is not int:
+        total = call.integer("gather_size", total, "an int or None")
+    if total < 0 or share(total, world, rank) != local:
+        raise call.wrong_total("gather_size", total, dim, totals_of_share(local, world, rank))
+    return total

@@ -17,7 +17,7 @@ from .._runtime.channel import Operation
 from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, is_profiled, report_failure, run
 from .._runtime.layouts import by_sizes, pair, rotated
 from .._runtime.member import Place
-from .._runtime.outputs import Move
+from .._runtime.move import Move
 from .._runtime.overlap import Work, begin
 from .._runtime.registry import by_handle
 from .blocks import Block
@@ -56,7 +56,7 @@ class _Sending:
             gradient = RECORDED if records else UNRECORDED
             self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
         else:
-            self.received, self.work = begin(Move(name, ring.place, args, ()), tensors, None, records)
+            self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records)
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what the rank before this one held, once; keep nothing."""
