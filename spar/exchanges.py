@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ._C import MOST_TENSORS
 from ._runtime.call import Call, Sizes, apply_steps, checked_together, entries
 from ._runtime.exchange import ONE
 from ._runtime.layouts import EVEN, Args, Layout, pair
@@ -125,21 +124,13 @@ def all_to_all(
         process_group = _group_of(layout, scatter_layout)
     if out is not None or async_op or isinstance(input_, (list, tuple)):
         dims = scatter_dim, gather_dim, gather_size
-        sizes = scatter_sizes, gather_sizes, layout, scatter_layout
-        return _all_to_all_together(input_, process_group, dims, *sizes, async_op, out)
+        how = scatter_sizes, gather_sizes, layout, scatter_layout
+        return _all_to_all_together(input_, process_group, dims, how, async_op, out)
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
-        return call.apply(
-            *_transposed(
-                call,
-                (scatter_dim, gather_dim, gather_size),
-                scatter_sizes,
-                gather_sizes,
-                layout,
-                scatter_layout,
-            ),
-            ONE,
-        )
+        dims = scatter_dim, gather_dim, gather_size
+        how = scatter_sizes, gather_sizes, layout, scatter_layout
+        return call.apply(*_transposed(call, dims, how), ONE)
     except BaseException as error:
         call.fail(error)
         raise
@@ -155,43 +146,30 @@ def _group_of(*layouts: Any) -> Group:
 
 
 Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
-_NOTHING = ((None,) * 4,) * MOST_TENSORS  # neither sizes nor layouts, for each tensor
+How = tuple[Any, Any, Any, Any]  # scatter_sizes, gather_sizes, layout, scatter_layout
 
 
 def _all_to_all_together(
     inputs: torch.Tensor | Sequence[torch.Tensor],
     group: Group,
     dims: Dims,
-    scatter_sizes: Any,
-    gather_sizes: Any,
-    layout: Any,
-    scatter_layout: Any,
+    how: How,
     async_op: bool,
     out: Any,
 ) -> Any:
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-        first, count = calls[0], len(calls)
-        given: Sequence[tuple[Any, Any, Any, Any]] = _NOTHING
-        if not (scatter_sizes is gather_sizes is layout is scatter_layout is None):
-            given = list(
-                zip(
-                    entries(first, "scatter_sizes", scatter_sizes, at),
-                    entries(first, "gather_sizes", gather_sizes, at),
-                    entries(first, "layout", _repeated(layout, count), at),
-                    entries(first, "scatter_layout", _repeated(scatter_layout, count), at),
-                    strict=True,
-                )
-            )
+        first, each = calls[0], None
+        if any(value is not None for value in how):
+            each = _for_each(first, how, at)
         pairs: list[Args] = []
         for i, call in enumerate(calls):
             like = i > 0 and call.shape == calls[i - 1].shape  # the tensor before it
-            if like and (given is _NOTHING or all(map(operator.is_, given[i], given[i - 1]))):
+            if like and (each is None or all(map(operator.is_, each[i], each[i - 1]))):
                 pairs.append(pairs[-1])
             else:
-                scatter, gather, lies, becomes = given[i]
-                pairs.append(pair(*_transposed(call, dims, scatter, gather, lies, becomes, at[i])))
+                pairs.append(pair(*_transposed(call, dims, each[i] if each else how, at[i])))
         args = tuple(pairs)
         place = first.place
         if async_op:
@@ -208,21 +186,28 @@ def _all_to_all_together(
     return (result, works[0]) if async_op else result
 
 
+def _for_each(call: Call, how: How, at: list[str]) -> list[How]:
+    """Return the sizes and layouts of each tensor."""
+    scatter_sizes, gather_sizes, layout, scatter_layout = how
+    return list(
+        zip(
+            entries(call, "scatter_sizes", scatter_sizes, at),
+            entries(call, "gather_sizes", gather_sizes, at),
+            entries(call, "layout", _repeated(layout, len(at)), at),
+            entries(call, "scatter_layout", _repeated(scatter_layout, len(at)), at),
+            strict=True,
+        )
+    )
+
+
 def _repeated(layout: Any, count: int) -> Any:
     return layout if layout is None or isinstance(layout, (list, tuple)) else [layout] * count
 
 
-def _transposed(
-    call: Call,
-    dims: Dims,
-    scatter_sizes: Any,
-    gather_sizes: Any,
-    layout: Any,
-    scatter_layout: Any,
-    at: str = "",
-) -> tuple[Layout, Layout]:
+def _transposed(call: Call, dims: Dims, how: How, at: str = "") -> tuple[Layout, Layout]:
     """Check the arguments of an all_to_all; return its layouts. `at` names the tensor: `checked_together`."""
     scatter_dim, gather_dim, gather_size = dims
+    scatter_sizes, gather_sizes, layout, scatter_layout = how
     scatter = call.dim("scatter_dim", scatter_dim)
     gather = call.dim("gather_dim", gather_dim)
     if scatter == gather:

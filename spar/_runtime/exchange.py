@@ -93,6 +93,8 @@ def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
     """Return this rank's number of calls in each group; 0 under torch.compile, where no call fails."""
     if is_dynamo_compiling():
         return (0,) * len(places)
+    if len(places) == 1:
+        return (calls_on(places[0][0]),)
     return tuple([calls_on(place[0]) for place in places])
 
 

@@ -130,7 +130,7 @@ class NcclChannel(CoreChannel):
             )
         call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs)
         self.run(member, call)
-        return call.results() if call.sums else call.outputs
+        return call.outputs if call.totals is None else call.results()
 
     def run(self, member: Member, call: PlannedExchange) -> None:
         """Return when the exchange is in the current stream."""

@@ -28,8 +28,7 @@ class PlannedExchange:
     scale: tuple[int, bool, float]  # the core's code of the dtype, whether it divides, the factor
     text: str  # what must be equal on all ranks besides the plan
     deadline: float
-    sums: bool = False
-    totals: list[torch.Tensor] | None = None  # where the sums go; None: to new tensors
+    totals: list[torch.Tensor] | None  # where the sums of the outputs' rows go; empty: to new tensors
 
     @classmethod
     def of(
@@ -54,9 +53,9 @@ class PlannedExchange:
             outputs = outs
         targets = tuple([output.data_ptr() for output in outputs])
         text = call_text(dtype, device, factor, divide, gradient)
-        totals = outs if sums else None
+        totals = None if not sums else outs or []
         scale = kind, divide, factor
-        return cls(op, plan, inputs, outputs, addresses, targets, scale, text, deadline, sums, totals)
+        return cls(op, plan, inputs, outputs, addresses, targets, scale, text, deadline, totals)
 
     def finish(self) -> None:
         """Scale outputs of a dtype that the core cannot scale."""
@@ -75,10 +74,10 @@ class PlannedExchange:
 
     def results(self) -> list[torch.Tensor]:
         """Return the outputs, or the sums of their rows."""
-        if not self.sums:
+        if self.totals is None:
             return self.outputs
         found = [add_rows(output) for output in self.outputs]
-        if self.totals is None:
+        if not self.totals:
             return found
         return [total.copy_(x) for total, x in zip(self.totals, found, strict=True)]
 
