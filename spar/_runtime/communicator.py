@@ -17,7 +17,7 @@ from ..errors import SparError, TransportError
 from . import inherited, pg_wait, rendezvous
 from .agreement import announce_failure, failure_text, is_out_of_memory, mark_reported
 from .channel import Channel, Operation
-from .items import ITEM_TYPES, plain
+from .items import plain
 from .lane import Job, Lane
 from .member import LOCAL, OVER, SHARED, Member, Transport
 
@@ -132,7 +132,7 @@ class Communicator(Member):
         outs: list[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
         first = inputs[0]
-        inputs = plain(inputs, ITEM_TYPES[first.dtype])
+        inputs = plain(inputs)
         device = "cpu" if first.is_cpu else _type_of(first.device)
         channel = self.channels.get(device)
         if channel is None:

@@ -173,8 +173,8 @@ def _copy_part(input_: torch.Tensor, place: Place, args: Args, operation: Operat
     """Copy what an exchange without communication selects, and scale it, in one pass."""
     handle, world, rank = place
     factor, divide = operation.factor, operation.divide
+    (input_,) = plain((input_,))
     item = ITEM_TYPES[input_.dtype]
-    (input_,) = plain((input_,), item)
     if not input_.is_cpu:
         layout = args[2:]
         index = packed_index(layout, world, rank).to(input_.device)

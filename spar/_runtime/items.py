@@ -69,10 +69,11 @@ def add_rows(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-def plain(inputs: Sequence[torch.Tensor], kind: ItemType) -> Sequence[torch.Tensor]:
+def plain(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return tensors of one dtype whose memory holds their items: none is a view that changes them."""
+    conjugates = ITEM_TYPES[inputs[0].dtype].conjugates
     for x in inputs:
-        if x.is_neg() or (kind.conjugates and x.is_conj()):
+        if x.is_neg() or (conjugates and x.is_conj()):
             return [each.resolve_conj().resolve_neg() for each in inputs]
     return inputs
 

@@ -28,7 +28,7 @@ class PlannedExchange:
     scale: tuple[int, bool, float]  # the core's code of the dtype, whether it divides, the factor
     text: str  # what must be equal on all ranks besides the plan
     deadline: float
-    totals: list[torch.Tensor] | None  # where the sums of the outputs' rows go; empty: to new tensors
+    totals: list[torch.Tensor] | None = None  # where the sums of the outputs' rows go; empty: to new tensors
 
     @classmethod
     def of(
