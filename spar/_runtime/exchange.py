@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.compiler import is_dynamo_compiling  # a third of is_compiling's time
+from torch.compiler import is_dynamo_compiling  # half of is_compiling's time
 
 from .. import _C
 from ..errors import SparError
