@@ -283,17 +283,6 @@ def run_steps(
 Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool]
 
 
-def _inverse(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the steps that carry the gradients back."""
-    inverse: tuple[Step, ...] = ()
-    for place, args in steps:
-        first = args[0]
-        back = swapped(first)
-        # of Q, K and V, which are often of one shape, it is computed once
-        inverse = ((place, tuple([back if a is first else swapped(a) for a in args])), *inverse)
-    return inverse
-
-
 class SparExchange(torch.autograd.Function):
     """Compute y = scale * op(x) in one or more steps; x's gradient is grad_scale * inverse(y's gradient)."""
 
@@ -313,7 +302,9 @@ class SparExchange(torch.autograd.Function):
         (name, steps, scale, grad_scale, _), _ = ctx.call
         if not name.startswith("backward of "):
             name = f"backward of {name}"
-        inverse = _inverse(steps)
+        inverse: tuple[Step, ...] = ()
+        for place, args in steps:
+            inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
         before = calls_before(tuple([place for place, _ in inverse]))
         try:
             if must_record(grads):
