@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ from torch import Tensor
 
 import spar
 from spar import SequenceLayout
-from spar._attention import kernels, ring
+from spar._attention import ring
 from spar._attention.heads import heads_of_ranks
+from spar._attention.kernels import KERNELS
+from spar._attention.kernels.blockwise import Blockwise
+from spar._attention.kernels.kernel import BlockInputs
 from spar.parallel_state import init_parallel_state
 
 Group = dist.ProcessGroup
@@ -176,34 +180,26 @@ def test_ring_across_ulysses_groups(tmp_path: Path) -> None:
 # ---- work and memory ----
 
 
-class Counting:
+class Counting(Blockwise):
     """A kernel that counts the multiply-adds of its scores."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def refuses(self, *arguments: Any) -> str:
-        return ""
-
-    def forward(self, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        self.count += q.numel() * k.size(2)
-        return kernels.BLOCKWISE.forward(q, k, *rest)
-
-    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.BLOCKWISE.backward(*arguments)
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
+        self.count += block.q.numel() * block.k.size(2)
+        return super().forward(block)
 
 
 def check_balance(rank: int, world: int, group: Group, method: str) -> list[int]:
-    counts, flash = [], kernels.FLASH["cpu"]
-    try:
-        for make in (SequenceLayout.zigzag, SequenceLayout.even):
-            kernels.FLASH["cpu"] = counting = Counting()
-            layout = make(16 * world, group)
-            whole = inputs(layout.total, 2, 1, torch.float32)
+    counts = []
+    for make in (SequenceLayout.zigzag, SequenceLayout.even):
+        counting = Counting()
+        layout = make(16 * world, group)
+        whole = inputs(layout.total, 2, 1, torch.float32)
+        with mock.patch.dict(KERNELS, cpu={"counting": counting}):
             spar.attention(*[x[:, layout.index()] for x in whole[:3]], layout, causal=True, method=method)
-            counts.append(counting.count)
-    finally:
-        kernels.FLASH["cpu"] = flash
+        counts.append(counting.count)
     return counts
 
 

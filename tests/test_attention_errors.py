@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import spar
 from spar import SequenceLayout
-from spar._attention import kernels
+from spar._attention.kernels import KERNELS
 from spar.parallel_state import init_parallel_state
 
 Group = dist.ProcessGroup
@@ -154,7 +154,7 @@ def fail_at_two_levels(rank: int, folder: Path, where: str) -> None:
         inputs[0] = None
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and where == "a block":
-            patch.setattr(kernels.FLASH["cpu"], "forward", lambda *arguments: 1 / 0)
+            patch.setattr(KERNELS["cpu"]["flash"], "forward", lambda *arguments: 1 / 0)
         errors = (TypeError, ValueError, ZeroDivisionError, spar.MismatchError)
         waits = where != "a block" or rank in (1, 3)
         with pytest.raises(errors) if waits else contextlib.nullcontext():

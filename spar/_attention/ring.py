@@ -21,8 +21,10 @@ from .._runtime.move import Move
 from .._runtime.overlap import Work, begin
 from .._runtime.registry import by_handle
 from .blocks import Block
-from .kernels import Merged, accumulated, kernel_for, without_dead
+from .kernels import kernel_for
+from .kernels.kernel import BlockInputs, accumulated, finite
 from .masks import added, causal_mask, joined, sliced
+from .merged import Merged, forward_of
 
 
 class Ring(NamedTuple):
@@ -67,10 +69,6 @@ class _Sending:
         return received
 
 
-def _part(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
-    return x.narrow(2, begin, size)
-
-
 def _forward(
     ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, records: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,11 +77,7 @@ def _forward(
         last = step + 1 == len(ring.steps)
         sending = None if last else _Sending((k, v), ring, step, "attention", records)
         for block in blocks:
-            causal, bias = _masked(mask, block, q.dtype)
-            keys = block.key, block.keys
-            part = _part(q, block.query, block.queries)
-            found = kernel.forward(part, _part(k, *keys), _part(v, *keys), causal, bias, ring.scale)
-            merged.add(block.query, *without_dead(*found, bias))
+            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, q, k, v, mask)))
         if sending is not None:
             k, v = sending.wait()
     return _after(merged.out.to(q.dtype), ring, k, v), merged.lse
@@ -96,14 +90,18 @@ def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor
     return cast(torch.Tensor, torch.ops.spar.after(x, received))
 
 
-def _masked(mask: torch.Tensor | None, block: Block, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
-    """Return whether a kernel is to be causal, and what is added to the scores of a block."""
+def _inputs(
+    ring: Ring, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> BlockInputs:
+    """Return a block's part of the tensors; the mask as what is added to the scores."""
+    q = q.narrow(2, block.query, block.queries)
+    k, v = (x.narrow(2, block.key, block.keys) for x in (k, v))
     if mask is None:
-        return block.causal, None
+        return BlockInputs(q, k, v, block.causal, None, ring.scale)
     mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
-    if block.causal:  # a query may have no key left only by both together: `without_dead` must see it
+    if block.causal:  # a query may have no key left only by both together: `forward_of` must see it
         mask = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device))
-    return False, added(mask, dtype)
+    return BlockInputs(q, k, v, False, added(mask, q.dtype), ring.scale)
 
 
 def _backward(
@@ -117,7 +115,7 @@ def _backward(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kernel, kind = kernel_for(q, v, mask), accumulated(q.dtype)
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # its keys are all masked: their weights become 0
+    lse = finite(lse)  # a query whose keys are all masked: their weights become 0
     dq = torch.zeros_like(q, dtype=kind)
     name, round_trip = "backward of attention", ring.place.world > 1
     coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
@@ -127,13 +125,10 @@ def _backward(
         dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
         for block in blocks:
             queries, keys = (block.query, block.queries), (block.key, block.keys)
-            of = [_part(x, *queries) for x in (grad, q, out, lse)]
-            causal, bias = _masked(mask, block, q.dtype)
-            parts = kernel.backward(
-                of[0], of[1], _part(k, *keys), _part(v, *keys), of[2], of[3], causal, bias, ring.scale
-            )
+            of = [x.narrow(2, *queries) for x in (grad, out, lse)]
+            parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
             for whole, at, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
-                _part(whole, *at).add_(part)
+                whole.narrow(2, *at).add_(part)
         if coming is not None:
             for whole, part in zip((dk, dv), coming.wait(), strict=True):
                 whole.add_(part)
