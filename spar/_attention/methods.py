@@ -24,7 +24,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Problem(NamedTuple):
-    """One checked call. `order`: the batch, head and sequence dims."""
+    """One checked call. `order`: the batch, head and sequence dims; a kernel is the caller's or named."""
 
     call: Call
     q: torch.Tensor
@@ -37,6 +37,7 @@ class Problem(NamedTuple):
     scale: float
     dropout_p: float
     attend: Attend | None
+    kernel: str | None  # by name
     order: tuple[int, int, int]
 
     @property
@@ -106,6 +107,8 @@ def _whole(
     mask = problem.mask
     if mask is not None and mask.size(1) > 1:
         mask = mask.narrow(1, begin, own)
+    if problem.kernel is not None:
+        return _as_given(problem, _by_blocks(problem, q, k, v, mask, _queries(problem)))
     if not problem.packed:
         return _as_given(problem, _kernel(problem, q, k, v, mask, problem.causal))
     outs = []
@@ -115,6 +118,26 @@ def _whole(
             part = None if mask is None else sliced(mask, start, size, start, size)
             outs.append(_kernel(problem, parts[0], parts[1], parts[2], part, problem.causal))
     return _as_given(problem, outs[0] if len(outs) == 1 else torch.cat(outs, 2))
+
+
+def _queries(problem: Problem) -> list[Piece]:
+    """Return the runs of the whole sequence's queries."""
+    return _documents(problem) if problem.packed else [Piece(0, problem.queries.total, 0)]
+
+
+def _by_blocks(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    own: Sequence[Piece],
+) -> torch.Tensor:
+    """Attend with the runs of queries `own` to all keys, which this rank holds; skip blocks without any."""
+    blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, mask is None)
+    told = ALONE if problem.keys is None else problem.call.place
+    ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale, problem.kernel, told, 1)
+    return attend_round(ring, q, k, v, mask)
 
 
 def _nothing(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -192,15 +215,9 @@ def gathered(problem: Problem) -> torch.Tensor:
         return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
     own = pieces(numbers_of(problem.queries, 0), call.world, call.rank)
-    if (
-        problem.attend is None
-        and problem.dropout_p == 0.0
-        and (problem.causal or problem.packed or problem.mask is not None)
-    ):
-        blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, problem.mask is None)
-        told = ALONE if problem.keys is None else call.place
-        ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale, told, 1)
-        return _as_given(problem, attend_round(ring, q, k, v, problem.mask))
+    skips = problem.causal or problem.packed or problem.mask is not None
+    if problem.kernel is not None or (skips and problem.attend is None and problem.dropout_p == 0.0):
+        return _as_given(problem, _by_blocks(problem, q, k, v, problem.mask, own))
     group = problem.heads // k.size(1)
     if problem.attend is not None:
         k, v = _matched(k, v, [head // group for head in range(problem.heads)], True)
@@ -252,9 +269,11 @@ def _ring(
     v: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    if problem.attend is not None or problem.dropout_p:
-        name = "attend" if problem.attend is not None else "dropout_p"
-        raise problem.call.error(name, "passed", 'none with a ring; pass method="ulysses" or "gather"')
+    if problem.attend is not None:
+        expected = 'a kernel\'s name with a ring; or pass method="ulysses" or "gather"'
+        raise problem.call.error("attend", "a function", expected)
+    if problem.dropout_p:
+        raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     _, world, rank = place
     numbers = numbers_of(layout, 0)
     own = pieces(numbers, world, rank)
@@ -271,7 +290,7 @@ def _ring(
         for step in range(world)
     ]
     sizes = tuple([extent(numbers, world, peer) for peer in range(world)])
-    ring = Ring(place, sizes, tuple(steps), problem.scale, place, 2 * world - 1)
+    ring = Ring(place, sizes, tuple(steps), problem.scale, problem.kernel, place, 2 * world - 1)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     return _as_given(problem, attend_round(ring, q, k, v, mask))
 

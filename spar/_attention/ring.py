@@ -22,21 +22,22 @@ from .._runtime.overlap import Work, begin
 from .._runtime.registry import by_handle
 from .blocks import Block
 from .kernels import kernel_for
-from .kernels.kernel import BlockInputs, accumulated, finite
+from .kernels.kernel import BlockInputs, finite
 from .masks import added, causal_mask, joined, sliced
-from .merged import Merged, forward_of
+from .merged import Merged, Sum, forward_of
 
 
 class Ring(NamedTuple):
     """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale.
 
-    A failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank.
+    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank.
     """
 
     place: Place
     sizes: tuple[int, ...]
     steps: tuple[tuple[Block, ...], ...]
     scale: float
+    kernel: str | None
     told: Place
     exchanges: int
 
@@ -72,7 +73,7 @@ class _Sending:
 def _forward(
     ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, records: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    merged, kernel = Merged(q, v.size(3)), kernel_for(q, v, mask)
+    merged, kernel = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask)
     for step, blocks in enumerate(ring.steps):
         last = step + 1 == len(ring.steps)
         sending = None if last else _Sending((k, v), ring, step, "attention", records)
@@ -80,7 +81,8 @@ def _forward(
             merged.add(block.query, *forward_of(kernel, _inputs(ring, block, q, k, v, mask)))
         if sending is not None:
             k, v = sending.wait()
-    return _after(merged.out.to(q.dtype), ring, k, v), merged.lse
+    out, lse = merged.total()
+    return _after(out.to(q.dtype), ring, k, v), lse
 
 
 def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor:
@@ -114,21 +116,20 @@ def _backward(
     lse: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kernel, kind = kernel_for(q, v, mask), accumulated(q.dtype)
+    kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
     lse = finite(lse)  # a query whose keys are all masked: their weights become 0
-    dq = torch.zeros_like(q, dtype=kind)
     name, round_trip = "backward of attention", ring.place.world > 1
     coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
     for step, blocks in enumerate(ring.steps):
         last = step + 1 == len(ring.steps)
         sending = None if last else _Sending((k, v), ring, step, name, False)
-        dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
+        sums = Sum(k), Sum(v)
         for block in blocks:
-            queries, keys = (block.query, block.queries), (block.key, block.keys)
-            of = [x.narrow(2, *queries) for x in (grad, out, lse)]
+            of = [x.narrow(2, block.query, block.queries) for x in (grad, out, lse)]
             parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
-            for whole, at, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
-                whole.narrow(2, *at).add_(part)
+            for whole, at, part in zip((dq, *sums), (block.query, block.key, block.key), parts, strict=True):
+                whole.add(at, part)
+        dk, dv = (each.total() for each in sums)
         if coming is not None:
             for whole, part in zip((dk, dv), coming.wait(), strict=True):
                 whole.add_(part)
@@ -138,7 +139,7 @@ def _backward(
             k, v = sending.wait()
     if coming is not None:
         dk, dv = coming.wait()
-    return _after(dq.to(q.dtype), ring, k, v), dk.to(k.dtype), dv.to(v.dtype)
+    return _after(dq.total().to(q.dtype), ring, k, v), dk.to(k.dtype), dv.to(v.dtype)
 
 
 class SparAttention(torch.autograd.Function):

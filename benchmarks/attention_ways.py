@@ -1,0 +1,176 @@
+"""The ways to attend that attention.py compares, as functions of q, k and v [1, S, H, D]; all causal.
+
+The usual formulations are over torch.distributed alone. A context replaces the kernel in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import formulations
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import spar
+from spar._attention import methods
+from spar._attention.kernels import KERNELS
+from spar._attention.kernels.aten import FlashCpu
+from spar._attention.kernels.kernel import BlockInputs, Gradients
+
+WHOLE, ULYSSES, GATHER, RING = "one process", "ulysses", "gather", "ring"
+USUAL_ULYSSES, USUAL_GATHER = "usual ulysses", "usual gather"
+USUAL = {ULYSSES: USUAL_ULYSSES, GATHER: USUAL_GATHER, RING: USUAL_GATHER}  # the code that each replaces
+
+
+class Way(NamedTuple):
+    """`index`: the tokens of the whole sequence that this rank passes."""
+
+    function: Callable[[Tensor, Tensor, Tensor], Tensor]
+    index: Tensor
+
+
+def ways(tokens: int) -> dict[str, Way]:
+    """Return the ways that can compute this number of tokens."""
+    zigzag, even = spar.SequenceLayout.zigzag(tokens), spar.SequenceLayout.even(tokens)
+    world, own = dist.get_world_size(), zigzag.index()
+    found = {
+        name: Way(partial(spar.attention, layout=zigzag, causal=True, method=name), own)
+        for name in (ULYSSES, GATHER, RING)
+    }
+    if tokens % world == 0:
+        found[USUAL_ULYSSES] = Way(usual_ulysses, even.index())
+    found[USUAL_GATHER] = Way(partial(usual_gather, layout=zigzag), own)
+    return {WHOLE: Way(whole, torch.arange(tokens)), **found}
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call torch's kernel, which has heads before tokens."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _sdpa(q, k, v, enable_gqa=q.size(1) != k.size(1), **options).transpose(1, 2)
+
+
+_sdpa = F.scaled_dot_product_attention
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _attend(q, k, v, is_causal=True)
+
+
+# ---- the usual formulations ----
+
+
+def usual_ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Permute and exchange Q, K and V one after another. Fewer key heads than ranks are repeated."""
+    world = dist.get_world_size()
+    if k.size(2) < world:
+        k, v = (x.repeat_interleave(world // x.size(2), 2) for x in (k, v))
+    y = _attend(*[formulations.all_to_all(x) for x in (q, k, v)], is_causal=True)
+    out: Tensor = formulations.all_to_all_back(y)
+    return out
+
+
+def usual_gather(q: Tensor, k: Tensor, v: Tensor, layout: spar.SequenceLayout) -> Tensor:
+    """Pad the chunks of K and V to one size, gather them, put them in order, attend with each chunk of q."""
+    world, rank, total = dist.get_world_size(), dist.get_rank(), layout.total
+    sizes = spar.cal_split_sizes(total, 2 * world)
+    k, v = (formulations.padded_gather(x[0], sizes)[None] for x in (k, v))
+    outs = []
+    for chunk, part in zip((rank, 2 * world - 1 - rank), q.split(formulations.own_sizes(sizes), 1), strict=True):
+        end, size = sum(sizes[: chunk + 1]), sizes[chunk]
+        mask = torch.ones(size, end, dtype=torch.bool).tril(end - size)
+        outs.append(_attend(part, k[:, :end], v[:, :end], attn_mask=mask))
+    return torch.cat(outs, 1)
+
+
+# ---- other kernels ----
+
+
+class _Nothing(torch.autograd.Function):
+    """Return the queries as the output, and gradients of the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, copies: bool) -> Tensor:
+        ctx.save_for_backward(k, v)
+        ctx.copies = copies
+        return q.clone() if copies else q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found = (grads[0], *ctx.saved_tensors)
+        return *([x.clone() for x in found] if ctx.copies else found), None
+
+
+class _NoBlock(FlashCpu):
+    """Return memory that was touched before, because it is merged in place, or new memory."""
+
+    def __init__(self, copies: bool) -> None:
+        self.copies = copies
+        self.kept: dict[tuple[Any, ...], Tensor] = {}
+
+    def new(self, x: Tensor, role: str) -> Tensor:
+        if self.copies:
+            return x.clone()
+        if (role, x.shape) not in self.kept:
+            self.kept[role, x.shape] = x.clone()
+        return self.kept[role, x.shape]
+
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
+        return self.new(block.q, "out"), torch.zeros(block.q.shape[:3])
+
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        return self.new(grad, "q"), self.new(block.k, "k"), self.new(block.v, "v")
+
+
+@contextlib.contextmanager
+def no_kernel(copies: bool = False) -> Iterator[None]:
+    """Leave what is outside of the kernels. copies: allocate outputs and gradients, as kernels do."""
+
+    def nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        out: Tensor = _Nothing.apply(q, k, v, copies)
+        return out
+
+    with (
+        mock.patch.object(methods, "scaled_dot_product_attention", nothing),
+        mock.patch.dict(globals(), _sdpa=nothing),
+        mock.patch.dict(KERNELS["cpu"], flash=_NoBlock(copies)),
+    ):
+        yield
+
+
+@dataclass
+class Work(FlashCpu):
+    """What this rank's kernels did: multiply-adds, and seconds of this thread's CPU time."""
+
+    products: int = 0
+    seconds: float = 0.0
+
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
+        begin = time.thread_time()
+        found = super().forward(block)
+        self.seconds += time.thread_time() - begin
+        q, keys = block.q, block.k.size(2)
+        pairs = q.size(2) * (keys + 1) // 2 if block.causal else q.size(2) * keys
+        self.products += 2 * pairs * q.size(0) * q.size(1) * q.size(3)
+        return found
+
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        begin = time.thread_time()
+        found = super().backward(block, grad, out, lse)
+        self.seconds += time.thread_time() - begin
+        return found
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Work]:
+    """Count what the kernel of blocks does in this thread."""
+    work = Work()
+    with mock.patch.dict(KERNELS["cpu"], flash=work):
+        yield work
