@@ -66,7 +66,7 @@ class Row:
 
 
 class Layer:
-    """One step's tensors: q, k, v and the gradient of the output, of the whole sequence, equal on all ranks."""
+    """A step's tensors: q, k, v and the gradient of the output; the whole sequence, equal on all ranks."""
 
     def __init__(self, tokens: int, args: Namespace, key_heads: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -80,7 +80,7 @@ class Layer:
         way = self.ways[name]
         if name == WHOLE and dist.get_rank() > 0:
             return list
-        *inputs, upper = [x[:, way.index].contiguous() for x in self.whole]
+        *inputs, upper = [x[:, way.own].contiguous() for x in self.whole]
         return partial(_step, way, inputs, upper)
 
 
@@ -117,7 +117,7 @@ def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
             expected = found or [torch.empty_like(layer.whole[i]) for i in (3, 0, 1, 2)]
             for x in expected:
                 dist.broadcast(x, 0)
-        index = layer.ways[name].index
+        index = layer.ways[name].own
         parts = zip(found, expected, strict=False)
         error = max((float((a - b[:, index]).abs().max()) for a, b in parts), default=0.0)
         rows.append(Row(tokens, name, 0.0, reduced(error)))
@@ -164,7 +164,7 @@ def _over_mean(own: float) -> float:
 def peak(step: Callable[[], Any], turns: int = 3) -> float:
     """Return by how much this process's memory grows at most, in bytes.
 
-    The kernel's peak counts mapped memory of the peers, too: of the shared memory only this process's is added.
+    VmHWM counts memory of the peers that is mapped, too: of shared memory only this process's is added.
     """
     step()
     gc.collect()
@@ -203,9 +203,8 @@ def measure_memory(tokens: int, args: Namespace, rows: list[Row]) -> None:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(
-        f"{'tokens':>6} {'way':14} {'step':>17} {'outside':>19} {'peak':>9} {'K/V':>9} {'slowest':>13} {'error':>8}"
-    )
+    titles = {"tokens": 6, "way": 14, "step": 19, "outside": 18, "peak": 9, "K/V": 9, "slowest": 13}
+    print(*(f"{title:{width}}" for title, width in titles.items()), "error")
     steps = {(row.tokens, row.way): row for row in rows}
     for row in rows:
         alone = steps[row.tokens, WHOLE].step
@@ -216,7 +215,7 @@ def print_table(rows: list[Row]) -> None:
         cells.append(f"{row.peak / MIB:6.1f} MB")
         cells.append(f"{row.keys / MIB:6.1f} MB" if row.keys else "")
         cells.append(f"{row.products:.3f}, {row.seconds:.2f}" if row.products else "")
-        widths = (19, 18, 9, 9, 13)
+        widths = list(titles.values())[2:]
         shown = " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
         print(f"{row.tokens:6} {row.way:14} {shown} {row.error:.1e}")
 
@@ -288,7 +287,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of tokens and figure")
-    parser.add_argument("--out", type=Path, default=Path("attention"), help="OUT.json and OUT.png are written")
+    parser.add_argument(
+        "--out", type=Path, default=Path("attention"), help="OUT.json and OUT.png are written"
+    )
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node 2 benchmarks/attention.py")

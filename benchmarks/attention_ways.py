@@ -31,10 +31,10 @@ USUAL = {ULYSSES: USUAL_ULYSSES, GATHER: USUAL_GATHER, RING: USUAL_GATHER}  # th
 
 
 class Way(NamedTuple):
-    """`index`: the tokens of the whole sequence that this rank passes."""
+    """`own`: the tokens of the whole sequence that this rank passes."""
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
-    index: Tensor
+    own: Tensor
 
 
 def ways(tokens: int) -> dict[str, Way]:
@@ -83,7 +83,9 @@ def usual_gather(q: Tensor, k: Tensor, v: Tensor, layout: spar.SequenceLayout) -
     sizes = spar.cal_split_sizes(total, 2 * world)
     k, v = (formulations.padded_gather(x[0], sizes)[None] for x in (k, v))
     outs = []
-    for chunk, part in zip((rank, 2 * world - 1 - rank), q.split(formulations.own_sizes(sizes), 1), strict=True):
+    for chunk, part in zip(
+        (rank, 2 * world - 1 - rank), q.split(formulations.own_sizes(sizes), 1), strict=True
+    ):
         end, size = sum(sizes[: chunk + 1]), sizes[chunk]
         mask = torch.ones(size, end, dtype=torch.bool).tril(end - size)
         outs.append(_attend(part, k[:, :end], v[:, :end], attn_mask=mask))
@@ -134,7 +136,7 @@ def no_kernel(copies: bool = False) -> Iterator[None]:
     """Leave what is outside of the kernels. copies: allocate outputs and gradients, as kernels do."""
 
     def nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out: Tensor = _Nothing.apply(q, k, v, copies)
+        out: Tensor = _Nothing.apply(q, k, v, copies)  # type: ignore[no-untyped-call]
         return out
 
     with (

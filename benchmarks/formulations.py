@@ -83,7 +83,9 @@ def padded_index(sizes: list[int]) -> Tensor:
     first one's size, were gathered."""
     world, most = len(sizes) // 2, sizes[0]
     places = [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
-    rows = [torch.arange(place * most, place * most + size) for place, size in zip(places, sizes, strict=True)]
+    rows = [
+        torch.arange(place * most, place * most + size) for place, size in zip(places, sizes, strict=True)
+    ]
     return torch.cat(rows)
 
 

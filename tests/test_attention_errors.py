@@ -41,7 +41,8 @@ def z(*shape: int, **options: Any) -> Tensor:
 def call(
     group: Group, q: Any = None, k: Any = None, v: Any = None, layout: Any = None, **options: Any
 ) -> Tensor:
-    layout = SequenceLayout.even(TOTAL, group) if layout is None else layout
+    even = SequenceLayout.even(TOTAL, group)
+    layout = {None: even, "and 3": (even, 3)}.get(layout, layout)
     q, k, v = (z(2, 4, 6, 8) if x is None else x for x in (q, k, v))
     return spar.attention(q, k, v, layout, **options)
 
@@ -105,7 +106,7 @@ CASES: dict[str, Case] = {
     "own kernel in a ring": (
         {"attend": whole_attention, "method": "ring"},
         ValueError,
-        "attend is passed; expected none with a ring",
+        "attend is a function; expected a kernel's name with a ring",
     ),
     "own kernel and scale": (
         {"attend": whole_attention, "scale": 2.0},
@@ -116,6 +117,11 @@ CASES: dict[str, Case] = {
         {"attend": lambda q, k, v: q[:1]},
         ValueError,
         "the result of attend is of shape [1, 12, 2, 8]; expected a tensor of shape [2, 12, 2, 8]",
+    ),
+    "layout of k and v": (
+        {"layout": "and 3"},
+        TypeError,
+        "attention: layout is (SequenceLayout.even(12, 3 ranks), 3); expected a SequenceLayout, or those",
     ),
     "own kernel raises": ({"attend": lambda q, k, v: 1 / 0}, ZeroDivisionError, "division by zero"),
 }

@@ -1,4 +1,4 @@
-"""benchmarks/bench.py and mpi_bench.py: they run with real ranks, and their results equal the references'."""
+"""The benchmarks run with real ranks, and their results equal the references'."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def bench(folder: Path, *options: str) -> None:
+def bench(folder: Path, program: str, *options: str) -> None:
     sys.path.insert(0, str(BENCHMARKS))
-    sys.argv = ["bench.py", *options]
+    sys.argv = [program, *options]
     rank = os.environ.get("RANK", "none")
     with open(folder / f"table.{rank}", "w") as table, contextlib.redirect_stdout(table):
-        runpy.run_path(str(BENCHMARKS / "bench.py"), run_name="__main__")
+        runpy.run_path(str(BENCHMARKS / program), run_name="__main__")
 
 
 def test_bench_times_every_operation(tmp_path: Path) -> None:
     out = tmp_path / "bench"
-    launch(bench, 2, tmp_path, "--seconds", "0.001", "--largest", "2048", "--out", str(out))
+    launch(bench, 2, tmp_path, "bench.py", "--seconds", "0.001", "--largest", "2048", "--out", str(out))
     table = (tmp_path / "table.0").read_text()
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     found = {row["operation"]: row for row in rows if row["direction"] == "forward"}
@@ -47,6 +47,22 @@ def test_bench_times_every_operation(tmp_path: Path) -> None:
     files = [str(out.with_suffix(".json"))] * 2
     run(sys.executable, str(BENCHMARKS / "bench.py"), "--median", *files, "--out", str(again))
     assert json.loads(again.with_suffix(".json").read_text())["rows"] == rows
+
+
+def test_attention_bench_times_every_way(tmp_path: Path) -> None:
+    """Of 21 tokens, which two ranks do not share evenly, and of 24."""
+    out = tmp_path / "attention"
+    options = ["--tokens", "21", "24", "--heads", "2", "--key-heads", "1", "--width", "8"]
+    launch(bench, 2, tmp_path, "attention.py", *options, "--seconds", "0.001", "--out", str(out))
+    table = (tmp_path / "table.0").read_text()
+    facts = json.loads(out.with_suffix(".json").read_text())
+    assert out.with_suffix(".png").exists() and "of the slowest rank" in table
+    found = {(row["tokens"], row["way"]): row for row in facts["rows"]}
+    assert len(found) == 11 and (21, "usual ulysses") not in found
+    for (_, way), row in found.items():
+        assert way in table and row["step"] > 0 and row["error"] < 1e-5
+        assert (row["outside"] > 0) == (way != "one process")
+    assert found[24, "ring"]["products"] == 1.0, "zigzag balances the work"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed (make bench-mpi)")

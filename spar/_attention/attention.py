@@ -94,14 +94,13 @@ def attention(
 
     Raises:
         ValueError: shapes, layout and mask do not match, or the method cannot compute this.
-        TypeError: an argument is of another type.
+        TypeError: an argument is of another type. If it is the layout, on one rank alone, the peers wait for
+            this rank until SPAR_TIMEOUT: nothing names their group.
         MismatchError: calls differ between ranks. Every rank raises.
     """
     queries, keys = layout if isinstance(layout, tuple) and len(layout) == 2 else (layout, layout)
     if not isinstance(queries, SequenceLayout) or not isinstance(keys, (SequenceLayout, type(None))):
-        raise TypeError(
-            f"attention: layout is {layout!r:.200}; expected a SequenceLayout, or those of q and of k and v"
-        )
+        raise _layout_error(layout, q)
     two_levels = method is None and queries.kind == "hybrid" and keys == queries
     place = place_of(_ulysses_group(queries) if two_levels else queries.group)
     places: tuple[Place, ...] = (place, place_of(_ring_group(queries))) if two_levels else (place,)
@@ -133,6 +132,21 @@ def attention(
         elif two_levels:
             _tell_other_group(places, before, device, error)
         raise
+
+
+def _layout_error(layout: object, q: object) -> TypeError:
+    """Return the error, and report it to the group of a layout in a wrong tuple; no other value names one."""
+    error = TypeError(
+        f"attention: layout is {layout!r:.200}; expected a SequenceLayout, or those of q and of k and v"
+    )
+    known = [each for each in layout if isinstance(each, SequenceLayout)] if isinstance(layout, tuple) else []
+    if known:
+        place = place_of(known[0].group)
+        end = calls_before((place,))[0] + 1
+        report_failure(
+            [(place, end)], "attention", q.device.type if isinstance(q, torch.Tensor) else None, error
+        )
+    return error
 
 
 def _tell_other_group(
@@ -240,7 +254,9 @@ def _check_kernel(
     call: Call, name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout_p: float
 ) -> None:
     if name not in NAMES:
-        raise call.error("attend", repr(name), f"a function, None or the name of a kernel: {', '.join(NAMES)}")
+        raise call.error(
+            "attend", repr(name), f"a function, None or the name of a kernel: {', '.join(NAMES)}"
+        )
     if why := reason_against(name, q, v, mask):
         raise call.error("attend", repr(name), f"a kernel that can compute this; {name} cannot, as {why}")
     if dropout_p:

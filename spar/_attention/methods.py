@@ -290,7 +290,7 @@ def _ring(
         for step in range(world)
     ]
     sizes = tuple([extent(numbers, world, peer) for peer in range(world)])
-    ring = Ring(place, sizes, tuple(steps), problem.scale, problem.kernel, place, 2 * world - 1)
+    ring = Ring(place, sizes, tuple(steps), problem.scale, problem.kernel, place, 2 * world - 2)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     return _as_given(problem, attend_round(ring, q, k, v, mask))
 

@@ -1,7 +1,7 @@
 """Attention of a rank's queries to all keys, block by block, as the shards of keys go round the ranks.
 
 Each rank sends its shard of K and V to the next rank and receives the one before, until it has seen all. In
-backward the shards go round again, and with each of them its gradient, which arrives at the shard's owner
+backward the shards go round again, and behind each of them its gradient, which arrives at the shard's owner
 last. A rank holds at most two shards at a time. In a group of one nothing goes round.
 """
 
@@ -30,7 +30,8 @@ from .merged import Merged, Sum, forward_of
 class Ring(NamedTuple):
     """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale.
 
-    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank.
+    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for
+    `exchanges` of this rank.
     """
 
     place: Place
@@ -118,28 +119,38 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
     lse = finite(lse)  # a query whose keys are all masked: their weights become 0
-    name, round_trip = "backward of attention", ring.place.world > 1
-    coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
-    for step, blocks in enumerate(ring.steps):
-        last = step + 1 == len(ring.steps)
-        sending = None if last else _Sending((k, v), ring, step, name, False)
-        sums = Sum(k), Sum(v)
-        for block in blocks:
+
+    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dk, dv = Sum(k), Sum(v)
+        for block in ring.steps[step]:
             of = [x.narrow(2, block.query, block.queries) for x in (grad, out, lse)]
             parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
-            for whole, at, part in zip((dq, *sums), (block.query, block.key, block.key), parts, strict=True):
+            for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
                 whole.add(at, part)
-        dk, dv = (each.total() for each in sums)
+        return dk.total(), dv.total()
+
+    name, world = "backward of attention", len(ring.steps)
+    received: Sequence[torch.Tensor] = k, v
+    sending = None if world == 1 else _Sending(received, ring, 0, name, False)
+    coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
+    # this rank's own shard is the last: by then the gradients of it have come round
+    for step in range(1, world):
+        received = cast(_Sending, sending).wait()
+        sending = None if step + 1 == world else _Sending(received, ring, step, name, False)
+        sums = gradients(step, received[0], received[1])
         if coming is not None:
-            for whole, part in zip((dk, dv), coming.wait(), strict=True):
-                whole.add_(part)
-        if round_trip:
-            coming = _Sending((dk, dv), ring, step, name, False)
-        if sending is not None:
-            k, v = sending.wait()
+            _add(sums, coming.wait())
+        coming = _Sending(sums, ring, step, name, False)
+    sums = gradients(0, k, v)
     if coming is not None:
-        dk, dv = coming.wait()
-    return _after(dq.total().to(q.dtype), ring, k, v), dk.to(k.dtype), dv.to(v.dtype)
+        _add(sums, coming.wait())
+    dk, dv = sums
+    return _after(dq.total().to(q.dtype), ring, *received), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add(sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    for whole, part in zip(sums, parts, strict=True):
+        whole.add_(part)
 
 
 class SparAttention(torch.autograd.Function):

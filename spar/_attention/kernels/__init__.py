@@ -27,9 +27,7 @@ def reason_against(name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tens
     return f"it does not run on {q.device.type}" if kernel is None else kernel.refuses(q, v, mask)
 
 
-def kernel_for(
-    name: str | None, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> Kernel:
+def kernel_for(name: str | None, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
     """Return the named kernel, or the first that can compute blocks of these tensors."""
     known = KERNELS.get(q.device.type, _OTHERS)
     if name is not None:

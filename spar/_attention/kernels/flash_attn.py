@@ -16,7 +16,13 @@ from .aten import refuses_16_bits
 from .kernel import BlockInputs, Gradients
 
 _OLDEST = (2, 7)
-_PLAIN = {"dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+_PLAIN = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """torch's flex_attention, compiled: blocks with masks on a GPU, without their scores in memory.
 
 It has no backward that takes the log-sum-exp of all blocks. So backward computes the block again, and
-differentiates both its output and its log-sum-exp. Not verified on hardware: the tests run it over a stand-in.
+differentiates both its output and its log-sum-exp. Not verified on hardware: tested over a stand-in.
 """
 
 from __future__ import annotations
