@@ -200,6 +200,11 @@ def check_local_errors(rank: int, world: int, group: Group) -> None:
         ({"layout": (even, packed)}, "expected one packed layout for q, k and v"),
         ({"mask": z(12, 12, requires_grad=True), "method": "ring"}, "mask is a tensor that requires a grad"),
         ({"layout": (even, SequenceLayout.zigzag(TOTAL, group)), "method": "ring"}, "two layouts"),
+        (
+            {"layout": (even, SequenceLayout.even(TOTAL, dist.group.WORLD))},
+            "of two groups; expected layouts of one group",
+        ),
+        ({"k": z(2, 9, 6, 8), "v": z(2, 9, 6, 8)}, "k is of 9 tokens; expected 4, rank"),  # a KV cache, say
         ({"q": same, "k": same, "v": same, "mask": z(12, 12)}, "it may be a key mask or [12, 12]"),
         (
             {"layout": (even, None), "k": z(2, 5, 6, 8), "v": z(2, 5, 6, 8), "method": "ulysses"},

@@ -205,14 +205,14 @@ def _checked(
         raise call.error("k", f"of shape {shape}", f"the batch and width of q, of shape {list(q.shape)}")
     if key_heads == 0 or heads % key_heads:
         raise call.error("k", f"of {key_heads} heads", f"a number that divides the {heads} heads of q")
+    if keys is not None and keys.group is not queries.group:
+        raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
     _check_held(call, "q", q.size(seq), queries)
     total = k.size(seq) if keys is None else keys.total
     if keys is not None:
         _check_held(call, "k", k.size(seq), keys)
     if keys != queries and "packed" in (queries.kind, keys.kind if keys is not None else ""):
         raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
-    if keys is not None and keys.group is not queries.group:
-        raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
     named = isinstance(attend, str)
     if not named and attend is not None and not callable(attend):
         raise call.type_error("attend", f"{attend!r:.200}", "a function, a kernel's name or None")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .kernels.kernel import BlockInputs, Kernel, accumulated, finite
+from .kernels.kernel import BlockInputs, Kernel, accumulated
 
 
 class _Unwritten:
@@ -114,13 +114,10 @@ class Merged:
 
 def _merge(mine: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge a block's output and log-sum-exp into those of other blocks."""
-    base = finite(torch.maximum(sums, lse))
-    old, new = torch.exp(sums - base), torch.exp(lse - base)
-    total = old + new
-    # not exp(lse - total): scores of -1e9 absorb a logarithm, and the weights would not sum to 1
-    weight = torch.where(total > 0, new / total, 0.0)[..., None]
-    mine.lerp_(out.to(mine.dtype), weight)
-    sums.copy_(base + torch.log(total))
+    # not exp(lse - logaddexp(..)): scores of -1e9 absorb a logarithm, and the weights would not sum to 1
+    weight = torch.sigmoid(lse - sums).nan_to_num_(0.0)  # both are -inf: a query without keys so far
+    mine.lerp_(out.to(mine.dtype), weight[..., None])
+    sums.copy_(torch.logaddexp(sums, lse))
 
 
 def forward_of(kernel: Kernel, inputs: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:

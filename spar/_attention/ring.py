@@ -118,7 +118,8 @@ def _backward(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
-    lse = finite(lse)  # a query whose keys are all masked: their weights become 0
+    if mask is not None:
+        lse = finite(lse)  # a query whose keys are all masked: their weights become 0
 
     def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dk, dv = Sum(k), Sum(v)
