@@ -22,7 +22,7 @@ from torch import Tensor
 import spar
 from spar import SequenceLayout
 from spar._attention import ring
-from spar._attention.heads import heads_of_ranks
+from spar._attention.heads import heads_of_ranks, layers_of
 from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
@@ -151,6 +151,23 @@ def test_a_rank_receives_the_key_heads_that_its_queries_need() -> None:
                 assert list(range(first, first + count)) == (needed or []), (heads, key_heads, world)
                 at += own
             assert at == heads
+
+
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_layers_hold_the_key_heads_of_each_rank(most: int) -> None:
+    """Each rank's heads are in one layer, which is a view of the key heads as far as `most` allows."""
+    for heads, world in itertools.product(range(1, 13), range(1, 8)):
+        for key_heads in [n for n in range(1, heads + 1) if heads % n == 0]:
+            plan, x = heads_of_ranks(heads, key_heads, world), torch.arange(key_heads)
+            layers = layers_of(plan, most)
+            assert len(layers) <= most
+            if most == 7:
+                assert all(layer.of(x, 0).data_ptr() - x.data_ptr() == 8 * layer.heads[0] for layer in layers)
+            for rank, (first, count) in enumerate(zip(plan.first, plan.keys, strict=True)):
+                found = [layer.of(x, 0).split(layer.sizes)[rank].tolist() for layer in layers]
+                held = list(itertools.chain(*found))
+                assert held == list(range(first, first + count)), (heads, key_heads, world)
+                assert sum(map(bool, found)) == (count > 0), "one layer has all of them"
 
 
 def check_two_levels(rank: int, folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._C import MOST_TENSORS
 from .._runtime.call import Call
 from .._runtime.layouts import Piece, extent, pieces
 from .._runtime.member import ALONE, Place
@@ -16,7 +17,7 @@ from ..collectives import all_gather
 from ..exchanges import all_to_all
 from ..sequence_layout import SequenceLayout, numbers_of
 from .blocks import blocks_of
-from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, repeated
+from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
 from .masks import causal_mask, joined, sliced
 from .ring import Ring, attend_round
 
@@ -81,16 +82,31 @@ def ulysses(problem: Problem) -> torch.Tensor:
     _, head, seq = problem.order
     group = problem.queries.group
     plan = heads_of_ranks(problem.heads, problem.k.size(head), problem.call.world)
-    q, k, v = all_to_all(
-        [problem.q, repeated(problem.k, head, plan), repeated(problem.v, head, plan)],
+    q, k, v = _scattered(problem, plan, group, None)
+    out = _whole(problem, q, k, v, plan, problem.call.rank)
+    return all_to_all(out, group, seq, head, gather_sizes=plan.queries, scatter_layout=problem.queries)
+
+
+def _scattered(
+    problem: Problem, plan: Heads, group: Any, held: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exchange tokens of q, k and v for this rank's heads: of the whole sequence, or of the `held` tokens."""
+    _, head, seq = problem.order
+    layers = layers_of(plan, (MOST_TENSORS - 1) // 2)
+    keys = [layer.of(x, head) for x in (problem.k, problem.v) for layer in layers]
+    layouts = [problem.queries, *[problem.keys] * len(keys)]
+    found = all_to_all(
+        [problem.q, *keys],
         group,
         head,
         seq,
-        scatter_sizes=[plan.queries, plan.keys, plan.keys],
-        layout=[problem.queries, problem.keys, problem.keys],
+        held,
+        scatter_sizes=[plan.queries, *[layer.sizes for layer in layers] * 2],
+        layout=layouts if held is None else None,
     )
-    out = _whole(problem, q, k, v, plan, problem.call.rank)
-    return all_to_all(out, group, seq, head, gather_sizes=plan.queries, scatter_layout=problem.queries)
+    rank, count = place_of(group).rank, len(layers)
+    own = next((i for i, layer in enumerate(layers) if layer.sizes[rank]), 0)
+    return found[0], found[1 + own], found[1 + count + own]
 
 
 def _whole(
@@ -305,14 +321,7 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
     layout = SequenceLayout.zigzag(problem.queries.total, outer)
     held = layout.sizes[ring_place.rank]
     plan = heads_of_ranks(problem.heads, problem.k.size(head), place.world)
-    q, k, v = all_to_all(
-        [problem.q, repeated(problem.k, head, plan), repeated(problem.v, head, plan)],
-        inner,
-        head,
-        seq,
-        held,
-        scatter_sizes=[plan.queries, plan.keys, plan.keys],
-    )
+    q, k, v = _scattered(problem, plan, inner, held)
     own, begin = plan.queries[place.rank], sum(plan.queries[: place.rank])
     mask = problem.mask
     if mask is not None and mask.size(1) > 1:
