@@ -7,7 +7,8 @@ The ways (attention_ways.py), all causal; the usual ones are over torch.distribu
 - one process: scaled_dot_product_attention of the whole sequence, on rank 0 while the others wait;
 - ulysses, gather, ring: spar.attention in a zigzag layout;
 - usual ulysses: permutes and three all_to_all_single, one after another, and one more after the kernel;
-- usual gather: K and V padded, gathered and put in order; the kernel has a mask for each of a rank's chunks.
+- usual gather: K and V padded, gathered and put in order; the kernel has a mask for each of a rank's chunks;
+- usual ring: K and V go round by batch_isend_irecv, and blocks are merged in torch.
 
 Figures of a step, which is a forward and a backward; of times, the slowest rank's median:
 

@@ -26,8 +26,8 @@ from spar._attention.kernels.aten import FlashCpu
 from spar._attention.kernels.kernel import BlockInputs, Gradients
 
 WHOLE, ULYSSES, GATHER, RING = "one process", "ulysses", "gather", "ring"
-USUAL_ULYSSES, USUAL_GATHER = "usual ulysses", "usual gather"
-USUAL = {ULYSSES: USUAL_ULYSSES, GATHER: USUAL_GATHER, RING: USUAL_GATHER}  # the code that each replaces
+USUAL_ULYSSES, USUAL_GATHER, USUAL_RING = "usual ulysses", "usual gather", "usual ring"
+USUAL = {ULYSSES: USUAL_ULYSSES, GATHER: USUAL_GATHER, RING: USUAL_RING}  # the code that each replaces
 
 
 class Way(NamedTuple):
@@ -48,6 +48,8 @@ def ways(tokens: int) -> dict[str, Way]:
     if tokens % world == 0:
         found[USUAL_ULYSSES] = Way(usual_ulysses, even.index())
     found[USUAL_GATHER] = Way(partial(usual_gather, layout=zigzag), own)
+    if tokens % (2 * world) == 0:
+        found[USUAL_RING] = Way(usual_ring, own)
     return {WHOLE: Way(whole, torch.arange(tokens)), **found}
 
 
@@ -90,6 +92,94 @@ def usual_gather(q: Tensor, k: Tensor, v: Tensor, layout: spar.SequenceLayout) -
         mask = torch.ones(size, end, dtype=torch.bool).tril(end - size)
         outs.append(_attend(part, k[:, :end], v[:, :end], attn_mask=mask))
     return torch.cat(outs, 1)
+
+
+_flash = FlashCpu()
+
+
+def _half(x: Tensor, last: bool) -> Tensor:
+    return x.chunk(2, 2)[last]
+
+
+def _pass_on(tensors: list[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
+    """Send to the next rank, and receive from the one before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    received = [torch.empty_like(x) for x in tensors]
+    sends = [dist.P2POp(dist.isend, x, (rank + 1) % world) for x in tensors]
+    receives = [dist.P2POp(dist.irecv, x, (rank - 1) % world) for x in received]
+    return received, dist.batch_isend_irecv([*sends, *receives])
+
+
+def _arrived(passed: tuple[list[Tensor], list[dist.Work]]) -> list[Tensor]:
+    for work in passed[1]:
+        work.wait()
+    return passed[0]
+
+
+class _UsualRing(torch.autograd.Function):
+    """K and V go round by batch_isend_irecv. Tensors are [1, H, S, D], each rank's two chunks of a zigzag."""
+
+    @staticmethod
+    def blocks(q: Tensor, k: Tensor, v: Tensor, step: int) -> tuple[BlockInputs, bool, bool]:
+        """Return a step's block, and whether it has the last half of the queries, the first of the keys."""
+        early = 0 < step <= dist.get_rank()
+        late = step > dist.get_rank()
+        if early:
+            k, v = _half(k, False), _half(v, False)
+        q = _half(q, True) if late else q
+        return BlockInputs(q, k, v, step == 0, None, q.size(3) ** -0.5), late, early
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        held, world = [k, v], dist.get_world_size()
+        for step in range(world):
+            passed = _pass_on(held) if step + 1 < world else None
+            block, late, _ = _UsualRing.blocks(q, held[0], held[1], step)
+            found, sums = _flash.forward(block)
+            if step == 0:
+                out, lse = found.float(), sums
+            else:
+                mine, own = (_half(out, True), _half(lse, True)) if late else (out, lse)
+                new = own - F.logsigmoid(own - sums)
+                mine.copy_(torch.exp(own - new)[..., None] * mine + torch.exp(sums - new)[..., None] * found)
+                own.copy_(new)
+            if passed is not None:
+                held = _arrived(passed)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        held, world = [k, v], dist.get_world_size()
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        coming: tuple[list[Tensor], list[dist.Work]] | None = None
+        for step in range(world):
+            passed = _pass_on(held) if step + 1 < world else None
+            block, late, early = _UsualRing.blocks(q, held[0], held[1], step)
+            of = [_half(x, True) if late else x for x in (grads[0], out, lse)]
+            parts = _flash.backward(block, of[0], of[1], of[2])
+            (_half(dq, True) if late else dq).add_(parts[0])
+            sums = (
+                [torch.zeros_like(x, dtype=torch.float32) for x in held]
+                if coming is None
+                else _arrived(coming)
+            )
+            for whole, part in zip(sums, parts[1:], strict=True):
+                (_half(whole, False) if early else whole).add_(part)
+            coming = _pass_on(sums)
+            if passed is not None:
+                held = _arrived(passed)
+        dk, dv = _arrived(coming)  # type: ignore[arg-type]
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def usual_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Merge blocks by their log-sum-exp in torch; the kernels of blocks are spar's calls of torch's."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    out: Tensor = _UsualRing.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2)
 
 
 # ---- other kernels ----
@@ -141,7 +231,7 @@ def no_kernel(copies: bool = False) -> Iterator[None]:
 
     with (
         mock.patch.object(methods, "scaled_dot_product_attention", nothing),
-        mock.patch.dict(globals(), _sdpa=nothing),
+        mock.patch.dict(globals(), _sdpa=nothing, _flash=_NoBlock(copies)),
         mock.patch.dict(KERNELS["cpu"], flash=_NoBlock(copies)),
     ):
         yield

@@ -16,7 +16,7 @@ from .._runtime.registry import place_of
 from ..collectives import all_gather
 from ..exchanges import all_to_all
 from ..sequence_layout import SequenceLayout, numbers_of
-from .blocks import blocks_of
+from .blocks import blocks_of, own_block
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
 from .masks import causal_mask, joined, sliced
 from .ring import Ring, attend_round
@@ -293,18 +293,13 @@ def _ring(
     _, world, rank = place
     numbers = numbers_of(layout, 0)
     own = pieces(numbers, world, rank)
+    causal, packed, plain = problem.causal, problem.packed, mask is None
     steps = [
-        tuple(
-            blocks_of(
-                own,
-                pieces(numbers, world, (rank - step) % world),
-                problem.causal,
-                problem.packed,
-                mask is None,
-            )
-        )
+        tuple(blocks_of(own, pieces(numbers, world, (rank - step) % world), causal, packed, plain))
         for step in range(world)
     ]
+    if causal and plain and not packed:
+        steps[0] = tuple(own_block(own))
     sizes = tuple([extent(numbers, world, peer) for peer in range(world)])
     ring = Ring(place, sizes, tuple(steps), problem.scale, problem.kernel, place, 2 * world - 2)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
