@@ -123,7 +123,8 @@ def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
         error = max((float((a - b[:, index]).abs().max()) for a, b in parts), default=0.0)
         rows.append(Row(tokens, name, 0.0, reduced(error)))
         del found
-    for turn in range(min(15, int(seconds / sum(took for (took,) in times)))):
+    first = sum(took for (took,) in times)
+    for turn in range(max(3 if first < seconds else 0, min(15, int(seconds / first)))):
         for step, found in zip(steps, times, strict=True):
             if turn == 0:
                 found.clear()  # it warmed up
@@ -254,11 +255,11 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
         ("peak memory of a rank, MB", lambda row: row.peak / MIB),
     ]
     for axes, (meaning, value) in zip(figure.subplots(1, 3), panels, strict=True):
-        for way in dict.fromkeys(row.way for row in rows):
+        for i, way in enumerate(dict.fromkeys(row.way for row in rows)):
             points = [(row.tokens, value(row)) for row in rows if row.way == way and value(row) > 0]
             if points:
                 style = "--" if way.startswith("usual") else ":" if way == WHOLE else "-"
-                axes.plot(*zip(*points, strict=True), style, marker=".", label=way)
+                axes.plot(*zip(*points, strict=True), style, color=f"C{i}", marker=".", label=way)
         axes.set(title=meaning, xlabel="tokens", xscale="log", yscale="log")
         tokens = sorted({row.tokens for row in rows})
         axes.set_xticks(tokens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in tokens])
@@ -287,7 +288,9 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of tokens and figure")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="for each number of tokens and figure, about"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("attention"), help="OUT.json and OUT.png are written"
     )
