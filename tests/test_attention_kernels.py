@@ -144,14 +144,13 @@ def test_reason_against_a_kernel() -> None:
     assert "no gradients on a CPU" in reason_against("flex", q, q, None)
     assert reason_against("flash_attn", q, q, None) == "it does not run on cpu"
     assert "accuracy of float32" in reason_against("flash", q.double(), q.double(), None)
-    refuses = FlashAttn().refuses
+    refuses, short = FlashAttn().refuses, q.bfloat16()
     flash_attn._interface.cache_clear()
-    assert "flash_attn cannot be imported: ModuleNotFoundError" in refuses(q, q, None)
+    assert "flash_attn cannot be imported: ModuleNotFoundError" in refuses(short, short, None)
     flash_attn._interface.cache_clear()
     with flash_attn_standin.installed("2.6.3"):
-        assert refuses(q, q, None) == "flash_attn is 2.6.3, and must be 2.7 or newer"
+        assert refuses(short, short, None) == "flash_attn is 2.6.3, and must be 2.7 or newer"
     with standins():
-        short = q.bfloat16()
         assert refuses(short, short, None) == "" and "float32" in refuses(q, q, None)
         assert refuses(short, short, torch.zeros(1, 1, 1, 1)) == "it takes no mask"
         assert "widths" in refuses(short[..., :4], short[..., :4], None)

@@ -125,7 +125,7 @@ def attention(
         exchanges = (0 if keys is None else count(call.world),)
         return run(problem).contiguous()
     except BaseException as error:
-        device = q.device.type if isinstance(q, torch.Tensor) else None
+        device = _device_of(q)
         if not is_reported(error):
             ends = map(operator.add, before, exchanges)
             report_failure(zip(places, ends, strict=True), "attention", device, error)
@@ -142,11 +142,12 @@ def _layout_error(layout: object, q: object) -> TypeError:
     known = [each for each in layout if isinstance(each, SequenceLayout)] if isinstance(layout, tuple) else []
     if known:
         place = place_of(known[0].group)
-        end = calls_before((place,))[0] + 1
-        report_failure(
-            [(place, end)], "attention", q.device.type if isinstance(q, torch.Tensor) else None, error
-        )
+        report_failure([(place, calls_before((place,))[0] + 1)], "attention", _device_of(q), error)
     return error
+
+
+def _device_of(q: object) -> str | None:
+    return q.device.type if isinstance(q, torch.Tensor) else None
 
 
 def _tell_other_group(

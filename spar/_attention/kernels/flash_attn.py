@@ -40,7 +40,8 @@ def _interface() -> tuple[Any, str]:
 
 class FlashAttn:
     def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
-        return _interface()[1] or refuses_16_bits(q, v, mask)
+        why = "it cannot be inside compiled code" if torch.compiler.is_compiling() else ""
+        return why or refuses_16_bits(q, v, mask) or _interface()[1]
 
     def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = (x.transpose(1, 2) for x in block[:3])

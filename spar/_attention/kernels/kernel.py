@@ -26,7 +26,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Kernel(Protocol):
-    """Tensors have at least one element; the last dim of q, k and v is contiguous."""
+    """Inputs have at least one element, and q, k and v a contiguous last dim. Outputs are new tensors."""
 
     def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
         """Return the reason why the kernel cannot compute blocks of these tensors; empty if it can."""
