@@ -41,7 +41,8 @@ class Layer(NamedTuple):
     def of(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         first, count = self.heads[0], len(self.heads)
         if self.heads == tuple(range(first, first + count)):
-            return x if count == x.size(dim) else x.narrow(dim, first, count)
+            # another tensor for each layer: dynamo traces no Function that has one twice
+            return x.view_as(x) if count == x.size(dim) else x.narrow(dim, first, count)
         return x.index_select(dim, torch.tensor(self.heads, dtype=torch.int64, device=x.device))
 
 
