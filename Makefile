@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format build wheel clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -33,9 +33,10 @@ help:
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   run spar bench: time every operation against others (RANKS=2, ARGS=--help)'
+	@echo 'make bench-attention  time attention against one process and the usual code (RANKS=2, ARGS=...)'
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
-	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed)'
+	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make build   install spar and what the demo needs into .venv'
@@ -52,6 +53,9 @@ RANKS ?= 2
 bench: build
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m spar bench $(ARGS)
 
+bench-attention: build
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/attention.py $(ARGS)
+
 # MPI as a reference; mpiexec starts the ranks.
 bench-mpi: .venv/.mpi
 	@OMP_NUM_THREADS=1 $(BIN)/mpiexec -n $(RANKS) $(BIN)/python benchmarks/mpi_bench.py $(ARGS)
@@ -64,6 +68,7 @@ bring-up-kit: build
 SECONDS ?= 60
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
+	@SOAK_GROUPS=10000 $(BIN)/pytest -q tests/test_many_groups.py -k groups_do_not_leak
 
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)

@@ -37,6 +37,7 @@ Modules:
     spar.topology        use several sets of groups in one process
     spar.testing         compare a sharded model with one process
     spar.utils           process groups without torch.distributed's global state
+    spar.integrations    stock models of transformers and diffusers
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -122,14 +123,20 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
+    from . import integrations as integrations
     from . import testing as testing
     from . import utils as utils
 
 
 def __getattr__(name: str) -> object:
-    """Import spar.testing and spar.utils at their first use: few callers need them."""
-    if name in ("testing", "utils"):
+    """Import spar.testing, spar.utils and spar.integrations at their first use: few callers need them."""
+    if name in ("integrations", "testing", "utils"):
         import importlib
+        import pkgutil
 
-        return importlib.import_module(f".{name}", __name__)
+        module = importlib.import_module(f".{name}", __name__)
+        if name == "integrations":  # its modules import their libraries inside functions
+            for found in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
+                importlib.import_module(found.name)
+        return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

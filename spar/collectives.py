@@ -12,8 +12,10 @@ from typing import Any, Literal, overload
 import torch
 
 from ._runtime.call import Call, Sizes, checked_together, entries
+from ._runtime.exchange import must_record
 from ._runtime.layouts import Layout, even
-from ._runtime.outputs import Move, write_to
+from ._runtime.move import Move
+from ._runtime.outputs import write_to
 from ._runtime.overlap import Work, launch
 from ._runtime.transpose import check_dtype, transpose
 from .sequence_layout import SequenceLayout, checked_numbers
@@ -203,18 +205,20 @@ def _transpose(
         return call.shards(f"sizes{at}", of, sizes) or even(of, call.input.size(of) * call.world)
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-        calls[0].one_of(sizes=sizes, layout=layout)
+        if layout is not None:
+            calls[0].one_of(sizes=sizes, layout=layout)
         given = entries(calls[0], "sizes", sizes, at)
         shares = [shards(call, given[i], at[i]) for i, call in enumerate(calls)]
+        first = calls[0]
         if async_op:
-            check_dtype(calls[0], sums, torch.is_grad_enabled() and any(c.input.requires_grad for c in calls))
-            move = Move.of_shards(calls[0], shares, sums)
+            check_dtype(first, sums, must_record([call.input for call in calls]))
+            move = Move.of_shards(first.name, first.place, shares, sums)
             outputs, work = launch(calls, at, move, out, async_op)
             works.append(work)
             return outputs
         if out is not None:
-            check_dtype(calls[0], sums, False)
-            return write_to(out, calls, at, Move.of_shards(calls[0], shares, sums))
+            check_dtype(first, sums, False)
+            return write_to(out, calls, at, Move.of_shards(first.name, first.place, shares, sums))
         return transpose(calls, shares, sums)
 
     result = checked_together(name, input_, group, run)

@@ -10,8 +10,9 @@ import torch
 
 from ._runtime.call import Call, Sizes, apply_steps, checked_together, entries
 from ._runtime.exchange import ONE
-from ._runtime.layouts import EVEN, Args, Layout, even, pair
-from ._runtime.outputs import Move, write_to
+from ._runtime.layouts import EVEN, Args, Layout, pair
+from ._runtime.move import Move
+from ._runtime.outputs import write_to
 from ._runtime.overlap import Work, launch
 from .sequence_layout import SequenceLayout, checked_numbers
 from .sizes import share, totals_of_share
@@ -123,21 +124,13 @@ def all_to_all(
         process_group = _group_of(layout, scatter_layout)
     if out is not None or async_op or isinstance(input_, (list, tuple)):
         dims = scatter_dim, gather_dim, gather_size
-        sizes = scatter_sizes, gather_sizes, layout, scatter_layout
-        return _all_to_all_together(input_, process_group, dims, *sizes, async_op, out)
+        how = scatter_sizes, gather_sizes, layout, scatter_layout
+        return _all_to_all_together(input_, process_group, dims, how, async_op, out)
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
-        return call.apply(
-            *_transposed(
-                call,
-                (scatter_dim, gather_dim, gather_size),
-                scatter_sizes,
-                gather_sizes,
-                layout,
-                scatter_layout,
-            ),
-            ONE,
-        )
+        dims = scatter_dim, gather_dim, gather_size
+        how = scatter_sizes, gather_sizes, layout, scatter_layout
+        return call.apply(*_transposed(call, dims, how), ONE)
     except BaseException as error:
         call.fail(error)
         raise
@@ -153,47 +146,38 @@ def _group_of(*layouts: Any) -> Group:
 
 
 Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
+How = tuple[Any, Any, Any, Any]  # scatter_sizes, gather_sizes, layout, scatter_layout
 
 
 def _all_to_all_together(
     inputs: torch.Tensor | Sequence[torch.Tensor],
     group: Group,
     dims: Dims,
-    scatter_sizes: Any,
-    gather_sizes: Any,
-    layout: Any,
-    scatter_layout: Any,
+    how: How,
     async_op: bool,
     out: Any,
 ) -> Any:
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-        first, count = calls[0], len(calls)
-        given = list(
-            zip(
-                entries(first, "scatter_sizes", scatter_sizes, at),
-                entries(first, "gather_sizes", gather_sizes, at),
-                entries(first, "layout", _repeated(layout, count), at),
-                entries(first, "scatter_layout", _repeated(scatter_layout, count), at),
-                strict=True,
-            )
-        )
+        first, each = calls[0], None
+        if any(value is not None for value in how):
+            each = _for_each(first, how, at)
         pairs: list[Args] = []
         for i, call in enumerate(calls):
-            like = i > 0 and call.input.shape == calls[i - 1].input.shape  # the tensor before it
-            if like and all(map(operator.is_, given[i], given[i - 1])):
+            like = i > 0 and call.shape == calls[i - 1].shape  # the tensor before it
+            if like and (each is None or all(map(operator.is_, each[i], each[i - 1]))):
                 pairs.append(pairs[-1])
             else:
-                pairs.append(pair(*_transposed(call, dims, *given[i], at[i])))
+                pairs.append(pair(*_transposed(call, dims, each[i] if each else how, at[i])))
         args = tuple(pairs)
         place = first.place
         if async_op:
-            outputs, work = launch(calls, at, Move.of(first, args), out, async_op)
+            outputs, work = launch(calls, at, Move(first.name, place, args), out, async_op)
             works.append(work)
             return outputs
         if out is not None:
-            return write_to(out, calls, at, Move.of(first, args))
+            return write_to(out, calls, at, Move(first.name, place, args))
         if place.world == 1:
             return [call.input for call in calls]
         return apply_steps(calls, ((place, args),), ONE)
@@ -202,21 +186,28 @@ def _all_to_all_together(
     return (result, works[0]) if async_op else result
 
 
+def _for_each(call: Call, how: How, at: list[str]) -> list[How]:
+    """Return the sizes and layouts of each tensor."""
+    scatter_sizes, gather_sizes, layout, scatter_layout = how
+    return list(
+        zip(
+            entries(call, "scatter_sizes", scatter_sizes, at),
+            entries(call, "gather_sizes", gather_sizes, at),
+            entries(call, "layout", _repeated(layout, len(at)), at),
+            entries(call, "scatter_layout", _repeated(scatter_layout, len(at)), at),
+            strict=True,
+        )
+    )
+
+
 def _repeated(layout: Any, count: int) -> Any:
     return layout if layout is None or isinstance(layout, (list, tuple)) else [layout] * count
 
 
-def _transposed(
-    call: Call,
-    dims: Dims,
-    scatter_sizes: Any,
-    gather_sizes: Any,
-    layout: Any,
-    scatter_layout: Any,
-    at: str = "",
-) -> tuple[Layout, Layout]:
+def _transposed(call: Call, dims: Dims, how: How, at: str = "") -> tuple[Layout, Layout]:
     """Check the arguments of an all_to_all; return its layouts. `at` names the tensor: `checked_together`."""
     scatter_dim, gather_dim, gather_size = dims
+    scatter_sizes, gather_sizes, layout, scatter_layout = how
     scatter = call.dim("scatter_dim", scatter_dim)
     gather = call.dim("gather_dim", gather_dim)
     if scatter == gather:
@@ -225,9 +216,9 @@ def _transposed(
             f"{scatter_dim} and gather_dim is {gather_dim}",
             f"two different dims of an input with {call.ndim}",
         )
-    shape = call.input.shape
-    if gather_size is None and gather_sizes is None and layout is None:
-        before: Layout = (gather, EVEN, shape[gather] * call.world)
+    shape = call.shape
+    if gather_sizes is None and layout is None:
+        before: Layout = (gather, EVEN, _gather_size(call, gather, shape[gather], gather_size))
     else:
         before = _gathered(call, gather, gather_size, gather_sizes, layout, at)
     if scatter_sizes is None and scatter_layout is None:
@@ -246,15 +237,18 @@ def _gathered(call: Call, dim: int, size: int | None, sizes: Any, layout: Any, a
     call.one_of(**{"gather_size": size, f"gather_sizes{at}": sizes, f"layout{at}": layout})
     if layout is not None:
         return checked_numbers(call, "layout" + at, layout, dim, False, at)
-    return call.shards("gather_sizes" + at, dim, sizes) or even(dim, _gather_size(call, dim, size))
+    shards = call.shards("gather_sizes" + at, dim, sizes)
+    assert shards is not None
+    return shards
 
 
-def _gather_size(call: Call, gather: int, gather_size: int | None) -> int:
-    local = call.input.shape[gather]
-    if gather_size is None:
-        return local * call.world
-    gather_size = call.integer("gather_size", gather_size, "an int or None")
-    if gather_size < 0 or share(gather_size, call.world, call.rank) != local:
-        fitting = totals_of_share(local, call.world, call.rank)
-        raise call.wrong_total("gather_size", gather_size, gather, fitting)
-    return gather_size
+def _gather_size(call: Call, dim: int, local: int, total: int | None) -> int:
+    """Return the global size of the gather dim, of which this rank holds `local`."""
+    world, rank = call.world, call.rank
+    if total is None:
+        return local * world
+    if type(total) is not int:
+        total = call.integer("gather_size", total, "an int or None")
+    if total < 0 or share(total, world, rank) != local:
+        raise call.wrong_total("gather_size", total, dim, totals_of_share(local, world, rank))
+    return total

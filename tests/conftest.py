@@ -23,8 +23,14 @@ from spar import _C
 
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
 WORLDS = (1, 2, 3, 4, 7)
-PRELOAD = ["torch", "torch.distributed", "pytest", "spar"]
-COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]  # or each rank imports them itself
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "pytest",
+    "spar",
+]  # otherwise each rank imports them
+COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]
 FIRST = ("test_fault_matrix", "test_many_groups", "test_process", "test_workers", "test_compile")
 FIRST += (
     "test_compile_exact",
@@ -98,11 +104,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    modules = dict.fromkeys(_module(item) for item in session.items)
     if any("compile" in item.nodeid for item in session.items):
         PRELOAD.extend(COMPILERS)
+    PRELOAD.extend(name for module in modules for name in getattr(module, "PRELOAD", ()))
     # one worker builds; another that needs a result earlier builds it itself
     if not session.config.option.collectonly and os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
-        modules = dict.fromkeys(_module(item) for item in session.items)
         calls = [call for module in modules for call in getattr(module, "PREBUILD", ())]
         session.config.add_cleanup(prebuild.begin(calls))
 

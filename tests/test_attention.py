@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ from torch import Tensor
 
 import spar
 from spar import SequenceLayout
-from spar._attention import kernels, ring
-from spar._attention.heads import heads_of_ranks
+from spar._attention import ring
+from spar._attention.heads import heads_of_ranks, layers_of
+from spar._attention.kernels import KERNELS
+from spar._attention.kernels.blockwise import Blockwise
+from spar._attention.kernels.kernel import BlockInputs
 from spar.parallel_state import init_parallel_state
 
 Group = dist.ProcessGroup
@@ -149,6 +153,23 @@ def test_a_rank_receives_the_key_heads_that_its_queries_need() -> None:
             assert at == heads
 
 
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_layers_hold_the_key_heads_of_each_rank(most: int) -> None:
+    """Each rank's heads are in one layer, which is a view of the key heads as far as `most` allows."""
+    for heads, world in itertools.product(range(1, 13), range(1, 8)):
+        for key_heads in [n for n in range(1, heads + 1) if heads % n == 0]:
+            plan, x = heads_of_ranks(heads, key_heads, world), torch.arange(key_heads)
+            layers = layers_of(plan, most)
+            assert len(layers) <= most
+            if most == 7:
+                assert all(layer.of(x, 0).data_ptr() - x.data_ptr() == 8 * layer.heads[0] for layer in layers)
+            for rank, (first, count) in enumerate(zip(plan.first, plan.keys, strict=True)):
+                found = [layer.of(x, 0).split(layer.sizes)[rank].tolist() for layer in layers]
+                held = list(itertools.chain(*found))
+                assert held == list(range(first, first + count)), (heads, key_heads, world)
+                assert sum(map(bool, found)) == (count > 0), "one layer has all of them"
+
+
 def check_two_levels(rank: int, folder: Path) -> None:
     state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
     for total, (heads, key_heads), causal in itertools.product(
@@ -176,34 +197,26 @@ def test_ring_across_ulysses_groups(tmp_path: Path) -> None:
 # ---- work and memory ----
 
 
-class Counting:
+class Counting(Blockwise):
     """A kernel that counts the multiply-adds of its scores."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def refuses(self, *arguments: Any) -> str:
-        return ""
-
-    def forward(self, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        self.count += q.numel() * k.size(2)
-        return kernels.BLOCKWISE.forward(q, k, *rest)
-
-    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.BLOCKWISE.backward(*arguments)
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
+        self.count += block.q.numel() * block.k.size(2)
+        return super().forward(block)
 
 
 def check_balance(rank: int, world: int, group: Group, method: str) -> list[int]:
-    counts, flash = [], kernels.FLASH["cpu"]
-    try:
-        for make in (SequenceLayout.zigzag, SequenceLayout.even):
-            kernels.FLASH["cpu"] = counting = Counting()
-            layout = make(16 * world, group)
-            whole = inputs(layout.total, 2, 1, torch.float32)
+    counts = []
+    for make in (SequenceLayout.zigzag, SequenceLayout.even):
+        counting = Counting()
+        layout = make(16 * world, group)
+        whole = inputs(layout.total, 2, 1, torch.float32)
+        with mock.patch.dict(KERNELS, cpu={"counting": counting}):
             spar.attention(*[x[:, layout.index()] for x in whole[:3]], layout, causal=True, method=method)
-            counts.append(counting.count)
-    finally:
-        kernels.FLASH["cpu"] = flash
+        counts.append(counting.count)
     return counts
 
 
@@ -239,7 +252,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
         received.clear()
         most[0] = 0
         y.backward(upper)
-        assert len(received) == 2 * world - 1 and most[0] <= 4, most  # two of K, and two of its gradient
+        assert len(received) == 2 * world - 2 and most[0] <= 4, most  # two of K, and two of its gradient
     finally:
         ring._Sending = sending  # type: ignore[misc]
 

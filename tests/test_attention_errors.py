@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import spar
 from spar import SequenceLayout
-from spar._attention import kernels
+from spar._attention.kernels import KERNELS
 from spar.parallel_state import init_parallel_state
 
 Group = dist.ProcessGroup
@@ -41,7 +41,8 @@ def z(*shape: int, **options: Any) -> Tensor:
 def call(
     group: Group, q: Any = None, k: Any = None, v: Any = None, layout: Any = None, **options: Any
 ) -> Tensor:
-    layout = SequenceLayout.even(TOTAL, group) if layout is None else layout
+    even = SequenceLayout.even(TOTAL, group)
+    layout = {None: even, "and 3": (even, 3)}.get(layout, layout)
     q, k, v = (z(2, 4, 6, 8) if x is None else x for x in (q, k, v))
     return spar.attention(q, k, v, layout, **options)
 
@@ -105,7 +106,7 @@ CASES: dict[str, Case] = {
     "own kernel in a ring": (
         {"attend": whole_attention, "method": "ring"},
         ValueError,
-        "attend is passed; expected none with a ring",
+        "attend is a function; expected a kernel's name with a ring",
     ),
     "own kernel and scale": (
         {"attend": whole_attention, "scale": 2.0},
@@ -116,6 +117,11 @@ CASES: dict[str, Case] = {
         {"attend": lambda q, k, v: q[:1]},
         ValueError,
         "the result of attend is of shape [1, 12, 2, 8]; expected a tensor of shape [2, 12, 2, 8]",
+    ),
+    "layout of k and v": (
+        {"layout": "and 3"},
+        TypeError,
+        "attention: layout is (SequenceLayout.even(12, 3 ranks), 3); expected a SequenceLayout, or those",
     ),
     "own kernel raises": ({"attend": lambda q, k, v: 1 / 0}, ZeroDivisionError, "division by zero"),
 }
@@ -154,7 +160,7 @@ def fail_at_two_levels(rank: int, folder: Path, where: str) -> None:
         inputs[0] = None
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and where == "a block":
-            patch.setattr(kernels.FLASH["cpu"], "forward", lambda *arguments: 1 / 0)
+            patch.setattr(KERNELS["cpu"]["flash"], "forward", lambda *arguments: 1 / 0)
         errors = (TypeError, ValueError, ZeroDivisionError, spar.MismatchError)
         waits = where != "a block" or rank in (1, 3)
         with pytest.raises(errors) if waits else contextlib.nullcontext():
@@ -194,6 +200,11 @@ def check_local_errors(rank: int, world: int, group: Group) -> None:
         ({"layout": (even, packed)}, "expected one packed layout for q, k and v"),
         ({"mask": z(12, 12, requires_grad=True), "method": "ring"}, "mask is a tensor that requires a grad"),
         ({"layout": (even, SequenceLayout.zigzag(TOTAL, group)), "method": "ring"}, "two layouts"),
+        (
+            {"layout": (even, SequenceLayout.even(TOTAL, dist.group.WORLD))},
+            "of two groups; expected layouts of one group",
+        ),
+        ({"k": z(2, 9, 6, 8), "v": z(2, 9, 6, 8)}, "k is of 9 tokens; expected 4, rank"),  # a KV cache, say
         ({"q": same, "k": same, "v": same, "mask": z(12, 12)}, "it may be a key mask or [12, 12]"),
         (
             {"layout": (even, None), "k": z(2, 5, 6, 8), "v": z(2, 5, 6, 8), "method": "ulysses"},

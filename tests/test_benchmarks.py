@@ -1,4 +1,4 @@
-"""`spar bench` and benchmarks/mpi_bench.py: they run with real ranks, and results equal the references'."""
+"""The benchmarks run with real ranks, and their results equal the references'."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,14 @@ def bench(folder: Path, *options: str) -> None:
         assert main(["bench", *options]) == 0
 
 
+def bench_attention(folder: Path, *options: str) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    sys.argv = ["attention.py", *options]
+    rank = os.environ.get("RANK", "none")
+    with open(folder / f"table.{rank}", "w") as table, contextlib.redirect_stdout(table):
+        runpy.run_path(str(BENCHMARKS / "attention.py"), run_name="__main__")
+
+
 def test_bench_times_every_operation(tmp_path: Path) -> None:
     out, library = tmp_path / "bench", tmp_path / "libraries" / "yunchang" / "comm" / "all_to_all.py"
     library.parent.mkdir(parents=True)
@@ -64,6 +73,22 @@ def test_bench_times_every_operation(tmp_path: Path) -> None:
     files = [str(out.with_suffix(".json"))] * 2
     assert main(["bench", "--median", *files, "--out", str(again)]) == 0
     assert json.loads(again.with_suffix(".json").read_text())["rows"] == rows
+
+
+def test_attention_bench_times_every_way(tmp_path: Path) -> None:
+    """Of 21 tokens, which two ranks do not share evenly, and of 24."""
+    out = tmp_path / "attention"
+    options = ["--tokens", "21", "24", "--heads", "2", "--key-heads", "1", "--width", "8"]
+    launch(bench_attention, 2, tmp_path, *options, "--seconds", "0.001", "--out", str(out))
+    table = (tmp_path / "table.0").read_text()
+    facts = json.loads(out.with_suffix(".json").read_text())
+    assert out.with_suffix(".png").exists() and "of the slowest rank" in table
+    found = {(row["tokens"], row["way"]): row for row in facts["rows"]}
+    assert len(found) == 12 and (21, "usual ulysses") not in found and (21, "usual ring") not in found
+    for (_, way), row in found.items():
+        assert way in table and row["step"] > 0 and row["error"] < 1e-5
+        assert (row["outside"] > 0) == (way != "one process")
+    assert found[24, "ring"]["products"] == 1.0, "zigzag balances the work"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed (make bench-mpi)")

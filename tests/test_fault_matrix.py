@@ -150,11 +150,10 @@ class Column:
 def columns(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Column]:
     folder = tmp_path_factory.mktemp("faults")
     made = {(t, w): Column(folder / f"{t}{w}", t, w) for w in SIZES for t in TRANSPORTS}
-    with machine.alone():
-        for column in made.values():  # all at once: they mostly wait
-            column.start(run_faults, column.transport)
-        for column in made.values():
-            column.finish(90)
+    for column in made.values():  # all at once: they mostly wait
+        column.start(run_faults, column.transport)
+    for column in made.values():
+        column.finish(150)
     return made
 
 
@@ -219,7 +218,7 @@ def test_fault(
         if fault.usable:
             assert not again["error"], again
         elif not odd:
-            assert again["error"] == "GroupBrokenError" and again["seconds"] < 0.3, "rejected at once"
+            assert again["error"] == "GroupBrokenError" and again["seconds"] < LIMIT, "rejected at once"
         else:  # its abort may not have been in a call on this group
             assert again["error"] in ("GroupBrokenError", "ExchangeTimeoutError", "PeerLostError"), again
         assert result["named"] in (transport, None)

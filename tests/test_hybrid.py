@@ -114,12 +114,12 @@ def test_one_and_two_exchanges_match_the_reference(
 
 
 def check_compiled(rank: int, folder: Path) -> None:
-    """Two of the ranks, in both dims of the topology, compile; their calls match the others' eager ones."""
+    """One rank, the second in both dims, compiles; its calls match the others' eager ones."""
 
     def step(x: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
         return gather(split(x * 2, 0, lengths).sin(), 0, lengths, x.size(0))
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager") if rank in (0, 3) else step
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager") if rank == 3 else step
     for combined in (True, False):  # the compiled function must follow a new state
         state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
         if not combined:

@@ -22,7 +22,7 @@ gather = spar.gather_forward_split_backward
 
 
 def create_and_close(rank: int, folder: Path, rounds: int) -> None:
-    """Set up and close 10,000 groups of spar on one ProcessGroup: state in C, mailbox, handle."""
+    """Set up and close groups of spar on one ProcessGroup: state in C, mailbox, handle."""
     for i in range(rounds + 20):
         if i == 20:
             growth = Growth()
@@ -32,9 +32,10 @@ def create_and_close(rank: int, folder: Path, rounds: int) -> None:
     growth.check()
 
 
-def test_ten_thousand_groups_do_not_leak(tmp_path: Path) -> None:
-    ranks = start(create_and_close, 2, tmp_path, 10_000, SPAR_TRANSPORT="shm")
-    assert finish(ranks, 200) == [0, 0]
+def test_groups_do_not_leak(tmp_path: Path) -> None:
+    rounds = int(os.environ.get("SOAK_GROUPS", "500"))  # `make soak` sets more
+    ranks = start(create_and_close, 2, tmp_path, rounds, SPAR_TRANSPORT="shm")
+    assert finish(ranks, 250) == [0, 0]
 
 
 def mapped() -> int:

@@ -147,7 +147,7 @@ def check_growth(rank: int, world: int, group: Group, calls: int) -> None:
 
 
 def test_calls_do_not_leak(shm: Ranks) -> None:
-    shm(2, check_growth, 100_000)
+    shm(2, check_growth, 30_000)
 
 
 def create_and_close(rank: int, folder: Path) -> None:

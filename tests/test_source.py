@@ -21,6 +21,8 @@ from helpers.launched import launch
 from test_faults import TEARDOWN
 
 import spar
+import spar.integrations.diffusers
+import spar.integrations.transformers
 import spar.sequence_layout
 import spar.testing
 import spar.utils
@@ -157,11 +159,21 @@ TESTING = {
     "Report": "ranks, loss, reference_loss, entries",
     "Entry": "name, max_abs_error, max_rel_error, reference_norm",
 }
+TRANSFORMERS = {
+    "register": "name='spar'",
+    "shard": "model, batch, layout=None, group=None, method=None, token_group=None, check=True",
+}
+DIFFUSERS = {
+    "enable": "model, group=None, plan=None",
+    "disable": "model",
+}
 TABLES = {
     "spar": (spar, SIGNATURES),
+    "diffusers": (spar.integrations.diffusers, DIFFUSERS),
     "sequence_layout": (spar.sequence_layout, LAYOUT),
     "testing": (spar.testing, TESTING),
     "utils": (spar.utils, UTILS),
+    "transformers": (spar.integrations.transformers, TRANSFORMERS),
     "sharding": (spar.sharding, SHARDING),
     "data": (spar.data, DATA),
 }
@@ -211,9 +223,12 @@ def test_type_hints_can_be_evaluated(module: ModuleType) -> None:
 
 def test_submodules_are_attributes() -> None:
     code = (
-        "import sys, spar; assert not {'spar.testing', 'spar.utils', 'spar._commands'} & set(sys.modules);"
+        "import sys, spar; "
+        "assert not {'spar.testing', 'spar.utils', 'spar.integrations', 'spar._commands'} & set(sys.modules);"
         "print(*(getattr(spar, name).__name__ for name in "
         "('testing', 'utils', 'sharding', 'data', 'parallel_state', 'topology')));"
+        "assert spar.integrations.transformers.shard and 'transformers' not in sys.modules;"
+        "assert spar.integrations.diffusers.enable and 'diffusers' not in sys.modules;"
         "assert not hasattr(spar, 'nothing')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,6 +18,7 @@ from .._runtime.registry import by_handle, place_of
 from ..errors import SparError
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.topology import current
+from .kernels import NAMES, reason_against
 from .masks import checked_mask
 from .methods import Attend, Problem, gathered, hybrid, round_the_ring, ulysses
 
@@ -47,7 +48,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     method: str | None = None,
-    attend: Attend | None = None,
+    attend: Attend | str | None = None,
     seq_dim: int = 1,
     head_dim: int = 2,
 ) -> torch.Tensor:
@@ -81,10 +82,11 @@ def attention(
         dropout_p: the probability that a weight is dropped; not by the ring. Seed the ranks differently, as
             `spar.rank_seed` does.
         method: "ulysses", "gather" or "ring"; None chooses.
-        attend: the caller's kernel for ulysses and gather, a function of q, k and v, `[B, S, H, D]` with
+        attend: the caller's kernel, for ulysses and gather: a function of q, k and v, `[B, S, H, D]` with
             equal heads. It applies causality, scale and dropout itself. With gather it is called for each run
             of queries with the keys that the run may attend to; with `causal` those up to the run's last
-            query, as flash_attn aligns them.
+            query, as flash_attn aligns them. Or the name of a kernel that returns a log-sum-exp, which each
+            method can use: docs/attention.md lists them. None: torch's for ulysses, else the first that can.
         seq_dim, head_dim: where S and H are, among the first three dims; k, v and the output are alike.
 
     Returns:
@@ -92,14 +94,13 @@ def attention(
 
     Raises:
         ValueError: shapes, layout and mask do not match, or the method cannot compute this.
-        TypeError: an argument is of another type.
+        TypeError: an argument is of another type. If it is the layout, on one rank alone, the peers wait for
+            this rank until SPAR_TIMEOUT: nothing names their group.
         MismatchError: calls differ between ranks. Every rank raises.
     """
     queries, keys = layout if isinstance(layout, tuple) and len(layout) == 2 else (layout, layout)
     if not isinstance(queries, SequenceLayout) or not isinstance(keys, (SequenceLayout, type(None))):
-        raise TypeError(
-            f"attention: layout is {layout!r:.200}; expected a SequenceLayout, or those of q and of k and v"
-        )
+        raise _layout_error(layout, q)
     two_levels = method is None and queries.kind == "hybrid" and keys == queries
     place = place_of(_ulysses_group(queries) if two_levels else queries.group)
     places: tuple[Place, ...] = (place, place_of(_ring_group(queries))) if two_levels else (place,)
@@ -115,21 +116,38 @@ def attention(
         if method not in _METHODS and not two_levels:
             raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
         learns = problem.mask is not None and problem.mask.requires_grad and torch.is_grad_enabled()
-        if method != "ulysses" and learns:
-            raise call.error("mask", "a tensor that requires a gradient", 'one that does not, or "ulysses"')
+        if learns and (method != "ulysses" or problem.kernel is not None):
+            expected = 'one that does not, or method="ulysses" without a named kernel'
+            raise call.error("mask", "a tensor that requires a gradient", expected)
         if two_levels:
             return hybrid(problem, _ulysses_group(queries), _ring_group(queries)).contiguous()
         run, count = _METHODS[cast(str, method)]
         exchanges = (0 if keys is None else count(call.world),)
         return run(problem).contiguous()
     except BaseException as error:
-        device = q.device.type if isinstance(q, torch.Tensor) else None
+        device = _device_of(q)
         if not is_reported(error):
             ends = map(operator.add, before, exchanges)
             report_failure(zip(places, ends, strict=True), "attention", device, error)
         elif two_levels:
             _tell_other_group(places, before, device, error)
         raise
+
+
+def _layout_error(layout: object, q: object) -> TypeError:
+    """Return the error, and report it to the group of a layout in a wrong tuple; no other value names one."""
+    error = TypeError(
+        f"attention: layout is {layout!r:.200}; expected a SequenceLayout, or those of q and of k and v"
+    )
+    known = [each for each in layout if isinstance(each, SequenceLayout)] if isinstance(layout, tuple) else []
+    if known:
+        place = place_of(known[0].group)
+        report_failure([(place, calls_before((place,))[0] + 1)], "attention", _device_of(q), error)
+    return error
+
+
+def _device_of(q: object) -> str | None:
+    return q.device.type if isinstance(q, torch.Tensor) else None
 
 
 def _tell_other_group(
@@ -160,7 +178,7 @@ def _checked(
     mask: Any,
     scale: float | None,
     dropout_p: float,
-    attend: Attend | None,
+    attend: Any,
     seq_dim: int,
     head_dim: int,
 ) -> Problem:
@@ -188,22 +206,25 @@ def _checked(
         raise call.error("k", f"of shape {shape}", f"the batch and width of q, of shape {list(q.shape)}")
     if key_heads == 0 or heads % key_heads:
         raise call.error("k", f"of {key_heads} heads", f"a number that divides the {heads} heads of q")
+    if keys is not None and keys.group is not queries.group:
+        raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
     _check_held(call, "q", q.size(seq), queries)
     total = k.size(seq) if keys is None else keys.total
     if keys is not None:
         _check_held(call, "k", k.size(seq), keys)
     if keys != queries and "packed" in (queries.kind, keys.kind if keys is not None else ""):
         raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
-    if keys is not None and keys.group is not queries.group:
-        raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
-    if causal and attend is not None and total != queries.total:
+    named = isinstance(attend, str)
+    if not named and attend is not None and not callable(attend):
+        raise call.type_error("attend", f"{attend!r:.200}", "a function, a kernel's name or None")
+    if causal and attend is not None and not named and total != queries.total:
         expected = f"{queries.total} for attend with causal=True"
         raise call.error("the number of keys", total, expected)
     if mask is not None:
         mask = checked_mask(call, mask, q.size(batch), heads, queries.total, total)
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
-    if attend is not None:
+    if attend is not None and not named:
         own = {"mask": mask, "scale": scale, "dropout_p": dropout_p or None}
         for name, value in own.items():
             if value is not None:
@@ -211,6 +232,8 @@ def _checked(
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         kind = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(kind), k.to(kind), v.to(kind)
+    if named:
+        _check_kernel(call, attend, q, v, mask, dropout_p)
     return Problem(
         call,
         q,
@@ -222,9 +245,23 @@ def _checked(
         mask,
         q.size(3) ** -0.5 if scale is None else float(scale),
         float(dropout_p),
-        attend,
+        None if named else attend,
+        attend if named else None,
         (batch, head, seq),
     )
+
+
+def _check_kernel(
+    call: Call, name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout_p: float
+) -> None:
+    if name not in NAMES:
+        raise call.error(
+            "attend", repr(name), f"a function, None or the name of a kernel: {', '.join(NAMES)}"
+        )
+    if why := reason_against(name, q, v, mask):
+        raise call.error("attend", repr(name), f"a kernel that can compute this; {name} cannot, as {why}")
+    if dropout_p:
+        raise call.error("dropout_p", f"{dropout_p}", f"0 with the kernel {name}")
 
 
 def _check_held(call: Call, name: str, held: int, layout: SequenceLayout) -> None:

@@ -49,6 +49,15 @@ def blocks_of(
     return _merged(found, 0) if joined else found
 
 
+def own_block(runs: Sequence[Piece]) -> list[Block]:
+    """Return the one causal block of a shard with itself, whose runs are in the order of the sequence.
+
+    What is before in the shard is before in the sequence. There are no documents, and no mask to slice.
+    """
+    size = sum([run.size for run in runs])
+    return [Block(0, size, 0, size, True, 0, 0)] if size > 0 else []
+
+
 def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
     """Return the blocks of one run of queries and one of keys, which begin at `query` and `key`."""
     if run.size == 0 or other.size == 0 or (documents and run.sequence != other.sequence):

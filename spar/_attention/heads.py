@@ -32,16 +32,38 @@ def heads_of_ranks(heads: int, key_heads: int, world: int) -> Heads:
     return Heads(tuple(queries), tuple(first), tuple(keys))
 
 
-def repeated(x: torch.Tensor, dim: int, plan: Heads) -> torch.Tensor:
-    """Lay out each rank's key heads one behind the other; the gradients of repeated heads are summed."""
-    wanted = [
-        head
-        for first, count in zip(plan.first, plan.keys, strict=True)
-        for head in range(first, first + count)
-    ]
-    if wanted == list(range(x.size(dim))):
-        return x
-    return x.index_select(dim, torch.tensor(wanted, dtype=torch.int64, device=x.device))
+class Layer(NamedTuple):
+    """A part of the key heads, each of which one rank receives: what an exchange can scatter."""
+
+    heads: tuple[int, ...]  # one behind the other
+    sizes: tuple[int, ...]  # each rank's number of them
+
+    def of(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        first, count = self.heads[0], len(self.heads)
+        if self.heads == tuple(range(first, first + count)):
+            # another tensor for each layer: dynamo traces no Function that has one twice
+            return x.view_as(x) if count == x.size(dim) else x.narrow(dim, first, count)
+        return x.index_select(dim, torch.tensor(self.heads, dtype=torch.int64, device=x.device))
+
+
+def layers_of(plan: Heads, most: int) -> list[Layer]:
+    """Sort what the ranks need into layers, without copies as far as `most` layers allow.
+
+    A key head that several ranks need is in several layers, so that autograd sums its gradients.
+    """
+    heads: list[list[int]] = []
+    sizes: list[list[int]] = []
+    for rank, (first, count) in enumerate(zip(plan.first, plan.keys, strict=True)):
+        if count == 0:
+            continue
+        own = next((i for i, layer in enumerate(heads) if layer[-1] + 1 == first), len(heads))
+        if own == len(heads) and own < most:
+            heads.append([])
+            sizes.append([0] * len(plan.keys))
+        own = min(own, most - 1)
+        heads[own] += range(first, first + count)
+        sizes[own][rank] = count
+    return [Layer(tuple(held), tuple(parts)) for held, parts in zip(heads, sizes, strict=True)]
 
 
 def key_of_each(plan: Heads, group: int, rank: int) -> list[int]:

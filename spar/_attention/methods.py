@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._C import MOST_TENSORS
 from .._runtime.call import Call
 from .._runtime.layouts import Piece, extent, pieces
 from .._runtime.member import ALONE, Place
@@ -15,8 +16,8 @@ from .._runtime.registry import place_of
 from ..collectives import all_gather
 from ..exchanges import all_to_all
 from ..sequence_layout import SequenceLayout, numbers_of
-from .blocks import blocks_of
-from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, repeated
+from .blocks import blocks_of, own_block
+from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
 from .masks import causal_mask, joined, sliced
 from .ring import Ring, attend_round
 
@@ -24,7 +25,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Problem(NamedTuple):
-    """One checked call. `order`: the batch, head and sequence dims."""
+    """One checked call. `order`: the batch, head and sequence dims; a kernel is the caller's or named."""
 
     call: Call
     q: torch.Tensor
@@ -37,6 +38,7 @@ class Problem(NamedTuple):
     scale: float
     dropout_p: float
     attend: Attend | None
+    kernel: str | None  # by name
     order: tuple[int, int, int]
 
     @property
@@ -80,16 +82,31 @@ def ulysses(problem: Problem) -> torch.Tensor:
     _, head, seq = problem.order
     group = problem.queries.group
     plan = heads_of_ranks(problem.heads, problem.k.size(head), problem.call.world)
-    q, k, v = all_to_all(
-        [problem.q, repeated(problem.k, head, plan), repeated(problem.v, head, plan)],
+    q, k, v = _scattered(problem, plan, group, None)
+    out = _whole(problem, q, k, v, plan, problem.call.rank)
+    return all_to_all(out, group, seq, head, gather_sizes=plan.queries, scatter_layout=problem.queries)
+
+
+def _scattered(
+    problem: Problem, plan: Heads, group: Any, held: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exchange tokens of q, k and v for this rank's heads: of the whole sequence, or of the `held` tokens."""
+    _, head, seq = problem.order
+    layers = layers_of(plan, (MOST_TENSORS - 1) // 2)
+    keys = [layer.of(x, head) for x in (problem.k, problem.v) for layer in layers]
+    layouts = [problem.queries, *[problem.keys] * len(keys)]
+    found = all_to_all(
+        [problem.q, *keys],
         group,
         head,
         seq,
-        scatter_sizes=[plan.queries, plan.keys, plan.keys],
-        layout=[problem.queries, problem.keys, problem.keys],
+        held,
+        scatter_sizes=[plan.queries, *[layer.sizes for layer in layers] * 2],
+        layout=layouts if held is None else None,
     )
-    out = _whole(problem, q, k, v, plan, problem.call.rank)
-    return all_to_all(out, group, seq, head, gather_sizes=plan.queries, scatter_layout=problem.queries)
+    rank, count = place_of(group).rank, len(layers)
+    own = next((i for i, layer in enumerate(layers) if layer.sizes[rank]), 0)
+    return found[0], found[1 + own], found[1 + count + own]
 
 
 def _whole(
@@ -106,6 +123,8 @@ def _whole(
     mask = problem.mask
     if mask is not None and mask.size(1) > 1:
         mask = mask.narrow(1, begin, own)
+    if problem.kernel is not None:
+        return _as_given(problem, _by_blocks(problem, q, k, v, mask, _queries(problem)))
     if not problem.packed:
         return _as_given(problem, _kernel(problem, q, k, v, mask, problem.causal))
     outs = []
@@ -115,6 +134,26 @@ def _whole(
             part = None if mask is None else sliced(mask, start, size, start, size)
             outs.append(_kernel(problem, parts[0], parts[1], parts[2], part, problem.causal))
     return _as_given(problem, outs[0] if len(outs) == 1 else torch.cat(outs, 2))
+
+
+def _queries(problem: Problem) -> list[Piece]:
+    """Return the runs of the whole sequence's queries."""
+    return _documents(problem) if problem.packed else [Piece(0, problem.queries.total, 0)]
+
+
+def _by_blocks(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    own: Sequence[Piece],
+) -> torch.Tensor:
+    """Attend with the runs of queries `own` to all keys, which this rank holds; skip blocks without any."""
+    blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, mask is None)
+    told = ALONE if problem.keys is None else problem.call.place
+    ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale, problem.kernel, told, 1)
+    return attend_round(ring, q, k, v, mask)
 
 
 def _nothing(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -192,15 +231,9 @@ def gathered(problem: Problem) -> torch.Tensor:
         return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
     own = pieces(numbers_of(problem.queries, 0), call.world, call.rank)
-    if (
-        problem.attend is None
-        and problem.dropout_p == 0.0
-        and (problem.causal or problem.packed or problem.mask is not None)
-    ):
-        blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, problem.mask is None)
-        told = ALONE if problem.keys is None else call.place
-        ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale, told, 1)
-        return _as_given(problem, attend_round(ring, q, k, v, problem.mask))
+    skips = problem.causal or problem.packed or problem.mask is not None
+    if problem.kernel is not None or (skips and problem.attend is None and problem.dropout_p == 0.0):
+        return _as_given(problem, _by_blocks(problem, q, k, v, problem.mask, own))
     group = problem.heads // k.size(1)
     if problem.attend is not None:
         k, v = _matched(k, v, [head // group for head in range(problem.heads)], True)
@@ -252,26 +285,23 @@ def _ring(
     v: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    if problem.attend is not None or problem.dropout_p:
-        name = "attend" if problem.attend is not None else "dropout_p"
-        raise problem.call.error(name, "passed", 'none with a ring; pass method="ulysses" or "gather"')
+    if problem.attend is not None:
+        expected = 'a kernel\'s name with a ring; or pass method="ulysses" or "gather"'
+        raise problem.call.error("attend", "a function", expected)
+    if problem.dropout_p:
+        raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     _, world, rank = place
     numbers = numbers_of(layout, 0)
     own = pieces(numbers, world, rank)
+    causal, packed, plain = problem.causal, problem.packed, mask is None
     steps = [
-        tuple(
-            blocks_of(
-                own,
-                pieces(numbers, world, (rank - step) % world),
-                problem.causal,
-                problem.packed,
-                mask is None,
-            )
-        )
+        tuple(blocks_of(own, pieces(numbers, world, (rank - step) % world), causal, packed, plain))
         for step in range(world)
     ]
+    if causal and plain and not packed:
+        steps[0] = tuple(own_block(own))
     sizes = tuple([extent(numbers, world, peer) for peer in range(world)])
-    ring = Ring(place, sizes, tuple(steps), problem.scale, place, 2 * world - 1)
+    ring = Ring(place, sizes, tuple(steps), problem.scale, problem.kernel, place, 2 * world - 2)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     return _as_given(problem, attend_round(ring, q, k, v, mask))
 
@@ -286,14 +316,7 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
     layout = SequenceLayout.zigzag(problem.queries.total, outer)
     held = layout.sizes[ring_place.rank]
     plan = heads_of_ranks(problem.heads, problem.k.size(head), place.world)
-    q, k, v = all_to_all(
-        [problem.q, repeated(problem.k, head, plan), repeated(problem.v, head, plan)],
-        inner,
-        head,
-        seq,
-        held,
-        scatter_sizes=[plan.queries, plan.keys, plan.keys],
-    )
+    q, k, v = _scattered(problem, plan, inner, held)
     own, begin = plan.queries[place.rank], sum(plan.queries[: place.rank])
     mask = problem.mask
     if mask is not None and mask.size(1) > 1:

@@ -1,7 +1,7 @@
 """Attention of a rank's queries to all keys, block by block, as the shards of keys go round the ranks.
 
 Each rank sends its shard of K and V to the next rank and receives the one before, until it has seen all. In
-backward the shards go round again, and with each of them its gradient, which arrives at the shard's owner
+backward the shards go round again, and behind each of them its gradient, which arrives at the shard's owner
 last. A rank holds at most two shards at a time. In a group of one nothing goes round.
 """
 
@@ -17,24 +17,28 @@ from .._runtime.channel import Operation
 from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, is_profiled, report_failure, run
 from .._runtime.layouts import by_sizes, pair, rotated
 from .._runtime.member import Place
-from .._runtime.outputs import Move
+from .._runtime.move import Move
 from .._runtime.overlap import Work, begin
 from .._runtime.registry import by_handle
 from .blocks import Block
-from .kernels import Merged, accumulated, kernel_for, without_dead
+from .kernels import kernel_for
+from .kernels.kernel import BlockInputs, finite
 from .masks import added, causal_mask, joined, sliced
+from .merged import Merged, Sum, forward_of
 
 
 class Ring(NamedTuple):
     """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale.
 
-    A failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank.
+    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for
+    `exchanges` of this rank.
     """
 
     place: Place
     sizes: tuple[int, ...]
     steps: tuple[tuple[Block, ...], ...]
     scale: float
+    kernel: str | None
     told: Place
     exchanges: int
 
@@ -56,7 +60,7 @@ class _Sending:
             gradient = RECORDED if records else UNRECORDED
             self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
         else:
-            self.received, self.work = begin(Move(name, ring.place, args, ()), tensors, None, records)
+            self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records)
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what the rank before this one held, once; keep nothing."""
@@ -67,26 +71,19 @@ class _Sending:
         return received
 
 
-def _part(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
-    return x.narrow(2, begin, size)
-
-
 def _forward(
     ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, records: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    merged, kernel = Merged(q, v.size(3)), kernel_for(q, v, mask)
+    merged, kernel = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask)
     for step, blocks in enumerate(ring.steps):
         last = step + 1 == len(ring.steps)
         sending = None if last else _Sending((k, v), ring, step, "attention", records)
         for block in blocks:
-            causal, bias = _masked(mask, block, q.dtype)
-            keys = block.key, block.keys
-            part = _part(q, block.query, block.queries)
-            found = kernel.forward(part, _part(k, *keys), _part(v, *keys), causal, bias, ring.scale)
-            merged.add(block.query, *without_dead(*found, bias))
+            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, q, k, v, mask)))
         if sending is not None:
             k, v = sending.wait()
-    return _after(merged.out.to(q.dtype), ring, k, v), merged.lse
+    out, lse = merged.total()
+    return _after(out.to(q.dtype), ring, k, v), lse
 
 
 def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor:
@@ -96,14 +93,18 @@ def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor
     return cast(torch.Tensor, torch.ops.spar.after(x, received))
 
 
-def _masked(mask: torch.Tensor | None, block: Block, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
-    """Return whether a kernel is to be causal, and what is added to the scores of a block."""
+def _inputs(
+    ring: Ring, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> BlockInputs:
+    """Return a block's part of the tensors; the mask as what is added to the scores."""
+    q = q.narrow(2, block.query, block.queries)
+    k, v = (x.narrow(2, block.key, block.keys) for x in (k, v))
     if mask is None:
-        return block.causal, None
+        return BlockInputs(q, k, v, block.causal, None, ring.scale)
     mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
-    if block.causal:  # a query may have no key left only by both together: `without_dead` must see it
+    if block.causal:  # a query may have no key left only by both together: `forward_of` must see it
         mask = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device))
-    return False, added(mask, dtype)
+    return BlockInputs(q, k, v, False, added(mask, q.dtype), ring.scale)
 
 
 def _backward(
@@ -116,34 +117,41 @@ def _backward(
     lse: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kernel, kind = kernel_for(q, v, mask), accumulated(q.dtype)
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # its keys are all masked: their weights become 0
-    dq = torch.zeros_like(q, dtype=kind)
-    name, round_trip = "backward of attention", ring.place.world > 1
+    kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
+    if mask is not None:
+        lse = finite(lse)  # a query whose keys are all masked: their weights become 0
+
+    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dk, dv = Sum(k), Sum(v)
+        for block in ring.steps[step]:
+            of = [x.narrow(2, block.query, block.queries) for x in (grad, out, lse)]
+            parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
+            for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
+                whole.add(at, part)
+        return dk.total(), dv.total()
+
+    name, world = "backward of attention", len(ring.steps)
+    received: Sequence[torch.Tensor] = k, v
+    sending = None if world == 1 else _Sending(received, ring, 0, name, False)
     coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
-    for step, blocks in enumerate(ring.steps):
-        last = step + 1 == len(ring.steps)
-        sending = None if last else _Sending((k, v), ring, step, name, False)
-        dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
-        for block in blocks:
-            queries, keys = (block.query, block.queries), (block.key, block.keys)
-            of = [_part(x, *queries) for x in (grad, q, out, lse)]
-            causal, bias = _masked(mask, block, q.dtype)
-            parts = kernel.backward(
-                of[0], of[1], _part(k, *keys), _part(v, *keys), of[2], of[3], causal, bias, ring.scale
-            )
-            for whole, at, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
-                _part(whole, *at).add_(part)
+    # this rank's own shard is the last: by then the gradients of it have come round
+    for step in range(1, world):
+        received = cast(_Sending, sending).wait()
+        sending = None if step + 1 == world else _Sending(received, ring, step, name, False)
+        sums = gradients(step, received[0], received[1])
         if coming is not None:
-            for whole, part in zip((dk, dv), coming.wait(), strict=True):
-                whole.add_(part)
-        if round_trip:
-            coming = _Sending((dk, dv), ring, step, name, False)
-        if sending is not None:
-            k, v = sending.wait()
+            _add(sums, coming.wait())
+        coming = _Sending(sums, ring, step, name, False)
+    sums = gradients(0, k, v)
     if coming is not None:
-        dk, dv = coming.wait()
-    return _after(dq.to(q.dtype), ring, k, v), dk.to(k.dtype), dv.to(v.dtype)
+        _add(sums, coming.wait())
+    dk, dv = sums
+    return _after(dq.total().to(q.dtype), ring, *received), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add(sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    for whole, part in zip(sums, parts, strict=True):
+        whole.add_(part)
 
 
 class SparAttention(torch.autograd.Function):

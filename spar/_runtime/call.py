@@ -19,6 +19,7 @@ from .exchange import (
     Scale,
     Step,
     calls_before,
+    must_record,
     recorded,
     report_failure,
     run_steps,
@@ -48,7 +49,7 @@ def cumulative_hint(lengths: Sequence[int]) -> str:
 class Call:
     """One call of a public operation. Errors of its checks name the argument, its value and the rank."""
 
-    __slots__ = ("before", "exchanges", "input", "name", "ndim", "place", "rank", "world")
+    __slots__ = ("before", "exchanges", "input", "name", "ndim", "place", "rank", "shape", "world")
 
     def __init__(
         self,
@@ -85,8 +86,9 @@ class Call:
                 raise self.type_error(what, "a nested tensor", "a strided tensor, such as one of its parts")
             if input_.is_quantized:  # an exchange would lose its scale and zero point
                 raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
-            self.ndim = input_.dim()
-            if self.ndim == 0:
+            self.shape = shape = input_.shape
+            self.ndim = len(shape)
+            if not shape:
                 raise self.error(what, "a 0-dim tensor", "at least one dim")
         except BaseException as error:
             self.fail(error)
@@ -136,6 +138,8 @@ class Call:
         ndim = self.ndim
         if type(dim) is not int:
             dim = self.integer(what, dim)
+        elif 0 <= dim < ndim:
+            return dim
         if not -ndim <= dim < ndim:
             shape = list(self.input.shape)
             raise self.error(what, dim, f"{-ndim} to {ndim - 1} for an input of shape {shape}")
@@ -309,7 +313,7 @@ class Call:
 def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:
     """Run one exchange after another on the calls' inputs, likewise; all arguments are checked."""
     first, inputs = calls[0], tuple([call.input for call in calls])
-    records = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    records = must_record(inputs)
     if records and grad_scale[0] != 1.0 and inputs[0].dtype not in SCALABLE:
         raise first.type_error(
             "input_",
@@ -347,14 +351,11 @@ def checked_together(
     first = Call(name, inputs[0], place, "input_" if one else "input_[0]", exchanges)
     calls, at = [first], [""] if one else _AT[: len(inputs)]
     for i in range(1, len(inputs)):
-        calls.append(Call(name, inputs[i], place, _NAMES[min(i, len(_AT))], exchanges, first.before))
+        what = _NAMES[i] if i < len(_AT) else _NAMES[-1]
+        calls.append(Call(name, inputs[i], place, what, exchanges, first.before))
     try:
-        dtype, device = first.input.dtype, first.input.device
-        for i in range(1, len(inputs)):
-            x = inputs[i]
-            if x.dtype != dtype or x.device != device:
-                found = f"of {x.dtype} on {x.device}"
-                raise first.type_error(f"input_[{i}]", found, f"{dtype} on {device}, as input_[0]")
+        if len(calls) > 1:
+            _check_alike(first, inputs)
         if len(calls) > len(_AT):
             expected = f"at most {len(_AT)} in one call"
             raise first.error("input_", f"a list of {len(calls)} tensors", expected)
@@ -364,6 +365,17 @@ def checked_together(
         # meta tensors are not exchanged: the peers wait for the others
         next((call for call in calls if not call.input.is_meta), calls[0]).fail(error)
         raise
+
+
+def _check_alike(first: Call, inputs: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError unless all tensors have the dtype and device of the first."""
+    x = inputs[0]
+    dtype, on_cpu = x.dtype, x.is_cpu
+    for i in range(1, len(inputs)):
+        y = inputs[i]
+        if y.dtype != dtype or not (y.is_cpu if on_cpu else y.device == x.device):
+            found = f"of {y.dtype} on {y.device}"
+            raise first.type_error(f"input_[{i}]", found, f"{dtype} on {x.device}, as input_[0]")
 
 
 def _reject_empty_list(name: str, place: Place, exchanges: int) -> None:

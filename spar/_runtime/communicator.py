@@ -6,6 +6,7 @@ Whatever ends a call early is reported to the peers, or breaks the group.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,8 +17,14 @@ from ..errors import SparError, TransportError
 from . import inherited, pg_wait, rendezvous
 from .agreement import announce_failure, failure_text, is_out_of_memory, mark_reported
 from .channel import Channel, Operation
+from .items import plain
 from .lane import Job, Lane
 from .member import LOCAL, OVER, SHARED, Member, Transport
+
+
+@functools.cache  # torch makes a new string, which takes 3 times as long
+def _type_of(device: torch.device) -> str:
+    return device.type
 
 
 class Communicator(Member):
@@ -124,12 +131,9 @@ class Communicator(Member):
         deadline: float,
         outs: list[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
-        for x in inputs:
-            if x.is_conj() or x.is_neg():
-                inputs = [each.resolve_conj().resolve_neg() for each in inputs]
-                break
         first = inputs[0]
-        device = "cpu" if first.is_cpu else first.device.type
+        inputs = plain(inputs)
+        device = "cpu" if first.is_cpu else _type_of(first.device)
         channel = self.channels.get(device)
         if channel is None:
             self.set_up(operation.op, first.device, deadline)

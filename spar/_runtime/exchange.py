@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling  # half of is_compiling's time
 
 from .. import _C
 from ..errors import SparError
 from .agreement import failure_text, is_reported
 from .channel import Operation
-from .items import ITEMS, SCALE_TYPES, apply_scale, described
+from .items import ITEM_TYPES, ITEMS, SCALE_TYPES, apply_scale, described, plain
 from .layouts import PACKED, ZIGZAG, Args, is_local, out_shape, packed_index, select, swapped
 from .member import Place
 from .registry import by_handle, calls_on, lends
@@ -89,7 +91,7 @@ def run_eager(
 
 def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
     """Return this rank's number of calls in each group; 0 under torch.compile, where no call fails."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return (0,) * len(places)
     if len(places) == 1:
         return (calls_on(places[0][0]),)
@@ -137,7 +139,7 @@ def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) 
     Otherwise it is called directly: the dispatcher costs as much as a small exchange.
     """
     return (
-        torch.compiler.is_compiling()
+        is_dynamo_compiling()  # other tracers have a mode
         or type(tensor) not in _PLAIN
         or _dispatch_modes() > 0
         or _functorch_transforms()
@@ -147,7 +149,15 @@ def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) 
 
 def is_any_traced(tensors: Tensors) -> bool:
     """`is_traced` of any tensor; what it asks besides the tensor's type is asked once."""
-    return is_traced(tensors[0]) or not _PLAIN.issuperset(map(type, tensors))
+    return is_traced(tensors[0]) or (len(tensors) > 1 and not _PLAIN.issuperset(map(type, tensors)))
+
+
+def must_record(inputs: Tensors) -> bool:
+    """Whether autograd records what is computed from the inputs."""
+    for x in inputs:
+        if x.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
@@ -163,14 +173,14 @@ def _copy_part(input_: torch.Tensor, place: Place, args: Args, operation: Operat
     """Copy what an exchange without communication selects, and scale it, in one pass."""
     handle, world, rank = place
     factor, divide = operation.factor, operation.divide
-    if input_.is_conj() or input_.is_neg():
-        input_ = input_.resolve_conj().resolve_neg()
+    (input_,) = plain((input_,))
+    item = ITEM_TYPES[input_.dtype]
     if not input_.is_cpu:
         layout = args[2:]
         index = packed_index(layout, world, rank).to(input_.device)
         return _scaled(input_.index_select(layout[0], index), factor, divide)
-    tensors, addresses = described((input_,), (args,))
-    kind = SCALE_TYPES.get(input_.dtype, 0)
+    tensors, addresses = described((input_,), (args,), item.size)
+    kind = item.scale
     capsule = None
     if lends(handle):  # reused memory: the page faults of a new tensor take longer than the copy
         capsule = _C.select(operation.op, world, rank, tensors, addresses[0], kind, divide, factor)
@@ -199,16 +209,16 @@ def run(
     traced: the result of `is_traced`, if the caller has it.
     then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
     """
-    op, args, factor, divide, *_ = operation
     if place[1] == 1:
-        return [_scaled(x.view_as(x), factor, divide) for x in inputs]
+        return [_scaled(x.view_as(x), operation.factor, operation.divide) for x in inputs]
     if traced is None:
-        traced = is_traced(inputs[0]) if len(inputs) == 1 else is_any_traced(inputs)
+        traced = is_any_traced(inputs)
     if traced:
         if torch.compiler.is_compiling() or not is_profiled():
             return _run_traced(inputs, place, operation, then)
-        with torch.profiler.record_function(f"spar::{op}"):
+        with torch.profiler.record_function(f"spar::{operation.op}"):
             return _run_traced(inputs, place, operation, then)
+    args = operation.args
     if args[0][1] != -1:  # not local
         return run_eager(inputs, place, operation, then)
     if len(inputs) == 1:
@@ -242,6 +252,8 @@ def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple
 
 
 Step = tuple[Place, tuple[Args, ...]]  # one exchange: where, and the layouts of each tensor
+# Operation, of a tuple with all its fields, without the call in Python that takes twice as long
+_operation: Callable[[tuple[Any, ...]], Operation] = partial(tuple.__new__, Operation)
 
 
 def run_steps(
@@ -259,7 +271,11 @@ def run_steps(
             inputs = run(inputs, place, Operation(name, args, *ONE, gradient), None, then)
         traced = None
     place, args = steps[-1]
-    return run(inputs, place, Operation(name, args, *scale, gradient), traced)
+    if traced is None:
+        traced = is_any_traced(inputs)
+    if traced:
+        return run(inputs, place, Operation(name, args, *scale, gradient), True)
+    return run(inputs, place, _operation((name, args, *scale, gradient, False)), False)
 
 
 # An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced.
@@ -291,7 +307,7 @@ class SparExchange(torch.autograd.Function):
             inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
         before = calls_before(tuple([place for place, _ in inverse]))
         try:
-            if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
+            if must_record(grads):
                 return None, *recorded(grads, name, inverse, grad_scale, scale)
             return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED)
         except BaseException as error:
@@ -309,7 +325,7 @@ def recorded(
     inputs: Tensors, name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
 ) -> tuple[torch.Tensor, ...]:
     """Run the steps and record the gradient; an error in backward shows the operation's name."""
-    if is_traced(inputs[0]) if len(inputs) == 1 else is_any_traced(inputs):
+    if is_any_traced(inputs):
         call = (name, steps, scale, grad_scale, True)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
     return _apply_plain((name, steps, scale, grad_scale, False), *inputs)

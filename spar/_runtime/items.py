@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,29 @@ from .. import _C
 SCALE_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.scale_types()}
 # how sums add a dtype: csrc/devices/sum.def
 SUM_TYPES: dict[torch.dtype, int] = {getattr(torch, name): kind for name, kind in _C.sum_types()}
+
+
+class ItemType(NamedTuple):
+    """What an exchange must know of a dtype.
+
+    Attributes:
+        size: bytes of an item.
+        scale, sums: its entries of SCALE_TYPES and SUM_TYPES; 0: none.
+        conjugates: whether a tensor of it may be a view that conjugates.
+    """
+
+    size: int
+    scale: int
+    sums: int
+    conjugates: bool
+
+
+# one look-up takes a third of asking torch and the tables above
+ITEM_TYPES: dict[torch.dtype, ItemType] = {
+    dtype: ItemType(dtype.itemsize, SCALE_TYPES.get(dtype, 0), SUM_TYPES.get(dtype, 0), dtype.is_complex)
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 # strided copies move items of these, whatever they mean, by their size in bytes
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -45,14 +69,22 @@ def add_rows(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
+def plain(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return tensors of one dtype whose memory holds their items: none is a view that changes them."""
+    conjugates = ITEM_TYPES[inputs[0].dtype].conjugates
+    for x in inputs:
+        if x.is_neg() or (conjugates and x.is_conj()):
+            return [each.resolve_conj().resolve_neg() for each in inputs]
+    return inputs
+
+
 def described(
-    inputs: Sequence[torch.Tensor], args: tuple[tuple[int, ...], ...]
+    inputs: Sequence[torch.Tensor], args: tuple[tuple[int, ...], ...], size: int
 ) -> tuple[tuple[_C.Tensor, ...], tuple[int, ...]]:
-    """Return the core's description of each input, and its address."""
+    """Return the core's description of each input, whose items have `size` bytes, and its address."""
     if len(inputs) == 1:
         (one,) = inputs
-        return ((one.element_size(), one.shape, one.stride(), args[0]),), (one.data_ptr(),)
-    size = inputs[0].element_size()
+        return ((size, one.shape, one.stride(), args[0]),), (one.data_ptr(),)
     tensors = [(size, x.shape, x.stride(), args[i]) for i, x in enumerate(inputs)]
     return tuple(tensors), tuple([x.data_ptr() for x in inputs])
 

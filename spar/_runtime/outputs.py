@@ -4,93 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .call import Call
-from .channel import Operation
-from .communicator import Communicator
-from .exchange import (
-    GATHERED,
-    ONE,
-    RECORDED,
-    SUMMED,
-    UNRECORDED,
-    Tensors,
-    is_profiled,
-    is_traced,
-    run_steps,
-)
-from .items import add_rows, copy_items
-from .layouts import WHOLE, Args, Layout, even, moved, out_shape, pair, swapped
-from .member import Place
+from .exchange import Tensors, is_profiled, is_traced, must_record
+from .items import copy_items
+from .move import Move
 from .registry import by_handle
-
-
-class Move(NamedTuple):
-    """One exchange of several tensors; with `sums`, of P parts for each output, which this rank adds.
-
-    Attributes:
-        args: the layouts of each tensor; with `sums`, of the input with a dim in front.
-        back: the args of the transpose, whose `sums` is `gathers`.
-    """
-
-    name: str
-    place: Place
-    args: tuple[Args, ...]
-    back: tuple[Args, ...]
-    sums: bool = False
-    gathers: bool = False
-
-    @classmethod
-    def of(cls, call: Call, args: tuple[Args, ...]) -> Move:
-        """The move of an operation that only exchanges."""
-        return cls(call.name, call.place, args, tuple([swapped(a) for a in args]))
-
-    @classmethod
-    def of_shards(cls, call: Call, shards: Sequence[Layout], sums: bool) -> Move:
-        """Gather shards, or sum and scatter; the transpose of each is the other."""
-        gather = tuple([pair(shard, WHOLE) for shard in shards])
-        scatter = tuple([pair(even(0, call.world), moved(shard)) for shard in shards])
-        args, back = (scatter, gather) if sums else (gather, scatter)
-        return cls(call.name, call.place, args, back, sums, not sums)
-
-    def operands(self, inputs: Tensors) -> Tensors:
-        """Return what is exchanged."""
-        return [x.unsqueeze(0) for x in inputs] if self.sums else inputs
-
-    def shapes(self, inputs: Tensors) -> list[list[int]]:
-        """Return the shape of each output."""
-        _, world, rank = self.place
-        operands = zip(self.operands(inputs), self.args, strict=True)
-        return [out_shape(x.shape, args, world, rank)[self.sums :] for x, args in operands]
-
-    def run(self, inputs: Tensors, records: bool = False) -> Tensors:
-        """Return new outputs."""
-        steps = ((self.place, self.args),)
-        parts = run_steps(self.operands(inputs), self.name, steps, ONE, self._gradient(records))
-        return [add_rows(part) for part in parts] if self.sums else parts
-
-    def _gradient(self, records: bool) -> str:
-        return UNRECORDED if not records else GATHERED if self.sums else SUMMED if self.gathers else RECORDED
-
-    def turned(self) -> Move:
-        """Return the transpose, which carries gradients back."""
-        name = self.name if self.name.startswith("backward of ") else f"backward of {self.name}"
-        return Move(name, self.place, self.back, self.args, self.gathers, self.sums)
-
-    def write(
-        self,
-        comm: Communicator,
-        inputs: Tensors,
-        outs: list[torch.Tensor],
-        records: bool = False,
-        queued: bool = False,
-    ) -> None:
-        """Write the outputs to plain tensors."""
-        operation = Operation(self.name, self.args, *ONE, self._gradient(records), self.sums)
-        comm.exchange(operation, self.operands(inputs), outs, queued)
 
 
 def must_dispatch(tensors: Tensors) -> bool:
@@ -131,7 +53,7 @@ def checked(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> l
     outs = [out] if single else out
     if not isinstance(outs, (list, tuple)) or len(outs) != len(calls):
         raise first.error("out", _shown(out), f"a list of {len(calls)} tensors, one for each input")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if must_record(inputs):
         where = "None where input_ requires a gradient, which cannot be recorded through out"
         raise first.error("out", _shown(out), f"{where}; call it under torch.no_grad()")
     for call, target, shape, name in zip(calls, outs, move.shapes(inputs), at, strict=True):

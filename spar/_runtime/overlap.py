@@ -18,10 +18,11 @@ import torch
 
 from ..errors import ExchangeTimeoutError, SparError
 from .call import Call
-from .exchange import Tensors, calls_before, report_failure
+from .exchange import Tensors, calls_before, must_record, report_failure
 from .hints import add_advice
 from .lane import Job
-from .outputs import Move, checked, must_dispatch, note_write, write_to
+from .move import Move
+from .outputs import checked, must_dispatch, note_write, write_to
 from .registry import by_handle
 from .transports.cuda import Beside
 
@@ -138,10 +139,6 @@ class _Flight:
         self.back: tuple[Tensors, Tensors, Work] | None = None  # the gradients, and their exchange in flight
 
 
-def _records(grads: Tensors) -> bool:
-    return torch.is_grad_enabled() and any(grad.requires_grad for grad in grads)
-
-
 class SparStart(torch.autograd.Function):
     """Begin an exchange; in backward wait for the transposed one, or make it if none was begun."""
 
@@ -165,7 +162,7 @@ class SparStart(torch.autograd.Function):
         back = flight.move.turned()  # the gradients are others: a hook changed them, or nothing was begun
         (before,) = calls_before((back.place,))
         try:
-            if _records(grads):
+            if must_record(grads):
                 return None, *_recorded(_Flight(back, at_once=True), grads)
             return None, *back.run(grads)
         except BaseException as error:
@@ -184,7 +181,7 @@ class SparWait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if not _records(grads):
+        if not must_record(grads):
             ctx.flight.back = (grads, *begin(ctx.flight.move.turned(), grads, None, False))
         return None, *grads
 
@@ -210,7 +207,7 @@ def launch(
             return write_to(out, calls, at, move), Work()
         _, work = begin(move, inputs, outs, False)
         return outs, work
-    if not _records(inputs):
+    if not must_record(inputs):
         outputs, work = begin(move, inputs, None, False)
         return list(outputs), work
     flight = _Flight(move)

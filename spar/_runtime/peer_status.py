@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
 _ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
 _PATIENCE = 0.5  # seconds to wait for the peers' last calls when this rank gives up
+_LONGER = 2.0  # the same if a connection is lost, but no process: the peer that closed it will tell why
 
 
 class CallState(enum.IntEnum):
@@ -105,7 +106,7 @@ def publish(member: Member, op: str, state: CallState) -> None:
 
 
 def _key(rank: int) -> str:
-    return f"spar/whereabouts/{rank}"
+    return f"spar/last_call/{rank}"
 
 
 def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
@@ -121,7 +122,6 @@ def report(member: Member, op: str, state: CallState) -> Report | None:
     store, ranks = found
     places: list[CallStatus | None] = [None] * member.world
     answered, over = threading.Event(), threading.Event()
-    end = time.monotonic() + _PATIENCE
 
     def ask() -> None:
         with contextlib.suppress(Exception):
@@ -131,15 +131,25 @@ def report(member: Member, op: str, state: CallState) -> Report | None:
                     if store.check([_key(other)]):
                         places[rank] = CallStatus.of(*json.loads(store.get(_key(other))))
                 answered.set()
-                if time.monotonic() > end or not Report(list(places)).absent(member, (state,)):
-                    break
                 time.sleep(0.02)
-        over.set()
 
     threading.Thread(target=ask, daemon=True).start()
-    over.wait(_PATIENCE + 0.2)
+    begin = time.monotonic()
+    while time.monotonic() < begin + _patience(member, state, Report(list(places))):
+        time.sleep(0.01)
     over.set()
     return Report(list(places)) if answered.is_set() else None
+
+
+def _patience(member: Member, state: CallState, said: Report) -> float:
+    """Return how many seconds to wait in all for the peers' last calls, which so far are `said`."""
+    if not said.absent(member, (state,)):
+        return 0.0
+    everybody = tuple(range(member.world))
+    if state is not CallState.PEER_LOST or unreachable(member, everybody):
+        return _PATIENCE
+    gave_up = (CallState.TIMED_OUT, CallState.ABORTED)
+    return _PATIENCE if len(said.absent(member, gave_up)) < member.world else _LONGER
 
 
 def named(member: Member, ranks: tuple[int, ...]) -> str:

@@ -1,9 +1,5 @@
 /* Scaling with each width that this CPU has, and with non-temporal stores: the same bits at all alignments
  * and lengths, and nothing else is written. test_scales.py compares the bits with torch's. */
-#define spar_scale_simple simple_of_test
-#define spar_scale_items items_of_test
-#define spar_scale_nontemporal stream_of_test
-#define spar_scale_types types_of_test
 #include "../../csrc/devices/cpu/scale.c"
 
 #include <stdio.h>
@@ -40,7 +36,7 @@ int test_scale(int argc, char **argv)
     (void)argv;
     for (int round = 0; round < 5000; round++) {
         spar_scale scale = {SPAR_F16 + rand_r(&seed) % 6, rand_r(&seed) % 2, factors[rand_r(&seed) % 6]};
-        int64_t item = types_of_test[scale.dtype].bytes;
+        int64_t item = spar_scale_types[scale.dtype].bytes;
         int64_t to_at = rand_r(&seed) % 16 * item, from_at = rand_r(&seed) % EDGE;
         int64_t n = rand_r(&seed) % (round % 2 ? (ROOM - 16 * item) / item - EDGE : 20);
         draw(scale.dtype, from + from_at, ROOM - from_at - EDGE, &seed);
@@ -60,14 +56,14 @@ int test_scale(int argc, char **argv)
                 return 1;
         }
         memset(to, 'x', sizeof to);
-        items_of_test(&scale, to + to_at, from + from_at, n, item, item);
+        spar_scale_items(&scale, to + to_at, from + from_at, n, item, item);
         check("the chosen width", &scale, to, expected);
         memset(to, 'x', sizeof to);
         memset(other, 'x', sizeof other);
         int64_t shift =
             rand_r(&seed) % 4 ? 0 : item; /* outputs with different alignment have other cache lines */
         char *targets[] = {to + to_at, other + to_at, other + ROOM + to_at + shift};
-        stream_of_test(&scale, targets, 3, from + from_at, n * item);
+        spar_scale_nontemporal(&scale, targets, 3, from + from_at, n * item);
         spar_nontemporal_fence();
         check("the non-temporal copy", &scale, to, expected);
         check("the second output", &scale, other, expected);

@@ -1,7 +1,5 @@
 /* Sums with each width that this CPU has, and shared by threads: the same bits at all alignments, lengths and
  * numbers of parts, and nothing else is written. test_sums.py compares the bits with torch's. */
-#define spar_sum sum_of_test
-#define spar_sum_types sum_types_of_test
 #include "../../csrc/devices/cpu/sum.c"
 
 #include <stdio.h>
@@ -34,11 +32,10 @@ int test_sum(int argc, char **argv)
     static const int64_t sizes[SPAR_SUM_KINDS] = {0, 1, 1, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16};
     static _Alignas(EDGE) char from[MOST_PARTS][ROOM], to[ROOM], expected[ROOM];
     unsigned seed = 1;
-    (void)argc;
-    (void)argv;
+    int rounds = argc > 1 ? atoi(argv[1]) : 3000;
     spar_threads_limit(3);
     spar_threads_min_bytes(4096);
-    for (int round = 0; round < 3000; round++) {
+    for (int round = 0; round < rounds; round++) {
         spar_sum_kind kind = SPAR_SUM_BOOL + round % (SPAR_SUM_KINDS - 1);
         int count = 1 + rand_r(&seed) % MOST_PARTS;
         int64_t to_at = rand_r(&seed) % EDGE, most = (ROOM - 2 * EDGE) / sizes[kind];
@@ -60,7 +57,7 @@ int test_sum(int argc, char **argv)
             check("one width", kind, count, to, expected);
         }
         memset(to, 'x', sizeof to);
-        sum_of_test(kind, to + to_at, parts, count, bytes);
+        spar_sum(kind, to + to_at, parts, count, bytes);
         check("threads", kind, count, to, expected);
     }
     spar_threads_limit(1);

@@ -6,6 +6,7 @@ import ctypes
 import enum
 import functools
 import subprocess
+from collections.abc import Collection
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -20,9 +21,15 @@ MAX_WORLD = 64  # ranks that run as threads
 SIDE_PULL = 1
 
 
-def compile_core(output: Path, *options: str | Path, compiler: str = "cc") -> None:
-    """Compile csrc without its Python binding; `options` are flags and further source files."""
+def compile_core(
+    output: Path, *options: str | Path, compiler: str = "cc", without: Collection[Path] = ()
+) -> None:
+    """Compile csrc without its Python binding; `options` are flags and further source files.
+
+    `without`: files of csrc that the further source files include.
+    """
     sources = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name != "python"]
+    sources = [path for path in sources if path not in without]
     sources.append(TESTS / "c" / "local.c")
     command = [compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)

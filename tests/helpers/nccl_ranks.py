@@ -24,7 +24,7 @@ from helpers.exchanges import numbers
 from helpers.torch_nccl import torch_nccl
 from spar import _C
 from spar._runtime.communicator import Communicator
-from spar._runtime.items import call_text
+from spar._runtime.items import SCALE_TYPES, call_text
 from spar._runtime.transports import cuda, nccl
 from spar._runtime.transports.planned import PlannedExchange
 
@@ -138,8 +138,9 @@ def enqueue(
     _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
     comm.calls += 1
     channel: Any = comm.channels["cuda"]
-    addresses = (x.data_ptr(),)
-    call = PlannedExchange(op, plan, [on_device], [output], addresses, factor, divide, text, comm.deadline())
+    addresses = (x.data_ptr(),), (output.data_ptr(),)
+    scale = SCALE_TYPES.get(x.dtype, 0), divide, factor
+    call = PlannedExchange(op, plan, [on_device], [output], *addresses, scale, text, comm.deadline())
     channel.run(comm, call)
     return output
 

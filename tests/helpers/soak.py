@@ -169,6 +169,21 @@ def packed_gather(rng: random.Random, rank: int, world: int, group: Group) -> Pa
     return spar.packed_data_gather_forward_split_backward(own, table, group), whole
 
 
+def in_flight(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
+    """Start several calls, wait for them in another order and drop one handle; return the last result."""
+    wholes = [cells(tuple(shape_of(rng)), rng.choice(DTYPES), i) for i in range(rng.randint(2, 5))]
+    started = []
+    for whole in wholes:
+        sizes = sizes_of(rng, whole.size(0), world)
+        mine = part(whole, sizes, 0, rank)
+        started.append((whole, *spar.all_gather(mine, group, 0, sizes, async_op=True)))
+    rng.shuffle(started)
+    del started[0]
+    for _, _, work in started:
+        work.wait()
+    return started[-1][1], started[-1][0]
+
+
 CALLS = {
     function.__name__: function
     for function in (
@@ -182,6 +197,7 @@ CALLS = {
         zigzag_gather,
         packed_split,
         packed_gather,
+        in_flight,
     )
 }
 
@@ -301,7 +317,7 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
             )[0]
         )
     spar.close(steps[2])
-    end = time.monotonic() + 3  # timers and threads that write to the store end soon
+    end = time.monotonic() + 8  # timers end soon, and a group's thread when it had no call for 5 s
     while (more := descriptors() - before) and time.monotonic() < end:
         time.sleep(0.05)
     if more:

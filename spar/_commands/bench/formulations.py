@@ -1,6 +1,6 @@
 """The usual formulation of each operation over torch.distributed alone, as a reference for the benchmarks.
 
-Even sizes only: the benchmarks need no others.
+Even sizes only, except for `padded_gather`: the benchmarks need no others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def exchange(x: Tensor, scatter: int, gather: int) -> Tensor:
@@ -77,6 +78,38 @@ def sum_chunks(x: Tensor) -> Tensor:
     return sum_parts(chunks.index_select(0, order).flatten(0, 1))
 
 
+def padded_index(sizes: list[int]) -> Tensor:
+    """Return where each row of the whole lies once the ranks' zigzag chunks, of which each was padded to the
+    first one's size, were gathered."""
+    world, most = len(sizes) // 2, sizes[0]
+    places = [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
+    rows = [
+        torch.arange(place * most, place * most + size) for place, size in zip(places, sizes, strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def own_sizes(sizes: list[int]) -> list[int]:
+    return [sizes[dist.get_rank()], sizes[len(sizes) - 1 - dist.get_rank()]]
+
+
+def gather_padded(x: Tensor, sizes: list[int]) -> Tensor:
+    """Pad both chunks, run all_gather and cat, and select the rows in natural order."""
+    most, own = sizes[0], own_sizes(sizes)
+    if min(own) < most:
+        fill = (0, 0) * (x.dim() - 1)
+        x = torch.cat([pad(part, (*fill, 0, most - len(part))) for part in x.split(own)])
+    return gather_rows(x).index_select(0, padded_index(sizes))
+
+
+def sum_padded(x: Tensor, sizes: list[int]) -> Tensor:
+    """Put the rows where the padded chunks have them, sum_parts, and drop the padding."""
+    most, own = sizes[0], own_sizes(sizes)
+    rows = x.new_zeros(len(sizes) * most, *x.shape[1:]).index_copy_(0, padded_index(sizes), x)
+    first, last = sum_parts(rows).split(most)
+    return torch.cat((first[: own[0]], last[: own[1]]))
+
+
 def pair(forward: Any, backward: Any) -> Any:
     """Make an operation of two functions of (x, *more)."""
 
@@ -107,6 +140,8 @@ def gather_rows(x: Tensor) -> Tensor:
 
 
 all_to_all = pair(lambda x: exchange(x, 2, 1), lambda x: exchange(x, 1, 2))
+all_to_all_back = pair(lambda x: exchange(x, 1, 2), lambda x: exchange(x, 2, 1))
+padded_gather = pair(gather_padded, sum_padded)
 split = pair(own_part, down(gather_rows))
 unscaled_split = pair(own_part, gather_rows)
 gather = pair(gather_rows, up(own_part))

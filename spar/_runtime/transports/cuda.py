@@ -97,7 +97,7 @@ def refuse_capture(op: str, device: torch.device, why: str) -> None:
 
 def refuse_open_group(op: str, device: torch.device) -> None:
     """Raise inside torch's `_coalescing_manager`: its NCCL group would silently defer spar's transfers."""
-    if device.type == "cuda" and dist.distributed_c10d._world.pg_coalesce_state:
+    if dist.distributed_c10d._world.pg_coalesce_state and device.type == "cuda":
         raise SparError(
             f"{op} was called inside torch's _coalescing_manager, which defers NCCL's transfers; "
             "call it before or after"

@@ -22,7 +22,6 @@ from ...errors import SparError
 from .. import pg_wait
 from ..agreement import announce_failure
 from ..channel import Operation
-from ..items import SCALE_TYPES, apply_scale
 from ..member import LOCAL, OVER, SHARED, Member
 from .core import CALLS, CoreChannel
 from .cuda import (
@@ -129,9 +128,9 @@ class NcclChannel(CoreChannel):
                 f"group {member.name!r} was set up on cuda:{self.device.index}",
                 **member.where(op),
             )
-        call = PlannedExchange.of(member, operation, inputs, deadline, outs)
+        call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs)
         self.run(member, call)
-        return call.results()
+        return call.outputs if call.totals is None else call.results()
 
     def run(self, member: Member, call: PlannedExchange) -> None:
         """Return when the exchange is in the current stream."""
@@ -149,23 +148,20 @@ class NcclChannel(CoreChannel):
         check = member.synchronous and not is_capturing(call.device)
         if check:
             call.compare(member)
-        refuse_open_group(call.op, self.device.place)
-        kind = SCALE_TYPES.get(call.dtype, 0)
-        scale = kind, call.divide, call.factor
+        device, core = self.device, self.core
+        refuse_open_group(call.op, device.place)
         tensors = call.plan, call.addresses, call.output_addresses
-        count = self.core.staging(*tensors, *scale)
-        staging = allocate(count, self.device.place) if count else None  # freed on return, in stream order
+        count = core.staging(*tensors, *call.scale)
+        staging = allocate(count, device.place) if count else None  # freed on return, in stream order
         at = 0 if staging is None else staging.data_ptr()
         self.inside = True
         try:
-            stream, native = stream_of(self.device.index), self.device.native()
+            stream, native = stream_of(device.index), device.native()
             member.progress = OVER  # the core reports whatever fails in it
-            self.core.run(call.op, *tensors, at, stream, native, *scale, call.text, call.deadline)
+            core.run(call.op, *tensors, at, stream, native, *call.scale, call.text, call.deadline)
         finally:
             self.inside = False
-        if kind == 0:
-            for output in call.outputs:
-                apply_scale(output, call.factor, call.divide)
+        call.finish()
         if check:
             self.core.wait(call.deadline)
 

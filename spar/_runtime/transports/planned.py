@@ -11,7 +11,7 @@ from ... import _C
 from ..agreement import agree
 from ..channel import Operation
 from ..hints import Gathered
-from ..items import add_rows, call_text, described
+from ..items import ITEM_TYPES, add_rows, apply_scale, call_text, described
 from ..member import Member
 
 
@@ -24,12 +24,11 @@ class PlannedExchange:
     inputs: Sequence[torch.Tensor]
     outputs: list[torch.Tensor]
     addresses: tuple[int, ...]  # of the inputs
-    factor: float
-    divide: bool
+    output_addresses: tuple[int, ...]
+    scale: tuple[int, bool, float]  # the core's code of the dtype, whether it divides, the factor
     text: str  # what must be equal on all ranks besides the plan
     deadline: float
-    sums: bool = False
-    totals: list[torch.Tensor] | None = None  # where the sums go; None: to new tensors
+    totals: list[torch.Tensor] | None = None  # where the sums of the outputs' rows go; empty: to new tensors
 
     @classmethod
     def of(
@@ -37,19 +36,33 @@ class PlannedExchange:
         member: Member,
         operation: Operation,
         inputs: Sequence[torch.Tensor],
+        device: str,
         deadline: float,
         outs: list[torch.Tensor] | None = None,
     ) -> PlannedExchange:
         op, args, factor, divide, gradient, sums = operation
         first = inputs[0]
-        tensors, addresses = described(inputs, args)
+        dtype = first.dtype
+        size, kind, _, _ = ITEM_TYPES[dtype]
+        tensors, addresses = described(inputs, args, size)
         plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, tensors)
-        outputs = outs
-        if outputs is None or sums:
-            outputs = [first.new_empty(shape) for shape in plan.out_shapes]
-        text = call_text(first.dtype, first.device.type, factor, divide, gradient)
-        totals = outs if sums else None
-        return cls(op, plan, inputs, outputs, addresses, factor, divide, text, deadline, sums, totals)
+        if outs is None or sums:
+            shapes = plan.out_shapes  # passed as ints: torch takes longer to check a tuple
+            outputs = [first.new_empty(*shape) for shape in shapes]
+        else:
+            outputs = outs
+        targets = tuple([output.data_ptr() for output in outputs])
+        text = call_text(dtype, device, factor, divide, gradient)
+        totals = None if not sums else outs or []
+        scale = kind, divide, factor
+        return cls(op, plan, inputs, outputs, addresses, targets, scale, text, deadline, totals)
+
+    def finish(self) -> None:
+        """Scale outputs of a dtype that the core cannot scale."""
+        kind, divide, factor = self.scale
+        if kind == 0:
+            for output in self.outputs:
+                apply_scale(output, factor, divide)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,16 +74,12 @@ class PlannedExchange:
 
     def results(self) -> list[torch.Tensor]:
         """Return the outputs, or the sums of their rows."""
-        if not self.sums:
+        if self.totals is None:
             return self.outputs
         found = [add_rows(output) for output in self.outputs]
-        if self.totals is None:
+        if not self.totals:
             return found
         return [total.copy_(x) for total, x in zip(self.totals, found, strict=True)]
-
-    @property
-    def output_addresses(self) -> tuple[int, ...]:
-        return tuple([output.data_ptr() for output in self.outputs])
 
     def compare(self, member: Member) -> None:
         """Raise on all ranks if they do not make the same call, or one failed."""

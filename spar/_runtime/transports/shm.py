@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,9 +12,11 @@ from ...errors import SparError
 from .. import fork_warning
 from ..agreement import mark_reported
 from ..channel import Operation
-from ..items import SCALE_TYPES, SUM_TYPES, apply_scale, call_text, copy_items, described
+from ..items import ITEM_TYPES, apply_scale, call_text, copy_items, described
 from ..member import OVER, Member
 from .core import CALLS, CoreChannel
+
+_tensor_of: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
 
 class ShmChannel(CoreChannel):
@@ -31,7 +33,7 @@ class ShmChannel(CoreChannel):
     def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         if member.own_output:
             return super().allocate(member, shape, like)
-        flat = torch._C._from_dlpack(_C.arena_take(math.prod(shape) * like.element_size()))
+        flat = _tensor_of(_C.arena_take(math.prod(shape) * like.element_size()))
         # not a view of it, which autograd could not rebase
         return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage()).resize_(tuple(shape))
 
@@ -45,9 +47,11 @@ class ShmChannel(CoreChannel):
     ) -> list[torch.Tensor]:
         op, args, factor, divide, gradient, sums = operation
         dtype = inputs[0].dtype
+        size, kind, sum_kind, _ = ITEM_TYPES[dtype]
+        if not sums:
+            sum_kind = 0
         text = call_text(dtype, "cpu", factor, divide, gradient)
-        tensors, addresses = described(inputs, args)
-        kind, sum_kind = SCALE_TYPES.get(dtype, 0), SUM_TYPES[dtype] if sums else 0
+        tensors, addresses = described(inputs, args, size)
         targets = None if outs is None else tuple([out.data_ptr() for out in outs])
         try:
             member.progress = OVER  # the core reports whatever fails in it
@@ -63,9 +67,7 @@ class ShmChannel(CoreChannel):
         if outs is not None:
             _fill(outs, capsules, kind, factor, divide)
             return outs
-        if len(capsules) == 1 and kind != 0 and not member.own_output:
-            return [torch._C._from_dlpack(capsules[0])]
-        outputs = [torch._C._from_dlpack(capsule) for capsule in capsules]
+        outputs = [_tensor_of(capsule) for capsule in capsules]
         if kind == 0:  # the core knows the items' size alone
             outputs = [output if output.dtype == dtype else output.view(dtype) for output in outputs]
             for output in outputs:
@@ -83,6 +85,6 @@ def _fill(
     """Copy the outputs that peers could not write to `outs`, which lies outside the arena."""
     for out, capsule in zip(outs, capsules, strict=True):
         if capsule is not None:
-            copy_items(out, torch._C._from_dlpack(capsule))
+            copy_items(out, _tensor_of(capsule))
         if kind == 0:
             apply_scale(out, factor, divide)

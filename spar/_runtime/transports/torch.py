@@ -11,7 +11,7 @@ import torch
 from .. import peer_status, pg_wait
 from ..agreement import announce_failure
 from ..channel import Operation
-from ..items import ITEMS, SCALE_TYPES, apply_scale
+from ..items import ITEMS, apply_scale
 from ..member import OVER, SHARED, Member
 from ..pg_info import wire_device
 from .core import CALLS
@@ -33,13 +33,10 @@ class HostPacker:
         call.plan.pack(call.addresses, sent.data_ptr())
 
     def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None:
-        scale = (SCALE_TYPES.get(call.dtype, 0), call.divide, call.factor)
         outputs = call.output_addresses
-        call.plan.copy_own(call.addresses, outputs, *scale)
-        call.plan.unpack(received.data_ptr(), outputs, *scale)
-        if scale[0] == 0:
-            for output in call.outputs:
-                apply_scale(output, call.factor, call.divide)
+        call.plan.copy_own(call.addresses, outputs, *call.scale)
+        call.plan.unpack(received.data_ptr(), outputs, *call.scale)
+        call.finish()
 
 
 class TorchPacker:
@@ -63,8 +60,9 @@ class TorchPacker:
         for peer, t, src, dst, run, loops in call.plan.blocks("pull"):
             if peer != self.rank:
                 _move(received, starts[peer] + src, call.outputs[t], dst, run, loops, size)
+        _, divide, factor = call.scale
         for output in call.outputs:
-            apply_scale(output, call.factor, call.divide)
+            apply_scale(output, factor, divide)
 
 
 def packer(device: torch.device, rank: int) -> Packer:
@@ -116,7 +114,8 @@ class TorchChannel:
         deadline: float,
         outs: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        call = PlannedExchange.of(member, operation, inputs, deadline, outs)
+        kind = inputs[0].device.type
+        call = PlannedExchange.of(member, operation, inputs, kind, deadline, outs)
         refuse_capture(call.op, call.device, "the torch transport waits for the device")
         self._run(member, call)
         CALLS["torch"] += 1

@@ -1,0 +1,35 @@
+"""Kernels that also return each query's log-sum-exp, and the choice among them."""
+
+from __future__ import annotations
+
+import torch
+
+from .aten import FlashCpu, FlashCuda
+from .blockwise import Blockwise
+from .flash_attn import FlashAttn
+from .flex import Flex
+from .kernel import Kernel
+
+_BLOCKWISE: Kernel = Blockwise()
+_FLEX: Kernel = Flex()
+# by device type and name; the first that does not refuse a call computes it, those after blockwise if named
+KERNELS: dict[str, dict[str, Kernel]] = {
+    "cpu": {"flash": FlashCpu(), "blockwise": _BLOCKWISE, "flex": _FLEX},
+    "cuda": {"flash": FlashCuda(), "flash_attn": FlashAttn(), "blockwise": _BLOCKWISE, "flex": _FLEX},
+}
+_OTHERS = {"blockwise": _BLOCKWISE}
+NAMES = tuple(sorted({name for known in KERNELS.values() for name in known}))
+
+
+def reason_against(name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """Return why the kernel of this name cannot compute blocks of these tensors; empty if it can."""
+    kernel = KERNELS.get(q.device.type, _OTHERS).get(name)
+    return f"it does not run on {q.device.type}" if kernel is None else kernel.refuses(q, v, mask)
+
+
+def kernel_for(name: str | None, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
+    """Return the named kernel, or the first that can compute blocks of these tensors."""
+    known = KERNELS.get(q.device.type, _OTHERS)
+    if name is not None:
+        return known[name]
+    return next(kernel for kernel in known.values() if not kernel.refuses(q, v, mask))

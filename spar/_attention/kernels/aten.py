@@ -1,0 +1,86 @@
+"""torch's own flash attention, behind scaled_dot_product_attention: one set of ops for CPUs, one for GPUs."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from .kernel import BlockInputs, Gradients
+
+_aten = torch.ops.aten
+
+
+class FlashCpu:
+    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+        if not hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu"):
+            return f"torch {torch.__version__} does not have it"
+        if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"its log-sum-exp has the accuracy of float32, and the tensors are {q.dtype}"
+        if q.size(3) != v.size(3):
+            return f"heads of q and v differ in width: {q.size(3)} and {v.size(3)}"
+        return ""
+
+    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, causal, mask, scale = block
+        found = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return cast(tuple[torch.Tensor, torch.Tensor], found)
+
+    def backward(
+        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Gradients:
+        q, k, v, causal, mask, scale = block
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return cast(Gradients, found)
+
+
+class FlashCuda:
+    """Not verified on hardware."""
+
+    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return "the GPU is older than Ampere"
+        if not torch.backends.cuda.flash_sdp_enabled():
+            return "torch.backends.cuda.enable_flash_sdp(False) was called"
+        return refuses_16_bits(q, v, mask)
+
+    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, causal, _, scale = block
+        k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(
+        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Gradients:
+        q, k, v, causal, _, scale = block
+        heads, none = k.size(1), torch.empty((), dtype=torch.int64, device=q.device)  # without dropout
+        k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, none, none, scale=scale
+        )
+        return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+def refuses_16_bits(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """Return why a flash attention kernel for GPUs cannot compute this; empty if it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the tensors are {q.dtype}"
+    if mask is not None:
+        return "it takes no mask"
+    if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > 256:
+        return f"the heads' widths are {q.size(3)} and {v.size(3)}, not one multiple of 8 up to 256"
+    return ""
+
+
+def _expanded(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat key heads, so that each query head has one."""
+    return x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1)
+
+
+def _summed(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x if x.size(1) == heads else x.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32)

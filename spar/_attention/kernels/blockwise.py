@@ -1,0 +1,72 @@
+"""Matrix products in torch, some queries at a time: any device, dtype and mask."""
+
+from __future__ import annotations
+
+import torch
+
+from .kernel import BlockInputs, Gradients, accumulated, finite
+
+_SCORES = 1 << 24  # so many scores at a time at most, unless one query alone has more
+
+
+class Blockwise:
+    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+        return ""
+
+    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        block = _grouped(block)
+        outs, sums = [], []
+        for begin, size in _runs(block):
+            scores = _scores(block, begin, size)
+            lse = scores.logsumexp(-1)
+            outs.append(torch.exp(scores - finite(lse)[..., None]) @ block.v)
+            sums.append(lse)
+        return torch.cat(outs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
+
+    def backward(
+        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Gradients:
+        block, heads = _grouped(block), block.k.size(1)
+        grad, out = (x.to(block.q.dtype).unflatten(1, (heads, -1)) for x in (grad, out))
+        lse, own = lse.unflatten(1, (heads, -1)), (grad * out).sum(-1, keepdim=True)
+        dqs, dk, dv = [], torch.zeros_like(block.k), torch.zeros_like(block.v)
+        for begin, size in _runs(block):
+            q, upper = block.q.narrow(3, begin, size), grad.narrow(3, begin, size)
+            weights = torch.exp(_scores(block, begin, size) - lse.narrow(3, begin, size)[..., None])
+            dv = dv + (weights.transpose(-1, -2) @ upper).sum(2, keepdim=True)
+            inner = upper @ block.v.transpose(-1, -2) - own.narrow(3, begin, size)
+            inner = weights * inner * block.scale
+            dqs.append(inner @ block.k)
+            dk = dk + (inner.transpose(-1, -2) @ q).sum(2, keepdim=True)
+        return torch.cat(dqs, 3).flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
+
+
+def _grouped(block: BlockInputs) -> BlockInputs:
+    """Return q as [B, K, H / K, S, D], and k and v as [B, K, 1, T, ..], in the dtype of the sums."""
+    kind = accumulated(block.q.dtype)
+    q = block.q.to(kind).unflatten(1, (block.k.size(1), -1))
+    return block._replace(q=q, k=block.k.to(kind)[:, :, None], v=block.v.to(kind)[:, :, None])
+
+
+def _runs(block: BlockInputs) -> list[tuple[int, int]]:
+    """Return (begin, size) of runs of queries whose scores fit; one under torch.compile."""
+    batch, heads, group, queries, _ = block.q.shape
+    if torch.compiler.is_compiling():
+        return [(0, queries)]
+    most = max(1, _SCORES // max(1, batch * heads * group * block.k.size(3)))
+    return [(begin, min(most, queries - begin)) for begin in range(0, queries, most)]
+
+
+def _scores(block: BlockInputs, begin: int, size: int) -> torch.Tensor:
+    """Return the masked scores of `size` queries, [B, K, H / K, size, T]."""
+    q, k, mask = block.q, block.k, block.mask
+    scores = (q.narrow(3, begin, size) @ k.transpose(-1, -2)) * block.scale
+    if mask is not None:
+        if mask.size(2) > 1:
+            mask = mask.narrow(2, begin, size)
+        scores = scores + (mask[:, None] if mask.size(1) == 1 else mask.unflatten(1, (k.size(1), -1)))
+    if block.causal:
+        places = torch.arange(begin, begin + size, device=q.device)
+        later = torch.arange(k.size(3), device=q.device) > places[:, None]
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores

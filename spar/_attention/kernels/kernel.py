@@ -1,0 +1,53 @@
+"""What a kernel computes: the attention of one block, with each query's log-sum-exp to merge blocks by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class BlockInputs(NamedTuple):
+    """Queries [B, H, S, D], keys [B, K, T, D] and values [B, K, T, E] of one block; K divides H.
+
+    `causal`: S is T, and query i attends to keys 0 to i. `mask`: added to the scores, [B, H, S, T], of which
+    dims of size 1 broadcast.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool
+    mask: torch.Tensor | None
+    scale: float
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Kernel(Protocol):
+    """Inputs have at least one element, and q, k and v a contiguous last dim. Outputs are new tensors."""
+
+    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+        """Return the reason why the kernel cannot compute blocks of these tensors; empty if it can."""
+
+    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [B, H, S, E] and the log-sum-exp [B, H, S] in `accumulated(q.dtype)`."""
+
+    def backward(
+        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Gradients:
+        """Return this block's part of the gradients of q, k and v.
+
+        out, lse: the output and the log-sum-exp of all blocks.
+        """
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which blocks are merged and gradients are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def finite(lse: torch.Tensor) -> torch.Tensor:
+    """Replace the -inf of a query without keys: exp(-inf - 0) is 0, and exp(-inf + inf) is not a number."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,0 +1,129 @@
+"""What blocks add up to: outputs merged by the log-sum-exp of each query, and sums of gradients.
+
+Memory is not filled before: a first block is copied, or its tensor taken if it covers all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .kernels.kernel import BlockInputs, Kernel, accumulated
+
+
+class _Unwritten:
+    """The parts of a dim that nothing was written to yet; none under torch.compile, which fuses a fill."""
+
+    def __init__(self, size: int) -> None:
+        self.parts = [] if torch.compiler.is_compiling() else [(0, size)]
+
+    def cut(self, begin: int, size: int) -> list[tuple[int, int, bool]]:
+        """Cut a run into (begin, size, whether it is unwritten), and note that it is written."""
+        if not self.parts:
+            return [(begin, size, False)]
+        end, found, left, at = begin + size, [], [], begin
+        for first, last in self.parts:
+            low, high = max(first, begin), min(last, end)
+            if low >= high:
+                left.append((first, last))
+                continue
+            if at < low:
+                found.append((at, low - at, False))
+            found.append((low, high - low, True))
+            at = high
+            left += [part for part in ((first, low), (high, last)) if part[0] < part[1]]
+        if at < end:
+            found.append((at, end - at, False))
+        self.parts = left
+        return found
+
+
+class Sum:
+    """The sum of blocks' gradients along dim 2, in the dtype of the sums."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
+        self._unwritten = _Unwritten(like.size(2))
+        self._whole: torch.Tensor | None = None
+
+    def add(self, begin: int, part: torch.Tensor) -> None:
+        """Add a block's part, a new tensor, which begins at `begin`."""
+        cuts = self._unwritten.cut(begin, part.size(2))
+        if cuts == [(0, self._like.size(2), True)] and part.dtype == accumulated(self._like.dtype):
+            self._whole = part
+            return
+        whole = self._memory()
+        for at, size, first in cuts:
+            target, source = whole.narrow(2, at, size), part.narrow(2, at - begin, size)
+            if first:
+                target.copy_(source)
+            else:
+                target.add_(source)
+
+    def total(self) -> torch.Tensor:
+        whole = self._memory()
+        for first, last in self._unwritten.parts:
+            whole.narrow(2, first, last - first).zero_()
+        return whole
+
+    def _memory(self) -> torch.Tensor:
+        if self._whole is None:
+            make = torch.zeros_like if torch.compiler.is_compiling() else torch.empty_like
+            self._whole = make(self._like, dtype=accumulated(self._like.dtype))
+        return self._whole
+
+
+class Merged:
+    """The output of all blocks so far, and each query's log-sum-exp; -inf for a query without keys."""
+
+    def __init__(self, q: torch.Tensor, width: int) -> None:
+        self._q, self._width = q, width
+        self._unwritten = _Unwritten(q.size(2))
+        self._both: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def add(self, query: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge a block's output, new tensors, whose queries begin at `query`."""
+        cuts = self._unwritten.cut(query, out.size(2))
+        if cuts == [(0, self._q.size(2), True)] and out.dtype == accumulated(self._q.dtype):
+            self._both = out, lse
+            return
+        whole = self._memory()
+        for at, size, first in cuts:
+            mine, sums = (x.narrow(2, at, size) for x in whole)
+            found, others = (x.narrow(2, at - query, size) for x in (out, lse))
+            if first:
+                mine.copy_(found)
+                sums.copy_(others)
+            else:
+                _merge(mine, sums, found, others)
+
+    def total(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._memory()
+        for first, last in self._unwritten.parts:
+            out.narrow(2, first, last - first).zero_()
+        return out, lse
+
+    def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._both is None:
+            batch, heads, queries, _ = self._q.shape
+            kind, device = accumulated(self._q.dtype), self._q.device
+            make = torch.zeros if torch.compiler.is_compiling() else torch.empty
+            out = make(batch, queries, heads, self._width, dtype=kind, device=device).transpose(1, 2)
+            self._both = out, torch.full((batch, heads, queries), -torch.inf, dtype=kind, device=device)
+        return self._both
+
+
+def _merge(mine: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge a block's output and log-sum-exp into those of other blocks."""
+    # not exp(lse - logaddexp(..)): scores of -1e9 absorb a logarithm, and the weights would not sum to 1
+    weight = torch.sigmoid(lse - sums).nan_to_num_(0.0)  # both are -inf: a query without keys so far
+    mine.lerp_(out.to(mine.dtype), weight[..., None])
+    sums.copy_(torch.logaddexp(sums, lse))
+
+
+def forward_of(kernel: Kernel, inputs: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a kernel; for queries to which the mask leaves no key, flash kernels return 0 as log-sum-exp."""
+    out, lse = kernel.forward(inputs)
+    if inputs.mask is None:
+        return out, lse
+    dead = (inputs.mask == -torch.inf).all(-1)
+    return out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -torch.inf)

@@ -1,0 +1,1 @@
+"""How spar.integrations.diffusers shards a model: plans, sequences, attention."""

@@ -1,0 +1,62 @@
+"""Whether all ranks call a model with the same inputs: noise drawn from another seed would train silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..._runtime.registry import place_of
+from ...collectives import all_gather
+
+_SIZES, _SAMPLES = 8, 120  # numbers that stand for each tensor
+_TOLERANCE = 1e-2  # of the largest sample: another GPU may round the embeddings differently
+
+
+def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
+    """Compare the tensors among the inputs by their shapes and some of their elements. Collective.
+
+    Raises:
+        ValueError: an input differs between ranks. Every rank raises.
+    """
+    tensors = {
+        name: x
+        for name, x in sorted(inputs.items())  # callers may pass keywords in any order
+        if isinstance(x, torch.Tensor) and x.device.type != "meta"
+    }
+    place = place_of(group)
+    if not tensors or place.world == 1:
+        return
+    own = torch.stack([_numbers(x) for x in tensors.values()])
+    device = next(iter(tensors.values())).device  # a group may serve one device type only
+    each = all_gather(own[None].to(device), group).cpu()  # [P, tensors, numbers]
+    for i, (name, x) in enumerate(tensors.items()):
+        first = each[0, i]
+        scale = float(first[_SIZES:].abs().nan_to_num(0.0, 0.0, 0.0).max())
+        tolerance = _TOLERANCE * scale if x.is_floating_point() else 0.0
+        for rank in range(1, place.world):
+            found = each[rank, i]
+            same = torch.equal(found[:_SIZES], first[:_SIZES])
+            if same and torch.allclose(found, first, rtol=0, atol=tolerance, equal_nan=True):
+                continue
+            shapes = [[int(n) for n in row[:_SIZES] if n >= 0] for row in (first, found)]
+            what = "another value" if same else f"of shape {shapes[1]}, on rank 0 {shapes[0]}"
+            raise ValueError(
+                f"a sharded model's forward on rank {place.rank} of {place.world}: {name} is {what} on rank "
+                f"{rank}; expected equal inputs on all ranks: draw noise and timesteps from one seed, or "
+                "broadcast them"
+            )
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's sizes, -1 for dims that it lacks, and elements from all over it, 0 beyond its end."""
+    out = torch.zeros(_SIZES + _SAMPLES, dtype=torch.float64)
+    out[:_SIZES] = -1
+    sizes = list(x.shape)[:_SIZES]
+    out[: len(sizes)] = torch.tensor(sizes, dtype=torch.float64)
+    flat = x.detach().flatten()
+    at = torch.linspace(0, max(0, flat.numel() - 1), min(_SAMPLES, flat.numel())).long().to(x.device)
+    chosen = flat[at]
+    out[_SIZES : _SIZES + len(at)] = (chosen.real if chosen.is_complex() else chosen).to("cpu", torch.float64)
+    return out

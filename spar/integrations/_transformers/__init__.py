@@ -1,0 +1,1 @@
+"""What spar.integrations.transformers is made of."""

@@ -1,0 +1,296 @@
+"""Turn a whole batch into this rank's part of it, with everything that depends on the whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..._runtime.member import ALONE, Place
+from ..._runtime.registry import by_handle, place_of
+from ...collectives import all_gather
+from ...errors import MismatchError
+from ...sequence_layout import SequenceLayout
+from ...topology.resolve import Group, process_group
+from .masks import documents_of, lengths_of, masks_of, restarting
+from .models import checked_config, has_dropout
+
+NAME = "transformers.shard"
+_IDS = ("input_ids", "inputs_embeds")
+_SEQUENCES = ("token_type_ids",)  # [B, S], besides those that have a meaning below
+_OTHERS = ("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch")
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_PLAIN = ("return_dict", "output_hidden_states")  # the same for each token
+_IGNORED = -100  # the label of a token that does not count
+
+
+class Sharding:
+    """One call: where its exchanges are, and which of them is under way."""
+
+    def __init__(self, model: Any, group: dist.ProcessGroup, token_group: Group) -> None:
+        self.model = model
+        self.group = group
+        self.place = place_of(group)
+        self.tokens = None if token_group is None else process_group(token_group)
+        self.under_way: Place | None = None
+
+    def error(self, what: str, value: Any, expected: str) -> ValueError:
+        return ValueError(f"{self.where}: {what} is {value}; expected {expected}")
+
+    @property
+    def where(self) -> str:
+        return f"{NAME} on rank {self.place.rank} of {self.place.world}"
+
+    def report(self, error: BaseException) -> None:
+        """Report a failure to the ranks that wait for this one, but for those of the exchange that failed."""
+        for place in (self.place, ALONE if self.tokens is None else place_of(self.tokens)):
+            if place.world > 1 and place != self.under_way:
+                by_handle(place.handle).fail(NAME, None, error)
+
+    def gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Gather a tensor of one size [n] as [ranks, n]."""
+        self.under_way = place_of(group)
+        rows = all_gather(x[None], group)
+        self.under_way = None
+        return rows
+
+    def run(
+        self, batch: Mapping[str, Any], layout: SequenceLayout | None, method: str | None, check: bool
+    ) -> dict[str, Any]:
+        tokens = self.tokens_of(batch)
+        total = tokens.size(1)
+        positions, documents = self.positions_of(batch, layout, total)
+        learns = batch.get("labels") is not None or batch.get("shift_labels") is not None
+        config = checked_config(self.model, int(positions.max()) + 1, learns)
+        if check and self.place.world > 1:
+            self.compare(batch, tokens, has_dropout(self.model, config), repr((layout, method)))
+        if layout is None:
+            layout = self.default_layout(documents, total, method, config)
+        self.check_layout(layout, total, documents)
+        positions = positions.to(tokens.device)
+        mask = masks_of(self.model, config, tokens, self.mask_of(batch, tokens), positions, layout)
+        part: dict[str, Any] = {name: batch[name] for name in _PLAIN if name in batch}
+        for name in (*_IDS, *_SEQUENCES):
+            if batch.get(name) is not None:
+                # embeddings are before the split: the sum over the ranks divides their gradients by it
+                scale = "down" if batch[name].requires_grad else None
+                part[name] = layout.shard(batch[name], 1, scale).contiguous()
+        part["position_ids"] = layout.shard(positions, 1).contiguous()
+        # a caller who passes one of these besides is told by Python
+        part |= {"attention_mask": mask, "past_key_values": None, "use_cache": False, "layout": layout}
+        if hasattr(config, "output_router_logits"):
+            part["output_router_logits"] = False
+        if method is not None:
+            part["method"] = method
+        return part | self.labels_of(batch, tokens, layout)
+
+    def tokens_of(self, batch: Any) -> torch.Tensor:
+        """Check the batch's names and shapes; return what has a token in each row and column."""
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"{self.where}: batch is a {type(batch).__name__}; expected a dict")
+        names = {*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH, *_PLAIN}
+        for name in batch:
+            if name not in names and batch[name] is not None:
+                raise self.error(
+                    f"batch[{name!r}]",
+                    f"a {type(batch[name]).__name__}",
+                    "none: shard does not know how it lies on the ranks. Remove it, or shard it yourself",
+                )
+        found = [batch[name] for name in _IDS if batch.get(name) is not None]
+        if len(found) != 1 or not isinstance(found[0], torch.Tensor) or found[0].dim() < 2:
+            raise self.error("batch", f"{sorted(batch)}", "input_ids [B, S] or inputs_embeds [B, S, D]")
+        shape = list(found[0].shape[:2])
+        for name in (*_SEQUENCES, "labels", "shift_labels"):
+            x = batch.get(name)
+            if x is not None and list(x.shape) != shape:
+                raise self.error(f"batch[{name!r}]", f"of shape {list(x.shape)}", f"{shape}, the whole batch")
+        if min(shape) == 0:
+            raise self.error("the batch", f"of shape {shape}", "at least one token")
+        whole: torch.Tensor = found[0]
+        return whole
+
+    def mask_of(self, batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
+        """Check the attention mask; None if there is none."""
+        mask = batch.get("attention_mask")
+        if mask is None:
+            return None
+        size, total = tokens.shape[:2]
+        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else None
+        fits = shape == [size, total] or (
+            shape is not None
+            and len(shape) == 4
+            and shape[0] in (1, size)
+            and shape[2] in (1, total)
+            and shape[3] == total
+        )
+        if not fits:
+            found = f"of shape {shape}" if shape else f"a {type(mask).__name__}"
+            expected = f"[{size}, {total}] or [{size}, 1, {total}, {total}], over the whole sequence"
+            raise self.error("batch['attention_mask']", found, expected)
+        whole: torch.Tensor = mask
+        return whole
+
+    def positions_of(
+        self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return position_ids of the whole sequence, [B or 1, S], and each token's document, if several."""
+        given, mask = batch.get("position_ids"), batch.get("attention_mask")
+        lengths = self.lengths_given(batch, layout, total)
+        if given is None:
+            positions = torch.arange(total)[None] if lengths is None else restarting(lengths)
+        else:
+            positions = given[None] if given.dim() == 1 else given
+            if positions.dim() != 2 or positions.size(1) != total:
+                raise self.error("batch['position_ids']", f"of shape {list(given.shape)}", f"[B, {total}]")
+        documents = documents_of(positions)
+        if documents is not None and mask is not None:
+            if given is not None and mask.dim() == 2 and bool(mask.all()):
+                raise self.error(
+                    "batch['attention_mask']",
+                    "all ones, and position_ids restart",
+                    "none if position_ids separate packed documents: transformers' attentions differ in that",
+                )
+            return positions, None  # they restart behind padding, or the mask separates documents
+        if lengths is not None and given is not None:
+            found = [total] if documents is None else lengths_of(documents)
+            if found != lengths.tolist():
+                expected = f"{lengths.tolist()!r:.200}, as the layout or cu_seq_lens_q"
+                raise self.error("the documents of position_ids", f"{found!r:.200}", expected)
+        return positions, documents
+
+    def lengths_given(
+        self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
+    ) -> torch.Tensor | None:
+        """Return the lengths of documents that the batch or the layout names, int64."""
+        ends: torch.Tensor | None = batch.get("cu_seq_lens_q")
+        if ends is not None and batch.get("attention_mask") is not None:
+            raise self.error("batch['attention_mask']", "passed, and cu_seq_lens_q too", "one of them")
+        if ends is None:
+            if not isinstance(layout, SequenceLayout) or layout.kind != "packed":
+                return None
+            ends = layout.cu_seqlens()
+        if int(ends[-1]) != total:
+            raise self.error("the sum of the documents' lengths", int(ends[-1]), f"{total}, as input_ids")
+        return ends.diff().to(torch.int64)
+
+    def default_layout(
+        self, documents: torch.Tensor | None, total: int, method: str | None, config: Any
+    ) -> SequenceLayout:
+        if documents is not None and (lengths := lengths_of(documents)) is not None:
+            packed = SequenceLayout.packed(lengths, self.group)
+            if min(packed.sizes) > 0:
+                return packed
+        blocks = method in ("gather", "ring") or (
+            method is None and config.num_attention_heads < self.place.world
+        )
+        if blocks and total >= 2 * self.place.world:
+            return SequenceLayout.zigzag(total, self.group)
+        return SequenceLayout.even(total, self.group)
+
+    def check_layout(self, layout: Any, total: int, documents: torch.Tensor | None) -> None:
+        if not isinstance(layout, SequenceLayout):
+            raise TypeError(f"{self.where}: layout is {layout!r:.200}; expected a SequenceLayout or None")
+        if layout.group is not self.group:
+            raise self.error("layout", f"{layout} of another group", "a layout of `group`")
+        if layout.total != total:
+            raise self.error("layout", layout, f"a layout of {total} tokens, the whole sequence")
+        if layout.kind == "packed" and documents is not None and lengths_of(documents) is None:
+            raise self.error("layout", layout, "an even or zigzag one: the samples' documents differ")
+        if min(layout.sizes) == 0:
+            empty = layout.sizes.index(0)
+            raise self.error(
+                "layout", f"{layout}, without a token on rank {empty}", "at least one token on each rank"
+            )
+
+    def labels_of(
+        self, batch: Mapping[str, Any], tokens: torch.Tensor, layout: SequenceLayout
+    ) -> dict[str, Any]:
+        """Return this rank's labels, which were shifted before, and the number of all ranks' labels."""
+        shifted, labels = batch.get("shift_labels"), batch.get("labels")
+        if shifted is None:
+            if labels is None:
+                return {}
+            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        own = layout.shard(shifted, 1).contiguous()
+        found = {"labels": own, "shift_labels": own}
+        count = batch.get("num_items_in_batch")
+        if count is not None:
+            return found | {"num_items_in_batch": count}
+        return found | {"num_items_in_batch": self.counted(shifted != _IGNORED, (own != _IGNORED).sum())}
+
+    def counted(self, valid: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Return the number of labels of the token group; 1 if there are none, so that the loss is 0."""
+        whole = valid.sum()
+        if self.tokens is None:
+            if dist.get_world_size() != self.place.world:
+                raise self.error(
+                    "token_group",
+                    f"None, and group has {self.place.world} of {dist.get_world_size()} ranks",
+                    "the data-parallel group, or all ranks with tokens; or num_items_in_batch in the batch",
+                )
+            return whole.clamp(min=1)
+        ranks = set(dist.get_process_group_ranks(self.group))
+        both = ranks & set(dist.get_process_group_ranks(self.tokens))
+        if len(both) > 1 and both != ranks:
+            expected = "one rank of each sequence group, or all of its ranks"
+            raise self.error("token_group", f"a group with {sorted(both)} of {sorted(ranks)}", expected)
+        mine = own if len(both) > 1 else whole
+        return self.gathered(mine.reshape(1), self.tokens).sum().clamp(min=1)
+
+    # ---- check ----
+
+    def compare(self, batch: Mapping[str, Any], tokens: torch.Tensor, random: bool, settings: str) -> None:
+        """Compare a hash of each entry of the batch over the group; and that random numbers differ."""
+        names = [*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH]
+        hashes = [_hash(batch.get(name)) for name in names] + [_hash(settings)]
+        state = _generator(tokens.device) if random else None
+        mine = torch.tensor([*hashes, int(random), _hash(state)], device=tokens.device)
+        rows = self.gathered(mine, self.group).cpu()
+        others = rows[:, :-1] != rows[0, :-1]
+        if bool(others.any()):
+            columns = [*(f"batch[{name!r}]" for name in names), "layout or method", "dropout"]
+            column = int(others.any(0).nonzero()[0])
+            ranks = tuple(others[:, column].nonzero()[:, 0].tolist())
+            raise self.mismatch(
+                f"{columns[column]} of ranks {list(ranks)} differs from that of rank 0; expected one batch "
+                f"on all {self.place.world} ranks of the sequence group. Pass the right `group`; sample by "
+                "data-parallel rank",
+                ranks,
+            )
+        if random and len(rows[:, -1].unique()) < len(rows):
+            raise self.mismatch(
+                "the model has dropout, and ranks of the sequence group would draw the same random numbers; "
+                "expected other seeds. Call shard and the model inside spar.rank_seed(step, group)",
+                (),
+            )
+
+    def mismatch(self, text: str, ranks: tuple[int, ...]) -> MismatchError:
+        return MismatchError(
+            f"{self.where}: {text}",
+            op=NAME,
+            group=self.group.group_name,
+            rank=self.place.rank,
+            ranks=ranks,
+        )
+
+
+def _hash(value: Any) -> int:
+    """Return 63 bits of a tensor's dtype, shape and bytes, or of another value's text."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        digest = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=8)
+        digest.update(data.flatten().view(torch.uint8).numpy().data)
+    else:
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _generator(device: torch.device) -> torch.Tensor:
+    """Return the state of the generator from which a model on the device draws."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state

@@ -1,0 +1,325 @@
+"""Run and train a stock diffusion transformer of diffusers over a sequence that is sharded over ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._runtime.agreement import is_reported
+from .._runtime.exchange import report_failure
+from ..topology.resolve import Group, process_group
+from ._diffusers.attention import JointProcessor, ShardedAttention, register_backend, unregister_backend
+from ._diffusers.inputs import check_equal
+from ._diffusers.names import BACKEND, Names, load
+from ._diffusers.plan import Part, Rule, argument_names, default_plan, rules_of
+from ._diffusers.sequences import TEXT, Sequences
+
+__all__ = ["disable", "enable"]
+
+_STATE = "_spar_sharded"  # the attribute of a model that is enabled
+_PROCESSOR = "processor"  # the attribute of an attention module
+_LAST = 2**62  # the peers may wait for any later exchange of a rank that fails
+
+
+def enable(model: torch.nn.Module, group: Group = None, plan: Any = None) -> None:
+    """Shard the sequence of a diffusers transformer over the ranks of a group, in each later forward.
+
+    Every rank calls the model with the same whole inputs and receives the whole output, of the type that the
+    model returns. Inside, each rank has its part of the tokens, by `cal_split_sizes`; attention is exact.
+    Compute the same loss on all ranks, and average the gradients of parameters over them, as DDP and FSDP2
+    do: they are then those of one process. Does not communicate.
+
+    Args:
+        model: the transformer itself, `pipe.transformer`, not a wrapper of it. It is changed in place.
+        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
+            sequence group (WORLD if there is none).
+        plan: where the sequence is sharded and gathered, as diffusers' `_cp_plan`, where an int may stand for
+            its entries: `{module: {argument or output index: dim}}` shards, `{module: dim}` gathers. None:
+            the plan of the model's class, which must be one that spar has verified.
+
+    Raises:
+        ImportError: diffusers is not installed, or its version lacks a name that spar uses.
+        ValueError: the model is enabled already, has no plan or another attention, or the plan does not
+            match the model. The model is unchanged.
+        TypeError: an argument is of another type.
+    """
+    names = load()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"diffusers.enable: model is {model!r:.200}; expected a module of diffusers")
+    for inner in ("module", "_orig_mod"):  # of DDP, and of torch.compile
+        if isinstance(getattr(model, inner, None), torch.nn.Module):
+            kind = type(model).__name__
+            raise ValueError(f"diffusers.enable: model is a {kind}; expected what it wraps: model.{inner}")
+    if _STATE in vars(model):
+        raise ValueError("diffusers.enable: the model is enabled already; call disable(model) first")
+    if getattr(model, "_parallel_config", None) is not None:
+        raise ValueError(
+            "diffusers.enable: diffusers' own enable_parallelism was called; expected a model without it"
+        )
+    rules = rules_of(model, default_plan(model) if plan is None else plan, names)
+    modules = _attention_modules(model, names)
+    vars(model)[_STATE] = _Sharded(model, process_group(group), names, rules, modules)
+
+
+def disable(model: torch.nn.Module) -> None:
+    """Undo `enable`: restore the model's forward, its processors and hooks.
+
+    Raises:
+        ValueError: the model is not enabled, or its forward was replaced after `enable`.
+    """
+    state = vars(model).get(_STATE) if isinstance(model, torch.nn.Module) else None
+    if state is None:
+        raise ValueError("diffusers.disable: the model is not enabled; expected one that enable changed")
+    state.remove()
+    del vars(model)[_STATE]
+
+
+def _attention_modules(model: torch.nn.Module, names: Names) -> dict[str, torch.nn.Module]:
+    """Return the modules that have an attention processor; check that spar knows how each attends."""
+    found = {}
+    for name, module in model.named_modules():
+        processor = getattr(module, _PROCESSOR, None)
+        if processor is None or not callable(processor):
+            continue
+        kind = type(processor).__name__
+        if "IPAdapter" in kind or not (
+            hasattr(processor, BACKEND) or isinstance(processor, names.joint_processors)
+        ):
+            joint = ", ".join(each.__name__ for each in names.joint_processors)
+            raise ValueError(
+                f"diffusers.enable: the processor of {name} is a {kind}; expected one without an IP adapter "
+                f"that calls diffusers' attention dispatcher, or {joint}"
+            )
+        found[name] = module
+    if not found:
+        raise ValueError(
+            f"diffusers.enable: {type(model).__name__} has no attention processors; expected a transformer "
+            "of diffusers, such as pipe.transformer"
+        )
+    return found
+
+
+class _Sharded:
+    """What `enable` changed in a model."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        group: Any,
+        names: Names,
+        rules: list[Rule],
+        modules: Mapping[str, torch.nn.Module],
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.names = names
+        self.attention = ShardedAttention(group)
+        self.taken = argument_names(model)
+        self.compared = False  # whether the ranks' inputs were compared: in the first forward
+        self.root = [rule for rule in rules if rule.module is model]
+        self.handles: list[Any] = []
+        self.backends: dict[Any, Any] = {}  # what a processor had -> what it has
+        self.processors: list[tuple[str, torch.nn.Module, Any, Any]] = []  # name, module, before, now
+        self.previous: list[tuple[Any, Any]] = []  # a dispatching processor, and its attribute before
+        for rule in rules:
+            if rule.module is not model:
+                self._hook(rule)
+        for name, module in modules.items():
+            self._enter(name, module)
+        self.before = vars(model).get("forward")
+        self.forward = model.forward
+        self.now = functools.update_wrapper(functools.partial(self.run), self.forward)
+        model.forward = self.now
+
+    # ---- what is changed, and restored ----
+
+    def _hook(self, rule: Rule) -> None:
+        module = rule.module
+        if rule.arguments:
+
+            def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return self._shard_arguments(rule, args, kwargs)
+
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if rule.outputs or rule.gathered:
+
+            def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
+                return self._convert(rule, output)
+
+            self.handles.append(module.register_forward_hook(after))
+
+    def _enter(self, name: str, module: torch.nn.Module) -> None:
+        """Let an attention module attend over the whole sequence."""
+        taken = argument_names(module)
+        at = taken.index(TEXT) if TEXT in taken else len(taken)
+
+        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            text = args[at] if at < len(args) else kwargs.get(TEXT)
+            self.attention.text = text.size(1) if isinstance(text, torch.Tensor) else None
+
+        self.handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        before = getattr(module, _PROCESSOR)
+        now = before
+        if not hasattr(before, BACKEND):
+            now = JointProcessor(before, self.attention)
+            setattr(module, _PROCESSOR, now)
+        elif getattr(before, BACKEND) not in self.backends.values():  # modules may share a processor
+            self.previous.append((before, vars(before).get(BACKEND, self)))  # self: it had none of its own
+            inner = getattr(before, BACKEND)
+            if inner not in self.backends:
+                self.backends[inner] = register_backend(self.names, self.attention, inner)
+            setattr(before, BACKEND, self.backends[inner])
+        self.processors.append((name, module, before, now))
+
+    def remove(self) -> None:
+        if vars(self.model).get("forward") is not self.now:
+            raise ValueError(
+                "diffusers.disable: the model's forward was replaced after enable; expected that one's; "
+                "undo what replaced it first"
+            )
+        if self.before is None:
+            del self.model.forward
+        else:
+            self.model.forward = self.before
+        for handle in self.handles:
+            handle.remove()
+        for _, module, before, now in self.processors:
+            if getattr(module, _PROCESSOR) is now and now is not before:
+                setattr(module, _PROCESSOR, before)
+        for processor, value in self.previous:
+            if value is self:
+                delattr(processor, BACKEND)
+            else:
+                setattr(processor, BACKEND, value)
+        for member in self.backends.values():
+            unregister_backend(self.names, member)
+
+    # ---- forward ----
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward over the ranks."""
+        try:
+            return self._run(args, kwargs)
+        except BaseException as error:
+            device = next((p.device.type for p in self.model.parameters()), None)
+            report_failure([(self.attention.place, _LAST)], "a sharded model's forward", device, error)
+            raise
+        finally:
+            self.attention.sequences = None
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_unchanged()
+        sequences = self.attention.sequences = Sequences(self.group)
+        try:
+            if not self.compared and not torch.compiler.is_compiling():
+                check_equal(self.group, dict(zip(self.taken, args, strict=False)) | kwargs)
+                self.compared = True
+            for rule in self.root:
+                args, kwargs = self._shard_arguments(rule, args, kwargs)
+            output = self.forward(*args, **kwargs)
+            for rule in self.root:
+                output = self._convert(rule, output)
+            return output
+        except RuntimeError as error:
+            place, empty = self.attention.place, sequences.empty()
+            if is_reported(error) or not empty:
+                raise
+            raise ValueError(
+                f"a sharded model's forward on rank {place.rank} of {place.world}: the rank has no token of "
+                f"{', '.join(empty)}, which the model's own code may not support ({error}); expected at "
+                f"least {place.world} tokens, one for each rank"
+            ) from error
+
+    def _check_unchanged(self) -> None:
+        """Check that no processor or backend was set since: it would attend to this rank's tokens only."""
+        if getattr(self.model, "is_cache_enabled", False):
+            raise ValueError(
+                "a sharded model's forward: the model has a cache; expected none, because it decides by this "
+                "rank's tokens: call disable_cache()"
+            )
+        for name, module, _, now in self.processors:
+            own = isinstance(now, JointProcessor) or getattr(now, BACKEND) in self.backends.values()
+            if getattr(module, _PROCESSOR) is not now or not own:
+                raise ValueError(
+                    f"a sharded model's forward: the processor or attention backend of {name} was set after "
+                    "enable; call disable(model), set it, and enable(model)"
+                )
+
+    def _shard_arguments(
+        self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.attention.sequences is None:
+            return args, kwargs
+        given, kwargs = list(args), dict(kwargs)
+        for name, part in rule.arguments.items():
+            at = rule.taken.index(name)
+            if name in kwargs:
+                kwargs[name] = self._shard(kwargs[name], part, name, rule)
+            elif at < len(given):
+                given[at] = self._shard(given[at], part, name, rule)
+        return tuple(given), kwargs
+
+    def _convert(self, rule: Rule, output: Any) -> Any:
+        """Shard or gather a module's outputs."""
+        if self.attention.sequences is None:
+            return output
+        single = isinstance(output, torch.Tensor)
+        if isinstance(output, Mapping):  # a dataclass of diffusers
+            return type(output)(**dict(zip(output, self._each(rule, list(output.values())), strict=True)))
+        each = self._each(rule, [output] if single else list(output))
+        return each[0] if single else each if isinstance(output, list) else tuple(each)
+
+    def _each(self, rule: Rule, outputs: list[Any]) -> list[Any]:
+        for i, part in rule.outputs.items():
+            if i >= len(outputs):
+                raise self._error(rule, f"{len(outputs)} outputs", f"more than {i}, which the plan shards")
+            outputs[i] = self._shard(outputs[i], part, f"{rule.name}[{i}]", rule)
+        if rule.gathered and len(rule.gathered) != len(outputs):
+            raise self._error(rule, f"{len(outputs)} outputs", f"{len(rule.gathered)}, as in the plan")
+        for i, gathered in enumerate(rule.gathered):
+            if gathered is not None:
+                outputs[i] = self._gather(outputs[i], gathered, rule)
+        return outputs
+
+    def _shard(self, x: Any, part: Part, name: str, rule: Rule) -> Any:
+        if x is None:
+            return None
+        if not isinstance(x, torch.Tensor):
+            raise self._error(rule, f"{name} is a {type(x).__name__}", "a tensor")
+        if part.ndim is not None and x.dim() < part.ndim:
+            return x  # one value for all tokens, such as a timestep of each sample
+        if x.dim() > (part.ndim or x.dim()) or not -x.dim() <= part.dim < x.dim():
+            expected = f"{part.ndim} dims" if part.ndim is not None else f"a dim {part.dim}"
+            raise self._error(rule, f"{name} is of shape {list(x.shape)}", expected)
+        assert self.attention.sequences is not None
+        layout = self.attention.sequences.add(name, x.size(part.dim))
+        return layout.shard(x, part.dim, "down" if x.is_floating_point() else None)
+
+    def _gather(self, x: Any, part: Part, rule: Rule) -> Any:
+        sequences = self.attention.sequences
+        if not isinstance(x, torch.Tensor) or not -x.dim() <= part.dim < x.dim():
+            found = f"of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise self._error(rule, f"its output is {found}", f"a tensor with a dim {part.dim}")
+        assert sequences is not None
+        layout = sequences.layout_of(x.size(part.dim))
+        if layout is None:
+            found = f"its output has {x.size(part.dim)} tokens"
+            raise self._error(rule, found, f"this rank's shard of a sequence of the plan ({sequences})")
+        whole: torch.Tensor = layout.gather(x, part.dim, "up")
+        if whole.requires_grad:  # backward begins here: checkpoints before it recompute this forward
+            whole.register_hook(functools.partial(self._resume, sequences))
+        return whole
+
+    def _resume(self, sequences: Sequences, _: torch.Tensor) -> None:
+        self.attention.sequences = sequences
+
+    def _error(self, rule: Rule, found: str, expected: str) -> ValueError:
+        place = self.attention.place
+        module = f"module {rule.name!r}" if rule.name else "the model"
+        return ValueError(
+            f"a sharded model's forward on rank {place.rank} of {place.world}: at {module} {found}; "
+            f"expected {expected}"
+        )

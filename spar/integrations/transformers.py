@@ -1,0 +1,97 @@
+"""Run and train a stock transformers model over a sharded sequence: docs/transformers.md.
+
+    spar.integrations.transformers.register()
+    model.set_attn_implementation("spar")
+    batch = spar.integrations.transformers.shard(model, batch, group=cp, token_group=dp)
+    loss = model(**batch).loss * world
+    loss.backward()
+
+`world`: the number of ranks over which DDP or FSDP averages gradients; 1 if they are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..sequence_layout import SequenceLayout
+from ..topology.resolve import Group, process_group
+from ._transformers.attention import attention_forward, mask_in_forward, registered
+from ._transformers.masks import WHOLE, whole_mask
+from ._transformers.models import stock
+from ._transformers.sharding import Sharding
+
+__all__ = ["register", "shard"]
+
+
+def register(name: str = "spar") -> None:
+    """Add spar.attention to transformers, for `model.set_attn_implementation(name)`.
+
+    Registers an attention function and a mask function. It may be called again.
+
+    Raises:
+        ValueError: transformers has another attention of this name.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not isinstance(name, str):
+        raise TypeError(f"register: name is {name!r:.80}; expected a str")
+    if name not in registered and name in (*AttentionInterface().valid_keys(), "eager"):
+        raise ValueError(f"register: name is {name!r}, an attention of transformers; pass another name")
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, mask_in_forward)
+    AttentionMaskInterface.register(WHOLE, whole_mask)
+    registered.add(name)
+
+
+def shard(
+    model: Any,
+    batch: Mapping[str, Any],
+    layout: SequenceLayout | None = None,
+    *,
+    group: Group = None,
+    method: str | None = None,
+    token_group: Group = None,
+    check: bool = True,
+) -> dict[str, Any]:
+    """Turn a whole batch into this rank's keyword arguments of the model's forward.
+
+    Collective over `group`, and over `token_group` if there are labels.
+
+    The loss of `model(**shard(...))` is the sum of this rank's token losses over the number of all ranks'
+    tokens. Sum gradients over all ranks; under DDP or FSDP, which average, multiply the loss by their number.
+
+    Args:
+        model: a causal language model of transformers that uses the registered attention; it may be inside
+            PEFT, DDP, FSDP2 (fully_shard) or torch.compile.
+        batch: the whole batch, equal on all ranks of `group`. It has input_ids `[B, S]` or inputs_embeds
+            `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]` or `[B, 1, S, S]`), labels or
+            shift_labels, and what transformers' collators add for flash attention. With num_items_in_batch,
+            the number of all ranks' labels in the whole step, labels are not counted.
+        layout: how the sequence lies on the ranks. None: packed if position_ids restart, in the same places
+            in each sample, and each rank then has a token; else zigzag if keys are gathered or go round a
+            ring; else even.
+        group: the ranks that share the sequence: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or
+            None for the layout's, or the current topology's sequence group (WORLD if there is none).
+        method: as in `spar.attention`.
+        token_group: the ranks over which labels are counted, a group as above: the data-parallel ranks, which
+            have other batches; or all ranks, with those of `group`. None if `group` spans all ranks.
+        check: whether to compare the batch over the group by a hash, and the states of torch's generator if
+            the model has dropout. The hash copies the batch to the CPU.
+
+    Returns:
+        The arguments: this rank's shards, position_ids of the whole sequence, masks over the whole sequence,
+        shifted labels, num_items_in_batch, `layout` and `method`. use_cache is False.
+
+    Raises:
+        ValueError: the model, the batch or the layout cannot be sharded.
+        TypeError: an argument is of another type.
+        MismatchError: ranks of the group have other batches, or the same random numbers. Every rank raises.
+    """
+    real = process_group(layout.group if group is None and isinstance(layout, SequenceLayout) else group)
+    sharding = Sharding(stock(model), real, token_group)
+    try:
+        return sharding.run(batch, layout, method, check)
+    except BaseException as error:
+        sharding.report(error)
+        raise

@@ -1,0 +1,111 @@
+"""A stand-in for the package flash_attn, which needs a GPU: its functions' signatures, computed with torch.
+
+Tensors are [B, S, H, D], the log-sum-exp [B, H, S] in float32. A causal mask is aligned to the last query and
+key. As the real functions, they refuse other dtypes and layouts, and write the gradients to given tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+CALLS: list[str] = []
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    q, k = (x.float().transpose(1, 2) for x in (q, k))
+    scores = q @ k.repeat_interleave(q.size(1) // k.size(1), 1).transpose(-1, -2) * scale
+    if causal:
+        rows, columns = scores.shape[-2:]
+        allowed = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    return scores
+
+
+def _wide(x: Tensor, heads: int) -> Tensor:
+    return x.float().transpose(1, 2).repeat_interleave(heads // x.size(2), 1)
+
+
+def _check(*tensors: Tensor) -> None:
+    for x in tensors:
+        assert x.dtype in (torch.float16, torch.bfloat16), x.dtype
+        assert x.dim() == 4 and x.stride(-1) == 1 and x.size(3) % 8 == 0 and x.size(3) <= 256
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(q, k, v)
+    plain = (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
+    assert plain == (0.0, -1, -1, 0.0, None, False)
+    CALLS.append("forward")
+    scores = _scores(q, k, softmax_scale, causal)
+    out = (scores.softmax(-1) @ _wide(v, q.size(2))).transpose(1, 2).to(q.dtype)
+    return out, scores.logsumexp(-1), q.new_empty(0), torch.empty(2, dtype=torch.int64)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    assert dq is not None and dk is not None and dv is not None
+    _check(dout, q, k, v, out, dq, dk, dv)
+    assert softmax_lse.is_contiguous() and softmax_lse.dtype == torch.float32
+    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+    CALLS.append("backward")
+    heads = q.size(2)
+    weights = torch.exp(_scores(q, k, softmax_scale, causal) - softmax_lse[..., None])
+    upper, wide = dout.float().transpose(1, 2), _wide(v, heads)
+    softmax_d = (upper * out.float().transpose(1, 2)).sum(-1)
+    inner = weights * (upper @ wide.transpose(-1, -2) - softmax_d[..., None]) * softmax_scale
+
+    def summed(x: Tensor) -> Tensor:
+        return x.unflatten(1, (k.size(2), -1)).sum(2).transpose(1, 2)
+
+    dq.copy_((inner @ _wide(k, heads)).transpose(1, 2))
+    dk.copy_(summed(inner.transpose(-1, -2) @ q.float().transpose(1, 2)))
+    dv.copy_(summed(weights.transpose(-1, -2) @ upper))
+    return softmax_d
+
+
+@contextmanager
+def installed(version: str = "2.8.3") -> Iterator[None]:
+    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+    package.__version__ = version  # type: ignore[attr-defined]
+    for function in (_flash_attn_forward, _flash_attn_backward):
+        setattr(interface, function.__name__, function)
+    modules = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+    with mock.patch.dict(sys.modules, modules):
+        yield

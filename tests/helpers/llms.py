@@ -1,0 +1,145 @@
+"""Small language models of transformers, their batches, and the comparison with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+import spar
+from spar import SequenceLayout
+from spar.testing import Report, compare
+
+Group = dist.ProcessGroup
+PRELOAD = ["transformers.models.llama.modeling_llama", "spar.testing", "spar.integrations.transformers"]
+VOCABULARY, TOLERANCE = 53, 1e-5
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "use_cache": False,  # with a cache, transformers does not see that position_ids restart
+    "initializer_range": 0.3,  # weights of usual size, so that mistakes show in the loss
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the class's name without ForCausalLM, and its config
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3 moe": ("Qwen3Moe", EXPERTS),
+    "mistral": ("Mistral", {"sliding_window": 9}),
+    "windows in some layers": ("Qwen3", MIXED | {"use_sliding_window": True}),
+}
+
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Cohere2": {"sliding_window": 9},
+    "DeepseekV3": LATENT
+    | ROUTED
+    | {"num_key_value_heads": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    "Gemma3": {"sliding_window": 9},
+    "Glm4": {},
+    "GPTNeoX": {},
+    "Granite": {},
+    "Llama4": {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4},
+    "Mixtral": {"num_local_experts": 4},
+    "Olmo3": {"sliding_window": 9},
+    "Phi3": {},
+    "Qwen2": {},
+    "SmolLM3": {},
+}
+
+
+def maker(name: str, **changes: Any) -> Callable[[], Any]:
+    """Return a function that builds a model; compare seeds it."""
+    kind, config = MODELS.get(name, (name, {}))
+    changes = SMALL | config | changes
+
+    def make() -> Any:
+        model = getattr(transformers, f"{kind}ForCausalLM")
+        return model(model.config_class(**changes))
+
+    return make
+
+
+def whole(size: int = 2, total: int = 37) -> dict[str, Tensor]:
+    """Return a batch with ignored labels, so that ranks have different numbers of labels."""
+    ids = torch.randint(1, VOCABULARY, (size, total), generator=torch.Generator().manual_seed(total))
+    labels = ids.clone()
+    labels[:, total // 2 : total // 2 + total // 3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def left_padded() -> dict[str, Tensor]:
+    batch = whole()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :11] = 0
+    batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
+    return batch | {"attention_mask": mask, "input_ids": batch["input_ids"] * mask}
+
+
+def restarts(*lengths: int) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """Return one sample of several documents, as DataCollatorWithFlattening does."""
+    batch = whole(1, sum(lengths))
+    positions = restarts(*lengths)[None]
+    batch["labels"] = batch["labels"].masked_fill(positions == 0, -100)
+    return batch | {"position_ids": positions}
+
+
+def packed_rows() -> dict[str, Tensor]:
+    """Return two samples with documents of different lengths."""
+    return whole() | {"position_ids": torch.stack([restarts(5, 20, 12), restarts(14, 23)])}
+
+
+def sharding(group: Group, **arguments: Any) -> Callable[[Any, Any], Any]:
+    """Return compare's shard_fn; `layout` may be a function of the total and the group."""
+
+    def shard(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+        spar.integrations.transformers.register()
+        model.set_attn_implementation("spar")
+        given = {"token_group": group} | arguments
+        if callable(given.get("layout")):
+            given["layout"] = given["layout"](batch["input_ids"].size(1), group)
+        part: dict[str, Any] = spar.integrations.transformers.shard(model, batch, group=group, **given)
+        return part
+
+    return shard
+
+
+def compared(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> Report:
+    return compare(make, batch, sharding(group, **arguments), group, show=False)
+
+
+def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> None:
+    """Check that the loss, the logits and each parameter's gradient are those of one process."""
+    report = compared(make, batch, group, **arguments)
+    assert report.worst.max_rel_error < TOLERANCE, f"{arguments}\n{report}"
+    assert report.entries[1].name == "logits" and report.reference_loss > 1
+
+
+def even(total: int, group: Group) -> SequenceLayout:
+    return SequenceLayout.even(total, group)
+
+
+def zigzag(total: int, group: Group) -> SequenceLayout:
+    return SequenceLayout.zigzag(total, group)

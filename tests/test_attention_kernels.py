@@ -1,0 +1,185 @@
+"""The kernels of blocks: each against one process, the choice among them, and what each refuses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TRANSPORTS, Ranks
+from helpers import flash_attn_standin
+from helpers.whole_attention import METHODS, error_of, expected_of, inputs
+from torch import Tensor
+
+import spar
+from spar import SequenceLayout
+from spar._attention.kernels import KERNELS, flash_attn, flex, kernel_for, reason_against
+from spar._attention.kernels.flash_attn import FlashAttn
+from spar._attention.kernels.kernel import BlockInputs
+
+Group = dist.ProcessGroup
+DOCUMENTS = [7, 0, 15, 1]
+
+
+@pytest.fixture
+def ranks(pool: Ranks) -> Ranks:
+    pool.transport = TRANSPORTS[0]
+    return pool
+
+
+class AnyDevice(flex.Flex):
+    def refuses(self, *arguments: Any) -> str:
+        return ""
+
+
+def flex_standin(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute what torch's flex_attention does, which has no gradients on a CPU."""
+    assert return_lse and enable_gqa == (q.size(1) != k.size(1)) and scale is not None
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    scores = q.float() @ k.float().transpose(-1, -2) * scale
+    if score_mod is not None:
+        places = torch.meshgrid(*[torch.arange(n) for n in scores.shape], indexing="ij")
+        scores = score_mod(scores, *places)
+    lse = scores.logsumexp(-1)
+    return (torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]) @ v.float()).to(
+        q.dtype
+    ), lse
+
+
+@contextmanager
+def standins() -> Iterator[None]:
+    """Let CPU tensors reach the kernels for GPUs."""
+    flash_attn._interface.cache_clear()
+    with (
+        flash_attn_standin.installed(),
+        mock.patch.dict(KERNELS["cpu"], flash_attn=FlashAttn(), flex=AnyDevice()),
+        mock.patch.object(flex, "_compiled", lambda: flex_standin),
+    ):
+        yield
+    flash_attn._interface.cache_clear()
+
+
+def check_named(rank: int, world: int, group: Group, name: str) -> None:
+    layouts = {
+        "zigzag": SequenceLayout.zigzag(23, group),
+        "even": SequenceLayout.even(23, group),
+        "packed": SequenceLayout.packed(DOCUMENTS, group),
+    }
+    short = name == "flash_attn"
+    kind, limit = (torch.bfloat16, 0.1) if short else (torch.float32, 2e-5)
+    generator = torch.Generator().manual_seed(1)
+    random = torch.rand(2, 4, layouts["even"].total, layouts["even"].total, generator=generator)
+    masks = [None] if short else [None, random > 0.4, (3 * random[:1, :1]).to(kind)]
+    for way, layout, causal, key_heads in itertools.product(METHODS, layouts, (False, True), (4, 1)):
+        whole = inputs(23, 4, key_heads, torch.float64)
+        documents = DOCUMENTS if layout == "packed" else None
+        for mask in masks if layout == "packed" and key_heads == 1 else [None]:
+            attend = partial(
+                spar.attention, layout=layouts[layout], causal=causal, mask=mask, method=way, attend=name
+            )
+            expected = expected_of(whole, causal=causal, mask=mask, documents=documents)
+            found = error_of(attend, [x.to(kind) for x in whole], expected, layouts[layout].index())
+            assert found < limit, (way, layout, causal, key_heads, found)
+
+
+@pytest.mark.parametrize("name", ["flash", "blockwise", "flash_attn", "flex"])
+def test_named_kernel_matches_one_process(ranks: Ranks, name: str) -> None:
+    ranks(2, check_with_standins, name)
+
+
+def check_with_standins(rank: int, world: int, group: Group, name: str) -> None:
+    with standins():
+        flash_attn_standin.CALLS.clear()
+        check_named(rank, world, group, name)
+        called = set(flash_attn_standin.CALLS)
+    assert called == ({"forward", "backward"} if name == "flash_attn" else set())
+
+
+def test_flex_attention_of_torch_computes_the_same_forward() -> None:
+    """Uncompiled, which runs on a CPU without gradients."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = [x.transpose(1, 2) for x in inputs(6, 4, 2, torch.float32)[:3]]
+    mask = torch.zeros(1, 1, 1, 6).masked_fill(torch.arange(6) == 2, -torch.inf)
+    for causal, bias in ((True, None), (False, mask)):
+        block = BlockInputs(q, k, v, causal, bias, 0.3)
+        found = []
+        for function in (flex_attention, flex_standin):
+            with mock.patch.object(flex, "_compiled", lambda function=function: function):
+                found.append(flex.Flex().forward(block))
+        for one, other in zip(*found, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_first_kernel_that_can_compute_a_call() -> None:
+    names = {id(kernel): name for name, kernel in KERNELS["cpu"].items()}
+
+    def chosen(kind: torch.dtype, width: int = 8) -> str:
+        q, v = torch.zeros(1, 1, 1, 8, dtype=kind), torch.zeros(1, 1, 1, width, dtype=kind)
+        return names[id(kernel_for(None, q, v, None))]
+
+    assert chosen(torch.float32) == chosen(torch.bfloat16) == "flash"
+    assert chosen(torch.float64) == chosen(torch.float32, 16) == "blockwise"
+    other = torch.zeros(1, 1, 1, 8, device="meta")
+    assert kernel_for(None, other, other, None) is KERNELS["cpu"]["blockwise"]
+
+
+def test_reason_against_a_kernel() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    assert "no gradients on a CPU" in reason_against("flex", q, q, None)
+    assert reason_against("flash_attn", q, q, None) == "it does not run on cpu"
+    assert "accuracy of float32" in reason_against("flash", q.double(), q.double(), None)
+    refuses, short = FlashAttn().refuses, q.bfloat16()
+    flash_attn._interface.cache_clear()
+    assert "flash_attn cannot be imported: ModuleNotFoundError" in refuses(short, short, None)
+    flash_attn._interface.cache_clear()
+    with flash_attn_standin.installed("2.6.3"):
+        assert refuses(short, short, None) == "flash_attn is 2.6.3, and must be 2.7 or newer"
+    with standins():
+        assert refuses(short, short, None) == "" and "float32" in refuses(q, q, None)
+        assert refuses(short, short, torch.zeros(1, 1, 1, 1)) == "it takes no mask"
+        assert "widths" in refuses(short[..., :4], short[..., :4], None)
+
+
+def check_named_errors(rank: int, world: int, group: Group) -> None:
+    layout, q = SequenceLayout.even(4, group), torch.zeros(1, 4 // world, 2, 8)
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"attend": "flsh"},
+            "attend is 'flsh'; expected a function, None or the name of a kernel: blockwise, ",
+        ),
+        (
+            {"attend": "flex"},
+            "attend is 'flex'; expected a kernel that can compute this; flex cannot, as torch",
+        ),
+        ({"attend": "flash", "dropout_p": 0.5}, "dropout_p is 0.5; expected 0 with the kernel flash"),
+        (
+            {"attend": "flash", "mask": torch.zeros(4, 4, requires_grad=True), "method": "ulysses"},
+            "mask is a tensor that requires a gradient; expected one that does not",
+        ),
+    ]
+    for options, text in cases:
+        with pytest.raises(ValueError) as caught:
+            spar.attention(q, q, q, layout, **options)
+        assert text in str(caught.value), caught.value
+    with pytest.raises(TypeError, match="attend is 3; expected a function, a kernel's name or None"):
+        spar.attention(q, q, q, layout, attend=3)  # type: ignore[arg-type]
+
+
+def test_errors_of_named_kernels(ranks: Ranks) -> None:
+    ranks(2, check_named_errors)
