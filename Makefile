@@ -54,7 +54,7 @@ bench: build
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m spar bench $(ARGS)
 
 bench-attention: build
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/attention.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m spar bench --attention $(ARGS)
 
 # MPI as a reference; mpiexec starts the ranks.
 bench-mpi: .venv/.mpi

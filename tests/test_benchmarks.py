@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,14 +44,6 @@ def bench(folder: Path, *options: str) -> None:
         assert main(["bench", *options]) == 0
 
 
-def bench_attention(folder: Path, *options: str) -> None:
-    sys.path.insert(0, str(BENCHMARKS))
-    sys.argv = ["attention.py", *options]
-    rank = os.environ.get("RANK", "none")
-    with open(folder / f"table.{rank}", "w") as table, contextlib.redirect_stdout(table):
-        runpy.run_path(str(BENCHMARKS / "attention.py"), run_name="__main__")
-
-
 def test_bench_times_every_operation(tmp_path: Path) -> None:
     out, library = tmp_path / "bench", tmp_path / "libraries" / "yunchang" / "comm" / "all_to_all.py"
     library.parent.mkdir(parents=True)
@@ -79,7 +70,7 @@ def test_attention_bench_times_every_way(tmp_path: Path) -> None:
     """Of 21 tokens, which two ranks do not share evenly, and of 24."""
     out = tmp_path / "attention"
     options = ["--tokens", "21", "24", "--heads", "2", "--key-heads", "1", "--width", "8"]
-    launch(bench_attention, 2, tmp_path, *options, "--seconds", "0.001", "--out", str(out))
+    launch(bench, 2, tmp_path, "--attention", *options, "--seconds", "0.001", "--out", str(out))
     table = (tmp_path / "table.0").read_text()
     facts = json.loads(out.with_suffix(".json").read_text())
     assert out.with_suffix(".png").exists() and "of the slowest rank" in table

@@ -54,6 +54,9 @@ def table_of(rows: Sequence[Row]) -> str:
     return f"{table(lines, right=range(1, len(titles) - 1))}\n{legend}"
 
 
+NOT_DRAWN = "no PNG, because matplotlib is not installed"
+
+
 def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 

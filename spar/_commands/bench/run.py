@@ -14,16 +14,20 @@ import spar
 
 from ..printing import KIB, MIB, Progress, size_text
 from ..ranks import Ranks, UsageError, joined, launched
+from .attention import run as attention
 from .libraries import find
 from .measure import measure
 from .operations import SMALLEST, operations
-from .report import can_draw, draw, table_of
+from .report import NOT_DRAWN, can_draw, draw, table_of
 from .rows import Row, median_of, read, write
 
 SIZES = (SMALLEST, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
 
+SECONDS = 0.6  # by default, for each operation, direction and size
+
 SUMMARY = "time every operation against other ways to do the same"
-DESCRIPTION = """\
+DESCRIPTION = (
+    """\
 Time each operation on CPU tensors, forward and backward, against references that run in alternation with it:
 
 - the usual code over torch.distributed and gloo, with which the results are compared;
@@ -35,10 +39,15 @@ Time each operation on CPU tensors, forward and backward, against references tha
 The time of a backward includes torch's engine. The engine alone is timed too, with a Function that returns
 its gradient unchanged. Each way runs in five turns or more. A figure is the median over the turns of their
 medians, or of their 99th percentiles. Rank 0 prints a table and writes JSON and, with matplotlib, a heat map.
-All sizes take about five minutes on 2 ranks."""
+All sizes take about five minutes on 2 ranks.
+
+"""
+    + attention.DESCRIPTION
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--attention", action="store_true", help="time attention layers, not operations")
     parser.add_argument(
         "--only",
         default="",
@@ -55,26 +64,29 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=0.6,
-        help="for each operation, direction and size (default: %(default)s)",
+        help=f"for each operation, direction and size (default: {SECONDS:g}); with --attention, for each "
+        f"number of tokens and figure (default: {attention.SECONDS:g})",
     )
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("bench"),
         metavar="NAME",
-        help="write NAME.json and NAME.png (default: %(default)s)",
+        help="write NAME.json and NAME.png (default: bench, or attention with --attention)",
     )
     parser.add_argument(
         "--median",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="run nothing; report the median of earlier runs' JSON files",
+        help="run nothing; report the median of earlier runs' JSON files of operations",
     )
+    attention.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
+    args.out = args.out or Path("attention" if args.attention else "bench")
+    if args.seconds is None:
+        args.seconds = attention.SECONDS if args.attention else SECONDS
     folder = args.out.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"--out is {args.out}, but {folder} is not a folder that this process can write to")
@@ -91,8 +103,13 @@ def run(args: Namespace) -> int:
         raise UsageError(f"--largest is {args.largest}; expected at least {SIZES[0]} bytes")
     if args.seconds <= 0:
         raise UsageError(f"--seconds is {args.seconds:g}; expected a number above 0")
+    if args.attention:
+        attention.check(args)
     torch.set_num_threads(1)  # the ranks share the cores
     with joined() as ranks:
+        if args.attention:
+            attention.run(args, ranks)
+            return 0
         rows = _measure_all(sizes, args.only, args.seconds, ranks)
         if ranks.rank == 0:
             cores = len(os.sched_getaffinity(0))
@@ -141,7 +158,6 @@ def _median(paths: Sequence[Path]) -> tuple[str, list[Row]]:
 def _report(out: Path, title: str, rows: Sequence[Row]) -> None:
     print(table_of(rows))
     write(Path(f"{out}.json"), title, rows)
-    drawn = f"{out}.png" if can_draw() else "no PNG, because matplotlib is not installed"
     if can_draw():
         draw(Path(f"{out}.png"), rows, title)
-    print(f"{title}: {out}.json, {drawn}")
+    print(f"{title}: {out}.json, {f'{out}.png' if can_draw() else NOT_DRAWN}")

@@ -1,17 +1,13 @@
-"""The ways to attend that attention.py compares, as functions of q, k and v [1, S, H, D]; all causal.
+"""The ways to attend that are compared, as functions of q, k and v [1, S, H, D]; all causal.
 
-The usual formulations are over torch.distributed alone. A context replaces the kernel in all of them.
+The usual formulations are over torch.distributed alone. kernels.py replaces the kernel in all of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import spar
-from spar._attention import methods
-from spar._attention.kernels import KERNELS
-from spar._attention.kernels.aten import FlashCpu
-from spar._attention.kernels.kernel import BlockInputs, Gradients
-from spar._commands.bench import formulations
+
+from ...._attention.kernels.aten import FlashCpu
+from ...._attention.kernels.kernel import BlockInputs
+from .. import formulations
 
 WHOLE, ULYSSES, GATHER, RING = "one process", "ulysses", "gather", "ring"
 USUAL_ULYSSES, USUAL_GATHER, USUAL_RING = "usual ulysses", "usual gather", "usual ring"
@@ -56,10 +51,10 @@ def ways(tokens: int) -> dict[str, Way]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Call torch's kernel, which has heads before tokens."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _sdpa(q, k, v, enable_gqa=q.size(1) != k.size(1), **options).transpose(1, 2)
+    return sdpa(q, k, v, enable_gqa=q.size(1) != k.size(1), **options).transpose(1, 2)
 
 
-_sdpa = F.scaled_dot_product_attention
+sdpa = F.scaled_dot_product_attention  # kernels.py replaces it
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,7 +89,7 @@ def usual_gather(q: Tensor, k: Tensor, v: Tensor, layout: spar.SequenceLayout) -
     return torch.cat(outs, 1)
 
 
-_flash = FlashCpu()
+flash = FlashCpu()  # kernels.py replaces it
 
 
 def _half(x: Tensor, last: bool) -> Tensor:
@@ -135,7 +130,7 @@ class _UsualRing(torch.autograd.Function):
         for step in range(world):
             passed = _pass_on(held) if step + 1 < world else None
             block, late, _ = _UsualRing.blocks(q, held[0], held[1], step)
-            found, sums = _flash.forward(block)
+            found, sums = flash.forward(block)
             if step == 0:
                 out, lse = found.float(), sums
             else:
@@ -159,7 +154,7 @@ class _UsualRing(torch.autograd.Function):
             passed = _pass_on(held) if step + 1 < world else None
             block, late, early = _UsualRing.blocks(q, held[0], held[1], step)
             of = [_half(x, True) if late else x for x in (grads[0], out, lse)]
-            parts = _flash.backward(block, of[0], of[1], of[2])
+            parts = flash.backward(block, of[0], of[1], of[2])
             (_half(dq, True) if late else dq).add_(parts[0])
             sums = (
                 [torch.zeros_like(x, dtype=torch.float32) for x in held]
@@ -180,89 +175,3 @@ def usual_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     out: Tensor = _UsualRing.apply(q, k, v)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2)
-
-
-# ---- other kernels ----
-
-
-class _Nothing(torch.autograd.Function):
-    """Return the queries as the output, and gradients of the right shapes."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, copies: bool) -> Tensor:
-        ctx.save_for_backward(k, v)
-        ctx.copies = copies
-        return q.clone() if copies else q.view_as(q)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = (grads[0], *ctx.saved_tensors)
-        return *([x.clone() for x in found] if ctx.copies else found), None
-
-
-class _NoBlock(FlashCpu):
-    """Return memory that was touched before, because it is merged in place, or new memory."""
-
-    def __init__(self, copies: bool) -> None:
-        self.copies = copies
-        self.kept: dict[tuple[Any, ...], Tensor] = {}
-
-    def new(self, x: Tensor, role: str) -> Tensor:
-        if self.copies:
-            return x.clone()
-        if (role, x.shape) not in self.kept:
-            self.kept[role, x.shape] = x.clone()
-        return self.kept[role, x.shape]
-
-    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        return self.new(block.q, "out"), torch.zeros(block.q.shape[:3])
-
-    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        return self.new(grad, "q"), self.new(block.k, "k"), self.new(block.v, "v")
-
-
-@contextlib.contextmanager
-def no_kernel(copies: bool = False) -> Iterator[None]:
-    """Leave what is outside of the kernels. copies: allocate outputs and gradients, as kernels do."""
-
-    def nothing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out: Tensor = _Nothing.apply(q, k, v, copies)  # type: ignore[no-untyped-call]
-        return out
-
-    with (
-        mock.patch.object(methods, "scaled_dot_product_attention", nothing),
-        mock.patch.dict(globals(), _sdpa=nothing, _flash=_NoBlock(copies)),
-        mock.patch.dict(KERNELS["cpu"], flash=_NoBlock(copies)),
-    ):
-        yield
-
-
-@dataclass
-class Work(FlashCpu):
-    """What this rank's kernels did: multiply-adds, and seconds of this thread's CPU time."""
-
-    products: int = 0
-    seconds: float = 0.0
-
-    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        begin = time.thread_time()
-        found = super().forward(block)
-        self.seconds += time.thread_time() - begin
-        q, keys = block.q, block.k.size(2)
-        pairs = q.size(2) * (keys + 1) // 2 if block.causal else q.size(2) * keys
-        self.products += 2 * pairs * q.size(0) * q.size(1) * q.size(3)
-        return found
-
-    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        begin = time.thread_time()
-        found = super().backward(block, grad, out, lse)
-        self.seconds += time.thread_time() - begin
-        return found
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Work]:
-    """Count what the kernel of blocks does in this thread."""
-    work = Work()
-    with mock.patch.dict(KERNELS["cpu"], flash=work):
-        yield work

@@ -1,0 +1,161 @@
+"""Measure attention layers, forward and backward: times, balance and memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import spar
+
+from ..timing import least, timed
+from .kernels import counted, no_kernel
+from .rows import Row
+from .ways import GATHER, RING, WHOLE, Way, ways
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Layer:
+    """A step's tensors: q, k, v and the gradient of the output; the whole sequence, equal on all ranks."""
+
+    def __init__(self, tokens: int, args: Namespace, key_heads: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(1, tokens, n, args.width) for n in (args.heads, key_heads, key_heads, args.heads)]
+        kind = DTYPES[args.dtype]
+        self.whole = [torch.randn(shape, generator=generator).to(kind) for shape in shapes]
+        self.ways = ways(tokens)
+
+    def step(self, name: str) -> Callable[[], list[Tensor]]:
+        """Return a function that returns the output and the gradients; it does nothing where others wait."""
+        way = self.ways[name]
+        if name == WHOLE and dist.get_rank() > 0:
+            return list
+        *inputs, upper = [x[:, way.own].contiguous() for x in self.whole]
+        return partial(_step, way, inputs, upper)
+
+
+def _step(way: Way, inputs: Sequence[Tensor], upper: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = way.function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
+
+
+def reduced(number: float, by: Any = dist.ReduceOp.MAX) -> float:
+    numbers = torch.tensor([number], dtype=torch.float64)
+    dist.all_reduce(numbers, by)
+    return float(numbers)
+
+
+# ---- times ----
+
+
+def once(step: Callable[[], Any]) -> tuple[float, Any]:
+    dist.barrier()
+    begin = time.perf_counter()
+    result = step()
+    return time.perf_counter() - begin, result
+
+
+def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
+    """Time the steps in alternating turns; a first turn compares the results with those of one process."""
+    rows, times, steps = [], [], [layer.step(name) for name in layer.ways]
+    expected: list[Tensor] = []
+    for name, step in zip(layer.ways, steps, strict=True):
+        took, found = once(step)
+        times.append([reduced(took)])
+        if name == WHOLE:
+            expected = found or [torch.empty_like(layer.whole[i]) for i in (3, 0, 1, 2)]
+            for x in expected:
+                dist.broadcast(x, 0)
+        index = layer.ways[name].own
+        parts = zip(found, expected, strict=False)
+        error = max((float((a - b[:, index]).abs().max()) for a, b in parts), default=0.0)
+        rows.append(Row(tokens, name, 0.0, reduced(error)))
+        del found
+    first = sum(took for (took,) in times)
+    for turn in range(max(3 if first < seconds else 0, min(15, int(seconds / first)))):
+        for step, found in zip(steps, times, strict=True):
+            if turn == 0:
+                found.clear()  # it warmed up
+            found.append(reduced(once(step)[0]))
+    for row, found in zip(rows, times, strict=True):
+        row.step = statistics.median(found)
+    return rows
+
+
+def measure_outside(layer: Layer, rows: list[Row], seconds: float) -> None:
+    shared = [row for row in rows if row.way != WHOLE]
+    with no_kernel():
+        found = timed([layer.step(row.way) for row in shared], seconds)
+    for row, took in zip(shared, found, strict=True):
+        row.outside = reduced(took.median)
+
+
+def measure_balance(layer: Layer, rows: list[Row], seconds: float) -> None:
+    for row in rows:
+        if row.way not in (GATHER, RING):
+            continue
+        step, times, products = layer.step(row.way), [], 0
+        for _ in range(max(1, min(5, int(least(seconds / row.step))))):
+            dist.barrier()
+            with counted() as work:
+                step()
+            times.append(work.seconds)
+            products = work.products
+        row.products, row.seconds = _over_mean(products), _over_mean(min(times))
+
+
+def _over_mean(own: float) -> float:
+    return reduced(own) / (reduced(own, dist.ReduceOp.SUM) / dist.get_world_size())
+
+
+# ---- memory ----
+
+
+def peak(step: Callable[[], Any], turns: int = 3) -> float:
+    """Return by how much this process's memory grows at most, in bytes.
+
+    VmHWM counts memory of the peers that is mapped, too: of shared memory only this process's is added.
+    """
+    step()
+    gc.collect()
+    spar.empty_cache()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before, shared = _status(), spar.memory_stats()["arena.reserved_bytes"]
+    for _ in range(turns):
+        step()
+    after = _status()
+    anonymous = after["VmHWM"] - after["RssShmem"] - after["RssFile"] - before["RssAnon"]
+    return anonymous + spar.memory_stats()["arena.reserved_bytes"] - shared
+
+
+def _status() -> dict[str, int]:
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[0][:3] in ("VmH", "Rss")}
+
+
+def measure_memory(tokens: int, args: Namespace, rows: list[Row]) -> None:
+    layer, world = Layer(tokens, args, args.key_heads), dist.get_world_size()
+    with no_kernel(copies=True):
+        for row in rows:
+            ranks = 1 if row.way == WHOLE else world
+            row.peak = reduced(peak(layer.step(row.way)), dist.ReduceOp.SUM) / ranks
+        for key_heads in (args.heads, 1) if args.heads > 1 else ():
+            layer, sign = Layer(tokens, args, key_heads), 1 if key_heads > 1 else -1
+            for row in rows:
+                if row.way in (GATHER, RING):
+                    found = reduced(peak(layer.step(row.way)), dist.ReduceOp.SUM) / world
+                    row.keys += sign * found * args.heads / (args.heads - 1)
