@@ -107,7 +107,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     modules = dict.fromkeys(_module(item) for item in session.items)
     if any("compile" in item.nodeid for item in session.items):
         PRELOAD.extend(COMPILERS)
-    PRELOAD.extend(name for module in modules for name in getattr(module, "PRELOAD", ()))
+    # test_faults has this list itself
+    named = [name for module in modules for name in getattr(module, "PRELOAD", ())]
+    PRELOAD.extend(name for name in dict.fromkeys(named) if name not in PRELOAD)
     # one worker builds; another that needs a result earlier builds it itself
     if not session.config.option.collectonly and os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         calls = [call for module in modules for call in getattr(module, "PREBUILD", ())]
