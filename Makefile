@@ -22,7 +22,8 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format build wheel clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format \
+	docs build wheel clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +40,7 @@ help:
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
+	@echo 'make docs    build the site of documents into build/site; a broken link fails'
 	@echo 'make build   install spar and what the demo needs into .venv'
 	@echo 'make wheel   build a source distribution, and a wheel from it, into dist'
 	@echo 'make clean   remove .venv and everything built'
@@ -128,6 +130,11 @@ format: .venv/.lint
 	@$(BIN)/clang-format -i $(C_FILES)
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
+# MkDocs and its theme print notices about their successors to a terminal otherwise.
+docs: .venv/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs -q build --strict $(ARGS)
+	@echo 'build/site/index.html'
+
 wheel: $(BIN)/pip
 	@echo 'building dist/'
 	@rm -rf build dist *.egg-info
@@ -154,7 +161,7 @@ build: .venv/.spar
 	@touch $@
 
 # spar's extras; spar itself is already installed.
-.venv/.test .venv/.models .venv/.lint .venv/.mpi: .venv/.%: pyproject.toml | .venv/.spar
+.venv/.test .venv/.models .venv/.lint .venv/.mpi .venv/.docs: .venv/.%: pyproject.toml | .venv/.spar
 	@echo 'installing what make $* needs'
 	@$(PIP) install 'spar-torch[$*]'
 	@touch $@
