@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format build wheel clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format build wheels clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -40,7 +40,7 @@ help:
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make build   install spar and what the demo needs into .venv'
-	@echo 'make wheel   build a source distribution, and a wheel from it, into dist'
+	@echo 'make wheels  build what PyPI takes into dist: a source distribution, and wheels for Linux'
 	@echo 'make clean   remove .venv and everything built'
 
 # One thread per rank: with more, ranks that share a few cores are slower.
@@ -128,11 +128,9 @@ format: .venv/.lint
 	@$(BIN)/clang-format -i $(C_FILES)
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
-wheel: $(BIN)/pip
+wheels: .venv/.release
 	@echo 'building dist/'
-	@rm -rf build dist *.egg-info
-	@$(PIP) install build
-	@log=$$($(BIN)/python -m build 2>&1) || { echo "$$log"; exit 1; }
+	@$(BIN)/python release/wheels.py
 
 clean:
 	rm -rf .venv build dist *.egg-info spar/*.so demo.png .hypothesis .*_cache
@@ -154,7 +152,7 @@ build: .venv/.spar
 	@touch $@
 
 # spar's extras; spar itself is already installed.
-.venv/.test .venv/.models .venv/.lint .venv/.mpi: .venv/.%: pyproject.toml | .venv/.spar
+.venv/.test .venv/.models .venv/.lint .venv/.mpi .venv/.release: .venv/.%: pyproject.toml | .venv/.spar
 	@echo 'installing what make $* needs'
 	@$(PIP) install 'spar-torch[$*]'
 	@touch $@

@@ -65,7 +65,7 @@ def find_missing() -> str | None:
         "Python.h": f"CPython's headers (Python.h, expected in {headers})",
     }
     for header, what in missing.items():
-        probe = [*command, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
+        probe = [*command, f"-I{headers}", "-E", "-x", "c", "-"]
         code = f"#include <{header}>\n" if header else ""
         try:
             done = subprocess.run(probe, input=code, capture_output=True, text=True)
