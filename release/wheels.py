@@ -1,4 +1,4 @@
-"""Build into dist/ what PyPI takes, and check it: a source distribution, and from it a wheel for each system."""
+"""Build into dist/ what PyPI takes, and check it: a source distribution, and wheels made from it."""
 
 from __future__ import annotations
 
