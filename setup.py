@@ -2,6 +2,7 @@
 
 Needs only a C compiler and CPython's headers: no torch, no CUDA. Environment: SPAR_WERROR=1 makes warnings
 errors, SPAR_DEBUG=1 builds without optimisation, SPAR_SANITIZE=address,undefined with those sanitizers.
+SPAR_REPOSITORY is the address that PyPI's page links to: release/description.py.
 """
 
 import os
@@ -90,7 +91,12 @@ def checked(command: type[Command]) -> type[Command]:
     return Checked
 
 
+description = runpy.run_path("release/description.py")["metadata"]
+with open("README.md", encoding="utf-8") as readme:
+    page = description(readme.read(), version, os.environ.get("SPAR_REPOSITORY"))
+
 setup(
+    **page,
     cmdclass={"build": checked(build), "build_ext": checked(build_ext)},
     ext_modules=[
         Extension(

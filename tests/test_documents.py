@@ -16,7 +16,7 @@ import spar
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
-SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "spar", "tests")
+SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "release", "spar", "tests")
 
 
 def test_readme_operations_match_exports() -> None:
