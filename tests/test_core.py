@@ -63,7 +63,7 @@ def build(compiler: str, kind: str) -> Path:
             )
         sources = [FOLDER / "main.c", *sorted(FOLDER.glob("test_*.c"))]
         program = folder / "program"
-        core.compile_core(program, *KINDS[kind], *sources, compiler=compiler, without=INCLUDED)
+        core.compile_core(program, *KINDS[kind], *sources, compiler=[compiler], without=INCLUDED)
 
     return workers.built(f"{compiler}-{kind}", fill) / "program"
 
