@@ -346,7 +346,7 @@ def test_readme_example_runs(world: int, example: Path) -> None:
         done = subprocess.run([*command, example], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 or TEARDOWN in done.stderr, done.stderr
         printed = done.stdout
-    differences = [float(x) for x in re.findall(r"largest difference from one process: (\S+)", printed)]
+    differences = [float(x) for x in re.findall(r"within (\S+) of one process", printed)]
     assert len(differences) == world and max(differences) < 1e-4, printed
 
 
