@@ -131,11 +131,11 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_stage_that_hangs_crashes_or_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    stages = [injected(tmp_path, name, 1 if name == "hangs" else 20) for name in SCRIPTS]
+    stages = [injected(tmp_path, name, 4 if name == "hangs" else 20) for name in SCRIPTS]
     assert bring_up.run(stages, tmp_path / "out", 5, tmp_path) == 1
     found = results(tmp_path / "out")
     assert {name: (result["status"], result["reason"]) for name, result in found.items()} == {
-        "hangs": ("timed out", "killed after 1 s"),
+        "hangs": ("timed out", "killed after 4 s"),
         "crashes": ("crashed", "SIGSEGV"),
         "rank_crashes": ("crashed", "SIGABRT"),
         "fails": ("failed", "wrong bytes"),
@@ -152,7 +152,7 @@ def test_a_stage_that_hangs_crashes_or_fails_does_not_stop_the_others(tmp_path: 
         time.sleep(0.01)
     assert not is_running(int(child[1])), "a stage's child outlived it"
     page = (tmp_path / "out" / "page.md").read_text()
-    assert "| hangs: A stage that hangs | timed out | " in page and "killed after 1 s |" in page
+    assert "| hangs: A stage that hangs | timed out | " in page and "killed after 4 s |" in page
     assert "| crashes: A stage that crashes | crashed | " in page and "| SIGSEGV |" in page
     assert "**wrong**: wrong bytes" in page and "| a | figure |" in page
 
