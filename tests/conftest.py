@@ -110,6 +110,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # test_faults has this list itself
     named = [name for module in modules for name in getattr(module, "PRELOAD", ())]
     PRELOAD.extend(name for name in dict.fromkeys(named) if name not in PRELOAD)
+    gc.freeze()  # what was imported and collected: each full collection would visit it
     # one worker builds; another that needs a result earlier builds it itself
     if not session.config.option.collectonly and os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         calls = [call for module in modules for call in getattr(module, "PREBUILD", ())]
@@ -148,6 +149,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(line.rstrip())
 
 
+def _share_gloo_thread() -> None:
+    """Let the groups of this process share one thread of gloo: each would poll a hundred times a second."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class ProcessGroupGloo(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
+
+
 def _serve(
     rank: int,
     size: int,
@@ -167,6 +184,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that does not answer
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
+    _share_gloo_thread()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     groups: dict[tuple[str, int], dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:

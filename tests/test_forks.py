@@ -74,7 +74,7 @@ def fork_beside_threads(rank: int, folder: Path) -> None:
     threads = [threading.Thread(target=work, daemon=True) for work in (allocate, allocate, read)]
     for thread in threads:
         thread.start()
-    for n in range(200):
+    for n in range(80):
         busy.set()
         time.sleep(0.001)  # the threads are inside spar
         assert in_child(use, 20, busy.clear) == 0, n  # and leave the cores to the child

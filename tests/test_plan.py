@@ -41,7 +41,7 @@ def test_every_op_has_an_inverse() -> None:
 
 
 def for_examples(op: str, check: Callable[[Case], object]) -> None:
-    @settings(EXAMPLES, max_examples=200)
+    @settings(EXAMPLES, max_examples=80)
     @given(cases(op))
     def run(case: Case) -> None:
         check(case)
@@ -72,7 +72,7 @@ def test_random_shapes(op: str, check: Callable[[Case], None]) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @every_op
 def test_world_sizes(op: str, world: int, check: Callable[[Case], None]) -> None:
-    for seed in range(12 if world < 16 else 3):
+    for seed in range(5 if world < 16 else 2):
         check(seeded_case(op, world, seed))
 
 
