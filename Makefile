@@ -22,8 +22,8 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models check test-asan fuzz lint format \
-	docs build wheel clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-aarch64 check test-asan fuzz \
+	lint format docs build wheels clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make test    run all tests, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
+	@echo 'make test-aarch64  run the tests in C for aarch64, under qemu'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   run spar bench: time every operation against others (RANKS=2, ARGS=--help)'
@@ -42,7 +43,7 @@ help:
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make docs    build the site of documents into build/site; a broken link fails'
 	@echo 'make build   install spar and what the demo needs into .venv'
-	@echo 'make wheel   build a source distribution, and a wheel from it, into dist'
+	@echo 'make wheels  build what PyPI takes into dist: a source distribution, and wheels for Linux'
 	@echo 'make clean   remove .venv and everything built'
 
 # One thread per rank: with more, ranks that share a few cores are slower.
@@ -77,6 +78,10 @@ test: build .venv/.test
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
+
+# Debian's qemu-user-static and libc6-arm64-cross run what zig compiles; without them these tests are skipped.
+test-aarch64: build .venv/.test .venv/.release
+	@$(BIN)/pytest -q tests/aarch64 $(ARGS)
 
 # Lint, and the tests with the mark `quick`, which tests/conftest.py assigns.
 check: lint build .venv/.test
@@ -135,11 +140,9 @@ docs: .venv/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs -q build --strict $(ARGS)
 	@echo 'build/site/index.html'
 
-wheel: $(BIN)/pip
+wheels: .venv/.release
 	@echo 'building dist/'
-	@rm -rf build dist *.egg-info
-	@$(PIP) install build
-	@log=$$($(BIN)/python -m build 2>&1) || { echo "$$log"; exit 1; }
+	@$(BIN)/python release/wheels.py
 
 clean:
 	rm -rf .venv build dist *.egg-info spar/*.so demo.png .hypothesis .*_cache
@@ -161,7 +164,7 @@ build: .venv/.spar
 	@touch $@
 
 # spar's extras; spar itself is already installed.
-.venv/.test .venv/.models .venv/.lint .venv/.mpi .venv/.docs: .venv/.%: pyproject.toml | .venv/.spar
+.venv/.test .venv/.models .venv/.lint .venv/.mpi .venv/.docs .venv/.release: .venv/.%: pyproject.toml | .venv/.spar
 	@echo 'installing what make $* needs'
 	@$(PIP) install 'spar-torch[$*]'
 	@touch $@

@@ -2,6 +2,7 @@
 
 Needs only a C compiler and CPython's headers: no torch, no CUDA. Environment: SPAR_WERROR=1 makes warnings
 errors, SPAR_DEBUG=1 builds without optimisation, SPAR_SANITIZE=address,undefined with those sanitizers.
+SPAR_REPOSITORY is the address that PyPI's page links to: release/description.py.
 """
 
 import os
@@ -65,7 +66,7 @@ def find_missing() -> str | None:
         "Python.h": f"CPython's headers (Python.h, expected in {headers})",
     }
     for header, what in missing.items():
-        probe = [*command, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
+        probe = [*command, f"-I{headers}", "-E", "-x", "c", "-"]
         code = f"#include <{header}>\n" if header else ""
         try:
             done = subprocess.run(probe, input=code, capture_output=True, text=True)
@@ -90,7 +91,12 @@ def checked(command: type[Command]) -> type[Command]:
     return Checked
 
 
+description = runpy.run_path("release/description.py")["metadata"]
+with open("README.md", encoding="utf-8") as readme:
+    page = description(readme.read(), version, os.environ.get("SPAR_REPOSITORY"))
+
 setup(
+    **page,
     cmdclass={"build": checked(build), "build_ext": checked(build_ext)},
     ext_modules=[
         Extension(

@@ -1,8 +1,11 @@
-"""setup.py on systems that cannot build spar: three lines that name what to install, no compiler output."""
+"""setup.py: three lines that name what to install where spar cannot be built; the metadata for PyPI."""
 
 from __future__ import annotations
 
+import email
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +71,61 @@ def test_other_systems_are_rejected(tmp_path: Path) -> None:
     assert len(lines) == 3
     assert "spar builds on Linux only: on darwin there is no shared memory transport" in lines[0]
     assert "over torch.distributed" in lines[2]
+
+
+def metadata(folder: Path, **environment: str) -> email.message.Message:
+    """Return the metadata that setup.py writes."""
+    command = [sys.executable, "setup.py", "-q", "dist_info", "--output-dir", str(folder)]
+    variables = {name: value for name, value in os.environ.items() if name != "SPAR_REPOSITORY"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = folder.glob("*.dist-info/METADATA")
+    return email.message_from_string(file.read_text())
+
+
+def links(text: str) -> set[str]:
+    return set(re.findall(r"\]\(([^)]+)\)", re.sub(r"(?s)```.*?```|`[^`\n]+`", "", text)))
+
+
+def test_links_of_the_description_lead_to_the_repository(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    found = metadata(tmp_path, SPAR_REPOSITORY="https://example.org/me/spar/")
+    tag = f"v{found['Version']}"
+    text = str(found.get_payload())
+    assert len(links(text)) == len(links(readme))
+    for link in links(readme):
+        if link.startswith("https:"):
+            continue
+        path = link if not link.startswith("#") else f"README.md{link}"
+        assert (ROOT / path.partition("#")[0]).exists()
+        kind = "raw" if link.endswith(".png") else "blob"
+        assert f"https://example.org/me/spar/{kind}/{tag}/{path}" in links(text)
+    urls = dict(url.split(", ") for url in found.get_all("Project-URL", ()))
+    assert urls["Source"] == "https://example.org/me/spar"
+    assert urls["Changelog"] == f"https://example.org/me/spar/blob/{tag}/CHANGELOG.md"
+
+
+def test_without_a_repository_links_stay_relative(tmp_path: Path) -> None:
+    found = metadata(tmp_path)
+    assert str(found.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert "Project-URL" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](docs/a.md#b)", "[a](R/blob/v1/docs/a.md#b)"),
+        ("[a](./a.md) ![b](c.png)", "[a](R/blob/v1/a.md) ![b](R/raw/v1/c.png)"),
+        ("[a](#b)", "[a](R/blob/v1/README.md#b)"),
+        ("[![a](b.svg)](c.md)", "[![a](R/raw/v1/b.svg)](R/blob/v1/c.md)"),
+        ("[a](https://a.b) [c](mailto:a@b)", "[a](https://a.b) [c](mailto:a@b)"),
+        ("`f[0](x)` [a](b)", "`f[0](x)` [a](R/blob/v1/b)"),
+        ("```\n[a](b)\n```\n[a](b)", "```\n[a](b)\n```\n[a](R/blob/v1/b)"),
+    ],
+)
+def test_rewritten_links(text: str, expected: str) -> None:
+    functions = runpy.run_path(str(ROOT / "release" / "description.py"))
+    assert functions["absolute_links"](text, "R", "v1") == expected

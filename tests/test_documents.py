@@ -22,7 +22,7 @@ import spar.utils
 
 ROOT = Path(__file__).parent.parent
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
-SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "spar", "tests")
+SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "release", "spar", "tests")
 
 
 def test_table_of_operations_matches_exports() -> None:

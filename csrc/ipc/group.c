@@ -11,7 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static const char MAGIC[8] = "spar box";
+static const char MAGIC[8] = {'s', 'p', 'a', 'r', ' ', 'b', 'o', 'x'};
 /* Twice the wake-up latency: with less, two ranks may keep sleeping alternately. */
 static const int64_t SPIN_NS = 200000;
 

@@ -19,7 +19,7 @@ from .member import LOCAL, OVER, SHARED, Member, Transport
 from .transports import CHANNELS, cuda
 
 _log = logging.getLogger("spar")
-_BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE"}
+_BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE", "SPAR_REPOSITORY"}
 
 
 def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:

@@ -45,7 +45,7 @@ static void exchange_packed(member *m, const spar_plan *plan, const spar_call *c
 }
 
 /* One call, run or packed. If one rank's call differs, no output is written. */
-static void call_once(member *m, uint64_t seed)
+static void exchange_once(member *m, uint64_t seed)
 {
     int packed = draw(&seed, 3) == 2, count;
     int differs = !packed && m->world > 1 && draw(&seed, 8) == 0;
@@ -97,7 +97,7 @@ static void *call_often(void *argument)
 {
     member *m = argument;
     for (int round = 0; round < 120; round++)
-        call_once(m, scramble((uint64_t)(round * WORLD + m->world)));
+        exchange_once(m, scramble((uint64_t)(round * WORLD + m->world)));
     return NULL;
 }
 

@@ -292,6 +292,7 @@ static spar_memory *work(rendezvous *m, spar_comm *comm)
     if (m->world == 1)
         return kept;
     fail_together(comm);
+    pthread_barrier_wait(&m->barrier); /* ranks that failed do not wait, and the next call's limit is short */
     if (m->calls % 2) {
         const int64_t invalid[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 64, spar_arena_length() - 127};
         spar_memory *block;

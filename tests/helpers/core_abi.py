@@ -6,7 +6,7 @@ import ctypes
 import enum
 import functools
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -22,7 +22,7 @@ SIDE_PULL = 1
 
 
 def compile_core(
-    output: Path, *options: str | Path, compiler: str = "cc", without: Collection[Path] = ()
+    output: Path, *options: str | Path, compiler: Sequence[str] = ("cc",), without: Collection[Path] = ()
 ) -> None:
     """Compile csrc without its Python binding; `options` are flags and further source files.
 
@@ -31,7 +31,7 @@ def compile_core(
     sources = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name != "python"]
     sources = [path for path in sources if path not in without]
     sources.append(TESTS / "c" / "local.c")
-    command = [compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]
+    command = [*compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

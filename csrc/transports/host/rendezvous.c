@@ -1,4 +1,4 @@
-#include "transports/rendezvous.h"
+#include "transports/host/rendezvous.h"
 
 #include "base/env.h"
 
