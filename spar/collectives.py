@@ -92,8 +92,8 @@ def all_gather(
             to; for a list of tensors: a list. No gradient is recorded.
 
     Returns:
-        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a
-        list. With async_op: a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
+        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors a
+        list. With async_op a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
 
     Raises:
         ValueError: dim is out of range, the sizes or the layout do not match the local size, or `out` does
@@ -171,8 +171,8 @@ def reduce_scatter(
         out: as for `all_gather`.
 
     Returns:
-        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a
-        list. With async_op: a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
+        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors a
+        list. With async_op a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
 
     Raises:
         ValueError: dim is out of range, the sizes or the layout do not match the size of dim, or `out` does

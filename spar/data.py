@@ -252,7 +252,7 @@ def sp_slice_and_pad_input(
         position_ids: `[1, S]`, or None.
 
     Returns:
-        This rank's slice `[B, ceil(S/P)]`, the padded position_ids, and the padding: 0 to P - 1.
+        This rank's slice `[B, ceil(S/P)]`, the padded position_ids, and the padding, 0 to P - 1.
 
     Raises:
         ValueError: input_ids does not have 2 dims, or position_ids has another shape.

@@ -112,8 +112,8 @@ def all_to_all(
             to; for a list of tensors: a list. No gradient is recorded.
 
     Returns:
-        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a
-        list. With async_op: a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
+        `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors a
+        list. With async_op a tuple of that and a `spar.Work`, whose `wait()` raises what ends the exchange.
 
     Raises:
         ValueError: the dims are equal or out of range, the sizes do not match the input, or `out` does not

@@ -178,7 +178,7 @@ class SequenceLayout:
             grad_scale: as for `split_forward_gather_backward`; unscaled by default.
 
         Returns:
-            A view if the shard is contiguous, else a contiguous copy; for a list of tensors: a list.
+            A view if the shard is contiguous, else a contiguous copy; for a list of tensors a list.
         """
         return self._apply("SequenceLayout.shard", x, dim, grad_scale, True)
 
@@ -193,7 +193,7 @@ class SequenceLayout:
             grad_scale: as for `gather_forward_split_backward`; unscaled by default.
 
         Returns:
-            A new contiguous tensor; for a list of tensors: a list.
+            A new contiguous tensor; for a list of tensors a list.
         """
         return self._apply("SequenceLayout.gather", x, dim, grad_scale, False)
 

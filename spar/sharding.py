@@ -80,7 +80,7 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
             `spar.cal_split_sizes`, and a rank's part may be empty.
 
     Returns:
-        `[.., S/P, ..]`: a view of `tensor` if the part is contiguous in it, else a contiguous copy. Without a
+        `[.., S/P, ..]`, a view of `tensor` if the part is contiguous in it, else a contiguous copy. Without a
         group, `tensor` itself.
 
     Raises:
@@ -146,7 +146,7 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
         pad_value: the value of the padding, which has no gradient.
 
     Returns:
-        This rank's part `[.., (S + padding)/P, ..]`, and the padding of the whole tensor: 0 to P - 1.
+        This rank's part `[.., (S + padding)/P, ..]`, and the padding of the whole tensor, 0 to P - 1.
 
     Raises:
         ValueError: `dim` is out of range, or the dtype cannot represent `pad_value`.

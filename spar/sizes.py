@@ -85,7 +85,7 @@ def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) 
         world_size: number of ranks, at least 1.
 
     Returns:
-        An int64 tensor `[world_size, len(sizes)]`: row r holds rank r's local size of each sequence.
+        An int64 tensor `[world_size, len(sizes)]`, whose row r holds rank r's local size of each sequence.
 
     Raises:
         ValueError: a size is negative or not below 2**63, or world_size is not from 1 to 2**20.

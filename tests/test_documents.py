@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -37,14 +39,26 @@ def test_table_of_operations_matches_exports() -> None:
     assert names == functions - not_operations
 
 
-def test_every_public_name_has_its_place_on_an_api_page() -> None:
-    """mkdocs fails if a page names something that does not exist; nothing else notices what no page names."""
+def public_names() -> set[str]:
     modules = [spar, spar.testing, spar.utils, spar.topology, spar.sharding, spar.data, spar.parallel_state]
     modules += [spar.integrations.transformers, spar.integrations.diffusers]
-    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    return {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+
+
+def test_every_public_name_is_on_one_api_page() -> None:
+    """mkdocs fails if a page names something that does not exist, but not if no page names something."""
     pages = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")]
     shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
-    assert sorted(shown) == sorted(public)
+    assert sorted(shown) == sorted(public_names())
+
+
+def test_docstrings_have_no_colon_in_returns() -> None:
+    """The site would show what precedes it as the type."""
+    for name in public_names() - {"spar.__version__"}:
+        value = attrgetter(name.removeprefix("spar."))(spar)
+        for each in (value, *(vars(value).values() if isinstance(value, type) else ())):
+            returns = re.search(r"^Returns:\n((?: .*\n?)+)", inspect.getdoc(each) or "", re.M)
+            assert returns is None or ": " not in returns[1], each
 
 
 def test_figures_are_those_of_their_script() -> None:

@@ -1,33 +1,187 @@
-"""The code of docs/data-parallel.md and docs/packed.md, run on real ranks and compared with one process."""
+"""The Python code of README.md and docs/: each block runs on real ranks, or is listed here with a reason."""
 
 from __future__ import annotations
 
+import functools
 import re
+import socket
+import textwrap
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import Ranks
+from conftest import TRANSPORTS, Ranks
 from helpers.whole_attention import whole_attention
-from test_faults import finish, start
 
 import spar
+from spar.parallel_state import Topology
+from spar.utils import stateless_destroy_torch_distributed_process_group
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+WORLD = 4
+Names = dict[str, Any]
+
+# Blocks that this module only compiles, by page and number: why they do not run here.
+COMPILED_ONLY = {
+    ("README.md", 0): "the five lines of transformers.md",
+    ("README.md", 1): "ends the process group: tests/test_source.py runs it",
+    (
+        "dataloading.md",
+        0,
+    ): "a model of transformers: tests/models/test_transformers_training.py trains by this recipe",
+    (
+        "diffusers.md",
+        0,
+    ): "downloads weights; tests/models/test_diffusers.py makes the same calls with small models",
+    ("diffusers.md", 1): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
+    ("diffusers.md", 2): "compares a model of diffusers: tests/models/test_diffusers.py",
+    ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
+    ("transformers.md", 1): "compares a model of transformers: tests/models/test_transformers.py",
+    ("transformers.md", 2): "a model of transformers: tests/models/test_transformers_training.py",
+    (
+        "transformers.md",
+        3,
+    ): "a Trainer of transformers: tests/models/test_transformers_training.py runs this block",
+}
 
 
-def first_block(page: str) -> str:
-    found = re.search(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
-    assert found
-    return found[1]
+def blocks(page: str) -> list[str]:
+    text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
+    return [textwrap.dedent(code) for code in re.findall(r"^ *```python\n(.*?)^ *```", text, re.M | re.S)]
 
 
-def check_data_parallel(rank: int, folder: Path) -> None:
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    names: dict[str, Any] = {}
-    exec(first_block("data-parallel.md"), names)
+PAGES = {
+    path: blocks(path)
+    for path in (
+        "README.md",
+        *sorted(p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")),
+    )
+}
+RUN = [page for page, code in PAGES.items() if {(page, n) for n in range(len(code))} - set(COMPILED_ONLY)]
+
+
+def test_blocks_compile_and_use_names_that_exist() -> None:
+    for page, code in PAGES.items():
+        for block in code:
+            compile(block, page, "exec")
+            for name in re.findall(r"(?<![\w.])spar((?:\.[A-Za-z_]\w*)+)", block):
+                attrgetter(name[1:])(spar)
+    assert all(n < len(PAGES[page]) for page, n in COMPILED_ONLY), "a block of the list is gone"
+
+
+# ---- what a page's blocks take as given; each block gets its own ----
+
+
+class Small(torch.nn.Module):
+    """Any model: of a token's features, and the modules that the five lines of docs/index.md name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 32)
+        self.qkv = torch.nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.qkv(x)
+
+
+def loss_sum(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1).flatten(1), labels.flatten(), reduction="sum")
+
+
+def of_index(group: dist.ProcessGroup) -> Names:
+    tokens = torch.randint(32, (1, 19), generator=torch.Generator().manual_seed(0))
+    return {"model": Small(), "tokens": tokens, "labels": tokens, "loss_sum": loss_sum}
+
+
+def of_ops(group: dist.ProcessGroup) -> Names:
+    layout = spar.SequenceLayout.zigzag(16, group)
+    q = torch.randn(1, 4, 6, 2)
+    model = Small()
+    return {
+        "q": q,
+        "k": q.clone(),
+        "v": q.clone(),
+        "x": torch.randn(2, 4, 4),
+        "seq": 16,
+        "heads": 6,
+        "layout": layout,
+        "step": 3,
+        "model": model,
+        "batch": torch.randn(2, 32),
+        "project": torch.sin,
+        "attend": lambda q, k, v=None: q,
+        "block": functools.partial(block, group),
+    }
+
+
+def block(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    return spar.all_to_all(spar.all_to_all(x, group, 2, 1).sin(), group, 1, 2)
+
+
+def of_attention(group: dist.ProcessGroup) -> Names:
+    q = torch.randn(1, spar.SequenceLayout.zigzag(18, group).sizes[group.rank()], 2, 4)
+    return {"total": 18, "x": torch.randn(1, 18, 8), "q": q, "k": q, "v": q}
+
+
+def of_gradients(group: dist.ProcessGroup) -> Names:
+    own = spar.cal_split_sizes(10, WORLD)[group.rank()]
+    model = torch.nn.Linear(6, 5)
+    batches = [(torch.randn(1, 3, 6), torch.randint(5, (1, 3))) for _ in range(2)]
+    return {
+        "labels": torch.arange(10)[None] % 5,
+        "logits": torch.randn(1, own, 5, requires_grad=True),
+        "world": group,
+        "model": model,
+        "micro_batches": batches,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+    }
+
+
+def of_topology(group: dist.ProcessGroup) -> Names:
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        return spar.gather_forward_split_backward(tokens.sin(), None, 0).sum()
+
+    return {"model": model, "tokens": torch.randn(3, requires_grad=True)}
+
+
+def of_utils(group: dist.ProcessGroup) -> Names:
+    return {"rank": group.rank(), "world_size": WORLD, "x": torch.randn(1, 2, 4, 3)}
+
+
+def of_packed(group: dist.ProcessGroup) -> Names:
+    generator = torch.Generator().manual_seed(2)
+    names = ("whole_q", "whole_k", "whole_v")
+    return {name: torch.randn(1, 24, 4, 8, generator=generator) for name in names}
+
+
+def of_debugging(group: dist.ProcessGroup) -> Names:
+    return {"x": torch.randn(1, 2, 4, 3)}
+
+
+GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
+    "index.md": of_index,
+    "ops.md": of_ops,
+    "attention.md": of_attention,
+    "gradients.md": of_gradients,
+    "topology.md": of_topology,
+    "utils.md": of_utils,
+    "packed.md": of_packed,
+    "debugging.md": of_debugging,
+}
+
+
+# ---- what a block's results must be, beside raising nothing ----
+
+
+def check_data_parallel(names: Names) -> None:
+    """Two samples, each over two ranks, have the loss and the gradients of one process with both."""
+    alone = [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
     torch.manual_seed(0)
     model = names["Model"]()
     samples = torch.randint(100, (2, 1, 34), generator=torch.Generator().manual_seed(1)).flatten(0, 1)
@@ -37,19 +191,9 @@ def check_data_parallel(rank: int, folder: Path) -> None:
     torch.testing.assert_close(names["loss"].detach(), loss.detach(), atol=1e-6, rtol=1e-6)
     for found, expected in zip(names["model"].parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, atol=1e-6, rtol=1e-5)
-    dist.barrier()
 
 
-def test_data_parallel_guide(tmp_path: Path) -> None:
-    assert finish(start(check_data_parallel, 4, tmp_path), 120) == [0] * 4
-
-
-def check_packed(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    generator = torch.Generator().manual_seed(2)
-    names: dict[str, Any] = {"group": group}
-    for name in ("whole_q", "whole_k", "whole_v"):
-        names[name] = torch.randn(1, 24, 4, 8, generator=generator)
-    exec(first_block("packed.md"), names)
+def check_packed(names: Names) -> None:
     starts = [0, 5, 17, 17]
     for begin, length in zip(starts, names["lengths"], strict=True):
         document = slice(begin, begin + length)
@@ -60,5 +204,63 @@ def check_packed(rank: int, world: int, group: dist.ProcessGroup) -> None:
     assert torch.equal(names["positions"], places[names["layout"].index()])
 
 
-def test_packed_guide(pool: Ranks) -> None:
-    pool(2, check_packed)
+def check_index(names: Names) -> None:
+    """The loss is that of one process."""
+    whole = of_index(names["group"])["tokens"]
+    q, k, v = names["model"].qkv(names["model"].embedding(whole)).unflatten(2, (12, 8)).chunk(3, 2)
+    total = loss_sum(whole_attention(q, k, v, causal=True), whole)
+    torch.testing.assert_close(names["loss"], total / whole.numel())
+
+
+def check_utils(names: Names) -> None:
+    assert names["settings"] == {"layers": 32} and names["y"].shape == (1, 2 * WORLD, 1, 3)
+    names["group_of_objects"].barrier()
+    stateless_destroy_torch_distributed_process_group(names["group"])
+
+
+CHECKS = {
+    ("data-parallel.md", 0): check_data_parallel,
+    ("packed.md", 0): check_packed,
+    ("index.md", 0): check_index,
+    ("utils.md", 0): check_utils,
+}
+
+
+def run_page(rank: int, world: int, group: dist.ProcessGroup, page: str, ports: list[int]) -> None:
+    """Run the blocks of a page, each in its own topology, with the names that the page takes as given."""
+    import torch._dynamo.testing  # takes seconds, so only one rank compiles
+
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = functools.partial(torch.compile, backend=graphs) if rank == 0 else lambda **_: lambda f: f
+    for number, code in enumerate(PAGES[page]):
+        if (page, number) in COMPILED_ONLY:
+            continue
+        code = code.replace('dist.init_process_group("gloo")\n', "").replace("10.0.0.5", "127.0.0.1")
+        for written, port in zip(("29600", "29601"), ports, strict=True):
+            code = code.replace(written, str(port))
+        torch.manual_seed(0)
+        names: Names = {"spar": spar, "torch": torch, "dist": dist, "F": F, "group": group, "rank": rank}
+        names |= GIVEN.get(page, lambda group: {})(group)
+        with Topology(), mock.patch("torch.compile", compiled):
+            exec(compile(code, f"{page}, block {number}", "exec"), names)
+        if (page, number) in CHECKS:
+            CHECKS[page, number](names)
+    assert graphs.frame_count == (2 if page == "compile.md" and rank == 0 else 0)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """A world of four ranks: guides also use WORLD, which is all of a pool."""
+    ranks = Ranks(worlds=(WORLD,))
+    ranks.transport = TRANSPORTS[0]
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_code_of_page_runs(four: Ranks, page: str) -> None:
+    with socket.socket() as first, socket.socket() as second:
+        for free in (first, second):
+            free.bind(("127.0.0.1", 0))
+        ports = [first.getsockname()[1], second.getsockname()[1]]
+    four(WORLD, run_page, page, ports)

@@ -47,15 +47,13 @@ class Figure:
         if rank is not None:
             self.text(x + w / 2, y + CELL / 2 + 5, str(rank) if label is None else label, "in")
 
-    def grid(
-        self, x: float, y: float, rows: int, columns: int, owner: Owner, label: str | None = None
-    ) -> None:
+    def grid(self, x: float, y: float, rows: int, columns: int, owner: Owner) -> None:
         for row in range(rows):
             for column in range(columns):
-                self.cell(x + column * CELL, y + row * CELL, owner(row, column), label)
+                self.cell(x + column * CELL, y + row * CELL, owner(row, column))
 
     def arrow(self, x: float, y: float, length: float, name: str, *shapes: str) -> None:
-        """An arrow to the right, with the operation above it and the shapes below."""
+        """Draw an arrow to the right, with the operation above it and the shapes below."""
         end = x + length
         self.parts.append(f'<line x1="{x:g}" y1="{y:g}" x2="{end - 9:g}" y2="{y:g}" class="line"/>')
         self.parts.append(f'<path d="M{end:g} {y:g} l-10 -5 v10 z" class="tip"/>')

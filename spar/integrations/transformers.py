@@ -80,7 +80,7 @@ def shard(
             the model has dropout. The hash copies the batch to the CPU.
 
     Returns:
-        The arguments: this rank's shards, position_ids of the whole sequence, masks over the whole sequence,
+        A dict of this rank's shards, position_ids of the whole sequence, masks over the whole sequence,
         shifted labels, num_items_in_batch, `layout` and `method`. use_cache is False.
 
     Raises:

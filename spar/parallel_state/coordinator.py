@@ -183,7 +183,8 @@ class GroupCoordinator(Endpoint):
         Args:
             tensor_dict: the dict on rank src; not used on the others.
             src: the source rank.
-            group, metadata_group: not used; the coordinator's own groups are.
+            group: not used; the coordinator's own groups are.
+            metadata_group: likewise.
         """
         is_src = self.rank_in_group == self._check_rank("src", src)
         if self.world_size == 1:

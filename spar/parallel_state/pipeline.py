@@ -65,7 +65,8 @@ class PipelineGroupCoordinator(GroupCoordinator):
 
         Args:
             tensor: the tensor; it must have the dtype and shape of the previous one of this name.
-            name, segment_idx: what the next stage receives it under.
+            name: what the next stage receives it under.
+            segment_idx: the same, beside the name.
 
         Returns:
             A handle; wait for it before you change the tensor. You may discard it.

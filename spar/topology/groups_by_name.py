@@ -81,7 +81,11 @@ def _getters(name: str) -> _Getters:
 
 
 class ParallelState:
-    """This rank's groups by name (NAMES); a name without a group has size 1, rank 0. From MindSpeed-MM."""
+    """This rank's groups by name (NAMES); a name without a group has size 1, rank 0. From MindSpeed-MM.
+
+    For X = dp, cp, tp, ulysses, ring, edp, efsdp and ep there are also get_X_group, get_X_group_size,
+    get_X_rank, get_X_device_mesh and is_X_enable.
+    """
 
     def __init__(
         self,
@@ -115,16 +119,18 @@ class ParallelState:
         return self._meshes.get(name)
 
     def get_group(self, name: str) -> dist.ProcessGroup | None:
+        """Return this rank's group of a name, or None if there is no such group."""
         name = self._resolve_alias(name)
         mesh = self._meshes.get(name)
         return self._groups.get(name) if mesh is None else mesh.get_group()
 
     def get_group_size(self, name: str) -> int:
+        """Return the number of ranks of the group; 1 if there is none."""
         group = self.get_group(name)
         return 1 if group is None else group.size()
 
     def get_rank(self, name: str) -> int:
-        """Return this rank's rank in the group."""
+        """Return this rank's rank in the group; 0 if there is none."""
         group = self.get_group(name)
         return 0 if group is None else group.rank()
 
@@ -145,6 +151,7 @@ class ParallelState:
         return self.get_group("fsdp")
 
     def get_fsdp_rank(self) -> int:
+        """Return the rank in `get_fsdp_group()`: the index of this rank's shard of the parameters."""
         return self.get_rank("fsdp")
 
     def get_hsdp_group(self) -> dist.ProcessGroup | None:
@@ -152,6 +159,7 @@ class ParallelState:
         return self.get_group("hsdp")
 
     def get_hsdp_group_size(self) -> int:
+        """Return the number of ranks that hold the parameters, over all replicas."""
         return self.get_group_size("hsdp")
 
     def get_hsdp_device_mesh(self) -> DeviceMesh | None:
