@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-aarch64 check test-asan fuzz lint format build wheels clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-platforms check test-asan fuzz lint format build wheels clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -30,7 +30,7 @@ help:
 	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make test    run all tests, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
-	@echo 'make test-aarch64  run the tests in C for aarch64, under qemu'
+	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   run spar bench: time every operation against others (RANKS=2, ARGS=--help)'
@@ -77,9 +77,9 @@ test: build .venv/.test
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
 
-# Debian's qemu-user-static and libc6-arm64-cross run what zig compiles; without them these tests are skipped.
-test-aarch64: build .venv/.test .venv/.release
-	@$(BIN)/pytest -q tests/aarch64 $(ARGS)
+# zig compiles for aarch64 and macOS; Debian's qemu-user-static and libc6-arm64-cross run what is for aarch64.
+test-platforms: build .venv/.test .venv/.release
+	@$(BIN)/pytest -n $(WORKERS) -q tests/platforms $(ARGS)
 
 # Lint, and the tests with the mark `quick`, which tests/conftest.py assigns.
 check: lint build .venv/.test

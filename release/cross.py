@@ -53,7 +53,7 @@ def headers() -> Path:
 def environment(target: Target) -> dict[str, str]:
     cc = " ".join(compiler(target))
     return {
-        "CC": f"{cc} -I{headers()}",
+        "CC": f"{cc} -fno-sanitize=undefined -I{headers()}",  # by default zig sanitizes what is not optimized
         "LDSHARED": f"{cc} -shared {target.link}",
         "_PYTHON_HOST_PLATFORM": target.platform,
     }
