@@ -22,7 +22,8 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-platforms check test-asan fuzz lint format build wheels clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-platforms check test-asan fuzz \
+	lint format docs build wheels clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +41,7 @@ help:
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
 	@echo 'make format  let clang-format and ruff rewrite the files'
+	@echo 'make docs    build the site of documents into build/site; a broken link fails'
 	@echo 'make build   install spar and what the demo needs into .venv'
 	@echo 'make wheels  build what PyPI takes into dist: a source distribution, and wheels for Linux'
 	@echo 'make clean   remove .venv and everything built'
@@ -133,6 +135,11 @@ format: .venv/.lint
 	@$(BIN)/clang-format -i $(C_FILES)
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
+# MkDocs and its theme print notices about their successors to a terminal otherwise.
+docs: .venv/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs -q build --strict $(ARGS)
+	@echo 'build/site/index.html'
+
 wheels: .venv/.release
 	@echo 'building dist/'
 	@$(BIN)/python release/wheels.py
@@ -157,7 +164,7 @@ build: .venv/.spar
 	@touch $@
 
 # spar's extras; spar itself is already installed.
-.venv/.test .venv/.models .venv/.lint .venv/.mpi .venv/.release: .venv/.%: pyproject.toml | .venv/.spar
+.venv/.test .venv/.models .venv/.lint .venv/.mpi .venv/.docs .venv/.release: .venv/.%: pyproject.toml | .venv/.spar
 	@echo 'installing what make $* needs'
 	@$(PIP) install 'spar-torch[$*]'
 	@touch $@

@@ -5,8 +5,8 @@
  *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
  *   transports/  move the bytes
  *     transport     the interface, the ordered table, the choice
- *     host/         how ranks on one host exchange their mailboxes (rendezvous); pushes into the peers'
- *                   outputs in shared memory (shm)
+ *     host/         ranks of one host exchange their mailboxes (rendezvous), and push into the peers' outputs
+ *                   in shared memory (shm)
  *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
  *                   staging buffers and side streams (pipeline), comparison of calls (call_ring), errors and
  *                   deadlines on GPUs (watchdog)

@@ -167,7 +167,8 @@ def reduce_scatter(
         sizes: one size of `dim` for each rank, at least 0, that sum to its size. By default those of
             `cal_split_sizes`. For a list of tensors: a list with one such entry, or None, for each.
         layout: how a sequence lies on the ranks, instead of sizes: the input is in natural order.
-        async_op, out: as for `all_gather`.
+        async_op: as for `all_gather`.
+        out: as for `all_gather`.
 
     Returns:
         `out`, or a new contiguous tensor; `input_` itself in a group of one rank. For a list of tensors: a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,16 +13,20 @@ from pathlib import Path
 import pytest
 
 import spar
+import spar.integrations.diffusers
+import spar.integrations.transformers
+import spar.testing
+import spar.utils
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "release", "spar", "tests")
 
 
-def test_readme_operations_match_exports() -> None:
-    """The README's table lists exactly spar's operations, by their full names."""
-    table = README.split("| operation | forward | backward |")[1].split("\n\n")[0]
+def test_table_of_operations_matches_exports() -> None:
+    """The table of docs/operations.md lists exactly spar's operations, by their full names."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text.split("| operation | forward | backward |")[1].split("\n\n")[0]
     names = set(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
     not_operations = {"transport", "init", "close", "empty_cache", "memory_stats", "Transport"}
     functions = {
@@ -30,6 +35,22 @@ def test_readme_operations_match_exports() -> None:
         if callable(getattr(spar, name)) and not isinstance(getattr(spar, name), type)
     }
     assert names == functions - not_operations
+
+
+def test_every_public_name_has_its_place_on_an_api_page() -> None:
+    """mkdocs fails if a page names something that does not exist; nothing else notices what no page names."""
+    modules = [spar, spar.testing, spar.utils, spar.topology, spar.sharding, spar.data, spar.parallel_state]
+    modules += [spar.integrations.transformers, spar.integrations.diffusers]
+    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    pages = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")]
+    shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
+    assert sorted(shown) == sorted(public)
+
+
+def test_figures_are_those_of_their_script() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "_site" / "figures.py"))
+    figures = {f"{figure.name}.svg": figure.write() for figure in (draw() for draw in script["FIGURES"])}
+    assert figures == {path.name: path.read_text() for path in (ROOT / "docs" / "figures").iterdir()}
 
 
 def fastest_and_slowest(table: str) -> tuple[float, float]:

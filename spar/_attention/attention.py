@@ -87,7 +87,8 @@ def attention(
             of queries with the keys that the run may attend to; with `causal` those up to the run's last
             query, as flash_attn aligns them. Or the name of a kernel that returns a log-sum-exp, which each
             method can use: docs/attention.md lists them. None: torch's for ulysses, else the first that can.
-        seq_dim, head_dim: where S and H are, among the first three dims; k, v and the output are alike.
+        seq_dim: where S is, among the first three dims of q, k, v and the output.
+        head_dim: where H is, likewise.
 
     Returns:
         A contiguous tensor `[B, S_local, H, E]`.

@@ -97,9 +97,12 @@ def init_parallel_state(
     Args:
         data_parallel_size: data-parallel size, dp_replicate * dp_shard.
         fully_shard_parallel_size: ranks that shard one copy of the parameters, context-parallel ones too.
-        tensor_parallel_size, ring_attention_size, ulysses_parallel_size: sizes of tp, ring and ulysses.
-        expert_parallel_size, expert_fully_shard_parallel_size, expert_data_parallel_size: sizes of ep, efsdp
-            and edp.
+        tensor_parallel_size: the size of tp.
+        ring_attention_size: the size of ring.
+        ulysses_parallel_size: the size of ulysses.
+        expert_parallel_size: the size of ep.
+        expert_fully_shard_parallel_size: the size of efsdp.
+        expert_data_parallel_size: the size of edp.
 
     Returns:
         The parallel state, which `get_parallel_state` returns from now on.

@@ -63,7 +63,9 @@ def init_distributed_environment(
     """Initialize torch.distributed, unless it is initialized, and the world group. From vLLM-Omni.
 
     Args:
-        world_size, rank, distributed_init_method: passed on to torch.distributed.init_process_group.
+        world_size: the number of ranks, or -1: passed on to torch.distributed.init_process_group.
+        rank: this process's rank, or -1, likewise.
+        distributed_init_method: the `init_method`, likewise.
         local_rank: this process's rank on its host. Default: LOCAL_RANK with env://, else the rank.
         backend: default gloo for CPU tensors, and nccl for CUDA tensors if CUDA is available.
 
@@ -186,7 +188,8 @@ def set_seq_parallel_pg(
     """Make the ulysses and ring groups inside each sequence group. Collective. From vLLM-Omni.
 
     Args:
-        sp_ulysses_degree, sp_ring_degree: the sizes of the ulysses and ring groups.
+        sp_ulysses_degree: the size of the ulysses groups.
+        sp_ring_degree: the size of the ring groups.
         rank: this process's global rank.
         world_size: the world size, a multiple of sp_ulysses_degree * sp_ring_degree.
         use_ulysses_low: if True, ulysses groups are contiguous in their sequence group and ring groups are
@@ -253,11 +256,13 @@ def initialize_model_parallel(
     and [0, 1].
 
     Args:
-        data_parallel_size, cfg_parallel_size, tensor_parallel_size, pipeline_parallel_size: sizes of these
-            dims.
+        data_parallel_size: the size of the data dim.
+        cfg_parallel_size: the size of the guidance dim.
         sequence_parallel_size: must be ulysses_degree * ring_degree, the default.
-        ulysses_degree, ring_degree: sizes of the ulysses groups, contiguous in a sequence group, and of the
-            ring groups, strided in it.
+        ulysses_degree: the size of the ulysses groups, contiguous in a sequence group.
+        ring_degree: the size of the ring groups, strided in a sequence group.
+        tensor_parallel_size: the size of the tensor dim.
+        pipeline_parallel_size: the number of pipeline stages.
         fully_shard_degree: consecutive ranks that shard one copy of the parameters. If all other sizes are 1,
             the data-parallel size becomes fully_shard_degree * hsdp_replicate_size.
         hsdp_replicate_size: replicas of the parameters in that case; else unused.

@@ -63,7 +63,11 @@ class RankGenerator:
     """Rank groups of a layout of orthogonal dims, the first dim in `order` fastest. From vLLM-Omni.
 
     Args:
-        tp, sp, pp, cfg, dp: sizes of the tensor, sequence, pipeline, guidance and data dims.
+        tp: the size of the tensor dim.
+        sp: the size of the sequence dim.
+        pp: the size of the pipeline dim.
+        cfg: the size of the guidance dim.
+        dp: the size of the data dim.
         fs: size of the fully-sharded groups: runs of consecutive ranks, independent of the order. A str here
             is the order, because callers of vLLM-Omni pass it in this position.
         order: dims joined by "-". Omitted dims must have size 1 and are appended.

@@ -11,8 +11,10 @@ class SequenceParallelGroupCoordinator(GroupCoordinator):
     """A sequence group with its ulysses and ring groups. From vLLM-Omni.
 
     Args:
-        group_ranks, local_rank, torch_distributed_backend: as for GroupCoordinator.
-        ulysses_group, ring_group: this rank's groups, as made by `set_seq_parallel_pg`.
+        group_ranks: as for GroupCoordinator.
+        local_rank: as for GroupCoordinator.
+        torch_distributed_backend: as for GroupCoordinator.
+        **kwargs: ulysses_group and ring_group, this rank's groups, as made by `set_seq_parallel_pg`.
 
     Attributes:
         ulysses_group, ulysses_world_size, ulysses_rank: the group for all-to-all attention.
