@@ -22,16 +22,17 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-aarch64 check test-asan fuzz \
-	lint format docs build wheels clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-platforms check test-asan fuzz \
+	lint format docs build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
 	@echo 'make check   lint and the quick tests (under a minute)'
+	@echo 'make smoke   run spar check: every operation on two ranks'
 	@echo 'make test    run all tests, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
-	@echo 'make test-aarch64  run the tests in C for aarch64, under qemu'
+	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   run spar bench: time every operation against others (RANKS=2, ARGS=--help)'
@@ -39,11 +40,12 @@ help:
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups'
-	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy and codespell'
+	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy, codespell and zizmor'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make docs    build the site of documents into build/site; a broken link fails'
 	@echo 'make build   install spar and what the demo needs into .venv'
 	@echo 'make wheels  build what PyPI takes into dist: a source distribution, and wheels for Linux'
+	@echo 'make ci      run .ci/run: all checks, as root on Debian'
 	@echo 'make clean   remove .venv and everything built'
 
 # One thread per rank: with more, ranks that share a few cores are slower.
@@ -79,9 +81,13 @@ test: build .venv/.test
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
 
-# Debian's qemu-user-static and libc6-arm64-cross run what zig compiles; without them these tests are skipped.
-test-aarch64: build .venv/.test .venv/.release
-	@$(BIN)/pytest -q tests/aarch64 $(ARGS)
+# zig compiles for aarch64 and macOS; Debian's qemu-user-static and libc6-arm64-cross run what is for aarch64.
+test-platforms: build .venv/.test .venv/.release
+	@$(BIN)/pytest -n $(WORKERS) -q tests/platforms $(ARGS)
+
+# Every operation against plain torch, on two ranks: what a new system must pass first.
+smoke: build
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m spar check $(ARGS)
 
 # Lint, and the tests with the mark `quick`, which tests/conftest.py assigns.
 check: lint build .venv/.test
@@ -104,7 +110,7 @@ fuzz:
 	@fuzz/run $(SECONDS)
 
 # Each tool is a target, which .pre-commit-config.yaml also names; two run at a time.
-LINTERS := lint-c lint-tidy lint-python lint-types lint-spelling
+LINTERS := lint-c lint-tidy lint-python lint-types lint-spelling lint-workflows
 .PHONY: $(LINTERS)
 lint: .venv/.lint
 	@$(MAKE) --no-print-directory -j2 --output-sync=target $(LINTERS)
@@ -131,6 +137,14 @@ lint-types:
 lint-spelling:
 	@echo 'codespell'; $(BIN)/codespell
 
+# zizmor looks for expressions that could be injected, too wide permissions and actions that are not pinned.
+SCHEMA = $(BIN)/check-jsonschema -q --builtin-schema vendor.github
+lint-workflows:
+	@echo 'check-jsonschema, zizmor'; \
+	$(SCHEMA)-workflows .github/workflows/*.yml && $(SCHEMA)-issue-config .github/ISSUE_TEMPLATE/config.yml && \
+	$(SCHEMA)-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml && \
+	$(BIN)/zizmor --offline --quiet .github
+
 format: .venv/.lint
 	@$(BIN)/clang-format -i $(C_FILES)
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
@@ -143,6 +157,9 @@ docs: .venv/.docs
 wheels: .venv/.release
 	@echo 'building dist/'
 	@$(BIN)/python release/wheels.py
+
+ci:
+	@.ci/run
 
 clean:
 	rm -rf .venv build dist *.egg-info spar/*.so demo.png .hypothesis .*_cache

@@ -19,7 +19,15 @@ from setuptools.command.build_ext import build_ext
 from distutils.ccompiler import new_compiler  # isort: skip  # setuptools', which is imported by now
 from distutils.sysconfig import customize_compiler  # isort: skip
 
-SOURCES = sorted(glob("csrc/**/*.c", recursive=True))
+# The folders of csrc that are built for Linux only, and what other systems have instead: the same functions,
+# which say that there is no shared memory. The system is the target's: release/cross.py.
+SYSTEM = sysconfig.get_platform().partition("-")[0]
+LINUX = {"csrc/ipc", "csrc/transports/host", "csrc/transports/nccl"}
+NOT_LINUX = {"csrc/not_linux"}
+LEFT_OUT = NOT_LINUX if SYSTEM == "linux" else LINUX
+SOURCES = [
+    path for path in sorted(glob("csrc/**/*.c", recursive=True)) if os.path.dirname(path) not in LEFT_OUT
+]
 
 # -ffp-contract=off: a scale must round exactly as torch rounds it.
 # -fno-strict-aliasing: tensors of any dtype are copied through integer types.
@@ -46,11 +54,14 @@ if limited_api:
     macros.append(("Py_LIMITED_API", "0x030A0000"))
     options["bdist_wheel"] = {"py_limited_api": "cp310"}
 
-PACKAGES = f"""\
+PACKAGES = {
+    "linux": f"""\
     Debian, Ubuntu: apt-get install gcc libc6-dev python{sys.version_info[0]}.{sys.version_info[1]}-dev
-    Fedora, RHEL:   dnf install gcc python3-devel"""
-LINUX_ONLY = f"""\
-spar builds on Linux only: on {sys.platform} there is no shared memory transport (memfd, futex).
+    Fedora, RHEL:   dnf install gcc python3-devel""",
+    "macosx": "    macOS: xcode-select --install",
+}
+UNSUPPORTED = f"""\
+spar builds on Linux and macOS, not for {sysconfig.get_platform()}.
     Build it on Linux, or in a Linux container. There its operations run over shared memory,
     and between hosts over torch.distributed."""
 
@@ -82,10 +93,10 @@ def checked(command: type[Command]) -> type[Command]:
 
     class Checked(command):
         def run(self) -> None:
-            if sys.platform != "linux":
-                raise SystemExit(LINUX_ONLY)
+            if SYSTEM not in ("linux", "macosx"):
+                raise SystemExit(UNSUPPORTED)
             if missing := find_missing():
-                raise SystemExit(f"spar needs {missing}\n{PACKAGES}")
+                raise SystemExit(f"spar needs {missing}\n{PACKAGES[SYSTEM]}")
             super().run()
 
     return Checked

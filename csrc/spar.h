@@ -16,6 +16,7 @@
  *     group, mailbox, wait                        the order of a group's calls, publishing, waiting, aborting
  *     last_call     each process's newest call, for messages
  *     affinity      SPAR_AFFINITY=1: balances ranks over cores
+ *   not_linux/   what other systems build in place of ipc/, transports/host/ and transports/nccl/
  *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a
  *                copy scales; sum.def, those that are summed
  *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats and instruction sets

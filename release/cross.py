@@ -44,16 +44,18 @@ def headers() -> Path:
     Debian's pyconfig.h includes one of the target's architecture, which this machine lacks. This machine's is
     as good, because the limited API depends on the sizes of C's types alone.
     """
-    folder = BUILD / f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    shutil.copytree(sysconfig.get_path("include"), folder, dirs_exist_ok=True)
-    shutil.copy(sysconfig.get_config_h_filename(), folder / "pyconfig.h")
+    include = Path(sysconfig.get_path("include"))
+    folder = BUILD / include.name
+    shutil.copytree(include, folder, dirs_exist_ok=True)
+    own = include.parent / str(sysconfig.get_config_var("MULTIARCH")) / include.name / "pyconfig.h"
+    shutil.copy(own if own.exists() else sysconfig.get_config_h_filename(), folder / "pyconfig.h")
     return folder
 
 
 def environment(target: Target) -> dict[str, str]:
     cc = " ".join(compiler(target))
     return {
-        "CC": f"{cc} -I{headers()}",
+        "CC": f"{cc} -fno-sanitize=undefined -I{headers()}",  # by default zig sanitizes what is not optimized
         "LDSHARED": f"{cc} -shared {target.link}",
         "_PYTHON_HOST_PLATFORM": target.platform,
     }

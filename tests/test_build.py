@@ -19,12 +19,12 @@ PACKAGES = [
 ]
 
 
-def rejected_build(tmp_path: Path, *python: str, command: str = "build_ext", **environment: str) -> list[str]:
+def rejected_build(tmp_path: Path, *, command: str = "build_ext", **environment: str) -> list[str]:
     """Return the lines that setup.py prints; check that it builds nothing."""
     folders = {"build": ["--build-base"], "build_ext": ["--build-lib", "--build-temp"]}[command]
     arguments = [command, *(item for option in folders for item in (option, str(tmp_path / "built")))]
     done = subprocess.run(
-        [sys.executable, *(python or ("setup.py",)), "-q", *arguments],
+        [sys.executable, "setup.py", "-q", *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
@@ -66,11 +66,16 @@ def test_missing_headers_are_reported(tmp_path: Path, without: str, what: str) -
 
 
 def test_other_systems_are_rejected(tmp_path: Path) -> None:
-    code = "import runpy, setuptools.command.build_ext, sys; sys.platform = 'darwin'; "
-    lines = rejected_build(tmp_path, "-c", code + "sys.argv[0] = 'setup.py'; runpy.run_path('setup.py')")
+    lines = rejected_build(tmp_path, _PYTHON_HOST_PLATFORM="win-amd64")
     assert len(lines) == 3
-    assert "spar builds on Linux only: on darwin there is no shared memory transport" in lines[0]
+    assert lines[0] == "spar builds on Linux and macOS, not for win-amd64."
     assert "over torch.distributed" in lines[2]
+
+
+def test_missing_compiler_is_reported_on_macos(tmp_path: Path) -> None:
+    lines = rejected_build(tmp_path, CC="/nonexistent", _PYTHON_HOST_PLATFORM="macosx-11.0-arm64")
+    assert lines[0].startswith("spar needs a C compiler")
+    assert lines[1:] == ["    macOS: xcode-select --install"]
 
 
 def metadata(folder: Path, **environment: str) -> email.message.Message:

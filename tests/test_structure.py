@@ -12,7 +12,7 @@ SPAR = ROOT / "spar"
 
 # Folders of csrc, lowest first ("." is the root). A file includes headers of its own folder or lower.
 FOLDERS = ["base", "ops", "plan", "devices", "devices/cpu", "devices/cuda"]
-FOLDERS += ["ipc", "transports", "transports/host", "transports/nccl", ".", "python"]
+FOLDERS += ["ipc", "transports", "transports/host", "transports/nccl", "not_linux", ".", "python"]
 
 
 def includes(path: Path) -> list[Path]:

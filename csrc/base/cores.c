@@ -3,11 +3,21 @@
 #include "base/cgroup.h"
 
 #include <sched.h>
+#include <unistd.h>
+
+static int available(void)
+{
+#ifdef __linux__
+    cpu_set_t cpus;
+    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0)
+        return CPU_COUNT(&cpus);
+#endif
+    return (int)sysconf(_SC_NPROCESSORS_ONLN);
+}
 
 int spar_cores(void)
 {
-    cpu_set_t cpus;
-    int cores = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
+    int cores = available();
     int64_t quota = spar_cgroup_cores("");
     return quota < cores ? (int)quota : cores;
 }

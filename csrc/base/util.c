@@ -45,6 +45,18 @@ int spar_lists(const char *words, char separator, const char *word)
     return 0;
 }
 
+#ifdef __APPLE__ /* no condition variable has a clock, but one can wait for a duration */
+void spar_cond_init(pthread_cond_t *cond)
+{
+    pthread_cond_init(cond, NULL);
+}
+
+int spar_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t ns)
+{
+    const struct timespec time = {ns / 1000000000, ns % 1000000000};
+    return pthread_cond_timedwait_relative_np(cond, lock, &time);
+}
+#else
 void spar_cond_init(pthread_cond_t *cond)
 {
     pthread_condattr_t attributes;
@@ -60,6 +72,7 @@ int spar_cond_wait(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t ns)
     const struct timespec time = {until / 1000000000, until % 1000000000};
     return pthread_cond_timedwait(cond, lock, &time);
 }
+#endif
 
 int spar_thread_start(void *(*work)(void *context), void *context)
 {

@@ -24,7 +24,7 @@ static inline uint64_t spar_hash(uint64_t hash, int64_t word)
     return hash ^ hash >> 32;
 }
 
-/* A condition variable whose timed waits use CLOCK_MONOTONIC. */
+/* A condition variable whose timed waits do not depend on the wall clock. */
 void spar_cond_init(pthread_cond_t *cond);
 
 /* Waits until spar_now_ns() + `ns` at most, and returns what pthread_cond_timedwait does. */

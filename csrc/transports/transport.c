@@ -25,9 +25,7 @@ static int torch_serves(const spar_peer_info *info, int world, int first_rank, c
 /* Python moves the bytes: spar/_runtime/transports/torch.py. */
 static const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves};
 
-#ifdef __linux__
 extern const spar_transport spar_transport_shm, spar_transport_nccl;
-#endif
 #ifdef SPAR_LOCAL
 extern const spar_transport spar_transport_local;
 #endif
@@ -36,10 +34,7 @@ const spar_transport *const spar_transports[] = {
 #ifdef SPAR_LOCAL
     &spar_transport_local,
 #endif
-#ifdef __linux__
-    &spar_transport_shm,   &spar_transport_nccl,
-#endif
-    &spar_transport_torch, NULL,
+    &spar_transport_shm,   &spar_transport_nccl, &spar_transport_torch, NULL,
 };
 
 void spar_peer_info_read(spar_peer_info *info)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from typing import Any
 
 from . import devices, machine
 from .machine import Facts
@@ -45,7 +44,7 @@ def sections(facts: Facts) -> list[str]:
     parts = {
         "Versions": _versions(facts["versions"]),
         "Processor": _processor(facts["processor"]),
-        "Memory": _memory(facts["memory"], facts["settings"]["variables"]["SPAR_ARENA_MAX"]["value"]),
+        "Memory": _memory(facts["memory"], _shared_text(facts)),
         "GPUs": _gpus(facts["gpus"]),
         "Libraries for CUDA tensors": _libraries(facts["libraries"]),
         "Settings": _settings(facts["settings"]),
@@ -80,7 +79,7 @@ def _processor(facts: Facts) -> Rows:
     ]
 
 
-def _memory(facts: Facts, arena_cap: Any) -> Rows:
+def _memory(facts: Facts, shared: str) -> Rows:
     host = [f"{size_text(facts[name])} {name}" for name in ("total", "available") if facts[name] is not None]
     lower = facts["total"] is not None and facts["usable"] < facts["total"]
     shm = facts["dev_shm"]
@@ -88,15 +87,19 @@ def _memory(facts: Facts, arena_cap: Any) -> Rows:
     return [
         ("host", ", ".join(host) or "not known"),
         ("usable", size_text(facts["usable"]) + (", the limit of this process's cgroup" if lower else "")),
-        ("shared by shm", f"at most {_arena_text(arena_cap, facts['usable'])}"),
+        ("shared by shm", shared),
         ("/dev/shm", f"{room}; not used by spar, but by NCCL and DataLoader"),
     ]
 
 
-def _arena_text(cap: Any, usable: int) -> str:
+def _shared_text(facts: Facts) -> str:
+    on_one_host = facts["transports"][0]
+    if "shm" in on_one_host["rejected"]:
+        return f"nothing: {on_one_host['rejected']['shm']}"
+    cap, usable = facts["settings"]["variables"]["SPAR_ARENA_MAX"]["value"], facts["memory"]["usable"]
     if isinstance(cap, int) and cap > 0:
-        return f"{size_text(cap)} on each rank, by SPAR_ARENA_MAX"
-    return f"{size_text(usable / 2)}, half of the usable memory, by all ranks of this host together"
+        return f"at most {size_text(cap)} on each rank, by SPAR_ARENA_MAX"
+    return f"at most {size_text(usable / 2)}, half of the usable memory, by all ranks of this host together"
 
 
 def _gpus(facts: Facts) -> Rows:

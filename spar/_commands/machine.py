@@ -31,12 +31,19 @@ def versions() -> Facts:
     }
 
 
+def allowed_cores() -> list[int]:
+    """Return the cores on which this process may run; only Linux restricts them."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def processor() -> Facts:
     usable, _ = _C.limits()
     return {
         "model": _first_value("/proc/cpuinfo", "model name"),
         "cores": os.cpu_count(),
-        "affinity": sorted(os.sched_getaffinity(0)),
+        "affinity": allowed_cores(),
         "usable_cores": usable,
         "torch_threads": torch.get_num_threads(),
     }

@@ -28,7 +28,7 @@ def compile_core(
 
     `without`: files of csrc that the further source files include.
     """
-    sources = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name != "python"]
+    sources = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in ("python", "not_linux")]
     sources = [path for path in sources if path not in without]
     sources.append(TESTS / "c" / "local.c")
     command = [*compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]

@@ -7,7 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Sanitizers do not see non-temporal stores: sanitized builds use ordinary ones. */
+/* Sanitizers do not see non-temporal stores: sanitized builds use ordinary ones. Only shared memory needs
+ * them, and that needs Linux. */
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
 #define SPAR_SANITIZED
@@ -16,7 +17,7 @@
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SPAR_SANITIZED
 #endif
-#if defined(__x86_64__) && !defined(SPAR_SANITIZED)
+#if defined(__x86_64__) && defined(__linux__) && !defined(SPAR_SANITIZED)
 #define SPAR_NONTEMPORAL
 #include <immintrin.h>
 #endif

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import spar
 
+from ..machine import allowed_cores
 from ..printing import KIB, MIB, Progress, size_text
 from ..ranks import Ranks, UsageError, joined, launched
 from .attention import run as attention
@@ -112,7 +113,7 @@ def run(args: Namespace) -> int:
             return 0
         rows = _measure_all(sizes, args.only, args.seconds, ranks)
         if ranks.rank == 0:
-            cores = len(os.sched_getaffinity(0))
+            cores = len(allowed_cores())
             using = spar.transport().name or "no transport"
             count = f"{ranks.world} rank{'s' * (ranks.world > 1)}"
             title = f"{count} on {cores} cores, {using}, bf16, torch {torch.__version__}"

@@ -1,0 +1,84 @@
+/* In place of ipc/ on systems other than Linux: there is no arena, and no peer process is known. */
+#include "ipc/arena.h"
+#include "ipc/last_call.h"
+#include "ipc/peers.h"
+#include "base/fork.h"
+
+#include <string.h>
+
+spar_status spar_arena_take(int64_t bytes, spar_memory **block)
+{
+    *block = NULL;
+    return spar_fail(SPAR_TRANSPORT, "no shared memory for %lld bytes: it needs Linux", (long long)bytes);
+}
+
+void *spar_memory_address(const spar_memory *block)
+{
+    (void)block;
+    return NULL;
+}
+
+void spar_memory_free(spar_memory *block)
+{
+    (void)block;
+}
+
+int64_t spar_arena_trim(void)
+{
+    return 0;
+}
+
+void spar_arena_read_stats(spar_arena_stats *stats)
+{
+    memset(stats, 0, sizeof *stats);
+}
+
+int spar_arena_has(const void *address)
+{
+    (void)address;
+    return 0;
+}
+
+int spar_arena_is_own(void)
+{
+    return 0;
+}
+
+void spar_arena_fork(spar_fork_stage stage)
+{
+    (void)stage;
+}
+
+uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call)
+{
+    (void)group;
+    (void)op;
+    (void)call;
+    return 0;
+}
+
+void spar_last_call_end(uint32_t begun, int gave_up)
+{
+    (void)begun;
+    (void)gave_up;
+}
+
+int spar_peers_open_pidfd(const spar_endpoint *endpoint)
+{
+    (void)endpoint;
+    return SPAR_PEERS_UNKNOWN;
+}
+
+void spar_peers_sweep(void)
+{
+}
+
+spar_peers_counts spar_peers_count(void)
+{
+    return (spar_peers_counts){0};
+}
+
+void spar_peers_fork(spar_fork_stage stage)
+{
+    (void)stage;
+}

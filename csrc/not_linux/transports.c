@@ -1,0 +1,59 @@
+/* In place of transports/host and transports/nccl on systems other than Linux: rows that say why they cannot
+ * serve, to this rank and, where some ranks of a group run on Linux, to those. */
+#include "transports/nccl/pipeline.h"
+#include "base/fork.h"
+
+#include <stdio.h>
+
+static const char NO_SHM[] = "shared memory needs Linux (memfd, futex)";
+static const char NO_NCCL[] = "NCCL needs Linux";
+
+static void probe_shm(spar_peer_info *info)
+{
+    snprintf(info->no_shm, sizeof info->no_shm, "%s", NO_SHM);
+}
+
+static void probe_nccl(spar_peer_info *info)
+{
+    snprintf(info->no_nccl, sizeof info->no_nccl, "%s", NO_NCCL);
+}
+
+static int shm_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                      size_t size)
+{
+    (void)info;
+    (void)world;
+    (void)first_rank;
+    (void)device;
+    snprintf(reason, size, "%s", NO_SHM);
+    return 0;
+}
+
+static int nccl_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
+                       char *reason, size_t size)
+{
+    (void)info;
+    (void)world;
+    (void)first_rank;
+    (void)device;
+    snprintf(reason, size, "%s", NO_NCCL);
+    return 0;
+}
+
+const spar_transport spar_transport_shm = {.name = "shm", .probe = probe_shm, .serves = shm_serves};
+const spar_transport spar_transport_nccl = {.name = "nccl", .probe = probe_nccl, .serves = nccl_serves};
+
+void spar_staging_stats(int64_t *peak, int64_t *total)
+{
+    *peak = *total = 0;
+}
+
+void spar_nccl_fork(spar_fork_stage stage)
+{
+    (void)stage;
+}
+
+void spar_watchdog_fork(spar_fork_stage stage)
+{
+    (void)stage;
+}
