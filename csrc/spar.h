@@ -19,8 +19,8 @@
  *   not_linux/   what other systems build in place of ipc/, transports/host/ and transports/nccl/
  *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a
  *                copy scales; sum.def, those that are summed
- *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats and instruction sets
- *                   (vectors), non-temporal stores (nontemporal), copy threads (threads)
+ *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats (vectors), the
+ *                   instruction sets (processor), non-temporal stores (nontemporal), copy threads (threads)
  *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the
  *                   kernels (kernels.cu, .h, .c), copies cut into their parameters (launches)
  *   plan/        blocks of bytes (plan), their cache (cache), their description (describe)

@@ -23,12 +23,34 @@ static void check(const char *name, int64_t to_at, int64_t from_at, int64_t n, c
     }
 }
 
+/* Linux lists the sets that the processor has and the system enables. */
+static void check_sets(void)
+{
+    static const struct {
+        const char *name;
+        int set;
+    } rows[] = {{" avx2", SPAR_AVX2}, {" avx512f", SPAR_AVX512F}, {" avx512vl", SPAR_AVX512}};
+    char line[8192];
+    FILE *file = fopen("/proc/cpuinfo", "re");
+    while (file && fgets(line, sizeof line, file))
+        for (int i = 0; strncmp(line, "flags", 5) == 0 && i < 3; i++)
+            if (spar_processor_has(rows[i].set) != (strstr(line, rows[i].name) != NULL)) {
+                fprintf(stderr, "spar_processor_has is wrong about%s\n", rows[i].name);
+                abort();
+            }
+    if (file)
+        fclose(file);
+}
+
 int test_nontemporal(int argc, char **argv)
 {
     static _Alignas(EDGE) char to[ROOM], from[ROOM];
     unsigned seed = 1;
     (void)argc;
     (void)argv;
+#ifdef __x86_64__
+    check_sets();
+#endif
     for (int i = 0; i < ROOM; i++)
         from[i] = (char)rand_r(&seed);
     for (int round = 0; round < 30000; round++) {

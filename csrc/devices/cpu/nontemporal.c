@@ -1,5 +1,7 @@
 #include "devices/cpu/nontemporal.h"
 
+#include "devices/cpu/processor.h"
+
 #include <string.h>
 #include <unistd.h>
 
@@ -38,7 +40,7 @@ static void copy_lines_sse2(char *to, const char *from, int64_t n)
 
 static int has_avx512(void)
 {
-    return __builtin_cpu_supports("avx512f");
+    return spar_processor_has(SPAR_AVX512F);
 }
 
 static int has_sse2(void)

@@ -2,6 +2,8 @@
 #ifndef SPAR_VECTORS_H
 #define SPAR_VECTORS_H
 
+#include "devices/cpu/processor.h"
+
 #include <stdint.h>
 #include <string.h>
 
@@ -14,16 +16,14 @@
 #define AVX2 __attribute__((target("avx2,f16c")))
 #define AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 
-/* Each processor with AVX2 has F16C, for which not every compiler can ask. */
 static inline int has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2");
+    return spar_processor_has(SPAR_AVX2);
 }
 
 static inline int has_avx512(void)
 {
-    return has_avx2() && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
+    return spar_processor_has(SPAR_AVX2 | SPAR_AVX512);
 }
 #endif
 
