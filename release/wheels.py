@@ -65,7 +65,7 @@ def check_wheel(wheel: Path) -> None:
         sys.exit(f"{wheel.name} has {size} bytes; at most {MOST_BYTES} are expected")
     dynamic, dynsym = library.get_section_by_name(".dynamic"), library.get_section_by_name(".dynsym")
     assert isinstance(dynamic, DynamicSection) and isinstance(dynsym, SymbolTableSection)
-    needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]  # type: ignore[attr-defined]
+    needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]
     if foreign := [name for name in needed if not LIBRARIES.fullmatch(name)]:
         sys.exit(f"{wheel.name}: the extension links to {', '.join(foreign)}")
     symbols = [symbol for symbol in dynsym.iter_symbols() if symbol["st_shndx"] != "SHN_UNDEF"]
