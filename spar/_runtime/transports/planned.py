@@ -11,7 +11,7 @@ from ... import _C
 from ..agreement import agree
 from ..channel import Operation
 from ..hints import Gathered
-from ..items import ITEM_TYPES, add_rows, apply_scale, call_text, described
+from ..items import ITEM_TYPES, add_rows, apply_scale, call_text
 from ..member import Member
 
 
@@ -44,8 +44,7 @@ class PlannedExchange:
         first = inputs[0]
         dtype = first.dtype
         size, kind, _, _ = ITEM_TYPES[dtype]
-        tensors, addresses = described(inputs, args, size)
-        plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, tensors)
+        plan, addresses = _C.plan_of(op, member.world, member.rank, _C.SIDE_PULL, size, inputs, args)
         if outs is None or sums:
             shapes = plan.out_shapes  # passed as ints: torch takes longer to check a tuple
             outputs = [first.new_empty(*shape) for shape in shapes]
