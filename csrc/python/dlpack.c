@@ -1,7 +1,7 @@
 /* torch's tensors: read, and made over shared memory.
  *
- * A torch that offers DLPack's exchange API (2.10) does both in one C function each. An older one is asked for
- * a tensor's attributes, and receives a capsule. */
+ * A torch that offers DLPack's exchange API does both in one C function each. An older one is asked for a
+ * tensor's attributes, and receives a capsule. */
 #include "python/binding.h"
 
 #include <stdlib.h>

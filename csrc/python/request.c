@@ -1,4 +1,4 @@
-/* Reads what Python passes of a call: tensors, or what there is to know of them, their args, and addresses. */
+/* Reads what Python passes of a call: tensors, or what there is to know of them, args and addresses. */
 #include "python/binding.h"
 
 #include <stdio.h>

@@ -29,7 +29,7 @@ from .exchange import (
 from .hints import add_advice
 from .layouts import Args, Layout, by_sizes, even
 from .member import Place
-from .registry import place_of
+from .registry import known_place, place_of
 
 Sizes = Sequence[int] | torch.Tensor
 _STRIDED = torch.strided
@@ -81,11 +81,15 @@ class Call:
         self.name = name
         self.input = input_
         self.exchanges = exchanges
-        self.place = place = group if isinstance(group, Place) else place_of(process_group(group))
+        compiling = is_dynamo_compiling()
+        place = None if compiling else known_place(group)
+        if place is None:
+            place = group if isinstance(group, Place) else place_of(process_group(group))
+        self.place = place
         _, self.world, self.rank = place
         self.places = places = places or (place,)
         self.before = calls_before(places) if exchanges else ()
-        shapes = None if is_dynamo_compiling() else _C.plain_shapes((input_,))
+        shapes = None if compiling else _C.plain_shapes((input_,))
         self.known = shapes is not None
         if shapes is None:
             self._check(what)
