@@ -3,6 +3,7 @@
     python benchmarks/cost.py           # the plan
     python benchmarks/cost.py --nccl    # launches, messages and staged bytes over nccl (nccl_cost.py)
     python benchmarks/cost.py --host    # the host time of a call over nccl, without NCCL (host_cost.py)
+    python benchmarks/cost.py --shm     # the same over shared memory, and of lists and backward
 
 Bytes and messages of rank 0 are computed from its plan. The times to build a plan and to get a cached one are
 measured, from Python. A rank's part has 24 MiB, bf16: [1, 3, 4096, 1024] for all_to_all, [12, 1048576] for
@@ -78,15 +79,16 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--nccl", action="store_true", help="print what calls over nccl launch and stage")
     what.add_argument("--host", action="store_true", help="measure the host time of calls over nccl")
+    what.add_argument("--shm", action="store_true", help="measure calls of 2 KB over shared memory")
     options = parser.parse_args()
     if options.nccl:
         import nccl_cost
 
         nccl_cost.table()
-    elif options.host:
+    elif options.host or options.shm:
         import host_cost
 
-        host_cost.table()
+        host_cost.table((2,) if options.shm else (2, 8), options.shm)
     else:
         print_plans()
 

@@ -1,5 +1,7 @@
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
+
+import torch
 
 LONGEST_S: int  # the largest SPAR_TIMEOUT
 SIDE_PULL: int
@@ -21,6 +23,8 @@ Description = tuple[
 class Plan:
     @property
     def out_shapes(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def out_strides(self) -> tuple[tuple[int, ...], ...]: ...
     @property
     def push_bytes(self) -> tuple[int, ...]: ...
     @property
@@ -53,8 +57,9 @@ class Comm:
     def exchange(
         self,
         op: str,
-        tensors: tuple[Tensor, ...],
-        inputs: tuple[int, ...],
+        item_size: int,
+        inputs: Sequence[torch.Tensor],
+        args: tuple[tuple[int, ...], ...],
         scale_type: int,
         divide: bool,
         factor: float,
@@ -64,7 +69,7 @@ class Comm:
         deadline: float,
         targets: tuple[int, ...] | None = None,
         /,
-    ) -> tuple[object | None, ...]: ...
+    ) -> list[Any]: ...  # tensors; None where a target was written to
     def staging(
         self,
         plan: Plan,
@@ -112,16 +117,17 @@ def select(
     op: str,
     world: int,
     rank: int,
-    tensors: tuple[Tensor, ...],
-    input: int,
+    item_size: int,
+    inputs: Sequence[torch.Tensor],
+    args: tuple[tuple[int, ...], ...],
     scale_type: int,
     divide: bool,
     factor: float,
     /,
-) -> object | None: ...
+) -> torch.Tensor | None: ...
 def arena_stats() -> tuple[int, int, int, int, int, int]: ...
 def arena_trim() -> int: ...
-def arena_take(bytes: int, /) -> object: ...
+def arena_take(bytes: int, /) -> torch.Tensor: ...
 def in_arena(address: int, /) -> bool: ...
 def device_stats() -> tuple[int, int]: ...
 def set_library_path(library: str, path: str | None, /) -> None: ...
@@ -133,6 +139,18 @@ def plan(
     tensors: tuple[Tensor, ...],
     /,
 ) -> Plan: ...
+def plan_of(
+    op: str,
+    world: int,
+    rank: int,
+    sides: int,
+    item_size: int,
+    inputs: Sequence[torch.Tensor],
+    args: tuple[tuple[int, ...], ...],
+    /,
+) -> tuple[Plan, tuple[int, ...]]: ...
+def use_torch(types: tuple[type, ...], from_dlpack: Any, api: Any, /) -> None: ...
+def plain_shapes(objects: Sequence[object], /) -> tuple[tuple[int, ...], ...] | None: ...
 def peer_info() -> bytes: ...
 def choose(
     peer_info: bytes, device: str, refused: tuple[tuple[str, str], ...], first_rank: int = 0, /

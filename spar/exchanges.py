@@ -161,7 +161,7 @@ def _all_to_all_together(
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
         first, each = calls[0], None
-        if any(value is not None for value in how):
+        if not (how[0] is how[1] is how[2] is how[3] is None):
             each = _for_each(first, how, at)
         pairs: list[Args] = []
         for i, call in enumerate(calls):

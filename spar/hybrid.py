@@ -48,11 +48,9 @@ class _Hybrid(Call):
         self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
         self.inner = self.ulysses if in_cp.world > 1 else 1
         outer = in_cp if in_cp.world > 1 else self.in_ring
-        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what, exchanges)
-
-    def places(self) -> tuple[Place, ...]:
         two = self.ring > 1 and self.ulysses > self.inner
-        return (self.in_ulysses, self.in_ring) if two else (self.place,)
+        places = (self.in_ulysses, self.in_ring) if two else ()
+        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what, exchanges, places)
 
     def split(self, by_ring: Layout, held: int) -> torch.Tensor:
         """Shard by the ring; then shard the ring rank's `held` items among its ulysses ranks."""

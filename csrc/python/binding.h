@@ -32,18 +32,48 @@ PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count);
 /* Reads `count` addresses from a tuple; -1 and an exception for another value. */
 int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char *what);
 
+/* Of a tuple or list: its size, -1 for another object; and a borrowed item. */
+Py_ssize_t spar_sequence_size(PyObject *sequence);
+PyObject *spar_sequence_item(PyObject *sequence, Py_ssize_t i);
+
+/* A tensor of torch's, as long as nothing runs that may change it. */
+typedef struct {
+    void *address;
+    int ndim;
+    const int64_t *extents, *strides;
+    PyObject *shape, *stride; /* tuples, instead of these; NULL: none */
+} spar_py_tensor;
+
+/* Returns 0, or -1 and an exception; call spar_py_forget_tensor in both cases. */
+int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result);
+void spar_py_forget_tensor(spar_py_tensor *tensor);
+
+/* What the binding uses of torch. */
+PyObject *spar_py_use_torch(PyObject *module, PyObject *args);
+PyObject *spar_py_plain_shapes(PyObject *module, PyObject *objects);
+extern const char spar_py_use_torch_doc[];
+extern const char spar_py_plain_shapes_doc[];
+
 enum { SPAR_PY_NUMBERS = 256 };
 
 /* A request as Python passes it. */
 typedef struct {
     spar_request request;
     spar_tensor tensors[SPAR_GROUP_TENSORS];
-    int64_t few[SPAR_PY_NUMBERS], *numbers; /* of the tensors */
+    int64_t few[SPAR_PY_NUMBERS];     /* of the tensors */
+    int64_t *own[SPAR_GROUP_TENSORS]; /* of tensors for which there was no room left */
+    Py_ssize_t used;
+    int owned;
 } spar_py_request;
 
 /* Reads a tuple of tensors, each (item size, extents, strides, args). Returns 0, or -1 and an exception; call
  * spar_free_request in both cases. */
 int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked);
+
+/* The same of torch's tensors, whose items have `item_size` bytes, and of a tuple with the args of each; also
+ * stores their addresses. */
+int spar_read_inputs(PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank, int sides,
+                     spar_py_request *asked, void **addresses);
 void spar_free_request(spar_py_request *asked);
 
 /* spar_plan_get, whose errors begin with the operation's name. */
@@ -52,10 +82,10 @@ spar_status spar_plan_get_named(const char *op, const spar_request *request, spa
 /* Reads a factor and the dtype for which it is fused. */
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
 
-/* Makes a DLPack capsule of an output in the arena; None without a block. It owns the block, also on failure.
+/* Makes a tensor of an output in the arena; None without a block. It owns the block, also on failure.
  * Items of dtypes that the core does not know become unsigned integers of their size, or complex ones if they
  * have 16 bytes. summed: 1 if the output is a sum over the tensor's first dim, else 0. */
-PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype);
+PyObject *spar_output_tensor(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype);
 
 /* (text, (rest, dim, size)): see spar_gathered. */
 PyObject *spar_py_description(const spar_description *description);
@@ -79,12 +109,14 @@ extern const char spar_py_run_doc[];
 PyObject *spar_py_select(PyObject *module, PyObject *args);
 extern const char spar_py_select_doc[];
 
-/* The type spar._C.Plan, new; and the function that makes its instances. */
+/* The type spar._C.Plan, new; and the functions that make its instances. */
 PyObject *spar_plan_type(void);
 PyObject *spar_py_plan(PyObject *module, PyObject *args);
+PyObject *spar_py_plan_of(PyObject *module, PyObject *args);
 extern const char spar_py_plan_doc[];
+extern const char spar_py_plan_of_doc[];
 
 /* The plan of a spar._C.Plan, which holds it; NULL and an exception for other objects. */
-const spar_plan *spar_py_plan_of(PyObject *object);
+const spar_plan *spar_py_plan_in(PyObject *object);
 
 #endif

@@ -176,31 +176,31 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(op, tensors, inputs, scale_type, divide, factor, sum_kind, text, number, deadline,\n"
+    "exchange(op, item size, inputs, args, scale_type, divide, factor, sum_kind, text, number, deadline,\n"
     "         targets=None)\n"
-    "    -> a tuple of DLPack capsules, the outputs\n\n"
-    "op: a name for messages. tensors: a tuple of (item size, extents, strides, args), all of one dtype.\n"
-    "inputs: their addresses. number: of the call, by the group's own count. deadline: in seconds of\n"
-    "time.monotonic. targets: addresses of contiguous memory for each output. None is returned for those\n"
-    "that were written there: sums, and outputs whose target lies in the arena; copy the others.\n"
+    "    -> a list of the outputs\n\n"
+    "op: a name for messages. inputs: tensors of one dtype. args: a tuple of each one's. number: of the\n"
+    "call, by the group's own count. deadline: in seconds of time.monotonic. targets: addresses of\n"
+    "contiguous memory for each output. None is returned for those that were written there: sums, and\n"
+    "outputs whose target lies in the arena; copy the others.\n"
     "scale_type 0: the outputs are of unsigned integers, unscaled.\n"
     "sum_kind: 0, or of sum_types: the outputs' first dim has a row for each rank, and is summed.");
 
-/* Capsules of all outputs, None for those without a block; they own the blocks, also on failure. */
-static PyObject *output_capsules(const spar_call *call, int dtype)
+/* A list of all outputs, None for those without a block; it owns the blocks, also on failure. */
+static PyObject *output_tensors(const spar_call *call, int dtype)
 {
     const spar_plan *plan = call->plan;
-    PyObject *capsules = PyTuple_New(plan->ntensors);
+    PyObject *tensors = PyList_New(plan->ntensors);
     for (int t = 0; t < plan->ntensors; t++) {
-        PyObject *capsule = capsules ? spar_output_capsule(call->blocks[t], &plan->tensors[t],
-                                                           call->sum != SPAR_NO_SUM, dtype)
-                                     : NULL;
-        if (!capsules && call->blocks[t])
+        PyObject *tensor =
+            tensors ? spar_output_tensor(call->blocks[t], &plan->tensors[t], call->sum != SPAR_NO_SUM, dtype)
+                    : NULL;
+        if (!tensors && call->blocks[t])
             spar_memory_free(call->blocks[t]);
-        else if (capsules && (!capsule || PyTuple_SetItem(capsules, t, capsule) < 0))
-            Py_CLEAR(capsules);
+        else if (tensors && (!tensor || PyList_SetItem(tensors, t, tensor) < 0))
+            Py_CLEAR(tensors);
     }
-    return capsules;
+    return tensors;
 }
 
 static int read_sum(int kind, spar_sum_kind *sum)
@@ -216,13 +216,13 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
     const char *op, *text;
-    PyObject *tensors, *addresses, *wanted = Py_None, *result = NULL;
+    PyObject *tensors, *layouts, *wanted = Py_None, *result = NULL;
     int dtype, divide, sum;
     double factor, deadline_s;
-    long long number;
+    long long number, item_size;
     spar_py_request asked;
-    if (!comm || !PyArg_ParseTuple(args, "sOOipdisLd|O", &op, &tensors, &addresses, &dtype, &divide, &factor,
-                                   &sum, &text, &number, &deadline_s, &wanted))
+    if (!comm || !PyArg_ParseTuple(args, "sLOOipdisLd|O", &op, &item_size, &tensors, &layouts, &dtype,
+                                   &divide, &factor, &sum, &text, &number, &deadline_s, &wanted))
         return NULL;
     void *inputs[SPAR_GROUP_TENSORS], *targets[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
     spar_memory *blocks[SPAR_GROUP_TENSORS] = {NULL};
@@ -237,8 +237,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};
-    if (spar_read_request(tensors, comm->world, comm->rank, 0, &asked) < 0 ||
-        spar_read_addresses(addresses, inputs, asked.request.ntensors, "inputs") < 0 ||
+    if (spar_read_inputs(tensors, layouts, item_size, comm->world, comm->rank, 0, &asked, inputs) < 0 ||
         (wanted != Py_None && spar_read_addresses(wanted, targets, asked.request.ntensors, "targets") < 0) ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0 || read_sum(sum, &call.sum) < 0) {
         report_exception(comm, &call);
@@ -252,7 +251,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = output_capsules(&call, dtype);
+        result = output_tensors(&call, dtype);
     else
         spar_raise(status);
     if (plan)
@@ -263,16 +262,15 @@ done:
 }
 
 const char spar_py_select_doc[] = PyDoc_STR(
-    "select(op, world, rank, ((item size, extents, strides, args),), input, scale_type, divide, factor)\n"
-    "    -> DLPack capsule of the output\n\n"
+    "select(op, world, rank, item size, input, args, scale_type, divide, factor) -> the output\n\n"
     "Of an input that every rank holds whole. None where there is no arena, or half of it is in use:\n"
     "exchanges need the rest.");
 
 PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *op;
-    PyObject *tensors, *result = NULL;
-    unsigned long long address;
+    PyObject *inputs, *layouts, *result = NULL;
+    long long item_size;
     int world, rank, dtype, divide;
     double factor;
     spar_py_request asked;
@@ -280,9 +278,11 @@ PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
     spar_arena_stats stats;
     spar_memory *block = NULL;
     spar_plan *plan = NULL;
-    if (!PyArg_ParseTuple(args, "siiOKipd", &op, &world, &rank, &tensors, &address, &dtype, &divide, &factor))
+    void *from[SPAR_GROUP_TENSORS];
+    if (!PyArg_ParseTuple(args, "siiLOOipd", &op, &world, &rank, &item_size, &inputs, &layouts, &dtype,
+                          &divide, &factor))
         return NULL;
-    if (spar_read_request(tensors, world, rank, 0, &asked) < 0 ||
+    if (spar_read_inputs(inputs, layouts, item_size, world, rank, 0, &asked, from) < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         goto done;
     if (asked.request.ntensors != 1) {
@@ -296,13 +296,13 @@ PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
     if (status == SPAR_OK && spar_arena_is_own() &&
         plan->tensors[0].out_bytes <= stats.cap / 2 - stats.allocated &&
         spar_arena_take(plan->tensors[0].out_bytes, &block) == SPAR_OK) {
-        const void *input = (const void *)(uintptr_t)address;
+        const void *input = from[0];
         void *output = spar_memory_address(block);
         status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale, NULL);
     }
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = block ? spar_output_capsule(block, &plan->tensors[0], 0, dtype) : Py_NewRef(Py_None);
+        result = block ? spar_output_tensor(block, &plan->tensors[0], 0, dtype) : Py_NewRef(Py_None);
     else if (block)
         spar_memory_free(block);
     if (status != SPAR_OK)

@@ -1,10 +1,14 @@
-/* Outputs in shared memory, handed to Python as DLPack capsules. */
+/* torch's tensors: read, and made over shared memory.
+ *
+ * A torch that offers DLPack's exchange API does both in one C function each. An older one is asked for a
+ * tensor's attributes, and receives a capsule. */
 #include "python/binding.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* The layout of DLPack's specification, version 0. */
+/* ---- the layouts of DLPack's specification: the tensor, version 0, version 1, the exchange API ---- */
+
 typedef struct {
     void *data;
     struct {
@@ -25,10 +29,142 @@ typedef struct dl_managed {
     void (*deleter)(struct dl_managed *);
 } dl_managed;
 
-enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5 };
+typedef struct {
+    uint32_t major, minor;
+} dl_version;
 
-/* Runs on any thread, without the GIL, even after the interpreter has ended. */
+typedef struct dl_versioned {
+    dl_version version;
+    void *context;
+    void (*deleter)(struct dl_versioned *);
+    uint64_t flags;
+    dl_tensor tensor;
+} dl_versioned;
+
+typedef struct dl_exchange_api {
+    dl_version version;
+    const struct dl_exchange_api *older;
+    void (*allocate)(void);
+    void (*export)(void);
+    int (*import)(dl_versioned *from, void **tensor);
+    int (*read)(void *tensor, dl_tensor *result);
+    void (*stream)(void);
+} dl_exchange_api;
+
+enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5, DL_MAJOR = 1 };
+
+static struct {
+    PyObject *types;       /* a tuple: the types of plain tensors */
+    PyObject *from_dlpack; /* makes a tensor of a capsule */
+    const dl_exchange_api *api;
+} torch;
+
+const char spar_py_use_torch_doc[] =
+    PyDoc_STR("use_torch(types, from_dlpack, api)\n\n"
+              "types: a tuple of those of plain tensors. from_dlpack: makes a tensor of a capsule. api:\n"
+              "torch.Tensor.__dlpack_c_exchange_api__, or None.");
+
+PyObject *spar_py_use_torch(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *types, *from_dlpack, *capsule;
+    const dl_exchange_api *api = NULL;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyTuple_Type, &types, &from_dlpack, &capsule))
+        return NULL;
+    if (capsule != Py_None && !(api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
+        return NULL;
+    while (api && api->version.major != DL_MAJOR)
+        api = api->older;
+    torch.api = api && api->read && api->import ? api : NULL;
+    Py_XDECREF(torch.types);
+    Py_XDECREF(torch.from_dlpack);
+    torch.types = Py_NewRef(types);
+    torch.from_dlpack = Py_NewRef(from_dlpack);
+    Py_RETURN_NONE;
+}
+
+/* ---- reading ---- */
+
+/* Returns 0 where the API cannot tell: no strided tensor, or a dtype that DLPack lacks. */
+static int read_by_api(PyObject *tensor, dl_tensor *result)
+{
+    if (!torch.api)
+        return 0;
+    if (torch.api->read(tensor, result) == 0)
+        return 1;
+    PyErr_Clear();
+    return 0;
+}
+
+int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result)
+{
+    dl_tensor found;
+    *result = (spar_py_tensor){0};
+    if (read_by_api(tensor, &found)) {
+        *result = (spar_py_tensor){.address = (char *)found.data + found.byte_offset,
+                                   .ndim = found.ndim,
+                                   .extents = found.shape,
+                                   .strides = found.strides};
+        return 0;
+    }
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    result->shape = address ? PyObject_GetAttrString(tensor, "shape") : NULL;
+    result->stride = result->shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
+    result->address = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+void spar_py_forget_tensor(spar_py_tensor *tensor)
+{
+    Py_XDECREF(tensor->shape);
+    Py_XDECREF(tensor->stride);
+}
+
+static int is_plain(PyObject *object)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_Size(torch.types); i++)
+        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(torch.types, i))
+            return 1;
+    return 0;
+}
+
+const char spar_py_plain_shapes_doc[] = PyDoc_STR(
+    "plain_shapes(a tuple or list of objects) -> their shapes, as tuples\n\n"
+    "None unless all are known to be strided tensors of a plain type, which have at least a dim, and\n"
+    "memory, of one dtype and device; without the exchange API nothing is known.");
+
+PyObject *spar_py_plain_shapes(PyObject *Py_UNUSED(module), PyObject *objects)
+{
+    Py_ssize_t count = spar_sequence_size(objects);
+    PyObject *shapes = count >= 0 ? PyTuple_New(count) : NULL;
+    dl_tensor first = {0}, tensor;
+    for (Py_ssize_t i = 0; shapes && i < count; i++) {
+        PyObject *object = spar_sequence_item(objects, i);
+        if (!is_plain(object) || !read_by_api(object, &tensor) || tensor.ndim == 0)
+            break;
+        if (i == 0)
+            first = tensor;
+        if (memcmp(&tensor.dtype, &first.dtype, sizeof tensor.dtype) != 0 ||
+            memcmp(&tensor.device, &first.device, sizeof tensor.device) != 0)
+            break;
+        shapes = spar_tuple_set(shapes, i, spar_ints_to_tuple(tensor.shape, tensor.ndim));
+        if (i == count - 1)
+            return shapes;
+    }
+    Py_XDECREF(shapes);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- outputs ---- */
+
+/* Both run on any thread, without the GIL, even after the interpreter has ended. */
 static void free_output(dl_managed *managed)
+{
+    spar_memory_free(managed->context);
+    free(managed);
+}
+
+static void free_versioned(dl_versioned *managed)
 {
     spar_memory_free(managed->context);
     free(managed);
@@ -42,32 +178,55 @@ static void free_capsule(PyObject *capsule)
     managed->deleter(managed);
 }
 
-PyObject *spar_output_capsule(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype)
+/* What torch must know of an output; `shape` has room for its extents. */
+static dl_tensor output_of(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype,
+                           int64_t *shape)
 {
+    dl_tensor result = {.data = spar_memory_address(block), .ndim = tensor->ndim - summed, .shape = shape};
+    result.device.type = DL_CPU;
+    result.dtype.code = dtype                     ? spar_scale_types[dtype].dlpack_code
+                        : tensor->item_size == 16 ? DL_COMPLEX
+                                                  : DL_UINT;
+    result.dtype.bits = (uint8_t)(tensor->item_size * 8);
+    result.dtype.lanes = 1;
+    memcpy(shape, tensor->out + summed, (size_t)result.ndim * sizeof *shape);
+    return result;
+}
+
+static PyObject *import_by_capsule(dl_managed *managed)
+{
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", free_capsule);
+    if (!capsule) {
+        free_output(managed);
+        return NULL;
+    }
+    PyObject *tensor = PyObject_CallFunctionObjArgs(torch.from_dlpack, capsule, NULL);
+    Py_DECREF(capsule);
+    return tensor;
+}
+
+PyObject *spar_output_tensor(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype)
+{
+    void *result = NULL;
     if (!block)
         return Py_NewRef(Py_None);
-    int ndim = tensor->ndim - summed;
-    size_t extents = (size_t)ndim * sizeof(int64_t);
-    dl_managed *managed = malloc(sizeof *managed + extents);
-    if (!managed) {
+    struct {
+        union {
+            dl_managed managed;
+            dl_versioned versioned;
+        };
+        int64_t shape[];
+    } *made = malloc(sizeof *made + (size_t)tensor->ndim * sizeof *made->shape);
+    if (!made) {
         spar_memory_free(block);
         return PyErr_NoMemory();
     }
-    memset(managed, 0, sizeof *managed);
-    managed->context = block;
-    managed->deleter = free_output;
-    managed->tensor.data = spar_memory_address(block);
-    managed->tensor.device.type = DL_CPU;
-    managed->tensor.ndim = ndim;
-    managed->tensor.dtype.code = dtype                     ? spar_scale_types[dtype].dlpack_code
-                                 : tensor->item_size == 16 ? DL_COMPLEX
-                                                           : DL_UINT;
-    managed->tensor.dtype.bits = (uint8_t)(tensor->item_size * 8);
-    managed->tensor.dtype.lanes = 1;
-    managed->tensor.shape = (int64_t *)(managed + 1);
-    memcpy(managed->tensor.shape, tensor->out + summed, extents);
-    PyObject *capsule = PyCapsule_New(managed, "dltensor", free_capsule);
-    if (!capsule)
-        free_output(managed);
-    return capsule;
+    dl_tensor output = output_of(block, tensor, summed, dtype, made->shape);
+    if (!torch.api) {
+        made->managed = (dl_managed){output, block, free_output};
+        return import_by_capsule(&made->managed);
+    }
+    made->versioned = (dl_versioned){
+        .version = {DL_MAJOR, 0}, .context = block, .deleter = free_versioned, .tensor = output};
+    return torch.api->import(&made->versioned, &result) == 0 ? result : NULL;
 }

@@ -292,7 +292,7 @@ static PyObject *module_arena_take(PyObject *Py_UNUSED(module), PyObject *args)
     Py_END_ALLOW_THREADS;
     if (status != SPAR_OK)
         return spar_raise(status);
-    return spar_output_capsule(block, &(spar_plan_tensor){.item_size = 1, .ndim = 1, .out = {bytes}}, 0, 0);
+    return spar_output_tensor(block, &(spar_plan_tensor){.item_size = 1, .ndim = 1, .out = {bytes}}, 0, 0);
 }
 
 static PyObject *module_in_arena(PyObject *Py_UNUSED(module), PyObject *args)
@@ -321,13 +321,16 @@ static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *
 
 static PyMethodDef methods[] = {
     {"plan", spar_py_plan, METH_VARARGS, spar_py_plan_doc},
+    {"plan_of", spar_py_plan_of, METH_VARARGS, spar_py_plan_of_doc},
     {"comm", spar_py_comm, METH_VARARGS, spar_py_comm_doc},
     {"select", spar_py_select, METH_VARARGS, spar_py_select_doc},
+    {"use_torch", spar_py_use_torch, METH_VARARGS, spar_py_use_torch_doc},
+    {"plain_shapes", spar_py_plain_shapes, METH_O, spar_py_plain_shapes_doc},
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
     {"arena_take", module_arena_take, METH_VARARGS,
-     "arena_take(bytes) -> DLPack capsule of that many bytes of the arena, for an exchange's targets"},
+     "arena_take(bytes) -> a tensor of that many bytes of the arena, for an exchange's targets"},
     {"in_arena", module_in_arena, METH_VARARGS, "in_arena(address) -> whether it lies in the arena"},
     {"device_stats", module_device_stats, METH_NOARGS,
      "(peak, total) of the staging memory of calls on GPUs, in bytes"},

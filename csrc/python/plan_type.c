@@ -11,7 +11,7 @@ typedef struct {
 
 static PyTypeObject *plan_type;
 
-const spar_plan *spar_py_plan_of(PyObject *object)
+const spar_plan *spar_py_plan_in(PyObject *object)
 {
     if (Py_TYPE(object) != plan_type) {
         PyErr_SetString(PyExc_TypeError, "expected a spar._C.Plan");
@@ -24,6 +24,22 @@ const char spar_py_plan_doc[] =
     PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
               "tensors: a tuple of (item size, extents, strides, args), in elements.");
 
+static plan_object *new_plan(const char *op, const spar_py_request *asked)
+{
+    spar_plan *plan;
+    spar_status status = spar_plan_get_named(op, &asked->request, &plan);
+    if (status != SPAR_OK) {
+        spar_raise(status);
+        return NULL;
+    }
+    plan_object *object = PyObject_New(plan_object, plan_type);
+    if (object)
+        object->plan = plan;
+    else
+        spar_plan_release(plan);
+    return object;
+}
+
 PyObject *spar_py_plan(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *op;
@@ -31,20 +47,40 @@ PyObject *spar_py_plan(PyObject *Py_UNUSED(module), PyObject *args)
     int world, rank, sides;
     spar_py_request asked;
     plan_object *object = NULL;
-    spar_plan *plan;
     if (!PyArg_ParseTuple(args, "siiiO", &op, &world, &rank, &sides, &tuple))
         return NULL;
-    if (spar_read_request(tuple, world, rank, sides, &asked) == 0) {
-        spar_status status = spar_plan_get_named(op, &asked.request, &plan);
-        if (status != SPAR_OK)
-            spar_raise(status);
-        else if ((object = PyObject_New(plan_object, plan_type)))
-            object->plan = plan;
-        else
-            spar_plan_release(plan);
-    }
+    if (spar_read_request(tuple, world, rank, sides, &asked) == 0)
+        object = new_plan(op, &asked);
     spar_free_request(&asked);
     return (PyObject *)object;
+}
+
+const char spar_py_plan_of_doc[] = PyDoc_STR(
+    "plan_of(op, world, rank, sides, item size, inputs, args) -> (Plan, addresses of the inputs)\n\n"
+    "inputs: tensors. args: a tuple of each one's.");
+
+PyObject *spar_py_plan_of(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *op;
+    PyObject *inputs, *layouts, *addresses = NULL;
+    int world, rank, sides;
+    long long item_size;
+    spar_py_request asked;
+    plan_object *object = NULL;
+    void *from[SPAR_GROUP_TENSORS];
+    if (!PyArg_ParseTuple(args, "siiiLOO", &op, &world, &rank, &sides, &item_size, &inputs, &layouts))
+        return NULL;
+    if (spar_read_inputs(inputs, layouts, item_size, world, rank, sides, &asked, from) == 0)
+        object = new_plan(op, &asked);
+    int count = object ? object->plan->ntensors : 0;
+    addresses = object ? PyTuple_New(count) : NULL;
+    for (int t = 0; addresses && t < count; t++)
+        addresses = spar_tuple_set(addresses, t, PyLong_FromVoidPtr(from[t]));
+    spar_free_request(&asked);
+    if (addresses)
+        return Py_BuildValue("NN", object, addresses);
+    Py_XDECREF((PyObject *)object);
+    return NULL;
 }
 
 static void plan_dealloc(PyObject *self)
@@ -62,6 +98,23 @@ static PyObject *plan_out_shapes(PyObject *self, void *Py_UNUSED(closure))
     for (int t = 0; shapes && t < plan->ntensors; t++)
         shapes = spar_tuple_set(shapes, t, spar_ints_to_tuple(plan->tensors[t].out, plan->tensors[t].ndim));
     return shapes;
+}
+
+/* In items: an output is contiguous. */
+static PyObject *plan_out_strides(PyObject *self, void *Py_UNUSED(closure))
+{
+    const spar_plan *plan = ((plan_object *)self)->plan;
+    PyObject *strides = PyTuple_New(plan->ntensors);
+    for (int t = 0; strides && t < plan->ntensors; t++) {
+        const spar_plan_tensor *tensor = &plan->tensors[t];
+        int64_t numbers[SPAR_MAX_DIMS], stride = 1;
+        for (int i = tensor->ndim - 1; i >= 0; i--) {
+            numbers[i] = stride;
+            stride *= tensor->out[i];
+        }
+        strides = spar_tuple_set(strides, t, spar_ints_to_tuple(numbers, tensor->ndim));
+    }
+    return strides;
 }
 
 /* Bytes sent to or received from each rank; 0 for the rank itself. */
@@ -246,6 +299,7 @@ static PyObject *plan_blocks(PyObject *self, PyObject *args)
 
 static PyGetSetDef plan_getset[] = {
     {"out_shapes", plan_out_shapes, NULL, "extents of each tensor's output on this rank", NULL},
+    {"out_strides", plan_out_strides, NULL, "strides of each tensor's output, in items", NULL},
     {"push_bytes", plan_push_bytes, NULL, "packed bytes that go to each rank; 0 for oneself", NULL},
     {"pull_bytes", plan_pull_bytes, NULL, "packed bytes that come from each rank; 0 for oneself", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -1,27 +1,39 @@
-/* Reads what Python passes of a call: tensors, as (item size, extents, strides, args), and addresses. */
+/* Reads what Python passes of a call: tensors, or what there is to know of them, args and addresses. */
 #include "python/binding.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-/* Reads the ints of a tuple; -1 and an exception for another value. */
-static Py_ssize_t read_ints(PyObject *tuple, int64_t *values, Py_ssize_t room, const char *what)
+Py_ssize_t spar_sequence_size(PyObject *sequence)
 {
-    if (!PyTuple_Check(tuple)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tuple", what);
-        return -1;
-    }
-    Py_ssize_t count = PyTuple_Size(tuple);
-    if (count > room) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd entries; expected at most %zd", what, count, room);
-        return -1;
-    }
+    if (PyTuple_Check(sequence))
+        return PyTuple_Size(sequence);
+    return PyList_Check(sequence) ? PyList_Size(sequence) : -1;
+}
+
+PyObject *spar_sequence_item(PyObject *sequence, Py_ssize_t i)
+{
+    return PyTuple_Check(sequence) ? PyTuple_GetItem(sequence, i) : PyList_GetItem(sequence, i);
+}
+
+/* Returns the number of ints in a tuple; -1 and an exception for another value. */
+static Py_ssize_t count_ints(PyObject *tuple, const char *what)
+{
+    if (PyTuple_Check(tuple))
+        return PyTuple_Size(tuple);
+    PyErr_Format(PyExc_TypeError, "%s must be a tuple", what);
+    return -1;
+}
+
+static int read_ints(PyObject *tuple, int64_t *values, Py_ssize_t count)
+{
     for (Py_ssize_t i = 0; i < count; i++) {
         values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
         if (values[i] == -1 && PyErr_Occurred())
             return -1;
     }
-    return count;
+    return 0;
 }
 
 int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char *what)
@@ -38,77 +50,115 @@ int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char
     return 0;
 }
 
-/* Reads one tensor: (item size, extents, strides, args); its numbers are stored in `room`. */
-static int read_tensor(PyObject *tuple, spar_tensor *tensor, int64_t *room, Py_ssize_t size)
+/* Appends a tensor with room for its numbers, and reads its args: these follow its extents and strides. */
+static spar_tensor *add_tensor(spar_py_request *asked, int64_t item_size, Py_ssize_t ndim, PyObject *args)
 {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 4) {
-        PyErr_SetString(PyExc_TypeError, "a tensor is (item size, extents, strides, args)");
-        return -1;
+    Py_ssize_t nargs = count_ints(args, "args"), count = 2 * ndim + nargs;
+    int t = asked->request.ntensors;
+    int64_t *room = asked->few + asked->used;
+    if (nargs < 0)
+        return NULL;
+    if (count <= SPAR_PY_NUMBERS - asked->used) {
+        asked->used += count;
+    } else if (!(room = asked->own[asked->owned++] = malloc((size_t)count * sizeof *room))) {
+        PyErr_NoMemory();
+        return NULL;
     }
-    tensor->item_size = PyLong_AsLongLong(PyTuple_GetItem(tuple, 0));
-    if (tensor->item_size == -1 && PyErr_Occurred())
-        return -1;
-    Py_ssize_t n = read_ints(PyTuple_GetItem(tuple, 1), room, size, "extents");
-    if (n < 0)
-        return -1;
-    Py_ssize_t strides = read_ints(PyTuple_GetItem(tuple, 2), room + n, size - n, "strides");
-    if (strides < 0)
-        return -1;
-    if (strides != n) {
-        PyErr_Format(PyExc_ValueError, "%zd extents and %zd strides", n, strides);
-        return -1;
-    }
-    Py_ssize_t args = read_ints(PyTuple_GetItem(tuple, 3), room + 2 * n, size - 2 * n, "args");
-    if (args < 0)
-        return -1;
-    tensor->ndim = (int)n;
-    tensor->extents = room;
-    tensor->strides = room + n;
-    tensor->nargs = (int)args;
-    tensor->args = room + 2 * n;
-    return 0;
+    asked->request.ntensors++;
+    asked->tensors[t] = (spar_tensor){item_size, (int)ndim, room, room + ndim, (int)nargs, room + 2 * ndim};
+    return read_ints(args, room + 2 * ndim, nargs) < 0 ? NULL : &asked->tensors[t];
 }
 
-/* Counts the numbers in the tuples of one tensor. */
-static Py_ssize_t count_numbers(PyObject *tensor)
+/* Reads the extents and strides of a tensor from tuples. */
+static int add_numbers(spar_py_request *asked, int64_t item_size, PyObject *extents, PyObject *strides,
+                       PyObject *args)
 {
-    Py_ssize_t count = 0;
-    for (Py_ssize_t i = 1; PyTuple_Check(tensor) && i < PyTuple_Size(tensor); i++) {
-        PyObject *part = PyTuple_GetItem(tensor, i);
-        count += PyTuple_Check(part) ? PyTuple_Size(part) : 0;
+    Py_ssize_t ndim = count_ints(extents, "extents"), n = count_ints(strides, "strides");
+    if (ndim < 0 || n < 0)
+        return -1;
+    if (n != ndim) {
+        PyErr_Format(PyExc_ValueError, "%zd extents and %zd strides", ndim, n);
+        return -1;
     }
-    return count;
+    spar_tensor *tensor = add_tensor(asked, item_size, ndim, args);
+    if (!tensor)
+        return -1;
+    int64_t *numbers = (int64_t *)tensor->extents;
+    return read_ints(extents, numbers, ndim) < 0 ? -1 : read_ints(strides, numbers + ndim, ndim);
+}
+
+/* Copies the numbers: another thread may change the tensor once the GIL is released. */
+static int add_object(spar_py_request *asked, int64_t item_size, PyObject *object, PyObject *args,
+                      void **address)
+{
+    spar_py_tensor read;
+    int status = spar_py_read_tensor(object, &read);
+    if (status == 0 && read.shape) {
+        status = add_numbers(asked, item_size, read.shape, read.stride, args);
+    } else if (status == 0) {
+        spar_tensor *tensor = add_tensor(asked, item_size, read.ndim, args);
+        size_t size = (size_t)read.ndim * sizeof *read.extents;
+        status = tensor ? 0 : -1;
+        if (tensor) {
+            memcpy((int64_t *)tensor->extents, read.extents, size);
+            memcpy((int64_t *)tensor->strides, read.strides, size);
+        }
+    }
+    *address = read.address;
+    spar_py_forget_tensor(&read);
+    return status;
+}
+
+/* Begins a request of the objects in a tuple or list; returns how many there are, or -1 and an exception. */
+static Py_ssize_t begin(PyObject *objects, int world, int rank, int sides, spar_py_request *asked)
+{
+    Py_ssize_t count = spar_sequence_size(objects);
+    asked->request = (spar_request){world, rank, sides, 0, asked->tensors};
+    asked->used = asked->owned = 0;
+    if (count >= 0 && count <= SPAR_GROUP_TENSORS)
+        return count;
+    PyErr_Format(PyExc_ValueError, "%zd tensors; expected a tuple of at most %d", count, SPAR_GROUP_TENSORS);
+    return -1;
 }
 
 int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked)
 {
-    Py_ssize_t count = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : -1, size = 0, used = 0;
-    asked->request = (spar_request){world, rank, sides, (int)count, asked->tensors};
-    asked->numbers = asked->few;
-    if (count < 0 || count > SPAR_GROUP_TENSORS) {
-        PyErr_Format(PyExc_ValueError, "%zd tensors; expected a tuple of at most %d", count,
-                     SPAR_GROUP_TENSORS);
+    Py_ssize_t count = begin(tuple, world, rank, sides, asked);
+    for (Py_ssize_t t = 0; t < count; t++) {
+        PyObject *each = spar_sequence_item(tuple, t);
+        if (!PyTuple_Check(each) || PyTuple_Size(each) != 4) {
+            PyErr_SetString(PyExc_TypeError, "a tensor is (item size, extents, strides, args)");
+            return -1;
+        }
+        int64_t item_size = PyLong_AsLongLong(PyTuple_GetItem(each, 0));
+        if ((item_size == -1 && PyErr_Occurred()) ||
+            add_numbers(asked, item_size, PyTuple_GetItem(each, 1), PyTuple_GetItem(each, 2),
+                        PyTuple_GetItem(each, 3)) < 0)
+            return -1;
+    }
+    return count < 0 ? -1 : 0;
+}
+
+int spar_read_inputs(PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank, int sides,
+                     spar_py_request *asked, void **addresses)
+{
+    Py_ssize_t count = begin(inputs, world, rank, sides, asked);
+    if (count >= 0 && count_ints(args, "args") != count) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "args of %zd tensors for %zd", PyTuple_Size(args), count);
         return -1;
     }
     for (Py_ssize_t t = 0; t < count; t++)
-        size += count_numbers(PyTuple_GetItem(tuple, t));
-    if (size > SPAR_PY_NUMBERS && !(asked->numbers = malloc((size_t)size * sizeof *asked->numbers))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t t = 0; t < count; t++) {
-        spar_tensor *tensor = &asked->tensors[t];
-        if (read_tensor(PyTuple_GetItem(tuple, t), tensor, asked->numbers + used, size - used) < 0)
+        if (add_object(asked, item_size, spar_sequence_item(inputs, t), PyTuple_GetItem(args, t),
+                       &addresses[t]) < 0)
             return -1;
-        used += 2 * tensor->ndim + tensor->nargs;
-    }
-    return 0;
+    return count < 0 ? -1 : 0;
 }
 
 void spar_free_request(spar_py_request *asked)
 {
-    if (asked->numbers != asked->few)
-        free(asked->numbers);
+    for (int i = 0; i < asked->owned; i++)
+        free(asked->own[i]);
 }
 
 spar_status spar_plan_get_named(const char *op, const spar_request *request, spar_plan **plan)

@@ -5,7 +5,7 @@
 static const spar_plan *read_tensors(PyObject *object, PyObject *from, const void **inputs, PyObject *to,
                                      void **outputs)
 {
-    const spar_plan *plan = spar_py_plan_of(object);
+    const spar_plan *plan = spar_py_plan_in(object);
     if (plan && plan->ntensors > SPAR_GROUP_TENSORS) {
         PyErr_Format(PyExc_ValueError, "a plan of %d tensors; expected at most %d", plan->ntensors,
                      SPAR_GROUP_TENSORS);

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from ..sizes import as_int
@@ -19,6 +20,7 @@ from .exchange import (
     Scale,
     Step,
     calls_before,
+    is_watched,
     must_record,
     recorded,
     report_failure,
@@ -27,7 +29,7 @@ from .exchange import (
 from .hints import add_advice
 from .layouts import Args, Layout, by_sizes, even
 from .member import Place
-from .registry import place_of
+from .registry import known_place, place_of
 
 Sizes = Sequence[int] | torch.Tensor
 _STRIDED = torch.strided
@@ -47,9 +49,19 @@ def cumulative_hint(lengths: Sequence[int]) -> str:
 
 
 class Call:
-    """One call of a public operation. Errors of its checks name the argument, its value and the rank."""
+    """One call of a public operation. Errors of its checks name the argument, its value and the rank.
 
-    __slots__ = ("before", "exchanges", "input", "name", "ndim", "place", "rank", "shape", "world")
+    Attributes:
+        known: whether the input is a plain strided tensor with memory, of the shape `shape`. Else it is one
+            of another type, or torch was asked.
+        places: this rank's place in each group in which the call would exchange.
+        before: how many calls this rank had made on each of these, when this call began.
+    """
+
+    __slots__ = (
+        *("before", "exchanges", "input", "known", "name", "ndim", "place", "places", "rank", "shape"),
+        "world",
+    )
 
     def __init__(
         self,
@@ -58,22 +70,48 @@ class Call:
         group: Group | Place,
         what: str = "input_",
         exchanges: int = 1,
-        before: tuple[int, ...] | None = None,
+        places: tuple[Place, ...] = (),
     ) -> None:
         """Check the input.
 
         Args:
             exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails.
-            before: `calls_before` of its places, if known.
+            places: of a call in several groups.
         """
         self.name = name
         self.input = input_
         self.exchanges = exchanges
-        self.place = group if isinstance(group, Place) else place_of(process_group(group))
-        _, self.world, self.rank = self.place
-        if before is None:
-            before = calls_before(self.places()) if exchanges else ()
-        self.before = before
+        compiling = is_dynamo_compiling()
+        place = None if compiling else known_place(group)
+        if place is None:
+            place = group if isinstance(group, Place) else place_of(process_group(group))
+        self.place = place
+        _, self.world, self.rank = place
+        self.places = places = places or (place,)
+        self.before = calls_before(places) if exchanges else ()
+        shapes = None if compiling else _C.plain_shapes((input_,))
+        self.known = shapes is not None
+        if shapes is None:
+            self._check(what)
+        else:
+            (self.shape,) = shapes
+            self.ndim = len(self.shape)
+
+    def beside(self, input_: torch.Tensor, shape: tuple[int, ...] | None, what: str) -> Call:
+        """Return the call of another tensor that the same exchange moves; shape: if the input is known."""
+        call = Call.__new__(Call)
+        call.name, call.exchanges, call.before = self.name, self.exchanges, self.before
+        call.place, call.places, call.world, call.rank = self.place, self.places, self.world, self.rank
+        call.input, call.known = input_, shape is not None
+        if shape is None:
+            call._check(what)
+        else:
+            call.shape, call.ndim = shape, len(shape)
+        return call
+
+    def _check(self, what: str) -> None:
+        """Ask torch of the input."""
+        input_ = self.input
         try:
             if not isinstance(input_, torch.Tensor):
                 raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
@@ -112,12 +150,8 @@ class Call:
         device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
         if self.exchanges:
             ends = [count + self.exchanges for count in self.before]
-            report_failure(zip(self.places(), ends, strict=True), self.name, device, error)
+            report_failure(zip(self.places, ends, strict=True), self.name, device, error)
         add_advice(error)
-
-    def places(self) -> tuple[Place, ...]:
-        """This rank's place in each group in which the call would exchange."""
-        return (self.place,)
 
     def one_of(self, **given: object) -> None:
         """Raise ValueError if more than one of the arguments is not None."""
@@ -307,7 +341,10 @@ class Call:
         steps = ((self.place, ((len(before), *before, *after),)),)
         if x.requires_grad:
             return apply_steps((self,), steps, grad_scale)[0]
-        return x if self.world == 1 else run_steps((x,), self.name, steps, ONE, UNRECORDED)[0]
+        if self.world == 1:
+            return x
+        traced = is_watched() if self.known else None
+        return run_steps((x,), self.name, steps, ONE, UNRECORDED, traced)[0]
 
 
 def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:
@@ -320,9 +357,10 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
             f"a tensor of {inputs[0].dtype} whose gradient is to be scaled",
             "a floating or complex dtype of at least 16 bits, or grad_scale=None",
         )
+    traced = is_watched() if False not in [call.known for call in calls] else None
     if records:
-        return recorded(inputs, first.name, steps, ONE, grad_scale)
-    return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, UNRECORDED)
+        return recorded(inputs, first.name, steps, ONE, grad_scale, traced)
+    return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced)
 
 
 # what names each tensor of a list in messages; any that is too many is the last
@@ -350,11 +388,14 @@ def checked_together(
         _reject_empty_list(name, place, exchanges)
     first = Call(name, inputs[0], place, "input_" if one else "input_[0]", exchanges)
     calls, at = [first], [""] if one else _AT[: len(inputs)]
-    for i in range(1, len(inputs)):
-        what = _NAMES[i] if i < len(_AT) else _NAMES[-1]
-        calls.append(Call(name, inputs[i], place, what, exchanges, first.before))
+    shapes = None
+    if len(inputs) > 1:
+        shapes = _C.plain_shapes(inputs) if first.known else None
+        for i in range(1, len(inputs)):
+            what = _NAMES[i] if i < len(_AT) else _NAMES[-1]
+            calls.append(first.beside(inputs[i], None if shapes is None else shapes[i], what))
     try:
-        if len(calls) > 1:
+        if len(calls) > 1 and shapes is None:
             _check_alike(first, inputs)
         if len(calls) > len(_AT):
             expected = f"at most {len(_AT)} in one call"

@@ -20,7 +20,7 @@ from .. import _C
 from ..errors import SparError
 from .agreement import failure_text, is_reported
 from .channel import Operation
-from .items import ITEM_TYPES, ITEMS, SCALE_TYPES, apply_scale, described, plain
+from .items import ITEM_TYPES, ITEMS, PLAIN_TYPES, SCALE_TYPES, apply_scale, plain
 from .layouts import PACKED, ZIGZAG, Args, is_local, out_shape, packed_index, select, swapped
 from .member import Place
 from .registry import by_handle, calls_on, lends
@@ -31,7 +31,7 @@ UNRECORDED, RECORDED, SUMMED, GATHERED = "", "recorded", "summed", "gathered"  #
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
 ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = frozenset(PLAIN_TYPES)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
 is_profiled = torch._C._autograd._profiler_enabled
@@ -147,6 +147,11 @@ def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) 
     )
 
 
+def is_watched() -> bool:
+    """`is_traced` of tensors of torch's own type outside of torch.compile."""
+    return _dispatch_modes() > 0 or _functorch_transforms() or is_profiled()
+
+
 def is_any_traced(tensors: Tensors) -> bool:
     """`is_traced` of any tensor; what it asks besides the tensor's type is asked once."""
     return is_traced(tensors[0]) or (len(tensors) > 1 and not _PLAIN.issuperset(map(type, tensors)))
@@ -179,19 +184,17 @@ def _copy_part(input_: torch.Tensor, place: Place, args: Args, operation: Operat
         layout = args[2:]
         index = packed_index(layout, world, rank).to(input_.device)
         return _scaled(input_.index_select(layout[0], index), factor, divide)
-    tensors, addresses = described((input_,), (args,), item.size)
-    kind = item.scale
-    capsule = None
+    kind, inputs, layouts = item.scale, (input_,), (args,)
+    output = None
     if lends(handle):  # reused memory: the page faults of a new tensor take longer than the copy
-        capsule = _C.select(operation.op, world, rank, tensors, addresses[0], kind, divide, factor)
-    if capsule is not None:
-        output = torch._C._from_dlpack(capsule)
-        if output.dtype != input_.dtype:
-            output = output.view(input_.dtype)
-    else:
-        plan = _C.plan(operation.op, world, rank, 0, tensors)
+        request = operation.op, world, rank, item.size, inputs, layouts
+        output = _C.select(*request, kind, divide, factor)
+    if output is None:
+        plan, addresses = _C.plan_of(operation.op, world, rank, 0, item.size, inputs, layouts)
         output = torch.empty(plan.out_shapes[0], dtype=input_.dtype)
         plan.copy_own(addresses, (output.data_ptr(),), kind, divide, factor)
+    elif output.dtype != input_.dtype:
+        output = output.view(input_.dtype)
     if kind == 0:
         apply_scale(output, factor, divide)
     return output
@@ -275,7 +278,10 @@ def run_steps(
         traced = is_any_traced(inputs)
     if traced:
         return run(inputs, place, Operation(name, args, *scale, gradient), True)
-    return run(inputs, place, _operation((name, args, *scale, gradient, False)), False)
+    operation = _operation((name, args, *scale, gradient, False))
+    if place[1] > 1 and args[0][1] != -1:  # not local
+        return run_eager(inputs, place, operation)
+    return run(inputs, place, operation, False)
 
 
 # An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced.
@@ -307,7 +313,7 @@ class SparExchange(torch.autograd.Function):
             inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
         before = calls_before(tuple([place for place, _ in inverse]))
         try:
-            if must_record(grads):
+            if torch.is_grad_enabled() and must_record(grads):
                 return None, *recorded(grads, name, inverse, grad_scale, scale)
             return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED)
         except BaseException as error:
@@ -322,10 +328,15 @@ _apply_plain: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Fun
 
 
 def recorded(
-    inputs: Tensors, name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale
+    inputs: Tensors,
+    name: str,
+    steps: tuple[Step, ...],
+    scale: Scale,
+    grad_scale: Scale,
+    traced: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run the steps and record the gradient; an error in backward shows the operation's name."""
-    if is_any_traced(inputs):
+    if is_any_traced(inputs) if traced is None else traced:
         call = (name, steps, scale, grad_scale, True)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
     return _apply_plain((name, steps, scale, grad_scale, False), *inputs)

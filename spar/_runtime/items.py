@@ -10,6 +10,9 @@ import torch
 
 from .. import _C
 
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+
 # codes of the dtypes that a copy can scale: csrc/devices/scale.def
 SCALE_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.scale_types()}
 # how sums add a dtype: csrc/devices/sum.def
@@ -76,17 +79,6 @@ def plain(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if x.is_neg() or (conjugates and x.is_conj()):
             return [each.resolve_conj().resolve_neg() for each in inputs]
     return inputs
-
-
-def described(
-    inputs: Sequence[torch.Tensor], args: tuple[tuple[int, ...], ...], size: int
-) -> tuple[tuple[_C.Tensor, ...], tuple[int, ...]]:
-    """Return the core's description of each input, whose items have `size` bytes, and its address."""
-    if len(inputs) == 1:
-        (one,) = inputs
-        return ((size, one.shape, one.stride(), args[0]),), (one.data_ptr(),)
-    tensors = [(size, x.shape, x.stride(), args[i]) for i, x in enumerate(inputs)]
-    return tuple(tensors), tuple([x.data_ptr() for x in inputs])
 
 
 @functools.lru_cache(256)

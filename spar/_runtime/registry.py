@@ -83,6 +83,12 @@ def lends(handle: int) -> bool:
     return found is not None and not found.own_output
 
 
+def known_place(group: object) -> Place | None:
+    """Return this rank's place in a ProcessGroup that spar has used; None for another object."""
+    found = _by_group.get(id(group))
+    return None if found is None else found.place
+
+
 @constant
 def place_of(group: dist.ProcessGroup) -> Place:
     found = _by_group.get(id(group))

@@ -36,9 +36,27 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if _cuda and device.type == "cuda" else contextlib.nullcontext()
 
 
+# what torch's compiled code allocates by, on the current device: half the time of torch.empty
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if _cuda else None
+
+
 def allocate(count: int, device: torch.device) -> torch.Tensor:
-    """Allocate bytes in the order of the current stream; inside a capture, in the graph's own memory."""
-    return torch.empty(count, dtype=torch.uint8, device=device)
+    """Allocate bytes on the thread's current device, in the order of the current stream.
+
+    Inside a capture they are in the graph's own memory.
+    """
+    if _empty is None:
+        return torch.empty(count, dtype=torch.uint8, device=device)
+    memory: torch.Tensor = _empty((count,), (1,), torch.uint8)
+    return memory
+
+
+def new_output(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """Allocate a tensor on the thread's current device, which is that of `like`; likewise."""
+    if _empty is None:
+        return like.new_empty(shape)
+    output: torch.Tensor = _empty(shape, strides, like.dtype)
+    return output
 
 
 def is_capturing(device: torch.device) -> bool:

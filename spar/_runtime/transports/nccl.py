@@ -28,12 +28,13 @@ from .cuda import (
     allocate,
     is_capturing,
     is_current,
+    new_output,
     on_device,
     refuse_open_group,
     stream_of,
     torch_shares_nccl,
 )
-from .planned import PlannedExchange
+from .planned import PlannedExchange, new_empty
 
 _WATCH_INTERVAL = 0.1  # seconds
 _GRACE = 10  # intervals: by then a call has left NCCL, unless only an abort ends its wait for a full queue
@@ -128,7 +129,8 @@ class NcclChannel(CoreChannel):
                 f"group {member.name!r} was set up on cuda:{self.device.index}",
                 **member.where(op),
             )
-        call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs)
+        new = new_output if is_current(index) else new_empty
+        call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs, new)
         self.run(member, call)
         return call.outputs if call.totals is None else call.results()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,13 @@ from ... import _C
 from ..agreement import agree
 from ..channel import Operation
 from ..hints import Gathered
-from ..items import ITEM_TYPES, add_rows, apply_scale, call_text, described
+from ..items import ITEM_TYPES, add_rows, apply_scale, call_text
 from ..member import Member
+
+
+def new_empty(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """Allocate a contiguous tensor; its strides follow from its shape."""
+    return like.new_empty(shape)
 
 
 @dataclass(eq=False, slots=True)  # frozen ones take 2 us to make
@@ -39,16 +44,20 @@ class PlannedExchange:
         device: str,
         deadline: float,
         outs: list[torch.Tensor] | None = None,
+        new: Callable[..., torch.Tensor] = new_empty,
     ) -> PlannedExchange:
+        """Plan it, and allocate what `outs` does not give.
+
+        new: makes an output like a tensor, of a shape and strides.
+        """
         op, args, factor, divide, gradient, sums = operation
         first = inputs[0]
         dtype = first.dtype
         size, kind, _, _ = ITEM_TYPES[dtype]
-        tensors, addresses = described(inputs, args, size)
-        plan = _C.plan(op, member.world, member.rank, _C.SIDE_PULL, tensors)
+        plan, addresses = _C.plan_of(op, member.world, member.rank, _C.SIDE_PULL, size, inputs, args)
         if outs is None or sums:
-            shapes = plan.out_shapes  # passed as ints: torch takes longer to check a tuple
-            outputs = [first.new_empty(*shape) for shape in shapes]
+            strides = plan.out_strides
+            outputs = [new(first, shape, strides[t]) for t, shape in enumerate(plan.out_shapes)]
         else:
             outputs = outs
         targets = tuple([output.data_ptr() for output in outputs])

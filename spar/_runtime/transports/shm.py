@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,11 +12,9 @@ from ...errors import SparError
 from .. import fork_warning
 from ..agreement import mark_reported
 from ..channel import Operation
-from ..items import ITEM_TYPES, apply_scale, call_text, copy_items, described
+from ..items import ITEM_TYPES, apply_scale, call_text, copy_items
 from ..member import OVER, Member
 from .core import CALLS, CoreChannel
-
-_tensor_of: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
 
 class ShmChannel(CoreChannel):
@@ -33,7 +31,7 @@ class ShmChannel(CoreChannel):
     def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         if member.own_output:
             return super().allocate(member, shape, like)
-        flat = _tensor_of(_C.arena_take(math.prod(shape) * like.element_size()))
+        flat = _C.arena_take(math.prod(shape) * like.element_size())
         # not a view of it, which autograd could not rebase
         return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage()).resize_(tuple(shape))
 
@@ -51,12 +49,12 @@ class ShmChannel(CoreChannel):
         if not sums:
             sum_kind = 0
         text = call_text(dtype, "cpu", factor, divide, gradient)
-        tensors, addresses = described(inputs, args, size)
         targets = None if outs is None else tuple([out.data_ptr() for out in outs])
         try:
             member.progress = OVER  # the core reports whatever fails in it
-            capsules = self.core.exchange(
-                op, tensors, addresses, kind, divide, factor, sum_kind, text, member.calls, deadline, targets
+            results = self.core.exchange(
+                *(op, size, inputs, args, kind, divide, factor, sum_kind),
+                *(text, member.calls, deadline, targets),
             )
         except SparError as error:
             raise self.explain(member, op, error) from None
@@ -65,9 +63,9 @@ class ShmChannel(CoreChannel):
             raise
         CALLS["shm"] += 1
         if outs is not None:
-            _fill(outs, capsules, kind, factor, divide)
+            _fill(outs, results, kind, factor, divide)
             return outs
-        outputs = [_tensor_of(capsule) for capsule in capsules]
+        outputs: list[torch.Tensor] = results
         if kind == 0:  # the core knows the items' size alone
             outputs = [output if output.dtype == dtype else output.view(dtype) for output in outputs]
             for output in outputs:
@@ -77,14 +75,14 @@ class ShmChannel(CoreChannel):
 
 def _fill(
     outs: Sequence[torch.Tensor],
-    capsules: Sequence[object | None],
+    results: Sequence[torch.Tensor | None],
     kind: int,
     factor: float,
     divide: bool,
 ) -> None:
     """Copy the outputs that peers could not write to `outs`, which lies outside the arena."""
-    for out, capsule in zip(outs, capsules, strict=True):
-        if capsule is not None:
-            copy_items(out, _tensor_of(capsule))
+    for out, result in zip(outs, results, strict=True):
+        if result is not None:
+            copy_items(out, result)
         if kind == 0:
             apply_scale(out, factor, divide)
