@@ -44,7 +44,10 @@ class Ring(NamedTuple):
 
 
 class _Sending:
-    """Tensors [B, K, T, D] on their way to the next rank, in flight while the caller computes."""
+    """Tensors [B, K, T, D] on their way to the next rank.
+
+    They are in flight while the caller computes, where that does not slow it down.
+    """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], ring: Ring, step: int, name: str, records: bool
@@ -60,7 +63,7 @@ class _Sending:
             gradient = RECORDED if records else UNRECORDED
             self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
         else:
-            self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records)
+            self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records, True)
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what the rank before this one held, once; keep nothing."""
