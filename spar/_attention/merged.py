@@ -6,15 +6,23 @@ Memory is not filled before: a first block is copied, or its tensor taken if it 
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .kernels.kernel import BlockInputs, Kernel, accumulated
+
+
+def run_of(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
+    """Return a run of dim 2; x itself if that is all of it, which takes less time than a view."""
+    if not is_dynamo_compiling() and size == x.size(2):
+        return x
+    return x.narrow(2, begin, size)
 
 
 class _Unwritten:
     """The parts of a dim that nothing was written to yet; none under torch.compile, which fuses a fill."""
 
     def __init__(self, size: int) -> None:
-        self.parts = [] if torch.compiler.is_compiling() else [(0, size)]
+        self.parts = [] if is_dynamo_compiling() else [(0, size)]
 
     def cut(self, begin: int, size: int) -> list[tuple[int, int, bool]]:
         """Cut a run into (begin, size, whether it is unwritten), and note that it is written."""
@@ -53,7 +61,7 @@ class Sum:
             return
         whole = self._memory()
         for at, size, first in cuts:
-            target, source = whole.narrow(2, at, size), part.narrow(2, at - begin, size)
+            target, source = run_of(whole, at, size), run_of(part, at - begin, size)
             if first:
                 target.copy_(source)
             else:
@@ -67,7 +75,7 @@ class Sum:
 
     def _memory(self) -> torch.Tensor:
         if self._whole is None:
-            make = torch.zeros_like if torch.compiler.is_compiling() else torch.empty_like
+            make = torch.zeros_like if is_dynamo_compiling() else torch.empty_like
             self._whole = make(self._like, dtype=accumulated(self._like.dtype))
         return self._whole
 
@@ -88,8 +96,8 @@ class Merged:
             return
         whole = self._memory()
         for at, size, first in cuts:
-            mine, sums = (x.narrow(2, at, size) for x in whole)
-            found, others = (x.narrow(2, at - query, size) for x in (out, lse))
+            mine, sums = run_of(whole[0], at, size), run_of(whole[1], at, size)
+            found, others = run_of(out, at - query, size), run_of(lse, at - query, size)
             if first:
                 mine.copy_(found)
                 sums.copy_(others)
@@ -106,7 +114,7 @@ class Merged:
         if self._both is None:
             batch, heads, queries, _ = self._q.shape
             kind, device = accumulated(self._q.dtype), self._q.device
-            make = torch.zeros if torch.compiler.is_compiling() else torch.empty
+            make = torch.zeros if is_dynamo_compiling() else torch.empty
             out = make(batch, queries, heads, self._width, dtype=kind, device=device).transpose(1, 2)
             self._both = out, torch.full((batch, heads, queries), -torch.inf, dtype=kind, device=device)
         return self._both

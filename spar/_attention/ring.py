@@ -8,14 +8,14 @@ last. A rank holds at most two shards at a time. In a group of one nothing goes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from .._runtime.channel import Operation
 from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, is_profiled, report_failure, run
-from .._runtime.layouts import by_sizes, pair, rotated
+from .._runtime.layouts import Args
 from .._runtime.member import Place
 from .._runtime.move import Move
 from .._runtime.overlap import Work, begin
@@ -24,19 +24,20 @@ from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, finite
 from .masks import added, causal_mask, joined, sliced
-from .merged import Merged, Sum, forward_of
+from .merged import Merged, Sum, forward_of, run_of
 
 
 class Ring(NamedTuple):
-    """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale.
+    """One attention: where, the blocks with the shard of each step, how shards go on, the scale.
 
-    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for
-    `exchanges` of this rank.
+    `passes`: for each step the layouts of its shard [B, K, T, D], or of its gradient, before and after the
+    next rank has it. `kernel`: its name; None chooses. A failure in backward is reported to the ranks of
+    `told`, which wait for `exchanges` of this rank.
     """
 
     place: Place
-    sizes: tuple[int, ...]
     steps: tuple[tuple[Block, ...], ...]
+    passes: tuple[Args, ...]
     scale: float
     kernel: str | None
     told: Place
@@ -52,9 +53,7 @@ class _Sending:
     def __init__(
         self, tensors: Sequence[torch.Tensor], ring: Ring, step: int, name: str, records: bool
     ) -> None:
-        world = ring.place.world
-        held = [ring.sizes[(rank - step) % world] for rank in range(world)]
-        args = tuple([pair(by_sizes(2, held), rotated(2, held, 1))] * len(tensors))
+        args = (ring.passes[step],) * len(tensors)
         self.work: Work | None = None
         self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
@@ -100,8 +99,8 @@ def _inputs(
     ring: Ring, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> BlockInputs:
     """Return a block's part of the tensors; the mask as what is added to the scores."""
-    q = q.narrow(2, block.query, block.queries)
-    k, v = (x.narrow(2, block.key, block.keys) for x in (k, v))
+    q = run_of(q, block.query, block.queries)
+    k, v = run_of(k, block.key, block.keys), run_of(v, block.key, block.keys)
     if mask is None:
         return BlockInputs(q, k, v, block.causal, None, ring.scale)
     mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
@@ -127,7 +126,7 @@ def _backward(
     def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dk, dv = Sum(k), Sum(v)
         for block in ring.steps[step]:
-            of = [x.narrow(2, block.query, block.queries) for x in (grad, out, lse)]
+            of = [run_of(x, block.query, block.queries) for x in (grad, out, lse)]
             parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
             for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
                 whole.add(at, part)
@@ -157,6 +156,11 @@ def _add(sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         whole.add_(part)
 
 
+def _no_autocast(x: torch.Tensor) -> AbstractContextManager[None]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 class SparAttention(torch.autograd.Function):
     """The gradient is computed from the output and the log-sum-exp; it cannot be differentiated again."""
 
@@ -167,7 +171,7 @@ class SparAttention(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         group = None if compiling or ring.place.world == 1 else by_handle(ring.place.handle).group
         ctx.call = ring, group  # keeps the group alive until backward
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q):
             out, lse = _forward(ring, q, k, v, mask, True)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
@@ -183,7 +187,7 @@ class SparAttention(torch.autograd.Function):
                     "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
-            with torch.autocast(grad.device.type, enabled=False):
+            with _no_autocast(grad):
                 return None, *_backward(ring, grad, q, k, v, out, lse, mask), None
         except BaseException as error:
             waiting = [(ring.told, before + ring.exchanges)]
@@ -198,5 +202,5 @@ def attend_round(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as flash kernels expect
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask))  # type: ignore[no-untyped-call]
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         return _forward(ring, q, k, v, mask, False)[0]
