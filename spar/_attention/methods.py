@@ -17,7 +17,7 @@ from .._runtime.registry import place_of
 from ..collectives import all_gather
 from ..exchanges import all_to_all
 from ..sequence_layout import SequenceLayout, numbers_of
-from .blocks import Block, blocks_of, own_block
+from .blocks import Block, blocks_before, blocks_of, own_block
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
 from .masks import causal_mask, joined, sliced
 from .ring import Ring, attend_round
@@ -232,6 +232,12 @@ def gathered(problem: Problem) -> torch.Tensor:
         return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
     own = pieces(numbers_of(problem.queries, 0), call.world, call.rank)
+    if _shares_runs(problem):
+        # one block of this rank's own keys covers all queries: its output and gradients are not copied
+        own_k, own_v = (_by_heads(problem, x) for x in (problem.k, problem.v))
+        steps = tuple(own_block(own)), tuple(blocks_before(own))
+        ring = Ring(ALONE, steps, (), problem.scale, problem.kernel, call.place, 1)
+        return _as_given(problem, attend_round(ring, q, own_k, own_v, None, k, v))
     skips = problem.causal or problem.packed or problem.mask is not None
     if problem.kernel is not None or (skips and problem.attend is None and problem.dropout_p == 0.0):
         return _as_given(problem, _by_blocks(problem, q, k, v, problem.mask, own))
@@ -239,6 +245,13 @@ def gathered(problem: Problem) -> torch.Tensor:
     if problem.attend is not None:
         k, v = _matched(k, v, [head // group for head in range(problem.heads)], True)
     return _as_given(problem, _by_runs(problem, q, k, v, own))
+
+
+def _shares_runs(problem: Problem) -> bool:
+    """Whether this rank's queries attend to its own keys by `causal` alone, in the kernel of blocks."""
+    own = problem.attend is not None or problem.dropout_p > 0.0
+    only_causal = problem.causal and problem.mask is None and not problem.packed
+    return only_causal and not own and problem.call.world > 1 and problem.keys == problem.queries
 
 
 def _by_runs(

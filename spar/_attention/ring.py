@@ -2,7 +2,8 @@
 
 Each rank sends its shard of K and V to the next rank and receives the one before, until it has seen all. In
 backward the shards go round again, and behind each of them its gradient, which arrives at the shard's owner
-last. A rank holds at most two shards at a time. In a group of one nothing goes round.
+last. A rank holds at most two shards at a time. Where the keys of all ranks were gathered before, nothing
+goes round: they are the only shard, or the second one after this rank's own.
 """
 
 from __future__ import annotations
@@ -74,16 +75,24 @@ class _Sending:
 
 
 def _forward(
-    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, records: bool
+    ring: Ring,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    gathered: Sequence[torch.Tensor],
+    records: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     merged, kernel = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask)
     for step, blocks in enumerate(ring.steps):
-        last = step + 1 == len(ring.steps)
+        last = step + 1 >= ring.place.world
         sending = None if last else _Sending((k, v), ring, step, "attention", records)
         for block in blocks:
             merged.add(block.query, *forward_of(kernel, _inputs(ring, block, q, k, v, mask)))
         if sending is not None:
             k, v = sending.wait()
+        elif gathered:
+            k, v = gathered
     out, lse = merged.total()
     return _after(out.to(q.dtype), ring, k, v), lse
 
@@ -118,12 +127,14 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gathered: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k, v, and of gathered keys and values."""
     kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
     if mask is not None:
         lse = finite(lse)  # a query whose keys are all masked: their weights become 0
 
-    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dk, dv = Sum(k), Sum(v)
         for block in ring.steps[step]:
             of = [run_of(x, block.query, block.queries) for x in (grad, out, lse)]
@@ -132,7 +143,7 @@ def _backward(
                 whole.add(at, part)
         return dk.total(), dv.total()
 
-    name, world = "backward of attention", len(ring.steps)
+    name, world = "backward of attention", ring.place.world
     received: Sequence[torch.Tensor] = k, v
     sending = None if world == 1 else _Sending(received, ring, 0, name, False)
     coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
@@ -147,8 +158,9 @@ def _backward(
     sums = gradients(0, k, v)
     if coming is not None:
         _add(sums, coming.wait())
-    dk, dv = sums
-    return _after(dq.total().to(q.dtype), ring, *received), dk.to(k.dtype), dv.to(v.dtype)
+    if gathered:
+        sums += gradients(1, gathered[0], gathered[1])
+    return _after(dq.total().to(q.dtype), ring, *received), *[x.to(q.dtype) for x in sums]
 
 
 def _add(sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
@@ -166,20 +178,26 @@ class SparAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+        ctx: Any,
+        ring: Ring,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        *gathered: torch.Tensor,
     ) -> torch.Tensor:
         compiling = torch.compiler.is_compiling()
         group = None if compiling or ring.place.world == 1 else by_handle(ring.place.handle).group
         ctx.call = ring, group  # keeps the group alive until backward
         with _no_autocast(q):
-            out, lse = _forward(ring, q, k, v, mask, True)
-        ctx.save_for_backward(q, k, v, out, lse, mask)
+            out, lse = _forward(ring, q, k, v, mask, gathered, True)
+        ctx.save_for_backward(q, k, v, out, lse, mask, *gathered)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ring, _ = ctx.call
-        q, k, v, out, lse, mask = ctx.saved_tensors
+        q, k, v, out, lse, mask, *gathered = ctx.saved_tensors
         (before,) = calls_before((ring.told,)) if ring.told.world > 1 else (0,)
         try:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -188,7 +206,8 @@ class SparAttention(torch.autograd.Function):
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
             with _no_autocast(grad):
-                return None, *_backward(ring, grad, q, k, v, out, lse, mask), None
+                dq, dk, dv, *others = _backward(ring, grad, q, k, v, out, lse, mask, gathered)
+                return None, dq, dk, dv, None, *others
         except BaseException as error:
             waiting = [(ring.told, before + ring.exchanges)]
             report_failure(waiting, "backward of attention", grad.device.type, error)
@@ -196,11 +215,19 @@ class SparAttention(torch.autograd.Function):
 
 
 def attend_round(
-    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ring: Ring,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *gathered: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D]."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as flash kernels expect
+    """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D].
+
+    gathered: the k and v of all ranks, for the ring's second step; then its first has this rank's own.
+    """
+    q, k, v, *gathered_ = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *gathered))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask, *gathered_))  # type: ignore[no-untyped-call]
     with _no_autocast(q):
-        return _forward(ring, q, k, v, mask, False)[0]
+        return _forward(ring, q, k, v, mask, gathered_, False)[0]

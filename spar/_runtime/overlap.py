@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ExchangeTimeoutError, SparError
 from .call import Call
-from .exchange import Tensors, calls_before, must_record, report_failure
+from .exchange import Tensors, calls_before, is_profiled, must_record, report_failure, run_eager
 from .hints import add_advice
 from .lane import Job
 from .move import Move
@@ -112,7 +112,9 @@ def _issue(
     comm, first = by_handle(move.place.handle), inputs[0]
     channel = comm.channel(move.name, first.device)
     if may_block and not channel.overlaps:
-        return move.run(inputs, records), Work()
+        if is_profiled():
+            return move.run(inputs, records), Work()
+        return run_eager(move.operands(inputs), move.place, move.operation(records)), Work()
     given = outs is not None
     if outs is None:
         outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]
