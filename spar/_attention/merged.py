@@ -6,14 +6,13 @@ Memory is not filled before: a first block is copied, or its tensor taken if it 
 from __future__ import annotations
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from .kernels.kernel import BlockInputs, Kernel, accumulated
 
 
 def run_of(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
     """Return a run of dim 2; x itself if that is all of it, which takes less time than a view."""
-    if not is_dynamo_compiling() and size == x.size(2):
+    if not torch.compiler.is_compiling() and size == x.size(2):
         return x
     return x.narrow(2, begin, size)
 
@@ -22,7 +21,7 @@ class _Unwritten:
     """The parts of a dim that nothing was written to yet; none under torch.compile, which fuses a fill."""
 
     def __init__(self, size: int) -> None:
-        self.parts = [] if is_dynamo_compiling() else [(0, size)]
+        self.parts = [] if torch.compiler.is_compiling() else [(0, size)]
 
     def cut(self, begin: int, size: int) -> list[tuple[int, int, bool]]:
         """Cut a run into (begin, size, whether it is unwritten), and note that it is written."""
@@ -75,7 +74,7 @@ class Sum:
 
     def _memory(self) -> torch.Tensor:
         if self._whole is None:
-            make = torch.zeros_like if is_dynamo_compiling() else torch.empty_like
+            make = torch.zeros_like if torch.compiler.is_compiling() else torch.empty_like
             self._whole = make(self._like, dtype=accumulated(self._like.dtype))
         return self._whole
 
@@ -114,7 +113,7 @@ class Merged:
         if self._both is None:
             batch, heads, queries, _ = self._q.shape
             kind, device = accumulated(self._q.dtype), self._q.device
-            make = torch.zeros if is_dynamo_compiling() else torch.empty
+            make = torch.zeros if torch.compiler.is_compiling() else torch.empty
             out = make(batch, queries, heads, self._width, dtype=kind, device=device).transpose(1, 2)
             self._both = out, torch.full((batch, heads, queries), -torch.inf, dtype=kind, device=device)
         return self._both
