@@ -26,6 +26,7 @@ from spar._attention.heads import heads_of_ranks, layers_of
 from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
+from spar._runtime.registry import by_handle, place_of
 from spar.parallel_state import init_parallel_state
 
 Group = dist.ProcessGroup
@@ -231,9 +232,9 @@ def test_zigzag_balances_the_work(ranks: Ranks, method: str) -> None:
 
 
 def check_memory(rank: int, world: int, group: Group) -> None:
-    """At most two shards of K are alive at a time, in forward and backward."""
+    """At most two shards of K are alive at a time, in forward and backward, also while one is in flight."""
     received: list[Any] = []
-    most, sending = [0], ring._Sending
+    most, sending, in_flight = [0], ring._Sending, []
 
     class Counted(sending):  # type: ignore[misc,valid-type]
         def __init__(self, *arguments: Any) -> None:
@@ -241,20 +242,30 @@ def check_memory(rank: int, world: int, group: Group) -> None:
             gc.collect()
             received.append(weakref.ref(self.received[0]))
             most[0] = max(most[0], sum(each() is not None for each in received))
+            in_flight.append(self.work._job is not None)
 
     layout = SequenceLayout.even(8 * world, group)
     q, k, v, upper = [x[:, layout.index()] for x in inputs(layout.total, 2, 2, torch.float32)]
+    q.requires_grad_()
+    channel: Any = by_handle(place_of(group).handle).channel("attention", q.device)
+    overlaps, results = channel.overlaps, []
     ring._Sending = Counted  # type: ignore[misc]
     try:
-        q.requires_grad_()
-        y = spar.attention(q, k, v, layout, method="ring")
-        assert len(received) == world - 1 and most[0] <= 2, most
-        received.clear()
-        most[0] = 0
-        y.backward(upper)
-        assert len(received) == 2 * world - 2 and most[0] <= 4, most  # two of K, and two of its gradient
+        for channel.overlaps in (False, True):
+            in_flight.clear()
+            received.clear()
+            most[0] = 0
+            y = spar.attention(q, k, v, layout, method="ring")
+            assert len(received) == world - 1 and most[0] <= 2, most
+            received.clear()
+            most[0] = 0
+            results.append((y, *torch.autograd.grad(y, q, upper)))
+            assert len(received) == 2 * world - 2 and most[0] <= 4, most  # two of K, and two of its gradient
+            assert set(in_flight) == {channel.overlaps}
+        assert all(map(torch.equal, *results))
     finally:
         ring._Sending = sending  # type: ignore[misc]
+        channel.overlaps = overlaps
 
 
 def test_ring_holds_two_shards(ranks: Ranks) -> None:

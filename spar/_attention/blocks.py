@@ -58,6 +58,21 @@ def own_block(runs: Sequence[Piece]) -> list[Block]:
     return [Block(0, size, 0, size, True, 0, 0)] if size > 0 else []
 
 
+def blocks_before(runs: Sequence[Piece]) -> list[Block]:
+    """Return the causal blocks of a shard with the keys of other ranks, in a tensor of all keys.
+
+    The shard's runs are in the order of the sequence: keys between two of them are before all runs behind.
+    """
+    found, query, end, size = [], 0, 0, sum([run.size for run in runs])
+    for run in runs:
+        if run.size == 0:
+            continue
+        if run.start > end:
+            found.append(Block(query, size - query, end, run.start - end, False, run.start, end))
+        query, end = query + run.size, run.start + run.size
+    return found
+
+
 def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
     """Return the blocks of one run of queries and one of keys, which begin at `query` and `key`."""
     if run.size == 0 or other.size == 0 or (documents and run.sequence != other.sequence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .._C import MOST_TENSORS
 from .._runtime.call import Call
-from .._runtime.layouts import Piece, extent, pieces
+from .._runtime.layouts import Args, Layout, Piece, by_sizes, extent, pair, pieces, rotated
 from .._runtime.member import ALONE, Place
 from .._runtime.registry import place_of
 from ..collectives import all_gather
 from ..exchanges import all_to_all
 from ..sequence_layout import SequenceLayout, numbers_of
-from .blocks import blocks_of, own_block
+from .blocks import Block, blocks_before, blocks_of, own_block
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
 from .masks import causal_mask, joined, sliced
 from .ring import Ring, attend_round
@@ -152,7 +153,7 @@ def _by_blocks(
     """Attend with the runs of queries `own` to all keys, which this rank holds; skip blocks without any."""
     blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, mask is None)
     told = ALONE if problem.keys is None else problem.call.place
-    ring = Ring(ALONE, (k.size(2),), (tuple(blocks),), problem.scale, problem.kernel, told, 1)
+    ring = Ring(ALONE, (tuple(blocks),), (), problem.scale, problem.kernel, told, 1)
     return attend_round(ring, q, k, v, mask)
 
 
@@ -231,6 +232,12 @@ def gathered(problem: Problem) -> torch.Tensor:
         return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
     own = pieces(numbers_of(problem.queries, 0), call.world, call.rank)
+    if _shares_runs(problem):
+        # one block of this rank's own keys covers all queries: its output and gradients are not copied
+        own_k, own_v = (_by_heads(problem, x) for x in (problem.k, problem.v))
+        steps = tuple(own_block(own)), tuple(blocks_before(own))
+        ring = Ring(ALONE, steps, (), problem.scale, problem.kernel, call.place, 1)
+        return _as_given(problem, attend_round(ring, q, own_k, own_v, None, k, v))
     skips = problem.causal or problem.packed or problem.mask is not None
     if problem.kernel is not None or (skips and problem.attend is None and problem.dropout_p == 0.0):
         return _as_given(problem, _by_blocks(problem, q, k, v, problem.mask, own))
@@ -238,6 +245,13 @@ def gathered(problem: Problem) -> torch.Tensor:
     if problem.attend is not None:
         k, v = _matched(k, v, [head // group for head in range(problem.heads)], True)
     return _as_given(problem, _by_runs(problem, q, k, v, own))
+
+
+def _shares_runs(problem: Problem) -> bool:
+    """Whether this rank's queries attend to its own keys by `causal` alone, in the kernel of blocks."""
+    own = problem.attend is not None or problem.dropout_p > 0.0
+    only_causal = problem.causal and problem.mask is None and not problem.packed
+    return only_causal and not own and problem.call.world > 1 and problem.keys == problem.queries
 
 
 def _by_runs(
@@ -291,19 +305,36 @@ def _ring(
     if problem.dropout_p:
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     _, world, rank = place
-    numbers = numbers_of(layout, 0)
+    make = _round if torch.compiler.is_compiling() else _known_round  # symbolic ints have no hash
+    steps, passes = make(numbers_of(layout, 0), world, rank, problem.causal, problem.packed, mask is None)
+    ring = Ring(place, steps, passes, problem.scale, problem.kernel, place, 2 * world - 2)
+    q, k, v = (_by_heads(problem, x) for x in (q, k, v))
+    return _as_given(problem, attend_round(ring, q, k, v, mask))
+
+
+def _round(
+    numbers: Layout, world: int, rank: int, causal: bool, packed: bool, plain: bool
+) -> tuple[tuple[tuple[Block, ...], ...], tuple[Args, ...]]:
+    """Return the blocks of each step, and the layouts of the exchange that passes its shard on.
+
+    plain: whether there is no mask.
+    """
     own = pieces(numbers, world, rank)
-    causal, packed, plain = problem.causal, problem.packed, mask is None
     steps = [
         tuple(blocks_of(own, pieces(numbers, world, (rank - step) % world), causal, packed, plain))
         for step in range(world)
     ]
     if causal and plain and not packed:
         steps[0] = tuple(own_block(own))
-    sizes = tuple([extent(numbers, world, peer) for peer in range(world)])
-    ring = Ring(place, sizes, tuple(steps), problem.scale, problem.kernel, place, 2 * world - 2)
-    q, k, v = (_by_heads(problem, x) for x in (q, k, v))
-    return _as_given(problem, attend_round(ring, q, k, v, mask))
+    sizes = [extent(numbers, world, peer) for peer in range(world)]
+    passes = []
+    for step in range(world):
+        held = [sizes[(peer - step) % world] for peer in range(world)]
+        passes.append(pair(by_sizes(2, held), rotated(2, held, 1)))
+    return tuple(steps), tuple(passes)
+
+
+_known_round = functools.lru_cache(256)(_round)
 
 
 # ---- hybrid ----

@@ -2,20 +2,21 @@
 
 Each rank sends its shard of K and V to the next rank and receives the one before, until it has seen all. In
 backward the shards go round again, and behind each of them its gradient, which arrives at the shard's owner
-last. A rank holds at most two shards at a time. In a group of one nothing goes round.
+last. A rank holds at most two shards at a time. Where the keys of all ranks were gathered before, nothing
+goes round: they are the only shard, or the second one after this rank's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from .._runtime.channel import Operation
 from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, is_profiled, report_failure, run
-from .._runtime.layouts import by_sizes, pair, rotated
+from .._runtime.layouts import Args
 from .._runtime.member import Place
 from .._runtime.move import Move
 from .._runtime.overlap import Work, begin
@@ -24,19 +25,20 @@ from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, finite
 from .masks import added, causal_mask, joined, sliced
-from .merged import Merged, Sum, forward_of
+from .merged import Merged, Sum, forward_of, run_of
 
 
 class Ring(NamedTuple):
-    """One attention: where, each rank's number of keys, the blocks with the shard of each step, the scale.
+    """One attention: where, the blocks with the shard of each step, how shards go on, the scale.
 
-    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for
-    `exchanges` of this rank.
+    `passes`: for each step the layouts of its shard [B, K, T, D], or of its gradient, before and after the
+    next rank has it. `kernel`: its name; None chooses. A failure in backward is reported to the ranks of
+    `told`, which wait for `exchanges` of this rank.
     """
 
     place: Place
-    sizes: tuple[int, ...]
     steps: tuple[tuple[Block, ...], ...]
+    passes: tuple[Args, ...]
     scale: float
     kernel: str | None
     told: Place
@@ -44,14 +46,15 @@ class Ring(NamedTuple):
 
 
 class _Sending:
-    """Tensors [B, K, T, D] on their way to the next rank, in flight while the caller computes."""
+    """Tensors [B, K, T, D] on their way to the next rank.
+
+    They are in flight while the caller computes, where that does not slow it down.
+    """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], ring: Ring, step: int, name: str, records: bool
     ) -> None:
-        world = ring.place.world
-        held = [ring.sizes[(rank - step) % world] for rank in range(world)]
-        args = tuple([pair(by_sizes(2, held), rotated(2, held, 1))] * len(tensors))
+        args = (ring.passes[step],) * len(tensors)
         self.work: Work | None = None
         self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
@@ -60,7 +63,7 @@ class _Sending:
             gradient = RECORDED if records else UNRECORDED
             self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
         else:
-            self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records)
+            self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records, True)
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what the rank before this one held, once; keep nothing."""
@@ -72,16 +75,24 @@ class _Sending:
 
 
 def _forward(
-    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, records: bool
+    ring: Ring,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    gathered: Sequence[torch.Tensor],
+    records: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     merged, kernel = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask)
     for step, blocks in enumerate(ring.steps):
-        last = step + 1 == len(ring.steps)
+        last = step + 1 >= ring.place.world
         sending = None if last else _Sending((k, v), ring, step, "attention", records)
         for block in blocks:
             merged.add(block.query, *forward_of(kernel, _inputs(ring, block, q, k, v, mask)))
         if sending is not None:
             k, v = sending.wait()
+        elif gathered:
+            k, v = gathered
     out, lse = merged.total()
     return _after(out.to(q.dtype), ring, k, v), lse
 
@@ -97,8 +108,8 @@ def _inputs(
     ring: Ring, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> BlockInputs:
     """Return a block's part of the tensors; the mask as what is added to the scores."""
-    q = q.narrow(2, block.query, block.queries)
-    k, v = (x.narrow(2, block.key, block.keys) for x in (k, v))
+    q = run_of(q, block.query, block.queries)
+    k, v = run_of(k, block.key, block.keys), run_of(v, block.key, block.keys)
     if mask is None:
         return BlockInputs(q, k, v, block.causal, None, ring.scale)
     mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
@@ -116,21 +127,23 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gathered: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k, v, and of gathered keys and values."""
     kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
     if mask is not None:
         lse = finite(lse)  # a query whose keys are all masked: their weights become 0
 
-    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dk, dv = Sum(k), Sum(v)
         for block in ring.steps[step]:
-            of = [x.narrow(2, block.query, block.queries) for x in (grad, out, lse)]
+            of = [run_of(x, block.query, block.queries) for x in (grad, out, lse)]
             parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
             for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
                 whole.add(at, part)
         return dk.total(), dv.total()
 
-    name, world = "backward of attention", len(ring.steps)
+    name, world = "backward of attention", ring.place.world
     received: Sequence[torch.Tensor] = k, v
     sending = None if world == 1 else _Sending(received, ring, 0, name, False)
     coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
@@ -145,8 +158,9 @@ def _backward(
     sums = gradients(0, k, v)
     if coming is not None:
         _add(sums, coming.wait())
-    dk, dv = sums
-    return _after(dq.total().to(q.dtype), ring, *received), dk.to(k.dtype), dv.to(v.dtype)
+    if gathered:
+        sums += gradients(1, gathered[0], gathered[1])
+    return _after(dq.total().to(q.dtype), ring, *received), *[x.to(q.dtype) for x in sums]
 
 
 def _add(sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
@@ -154,25 +168,36 @@ def _add(sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         whole.add_(part)
 
 
+def _no_autocast(x: torch.Tensor) -> AbstractContextManager[None]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 class SparAttention(torch.autograd.Function):
     """The gradient is computed from the output and the log-sum-exp; it cannot be differentiated again."""
 
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+        ctx: Any,
+        ring: Ring,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        *gathered: torch.Tensor,
     ) -> torch.Tensor:
         compiling = torch.compiler.is_compiling()
         group = None if compiling or ring.place.world == 1 else by_handle(ring.place.handle).group
         ctx.call = ring, group  # keeps the group alive until backward
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward(ring, q, k, v, mask, True)
-        ctx.save_for_backward(q, k, v, out, lse, mask)
+        with _no_autocast(q):
+            out, lse = _forward(ring, q, k, v, mask, gathered, True)
+        ctx.save_for_backward(q, k, v, out, lse, mask, *gathered)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ring, _ = ctx.call
-        q, k, v, out, lse, mask = ctx.saved_tensors
+        q, k, v, out, lse, mask, *gathered = ctx.saved_tensors
         (before,) = calls_before((ring.told,)) if ring.told.world > 1 else (0,)
         try:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -180,8 +205,9 @@ class SparAttention(torch.autograd.Function):
                     "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
-            with torch.autocast(grad.device.type, enabled=False):
-                return None, *_backward(ring, grad, q, k, v, out, lse, mask), None
+            with _no_autocast(grad):
+                dq, dk, dv, *others = _backward(ring, grad, q, k, v, out, lse, mask, gathered)
+                return None, dq, dk, dv, None, *others
         except BaseException as error:
             waiting = [(ring.told, before + ring.exchanges)]
             report_failure(waiting, "backward of attention", grad.device.type, error)
@@ -189,11 +215,19 @@ class SparAttention(torch.autograd.Function):
 
 
 def attend_round(
-    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ring: Ring,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *gathered: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D]."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as flash kernels expect
+    """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D].
+
+    gathered: the k and v of all ranks, for the ring's second step; then its first has this rank's own.
+    """
+    q, k, v, *gathered_ = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *gathered))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask))  # type: ignore[no-untyped-call]
-    with torch.autocast(q.device.type, enabled=False):
-        return _forward(ring, q, k, v, mask, False)[0]
+        return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask, *gathered_))  # type: ignore[no-untyped-call]
+    with _no_autocast(q):
+        return _forward(ring, q, k, v, mask, gathered_, False)[0]

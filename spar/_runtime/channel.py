@@ -40,6 +40,7 @@ class Channel(Protocol):
         name: the transport's name.
         core: its communicator in the C core, if it has one.
         enqueues: whether a call only gives work to the device's current stream.
+        overlaps: whether an exchange in flight leaves this process's cores to what the rank computes.
     """
 
     @property
@@ -50,6 +51,9 @@ class Channel(Protocol):
 
     @property
     def enqueues(self) -> bool: ...
+
+    @property
+    def overlaps(self) -> bool: ...
 
     def watch(self, member: Member) -> None:
         """Start what must run once the set-up is over."""

@@ -152,9 +152,9 @@ def is_watched() -> bool:
     return _dispatch_modes() > 0 or _functorch_transforms() or is_profiled()
 
 
-def is_any_traced(tensors: Tensors) -> bool:
+def is_any_traced(tensors: Tensors, profiled: Callable[[], bool] = is_profiled) -> bool:
     """`is_traced` of any tensor; what it asks besides the tensor's type is asked once."""
-    return is_traced(tensors[0]) or (len(tensors) > 1 and not _PLAIN.issuperset(map(type, tensors)))
+    return is_traced(tensors[0], profiled) or (len(tensors) > 1 and not _PLAIN.issuperset(map(type, tensors)))
 
 
 def must_record(inputs: Tensors) -> bool:

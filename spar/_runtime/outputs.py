@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .call import Call
-from .exchange import Tensors, is_profiled, is_traced, must_record
+from .exchange import Tensors, is_any_traced, is_profiled, must_record
 from .items import copy_items
 from .move import Move
 from .registry import by_handle
@@ -17,7 +17,11 @@ from .registry import by_handle
 
 def must_dispatch(tensors: Tensors) -> bool:
     """Whether a tracer or a mode must see the exchange of these tensors; the profiler need not."""
-    return any(is_traced(x, lambda: False) for x in tensors)
+    return is_any_traced(tensors, _unprofiled)
+
+
+def _unprofiled() -> bool:
+    return False
 
 
 def write_to(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> list[torch.Tensor]:

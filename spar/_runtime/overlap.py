@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ExchangeTimeoutError, SparError
 from .call import Call
-from .exchange import Tensors, calls_before, must_record, report_failure
+from .exchange import Tensors, calls_before, is_profiled, must_record, report_failure, run_eager
 from .hints import add_advice
 from .lane import Job
 from .move import Move
@@ -90,24 +90,31 @@ class Work:
 
 
 def begin(
-    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool
+    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool, may_block: bool = False
 ) -> tuple[Tensors, Work]:
-    """Start an exchange; return its outputs, which are not complete, and what waits for them."""
+    """Start an exchange; return its outputs, which are not complete, and what waits for them.
+
+    may_block: make the exchange at once where it would take its time from what the rank computes meanwhile.
+    """
     (before,) = calls_before((move.place,))
     try:
-        return _issue(move, inputs, outs, records)
+        return _issue(move, inputs, outs, records, may_block)
     except BaseException as error:
         report_failure([(move.place, before + 1)], move.name, inputs[0].device.type, error)
         raise
 
 
 def _issue(
-    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool
+    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool, may_block: bool
 ) -> tuple[Tensors, Work]:
     if inputs[0].is_meta or must_dispatch(inputs):
         return move.run(inputs, records), Work()
     comm, first = by_handle(move.place.handle), inputs[0]
     channel = comm.channel(move.name, first.device)
+    if may_block and not channel.overlaps:
+        if is_profiled():
+            return move.run(inputs, records), Work()
+        return run_eager(move.operands(inputs), move.place, move.operation(records)), Work()
     given = outs is not None
     if outs is None:
         outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]

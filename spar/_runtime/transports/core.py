@@ -23,6 +23,7 @@ class CoreChannel:
     """A channel over a `_C.Comm`."""
 
     enqueues = False
+    overlaps = True
 
     def __init__(self, core: _C.Comm) -> None:
         self.core: _C.Comm = core

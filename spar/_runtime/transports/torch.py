@@ -98,6 +98,7 @@ class TorchChannel:
     name = "torch"
     core = None
     enqueues = False
+    overlaps = True
 
     def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
         pass
