@@ -23,6 +23,7 @@ static void check(const char *name, int64_t to_at, int64_t from_at, int64_t n, c
     }
 }
 
+#ifdef __x86_64__
 /* Linux lists the sets that the processor has and the system enables. */
 static void check_sets(void)
 {
@@ -41,6 +42,7 @@ static void check_sets(void)
     if (file)
         fclose(file);
 }
+#endif
 
 int test_nontemporal(int argc, char **argv)
 {
