@@ -109,8 +109,8 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
         tensor: this rank's part, any strided tensor.
         dim: the dim to concatenate.
         validate: first exchange the local sizes, so that uneven parts gather correctly. If False, all ranks
-            must have the same size along `dim`. The exchange breaks torch.compile's graph: pass False with
-            fullgraph=True.
+            must have the same size along `dim`. Reading the sizes breaks torch.compile's graph, unless
+            fullgraph=True and torch captures scalars there, as torch 2.13 does.
 
     Returns:
         A new contiguous tensor `[.., S, ..]`. Without a group, `tensor` itself.
