@@ -89,3 +89,30 @@ def test_wrong_arguments_raise() -> None:
         _C.plan_of("op", 1, 0, 0, 4, [object()], ((3, 0, 0, 2, 1, 0, 3),))  # type: ignore[list-item]
     plan, addresses = _C.plan_of("op", 1, 0, 0, 4, [x], ((3, 0, 0, 2, 1, 0, 3),))
     assert addresses == (x.data_ptr(),) and plan.out_shapes == ((2, 3),) and plan.out_strides == ((3, 1),)
+
+
+def released(*shape: int) -> torch.Tensor:
+    """Return a tensor like a parameter whose memory FSDP has freed."""
+    x = torch.ones(shape)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def check_memory(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Without memory an exchange would read address 0; the peers get the text of the rank that fails."""
+    for make in (lambda: released(2, 6, 8), lambda: torch._efficientzerotensor((2, 6, 8))):
+        with pytest.raises(ValueError, match=r"tensor 0 of the call has items but no memory"):
+            spar.all_to_all(make(), group, 2, 1)
+    x = torch.ones(2, 6, 8)
+    expected = spar.MismatchError if rank else ValueError
+    with pytest.raises(expected, match=r"tensor 1 of the call has items but no memory"):
+        spar.all_to_all([x, x if rank else released(2, 6, 8)], group, 2, 1)
+    with pytest.raises(ValueError, match=r"out is a tensor of shape \[2, 12, 4\] without memory"):
+        spar.all_to_all(x, group, 2, 1, out=released(2, 12, 4))
+    with pytest.raises(ValueError, match=r"no memory"):
+        spar.SequenceLayout.zigzag(13, group).shard(released(13, 3), 0)
+    assert spar.all_to_all(x[:0], group, 2, 1).shape == (0, 12, 4)
+
+
+def test_tensors_without_memory_are_rejected(ranks: Ranks) -> None:
+    ranks(2, check_memory)

@@ -128,10 +128,10 @@ static int is_plain(PyObject *object)
     return 0;
 }
 
-const char spar_py_plain_shapes_doc[] = PyDoc_STR(
-    "plain_shapes(a tuple or list of objects) -> their shapes, as tuples\n\n"
-    "None unless all are known to be strided tensors of a plain type, which have at least a dim, and\n"
-    "memory, of one dtype and device; without the exchange API nothing is known.");
+const char spar_py_plain_shapes_doc[] =
+    PyDoc_STR("plain_shapes(a tuple or list of objects) -> their shapes, as tuples\n\n"
+              "None unless all are known to be strided tensors of a plain type, which have at least a dim,\n"
+              "of one dtype and device; without the exchange API nothing is known.");
 
 PyObject *spar_py_plain_shapes(PyObject *Py_UNUSED(module), PyObject *objects)
 {

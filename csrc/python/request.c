@@ -87,6 +87,19 @@ static int add_numbers(spar_py_request *asked, int64_t item_size, PyObject *exte
     return read_ints(extents, numbers, ndim) < 0 ? -1 : read_ints(strides, numbers + ndim, ndim);
 }
 
+/* Only a tensor without items may lack memory. */
+static int check_memory(const spar_tensor *tensor, int t)
+{
+    for (int i = 0; i < tensor->ndim; i++)
+        if (tensor->extents[i] == 0)
+            return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "tensor %d of the call has items but no memory, as after a resize of its "
+                 "storage to 0; expected one whose memory is allocated",
+                 t);
+    return -1;
+}
+
 /* Copies the numbers: another thread may change the tensor once the GIL is released. */
 static int add_object(spar_py_request *asked, int64_t item_size, PyObject *object, PyObject *args,
                       void **address)
@@ -106,7 +119,8 @@ static int add_object(spar_py_request *asked, int64_t item_size, PyObject *objec
     }
     *address = read.address;
     spar_py_forget_tensor(&read);
-    return status;
+    int t = asked->request.ntensors - 1;
+    return status == 0 && !*address ? check_memory(&asked->tensors[t], t) : status;
 }
 
 /* Begins a request of the objects in a tuple or list; returns how many there are, or -1 and an exception. */

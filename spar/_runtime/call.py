@@ -52,7 +52,7 @@ class Call:
     """One call of a public operation. Errors of its checks name the argument, its value and the rank.
 
     Attributes:
-        known: whether the input is a plain strided tensor with memory, of the shape `shape`. Else it is one
+        known: whether the input is a plain strided tensor, of the shape `shape`. Else it is one
             of another type, or torch was asked.
         places: this rank's place in each group in which the call would exchange.
         before: how many calls this rank had made on each of these, when this call began.

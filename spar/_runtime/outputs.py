@@ -63,7 +63,7 @@ def checked(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> l
     for call, target, shape, name in zip(calls, outs, move.shapes(inputs), at, strict=True):
         _check(call, f"out{name}", target, shape)
     if not inputs[0].is_meta and not must_dispatch([*inputs, *outs]):
-        _reject_overlap(first, inputs, outs, at)
+        _check_memory(first, inputs, outs, at)
     return list(outs)
 
 
@@ -98,12 +98,14 @@ def _check(call: Call, what: str, out: Any, shape: Sequence[int]) -> None:
         raise call.error(what, "a tensor made in inference mode", "one made outside of it")
 
 
-def _reject_overlap(
+def _check_memory(
     call: Call, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], at: Sequence[str]
 ) -> None:
     spans = [(f"input_{name}", _span(x)) for x, name in zip(inputs, at, strict=True)]
     for out, name in zip(outs, at, strict=True):
         begin, end = _span(out)
+        if begin == 0 < end:  # as after a resize of its storage to 0
+            raise call.error(f"out{name}", f"{_shown(out)} without memory", "one whose memory is allocated")
         for other, (first, last) in spans:
             if begin < last and first < end:
                 raise call.error(f"out{name}", f"memory that overlaps {other}", "memory of its own")
