@@ -342,7 +342,7 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
             element_size=lambda: 4,
             stride=lambda: (1,),
             get_device=lambda: 0,
-            data_ptr=lambda: 0,
+            data_ptr=lambda: 4096,
             new_empty=lambda shape: torch.empty(shape, device=DEVICE),
         )
         with pytest.raises((RuntimeError, AssertionError)) as caught:
