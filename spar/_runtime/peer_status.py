@@ -105,13 +105,19 @@ def publish(member: Member, op: str, state: CallState) -> None:
         threading.Thread(target=_put, args=(*found, member.rank, place), daemon=True).start()
 
 
-def _key(rank: int) -> str:
-    return f"spar/last_call/{rank}"
+def _keys(rank: int, group: str) -> tuple[str, str]:
+    """Return where a rank publishes its last call on a group, in which it gave up, and on any group."""
+    return f"spar/gave_up/{group}/{rank}", f"spar/last_call/{rank}"
 
 
 def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
     with contextlib.suppress(Exception):
-        store.set(_key(ranks[rank]), json.dumps(place))
+        gave_up, last = _keys(ranks[rank], place.group)
+        if (
+            place.state not in _SENTENCES
+        ):  # no later call on another group may hide it
+            store.set(gave_up, json.dumps(place))
+        store.set(last, json.dumps(place))
 
 
 def report(member: Member, op: str, state: CallState) -> Report | None:
@@ -128,8 +134,9 @@ def report(member: Member, op: str, state: CallState) -> Report | None:
             _put(store, ranks, member.rank, CallStatus(state, op, member.calls, member.name))
             while not over.is_set():
                 for rank, other in enumerate(ranks):
-                    if store.check([_key(other)]):
-                        places[rank] = CallStatus.of(*json.loads(store.get(_key(other))))
+                    key = next((key for key in _keys(other, member.name) if store.check([key])), None)
+                    if key is not None:
+                        places[rank] = CallStatus.of(*json.loads(store.get(key)))
                 answered.set()
                 time.sleep(0.02)
 
