@@ -83,6 +83,10 @@ class Report(NamedTuple):
             if place is None or place.state not in states or place[2:] != (member.calls, member.name)
         )
 
+    def has(self, member: Member, *states: CallState) -> bool:
+        """Whether a rank gave up on the group like this: in this call, or in one before or behind it."""
+        return any(place and place.state in states and place.group == member.name for place in self.places)
+
 
 def listing(rows: list[str]) -> str:
     return f"\nlast call of each rank, on any group:\n{by_rank(rows)}"
@@ -113,9 +117,7 @@ def _keys(rank: int, group: str) -> tuple[str, str]:
 def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
     with contextlib.suppress(Exception):
         gave_up, last = _keys(ranks[rank], place.group)
-        if (
-            place.state not in _SENTENCES
-        ):  # no later call on another group may hide it
+        if place.state not in _SENTENCES:  # no later call on another group may hide it
             store.set(gave_up, json.dumps(place))
         store.set(last, json.dumps(place))
 
@@ -155,8 +157,7 @@ def _patience(member: Member, state: CallState, said: Report) -> float:
     everybody = tuple(range(member.world))
     if state is not CallState.PEER_LOST or unreachable(member, everybody):
         return _PATIENCE
-    gave_up = (CallState.TIMED_OUT, CallState.ABORTED)
-    return _PATIENCE if len(said.absent(member, gave_up)) < member.world else _LONGER
+    return _PATIENCE if said.has(member, CallState.TIMED_OUT, CallState.ABORTED) else _LONGER
 
 
 def named(member: Member, ranks: tuple[int, ...]) -> str:

@@ -71,8 +71,7 @@ def _outlive_the_process() -> None:
 def _give_up(member: Member, op: str, error: type[SparError], text: str) -> SparError:
     """Break the group for good; return the error, with the last call that each peer published."""
     said = peer_status.report(member, op, _STATES.get(error, CallState.ABORTED))
-    timed_out = (CallState.TIMED_OUT,)
-    if error is PeerLostError and said is not None and len(said.absent(member, timed_out)) < member.world:
+    if error is PeerLostError and said is not None and said.has(member, CallState.TIMED_OUT):
         error = ExchangeTimeoutError  # a peer timed out and disconnected
     why, ranks = _causes(member, error, said)
     words = f"{why}: {text}" if text else why
