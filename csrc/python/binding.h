@@ -36,7 +36,7 @@ int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char
 Py_ssize_t spar_sequence_size(PyObject *sequence);
 PyObject *spar_sequence_item(PyObject *sequence, Py_ssize_t i);
 
-/* A tensor of torch's, as long as nothing runs that may change it. */
+/* What a torch tensor holds, valid as long as nothing runs that may change the tensor. */
 typedef struct {
     void *address;
     int ndim;
@@ -70,7 +70,7 @@ typedef struct {
  * spar_free_request in both cases. */
 int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked);
 
-/* The same of torch's tensors, whose items have `item_size` bytes, and of a tuple with the args of each; also
+/* The same of torch tensors, whose items have `item_size` bytes, and of a tuple with the args of each; also
  * stores their addresses. */
 int spar_read_inputs(PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank, int sides,
                      spar_py_request *asked, void **addresses);

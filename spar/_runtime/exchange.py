@@ -148,7 +148,7 @@ def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) 
 
 
 def is_watched() -> bool:
-    """`is_traced` of tensors of torch's own type outside of torch.compile."""
+    """`is_traced` of a plain torch.Tensor outside of torch.compile."""
     return _dispatch_modes() > 0 or _functorch_transforms() or is_profiled()
 
 
