@@ -61,6 +61,12 @@ def test_docstrings_have_no_colon_in_returns() -> None:
             assert returns is None or ": " not in returns[1], each
 
 
+def test_contributing_lists_all_make_targets() -> None:
+    targets = re.findall(r"^\t@echo 'make ([\w-]+)", (ROOT / "Makefile").read_text(), re.M)
+    listed = set(re.findall(r"\bmake ([\w-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(targets) >= 20 and set(targets) <= listed
+
+
 def test_figures_are_those_of_their_script() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "_site" / "figures.py"))
     figures = {f"{figure.name}.svg": figure.write() for figure in (draw() for draw in script["FIGURES"])}
