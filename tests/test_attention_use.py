@@ -13,6 +13,7 @@ from conftest import TRANSPORTS, Ranks
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whole_attention
 from test_attention import DOCUMENTS
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import spar
@@ -152,7 +153,7 @@ def test_autocast_exchanges_16_bits(ranks: Ranks) -> None:
 
 
 def check_second_derivative(rank: int, world: int, group: Group) -> None:
-    """Of a kernel that can be differentiated twice, through ulysses; the ring refuses."""
+    """Of a kernel that can be differentiated twice, and in forward mode, by ulysses; the ring refuses."""
     layout = SequenceLayout.even(6, group)
 
     def twice(function: Callable[..., Tensor], own: Tensor) -> Tensor:
@@ -162,16 +163,21 @@ def check_second_derivative(rank: int, world: int, group: Group) -> None:
         return again
 
     expected = twice(whole_attention, torch.arange(6))
-    found = twice(
-        partial(spar.attention, layout=layout, method="ulysses", attend=whole_attention),
-        layout.index(),
-    )
+    exact = partial(spar.attention, layout=layout, method="ulysses", attend=whole_attention)
+    found = twice(exact, layout.index())
     assert torch.allclose(found, expected[:, layout.index()])
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, x + 1) for x in inputs(6, 2, 2, torch.float64)[:3]]
+        tangent = forward_ad.unpack_dual(whole_attention(*duals)).tangent
+        own = [x[:, layout.index()] for x in duals]
+        assert torch.allclose(forward_ad.unpack_dual(exact(*own)).tangent, tangent[:, layout.index()])
+        with pytest.raises(NotImplementedError, match="attention: .*no forward-mode derivative"):
+            spar.attention(*own, layout, method="ring")  # type: ignore[call-arg]
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         twice(partial(spar.attention, layout=layout, causal=True, method="ring"), layout.index())
 
 
-def test_second_derivative(ranks: Ranks) -> None:
+def test_second_derivative_and_forward_mode(ranks: Ranks) -> None:
     ranks(2, check_second_derivative)
 
 

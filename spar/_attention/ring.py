@@ -15,7 +15,17 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._runtime.channel import Operation
-from .._runtime.exchange import ONE, RECORDED, UNRECORDED, calls_before, is_profiled, report_failure, run
+from .._runtime.exchange import (
+    ONE,
+    RECORDED,
+    UNRECORDED,
+    calls_before,
+    have_tangents,
+    is_profiled,
+    is_transformed,
+    report_failure,
+    run,
+)
 from .._runtime.layouts import Args
 from .._runtime.member import Place
 from .._runtime.move import Move
@@ -226,6 +236,11 @@ def attend_round(
 
     gathered: the k and v of all ranks, for the ring's second step; then its first has this rank's own.
     """
+    if is_transformed() or have_tangents((q, k, v)):
+        raise NotImplementedError(
+            "attention: blocks that are merged have no forward-mode derivative, and none under torch.func; pass "
+            'method="ulysses" and no kernel\'s name: spar.attention then has the derivatives of its kernel'
+        )
     q, k, v, *gathered_ = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *gathered))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask, *gathered_))  # type: ignore[no-untyped-call]

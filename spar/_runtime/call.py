@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
@@ -339,7 +340,7 @@ class Call:
         if self.world == 1 and grad_scale[0] == 1.0:
             return x
         steps = ((self.place, ((len(before), *before, *after),)),)
-        if x.requires_grad:
+        if x.requires_grad or forward_ad._current_level >= 0:
             return apply_steps((self,), steps, grad_scale)[0]
         if self.world == 1:
             return x

@@ -3,7 +3,7 @@
 Every operation is linear: one exchange of tensors (or, for a split, one selection) and a factor. Its
 derivative is the inverse exchange with the factor of `grad_scale`; the derivative of that is the operation
 again. So a penalty on a gradient, which is differentiated twice, needs the same reduction of parameter
-gradients as the loss.
+gradients as the loss. In forward mode the tangents go through the operation itself.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling  # half of is_compiling's time
 
 from .. import _C
@@ -158,11 +160,31 @@ def is_any_traced(tensors: Tensors, profiled: Callable[[], bool] = is_profiled) 
 
 
 def must_record(inputs: Tensors) -> bool:
-    """Whether autograd records what is computed from the inputs."""
+    """Whether autograd records what is computed from the inputs, or they have tangents."""
     for x in inputs:
         if x.requires_grad:
-            return torch.is_grad_enabled()
-    return False
+            return torch.is_grad_enabled() or have_tangents(inputs)
+    return forward_ad._current_level >= 0 and have_tangents(inputs)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of functorch is active, outside of torch.compile."""
+    return not is_dynamo_compiling() and _functorch_transforms()
+
+
+def have_tangents(inputs: Tensors) -> bool:
+    """Whether forward mode computes a derivative of the inputs.
+
+    Each may have one under a transform of functorch, which shows the tangents of the innermost level alone.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    any_may = is_transformed()
+    return any(
+        (x.is_floating_point() or x.is_complex())
+        and (any_may or forward_ad.unpack_dual(x).tangent is not None)
+        for x in inputs
+    )
 
 
 def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
@@ -284,9 +306,9 @@ def run_steps(
     return run(inputs, place, operation, False)
 
 
-# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced.
+# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced, if known.
 # They are one argument, since torch spends time on each, in forward and backward.
-Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool]
+Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool | None]
 
 
 class SparExchange(torch.autograd.Function):
@@ -313,13 +335,51 @@ class SparExchange(torch.autograd.Function):
             inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
         before = calls_before(tuple([place for place, _ in inverse]))
         try:
-            if torch.is_grad_enabled() and must_record(grads):
+            if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and must_record(grads):
                 return None, *recorded(grads, name, inverse, grad_scale, scale)
             return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED)
         except BaseException as error:
-            counted = zip(inverse, before, strict=True)
-            waiting = [(place, count + 1) for (place, args), count in counted if not is_local(args[0])]
-            report_failure(waiting, name, grads[0].device.type, error)
+            _report(inverse, before, name, grads, error)
+            raise
+
+
+def tangent_name(name: str) -> str:
+    return name if name.startswith("tangent of ") else f"tangent of {name}"
+
+
+def _report(
+    steps: tuple[Step, ...], before: tuple[int, ...], name: str, inputs: Tensors, error: BaseException
+) -> None:
+    """Report a failure in a derivative to the peers that wait for its exchanges."""
+    counted = zip(steps, before, strict=True)
+    waiting = [(place, count + 1) for (place, args), count in counted if not is_local(args[0])]
+    report_failure(waiting, name, inputs[0].device.type, error)
+
+
+class SparTransformed(SparExchange):
+    """The same with a derivative in forward mode, and for functorch's transforms.
+
+    These need the context apart from forward, which takes longer; and torch.compile traces no class with a jvp.
+    """
+
+    @staticmethod
+    def forward(call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return SparExchange.forward(SimpleNamespace(), call, *inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        groups = tuple([by_handle(place[0]).group for place, _ in inputs[0][1]])
+        ctx.call = inputs[0], groups
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (name, steps, scale, grad_scale, _traced), _groups = ctx.call
+        name = tangent_name(name)
+        before = calls_before(tuple([place for place, _ in steps]))
+        try:
+            return recorded(tangents, name, steps, scale, grad_scale)
+        except BaseException as error:
+            _report(steps, before, name, tangents, error)
             raise
 
 
@@ -336,7 +396,12 @@ def recorded(
     traced: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run the steps and record the gradient; an error in backward shows the operation's name."""
-    if is_any_traced(inputs) if traced is None else traced:
+    if traced is None:
+        traced = is_any_traced(inputs)
+    if forward_ad._current_level >= 0 or (traced and is_transformed()):
+        call: Recorded = (name, steps, scale, grad_scale, None)
+        return cast(tuple[torch.Tensor, ...], SparTransformed.apply(call, *inputs))  # type: ignore[no-untyped-call]
+    if traced:
         call = (name, steps, scale, grad_scale, True)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
     return _apply_plain((name, steps, scale, grad_scale, False), *inputs)

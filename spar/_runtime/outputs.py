@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .call import Call
-from .exchange import Tensors, is_any_traced, is_profiled, must_record
+from .exchange import Tensors, have_tangents, is_any_traced, is_profiled, must_record
 from .items import copy_items
 from .move import Move
 from .registry import by_handle
@@ -58,8 +58,10 @@ def checked(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> l
     if not isinstance(outs, (list, tuple)) or len(outs) != len(calls):
         raise first.error("out", _shown(out), f"a list of {len(calls)} tensors, one for each input")
     if must_record(inputs):
-        where = "None where input_ requires a gradient, which cannot be recorded through out"
-        raise first.error("out", _shown(out), f"{where}; call it under torch.no_grad()")
+        where, remedy = "requires a gradient, which cannot be recorded through out", "under torch.no_grad()"
+        if have_tangents(inputs):
+            where, remedy = "has a tangent, which out cannot have", "on its primal"
+        raise first.error("out", _shown(out), f"None where input_ {where}; call it {remedy}")
     for call, target, shape, name in zip(calls, outs, move.shapes(inputs), at, strict=True):
         _check(call, f"out{name}", target, shape)
     if not inputs[0].is_meta and not must_dispatch([*inputs, *outs]):

@@ -18,13 +18,23 @@ import torch
 
 from ..errors import ExchangeTimeoutError, SparError
 from .call import Call
-from .exchange import Tensors, calls_before, is_profiled, must_record, report_failure, run_eager
+from .exchange import (
+    Tensors,
+    calls_before,
+    have_tangents,
+    is_profiled,
+    is_transformed,
+    must_record,
+    report_failure,
+    run_eager,
+)
 from .hints import add_advice
 from .lane import Job
 from .move import Move
 from .outputs import checked, must_dispatch, note_write, write_to
 from .registry import by_handle
 from .transports.cuda import Beside
+from .transpose import recorded
 
 _NOT_TRACED = "call it outside of compiled code, or without async_op"
 _log = logging.getLogger("spar")
@@ -217,6 +227,8 @@ def launch(
     if not must_record(inputs):
         outputs, work = begin(move, inputs, None, False)
         return list(outputs), work
+    if is_transformed() or have_tangents(inputs):
+        return list(recorded(move, inputs)), Work()
     flight = _Flight(move)
     outputs = _recorded(flight, inputs)
     job_work = cast(Work, flight.work)

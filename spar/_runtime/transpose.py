@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from .call import Call
-from .exchange import ARITHMETIC, Tensors, calls_before, is_any_traced, must_record, report_failure
+from .exchange import (
+    ARITHMETIC,
+    Tensors,
+    calls_before,
+    is_any_traced,
+    is_transformed,
+    must_record,
+    report_failure,
+    tangent_name,
+)
 from .layouts import Layout
 from .move import Move
 from .registry import by_handle
@@ -34,12 +45,37 @@ class SparTranspose(torch.autograd.Function):
             raise
 
 
+class SparTransposeTransformed(SparTranspose):
+    """The same in forward mode, and for functorch's transforms: see SparTransformed."""
+
+    @staticmethod
+    def forward(move: Move, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return SparTranspose.forward(SimpleNamespace(), move, *inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.call = inputs[0], by_handle(inputs[0].place.handle).group
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        move = ctx.call[0]._replace(name=tangent_name(ctx.call[0].name))
+        (before,) = calls_before((move.place,))
+        try:
+            return recorded(move, tangents)
+        except BaseException as error:
+            report_failure([(move.place, before + 1)], move.name, tangents[0].device.type, error)
+            raise
+
+
 # Function.apply without its check for functorch's wrappers: see exchange.py
 _apply_plain: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, SparTranspose).apply
 
 
 def recorded(move: Move, inputs: Tensors) -> tuple[torch.Tensor, ...]:
-    if is_any_traced(inputs):
+    traced = is_any_traced(inputs)
+    if forward_ad._current_level >= 0 or (traced and is_transformed()):
+        return cast(tuple[torch.Tensor, ...], SparTransposeTransformed.apply(move, *inputs))  # type: ignore[no-untyped-call]
+    if traced:
         return cast(tuple[torch.Tensor, ...], SparTranspose.apply(move, *inputs))  # type: ignore[no-untyped-call]
     return _apply_plain(move, *inputs)
 
