@@ -171,7 +171,7 @@ def check_second_derivative(rank: int, world: int, group: Group) -> None:
         tangent = forward_ad.unpack_dual(whole_attention(*duals)).tangent
         own = [x[:, layout.index()] for x in duals]
         assert torch.allclose(forward_ad.unpack_dual(exact(*own)).tangent, tangent[:, layout.index()])
-        with pytest.raises(NotImplementedError, match="attention: .*no forward-mode derivative"):
+        with pytest.raises(NotImplementedError, match=r"attention: .*no forward-mode derivative"):
             spar.attention(*own, layout, method="ring")  # type: ignore[call-arg]
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         twice(partial(spar.attention, layout=layout, causal=True, method="ring"), layout.index())

@@ -238,8 +238,8 @@ def attend_round(
     """
     if is_transformed() or have_tangents((q, k, v)):
         raise NotImplementedError(
-            "attention: blocks that are merged have no forward-mode derivative, and none under torch.func; pass "
-            'method="ulysses" and no kernel\'s name: spar.attention then has the derivatives of its kernel'
+            "attention: blocks that are merged have no forward-mode derivative, and none under torch.func; "
+            'pass method="ulysses", and as attend None or a function, whose derivatives it then has'
         )
     q, k, v, *gathered_ = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *gathered))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

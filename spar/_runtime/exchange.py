@@ -359,7 +359,7 @@ def _report(
 class SparTransformed(SparExchange):
     """The same with a derivative in forward mode, and for functorch's transforms.
 
-    These need the context apart from forward, which takes longer; and torch.compile traces no class with a jvp.
+    These need the context apart from forward, which takes longer. torch.compile traces no class with a jvp.
     """
 
     @staticmethod
