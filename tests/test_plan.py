@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -239,6 +240,21 @@ def test_describe() -> None:
     assert plan.describe(0) == "?"
     two = Plan(request("gather", 2, 0, [contiguous([3], [0, 3, 1]), contiguous([2, 2], [1])]))
     assert two.describe() == "[4]: dim 0 in [3, 1] -> whole; [2, 4]: dim 1 in [2, 2] -> whole"
+
+
+def test_description_says_how_pieces_lie() -> None:
+    def text(layout: list[int], extent: int, world: int = 2) -> str:
+        plan = Plan(request("exchange", world, 0, [contiguous([extent], [len(layout), *layout, -1])]))
+        return re.findall(r"\((.*)\)", plan.describe())[0]
+
+    assert text([0, 2, 1, 8], 4) == "zigzag"
+    assert text([0, 2, 2, 8], 2, 4) == "zigzag, each part in 2"
+    assert text([0, 3, 1, 2, 3, 5], 5) == "packed [3, 5]"
+    assert text([0, 3, 1, 2, 2, 1, 1, 4], 3) == "packed [2, 1, 1, 4]"
+    assert text([0, 4, 1, 3, 5], 5) == "rotated by 1"
+    many = [text([0, 3, 1, 30, *[2] * 29, last], 29 + last // 2) for last in (4, 6)]
+    assert all(re.fullmatch(r"packed \[2, (2, )+..., digest [0-9a-f]{8}\]", each) for each in many), many
+    assert many[0] != many[1] and len(many[0]) < 64
 
 
 def test_long_description_is_truncated() -> None:

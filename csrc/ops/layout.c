@@ -1,5 +1,8 @@
 #include "ops/layout.h"
 
+#include "base/util.h"
+
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -194,17 +197,10 @@ static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes
     return cut(layout, dim, total, world, sizes, (int)shift);
 }
 
-spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
+/* Reads what follows the dim and the kind. */
+static spar_status read_kind(spar_layout *layout, int64_t dim, int64_t kind, const int64_t *numbers,
+                             int64_t count, int world)
 {
-    int64_t dim = count ? numbers[0] : -1, kind = count > 1 ? numbers[1] : -1;
-    if (count == 1 && dim == -1) {
-        spar_layout_whole(layout, world);
-        return SPAR_OK;
-    }
-    if (dim < 0 || dim >= ndim)
-        return spar_fail(SPAR_INVALID, "a dim is %lld; expected 0 to %d", (long long)dim, ndim - 1);
-    numbers += 2;
-    count -= 2;
     if (kind == SPAR_SIZES)
         return read_sizes(layout, (int)dim, numbers, count, world, 0);
     if (kind == SPAR_ROTATED && count >= 1)
@@ -221,6 +217,22 @@ spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_
     return cut(layout, (int)dim, numbers[0], world, NULL, 0);
 }
 
+spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
+{
+    int64_t dim = count ? numbers[0] : -1, kind = count > 1 ? numbers[1] : -1;
+    if (count == 1 && dim == -1) {
+        spar_layout_whole(layout, world);
+        return SPAR_OK;
+    }
+    if (dim < 0 || dim >= ndim)
+        return spar_fail(SPAR_INVALID, "a dim is %lld; expected 0 to %d", (long long)dim, ndim - 1);
+    SPAR_TRY(read_kind(layout, dim, kind, numbers + 2, count - 2, world));
+    layout->kind = kind;
+    layout->numbers = numbers + 2;
+    layout->count = count - 2;
+    return SPAR_OK;
+}
+
 void spar_layout_whole(spar_layout *layout, int world)
 {
     memset(layout, 0, sizeof *layout);
@@ -234,6 +246,41 @@ int64_t spar_layout_extent(const spar_layout *layout, int rank)
         return 0;
     const spar_piece *last = &layout->pieces[layout->first[rank + 1] - 1];
     return last->local + last->extent;
+}
+
+/* Appends the numbers as a list, and what follows; a digest replaces the last of them if they do not fit. */
+static void put_numbers(char *text, size_t size, const int64_t *numbers, int64_t count, const char *rest)
+{
+    enum { DIGEST = sizeof ", ..., digest 01234567]" };
+    size_t begin = strlen(text), shown = begin;
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < count; i++) {
+        spar_append(text, size, "%s%lld", i ? ", " : "[", (long long)numbers[i]);
+        hash = spar_hash(hash, numbers[i]);
+        if (strlen(text) + DIGEST + strlen(rest) < size)
+            shown = strlen(text);
+    }
+    if (strlen(text) + sizeof "]" + strlen(rest) > size) {
+        text[shown] = 0;
+        spar_append(text, size, "%s..., digest %08x", shown > begin ? ", " : "[", (unsigned)(hash >> 32));
+    }
+    spar_append(text, size, "]%s", rest);
+}
+
+void spar_layout_describe(const spar_layout *layout, char *text, size_t size)
+{
+    const int64_t *numbers = layout->numbers;
+    char inner[64] = "";
+    if ((layout->kind == SPAR_ZIGZAG || layout->kind == SPAR_PACKED) && numbers[0] > 1)
+        snprintf(inner, sizeof inner, ", each part in %lld", (long long)numbers[0]);
+    if (layout->kind == SPAR_ZIGZAG) {
+        spar_append(text, size, "zigzag%s", inner);
+    } else if (layout->kind == SPAR_PACKED) {
+        spar_append(text, size, "packed ");
+        put_numbers(text, size, numbers + 2, layout->count - 2, inner);
+    } else if (layout->kind == SPAR_ROTATED) {
+        spar_append(text, size, "rotated by %lld", (long long)numbers[0]);
+    }
 }
 
 void spar_layout_free(spar_layout *layout)

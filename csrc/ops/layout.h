@@ -18,6 +18,8 @@ typedef struct {
     int64_t total;      /* the sharded dim's global extent */
     int64_t *first;     /* [world + 1]: rank r holds pieces first[r] to first[r + 1] */
     spar_piece *pieces; /* in the order in which a rank holds them */
+    int64_t kind, count;    /* as they were read, for spar_layout_describe */
+    const int64_t *numbers; /* [count] after the kind; the caller's */
 } spar_layout;
 
 /* The size rule: the extent of a rank's shard of `total`. The first ranks get one more each for the
@@ -44,6 +46,10 @@ void spar_layout_whole(spar_layout *layout, int world);
 
 /* Returns the extent of the sharded dim on `rank`. */
 int64_t spar_layout_extent(const spar_layout *layout, int rank);
+
+/* Appends how the pieces lie on the ranks: "zigzag", "packed [3, 5]", ... What does not fit becomes a digest,
+ * so that other numbers have another text. */
+void spar_layout_describe(const spar_layout *layout, char *text, size_t size);
 
 void spar_layout_free(spar_layout *layout);
 

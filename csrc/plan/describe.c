@@ -10,7 +10,7 @@ static void put_list(char *text, size_t size, const int64_t *values, int count)
     spar_append(text, size, "]");
 }
 
-static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, int world, uint32_t order)
+static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, int world, const char *how)
 {
     if (dim < 0) {
         spar_append(text, size, "whole");
@@ -18,8 +18,8 @@ static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, i
     }
     spar_append(text, size, "dim %d in ", dim);
     put_list(text, size, sizes, world);
-    if (order)
-        spar_append(text, size, " (order %08x)", (unsigned)order);
+    if (*how)
+        spar_append(text, size, " (%s)", how);
 }
 
 spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text)
@@ -52,8 +52,8 @@ void spar_plan_describe(const spar_plan *plan, char *text, size_t size)
         spar_append(text, size, "%s", t ? "; " : "");
         put_list(text, size, shape->global, shape->ndim);
         spar_append(text, size, ": ");
-        put_layout(text, size, shape->in_dim, shape->in_sizes, plan->world, shape->in_order);
+        put_layout(text, size, shape->in_dim, shape->in_sizes, plan->world, shape->in_how);
         spar_append(text, size, " -> ");
-        put_layout(text, size, shape->out_dim, shape->out_sizes, plan->world, shape->out_order);
+        put_layout(text, size, shape->out_dim, shape->out_sizes, plan->world, shape->out_how);
     }
 }

@@ -244,6 +244,10 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_layout *in, 
     shape->out_dim = out->dim;
     shape->in_order = order_of(in);
     shape->out_order = order_of(out);
+    if (shape->in_order)
+        spar_layout_describe(in, shape->in_how, sizeof shape->in_how);
+    if (shape->out_order)
+        spar_layout_describe(out, shape->out_how, sizeof shape->out_how);
     shape->in_sizes = malloc((size_t)plan->world * 3 * sizeof(int64_t));
     if (!shape->in_sizes)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", plan->world);

@@ -37,6 +37,7 @@ typedef struct {
     int64_t out_bytes;
     int in_dim, out_dim;           /* the dims that the layouts cut, or -1 */
     uint32_t in_order, out_order;  /* which pieces each rank holds; 0: one each, in rank order */
+    char in_how[64], out_how[64];  /* the same in words; empty where the order is 0 */
     int64_t *in_sizes, *out_sizes; /* [world] what each rank holds of them */
     int64_t *rank_bytes;           /* [world] of each rank's output */
 } spar_plan_tensor;

@@ -97,6 +97,8 @@ class PlanTensor(ctypes.Structure):
         ("out_dim", c_int),
         ("in_order", c_uint32),
         ("out_order", c_uint32),
+        ("in_how", c_char * 64),
+        ("out_how", c_char * 64),
         ("in_sizes", POINTER(c_int64)),
         ("out_sizes", POINTER(c_int64)),
         ("rank_bytes", POINTER(c_int64)),
