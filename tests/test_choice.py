@@ -13,6 +13,8 @@ from helpers.core import CoreError, Status
 
 from spar import _C
 
+TRANSPORTS = ["local", *_C.transports()]
+
 # ---- The choice of a transport ----------------------------------------------------------------------------
 
 
@@ -100,14 +102,18 @@ def test_nccl_requires_cuda_on_each_rank() -> None:
     assert Choice(ranks, "cuda").rejected["nccl"] == "rank 1: " + 95 * "x"
 
 
-@pytest.mark.parametrize("name", core.transports())
+def test_the_core_of_the_tests_adds_a_transport() -> None:
+    assert core.transports() == TRANSPORTS
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_forced_transport_is_chosen(name: str) -> None:
     ranks = make_info(local_world=5, transport=name.encode())
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
     choice = Choice(ranks, "cuda" if name == "nccl" else "cpu")
     assert choice.name == name
-    earlier = core.transports()[: core.transports().index(name)]
+    earlier = TRANSPORTS[: TRANSPORTS.index(name)]
     assert choice.rejected == dict.fromkeys(earlier, f"SPAR_TRANSPORT={name}")
 
 
@@ -133,7 +139,7 @@ def test_unknown_transport_error_lists_known_names(name: str) -> None:
         make_info(local_world=5, transport=name.encode()),
         Status.INVALID,
         f"'{name.removeprefix('^')}'",
-        *core.transports(),
+        *TRANSPORTS,
     )
 
 

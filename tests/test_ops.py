@@ -163,7 +163,7 @@ def check_torch_packer(rank: int, world: int, group: Group) -> None:
         for how in ("contiguous", "transposed", "sliced"):
             check_all_to_all(rank, world, group, how, [torch.float64])
             check_split_gather(rank, world, group, how, [torch.float64])
-        check_gradients(rank, world, group, FLOATS)
+        check_gradients(rank, world, group, [torch.float32] if world > 3 else FLOATS)
     finally:
         torch_transport.packer = original
 
