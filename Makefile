@@ -22,15 +22,16 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-models test-platforms check test-asan fuzz \
-	lint format docs build wheels smoke ci clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-benchmarks test-models test-platforms \
+	check test-asan fuzz lint format docs build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
 	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make smoke   run spar check: every operation on two ranks'
-	@echo 'make test    run all tests, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
+	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
+	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
@@ -77,6 +78,9 @@ soak: build .venv/.test
 
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+test-benchmarks: build .venv/.test
+	@$(BIN)/pytest -n $(WORKERS) tests/benchmarks $(ARGS)
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)

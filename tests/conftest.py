@@ -36,7 +36,6 @@ FIRST += (
     "test_compile_exact",
     "test_attention_use",
     "test_attention",
-    "test_bring_up",
     "test_ops",
     "test_layouts",
     "test_plan",
@@ -51,7 +50,7 @@ SPREAD = {  # modules without module-scoped fixtures: their tests may run on any
 # `make check` runs modules without ranks, and of some with ranks, one world size over one transport
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
 QUICK |= {"test_sizes", "test_source", "test_structure", "test_utils"}
-NOT_QUICK = {"test_readme_example_runs", "test_import_does_not_import_dynamo"}  # start Python several times
+NOT_QUICK = {"test_readme_example_runs"}  # starts Python several times
 QUICK_RANKS = {"test_data", "test_exact", "test_layouts", "test_ops", "test_sequence_layout"}
 QUICK_RANKS |= {"test_sharding"}
 # Otherwise each rank starts processes that import torch, to test that code for this CPU can be loaded.

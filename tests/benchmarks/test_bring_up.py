@@ -21,7 +21,7 @@ from test_cuda_libraries import check_declarations, packaged
 
 import spar
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "stages")]
 
@@ -52,7 +52,7 @@ def built_driver() -> Path:
         before = standins.built()
         for name in standins.NAMES[1:]:
             (folder / name).symlink_to(before / name)
-        sources = [ROOT / "tests/bring_up/libcuda.c", standins.FOLDER / "streams.c", before / "kernels.o"]
+        sources = [ROOT / "tests/benchmarks/libcuda.c", standins.FOLDER / "streams.c", before / "kernels.o"]
         command = [
             "gcc",
             "-std=c11",

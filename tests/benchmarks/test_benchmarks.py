@@ -15,7 +15,7 @@ from helpers.launched import launch
 
 from spar._commands.arguments import main
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
