@@ -21,15 +21,11 @@ from test_faults import finish, start
 
 import spar
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 CXX = shutil.which("g++") or shutil.which("clang++")
 INDUCTOR = pytest.mark.skipif(not CXX and "CI" not in os.environ, reason="inductor needs a C++ compiler")
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 def model(x: torch.Tensor, weight: torch.Tensor, group: Group, seq: int, heads: int) -> torch.Tensor:
