@@ -85,7 +85,7 @@ class Call:
         compiling = is_dynamo_compiling()
         place = None if compiling else known_place(group)
         if place is None:
-            place = group if isinstance(group, Place) else place_of(process_group(group))
+            place = group if isinstance(group, Place) else place_of(process_group(group, name))
         self.place = place
         _, self.world, self.rank = place
         self.places = places = places or (place,)
@@ -382,7 +382,7 @@ def checked_together(
 
     Returns what `run` returns: a list, or its only tensor if `input_` is not a list.
     """
-    place = group if isinstance(group, Place) else place_of(process_group(group))
+    place = group if isinstance(group, Place) else place_of(process_group(group, name))
     one = not isinstance(input_, (list, tuple))
     inputs: Sequence[Any] = [input_] if one else input_
     if not inputs:
