@@ -148,7 +148,10 @@ class Call:
 
     def fail(self, error: BaseException) -> None:
         """Report this rank's error to the peers that wait for its exchange, unless it was reported before."""
-        device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
+        x = self.input
+        device = x.device.type if isinstance(x, torch.Tensor) else None
+        if hasattr(x, "fake_mode"):  # a FakeTensor, which is not exchanged, outside of its mode
+            device = "meta"
         if self.exchanges:
             ends = [count + self.exchanges for count in self.before]
             report_failure(zip(self.places, ends, strict=True), self.name, device, error)
