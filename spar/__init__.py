@@ -42,10 +42,7 @@ Modules:
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import data as data
-from . import parallel_state as parallel_state
-from . import sharding as sharding
-from . import topology as topology
+from . import data as data, parallel_state as parallel_state, sharding as sharding, topology as topology
 from ._attention.attention import attention
 from ._runtime.member import Transport
 from ._runtime.overlap import Work
@@ -123,9 +120,7 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from . import integrations as integrations
-    from . import testing as testing
-    from . import utils as utils
+    from . import integrations as integrations, testing as testing, utils as utils
 
 
 def __getattr__(name: str) -> object:

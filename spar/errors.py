@@ -30,7 +30,7 @@ class SparError(dist.DistError):
         rank: int | None = None,
         ranks: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(message)
+        self.args = (message,)  # torch.compile cannot trace torch's own __init__, and would hide the message
         self.op = op
         self.group = group
         self.call = call

@@ -26,7 +26,7 @@ def transport(group: Group = None, device: torch.device | str | None = None) -> 
         A `Transport`, whose name is None before the group's first exchange.
     """
     kind = torch.device(device).type if device is not None else "cpu"
-    return communicator(process_group(group)).transport(kind)
+    return communicator(process_group(group, "transport")).transport(kind)
 
 
 def init(group: Group = None, device: torch.device | str | None = None) -> Transport:
@@ -34,7 +34,7 @@ def init(group: Group = None, device: torch.device | str | None = None) -> Trans
 
     Without it the group's first exchange does so. Takes the arguments of `transport` and returns its result.
     """
-    comm = communicator(process_group(group))
+    comm = communicator(process_group(group, "init"))
     kind = torch.device(device if device is not None else "cpu")
     if comm.world > 1:
         with comm.turn("init", kind.type):
@@ -49,7 +49,7 @@ def close(group: Group = None) -> None:
     GroupBrokenError. So do later calls of peers that have not closed it. Once all ranks have closed the
     group, it can be used again.
     """
-    registry.close(process_group(group))
+    registry.close(process_group(group, "close"))
 
 
 def empty_cache() -> None:

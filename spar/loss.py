@@ -92,4 +92,4 @@ def _size(averaged_by: Any) -> int:
     if getattr(averaged_by, "ndim", 1) != 1 and hasattr(averaged_by, "get_group"):
         size: int = averaged_by.size()
         return size
-    return place_of(process_group(averaged_by)).world
+    return place_of(process_group(averaged_by, "mean_loss")).world

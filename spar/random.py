@@ -32,7 +32,7 @@ def rank_seed(seed: int, group: Group = None) -> Iterator[None]:
         group: all ranks that hold different tokens: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name,
             or None for the current topology's sequence group (WORLD if there is none).
     """
-    real = process_group(group)
+    real = process_group(group, "rank_seed")
     _, world, rank = place_of(real)
     mixed = mixed_seed(check_int(f"rank_seed on rank {rank} of {world}", "seed", seed), rank)
     with preserved(real) as device:

@@ -54,7 +54,7 @@ class SequenceLayout:
     @classmethod
     def even(cls, total: int, group: Group = None) -> SequenceLayout:
         """Lay out consecutive shards by `cal_split_sizes`."""
-        return cls("even", (_total("even", total),), process_group(group))
+        return cls("even", (_total("even", total),), process_group(group, "SequenceLayout.even"))
 
     @classmethod
     def zigzag(cls, total: int, group: Group = None) -> SequenceLayout:
@@ -62,7 +62,7 @@ class SequenceLayout:
 
         Chunks follow `cal_split_sizes`, for any total.
         """
-        return cls("zigzag", (1, _total("zigzag", total)), process_group(group))
+        return cls("zigzag", (1, _total("zigzag", total)), process_group(group, "SequenceLayout.zigzag"))
 
     @classmethod
     def packed(cls, lengths: Sizes, group: Group = None) -> SequenceLayout:
@@ -71,19 +71,19 @@ class SequenceLayout:
             lengths = cast(list[int], lengths.tolist())
         checked = check_ints("SequenceLayout.packed", "lengths", lengths, 0)
         _check_sum("packed", "lengths", checked)
-        return cls("packed", (1, len(checked), *checked), process_group(group))
+        return cls("packed", (1, len(checked), *checked), process_group(group, "SequenceLayout.packed"))
 
     @classmethod
     def joint(cls, text: int, image: int, group: Group = None) -> SequenceLayout:
         """Shard the text and the image of one sequence each by `cal_split_sizes`, as Flux joins them."""
         lengths = _total("joint", text, "text"), _total("joint", image, "image")
         _check_sum("joint", "text and image", lengths)
-        return cls("joint", (1, 2, *lengths), process_group(group))
+        return cls("joint", (1, 2, *lengths), process_group(group, "SequenceLayout.joint"))
 
     @classmethod
     def from_local(cls, size: int, group: Group = None) -> SequenceLayout:
         """Lay out consecutive shards; this rank's has `size`. Collective: ranks exchange their sizes."""
-        real = process_group(group)
+        real = process_group(group, "SequenceLayout.from_local")
         call = Call("SequenceLayout.from_local", torch.zeros(1, dtype=torch.int64), place_of(real))
         try:
             call.input.fill_(check_int(call.where, "size", size, 0, 2**63 - 1))
@@ -260,4 +260,4 @@ def _check_sum(kind: str, what: str, lengths: Sequence[int]) -> None:
 
 
 def _restored(kind: str, numbers: tuple[int, ...], group: str) -> SequenceLayout:
-    return SequenceLayout(kind, numbers, process_group(group))
+    return SequenceLayout(kind, numbers, process_group(group, "SequenceLayout"))

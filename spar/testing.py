@@ -124,7 +124,7 @@ def compare(
         TypeError: the model returned no loss.
         MismatchError: another rank failed.
     """
-    real = process_group(group)
+    real = process_group(group, _NAME)
     place = place_of(real)
     try:
         check_int(f"{_NAME} on rank {place.rank} of {place.world}", "seed", seed)

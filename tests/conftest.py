@@ -203,7 +203,8 @@ def _serve(
 class Ranks:
     """ranks(world, function, *args) runs function(rank, world, group, *args) on `world` ranks.
 
-    The fixture sets the group's transport: a test that requests `ranks` runs over each CPU transport.
+    The fixture sets the group's transport: a test that requests `ranks` runs over each CPU transport, or over
+    the first if it is marked `one_transport`: where exchanges over each are tested by other modules.
     Returns the results in rank order; fails with the traceback of the lowest failed rank. The function must
     be importable.
     """
@@ -292,7 +293,14 @@ def pool() -> Iterator[Ranks]:
     pool.stop()
 
 
-@pytest.fixture(params=TRANSPORTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeat tests that request `ranks` on each CPU transport; if marked `one_transport` on the first."""
+    if "ranks" in metafunc.fixturenames:
+        one = metafunc.definition.get_closest_marker("one_transport") is not None
+        metafunc.parametrize("ranks", TRANSPORTS[:1] if one else TRANSPORTS, indirect=True)
+
+
+@pytest.fixture
 def ranks(pool: Ranks, request: pytest.FixtureRequest) -> Ranks:
     pool.transport = request.param
     return pool

@@ -29,6 +29,8 @@ from spar._attention.kernels.kernel import BlockInputs
 from spar._runtime.registry import by_handle, place_of
 from spar.parallel_state import init_parallel_state
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 DOCUMENTS = [5, 0, 9, 1, 4]
 LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
@@ -39,13 +41,6 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     "few tokens": lambda group: SequenceLayout.even(2, group),
     "holes": lambda group: SequenceLayout("local", (*(0, 5, 0, 2)[: group.size() - 1], 6), group),
 }
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: exchanges over each are tested by themselves."""
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers.whole_attention import whole_attention
 from test_faults import finish, start
 from torch import Tensor, nn
@@ -24,14 +24,10 @@ from spar import SequenceLayout
 from spar._attention.kernels import KERNELS
 from spar.parallel_state import init_parallel_state
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 WORLD, TOTAL = 3, 12
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 def z(*shape: int, **options: Any) -> Tensor:

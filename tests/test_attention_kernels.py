@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import flash_attn_standin
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs
 from torch import Tensor
@@ -23,14 +23,10 @@ from spar._attention.kernels import KERNELS, flash_attn, flex, kernel_for, reaso
 from spar._attention.kernels.flash_attn import FlashAttn
 from spar._attention.kernels.kernel import BlockInputs
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 DOCUMENTS = [7, 0, 15, 1]
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 class AnyDevice(flex.Flex):

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whole_attention
 from test_attention import DOCUMENTS
 from torch import Tensor
@@ -19,14 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import spar
 from spar import SequenceLayout
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: exchanges over each are tested by themselves."""
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 def check_compiled(rank: int, world: int, group: Group, method: str | None, kind: str) -> None:

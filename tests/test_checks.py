@@ -334,3 +334,19 @@ def test_get_pp_indices_accepts_either_layer_name() -> None:
         layers(num_hidden_layers="5", pp_rank=0, pp_size=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pp_rank is None"):
         layers(5, pp_size=1)
+
+
+def test_operations_without_a_process_group_say_what_to_call() -> None:
+    x, needs = (
+        torch.zeros(2, 4, 4),
+        "process_group is None and torch.distributed is not initialized; start the",
+    )
+    calls: dict[str, Callable[[], Any]] = {
+        "all_to_all": lambda: spar.all_to_all(x, None),
+        "all_gather": lambda: spar.all_gather([x]),
+        "init": spar.init,
+        "SequenceLayout.zigzag": lambda: spar.SequenceLayout.zigzag(4),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{name}: {needs}"):
+            call()

@@ -23,8 +23,7 @@ import spar
 from spar import sharding
 from spar._commands import devices, info, printing
 from spar._commands.arguments import main
-from spar._commands.check import outcome
-from spar._commands.check import run as check_command
+from spar._commands.check import outcome, run as check_command
 from spar._commands.check.cases import cases
 from spar._commands.check.trial import difference
 from spar._commands.ranks import joined

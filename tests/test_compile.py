@@ -6,6 +6,7 @@ A graph calls one dispatcher op, whatever moves the bytes: most tests run over o
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +22,11 @@ from test_faults import finish, start
 
 import spar
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 CXX = shutil.which("g++") or shutil.which("clang++")
 INDUCTOR = pytest.mark.skipif(not CXX and "CI" not in os.environ, reason="inductor needs a C++ compiler")
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 def model(x: torch.Tensor, weight: torch.Tensor, group: Group, seq: int, heads: int) -> torch.Tensor:
@@ -163,6 +160,15 @@ def check_constants(rank: int, world: int, group: dist.ProcessGroup) -> None:
     before = spar.memory_stats()
     with FakeTensorMode():
         y = spar.gather_forward_split_backward(torch.tensor([rank]), group, 0)
+        x = torch.zeros(4)
+        for out, kind, text in (
+            (x, ValueError, r"out is a tensor of shape \[4\]; expected the output's shape, \[8\]"),
+            (torch.zeros(8, dtype=torch.int64), TypeError, r"out is a tensor of torch.int64"),
+        ):
+            with pytest.raises(kind, match=text):  # type: ignore[arg-type]
+                spar.all_gather(x, group, out=out)
+    with pytest.raises(ValueError, match="dim is 7"):
+        spar.all_gather(x, group, 7)
     assert y.shape == (world,)
     assert spar.memory_stats()["calls.torch"] == before["calls.torch"]
     assert spar.memory_stats()["calls.shm"] == before["calls.shm"]
@@ -170,6 +176,26 @@ def check_constants(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def test_constants_are_not_exchanged_while_tracing(ranks: Ranks) -> None:
     ranks(2, check_constants)
+
+
+def check_errors_of_compiled_code(rank: int, world: int, group: Group) -> None:
+    """torch shows the text of an error that ends the trace."""
+    even = spar.SequenceLayout.even(9, group)
+    for function, text in (
+        (lambda x: spar.all_gather(x * 2, group, 7), "all_gather on rank 0 of 1: dim is 7; expected -4 to 3"),
+        (
+            lambda x: spar.all_gather(x * 2, group, async_op=True),
+            "all_gather: async_op=True cannot be traced",
+        ),
+        (lambda x: spar.attention(x * 2, x, x, even), "attention on rank 0 of 1: q is of 4 tokens; expected"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(text)):
+            torch.compile(function, fullgraph=True, backend="aot_eager")(torch.zeros(1, 4, 2, 2))
+
+
+def test_errors_of_compiled_code_are_readable(ranks: Ranks) -> None:
+    ranks(1, check_errors_of_compiled_code)
 
 
 class Gathered(torch.nn.Module):

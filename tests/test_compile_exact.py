@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers.reference import assert_same, cells
 from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout
 from spar.parallel_state import init_parallel_state
+
+pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
 Function = Callable[..., torch.Tensor]
@@ -31,13 +33,6 @@ MAKERS: dict[str, Callable[[int, Group], SequenceLayout]] = {
     "joint": lambda n, group: SequenceLayout.joint(3, n - 3, group),
     "local": lambda n, group: SequenceLayout("local", (n - 3, 3, *[0] * (group.size() - 2)), group),
 }
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: a graph is the same for each."""
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 def check_graphs(

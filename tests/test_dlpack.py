@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks
+from conftest import TRANSPORTS, Ranks
 from helpers.reference import cells, same_bits
 
 import spar
@@ -57,6 +57,29 @@ def check_both(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def test_same_results_without_the_exchange_api(ranks: Ranks) -> None:
     ranks(2, check_both)
+
+
+def fail_to_import(capsule: object) -> None:
+    raise RuntimeError("torch cannot import it")
+
+
+def check_failed_imports(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """An output that torch does not take over frees its memory; the peers have theirs."""
+    x = torch.zeros(1 << 16, 2)
+    spar.all_to_all(x, group, 1, 0)
+    before = spar.memory_stats()["arena.allocated_bytes"]
+    with without_api():
+        for _ in range(3):
+            _C.use_torch(PLAIN_TYPES, fail_to_import if rank == 0 else torch._C._from_dlpack, None)
+            with pytest.raises(RuntimeError, match="cannot import") if rank == 0 else nullcontext():
+                spar.all_to_all([x, x], group, 1, 0)
+    assert spar.memory_stats()["arena.allocated_bytes"] == before
+    assert spar.all_to_all(x, group, 1, 0).shape == (1 << 17, 1)
+
+
+def test_failed_import_of_an_output_frees_it(pool: Ranks) -> None:
+    pool.transport = TRANSPORTS[0]
+    pool(2, check_failed_imports)
 
 
 class Subclass(torch.Tensor):

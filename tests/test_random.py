@@ -8,22 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar.random import mixed_seed
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 FIRST = (8493733112532773764, 2481341437032877897)  # of (seed 0, rank 0) and (seed -1, rank 2)
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: it never communicates."""
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 def draws(rank: int, world: int, group: Group) -> list[list[float]]:

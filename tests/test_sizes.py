@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.reference import rule
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import spar
 

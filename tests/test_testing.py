@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from test_faults import finish, start
 from torch import Tensor, nn
 
@@ -21,16 +21,11 @@ import spar
 from spar import SequenceLayout
 from spar.testing import Entry, Report, compare
 
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 PAGE = Path(__file__).parent.parent / "docs" / "gradients.md"
 TOKENS, VOCABULARY = 13, 7
-
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: only tested operations communicate."""
-    pool.transport = TRANSPORTS[0]
-    return pool
 
 
 class Model(nn.Module):

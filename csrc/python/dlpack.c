@@ -228,5 +228,6 @@ PyObject *spar_output_tensor(spar_memory *block, const spar_plan_tensor *tensor,
     }
     made->versioned = (dl_versioned){
         .version = {DL_MAJOR, 0}, .context = block, .deleter = free_versioned, .tensor = output};
+    /* by the specification it steals the tensor: to free it here, where this fails, might free it twice */
     return torch.api->import(&made->versioned, &result) == 0 ? result : NULL;
 }

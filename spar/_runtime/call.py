@@ -85,7 +85,7 @@ class Call:
         compiling = is_dynamo_compiling()
         place = None if compiling else known_place(group)
         if place is None:
-            place = group if isinstance(group, Place) else place_of(process_group(group))
+            place = group if isinstance(group, Place) else place_of(process_group(group, name))
         self.place = place
         _, self.world, self.rank = place
         self.places = places = places or (place,)
@@ -148,7 +148,10 @@ class Call:
 
     def fail(self, error: BaseException) -> None:
         """Report this rank's error to the peers that wait for its exchange, unless it was reported before."""
-        device = self.input.device.type if isinstance(self.input, torch.Tensor) else None
+        x = self.input
+        device = x.device.type if isinstance(x, torch.Tensor) else None
+        if hasattr(x, "fake_mode"):  # a FakeTensor, which is not exchanged, outside of its mode
+            device = "meta"
         if self.exchanges:
             ends = [count + self.exchanges for count in self.before]
             report_failure(zip(self.places, ends, strict=True), self.name, device, error)
@@ -382,7 +385,7 @@ def checked_together(
 
     Returns what `run` returns: a list, or its only tensor if `input_` is not a list.
     """
-    place = group if isinstance(group, Place) else place_of(process_group(group))
+    place = group if isinstance(group, Place) else place_of(process_group(group, name))
     one = not isinstance(input_, (list, tuple))
     inputs: Sequence[Any] = [input_] if one else input_
     if not inputs:

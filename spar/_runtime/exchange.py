@@ -36,6 +36,7 @@ ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch
 _PLAIN = frozenset(PLAIN_TYPES)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
+_fake_mode = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 is_profiled = torch._C._autograd._profiler_enabled
 
 # ---- the dispatcher op ----
@@ -108,7 +109,7 @@ def report_failure(
     waiting: the groups, each with its number of calls once this operation has made its exchanges there. After
         that the peers wait for none.
     """
-    if torch.compiler.is_compiling() or is_reported(error) or device == "meta":
+    if torch.compiler.is_compiling() or is_reported(error) or device == "meta" or _fake_mode() is not None:
         return
     for place, end in waiting:
         if place.world > 1 and calls_on(place.handle) < end:

@@ -3,5 +3,4 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time spar.__getattr__ imports them
-    from . import diffusers as diffusers
-    from . import transformers as transformers
+    from . import diffusers as diffusers, transformers as transformers

@@ -61,7 +61,7 @@ def enable(model: torch.nn.Module, group: Group = None, plan: Any = None) -> Non
         )
     rules = rules_of(model, default_plan(model) if plan is None else plan, names)
     modules = _attention_modules(model, names)
-    vars(model)[_STATE] = _Sharded(model, process_group(group), names, rules, modules)
+    vars(model)[_STATE] = _Sharded(model, process_group(group, "diffusers.enable"), names, rules, modules)
 
 
 def disable(model: torch.nn.Module) -> None:

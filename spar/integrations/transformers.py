@@ -88,7 +88,8 @@ def shard(
         TypeError: an argument is of another type.
         MismatchError: ranks of the group have other batches, or the same random numbers. Every rank raises.
     """
-    real = process_group(layout.group if group is None and isinstance(layout, SequenceLayout) else group)
+    given = layout.group if group is None and isinstance(layout, SequenceLayout) else group
+    real = process_group(given, "transformers.shard")
     sharding = Sharding(stock(model), real, token_group)
     try:
         return sharding.run(batch, layout, method, check)

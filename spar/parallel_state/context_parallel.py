@@ -41,7 +41,7 @@ def set_sequence_parallel_group(group: Group) -> None:
         TypeError: `group` is of another type.
     """
     topology = current()
-    topology.given = None if group is None else process_group(group)
+    topology.given = None if group is None else process_group(group, "set_sequence_parallel_group")
     topology.refresh()
 
 

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from socket import SOCK_STREAM, create_connection, create_server, getaddrinfo
-from socket import socket as Socket
+from socket import SOCK_STREAM, create_connection, create_server, getaddrinfo, socket as Socket
 from typing import Any, NoReturn, cast
 
 import torch.distributed as dist

@@ -10,15 +10,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
 from helpers import core
 from helpers.core import Plan
-from helpers.exchanges import OPS as OPS
-from helpers.exchanges import WHOLE, Layout, by_sizes, even, pair
-from helpers.exchanges import packed as packed_layout
-from helpers.exchanges import zigzag as zigzag_layout
+from helpers.exchanges import (
+    OPS as OPS,
+    WHOLE,
+    Layout,
+    by_sizes,
+    even,
+    packed as packed_layout,
+    pair,
+    zigzag as zigzag_layout,
+)
 from helpers.reference import among, in_runs, zigzag
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 64)

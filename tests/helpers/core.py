@@ -22,14 +22,20 @@ import torch
 from helpers import exchanges
 from helpers.core_abi import (  # tests import some of these names from here
     MAX_WORLD,
+    SIDE_PULL as SIDE_PULL,
     Call,
+    Choice as Choice,
     Comm,
     CoreError,
     Deadline,
+    Endpoint as Endpoint,
     EnvRow,
+    EnvValue as EnvValue,
     PeerInfo,
+    PlanStats as PlanStats,
     PlanStruct,
     PlanTensor,
+    Refusal as Refusal,
     Request,
     Scale,
     ScaleType,
@@ -38,29 +44,9 @@ from helpers.core_abi import (  # tests import some of these names from here
     Tensor,
     Transport,
     check,
+    compile_core as compile_core,
     last_error,
     library,
-)
-from helpers.core_abi import (
-    SIDE_PULL as SIDE_PULL,
-)
-from helpers.core_abi import (
-    Choice as Choice,
-)
-from helpers.core_abi import (
-    Endpoint as Endpoint,
-)
-from helpers.core_abi import (
-    EnvValue as EnvValue,
-)
-from helpers.core_abi import (
-    PlanStats as PlanStats,
-)
-from helpers.core_abi import (
-    Refusal as Refusal,
-)
-from helpers.core_abi import (
-    compile_core as compile_core,
 )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers.diffusion import (
     HEADS,
     MODELS,
+    PRELOAD as PRELOAD,
     WIDTH,
     Group,
     check_exact,
@@ -26,16 +27,8 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
-from helpers.diffusion import (
-    PRELOAD as PRELOAD,
-)
 
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: exchanges over each are tested by themselves."""
-    pool.transport = TRANSPORTS[0]
-    return pool
+pytestmark = pytest.mark.one_transport
 
 
 def check_model(rank: int, world: int, group: Group, name: str) -> None:

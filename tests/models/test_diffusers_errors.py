@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers.diffusion import (
     MODELS,
+    PRELOAD as PRELOAD,
     Group,
     Inputs,
     compare,
@@ -29,20 +30,12 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
-from helpers.diffusion import (
-    PRELOAD as PRELOAD,
-)
 from torch import nn
 
 import spar
 from spar.integrations._diffusers import names
 
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: errors of each are tested by themselves."""
-    pool.transport = TRANSPORTS[0]
-    return pool
+pytestmark = pytest.mark.one_transport
 
 
 def refused(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers.diffusion import (
     MODELS,
+    PRELOAD as PRELOAD,
     Group,
     check_exact,
     compare,
@@ -26,9 +27,6 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
-from helpers.diffusion import (
-    PRELOAD as PRELOAD,
-)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,12 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 
-
-@pytest.fixture
-def ranks(pool: Ranks) -> Ranks:
-    """Run over one transport: exchanges over each are tested by themselves."""
-    pool.transport = TRANSPORTS[0]
-    return pool
+pytestmark = pytest.mark.one_transport
 
 
 def check_checkpoints(rank: int, world: int, group: Group) -> None:

@@ -34,7 +34,7 @@ class Sharding:
         self.model = model
         self.group = group
         self.place = place_of(group)
-        self.tokens = None if token_group is None else process_group(token_group)
+        self.tokens = None if token_group is None else process_group(token_group, NAME)
         self.under_way: Place | None = None
 
     def error(self, what: str, value: Any, expected: str) -> ValueError:
