@@ -19,7 +19,7 @@ enum { SOME = 256 };
 /* Two parts, whole items. */
 #define TWO char *restrict to, const char *restrict a, const char *restrict b, int64_t bytes
 
-/* Of two parts, the usual number, a sum needs no memory in between: as fast as the memory. */
+/* A sum of two parts stays in registers; one of more has its totals in memory in between. */
 #define SUMMER(name, type, wide, load, store, add)                                                           \
     INLINE void sum_two_##name(TWO)                                                                          \
     {                                                                                                        \
@@ -182,6 +182,7 @@ INLINE void sum_halves(char *to, PARTS, int complex, load_halves *load, store_ha
         break;                                                                                               \
     }
 
+/* For float16 and complex numbers there is none: they have their totals in memory. */
 #define EACH_OF_TWO(KIND, name)                                                                              \
     case SPAR_SUM_##KIND:                                                                                    \
         sum_two_##name(to + low, parts[0] + low, parts[1] + low, high - low);                                \
