@@ -60,7 +60,7 @@ def test_nontemporal_stores_are_fenced() -> None:
     assert functions_with("spar_nontemporal_fence") == {
         "nontemporal.c:spar_nontemporal_fence",
         "cpu.c:copy_blocks",
-        "cpu.c:copy_part",
+        "cpu.c:copy_range",
         "group.c:publish",
     }
     scales = {"cpu.c:copy_runs", "cpu.c:scale_to_all"}

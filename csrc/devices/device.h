@@ -32,10 +32,11 @@ typedef struct {
 typedef struct {
     const char *name; /* torch's device type */
     /* Copies `count` blocks: block i from from[blocks[i].tensor] to to[target][blocks[i].tensor] of each
-     * target. The copy is done on return; `stream` is NULL. On a CPU only. */
+     * target. The copy is done on return; `stream` is NULL. read_soon: another core is about to read what is
+     * written. On a CPU only. */
     spar_status (*copy_blocks)(const spar_block *blocks, int64_t count, const spar_dim *dims,
                                const void *const *from, void *const *const *to, int targets,
-                               const spar_scale *scale, void *stream);
+                               const spar_scale *scale, int read_soon, void *stream);
 
     /* The slots below are for devices with streams; NULL on a CPU. */
 

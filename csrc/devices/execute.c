@@ -41,7 +41,7 @@ static spar_status pack_block(void *context, const spar_block *block, const spar
     const void *from = c->inputs[block->tensor];
     alone.tensor = 0;
     void *const *to = &c->wire;
-    return c->device->copy_blocks(&alone, 1, dims, &from, &to, 1, &unscaled, c->stream);
+    return c->device->copy_blocks(&alone, 1, dims, &from, &to, 1, &unscaled, 0, c->stream);
 }
 
 spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer, const void *const *inputs,
@@ -61,7 +61,7 @@ spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int pe
     for (int t = 0; t < plan->ntensors; t++)
         from[t] = wire; /* a peer's tensors are concatenated */
     spar_status status = device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, from,
-                                             &outputs, 1, scale, stream);
+                                             &outputs, 1, scale, 0, stream);
     if (from != on_stack)
         free(from);
     return status;
@@ -72,11 +72,11 @@ spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, cons
 {
     const spar_range *range = &plan->push[plan->rank];
     return device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, inputs, &outputs, 1,
-                               scale, stream);
+                               scale, 0, stream);
 }
 
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
-                      void *const *const *outputs, const spar_scale *scale, void *stream)
+                      void *const *const *outputs, const spar_scale *scale, int read_soon, void *stream)
 {
     const spar_range *all = plan->push;
     int same = plan->world > 1;
@@ -84,13 +84,13 @@ spar_status spar_push(const spar_plan *plan, const spar_device *device, const vo
         same &= all[rank].first == all[0].first && all[rank].count == all[0].count;
     if (same)
         return device->copy_blocks(plan->blocks + all->first, all->count, plan->dims, inputs, outputs,
-                                   plan->world, scale, stream);
+                                   plan->world, scale, read_soon, stream);
     for (int i = 0; i < plan->world; i++) {
         int rank = (plan->rank + i) % plan->world; /* ranks start with different peers */
         if (!outputs[rank])
             continue;
         SPAR_TRY(device->copy_blocks(plan->blocks + all[rank].first, all[rank].count, plan->dims, inputs,
-                                     &outputs[rank], 1, scale, stream));
+                                     &outputs[rank], 1, scale, read_soon, stream));
     }
     return SPAR_OK;
 }

@@ -106,7 +106,7 @@ static spar_status push(spar_comm *comm, const spar_call *call)
     for (int rank = 0; rank < comm->world; rank++)
         outputs[rank] = w->members[rank].call->outputs;
     spar_status status =
-        spar_push(call->plan, call->device, call->inputs, outputs, &call->scale, call->stream);
+        spar_push(call->plan, call->device, call->inputs, outputs, &call->scale, 0, call->stream);
     free(outputs);
     return status;
 }

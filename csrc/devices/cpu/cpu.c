@@ -1,5 +1,6 @@
 /* Strided copies in host memory. */
 #include "devices/device.h"
+#include "base/deadline.h"
 #include "devices/cpu/nontemporal.h"
 #include "devices/cpu/threads.h"
 
@@ -10,6 +11,7 @@ enum {
     PAGE = 4096,        /* bytes of its parts */
     TILE = 2048,        /* bytes that go to several outputs from the L1 cache */
     FEW = 8,            /* outputs that are written at a time */
+    TRIALS = 16,        /* a copy is that many times as long as its part that tries a kind of store */
 };
 
 /* A constant size lets the compiler copy an item with one load and one store. */
@@ -154,12 +156,10 @@ static int64_t cut(int64_t at, int64_t unit, int64_t end)
     return next < end ? next : end;
 }
 
-/* Copies one of `parts` equal shares of all blocks, split at runs, and long runs at pages. */
-static void copy_part(void *context, int part, int parts)
+/* Copies bytes low to high of all blocks, split at runs, and long runs at pages. */
+static void copy_range(const copy *c, int64_t low, int64_t high)
 {
-    const copy *c = context;
-    int64_t low = c->bytes / parts * part, at = 0;
-    int64_t high = part + 1 < parts ? c->bytes / parts * (part + 1) : c->bytes;
+    int64_t at = 0;
     for (int64_t i = 0; i < c->count && at < high; i++) {
         const spar_block *block = &c->blocks[i];
         int64_t run = block->run, bytes = runs_of(c, block) * run;
@@ -181,13 +181,38 @@ static void copy_part(void *context, int part, int parts)
         spar_nontemporal_fence();
 }
 
+/* Copies one of `parts` equal shares. */
+static void copy_part(void *context, int part, int parts)
+{
+    const copy *c = context;
+    int64_t share = c->bytes / parts, low = share * part;
+    copy_range(c, low, part + 1 < parts ? low + share : c->bytes);
+}
+
+/* Copies what another core is about to read. If both cores share a cache, ordinary stores may take half the
+ * time, else non-temporal ones: tries both, and goes on with the faster. */
+static void copy_to_reader(copy *c)
+{
+    int64_t trial = c->bytes / TRIALS, took[2], begin = spar_now_ns();
+    for (int nontemporal = 0; nontemporal < 2; nontemporal++) {
+        c->nontemporal = nontemporal;
+        copy_range(c, nontemporal * trial, (nontemporal + 1) * trial);
+        int64_t end = spar_now_ns();
+        took[nontemporal] = end - begin;
+        begin = end;
+    }
+    c->nontemporal = took[1] < took[0];
+    copy_range(c, 2 * trial, c->bytes);
+}
+
 static spar_status copy_blocks(const spar_block *blocks, int64_t count, const spar_dim *dims,
                                const void *const *from, void *const *const *to, int targets,
-                               const spar_scale *scale, void *stream)
+                               const spar_scale *scale, int read_soon, void *stream)
 {
     copy c = {blocks, count, 0, dims, from, to, targets, scale, 0};
     int alone = spar_threads_share(INT64_MAX) == 1;
-    int64_t enough = alone ? spar_nontemporal_min() : INT64_MAX; /* stop counting there: it takes time */
+    /* stop counting there: it takes time */
+    int64_t enough = alone && !read_soon ? spar_nontemporal_min() : INT64_MAX;
     (void)stream;
     for (int64_t i = 0; i < count && c.bytes < enough; i++)
         c.bytes += runs_of(&c, &blocks[i]) * blocks[i].run;
@@ -195,6 +220,10 @@ static spar_status copy_blocks(const spar_block *blocks, int64_t count, const sp
     int parts = alone ? 1 : spar_threads_share(c.bytes);
     if (parts > 1) {
         spar_threads_run(copy_part, &c, parts);
+        return SPAR_OK;
+    }
+    if (read_soon && c.nontemporal) {
+        copy_to_reader(&c);
         return SPAR_OK;
     }
     for (int64_t i = 0; i < count; i++)

@@ -16,7 +16,21 @@ enum { SOME = 256 };
 /* `n` numbers from byte `at` of each of `count` parts. */
 #define PARTS const char *const *parts, int count, int64_t at, int n
 
+/* Two parts, whole items. */
+#define TWO char *restrict to, const char *restrict a, const char *restrict b, int64_t bytes
+
+/* A sum of two parts stays in registers; one of more has its totals in memory in between. */
 #define SUMMER(name, type, wide, load, store, add)                                                           \
+    INLINE void sum_two_##name(TWO)                                                                          \
+    {                                                                                                        \
+        type x, y;                                                                                           \
+        for (int64_t i = 0; i < bytes; i += (int64_t)sizeof x) {                                             \
+            memcpy(&x, a + i, sizeof x);                                                                     \
+            memcpy(&y, b + i, sizeof y);                                                                     \
+            x = store(add(load(x), load(y)));                                                                \
+            memcpy(to + i, &x, sizeof x);                                                                    \
+        }                                                                                                    \
+    }                                                                                                        \
     INLINE void sum_##name(char *to, PARTS)                                                                  \
     {                                                                                                        \
         wide total[SOME];                                                                                    \
@@ -50,7 +64,26 @@ SUMMER(f32, float, float, SAME, SAME, ADD)
 SUMMER(f64, double, double, SAME, SAME, ADD)
 SUMMER(bf16_items, uint16_t, float, load_bf16, store_bf16, ADD)
 
-/* Two at a time, as the halves of a word: nothing has to change its place in a vector. */
+/* bf16 two at a time, as the halves of a word: nothing has to change its place in a vector. */
+INLINE uint32_t store_pair(float high, float low)
+{
+    return (round_bf16(high) & 0xffff0000) | round_bf16(low) >> 16;
+}
+
+INLINE void sum_two_bf16(TWO)
+{
+    uint32_t x, y;
+    int64_t pairs = bytes & ~(int64_t)3;
+    for (int64_t i = 0; i < pairs; i += 4) {
+        memcpy(&x, a + i, sizeof x);
+        memcpy(&y, b + i, sizeof y);
+        x = store_pair(from_bits(x & 0xffff0000) + from_bits(y & 0xffff0000),
+                       from_bits(x << 16) + from_bits(y << 16));
+        memcpy(to + i, &x, sizeof x);
+    }
+    sum_two_bf16_items(to + pairs, a + pairs, b + pairs, bytes - pairs);
+}
+
 INLINE void sum_bf16(char *to, PARTS)
 {
     float high[SOME / 2], low[SOME / 2];
@@ -68,7 +101,7 @@ INLINE void sum_bf16(char *to, PARTS)
             low[i] += from_bits(pair << 16);
         }
     for (int i = 0; i < pairs; i++) {
-        pair = (round_bf16(high[i]) & 0xffff0000) | round_bf16(low[i]) >> 16;
+        pair = store_pair(high[i], low[i]);
         memcpy(to + at + 4 * i, &pair, sizeof pair);
     }
     if (n % 2)
@@ -149,8 +182,26 @@ INLINE void sum_halves(char *to, PARTS, int complex, load_halves *load, store_ha
         break;                                                                                               \
     }
 
+/* For float16 and complex numbers there is none: they have their totals in memory. */
+#define EACH_OF_TWO(KIND, name)                                                                              \
+    case SPAR_SUM_##KIND:                                                                                    \
+        sum_two_##name(to + low, parts[0] + low, parts[1] + low, high - low);                                \
+        return;
+
 INLINE void sum_range(RANGE, load_halves *load, store_halves *store)
 {
+    switch (count == 2 ? kind : SPAR_NO_SUM) {
+        EACH_OF_TWO(BOOL, bool)
+        EACH_OF_TWO(I8, i8)
+        EACH_OF_TWO(I16, i16)
+        EACH_OF_TWO(I32, i32)
+        EACH_OF_TWO(I64, i64)
+        EACH_OF_TWO(BF16, bf16)
+        EACH_OF_TWO(F32, f32)
+        EACH_OF_TWO(F64, f64)
+    default:
+        break;
+    }
     switch (kind) {
         EACH(BOOL, 1, sum_bool(to, parts, count, at, n))
         EACH(I8, 1, sum_i8(to, parts, count, at, n))
@@ -192,15 +243,29 @@ AVX2 static inline void store_f16c(char *to, const float *from, int n)
     store_plain(to + 2 * i, from + i, n - i);
 }
 
-AVX2 static void range_avx2(RANGE)
+/* Two parts, eight numbers at a time; how many bytes it did. */
+AVX2 static inline int64_t sum_two_f16c(TWO)
 {
-    sum_range(kind, to, parts, count, low, high, load_f16c, store_f16c);
+    int64_t i = 0;
+    for (; i + 16 <= bytes; i += 16) {
+        __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(a + i)));
+        __m256 y = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(b + i)));
+        _mm_storeu_si128((__m128i *)(to + i),
+                         _mm256_cvtps_ph(_mm256_add_ps(x, y), _MM_FROUND_TO_NEAREST_INT));
+    }
+    return i;
 }
 
-AVX512 static void range_avx512(RANGE)
-{
-    sum_range(kind, to, parts, count, low, high, load_f16c, store_f16c);
-}
+#define VECTORS(name, target)                                                                                \
+    target static void range_##name(RANGE)                                                                   \
+    {                                                                                                        \
+        if (kind == SPAR_SUM_F16 && count == 2)                                                              \
+            low += sum_two_f16c(to + low, parts[0] + low, parts[1] + low, high - low);                       \
+        sum_range(kind, to, parts, count, low, high, load_f16c, store_f16c);                                 \
+    }
+
+VECTORS(avx2, AVX2)
+VECTORS(avx512, AVX512)
 #endif
 
 /* The widest comes first. */

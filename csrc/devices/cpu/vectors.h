@@ -46,12 +46,12 @@ INLINE uint32_t to_bits(float value)
     return bits;
 }
 
-/* The upper half is the rounded result: to the nearest, ties to even. NaN is told by its bits: a comparison
- * of floats may trap, which keeps compilers from making vectors of it. */
+/* The upper half is the rounded result: to the nearest, ties to even. NaN is found by a comparison that
+ * cannot trap: compilers make no vectors of one that may. */
 INLINE uint32_t round_bf16(float value)
 {
     uint32_t bits = to_bits(value);
-    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : bits + 0x7fff + (bits >> 16 & 1);
+    return __builtin_isunordered(value, value) ? 0x7fc00000 : bits + 0x7fff + (bits >> 16 & 1);
 }
 
 INLINE float load_bf16(uint16_t half)

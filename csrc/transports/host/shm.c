@@ -94,7 +94,8 @@ static spar_status push(const spar_comm *comm, const spar_call *call, const all_
     }
     if (own_stays)
         all->rows[comm->rank] = NULL;
-    return spar_push(call->plan, call->device, call->inputs, all->rows, &call->scale, call->stream);
+    return spar_push(call->plan, call->device, call->inputs, all->rows, &call->scale,
+                     call->sum != SPAR_NO_SUM, call->stream);
 }
 
 /* The block of an output that the caller wants in memory of its own, if that lies in the arena; else NULL. */
