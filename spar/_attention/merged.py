@@ -45,21 +45,49 @@ class _Unwritten:
 
 
 class Sum:
-    """The sum of blocks' gradients along dim 2, in the dtype of the sums."""
+    """The sum of blocks' gradients along dim 2, in the dtype of the sums.
+
+    While one run has in it all that was added, its memory is all there is.
+    """
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._like = like
+        self._like, self._kind = like, accumulated(like.dtype)
         self._unwritten = _Unwritten(like.size(2))
+        self._run: tuple[int, torch.Tensor] | None = None  # where it begins
         self._whole: torch.Tensor | None = None
 
     def add(self, begin: int, part: torch.Tensor) -> None:
         """Add a block's part, a new tensor, which begins at `begin`."""
-        cuts = self._unwritten.cut(begin, part.size(2))
-        if cuts == [(0, self._like.size(2), True)] and part.dtype == accumulated(self._like.dtype):
-            self._whole = part
+        if self._run is None:
+            if self._whole is None and not torch.compiler.is_compiling():
+                self._run = begin, part.to(self._kind)
+            else:
+                self._write(begin, part)
             return
+        first, run = self._run
+        before, behind = begin - first, begin + part.size(2) - first - run.size(2)
+        if before >= 0 >= behind:
+            run_of(run, before, part.size(2)).add_(part)
+        elif before <= 0 <= behind:
+            part = part.to(self._kind)
+            run_of(part, -before, run.size(2)).add_(run)
+            self._run = begin, part
+        else:
+            self._run = None
+            self._write(first, run)
+            self._write(begin, part)
+
+    def add_to(self, whole: torch.Tensor) -> None:
+        """Add the sum to a tensor."""
+        if self._run is None:
+            whole.add_(self.total())
+        else:
+            first, run = self._run
+            run_of(whole, first, run.size(2)).add_(run)
+
+    def _write(self, begin: int, part: torch.Tensor) -> None:
         whole = self._memory()
-        for at, size, first in cuts:
+        for at, size, first in self._unwritten.cut(begin, part.size(2)):
             target, source = run_of(whole, at, size), run_of(part, at - begin, size)
             if first:
                 target.copy_(source)
@@ -67,6 +95,12 @@ class Sum:
                 target.add_(source)
 
     def total(self) -> torch.Tensor:
+        if self._run is not None:
+            first, run = self._run
+            if run.size(2) == self._like.size(2):
+                return run
+            self._run = None
+            self._write(first, run)
         whole = self._memory()
         for first, last in self._unwritten.parts:
             whole.narrow(2, first, last - first).zero_()
@@ -75,7 +109,7 @@ class Sum:
     def _memory(self) -> torch.Tensor:
         if self._whole is None:
             make = torch.zeros_like if torch.compiler.is_compiling() else torch.empty_like
-            self._whole = make(self._like, dtype=accumulated(self._like.dtype))
+            self._whole = make(self._like, dtype=self._kind)
         return self._whole
 
 
@@ -122,7 +156,7 @@ class Merged:
 def _merge(mine: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge a block's output and log-sum-exp into those of other blocks."""
     # not exp(lse - logaddexp(..)): scores of -1e9 absorb a logarithm, and the weights would not sum to 1
-    weight = torch.sigmoid(lse - sums).nan_to_num_(0.0)  # both are -inf: a query without keys so far
+    weight = torch.sub(lse, sums).sigmoid_().nan_to_num_(0.0)  # both are -inf: a query without keys so far
     mine.lerp_(out.to(mine.dtype), weight[..., None])
     sums.copy_(torch.logaddexp(sums, lse))
 
