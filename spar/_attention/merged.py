@@ -17,6 +17,22 @@ def run_of(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
     return x.narrow(2, begin, size)
 
 
+class Runs:
+    """Runs of tensors along dim 2. The newest are kept: most steps of a ring ask for the same ones."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = self._newest = tensors
+        self._at = 0, tensors[0].size(2)
+
+    def of(self, begin: int, size: int) -> tuple[torch.Tensor, ...]:
+        if torch.compiler.is_compiling():  # no guards on sizes
+            return tuple([x.narrow(2, begin, size) for x in self._tensors])
+        if self._at != (begin, size):
+            self._at = begin, size
+            self._newest = tuple([run_of(x, begin, size) for x in self._tensors])
+        return self._newest
+
+
 class _Unwritten:
     """The parts of a dim that nothing was written to yet; none under torch.compile, which fuses a fill."""
 
@@ -120,22 +136,29 @@ class Merged:
         self._q, self._width = q, width
         self._unwritten = _Unwritten(q.size(2))
         self._both: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._runs: Runs | None = None  # of both, once all is written
 
     def add(self, query: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a block's output, new tensors, whose queries begin at `query`."""
+        if self._runs is not None:
+            mine, sums = self._runs.of(query, out.size(2))
+            _merge(mine, sums, out, lse)
+            return
         cuts = self._unwritten.cut(query, out.size(2))
         if cuts == [(0, self._q.size(2), True)] and out.dtype == accumulated(self._q.dtype):
             self._both = out, lse
-            return
-        whole = self._memory()
-        for at, size, first in cuts:
-            mine, sums = run_of(whole[0], at, size), run_of(whole[1], at, size)
-            found, others = run_of(out, at - query, size), run_of(lse, at - query, size)
-            if first:
-                mine.copy_(found)
-                sums.copy_(others)
-            else:
-                _merge(mine, sums, found, others)
+        else:
+            whole = self._memory()
+            for at, size, first in cuts:
+                mine, sums = run_of(whole[0], at, size), run_of(whole[1], at, size)
+                found, others = run_of(out, at - query, size), run_of(lse, at - query, size)
+                if first:
+                    mine.copy_(found)
+                    sums.copy_(others)
+                else:
+                    _merge(mine, sums, found, others)
+        if not self._unwritten.parts:
+            self._runs = Runs(*self._memory())
 
     def total(self) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self._memory()

@@ -26,7 +26,7 @@ from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, accumulated, finite
 from .masks import added, causal_mask, joined, sliced
-from .merged import Merged, Sum, forward_of, run_of
+from .merged import Merged, Runs, Sum, forward_of, run_of
 
 
 class Ring(NamedTuple):
@@ -95,7 +95,8 @@ def _forward(
     records: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     merged, kernel, name = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask), "attention"
-    ahead, world = list(gathered), ring.place.world  # the shards of the next steps
+    queries, world = Runs(q), ring.place.world
+    ahead = list(gathered)  # the shards of the next steps
     for step, blocks in enumerate(ring.steps):
         sending = None
         if step == 0 and world > 1:
@@ -103,7 +104,8 @@ def _forward(
         elif 2 <= step < world - 1:
             sending = _Sending((k, v), (ring.passes[step],) * 2, ring, name, records)
         for block in blocks:
-            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, q, k, v, mask)))
+            (own,) = queries.of(block.query, block.queries)
+            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, own, k, v, mask)))
         if sending is not None:
             ahead += sending.wait()
         if ahead:
@@ -122,8 +124,7 @@ def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor
 def _inputs(
     ring: Ring, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> BlockInputs:
-    """Return a block's part of the tensors; the mask as what is added to the scores."""
-    q = run_of(q, block.query, block.queries)
+    """Return a block's part of the tensors, q being its queries; the mask as what is added to the scores."""
     k, v = run_of(k, block.key, block.keys), run_of(v, block.key, block.keys)
     if mask is None:
         return BlockInputs(q, k, v, block.causal, None, ring.scale)
@@ -148,12 +149,13 @@ def _backward(
     kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
     if mask is not None:
         lse = finite(lse)  # a query whose keys are all masked: their weights become 0
+    queries = Runs(q, grad, out, lse)
 
     def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[Sum, Sum]:
         dk, dv = Sum(k), Sum(v)
         for block in ring.steps[step]:
-            of = [run_of(x, block.query, block.queries) for x in (grad, out, lse)]
-            parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
+            own, *of = queries.of(block.query, block.queries)
+            parts = kernel.backward(_inputs(ring, block, own, k, v, mask), of[0], of[1], of[2])
             for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
                 whole.add(at, part)
         return dk, dv
