@@ -115,7 +115,7 @@ def check_16_bits(rank: int, world: int, group: Group) -> None:
 
 
 def test_16_bits_are_as_exact_as_in_one_process(ranks: Ranks) -> None:
-    ranks(3, check_16_bits)
+    ranks(4, check_16_bits)
 
 
 def check_heads(rank: int, world: int, group: Group) -> None:
@@ -227,7 +227,7 @@ def test_zigzag_balances_the_work(ranks: Ranks, method: str) -> None:
 
 
 def check_memory(rank: int, world: int, group: Group) -> None:
-    """At most two shards of K are alive at a time, in forward and backward, also while one is in flight."""
+    """At most two shards of K and V are alive at a time, in forward and backward, also with one in flight."""
     received: list[Any] = []
     most, sending, in_flight = [0], ring._Sending, []
 
@@ -235,7 +235,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             gc.collect()
-            received.append(weakref.ref(self.received[0]))
+            received.extend(map(weakref.ref, self.received))
             most[0] = max(most[0], sum(each() is not None for each in received))
             in_flight.append(self.work._job is not None)
 
@@ -251,11 +251,12 @@ def check_memory(rank: int, world: int, group: Group) -> None:
             received.clear()
             most[0] = 0
             y = spar.attention(q, k, v, layout, method="ring")
-            assert len(received) == world - 1 and most[0] <= 2, most
+            assert len(in_flight) == world - 2 and len(received) == 2 * world - 2 and most[0] <= 4, most
             received.clear()
             most[0] = 0
             results.append((y, *torch.autograd.grad(y, q, upper)))
-            assert len(received) == 2 * world - 2 and most[0] <= 4, most  # two of K, and two of its gradient
+            assert len(in_flight) == 2 * world - 2 and len(received) == 4 * world - 4
+            assert most[0] <= 8, most  # and two of their gradients
             assert set(in_flight) == {channel.overlaps}
         assert all(map(torch.equal, *results))
     finally:

@@ -17,6 +17,22 @@ def run_of(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
     return x.narrow(2, begin, size)
 
 
+class Runs:
+    """Runs of tensors along dim 2. The newest are kept: most steps of a ring ask for the same ones."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = self._newest = tensors
+        self._at = 0, tensors[0].size(2)
+
+    def of(self, begin: int, size: int) -> tuple[torch.Tensor, ...]:
+        if torch.compiler.is_compiling():  # no guards on sizes
+            return tuple([x.narrow(2, begin, size) for x in self._tensors])
+        if self._at != (begin, size):
+            self._at = begin, size
+            self._newest = tuple([run_of(x, begin, size) for x in self._tensors])
+        return self._newest
+
+
 class _Unwritten:
     """The parts of a dim that nothing was written to yet; none under torch.compile, which fuses a fill."""
 
@@ -45,21 +61,49 @@ class _Unwritten:
 
 
 class Sum:
-    """The sum of blocks' gradients along dim 2, in the dtype of the sums."""
+    """The sum of blocks' gradients along dim 2, in the dtype of the sums.
+
+    While one run has in it all that was added, its memory is all there is.
+    """
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._like = like
+        self._like, self._kind = like, accumulated(like.dtype)
         self._unwritten = _Unwritten(like.size(2))
+        self._run: tuple[int, torch.Tensor] | None = None  # where it begins
         self._whole: torch.Tensor | None = None
 
     def add(self, begin: int, part: torch.Tensor) -> None:
         """Add a block's part, a new tensor, which begins at `begin`."""
-        cuts = self._unwritten.cut(begin, part.size(2))
-        if cuts == [(0, self._like.size(2), True)] and part.dtype == accumulated(self._like.dtype):
-            self._whole = part
+        if self._run is None:
+            if self._whole is None and not torch.compiler.is_compiling():
+                self._run = begin, part.to(self._kind)
+            else:
+                self._write(begin, part)
             return
+        first, run = self._run
+        before, behind = begin - first, begin + part.size(2) - first - run.size(2)
+        if before >= 0 >= behind:
+            run_of(run, before, part.size(2)).add_(part)
+        elif before <= 0 <= behind:
+            part = part.to(self._kind)
+            run_of(part, -before, run.size(2)).add_(run)
+            self._run = begin, part
+        else:
+            self._run = None
+            self._write(first, run)
+            self._write(begin, part)
+
+    def add_to(self, whole: torch.Tensor) -> None:
+        """Add the sum to a tensor."""
+        if self._run is None:
+            whole.add_(self.total())
+        else:
+            first, run = self._run
+            run_of(whole, first, run.size(2)).add_(run)
+
+    def _write(self, begin: int, part: torch.Tensor) -> None:
         whole = self._memory()
-        for at, size, first in cuts:
+        for at, size, first in self._unwritten.cut(begin, part.size(2)):
             target, source = run_of(whole, at, size), run_of(part, at - begin, size)
             if first:
                 target.copy_(source)
@@ -67,6 +111,12 @@ class Sum:
                 target.add_(source)
 
     def total(self) -> torch.Tensor:
+        if self._run is not None:
+            first, run = self._run
+            if run.size(2) == self._like.size(2):
+                return run
+            self._run = None
+            self._write(first, run)
         whole = self._memory()
         for first, last in self._unwritten.parts:
             whole.narrow(2, first, last - first).zero_()
@@ -75,7 +125,7 @@ class Sum:
     def _memory(self) -> torch.Tensor:
         if self._whole is None:
             make = torch.zeros_like if torch.compiler.is_compiling() else torch.empty_like
-            self._whole = make(self._like, dtype=accumulated(self._like.dtype))
+            self._whole = make(self._like, dtype=self._kind)
         return self._whole
 
 
@@ -86,22 +136,29 @@ class Merged:
         self._q, self._width = q, width
         self._unwritten = _Unwritten(q.size(2))
         self._both: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._runs: Runs | None = None  # of both, once all is written
 
     def add(self, query: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a block's output, new tensors, whose queries begin at `query`."""
+        if self._runs is not None:
+            mine, sums = self._runs.of(query, out.size(2))
+            _merge(mine, sums, out, lse)
+            return
         cuts = self._unwritten.cut(query, out.size(2))
         if cuts == [(0, self._q.size(2), True)] and out.dtype == accumulated(self._q.dtype):
             self._both = out, lse
-            return
-        whole = self._memory()
-        for at, size, first in cuts:
-            mine, sums = run_of(whole[0], at, size), run_of(whole[1], at, size)
-            found, others = run_of(out, at - query, size), run_of(lse, at - query, size)
-            if first:
-                mine.copy_(found)
-                sums.copy_(others)
-            else:
-                _merge(mine, sums, found, others)
+        else:
+            whole = self._memory()
+            for at, size, first in cuts:
+                mine, sums = run_of(whole[0], at, size), run_of(whole[1], at, size)
+                found, others = run_of(out, at - query, size), run_of(lse, at - query, size)
+                if first:
+                    mine.copy_(found)
+                    sums.copy_(others)
+                else:
+                    _merge(mine, sums, found, others)
+        if not self._unwritten.parts:
+            self._runs = Runs(*self._memory())
 
     def total(self) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self._memory()
@@ -122,7 +179,7 @@ class Merged:
 def _merge(mine: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge a block's output and log-sum-exp into those of other blocks."""
     # not exp(lse - logaddexp(..)): scores of -1e9 absorb a logarithm, and the weights would not sum to 1
-    weight = torch.sigmoid(lse - sums).nan_to_num_(0.0)  # both are -inf: a query without keys so far
+    weight = torch.sub(lse, sums).sigmoid_().nan_to_num_(0.0)  # both are -inf: a query without keys so far
     mine.lerp_(out.to(mine.dtype), weight[..., None])
     sums.copy_(torch.logaddexp(sums, lse))
 

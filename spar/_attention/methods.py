@@ -153,7 +153,7 @@ def _by_blocks(
     """Attend with the runs of queries `own` to all keys, which this rank holds; skip blocks without any."""
     blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, mask is None)
     told = ALONE if problem.keys is None else problem.call.place
-    ring = Ring(ALONE, (tuple(blocks),), (), problem.scale, problem.kernel, told, 1)
+    ring = Ring(ALONE, (tuple(blocks),), (), (), problem.scale, problem.kernel, told, 1)
     return attend_round(ring, q, k, v, mask)
 
 
@@ -236,7 +236,7 @@ def gathered(problem: Problem) -> torch.Tensor:
         # one block of this rank's own keys covers all queries: its output and gradients are not copied
         own_k, own_v = (_by_heads(problem, x) for x in (problem.k, problem.v))
         steps = tuple(own_block(own)), tuple(blocks_before(own))
-        ring = Ring(ALONE, steps, (), problem.scale, problem.kernel, call.place, 1)
+        ring = Ring(ALONE, steps, (), (), problem.scale, problem.kernel, call.place, 1)
         return _as_given(problem, attend_round(ring, q, own_k, own_v, None, k, v))
     skips = problem.causal or problem.packed or problem.mask is not None
     if problem.kernel is not None or (skips and problem.attend is None and problem.dropout_p == 0.0):
@@ -306,16 +306,16 @@ def _ring(
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     _, world, rank = place
     make = _round if torch.compiler.is_compiling() else _known_round  # symbolic ints have no hash
-    steps, passes = make(numbers_of(layout, 0), world, rank, problem.causal, problem.packed, mask is None)
-    ring = Ring(place, steps, passes, problem.scale, problem.kernel, place, 2 * world - 2)
+    round_ = make(numbers_of(layout, 0), world, rank, problem.causal, problem.packed, mask is None)
+    ring = Ring(place, *round_, problem.scale, problem.kernel, place, world if world > 1 else 0)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     return _as_given(problem, attend_round(ring, q, k, v, mask))
 
 
 def _round(
     numbers: Layout, world: int, rank: int, causal: bool, packed: bool, plain: bool
-) -> tuple[tuple[tuple[Block, ...], ...], tuple[Args, ...]]:
-    """Return the blocks of each step, and the layouts of the exchange that passes its shard on.
+) -> tuple[tuple[tuple[Block, ...], ...], tuple[Args, ...], Args]:
+    """Return the blocks of each step, the layouts by which its shard is passed on, and those of `Ring.skips`.
 
     plain: whether there is no mask.
     """
@@ -331,7 +331,7 @@ def _round(
     for step in range(world):
         held = [sizes[(peer - step) % world] for peer in range(world)]
         passes.append(pair(by_sizes(2, held), rotated(2, held, 1)))
-    return tuple(steps), tuple(passes)
+    return tuple(steps), tuple(passes), pair(by_sizes(2, sizes), rotated(2, sizes, 2))
 
 
 _known_round = functools.lru_cache(256)(_round)

@@ -1,9 +1,10 @@
 """Attention of a rank's queries to all keys, block by block, as the shards of keys go round the ranks.
 
-Each rank sends its shard of K and V to the next rank and receives the one before, until it has seen all. In
-backward the shards go round again, and behind each of them its gradient, which arrives at the shard's owner
-last. A rank holds at most two shards at a time. Where the keys of all ranks were gathered before, nothing
-goes round: they are the only shard, or the second one after this rank's own.
+Each rank sends its shard of K and V to the next two ranks at once, and each shard that it received from two
+ranks before on to the next, until it has seen all: as many as it may hold, two, in as few exchanges as that
+permits. In backward the shards go round again, and with each of them the gradient of the one before it, which
+arrives at its shard's owner last. Where the keys of all ranks were gathered before, nothing goes round: they
+are the only shard, or the second one after this rank's own.
 """
 
 from __future__ import annotations
@@ -33,22 +34,24 @@ from .._runtime.overlap import Work, begin
 from .._runtime.registry import by_handle
 from .blocks import Block
 from .kernels import kernel_for
-from .kernels.kernel import BlockInputs, finite
+from .kernels.kernel import BlockInputs, accumulated, finite
 from .masks import added, causal_mask, joined, sliced
-from .merged import Merged, Sum, forward_of, run_of
+from .merged import Merged, Runs, Sum, forward_of, run_of
 
 
 class Ring(NamedTuple):
     """One attention: where, the blocks with the shard of each step, how shards go on, the scale.
 
     `passes`: for each step the layouts of its shard [B, K, T, D], or of its gradient, before and after the
-    next rank has it. `kernel`: its name; None chooses. A failure in backward is reported to the ranks of
-    `told`, which wait for `exchanges` of this rank.
+    next rank has it. `skips`: those of the first step's, before and after the rank behind the next has it.
+    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for
+    `exchanges` of this rank.
     """
 
     place: Place
     steps: tuple[tuple[Block, ...], ...]
     passes: tuple[Args, ...]
+    skips: Args
     scale: float
     kernel: str | None
     told: Place
@@ -56,15 +59,14 @@ class Ring(NamedTuple):
 
 
 class _Sending:
-    """Tensors [B, K, T, D] on their way to the next rank.
+    """Tensors [B, K, T, D] on their way to other ranks.
 
     They are in flight while the caller computes, where that does not slow it down.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], ring: Ring, step: int, name: str, records: bool
+        self, tensors: Sequence[torch.Tensor], args: tuple[Args, ...], ring: Ring, name: str, records: bool
     ) -> None:
-        args = (ring.passes[step],) * len(tensors)
         self.work: Work | None = None
         self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
@@ -74,14 +76,23 @@ class _Sending:
             self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
         else:
             self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records, True)
+            if self.work.is_completed():
+                self.sent = ()
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Return what the rank before this one held, once; keep nothing."""
+        """Return what came from ranks before this one, once; keep nothing."""
         if self.work is not None:
             with torch.profiler.record_function(f"spar::{self.name}") if is_profiled() else nullcontext():
                 self.work.wait()
         received, self.received, self.sent = self.received, (), ()
         return received
+
+
+def _to_two_ranks(ring: Ring, k: torch.Tensor, v: torch.Tensor, name: str, records: bool) -> _Sending:
+    """Send this rank's shard to the next two ranks."""
+    twice = ring.place.world > 2
+    args = (ring.passes[0],) * 2 + (ring.skips,) * 2 * twice
+    return _Sending((k, v) * (1 + twice), args, ring, name, records)
 
 
 def _forward(
@@ -93,16 +104,22 @@ def _forward(
     gathered: Sequence[torch.Tensor],
     records: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    merged, kernel = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask)
+    merged, kernel, name = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask), "attention"
+    queries, world = Runs(q), ring.place.world
+    ahead = list(gathered)  # the shards of the next steps
     for step, blocks in enumerate(ring.steps):
-        last = step + 1 >= ring.place.world
-        sending = None if last else _Sending((k, v), ring, step, "attention", records)
+        sending = None
+        if step == 0 and world > 1:
+            sending = _to_two_ranks(ring, k, v, name, records)
+        elif 2 <= step < world - 1:
+            sending = _Sending((k, v), (ring.passes[step],) * 2, ring, name, records)
         for block in blocks:
-            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, q, k, v, mask)))
+            (own,) = queries.of(block.query, block.queries)
+            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, own, k, v, mask)))
         if sending is not None:
-            k, v = sending.wait()
-        elif gathered:
-            k, v = gathered
+            ahead += sending.wait()
+        if ahead:
+            k, v, *ahead = ahead
     out, lse = merged.total()
     return _after(out.to(q.dtype), ring, k, v), lse
 
@@ -117,8 +134,7 @@ def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor
 def _inputs(
     ring: Ring, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> BlockInputs:
-    """Return a block's part of the tensors; the mask as what is added to the scores."""
-    q = run_of(q, block.query, block.queries)
+    """Return a block's part of the tensors, q being its queries; the mask as what is added to the scores."""
     k, v = run_of(k, block.key, block.keys), run_of(v, block.key, block.keys)
     if mask is None:
         return BlockInputs(q, k, v, block.causal, None, ring.scale)
@@ -143,39 +159,62 @@ def _backward(
     kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
     if mask is not None:
         lse = finite(lse)  # a query whose keys are all masked: their weights become 0
+    queries = Runs(q, grad, out, lse)
 
-    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[Sum, Sum]:
         dk, dv = Sum(k), Sum(v)
         for block in ring.steps[step]:
-            of = [run_of(x, block.query, block.queries) for x in (grad, out, lse)]
-            parts = kernel.backward(_inputs(ring, block, q, k, v, mask), of[0], of[1], of[2])
+            own, *of = queries.of(block.query, block.queries)
+            parts = kernel.backward(_inputs(ring, block, own, k, v, mask), of[0], of[1], of[2])
             for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
                 whole.add(at, part)
-        return dk.total(), dv.total()
+        return dk, dv
 
     name, world = "backward of attention", ring.place.world
     received: Sequence[torch.Tensor] = k, v
-    sending = None if world == 1 else _Sending(received, ring, 0, name, False)
-    coming: _Sending | None = None  # the gradient of this step's shard, as the ranks before left it
+    ahead: Sequence[torch.Tensor] = ()  # the shards of the next steps
+    sums: list[torch.Tensor] = []  # the gradient of the step's shard, by this rank and those before
+    if world > 1:
+        ahead = _to_two_ranks(ring, k, v, name, False).wait()
     # this rank's own shard is the last: by then the gradients of it have come round
     for step in range(1, world):
-        received = cast(_Sending, sending).wait()
-        sending = None if step + 1 == world else _Sending(received, ring, step, name, False)
-        sums = gradients(step, received[0], received[1])
-        if coming is not None:
-            _add(sums, coming.wait())
-        coming = _Sending(sums, ring, step, name, False)
-    sums = gradients(0, k, v)
-    if coming is not None:
-        _add(sums, coming.wait())
+        received, ahead = ahead[:2], ahead[2:]
+        sending = _pass_on(ring, step, received, sums, name) if step > 1 else None
+        parts = gradients(step, received[0], received[1])
+        if sending is None:
+            sums = [part.total() for part in parts]
+        else:
+            found = sending.wait()
+            ahead, sums = [*ahead, *found[:-2]], [_as_items(x, accumulated(k.dtype)) for x in found[-2:]]
+            parts[0].add_to(sums[0])
+            parts[1].add_to(sums[1])
+        del parts  # not to be kept while the next are computed
+    sending = _pass_on(ring, world, (k, v), sums, name) if world > 1 else None
+    own = [part.total() for part in gradients(0, k, v)]
+    if sending is not None:
+        for whole, others in zip(own, sending.wait(), strict=True):
+            whole.add_(_as_items(others, whole.dtype))
     if gathered:
-        sums += gradients(1, gathered[0], gathered[1])
-    return _after(dq.total().to(q.dtype), ring, *received), *[x.to(q.dtype) for x in sums]
+        own += [part.total() for part in gradients(1, gathered[0], gathered[1])]
+    return _after(dq.total().to(q.dtype), ring, *received), *[x.to(q.dtype) for x in own]
 
 
-def _add(sums: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    for whole, part in zip(sums, parts, strict=True):
-        whole.add_(part)
+def _pass_on(
+    ring: Ring, step: int, shard: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], name: str
+) -> _Sending:
+    """Send a step's shard on, if the next rank needs it, and the gradient of the shard of the step before."""
+    tensors = [_as_items(x, like.dtype) for x, like in zip(sums, shard, strict=True)]
+    args: tuple[Args, ...] = (ring.passes[step - 1],) * 2
+    if step + 1 < ring.place.world:
+        tensors, args = [*shard, *tensors], (ring.passes[step],) * 2 + args
+    return _Sending(tensors, args, ring, name, False)
+
+
+def _as_items(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View sums as items of the shards' dtype, or the reverse: the tensors of one exchange have one dtype."""
+    if x.dtype == dtype:
+        return x
+    return (x if x.stride(-1) == 1 else x.contiguous()).view(dtype)
 
 
 def _no_autocast(x: torch.Tensor) -> AbstractContextManager[None]:
