@@ -1,4 +1,4 @@
-"""The commands of `python -m spar`: info, check, and wrong arguments. benchmarks/test_benchmarks.py tests bench."""
+"""The commands of `python -m spar`: info, check, wrong arguments. bench: benchmarks/test_benchmarks.py."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ typedef struct {
 } spar_piece;
 
 typedef struct {
-    int dim;            /* the sharded dim; -1: every rank holds the whole tensor */
-    int world;          /* ranks */
-    int64_t total;      /* the sharded dim's global extent */
-    int64_t *first;     /* [world + 1]: rank r holds pieces first[r] to first[r + 1] */
-    spar_piece *pieces; /* in the order in which a rank holds them */
+    int dim;                /* the sharded dim; -1: every rank holds the whole tensor */
+    int world;              /* ranks */
+    int64_t total;          /* the sharded dim's global extent */
+    int64_t *first;         /* [world + 1]: rank r holds pieces first[r] to first[r + 1] */
+    spar_piece *pieces;     /* in the order in which a rank holds them */
     int64_t kind, count;    /* as they were read, for spar_layout_describe */
     const int64_t *numbers; /* [count] after the kind; the caller's */
 } spar_layout;
