@@ -95,11 +95,11 @@ class Sum:
 
     def add_to(self, whole: torch.Tensor) -> None:
         """Add the sum to a tensor."""
-        if self._run is None:
-            whole.add_(self.total())
-        else:
+        if self._run is not None:
             first, run = self._run
             run_of(whole, first, run.size(2)).add_(run)
+        elif self._whole is not None:
+            whole.add_(self.total())
 
     def _write(self, begin: int, part: torch.Tensor) -> None:
         whole = self._memory()
