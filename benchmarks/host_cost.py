@@ -58,16 +58,15 @@ def exchanges(group: Any) -> dict[str, Callable[[], Any]]:
     module: Any = nccl
     module.is_current = lambda index: True
     guards: Any = torch._C._dynamo.guards
-    empty = guards._empty_strided_cpu  # as transports/cuda.py allocates on a GPU
-    module.allocate = lambda count, device: empty((count,), (1,), torch.uint8)
-    module.new_output = lambda like, shape, strides: empty(shape, strides, like.dtype)
+    module.empty = guards._empty_strided_cpu  # as transports/cuda.py allocates on a GPU
     comm.channels["cpu"], comm.transports["cpu"] = channel, comm.transports["cuda"]
     world = group.size()
     x = torch.zeros(1, BYTES // 2 // 64, 8, 8, dtype=torch.bfloat16)
     whole = torch.zeros(BYTES // 2, dtype=torch.bfloat16)
+    sequence, heads = world * x.size(1), world * x.size(2)
     return {
-        "all_to_all": lambda: spar.all_to_all(x, group, 2, 1, world * x.size(1)),
-        "its inverse": lambda: spar.all_to_all(x, group, 1, 2, world * x.size(2)),
+        "all_to_all": lambda: spar.all_to_all(x, group, 2, 1, sequence),
+        "its inverse": lambda: spar.all_to_all(x, group, 1, 2, heads),
         "all_gather": lambda: spar.all_gather(whole, group),
     }
 

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -52,6 +52,8 @@ class Comm:
     @property
     def broken(self) -> str | None: ...
     @property
+    def begun(self) -> bool: ...
+    @property
     def setup_result(self) -> bytes: ...
     def connect(self, setup_results: bytes, deadline: float, /) -> None: ...
     def exchange(
@@ -70,32 +72,24 @@ class Comm:
         targets: tuple[int, ...] | None = None,
         /,
     ) -> list[Any]: ...  # tensors; None where a target was written to
-    def staging(
-        self,
-        plan: Plan,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        scale_type: int,
-        divide: bool,
-        factor: float,
-        /,
-    ) -> int: ...
-    def run(
+    def enqueue(
         self,
         op: str,
-        plan: Plan,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        staging: int,
-        stream: int,
-        native: int,
+        item_size: int,
+        inputs: Sequence[torch.Tensor],
+        args: tuple[tuple[int, ...], ...],
         scale_type: int,
         divide: bool,
         factor: float,
         text: str,
         deadline: float,
+        stream: int,
+        native: int,
+        dtype: torch.dtype,
+        empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
         /,
-    ) -> None: ...
+    ) -> list[torch.Tensor]: ...
     def wait(self, deadline: float, /) -> None: ...
     def fail(self, op: str, why: str, memory: bool, for_good: bool, deadline: float, /) -> None: ...
     def abort(self) -> None: ...
@@ -149,7 +143,7 @@ def plan_of(
     args: tuple[tuple[int, ...], ...],
     /,
 ) -> tuple[Plan, tuple[int, ...]]: ...
-def use_torch(types: tuple[type, ...], from_dlpack: Any, api: Any, /) -> None: ...
+def use_torch(types: tuple[type, ...], from_dlpack: Any, byte: torch.dtype, api: Any, /) -> None: ...
 def plain_shapes(objects: Sequence[object], /) -> tuple[tuple[int, ...], ...] | None: ...
 def peer_info() -> bytes: ...
 def choose(

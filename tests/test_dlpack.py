@@ -21,11 +21,11 @@ DTYPES = [torch.bfloat16, torch.float32, torch.bool, torch.complex128, torch.flo
 
 @contextmanager
 def without_api() -> Iterator[None]:
-    _C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, None)
+    _C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, torch.uint8, None)
     try:
         yield
     finally:
-        _C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, _API)
+        _C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, torch.uint8, _API)
 
 
 def results(group: dist.ProcessGroup, dtype: torch.dtype) -> list[torch.Tensor]:

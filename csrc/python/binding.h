@@ -48,6 +48,9 @@ typedef struct {
 int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result);
 void spar_py_forget_tensor(spar_py_tensor *tensor);
 
+/* torch.uint8; borrowed. */
+PyObject *spar_py_byte_dtype(void);
+
 /* What the binding uses of torch. */
 PyObject *spar_py_use_torch(PyObject *module, PyObject *args);
 PyObject *spar_py_plain_shapes(PyObject *module, PyObject *objects);
@@ -98,12 +101,12 @@ extern const char spar_py_comm_doc[];
 /* A deadline in seconds of time.monotonic(); a signal, or closing `comm`, ends the wait, too. */
 spar_deadline spar_py_deadline(PyObject *comm, double deadline);
 
-/* Comm.run and Comm.wait of `self`: calls that are enqueued in a device's stream. */
-PyObject *spar_py_staging(spar_comm *comm, PyObject *args);
-PyObject *spar_py_run(spar_comm *comm, PyObject *self, const char *group, PyObject *args);
+/* Comm.enqueue and Comm.wait of `self`: calls that are enqueued in a device's stream. *begun: set to 1 once
+ * the core reports what fails. */
+PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, PyObject *const *args,
+                          Py_ssize_t nargs, int *begun);
 PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args);
-extern const char spar_py_staging_doc[];
-extern const char spar_py_run_doc[];
+extern const char spar_py_enqueue_doc[];
 
 /* Copies the selection of an op without communication into the arena. */
 PyObject *spar_py_select(PyObject *module, PyObject *args);

@@ -10,6 +10,7 @@ typedef struct {
     const spar_transport *transport; /* known when it is closed, too */
     char group[64];                  /* for messages */
     int closing;                     /* atomic: a call in progress must end */
+    int begun;                       /* the newest enqueue came to its exchange */
     spar_comm *comm;
     spar_setup_result setup_result;
 } comm_object;
@@ -65,7 +66,7 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
         return PyErr_NoMemory();
     }
     object->comm = NULL;
-    object->closing = 0;
+    object->closing = object->begun = 0;
     object->transport = *row;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(info, bytes, (size_t)size);
@@ -364,16 +365,17 @@ static PyObject *comm_last_call(PyObject *self, PyObject *args)
                          spar_text(last.group));
 }
 
-static PyObject *comm_staging(PyObject *self, PyObject *args)
+static PyObject *comm_enqueue(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
+    comm_object *object = (comm_object *)self;
+    object->begun = 0;
     spar_comm *comm = open_comm(self);
-    return comm ? spar_py_staging(comm, args) : NULL;
+    return comm ? spar_py_enqueue(comm, self, object->group, args, nargs, &object->begun) : NULL;
 }
 
-static PyObject *comm_run(PyObject *self, PyObject *args)
+static PyObject *comm_begun(PyObject *self, void *Py_UNUSED(closure))
 {
-    spar_comm *comm = open_comm(self);
-    return comm ? spar_py_run(comm, self, ((comm_object *)self)->group, args) : NULL;
+    return PyBool_FromLong(((comm_object *)self)->begun);
 }
 
 static PyObject *comm_wait(PyObject *self, PyObject *args)
@@ -397,6 +399,7 @@ static PyObject *comm_transport(PyObject *self, void *Py_UNUSED(closure))
 static PyGetSetDef comm_getset[] = {
     {"transport", comm_transport, NULL, "its transport's name", NULL},
     {"broken", comm_broken, NULL, "what broke it behind the calls' back, or None", NULL},
+    {"begun", comm_begun, NULL, "whether the newest enqueue came to its exchange", NULL},
     {"setup_result", comm_setup_result, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -404,8 +407,7 @@ static PyGetSetDef comm_getset[] = {
 static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(all ranks' setup_result, deadline)"},
     {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
-    {"staging", comm_staging, METH_VARARGS, spar_py_staging_doc},
-    {"run", comm_run, METH_VARARGS, spar_py_run_doc},
+    {"enqueue", (PyCFunction)(void (*)(void))comm_enqueue, METH_FASTCALL, spar_py_enqueue_doc},
     {"wait", comm_wait, METH_VARARGS,
      "wait(deadline): returns when all that was given to a stream is over; raises what broke it."},
     {"fail", comm_fail, METH_VARARGS,

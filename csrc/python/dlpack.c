@@ -56,19 +56,20 @@ enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5, DL_MAJOR = 1 };
 static struct {
     PyObject *types;       /* a tuple: the types of plain tensors */
     PyObject *from_dlpack; /* makes a tensor of a capsule */
+    PyObject *byte;        /* torch.uint8 */
     const dl_exchange_api *api;
 } torch;
 
 const char spar_py_use_torch_doc[] =
-    PyDoc_STR("use_torch(types, from_dlpack, api)\n\n"
-              "types: a tuple of those of plain tensors. from_dlpack: makes a tensor of a capsule. api:\n"
-              "torch.Tensor.__dlpack_c_exchange_api__, or None.");
+    PyDoc_STR("use_torch(types, from_dlpack, byte, api)\n\n"
+              "types: a tuple of those of plain tensors. from_dlpack: makes a tensor of a capsule. byte:\n"
+              "torch.uint8. api: torch.Tensor.__dlpack_c_exchange_api__, or None.");
 
 PyObject *spar_py_use_torch(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *types, *from_dlpack, *capsule;
+    PyObject *types, *from_dlpack, *byte, *capsule;
     const dl_exchange_api *api = NULL;
-    if (!PyArg_ParseTuple(args, "O!OO", &PyTuple_Type, &types, &from_dlpack, &capsule))
+    if (!PyArg_ParseTuple(args, "O!OOO", &PyTuple_Type, &types, &from_dlpack, &byte, &capsule))
         return NULL;
     if (capsule != Py_None && !(api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
         return NULL;
@@ -77,9 +78,16 @@ PyObject *spar_py_use_torch(PyObject *Py_UNUSED(module), PyObject *args)
     torch.api = api && api->read && api->import ? api : NULL;
     Py_XDECREF(torch.types);
     Py_XDECREF(torch.from_dlpack);
+    Py_XDECREF(torch.byte);
     torch.types = Py_NewRef(types);
     torch.from_dlpack = Py_NewRef(from_dlpack);
+    torch.byte = Py_NewRef(byte);
     Py_RETURN_NONE;
+}
+
+PyObject *spar_py_byte_dtype(void)
+{
+    return torch.byte;
 }
 
 /* ---- reading ---- */

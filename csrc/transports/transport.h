@@ -55,7 +55,7 @@ typedef struct {
     int64_t number;   /* by the caller's count of the group's calls; equal on all ranks, too */
     void *stream;     /* the device's queue; NULL on a CPU */
     void *native;     /* the caller's own communicator, as spar_native has it, now */
-    void *staging;    /* memory of the device, for this call alone, aligned to 256 bytes; see staging */
+    void *staging;    /* memory of the device, for this call alone, aligned to 256 bytes; see prepare */
     spar_deadline deadline;
     spar_status failed;     /* other than SPAR_OK: report this failure to the peers, with `why`; */
     const char *why;        /* SPAR_INTERRUPTED: the group is broken with it */
@@ -90,8 +90,9 @@ typedef struct {
     spar_status (*setup)(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
     /* Second set-up stage, from all ranks' results [world], none of which failed. */
     spar_status (*connect)(spar_comm *comm, const spar_setup_result *results, const spar_deadline *deadline);
-    /* Computes the bytes of memory that run needs in call->staging; 0: none. NULL: it never needs any. */
-    spar_status (*staging)(spar_comm *comm, const spar_call *call, int64_t *bytes);
+    /* Before run: computes the bytes of memory that it needs in call->staging; 0: none. The call may not
+     * change otherwise, and no other one comes between. NULL: it never needs any. */
+    spar_status (*prepare)(spar_comm *comm, const spar_call *call, int64_t *bytes);
     /* One exchange: NULL where Python moves the bytes (the torch transport). */
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */

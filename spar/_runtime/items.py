@@ -11,7 +11,9 @@ import torch
 from .. import _C
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+_C.use_torch(
+    PLAIN_TYPES, torch._C._from_dlpack, torch.uint8, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+)
 
 # codes of the dtypes that a copy can scale: csrc/devices/scale.def
 SCALE_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.scale_types()}

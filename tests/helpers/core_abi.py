@@ -250,7 +250,7 @@ class Transport(ctypes.Structure):
         ("serves", c_void_p),
         ("setup", c_void_p),
         ("connect", c_void_p),
-        ("staging", c_void_p),
+        ("prepare", c_void_p),
         ("run", _CallFunction),
         ("wait", c_void_p),
         ("description", c_void_p),

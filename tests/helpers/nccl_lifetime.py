@@ -168,12 +168,14 @@ def check_no_staging(rank: int, world: int, group: dist.ProcessGroup) -> None:
     args = pair(even(0, 2 * world), even(1, 2 * world))
     operation, x = Operation("all_to_all", (args,), 1.0, False, ""), torch.zeros(2, 2 * world)
 
-    def fail(count: int, device: torch.device) -> torch.Tensor:
-        raise torch.OutOfMemoryError(f"no {count} bytes")
+    def fail(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dtype is torch.uint8:
+            raise torch.OutOfMemoryError(f"no {shape[0]} bytes")
+        return torch.empty_strided(shape, strides, dtype=dtype)
 
     with pytest.MonkeyPatch.context() as patch, Stream():
         if rank == 0:
-            patch.setattr(nccl, "allocate", fail)
+            patch.setattr(nccl, "empty", fail)
         begin = time.monotonic()
         with pytest.raises((torch.OutOfMemoryError, spar.SparError)) as caught:
             for _ in range(2):  # a rank that was earlier raises in its next call

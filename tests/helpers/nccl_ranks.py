@@ -23,10 +23,9 @@ import spar
 from helpers.exchanges import numbers
 from helpers.torch_nccl import torch_nccl
 from spar import _C
+from spar._runtime.channel import Operation
 from spar._runtime.communicator import Communicator
-from spar._runtime.items import SCALE_TYPES, call_text
 from spar._runtime.transports import cuda, nccl
-from spar._runtime.transports.planned import PlannedExchange
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -74,7 +73,10 @@ class Allocator:
         self.kept: list[torch.Tensor] = []
         self.taken: list[int] = []
 
-    def __call__(self, count: int, device: torch.device) -> Any:
+    def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+        if dtype is not torch.uint8:  # an output
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        (count,) = shape
         stream, capturing = nccl.stream_of(0), ctypes.c_int()
         driver("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.pointer(capturing))
         free = self.free.setdefault(stream, []) if not capturing.value else self.kept
@@ -94,7 +96,7 @@ class Allocator:
         return view
 
 
-allocator = nccl.allocate = Allocator()
+allocator = nccl.empty = Allocator()
 
 
 def communicator(group: dist.ProcessGroup) -> Communicator:
@@ -128,20 +130,23 @@ def enqueue(
     divide: bool = False,
 ) -> torch.Tensor:
     """Enqueue one exchange in the current stream; return its output."""
-    tensor = (x.element_size(), x.shape, x.stride(), numbers(op, args, x.shape, comm.world))
+    layouts = numbers(op, args, x.shape, comm.world)
+    tensor = (x.element_size(), x.shape, x.stride(), layouts)
     plan = _C.plan(op, comm.world, comm.rank, _C.SIDE_PULL, (tensor,))
     output = torch.full(plan.out_shapes[0], 7).to(x.dtype)
+    channel: Any = comm.channels["cuda"]
     on_device: Any = SimpleNamespace(
-        data_ptr=x.data_ptr, get_device=lambda: 0, dtype=x.dtype, device=DEVICE, kept=x
+        data_ptr=x.data_ptr,
+        shape=x.shape,
+        stride=x.stride,
+        dtype=x.dtype,
+        device=DEVICE,
+        get_device=lambda: channel.device.index,
     )
-    text = call_text(x.dtype, "cuda", factor, divide, False)
     _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
     comm.calls += 1
-    channel: Any = comm.channels["cuda"]
-    addresses = (x.data_ptr(),), (output.data_ptr(),)
-    scale = SCALE_TYPES.get(x.dtype, 0), divide, factor
-    call = PlannedExchange(op, plan, [on_device], [output], *addresses, scale, text, comm.deadline())
-    channel.run(comm, call)
+    operation = Operation(op, (layouts,), factor, divide, "")
+    channel.exchange(comm, operation, [on_device], comm.deadline(), [output])
     return output
 
 

@@ -116,14 +116,14 @@ static spar_status run(spar_comm *comm, spar_call *call)
     return status;
 }
 
-static spar_status staging(spar_comm *comm, const spar_call *call, int64_t *bytes)
+static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *bytes)
 {
     spar_nccl_state *s = comm->state;
     *bytes = 0;
     if (!s->watchdog || !call->plan->pull) /* run reports it */
         return SPAR_OK;
     pthread_mutex_lock(&s->lock);
-    spar_status status = spar_pipeline_staging(&s->pipeline, call, bytes);
+    spar_status status = spar_pipeline_prepare(&s->pipeline, call, bytes);
     pthread_mutex_unlock(&s->lock);
     return status;
 }
@@ -193,7 +193,7 @@ const spar_transport spar_transport_nccl = {
     .serves = serves,
     .setup = spar_nccl_setup,
     .connect = spar_nccl_connect,
-    .staging = staging,
+    .prepare = prepare,
     .run = run,
     .wait = wait_for,
     .description = description,

@@ -155,26 +155,27 @@ static int gathers(const spar_pipeline *pipeline, const spar_call *call)
            spar_schedule_is_all_gather(call->plan);
 }
 
-/* Begins both sides of a call and counts its steps; 0: NCCL gathers. */
-static spar_status begin(spar_pipeline *pipeline, const spar_call *call, int64_t *steps)
+/* Begins both sides of a call and counts its steps. */
+static spar_status begin(spar_pipeline *pipeline, const spar_call *call)
 {
     const spar_plan *plan = call->plan;
     int scaled = call->scale.dtype != SPAR_UNSCALED;
     if (gathers(pipeline, call)) {
-        *steps = pipeline->pull.size = 0;
+        pipeline->steps = pipeline->pull.size = 0;
         return spar_schedule_begin(&pipeline->push, plan, 0, 0, 1, call->inputs);
     }
-    *steps = spar_schedule_steps(plan, scaled, pipeline->cap);
-    SPAR_TRY(spar_schedule_begin(&pipeline->push, plan, 0, scaled, *steps, call->inputs));
-    return spar_schedule_begin(&pipeline->pull, plan, 1, 0, *steps, (const void *const *)call->outputs);
+    int64_t steps = pipeline->steps = spar_schedule_steps(plan, scaled, pipeline->cap);
+    SPAR_TRY(spar_schedule_begin(&pipeline->push, plan, 0, scaled, steps, call->inputs));
+    return spar_schedule_begin(&pipeline->pull, plan, 1, 0, steps, (const void *const *)call->outputs);
 }
 
-spar_status spar_pipeline_staging(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes)
+spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes)
 {
-    int64_t steps;
-    SPAR_TRY(begin(pipeline, call, &steps));
-    *bytes = (1 + (steps > 1)) * (pipeline->push.size + pipeline->pull.size);
+    pipeline->prepared = NULL;
+    SPAR_TRY(begin(pipeline, call));
+    *bytes = (1 + (pipeline->steps > 1)) * (pipeline->push.size + pipeline->pull.size);
     count_staging(*bytes);
+    pipeline->prepared = call;
     return SPAR_OK;
 }
 
@@ -297,8 +298,10 @@ spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, st
                               spar_watchdog *watchdog, int captured)
 {
     const spar_side_stream *side_stream = &pipeline->side_streams[captured];
-    int64_t steps;
-    SPAR_TRY(begin(pipeline, call, &steps));
+    int64_t steps = pipeline->steps;
+    if (pipeline->prepared != call)
+        return spar_fail(SPAR_INTERNAL, "a call that was not prepared");
+    pipeline->prepared = NULL;
     if (steps == 0)
         return gather(pipeline, call, comm, watchdog);
     spar_status status = steps > 1 ? run_pipelined(pipeline, call, comm, watchdog, side_stream, steps)

@@ -30,17 +30,19 @@ typedef struct {
     spar_side_stream
         side_streams[2]; /* [1] while the caller's stream is captured: then the side stream is, too */
     spar_schedule push, pull;
+    const spar_call *prepared; /* the call that has begun, and its steps; 0: NCCL gathers */
+    int64_t steps;
 } spar_pipeline;
 
 /* Opens it with this rank's cap, for world >= 2; here and below the device is entered. On failure nothing is
  * kept. */
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t cap);
 
-/* Computes the bytes of staging memory that the call needs. */
-spar_status spar_pipeline_staging(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes);
+/* Begins a call, and computes the bytes of staging memory that it needs. */
+spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes);
 
-/* One exchange, into the call's stream, which is captured or not. The call has its staging memory. Each step
- * checks the watchdog first. */
+/* One exchange, the call that was prepared last, into its stream, which is captured or not. The call has its
+ * staging memory. Each step checks the watchdog first. */
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                               spar_watchdog *watchdog, int captured);
 

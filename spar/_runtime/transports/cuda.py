@@ -36,27 +36,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if _cuda and device.type == "cuda" else contextlib.nullcontext()
 
 
-# what torch's compiled code allocates by, on the current device: half the time of torch.empty
-_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if _cuda else None
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
-def allocate(count: int, device: torch.device) -> torch.Tensor:
-    """Allocate bytes on the thread's current device, in the order of the current stream.
-
-    Inside a capture they are in the graph's own memory.
-    """
-    if _empty is None:
-        return torch.empty(count, dtype=torch.uint8, device=device)
-    memory: torch.Tensor = _empty((count,), (1,), torch.uint8)
-    return memory
-
-
-def new_output(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Allocate a tensor on the thread's current device, which is that of `like`; likewise."""
-    if _empty is None:
-        return like.new_empty(shape)
-    output: torch.Tensor = _empty(shape, strides, like.dtype)
-    return output
+# Allocates a tensor of a shape, strides and dtype on the thread's current device, in the order of the current
+# stream; inside a capture, in the graph's own memory. torch's compiled code uses the same: it takes half the
+# time of torch.empty.
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = _empty_strided
+if _cuda:
+    empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty)
 
 
 def is_capturing(device: torch.device) -> bool:

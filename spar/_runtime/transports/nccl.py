@@ -22,19 +22,19 @@ from ...errors import SparError
 from .. import pg_wait
 from ..agreement import announce_failure
 from ..channel import Operation
+from ..items import ITEM_TYPES, call_text
 from ..member import LOCAL, OVER, SHARED, Member
 from .core import CALLS, CoreChannel
 from .cuda import (
-    allocate,
+    empty,
     is_capturing,
     is_current,
-    new_output,
     on_device,
     refuse_open_group,
     stream_of,
     torch_shares_nccl,
 )
-from .planned import PlannedExchange, new_empty
+from .planned import PlannedExchange, finish, sums_of
 
 _WATCH_INTERVAL = 0.1  # seconds
 _GRACE = 10  # intervals: by then a call has left NCCL, unless only an abort ends its wait for a full queue
@@ -122,50 +122,60 @@ class NcclChannel(CoreChannel):
         deadline: float,
         outs: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        op, index = operation.op, inputs[0].get_device()
+        index = inputs[0].get_device()
         if index != self.device.index:
             raise SparError(
-                f"{op} on rank {member.rank}: the tensor is on cuda:{index}; "
+                f"{operation.op} on rank {member.rank}: the tensor is on cuda:{index}; "
                 f"group {member.name!r} was set up on cuda:{self.device.index}",
-                **member.where(op),
+                **member.where(operation.op),
             )
-        new = new_output if is_current(index) else new_empty
-        call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs, new)
-        self.run(member, call)
-        return call.outputs if call.totals is None else call.results()
+        if is_current(index):
+            return self._enqueue(member, operation, inputs, deadline, outs)
+        with on_device(self.device.place):
+            return self._enqueue(member, operation, inputs, deadline, outs)
 
-    def run(self, member: Member, call: PlannedExchange) -> None:
+    def _enqueue(
+        self,
+        member: Member,
+        operation: Operation,
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        outs: list[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
         """Return when the exchange is in the current stream."""
-        try:
-            if is_current(self.device.index):
-                self._enqueue(member, call)
-            else:
-                with on_device(self.device.place):
-                    self._enqueue(member, call)
-        except SparError as error:
-            raise error if error.op is not None else self.explain(member, call.op, error) from None
-        CALLS["nccl"] += 1
-
-    def _enqueue(self, member: Member, call: PlannedExchange) -> None:
-        check = member.synchronous and not is_capturing(call.device)
+        op, args, factor, divide, gradient, sums = operation
+        device, core, dtype = self.device, self.core, inputs[0].dtype
+        size, kind, _, _ = ITEM_TYPES[dtype]
+        targets = None if sums else outs
+        check = member.synchronous and not is_capturing(device.place)
         if check:
+            call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs)
             call.compare(member)
-        device, core = self.device, self.core
-        refuse_open_group(call.op, device.place)
-        tensors = call.plan, call.addresses, call.output_addresses
-        count = core.staging(*tensors, *call.scale)
-        staging = allocate(count, device.place) if count else None  # freed on return, in stream order
-        at = 0 if staging is None else staging.data_ptr()
+            targets = call.outputs
+        refuse_open_group(op, device.place)
+        text = call_text(dtype, "cuda", factor, divide, gradient)
+        stream, native = stream_of(device.index), device.native()
         self.inside = True
         try:
-            stream, native = stream_of(device.index), device.native()
             member.progress = OVER  # the core reports whatever fails in it
-            core.run(call.op, *tensors, at, stream, native, *call.scale, call.text, call.deadline)
+            outputs = core.enqueue(
+                *(op, size, inputs, args, kind, divide, factor),
+                *(text, deadline, stream, native, dtype, empty, targets),
+            )
+        except BaseException as error:
+            if not core.begun:  # what Python raises is reported as any other failure before the call
+                member.progress = LOCAL
+            if isinstance(error, SparError) and error.op is None:
+                raise self.explain(member, op, error) from None
+            raise
         finally:
             self.inside = False
-        call.finish()
+        CALLS["nccl"] += 1
+        if kind == 0:
+            finish(outputs, kind, divide, factor)
         if check:
-            self.core.wait(call.deadline)
+            core.wait(deadline)
+        return sums_of(outputs, outs) if sums else outputs
 
     def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
         if member.synchronous:

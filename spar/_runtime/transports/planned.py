@@ -1,8 +1,8 @@
-"""An exchange planned by the core whose outputs torch allocates: for the nccl and torch transports."""
+"""An exchange planned by the core before it runs: for the torch transport, and where ranks compare calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,19 @@ from ..items import ITEM_TYPES, add_rows, apply_scale, call_text
 from ..member import Member
 
 
-def new_empty(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Allocate a contiguous tensor; its strides follow from its shape."""
-    return like.new_empty(shape)
+def finish(outputs: Sequence[torch.Tensor], kind: int, divide: bool, factor: float) -> None:
+    """Scale outputs of a dtype that the core cannot scale."""
+    if kind == 0:
+        for output in outputs:
+            apply_scale(output, factor, divide)
+
+
+def sums_of(outputs: Sequence[torch.Tensor], totals: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+    """Sum each output over its rows, into `totals` if there are any."""
+    found = [add_rows(output) for output in outputs]
+    if not totals:
+        return found
+    return [total.copy_(x) for total, x in zip(totals, found, strict=True)]
 
 
 @dataclass(eq=False, slots=True)  # frozen ones take 2 us to make
@@ -44,22 +54,16 @@ class PlannedExchange:
         device: str,
         deadline: float,
         outs: list[torch.Tensor] | None = None,
-        new: Callable[..., torch.Tensor] = new_empty,
     ) -> PlannedExchange:
-        """Plan it, and allocate what `outs` does not give.
-
-        new: makes an output like a tensor, of a shape and strides.
-        """
+        """Plan it, and allocate what `outs` does not give."""
         op, args, factor, divide, gradient, sums = operation
         first = inputs[0]
         dtype = first.dtype
         size, kind, _, _ = ITEM_TYPES[dtype]
         plan, addresses = _C.plan_of(op, member.world, member.rank, _C.SIDE_PULL, size, inputs, args)
-        if outs is None or sums:
-            strides = plan.out_strides
-            outputs = [new(first, shape, strides[t]) for t, shape in enumerate(plan.out_shapes)]
-        else:
-            outputs = outs
+        outputs = outs
+        if outputs is None or sums:
+            outputs = [first.new_empty(shape) for shape in plan.out_shapes]
         targets = tuple([output.data_ptr() for output in outputs])
         text = call_text(dtype, device, factor, divide, gradient)
         totals = None if not sums else outs or []
@@ -67,11 +71,7 @@ class PlannedExchange:
         return cls(op, plan, inputs, outputs, addresses, targets, scale, text, deadline, totals)
 
     def finish(self) -> None:
-        """Scale outputs of a dtype that the core cannot scale."""
-        kind, divide, factor = self.scale
-        if kind == 0:
-            for output in self.outputs:
-                apply_scale(output, factor, divide)
+        finish(self.outputs, *self.scale)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,12 +83,7 @@ class PlannedExchange:
 
     def results(self) -> list[torch.Tensor]:
         """Return the outputs, or the sums of their rows."""
-        if self.totals is None:
-            return self.outputs
-        found = [add_rows(output) for output in self.outputs]
-        if not self.totals:
-            return found
-        return [total.copy_(x) for total, x in zip(self.totals, found, strict=True)]
+        return self.outputs if self.totals is None else sums_of(self.outputs, self.totals)
 
     def compare(self, member: Member) -> None:
         """Raise on all ranks if they do not make the same call, or one failed."""
