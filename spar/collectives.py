@@ -100,7 +100,7 @@ def all_gather(
             not match the output, overlaps `input_`, or is passed where a gradient is recorded.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    return _transpose("all_gather", False, input_, group, dim, sizes, layout, async_op, out)
+    return transpose_for("all_gather", False, input_, group, dim, sizes, layout, async_op, out)
 
 
 @overload
@@ -179,10 +179,10 @@ def reduce_scatter(
             not match the output, overlaps `input_`, or is passed where a gradient is recorded.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    return _transpose("reduce_scatter", True, input_, group, dim, sizes, layout, async_op, out)
+    return transpose_for("reduce_scatter", True, input_, group, dim, sizes, layout, async_op, out)
 
 
-def _transpose(
+def transpose_for(
     name: str,
     sums: bool,
     input_: Any,
@@ -190,9 +190,10 @@ def _transpose(
     dim: int,
     sizes: Any,
     layout: SequenceLayout | None,
-    async_op: bool,
-    out: Any,
+    async_op: bool = False,
+    out: Any = None,
 ) -> Any:
+    """Gather, or sum and scatter, for the operation `name`, which its errors name."""
     works: list[Work] = []
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group

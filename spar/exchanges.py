@@ -125,7 +125,7 @@ def all_to_all(
     if out is not None or async_op or isinstance(input_, (list, tuple)):
         dims = scatter_dim, gather_dim, gather_size
         how = scatter_sizes, gather_sizes, layout, scatter_layout
-        return _all_to_all_together(input_, process_group, dims, how, async_op, out)
+        return all_to_all_for("all_to_all", input_, process_group, dims, how, async_op, out)
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
         dims = scatter_dim, gather_dim, gather_size
@@ -149,14 +149,16 @@ Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
 How = tuple[Any, Any, Any, Any]  # scatter_sizes, gather_sizes, layout, scatter_layout
 
 
-def _all_to_all_together(
+def all_to_all_for(
+    name: str,
     inputs: torch.Tensor | Sequence[torch.Tensor],
     group: Group,
     dims: Dims,
     how: How,
-    async_op: bool,
-    out: Any,
+    async_op: bool = False,
+    out: Any = None,
 ) -> Any:
+    """Run an all_to_all for the operation `name`, which its errors name."""
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
@@ -182,12 +184,14 @@ def _all_to_all_together(
             return [call.input for call in calls]
         return apply_steps(calls, ((place, args),), ONE)
 
-    result = checked_together("all_to_all", inputs, group, run)
+    result = checked_together(name, inputs, group, run)
     return (result, works[0]) if async_op else result
 
 
 def _for_each(call: Call, how: How, at: list[str]) -> list[How]:
     """Return the sizes and layouts of each tensor."""
+    if at == [""]:
+        return [how]
     scatter_sizes, gather_sizes, layout, scatter_layout = how
     return list(
         zip(

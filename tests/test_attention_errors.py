@@ -173,6 +173,20 @@ def test_failure_reaches_the_ranks_of_both_groups(tmp_path: Path, where: str) ->
     assert finish(ranks, 60) == [0] * 4
 
 
+def check_names_attention(rank: int, world: int, group: Group) -> None:
+    """Exchanges inside of attention: errors name what the user called."""
+    even = SequenceLayout.even(TOTAL, group)
+    x = z(2, 4, 6, 8, requires_grad=rank == 1)
+    for method in ("ulysses", "gather", "ring"):
+        with pytest.raises(spar.MismatchError, match=r"(?s)^attention.* differ in gradient: ") as caught:
+            spar.attention(x, x, x, even, method=method)
+        assert caught.value.op == "attention"
+
+
+def test_errors_inside_attention_name_it(ranks: Ranks) -> None:
+    ranks(WORLD, check_names_attention)
+
+
 def check_nobody_waits(rank: int, world: int, group: Group) -> None:
     """Whole keys are not exchanged: one rank's error is its own, and the next exchange is in step."""
     layout = SequenceLayout.even(TOTAL, group)

@@ -353,6 +353,15 @@ def check_zigzag(rank: int, world: int, group: Group) -> None:
     assert_same(again, joined([owned(whole, owners, 1, p) for p in range(world)], owners, 1))
     assert_same(again, spar.all_gather(own, dim=1, layout=layout))
     assert len(in_runs(layout.sizes)) == 37
+    heads = own[..., None].expand(-1, -1, world)
+    y = spar.all_to_all(heads, group, 2, 1, layout=layout)
+    assert_same(y, whole[..., None])
+    assert_same(
+        spar.all_to_all(heads, group, 2, 1, layout=layout, out=torch.empty(y.shape, dtype=y.dtype)), y
+    )
+    z, work = spar.all_to_all(heads, group, 2, 1, layout=layout, async_op=True)
+    assert work.wait()
+    assert_same(z, y)
 
 
 @pytest.mark.parametrize("world", WORLDS)

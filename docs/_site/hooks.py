@@ -5,6 +5,7 @@ from __future__ import annotations
 import os.path
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#:\s]+)(#[^()\s]*)?\)")
 REQUEST = re.compile(
     r"""<(?:script|img|iframe|source|link(?![^>]*rel="?canonical))\b[^>]*\b(?:src|href)="?(?:https?:)?//[^>]*>"""
 )
+
+
+def on_config(config: Any) -> Any:
+    """Show the version at the foot of each page."""
+    version = runpy.run_path(str(ROOT / "spar" / "_version.py"))["__version__"]
+    config.copyright = f"spar {version}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

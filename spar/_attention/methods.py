@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,8 +14,8 @@ from .._runtime.call import Call
 from .._runtime.layouts import Args, Layout, Piece, by_sizes, extent, pair, pieces, rotated
 from .._runtime.member import ALONE, Place
 from .._runtime.registry import place_of
-from ..collectives import all_gather
-from ..exchanges import all_to_all
+from ..collectives import transpose_for
+from ..exchanges import all_to_all_for
 from ..sequence_layout import SequenceLayout, numbers_of
 from .blocks import Block, blocks_before, blocks_of, own_block
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
@@ -85,7 +85,8 @@ def ulysses(problem: Problem) -> torch.Tensor:
     plan = heads_of_ranks(problem.heads, problem.k.size(head), problem.call.world)
     q, k, v = _scattered(problem, plan, group, None)
     out = _whole(problem, q, k, v, plan, problem.call.rank)
-    return all_to_all(out, group, seq, head, gather_sizes=plan.queries, scatter_layout=problem.queries)
+    how = None, plan.queries, None, problem.queries
+    return cast(torch.Tensor, all_to_all_for("attention", out, group, (seq, head, None), how))
 
 
 def _scattered(
@@ -96,15 +97,9 @@ def _scattered(
     layers = layers_of(plan, (MOST_TENSORS - 1) // 2)
     keys = [layer.of(x, head) for x in (problem.k, problem.v) for layer in layers]
     layouts = [problem.queries, *[problem.keys] * len(keys)]
-    found = all_to_all(
-        [problem.q, *keys],
-        group,
-        head,
-        seq,
-        held,
-        scatter_sizes=[plan.queries, *[layer.sizes for layer in layers] * 2],
-        layout=layouts if held is None else None,
-    )
+    sizes = [plan.queries, *[layer.sizes for layer in layers] * 2]
+    how = sizes, None, layouts if held is None else None, None
+    found = all_to_all_for("attention", [problem.q, *keys], group, (head, seq, held), how)
     rank, count = place_of(group).rank, len(layers)
     own = next((i for i, layer in enumerate(layers) if layer.sizes[rank]), 0)
     return found[0], found[1 + own], found[1 + count + own]
@@ -227,7 +222,7 @@ def gathered(problem: Problem) -> torch.Tensor:
     call, seq = problem.call, problem.order[2]
     k, v = problem.k, problem.v
     if problem.keys is not None:
-        k, v = all_gather([k, v], problem.keys.group, seq, layout=problem.keys)
+        k, v = transpose_for("attention", False, [k, v], problem.keys.group, seq, None, problem.keys)
     if problem.q.numel() == 0 or k.size(seq) == 0:
         return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
@@ -359,4 +354,5 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
         out = _ring(problem, layout, ring_place, q, _as_given(problem, k), _as_given(problem, v), mask)
     else:  # all ranks of this ring group have no heads
         out = _nothing(problem, q, k, v)
-    return all_to_all(out, inner, seq, head, gather_sizes=plan.queries)
+    how = None, plan.queries, None, None
+    return cast(torch.Tensor, all_to_all_for("attention", out, inner, (seq, head, None), how))
