@@ -129,10 +129,13 @@ class NcclChannel(CoreChannel):
                 f"group {member.name!r} was set up on cuda:{self.device.index}",
                 **member.where(operation.op),
             )
-        if is_current(index):
-            return self._enqueue(member, operation, inputs, deadline, outs)
-        with on_device(self.device.place):
-            return self._enqueue(member, operation, inputs, deadline, outs)
+        try:
+            if is_current(index):
+                return self._enqueue(member, operation, inputs, deadline, outs)
+            with on_device(self.device.place):
+                return self._enqueue(member, operation, inputs, deadline, outs)
+        except SparError as error:
+            raise error if error.op is not None else self.explain(member, operation.op, error) from None
 
     def _enqueue(
         self,
@@ -154,19 +157,17 @@ class NcclChannel(CoreChannel):
             targets = call.outputs
         refuse_open_group(op, device.place)
         text = call_text(dtype, "cuda", factor, divide, gradient)
-        stream, native = stream_of(device.index), device.native()
-        self.inside = True
+        self.inside = True  # before torch's communicator is asked for: it is not aborted meanwhile
         try:
+            stream, native = stream_of(device.index), device.native()
             member.progress = OVER  # the core reports whatever fails in it
             outputs = core.enqueue(
                 *(op, size, inputs, args, kind, divide, factor),
                 *(text, deadline, stream, native, dtype, empty, targets),
             )
-        except BaseException as error:
-            if not core.begun:  # what Python raises is reported as any other failure before the call
+        except BaseException:
+            if member.progress == OVER and not core.begun:  # the peers know nothing of the call
                 member.progress = LOCAL
-            if isinstance(error, SparError) and error.op is None:
-                raise self.explain(member, op, error) from None
             raise
         finally:
             self.inside = False
