@@ -44,15 +44,10 @@ class SparError(dist.DistError):
 
 def by_rank(texts: list[str]) -> str:
     """Format one line per distinct text, with its ranks; texts are in rank order."""
-    return "\n".join(f"  rank {ranks}: {text}" for text, ranks in ranks_by_text(texts).items())
-
-
-def ranks_by_text(texts: list[str]) -> dict[str, str]:
-    """Return for each distinct text its ranks, such as "0, 2"; texts are in rank order."""
-    ranks: dict[str, list[str]] = {}
+    whose: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(str(rank))
-    return {text: ", ".join(those) for text, those in ranks.items()}
+        whose.setdefault(text, []).append(rank)
+    return "\n".join(f"  rank {', '.join(map(str, ranks))}: {text}" for text, ranks in whose.items())
 
 
 class MismatchError(SparError):

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import MismatchError, OutOfMemoryError, by_rank
 from . import pg_wait
-from .hints import Gathered, differences, gathered_sizes
+from .hints import Gathered, gathered_sizes
 from .member import OVER, SHARED, Member
 
 TEXT = 1024  # bytes of a description or a reason
@@ -101,7 +101,7 @@ def mismatch(member: Member, op: str, texts: list[str], sizes: tuple[int, list[i
     fewest = min(texts, key=texts.count)
     error = MismatchError(
         f"{op} on rank {member.rank}: calls differ between the ranks of group {member.name!r}; "
-        "nothing was exchanged:\n" + by_rank(texts) + differences(texts),
+        "nothing was exchanged:\n" + by_rank(texts),
         **member.where(op),
         ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
     )
