@@ -41,7 +41,7 @@ help:
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups'
-	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy, codespell and zizmor'
+	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy, codespell, actionlint and zizmor'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make docs    build the site of documents into build/site; a broken link fails'
 	@echo 'make build   install spar and what the demo needs into .venv'
@@ -144,10 +144,10 @@ lint-spelling:
 # zizmor looks for expressions that could be injected, too wide permissions and actions that are not pinned.
 SCHEMA = $(BIN)/check-jsonschema -q --builtin-schema vendor.github
 lint-workflows:
-	@echo 'check-jsonschema, zizmor'; \
+	@echo 'check-jsonschema, actionlint, zizmor'; \
 	$(SCHEMA)-workflows .github/workflows/*.yml && $(SCHEMA)-issue-config .github/ISSUE_TEMPLATE/config.yml && \
 	$(SCHEMA)-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml && \
-	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/actionlint -shellcheck= -pyflakes= && $(BIN)/zizmor --offline --quiet .github
 
 format: .venv/.lint
 	@$(BIN)/clang-format -i $(C_FILES)
