@@ -42,7 +42,7 @@ def check_take_over_mesh(rank: int, folder: Path) -> None:
         with Topology():
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp"))
             state = ps.take_over_mesh(mesh)
-            assert process_group(None) is mesh.get_group(name) is state.get_cp_group()
+            assert process_group(None, "test") is mesh.get_group(name) is state.get_cp_group()
             assert state.get_tp_group() is mesh.get_group("tp")
             assert (ps.get_ulysses_parallel_rank(), ps.get_ring_parallel_world_size()) == (high, 1)
     with Topology():
@@ -51,7 +51,7 @@ def check_take_over_mesh(rank: int, folder: Path) -> None:
     with Topology():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ring"))
         ps.take_over_mesh(mesh)
-        assert process_group(None) is mesh.get_group("ring")
+        assert process_group(None, "test") is mesh.get_group("ring")
         assert (ps.get_ring_parallel_rank(), ps.get_ulysses_parallel_world_size()) == (low, 1)
     with Topology():
         for names in (("dp", "tp"), ("cp", "ring"), ("cp", "sp")):

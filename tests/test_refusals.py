@@ -285,7 +285,7 @@ def test_strangers_do_not_disturb_ranks(tmp_path: Path) -> None:
 def stop_in_set_up(rank: int, folder: Path) -> None:
     """If a rank stops in the set-up before it connects, all raise at the timeout."""
     if rank == 1:
-        comm = communicator(process_group(None))
+        comm = communicator(process_group(None, "test"))
         rendezvous._all_gather(comm, _C.peer_info(), "facts", "gather", torch.device("cpu"), comm.deadline())
         report(folder, 1, "")
         time.sleep(60)

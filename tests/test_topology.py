@@ -42,7 +42,7 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 def check_three_apis(rank: int, folder: Path) -> None:
     low, high = rank % 2, rank // 2
     whole, owners = cells((16, 3), torch.float32), zigzag(16, 2, 2)
-    world = process_group(None)
+    world = process_group(None, "test")
     assert sequence_group() is None
     assert world is dist.group.WORLD, "until there is a sequence group"
 
@@ -50,7 +50,7 @@ def check_three_apis(rank: int, folder: Path) -> None:
         """All APIs report the same groups, and operations over them are correct."""
         sp, state = ps.get_sp_group(), ps.get_parallel_state()
         assert ps.is_parallel_state_initialized()
-        assert sequence_group() is process_group(None) is ps.get_sequence_parallel_group() is sp.device_group
+        assert sequence_group() is process_group(None, "test") is ps.get_sequence_parallel_group() is sp.device_group
         assert state.get_cp_group() is sp.device_group
         assert (sp.world_size, sp.rank_in_group) == (4, rank)
         assert (ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()) == (4, rank)
@@ -91,7 +91,7 @@ def check_three_apis(rank: int, folder: Path) -> None:
     dist.barrier()
     ps.destroy_model_parallel()
 
-    assert ps.get_sequence_parallel_group() is pair is process_group(None)
+    assert ps.get_sequence_parallel_group() is pair is process_group(None, "test")
     state = ps.get_parallel_state()
     assert (state.get_cp_group(), state.get_ulysses_group(), state.get_ring_group()) == (pair, pair, None)
     assert (ps.get_ring_parallel_world_size(), ps.get_ulysses_parallel_rank()) == (1, low)
@@ -102,7 +102,7 @@ def check_three_apis(rank: int, folder: Path) -> None:
     ps.set_sequence_parallel_group(init_device_mesh("cpu", (4,)))
     assert ps.get_sequence_parallel_world_size() == 4
     ps.set_sequence_parallel_group(None)
-    assert process_group(None) is world
+    assert process_group(None, "test") is world
     dist.barrier()
 
 
