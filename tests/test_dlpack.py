@@ -70,7 +70,8 @@ def check_failed_imports(rank: int, world: int, group: dist.ProcessGroup) -> Non
     before = spar.memory_stats()["arena.allocated_bytes"]
     with without_api():
         for _ in range(3):
-            _C.use_torch(PLAIN_TYPES, fail_to_import if rank == 0 else torch._C._from_dlpack, torch.uint8, None)
+            importer = fail_to_import if rank == 0 else torch._C._from_dlpack
+            _C.use_torch(PLAIN_TYPES, importer, torch.uint8, None)
             with pytest.raises(RuntimeError, match="cannot import") if rank == 0 else nullcontext():
                 spar.all_to_all([x, x], group, 1, 0)
     assert spar.memory_stats()["arena.allocated_bytes"] == before

@@ -50,7 +50,8 @@ def check_three_apis(rank: int, folder: Path) -> None:
         """All APIs report the same groups, and operations over them are correct."""
         sp, state = ps.get_sp_group(), ps.get_parallel_state()
         assert ps.is_parallel_state_initialized()
-        assert sequence_group() is process_group(None, "test") is ps.get_sequence_parallel_group() is sp.device_group
+        assert sequence_group() is process_group(None, "test") is sp.device_group
+        assert ps.get_sequence_parallel_group() is sp.device_group
         assert state.get_cp_group() is sp.device_group
         assert (sp.world_size, sp.rank_in_group) == (4, rank)
         assert (ps.get_sequence_parallel_world_size(), ps.get_sequence_parallel_rank()) == (4, rank)
