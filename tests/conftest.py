@@ -76,9 +76,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long modules first, and those with background builds last; mark the quick tests."""
+    """Run long modules first, those with builds late, and last what runs alone; mark the quick tests."""
     places = {name: place for place, name in enumerate((*FIRST, "", *LAST))}
-    items.sort(key=lambda item: places.get(_module(item).__name__, len(FIRST)))
+
+    def place(item: pytest.Item) -> tuple[bool, int]:  # before a test alone, all workers wait for the longest
+        return bool(item.get_closest_marker("alone")), places.get(_module(item).__name__, len(FIRST))
+
+    items.sort(key=place)
     for item in items:
         name, values = _module(item).__name__, getattr(getattr(item, "callspec", None), "params", {})
         one_world = (values.get("world"), values.get("ranks")) == (3, "shm")
