@@ -21,6 +21,7 @@ from ..topology.topology import current
 from .kernels import NAMES, reason_against
 from .masks import checked_mask
 from .methods import Attend, Problem, gathered, hybrid, round_the_ring, ulysses
+from .ring import exchanges_of
 
 Layouts = SequenceLayout | tuple[SequenceLayout, SequenceLayout | None]
 
@@ -33,7 +34,7 @@ class _Method(NamedTuple):
 _METHODS = {
     "ulysses": _Method(ulysses, lambda world: 2),
     "gather": _Method(gathered, lambda world: 1),
-    "ring": _Method(round_the_ring, lambda world: world - 1),
+    "ring": _Method(round_the_ring, lambda world: exchanges_of(world)[0]),
 }
 
 
@@ -106,7 +107,9 @@ def attention(
     place = place_of(_ulysses_group(queries) if two_levels else queries.group)
     places: tuple[Place, ...] = (place, place_of(_ring_group(queries))) if two_levels else (place,)
     before = calls_before(places)
-    exchanges: tuple[int, ...] = (2, places[-1].world - 1) if two_levels else (int(keys is not None),)
+    exchanges: tuple[int, ...] = (
+        (2, exchanges_of(places[-1].world)[0]) if two_levels else (int(keys is not None),)
+    )
     try:
         call = Call("attention", q, place, "q", exchanges=0)  # errors are reported below
         problem = _checked(

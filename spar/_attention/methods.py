@@ -20,7 +20,7 @@ from ..sequence_layout import SequenceLayout, numbers_of
 from .blocks import Block, blocks_before, blocks_of, own_block
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
 from .masks import causal_mask, joined, sliced
-from .ring import Ring, attend_round
+from .ring import Ring, attend_round, exchanges_of
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -302,7 +302,7 @@ def _ring(
     _, world, rank = place
     make = _round if torch.compiler.is_compiling() else _known_round  # symbolic ints have no hash
     round_ = make(numbers_of(layout, 0), world, rank, problem.causal, problem.packed, mask is None)
-    ring = Ring(place, *round_, problem.scale, problem.kernel, place, world if world > 1 else 0)
+    ring = Ring(place, *round_, problem.scale, problem.kernel, place, exchanges_of(world)[1])
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     return _as_given(problem, attend_round(ring, q, k, v, mask))
 

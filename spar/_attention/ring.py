@@ -58,6 +58,11 @@ class Ring(NamedTuple):
     exchanges: int
 
 
+def exchanges_of(world: int) -> tuple[int, int]:
+    """Return how many exchanges a ring makes, in forward and in backward."""
+    return (max(world - 2, 1), world) if world > 1 else (0, 0)
+
+
 class _Sending:
     """Tensors [B, K, T, D] on their way to other ranks.
 
