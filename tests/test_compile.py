@@ -258,3 +258,44 @@ def check_selective_checkpoint(rank: int, world: int, group: Group) -> None:
 
 def test_selective_checkpoint_saves_exchanges(ranks: Ranks) -> None:
     ranks(2, check_selective_checkpoint)
+
+
+def check_derivatives(rank: int, world: int, group: Group) -> None:
+    """Dynamo's graph has one op for each call; what runs it differentiates that as eager code does."""
+    layout = spar.SequenceLayout.zigzag(6, group)
+    found: list[list[str]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        whole = layout.gather(layout.shard(x.sin(), 0).exp(), 0, "up")
+        return spar.all_gather(spar.reduce_scatter(whole * whole, group), group)
+
+    def ops_of(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        found.append([str(n.target) for n in module.graph.nodes if "spar" in str(n.target)])
+        return module.forward
+
+    def twice(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=True)
+        return torch.autograd.grad((first * first).sum(), leaf)[0]
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        first = torch.func.grad(lambda x: function(x).sum())
+        return torch.func.grad(lambda x: (first(x) ** 2).sum())(x)
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(function, (x,), (x.cos(),))[1]
+
+    def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return torch.compile(function, fullgraph=True, backend=ops_of) if rank == 0 else function
+
+    torch._dynamo.reset()
+    x = torch.arange(12, dtype=torch.float64).reshape(6, 2) / 7
+    assert_same(twice(compiled(function), x), twice(function, x))
+    for derivative in (penalty, slope):
+        assert_same(compiled(derivative)(x), derivative(x))
+    if rank == 0:
+        assert found[0] == ["spar.run_steps"] * 2 + ["spar.transpose"] * 2, found[0]
+
+
+def test_derivatives_of_compiled_code(ranks: Ranks) -> None:
+    ranks(2, check_derivatives, timeout=280)

@@ -27,6 +27,7 @@ from .exchange import (
     report_failure,
     run_steps,
 )
+from .graph_ops import steps_in_graph
 from .hints import add_advice
 from .layouts import Args, Layout, by_sizes, even
 from .member import Place
@@ -343,12 +344,11 @@ class Call:
         if self.world == 1 and grad_scale[0] == 1.0:
             return x
         steps = ((self.place, ((len(before), *before, *after),)),)
-        if x.requires_grad or forward_ad._current_level >= 0:
+        if x.requires_grad or forward_ad._current_level >= 0 or not self.known:
             return apply_steps((self,), steps, grad_scale)[0]
         if self.world == 1:
             return x
-        traced = is_watched() if self.known else None
-        return run_steps((x,), self.name, steps, ONE, UNRECORDED, traced)[0]
+        return run_steps((x,), self.name, steps, ONE, UNRECORDED, is_watched())[0]
 
 
 def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:
@@ -361,7 +361,11 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
             f"a tensor of {inputs[0].dtype} whose gradient is to be scaled",
             "a floating or complex dtype of at least 16 bits, or grad_scale=None",
         )
-    traced = is_watched() if False not in [call.known for call in calls] else None
+    traced = None
+    if False not in [call.known for call in calls]:
+        traced = is_watched()
+    elif is_dynamo_compiling() and (records or first.world > 1):
+        return steps_in_graph(inputs, first.name, steps, grad_scale, records)
     if records:
         return recorded(inputs, first.name, steps, ONE, grad_scale, traced)
     return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced)

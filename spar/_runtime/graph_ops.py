@@ -1,0 +1,76 @@
+"""Operations as single ops of torch.compile's graphs.
+
+Dynamo interprets Python, which is slow, and an autograd Function, which is slower still. So it puts one op
+into its graph for all that follows the checks of a call. The tracers behind it run the op's function, that of
+eager code, and record the exchanges that it makes, and their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .exchange import (
+    ONE,
+    UNRECORDED,
+    Scale,
+    Step,
+    Tensors,
+    flattened,
+    library,
+    recorded,
+    run_steps,
+    unflattened,
+)
+from .member import Place
+
+
+def define(schema: str, function: Any) -> None:
+    """Define an op that every tracer but Dynamo replaces by what the function does."""
+    library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))  # as spar::exchange
+    # functorch, too, must see the autograd Function in it, instead of an op on its tensors
+    for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
+        library.impl(schema[: schema.index("(")], function, key)
+
+
+def _run_steps(
+    inputs: Tensors,
+    name: str,
+    places: Sequence[int],
+    args: Sequence[int],
+    factor: float,
+    divide: bool,
+    records: bool,
+) -> list[torch.Tensor]:
+    count, layouts = len(inputs), unflattened(args)
+    steps = tuple(
+        (Place(*places[3 * i : 3 * i + 3]), layouts[count * i : count * (i + 1)])
+        for i in range(len(places) // 3)
+    )
+    if records:
+        return list(recorded(inputs, name, steps, ONE, (factor, divide)))
+    return list(run_steps(inputs, name, steps, ONE, UNRECORDED))
+
+
+define(
+    "run_steps(Tensor[] inputs, str name, int[] places, SymInt[] args, float factor, bool divide,"
+    " bool records) -> Tensor[]",
+    _run_steps,
+)
+
+
+def steps_in_graph(
+    inputs: Tensors, name: str, steps: tuple[Step, ...], grad_scale: Scale, records: bool
+) -> Tensors:
+    """Put one op into Dynamo's graph for all exchanges of a call, and their gradient if it is recorded."""
+    places: tuple[int, ...] = ()
+    layouts: tuple[Any, ...] = ()
+    for place, args in steps:
+        places += place
+        layouts += args
+    outputs: Tensors = torch.ops.spar.run_steps(
+        inputs, name, places, flattened(layouts), *grad_scale, records
+    )
+    return outputs
