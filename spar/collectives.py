@@ -210,7 +210,7 @@ def transpose_for(
         if layout is not None:
             calls[0].one_of(sizes=sizes, layout=layout)
         given = entries(calls[0], "sizes", sizes, at)
-        shares = [shards(call, given[i], at[i]) for i, call in enumerate(calls)]
+        shares = [shards(*each) for each in zip(calls, given, at, strict=True)]
         first = calls[0]
         if async_op:
             if sums or must_record([call.input for call in calls]):

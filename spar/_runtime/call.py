@@ -362,7 +362,7 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
             "a floating or complex dtype of at least 16 bits, or grad_scale=None",
         )
     traced = None
-    if False not in [call.known for call in calls]:
+    if calls[-1].known:  # then all are: see Call.beside
         traced = is_watched()
     elif is_dynamo_compiling() and (records or first.world > 1):
         return steps_in_graph(inputs, first.name, steps, grad_scale, records)

@@ -7,7 +7,10 @@ eager code, and record the exchanges that it makes, and their gradients.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,19 @@ from .exchange import (
     unflattened,
 )
 from .member import Place
+from .tracing import constant
+
+
+@constant
+def code() -> str:
+    """Identify what the ops do, for their arguments: torch keeps compiled graphs on disk by these."""
+    return _digest()
+
+
+@functools.cache
+def _digest() -> str:
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join([file.read_bytes() for file in files])).hexdigest()
 
 
 def define(schema: str, function: Any) -> None:
@@ -43,6 +59,7 @@ def _run_steps(
     factor: float,
     divide: bool,
     records: bool,
+    _code: str,
 ) -> list[torch.Tensor]:
     count, layouts = len(inputs), unflattened(args)
     steps = tuple(
@@ -56,7 +73,7 @@ def _run_steps(
 
 define(
     "run_steps(Tensor[] inputs, str name, int[] places, SymInt[] args, float factor, bool divide,"
-    " bool records) -> Tensor[]",
+    " bool records, str code) -> Tensor[]",
     _run_steps,
 )
 
@@ -71,6 +88,6 @@ def steps_in_graph(
         places += place
         layouts += args
     outputs: Tensors = torch.ops.spar.run_steps(
-        inputs, name, places, flattened(layouts), *grad_scale, records
+        inputs, name, places, flattened(layouts), *grad_scale, records, code()
     )
     return outputs

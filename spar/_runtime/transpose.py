@@ -23,7 +23,7 @@ from .exchange import (
     tangent_name,
     unflattened,
 )
-from .graph_ops import define
+from .graph_ops import code, define
 from .layouts import Layout
 from .member import Place
 from .move import Move
@@ -102,7 +102,7 @@ def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Te
         return inputs
     if not first.known and is_dynamo_compiling():
         transposed: Tensors = torch.ops.spar.transpose(
-            inputs, first.name, [*first.place], flattened(shards), sums, records
+            inputs, first.name, [*first.place], flattened(shards), sums, records, code()
         )
         return transposed
     move = Move.of_shards(first.name, first.place, shards, sums)
@@ -110,13 +110,20 @@ def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Te
 
 
 def _transpose(
-    inputs: Tensors, name: str, place: Sequence[int], shards: Sequence[int], sums: bool, records: bool
+    inputs: Tensors,
+    name: str,
+    place: Sequence[int],
+    shards: Sequence[int],
+    sums: bool,
+    records: bool,
+    _code: str,
 ) -> list[torch.Tensor]:
     move = Move.of_shards(name, Place(*place), unflattened(shards), sums)
     return list(recorded(move, inputs) if records else move.run(inputs))
 
 
 define(
-    "transpose(Tensor[] inputs, str name, int[] place, SymInt[] shards, bool sums, bool records) -> Tensor[]",
+    "transpose(Tensor[] inputs, str name, int[] place, SymInt[] shards, bool sums, bool records, str code)"
+    " -> Tensor[]",
     _transpose,
 )
