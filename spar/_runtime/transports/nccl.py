@@ -2,7 +2,7 @@
 
 A call only gives work to the current stream. The output and the call's staging memory are allocated on that
 stream, and the transport's own streams are joined to it before the call returns. So all three may be freed or
-used as after any operation, and none needs `record_stream`.
+used as after any operation, and none needs `record_stream`. Small calls stage in memory that the group keeps.
 """
 
 from __future__ import annotations
