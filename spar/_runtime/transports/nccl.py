@@ -162,8 +162,20 @@ class NcclChannel(CoreChannel):
             stream, native = stream_of(device.index), device.native()
             member.progress = OVER  # the core reports whatever fails in it
             outputs = core.enqueue(
-                *(op, size, inputs, args, kind, divide, factor),
-                *(text, deadline, stream, native, dtype, empty, targets),
+                op,
+                size,
+                inputs,
+                args,
+                kind,
+                divide,
+                factor,
+                text,
+                deadline,
+                stream,
+                native,
+                dtype,
+                empty,
+                targets,
             )
         except BaseException:
             if member.progress == OVER and not core.begun:  # the peers know nothing of the call
