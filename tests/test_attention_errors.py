@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -171,6 +172,34 @@ def fail_at_two_levels(rank: int, folder: Path, where: str) -> None:
 def test_failure_reaches_the_ranks_of_both_groups(tmp_path: Path, where: str) -> None:
     ranks = start(fail_at_two_levels, 4, tmp_path, where, SPAR_TIMEOUT="20")
     assert finish(ranks, 60) == [0] * 4
+
+
+def check_failing_block(rank: int, world: int, group: Group) -> None:
+    """Rank 1 fails in each block of a ring in turn: ranks that wait raise, and the group stays in step."""
+    layout, kernel = SequenceLayout.even(TOTAL, group), KERNELS["cpu"]["flash"]
+    last = {"forward": world - 2 if world > 3 else 0, "backward": world - 1}  # the block of the last exchange
+    for where, block in itertools.product(last, range(world)):
+        blocks = itertools.count()
+        right = getattr(kernel, where)
+
+        def fails(*arguments: Any) -> Any:
+            return 1 / 0 if next(blocks) == block else right(*arguments)  # noqa: B023
+
+        inputs = [z(1, TOTAL // world, 2, 8, requires_grad=True) for _ in range(3)]
+        waits = pytest.raises(spar.MismatchError) if block < last[where] else contextlib.nullcontext()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(kernel, where, fails)
+            with pytest.raises(ZeroDivisionError) if rank == 1 else waits:
+                y = spar.attention(*inputs, layout, method="ring")
+                if where == "backward":
+                    y.sum().backward()  # type: ignore[no-untyped-call]
+        assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world)), (where, block)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_rank_that_fails_in_a_block(ranks: Ranks, world: int) -> None:
+    ranks(world, check_failing_block)
 
 
 def check_names_attention(rank: int, world: int, group: Group) -> None:
