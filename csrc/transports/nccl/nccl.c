@@ -119,12 +119,14 @@ static spar_status run(spar_comm *comm, spar_call *call)
 static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *bytes)
 {
     spar_nccl_state *s = comm->state;
+    spar_entered before;
     *bytes = 0;
-    if (!s->watchdog || !call->plan->pull) /* run reports it */
-        return SPAR_OK;
+    if (!s->watchdog || !call->plan->pull || spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
+        return SPAR_OK; /* run reports it */
     pthread_mutex_lock(&s->lock);
     spar_status status = spar_pipeline_prepare(&s->pipeline, call, bytes);
     pthread_mutex_unlock(&s->lock);
+    spar_device_cuda.leave(&before);
     return status;
 }
 
