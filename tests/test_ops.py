@@ -254,15 +254,7 @@ def test_split_divides_and_gather_multiplies_by_default(ranks: Ranks, world: int
 
 def check_repeated_calls(rank: int, world: int, group: Group) -> None:
     """Repeat calls that differ by grad_scale or the group alone, and one of layouts too long to be kept."""
-    factors = [
-        (None, 1.0),
-        ("up", world),
-        (3.0, 3.0),
-        (None, 1.0),
-        ("down", 1 / world),
-        (0.0, 0.0),
-        (-0.0, 0.0),
-    ]
+    factors = [(None, 1.0), ("up", world), (3.0, 3.0), ("down", 1 / world), (0.0, 0.0), (-0.0, 0.0)]
     for _ in range(2):
         for grad_scale, factor in factors:
             x = torch.ones(2, 3, requires_grad=True)

@@ -322,7 +322,7 @@ def _turned(name: str, steps: tuple[Step, ...], grad_scale: Scale) -> Back:
     return name, inverse, tuple([place for place, _ in inverse]), only
 
 
-LONG = 256  # numbers of all layouts, whose comparison would take longer than what it saves
+LONG = 256  # numbers of a layout, whose comparison would take longer than what it saves
 
 
 @functools.lru_cache(64)
@@ -423,6 +423,8 @@ def recorded(
     if traced:
         call = (name, steps, scale, grad_scale, True, None)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
-    if sum([len(numbers) for _, args in steps for numbers in args]) > LONG:
-        return _apply_plain((name, steps, scale, grad_scale, False, None), *inputs)
+    for _, args in steps:
+        for numbers in args:
+            if len(numbers) > LONG:
+                return _apply_plain((name, steps, scale, grad_scale, False, None), *inputs)
     return _apply_plain(_untraced(name, steps, scale, grad_scale), *inputs)
