@@ -322,7 +322,12 @@ def _turned(name: str, steps: tuple[Step, ...], grad_scale: Scale) -> Back:
     return name, inverse, tuple([place for place, _ in inverse]), only
 
 
-LONG = 256  # numbers of a layout, whose comparison would take longer than what it saves
+_LONG = 256  # numbers of a layout
+
+
+def are_long(args: tuple[Args, ...]) -> bool:
+    """Whether a comparison of these layouts would take longer than what a kept gradient saves."""
+    return max(map(len, args)) > _LONG
 
 
 @functools.lru_cache(64)
@@ -424,7 +429,6 @@ def recorded(
         call = (name, steps, scale, grad_scale, True, None)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
     for _, args in steps:
-        for numbers in args:
-            if len(numbers) > LONG:
-                return _apply_plain((name, steps, scale, grad_scale, False, None), *inputs)
+        if are_long(args):
+            return _apply_plain((name, steps, scale, grad_scale, False, None), *inputs)
     return _apply_plain(_untraced(name, steps, scale, grad_scale), *inputs)

@@ -14,8 +14,8 @@ from torch.compiler import is_dynamo_compiling
 from .call import Call
 from .exchange import (
     ARITHMETIC,
-    LONG,
     Tensors,
+    are_long,
     calls_before,
     flattened,
     is_any_traced,
@@ -94,9 +94,8 @@ def recorded(move: Move, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         return cast(tuple[torch.Tensor, ...], SparTransposeTransformed.apply((move, None), *inputs))  # type: ignore[no-untyped-call]
     if traced:
         return cast(tuple[torch.Tensor, ...], SparTranspose.apply((move, None), *inputs))  # type: ignore[no-untyped-call]
-    for numbers in move.args:
-        if len(numbers) > LONG:
-            return _apply_plain((move, None), *inputs)
+    if are_long(move.args):
+        return _apply_plain((move, None), *inputs)
     return _apply_plain(_untraced(move), *inputs)
 
 
