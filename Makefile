@@ -22,8 +22,8 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-benchmarks test-models test-platforms \
-	check test-asan fuzz lint format docs build wheels smoke ci clean gone
+.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-benchmarks test-core test-models \
+	test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo 'make smoke   run spar check: every operation on two ranks'
 	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
 	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
+	@echo 'make test-core  run the tests in C by gcc and clang and under sanitizers (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
@@ -81,6 +82,11 @@ test: build .venv/.test
 
 test-benchmarks: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) tests/benchmarks $(ARGS)
+
+# Also with clang and under sanitizers, and the kernels for every architecture; make test has one build of each.
+test-core: build .venv/.test
+	@CORE_BUILDS='plain clang address thread' CUDA_ARCHITECTURES='75 80 90 100 120' \
+	$(BIN)/pytest -n $(WORKERS) tests/test_core.py tests/test_cuda_libraries.py $(ARGS)
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)

@@ -210,16 +210,18 @@ def transpose_for(
         if layout is not None:
             calls[0].one_of(sizes=sizes, layout=layout)
         given = entries(calls[0], "sizes", sizes, at)
-        shares = [shards(call, given[i], at[i]) for i, call in enumerate(calls)]
+        shares = [shards(*each) for each in zip(calls, given, at, strict=True)]
         first = calls[0]
         if async_op:
-            check_dtype(first, sums, must_record([call.input for call in calls]))
+            if sums or must_record([call.input for call in calls]):
+                check_dtype(first, sums)
             move = Move.of_shards(first.name, first.place, shares, sums)
             outputs, work = launch(calls, at, move, out, async_op)
             works.append(work)
             return outputs
         if out is not None:
-            check_dtype(first, sums, False)
+            if sums:
+                check_dtype(first, sums)
             return write_to(out, calls, at, Move.of_shards(first.name, first.place, shares, sums))
         return transpose(calls, shares, sums)
 

@@ -129,8 +129,18 @@ def all_to_all(
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
         dims = scatter_dim, gather_dim, gather_size
+        key = None
+        if (
+            scatter_sizes is gather_sizes is layout is scatter_layout is None
+            and type(scatter_dim) is type(gather_dim) is int  # True is not a dim, and equals 1
+            and (gather_size is None or type(gather_size) is int)
+        ):
+            key = dims
+            output = call.apply_again(key)
+            if output is not None:
+                return output
         how = scatter_sizes, gather_sizes, layout, scatter_layout
-        return call.apply(*_transposed(call, dims, how), ONE)
+        return call.apply(*_transposed(call, dims, how), ONE, key)
     except BaseException as error:
         call.fail(error)
         raise

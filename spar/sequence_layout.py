@@ -211,8 +211,8 @@ class SequenceLayout:
         def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
             scale, place = calls[0].grad_scale(grad_scale), calls[0].place
             shards = [
-                checked_numbers(call, "layout", self, call.dim("dim", dim), splits, at[i])
-                for i, call in enumerate(calls)
+                checked_numbers(call, "layout", self, call.dim("dim", dim), splits, which)
+                for call, which in zip(calls, at, strict=True)
             ]
             if exact:
                 return transpose(calls, shards, splits)

@@ -21,6 +21,7 @@ from helpers.reference import assert_same, rule
 from test_faults import finish, start
 
 import spar
+from spar._runtime import graph_ops
 
 pytestmark = pytest.mark.one_transport
 
@@ -258,3 +259,47 @@ def check_selective_checkpoint(rank: int, world: int, group: Group) -> None:
 
 def test_selective_checkpoint_saves_exchanges(ranks: Ranks) -> None:
     ranks(2, check_selective_checkpoint)
+
+
+def check_derivatives(rank: int, world: int, group: Group) -> None:
+    """Dynamo's graph has one op for each call; what runs it differentiates that as eager code does."""
+    layout = spar.SequenceLayout.zigzag(6, group)
+    found: list[list[tuple[str, str]]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        whole = layout.gather(layout.shard(x.sin(), 0).exp(), 0, "up")
+        return spar.all_gather(spar.reduce_scatter(whole * whole, group), group)
+
+    def ops_of(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        nodes = [(str(node.target), node.args) for node in module.graph.nodes]
+        found.append([(target, args[-1]) for target, args in nodes if "spar" in target])
+        return module.forward
+
+    def twice(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=True)
+        return torch.autograd.grad((first * first).sum(), leaf)[0]
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        first = torch.func.grad(lambda x: function(x).sum())
+        return torch.func.grad(lambda x: (first(x) ** 2).sum())(x)
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(function, (x,), (x.cos(),))[1]
+
+    def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return torch.compile(function, fullgraph=True, backend=ops_of) if rank == 0 else function
+
+    torch._dynamo.reset()
+    x = torch.arange(12, dtype=torch.float64).reshape(6, 2) / 7
+    assert_same(twice(compiled(function), x), twice(function, x))
+    for derivative in (penalty, slope):
+        assert_same(compiled(derivative)(x), derivative(x))
+    if rank == 0:
+        names, codes = zip(*found[0], strict=True)
+        assert names == ("spar.run_steps", "spar.run_steps", "spar.transpose", "spar.transpose")
+        assert set(codes) == {graph_ops.code()}  # what torch's caches on disk know of the code
+
+
+def test_derivatives_of_compiled_code(ranks: Ranks) -> None:
+    ranks(2, check_derivatives, timeout=280)

@@ -112,7 +112,7 @@ def test_wrong_arguments_raise() -> None:
     with pytest.raises(AttributeError, match="data_ptr"):
         _C.plan_of("op", 1, 0, 0, 4, [object()], ((3, 0, 0, 2, 1, 0, 3),))  # type: ignore[list-item]
     plan, addresses = _C.plan_of("op", 1, 0, 0, 4, [x], ((3, 0, 0, 2, 1, 0, 3),))
-    assert addresses == (x.data_ptr(),) and plan.out_shapes == ((2, 3),) and plan.out_strides == ((3, 1),)
+    assert addresses == (x.data_ptr(),) and plan.out_shapes == ((2, 3),)
 
 
 def released(*shape: int) -> torch.Tensor:

@@ -14,10 +14,14 @@ static inline void spar_shared_text_write(uint64_t *target, int count, const cha
     size_t left = strnlen(text, (size_t)count * sizeof *target - 1);
     for (int i = 0; i < count; i++) {
         uint64_t word = 0;
-        size_t part = left < sizeof word ? left : sizeof word;
-        memcpy(&word, text, part);
-        text += part;
-        left -= part;
+        if (left >= sizeof word) { /* a copy of fixed size takes one instruction */
+            memcpy(&word, text, sizeof word);
+            text += sizeof word;
+            left -= sizeof word;
+        } else if (left) {
+            memcpy(&word, text, left);
+            left = 0;
+        }
         __atomic_store_n(&target[i], word, __ATOMIC_RELEASE);
     }
 }

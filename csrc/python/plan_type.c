@@ -100,23 +100,6 @@ static PyObject *plan_out_shapes(PyObject *self, void *Py_UNUSED(closure))
     return shapes;
 }
 
-/* In items: an output is contiguous. */
-static PyObject *plan_out_strides(PyObject *self, void *Py_UNUSED(closure))
-{
-    const spar_plan *plan = ((plan_object *)self)->plan;
-    PyObject *strides = PyTuple_New(plan->ntensors);
-    for (int t = 0; strides && t < plan->ntensors; t++) {
-        const spar_plan_tensor *tensor = &plan->tensors[t];
-        int64_t numbers[SPAR_MAX_DIMS], stride = 1;
-        for (int i = tensor->ndim - 1; i >= 0; i--) {
-            numbers[i] = stride;
-            stride *= tensor->out[i];
-        }
-        strides = spar_tuple_set(strides, t, spar_ints_to_tuple(numbers, tensor->ndim));
-    }
-    return strides;
-}
-
 /* Bytes sent to or received from each rank; 0 for the rank itself. */
 static PyObject *wire_bytes(const spar_plan *plan, const spar_range *ranges)
 {
@@ -299,7 +282,6 @@ static PyObject *plan_blocks(PyObject *self, PyObject *args)
 
 static PyGetSetDef plan_getset[] = {
     {"out_shapes", plan_out_shapes, NULL, "extents of each tensor's output on this rank", NULL},
-    {"out_strides", plan_out_strides, NULL, "strides of each tensor's output, in items", NULL},
     {"push_bytes", plan_push_bytes, NULL, "packed bytes that go to each rank; 0 for oneself", NULL},
     {"pull_bytes", plan_pull_bytes, NULL, "packed bytes that come from each rank; 0 for oneself", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -14,6 +14,8 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from ..sizes import as_int
 from ..topology.resolve import Group, process_group
+from .channel import Operation
+from .communicator import Communicator
 from .exchange import (
     ONE,
     SCALABLE,
@@ -27,10 +29,11 @@ from .exchange import (
     report_failure,
     run_steps,
 )
+from .graph_ops import steps_in_graph
 from .hints import add_advice
-from .layouts import Args, Layout, by_sizes, even
+from .layouts import Args, Layout, by_sizes, even, pair
 from .member import Place
-from .registry import known_place, place_of
+from .registry import known, place_of
 
 Sizes = Sequence[int] | torch.Tensor
 _STRIDED = torch.strided
@@ -55,13 +58,14 @@ class Call:
     Attributes:
         known: whether the input is a plain strided tensor, of the shape `shape`. Else it is one
             of another type, or torch was asked.
+        comm: of the group, unless torch.compile traces the call, or it is the group's first.
         places: this rank's place in each group in which the call would exchange.
         before: how many calls this rank had made on each of these, when this call began.
     """
 
     __slots__ = (
-        *("before", "exchanges", "input", "known", "name", "ndim", "place", "places", "rank", "shape"),
-        "world",
+        *("before", "comm", "exchanges", "input", "known", "name", "ndim", "place", "places", "rank"),
+        *("shape", "world"),
     )
 
     def __init__(
@@ -83,13 +87,20 @@ class Call:
         self.input = input_
         self.exchanges = exchanges
         compiling = is_dynamo_compiling()
-        place = None if compiling else known_place(group)
-        if place is None:
+        self.comm: Communicator | None = None if compiling else known(group)
+        comm = self.comm
+        if comm is not None:
+            place = comm.place
+        else:
             place = group if isinstance(group, Place) else place_of(process_group(group, name))
         self.place = place
         _, self.world, self.rank = place
-        self.places = places = places or (place,)
-        self.before = calls_before(places) if exchanges else ()
+        self.before: tuple[int, ...] = ()
+        if exchanges and comm is not None and not places:
+            self.before = (comm.count(),)
+        elif exchanges:
+            self.before = calls_before(places or (place,))
+        self.places = places or (place,)
         shapes = None if compiling else _C.plain_shapes((input_,))
         self.known = shapes is not None
         if shapes is None:
@@ -103,6 +114,7 @@ class Call:
         call = Call.__new__(Call)
         call.name, call.exchanges, call.before = self.name, self.exchanges, self.before
         call.place, call.places, call.world, call.rank = self.place, self.places, self.world, self.rank
+        call.comm = self.comm
         call.input, call.known = input_, shape is not None
         if shape is None:
             call._check(what)
@@ -337,18 +349,39 @@ class Call:
             raise self.error(what, list(given), f"sizes that sum to {total}, the size of dim {dim}")
         return by_sizes(dim, given)
 
-    def apply(self, before: Layout, after: Layout, grad_scale: Scale) -> torch.Tensor:
-        """Exchange the input from one layout to another; record it if the input requires a gradient."""
+    def apply(
+        self, before: Layout, after: Layout, grad_scale: Scale, key: tuple[object, ...] | None = None
+    ) -> torch.Tensor:
+        """Exchange the input from one layout to another; record it if the input requires a gradient.
+
+        key: the arguments from which, with the operation's name and the input's shape, the layouts follow.
+        """
         x = self.input
         if self.world == 1 and grad_scale[0] == 1.0:
             return x
-        steps = ((self.place, ((len(before), *before, *after),)),)
-        if x.requires_grad or forward_ad._current_level >= 0:
+        args = (pair(before, after),)
+        steps = ((self.place, args),)
+        if x.requires_grad or forward_ad._current_level >= 0 or not self.known:
             return apply_steps((self,), steps, grad_scale)[0]
         if self.world == 1:
             return x
-        traced = is_watched() if self.known else None
+        traced = is_watched()
+        if key is not None and not traced and self.comm is not None:
+            self.comm.remember((self.name, self.shape, key), Operation(self.name, args, *ONE, UNRECORDED))
         return run_steps((x,), self.name, steps, ONE, UNRECORDED, traced)[0]
+
+    def apply_again(self, key: tuple[object, ...]) -> torch.Tensor | None:
+        """Exchange the input as the call did that `apply` made with an equal key.
+
+        Returns None if there was none, or if autograd or a tracer must see this call: then `apply` it.
+        """
+        comm, x = self.comm, self.input
+        if comm is None or not self.known or x.requires_grad or forward_ad._current_level >= 0:
+            return None
+        operation = comm.operations.get((self.name, self.shape, key))
+        if operation is None or is_watched():
+            return None
+        return comm.exchange(operation, (x,))[0]
 
 
 def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:
@@ -361,7 +394,11 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
             f"a tensor of {inputs[0].dtype} whose gradient is to be scaled",
             "a floating or complex dtype of at least 16 bits, or grad_scale=None",
         )
-    traced = is_watched() if False not in [call.known for call in calls] else None
+    traced = None
+    if calls[-1].known:  # then all are: see Call.beside
+        traced = is_watched()
+    elif is_dynamo_compiling() and (records or first.world > 1):
+        return steps_in_graph(inputs, first.name, steps, grad_scale, records)
     if records:
         return recorded(inputs, first.name, steps, ONE, grad_scale, traced)
     return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced)

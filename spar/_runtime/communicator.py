@@ -21,6 +21,8 @@ from .items import plain
 from .lane import Job, Lane
 from .member import LOCAL, OVER, SHARED, Member, Transport
 
+_MOST_OPERATIONS = 256  # that a group remembers
+
 
 @functools.cache  # torch makes a new string, which takes 3 times as long
 def _type_of(device: torch.device) -> str:
@@ -37,6 +39,18 @@ class Communicator(Member):
         self._owner: int | None = None  # the thread whose call it is
         self.lane: Lane | None = None  # while calls are in flight
         self._own_lane: Lane | None = None
+        # what public operations decided from their arguments: it takes longer than the exchange
+        self.operations: dict[tuple[object, ...], Operation] = {}
+
+    def count(self) -> int:
+        """Return how many calls this rank has made, those in flight included."""
+        lane = self.lane
+        return self.calls if lane is None else lane.count()
+
+    def remember(self, key: tuple[object, ...], operation: Operation) -> None:
+        if len(self.operations) >= _MOST_OPERATIONS:
+            self.operations.clear()
+        self.operations[key] = operation
 
     def transport(self, device: str) -> Transport:
         """The transport for a device type, as far as it is known; never communicates."""

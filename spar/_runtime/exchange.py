@@ -41,9 +41,9 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 # ---- the dispatcher op ----
 
-_library = torch.library.Library("spar", "DEF")
+library = torch.library.Library("spar", "DEF")
 # world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
-_library.define(
+library.define(
     "exchange(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
     " bool divide, str gradient, int[] then) -> Tensor[]",
     # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
@@ -52,12 +52,15 @@ _library.define(
 Tensors = Sequence[torch.Tensor]
 
 
-def _flattened(args: tuple[Args, ...]) -> list[int]:
+def flattened(args: Sequence[Args]) -> list[int]:
     """Return the dispatcher op's args: for each tensor the count of its numbers, then those."""
-    return [number for numbers in args for number in (len(numbers), *numbers)]
+    flat: list[int] = []
+    for numbers in args:
+        flat += (len(numbers), *numbers)
+    return flat
 
 
-def _unflattened(flat: Sequence[int]) -> tuple[Args, ...]:
+def unflattened(flat: Sequence[int]) -> tuple[Args, ...]:
     args, at = [], 0
     while at < len(flat):
         end = at + 1 + flat[at]
@@ -70,7 +73,7 @@ def _exchange(
     inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *rest: Any
 ) -> list[torch.Tensor]:
     *options, then = rest
-    place, operation = Place(group, world, rank), Operation(op, _unflattened(args), *options)
+    place, operation = Place(group, world, rank), Operation(op, unflattened(args), *options)
     if is_local(operation.args[0]):
         return [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
     return run_eager(inputs, place, operation, tuple(then))
@@ -125,15 +128,15 @@ def _empty_outputs(inputs: Tensors, place: Place, args: tuple[Args, ...]) -> lis
 def _fake_exchange(
     inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *_: object
 ) -> list[torch.Tensor]:
-    return _empty_outputs(inputs, Place(group, world, rank), _unflattened(args))
+    return _empty_outputs(inputs, Place(group, world, rank), unflattened(args))
 
 
 # a copy that keeps exchanges in a graph whose outputs this rank does not use, and its peers do
-_library.define("after(Tensor input, Tensor[] others) -> Tensor")
-_library.impl("after", lambda input_, others: input_.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("spar::after", lambda input_, others: torch.empty_like(input_), lib=_library)
-_library.impl("exchange", _exchange, "CompositeExplicitAutograd")
-torch.library.register_fake("spar::exchange", _fake_exchange, lib=_library)
+library.define("after(Tensor input, Tensor[] others) -> Tensor")
+library.impl("after", lambda input_, others: input_.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("spar::after", lambda input_, others: torch.empty_like(input_), lib=library)
+library.impl("exchange", _exchange, "CompositeExplicitAutograd")
+torch.library.register_fake("spar::exchange", _fake_exchange, lib=library)
 
 
 def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) -> bool:
@@ -272,7 +275,7 @@ def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple
         if all(part is not None for part in parts):
             return [_scaled(cast(torch.Tensor, part), factor, divide) for part in parts]
     out: list[torch.Tensor] = torch.ops.spar.exchange(
-        inputs, *place, op, _flattened(args), factor, divide, gradient, then
+        inputs, *place, op, flattened(args), factor, divide, gradient, then
     )
     return out
 
@@ -320,9 +323,8 @@ class SparExchange(torch.autograd.Function):
         name, steps, scale, _, traced = call
         # keep the groups alive until backward
         groups: tuple[object, ...] = ()
-        if not (traced and torch.compiler.is_compiling()):
-            for place, _ in steps:
-                groups += (by_handle(place[0]).group,)
+        for place, _ in steps:
+            groups += (by_handle(place[0]).group,)
         ctx.call = call, groups
         return tuple(run_steps(inputs, name, steps, scale, RECORDED, traced))
 

@@ -71,10 +71,7 @@ def by_handle(handle: int) -> Communicator:
 def calls_on(handle: int) -> int:
     """Return how many calls this rank has made on a handle's group, those in flight included."""
     found = _by_handle.get(handle)
-    if found is None:
-        return 0
-    lane = found.lane
-    return found.calls if lane is None else lane.count()
+    return 0 if found is None else found.count()
 
 
 def lends(handle: int) -> bool:
@@ -83,10 +80,9 @@ def lends(handle: int) -> bool:
     return found is not None and not found.own_output
 
 
-def known_place(group: object) -> Place | None:
-    """Return this rank's place in a ProcessGroup that spar has used; None for another object."""
-    found = _by_group.get(id(group))
-    return None if found is None else found.place
+def known(group: object) -> Communicator | None:
+    """Return the communicator of a ProcessGroup that spar has used; None for another object."""
+    return _by_group.get(id(group))
 
 
 @constant

@@ -8,19 +8,24 @@ from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from .call import Call
 from .exchange import (
     ARITHMETIC,
     Tensors,
     calls_before,
+    flattened,
     is_any_traced,
     is_transformed,
     must_record,
     report_failure,
     tangent_name,
+    unflattened,
 )
+from .graph_ops import code, define
 from .layouts import Layout
+from .member import Place
 from .move import Move
 from .registry import by_handle
 
@@ -30,8 +35,7 @@ class SparTranspose(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, move: Move, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        group = None if torch.compiler.is_compiling() else by_handle(move.place.handle).group
-        ctx.call = move, group  # keeps the group alive until backward
+        ctx.call = move, by_handle(move.place.handle).group  # keeps the group alive until backward
         return tuple(move.run(inputs, True))
 
     @staticmethod
@@ -80,10 +84,8 @@ def recorded(move: Move, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     return _apply_plain(move, *inputs)
 
 
-def check_dtype(call: Call, sums: bool, records: bool) -> None:
-    """Raise TypeError if torch cannot add the input's items, and the call or its backward sums them."""
-    if not sums and not records:
-        return
+def check_dtype(call: Call, sums: bool) -> None:
+    """Raise TypeError if torch cannot add the input's items, which the call sums, or else its backward."""
     dtype = call.input.dtype
     if dtype not in ARITHMETIC:
         what = f"a tensor of {dtype}" + ("" if sums else " whose gradients are to be summed")
@@ -94,8 +96,34 @@ def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Te
     """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient."""
     first, inputs = calls[0], [call.input for call in calls]
     records = must_record(inputs)
-    check_dtype(first, sums, records)
+    if sums or records:
+        check_dtype(first, sums)
     if first.world == 1:
         return inputs
+    if not first.known and is_dynamo_compiling():
+        transposed: Tensors = torch.ops.spar.transpose(
+            inputs, first.name, [*first.place], flattened(shards), sums, records, code()
+        )
+        return transposed
     move = Move.of_shards(first.name, first.place, shards, sums)
     return recorded(move, inputs) if records else move.run(inputs)
+
+
+def _transpose(
+    inputs: Tensors,
+    name: str,
+    place: Sequence[int],
+    shards: Sequence[int],
+    sums: bool,
+    records: bool,
+    _code: str,
+) -> list[torch.Tensor]:
+    move = Move.of_shards(name, Place(*place), unflattened(shards), sums)
+    return list(recorded(move, inputs) if records else move.run(inputs))
+
+
+define(
+    "transpose(Tensor[] inputs, str name, int[] place, SymInt[] shards, bool sums, bool records, str code)"
+    " -> Tensor[]",
+    _transpose,
+)

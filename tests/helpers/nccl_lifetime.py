@@ -165,8 +165,8 @@ def check_no_staging(rank: int, world: int, group: dist.ProcessGroup) -> None:
     channel: Any = comm.channels["cuda"]
     channel.device.index = -1  # CPU tensors take the way of CUDA's
     comm.channels["cpu"], comm.transports["cpu"] = channel, comm.transports["cuda"]
-    args = pair(even(0, 2 * world), even(1, 2 * world))
-    operation, x = Operation("all_to_all", (args,), 1.0, False, ""), torch.zeros(2, 2 * world)
+    args = pair(even(0, 2 * world), even(1, 10000 * world))  # more than the group keeps
+    operation, x = Operation("all_to_all", (args,), 1.0, False, ""), torch.zeros(2, 10000 * world)
 
     def fail(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype is torch.uint8:

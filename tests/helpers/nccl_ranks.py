@@ -184,10 +184,12 @@ def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, c
     wait(comm)
     assert unaligned() == already, "NCCL copies messages at odd addresses byte by byte"
     whole = max(cell[2][rank].nbytes for cell in cells)  # of an input that is strided, but not cut
-    assert 0 < max(allocator.taken) <= max(staging, whole + 1024)
+    most = max(allocator.taken, default=0)  # none where all calls are small
+    assert most <= max(staging, whole + 1024)
+    assert most > 0 or whole < 1 << 16
     stats = spar.memory_stats()
     assert stats["staging.total_bytes"] - before_total == sum(allocator.taken)
-    assert stats["staging.peak_bytes"] >= max(allocator.taken)
+    assert stats["staging.peak_bytes"] >= most
     comm.close()
     return transport.reason
 

@@ -66,10 +66,10 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     struct ncclComm *comm = s->own ? s->own : call->native;
     spar_nccl_result error = SPAR_NCCL_SUCCESS;
     uint64_t n = ++s->calls;
-    int captured;
+    int captured = s->pipeline.captured;
     SPAR_TRY(spar_watchdog_check(s->watchdog)); /* why it broke, rather than what followed from it */
     spar_status status = check_call(s, call);
-    if (status == SPAR_OK)
+    if (status == SPAR_OK && s->pipeline.prepared != call) /* its stream could not be queried */
         status = spar_driver_capturing(call->stream, &captured);
     if (status != SPAR_OK)
         return fail_alone(s, n, call, status);
@@ -84,7 +84,7 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
         status = spar_watchdog_order(s->watchdog, call->stream); /* the watchdog's calls end in order */
     if (status == SPAR_OK) {
-        status = spar_pipeline_run(&s->pipeline, call, comm, s->watchdog, captured);
+        status = spar_pipeline_run(&s->pipeline, call, comm, s->watchdog);
         spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
         status = reason == SPAR_OK ? status : reason; /* NCCL fails if the watchdog broke during the call */
     }
@@ -119,12 +119,14 @@ static spar_status run(spar_comm *comm, spar_call *call)
 static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *bytes)
 {
     spar_nccl_state *s = comm->state;
+    spar_entered before;
     *bytes = 0;
-    if (!s->watchdog || !call->plan->pull) /* run reports it */
-        return SPAR_OK;
+    if (!s->watchdog || !call->plan->pull || spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
+        return SPAR_OK; /* run reports it */
     pthread_mutex_lock(&s->lock);
     spar_status status = spar_pipeline_prepare(&s->pipeline, call, bytes);
     pthread_mutex_unlock(&s->lock);
+    spar_device_cuda.leave(&before);
     return status;
 }
 

@@ -43,8 +43,8 @@ spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int
     if (cap < least)
         return spar_fail(SPAR_INVALID, "SPAR_STAGING_MAX is %lld; %d ranks need at least %lld",
                          (long long)cap, world, (long long)least);
-    SPAR_TRY(spar_device_cuda.alloc(2 * world, &memory));
-    pipeline->bytes = memory;
+    SPAR_TRY(spar_device_cuda.alloc(SPAR_PIPELINE_KEPT + 2 * world, &memory));
+    pipeline->memory = memory;
     spar_status status = open_side_stream(&pipeline->side_streams[0]);
     if (status == SPAR_OK)
         status = open_side_stream(&pipeline->side_streams[1]);
@@ -66,7 +66,7 @@ void spar_pipeline_close(spar_pipeline *pipeline)
         if (s->to_caller)
             spar_driver_functions()->EventDestroy(s->to_caller);
     }
-    spar_device_cuda.free(pipeline->bytes);
+    spar_device_cuda.free(pipeline->memory);
     spar_schedule_free(&pipeline->push);
     spar_schedule_free(&pipeline->pull);
 }
@@ -137,7 +137,7 @@ spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm
     for (int i = 1; status == SPAR_OK && i < pipeline->world; i++) {
         int to = (pipeline->rank + i) % pipeline->world,
             from = (pipeline->rank - i + pipeline->world) % pipeline->world;
-        char *at = pipeline->bytes + 2 * i;
+        char *at = pipeline->memory + SPAR_PIPELINE_KEPT + 2 * i;
         status = spar_nccl_check(spar_nccl.Send(at, 1, SPAR_NCCL_UINT8, to, comm, stream), "ncclSend");
         if (status == SPAR_OK)
             status =
@@ -172,8 +172,12 @@ static spar_status begin(spar_pipeline *pipeline, const spar_call *call)
 spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes)
 {
     pipeline->prepared = NULL;
+    if (spar_driver_capturing(call->stream, &pipeline->captured) != SPAR_OK)
+        return SPAR_OK;
     SPAR_TRY(begin(pipeline, call));
     *bytes = (1 + (pipeline->steps > 1)) * (pipeline->push.size + pipeline->pull.size);
+    if (*bytes <= SPAR_PIPELINE_KEPT && pipeline->steps <= 1 && !pipeline->captured)
+        *bytes = 0;
     count_staging(*bytes);
     pipeline->prepared = call;
     return SPAR_OK;
@@ -183,7 +187,8 @@ spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call
 static char *buffer_of(const spar_pipeline *pipeline, const spar_call *call, int64_t step, int direction)
 {
     int64_t push = pipeline->push.size, pull = pipeline->pull.size;
-    return (char *)call->staging + (step & 1) * (push + pull) + direction * push;
+    char *staging = call->staging ? call->staging : pipeline->memory;
+    return staging + (step & 1) * (push + pull) + direction * push;
 }
 
 static spar_status copy_spans(const spar_call *call, const spar_schedule *side, const spar_scale *scale,
@@ -295,9 +300,9 @@ static spar_status gather(spar_pipeline *pipeline, const spar_call *call, struct
 }
 
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
-                              spar_watchdog *watchdog, int captured)
+                              spar_watchdog *watchdog)
 {
-    const spar_side_stream *side_stream = &pipeline->side_streams[captured];
+    const spar_side_stream *side_stream = &pipeline->side_streams[pipeline->captured];
     int64_t steps = pipeline->steps;
     if (pipeline->prepared != call)
         return spar_fail(SPAR_INTERNAL, "a call that was not prepared");

@@ -7,7 +7,8 @@
  * the side stream, too. Packing scales. Only close waits for the device.
  *
  * The caller allocates staging memory for each call, in the order of its stream, which waits for the side
- * stream before the call returns. */
+ * stream before the call returns. Calls that need little use memory of the pipeline's own, one after another:
+ * each waits for the one before it. A captured call does not, since its replays wait for no call. */
 #ifndef SPAR_PIPELINE_H
 #define SPAR_PIPELINE_H
 
@@ -24,27 +25,33 @@ typedef struct {
 
 typedef struct {
     int world, rank;
-    int64_t cap; /* bytes of a call's staging memory, the same on all ranks */
-    int apart;   /* the ranks are on several hosts */
-    char *bytes; /* [2 * world] of the first exchange */
+    int64_t cap;  /* bytes of a call's staging memory, the same on all ranks */
+    int apart;    /* the ranks are on several hosts */
+    char *memory; /* [SPAR_PIPELINE_KEPT] staging memory of small calls, then bytes of the first exchange */
     spar_side_stream
         side_streams[2]; /* [1] while the caller's stream is captured: then the side stream is, too */
     spar_schedule push, pull;
-    const spar_call *prepared; /* the call that has begun, and its steps; 0: NCCL gathers */
-    int64_t steps;
+    const spar_call *prepared; /* the call that has begun, whether it is captured, and its steps */
+    int captured;
+    int64_t steps; /* 0: NCCL gathers */
 } spar_pipeline;
+
+/* A call of one step with at most so many bytes of staging memory uses the pipeline's: for such a call, an
+ * allocation takes about as long on the host as everything else in the pipeline. */
+enum { SPAR_PIPELINE_KEPT = 1 << 16 };
 
 /* Opens it with this rank's cap, for world >= 2; here and below the device is entered. On failure nothing is
  * kept. */
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t cap);
 
-/* Begins a call, and computes the bytes of staging memory that it needs. */
+/* Begins a call, and computes the bytes of staging memory that it needs of the caller. Nothing is prepared if
+ * the call's stream cannot be queried: the caller asks it again, for the error. */
 spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes);
 
-/* One exchange, the call that was prepared last, into its stream, which is captured or not. The call has its
- * staging memory. Each step checks the watchdog first. */
+/* One exchange, the call that was prepared last, into its stream, which has waited for the calls before
+ * unless it is captured. The call has its staging memory. Each step checks the watchdog first. */
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
-                              spar_watchdog *watchdog, int captured);
+                              spar_watchdog *watchdog);
 
 /* Exchanges a byte with every peer in the side stream, which makes NCCL connect; may wait for the peers. */
 spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm);

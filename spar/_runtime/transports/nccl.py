@@ -2,7 +2,7 @@
 
 A call only gives work to the current stream. The output and the call's staging memory are allocated on that
 stream, and the transport's own streams are joined to it before the call returns. So all three may be freed or
-used as after any operation, and none needs `record_stream`.
+used as after any operation, and none needs `record_stream`. Small calls stage in memory that the group keeps.
 """
 
 from __future__ import annotations
@@ -162,8 +162,20 @@ class NcclChannel(CoreChannel):
             stream, native = stream_of(device.index), device.native()
             member.progress = OVER  # the core reports whatever fails in it
             outputs = core.enqueue(
-                *(op, size, inputs, args, kind, divide, factor),
-                *(text, deadline, stream, native, dtype, empty, targets),
+                op,
+                size,
+                inputs,
+                args,
+                kind,
+                divide,
+                factor,
+                text,
+                deadline,
+                stream,
+                native,
+                dtype,
+                empty,
+                targets,
             )
         except BaseException:
             if member.progress == OVER and not core.begun:  # the peers know nothing of the call
