@@ -151,14 +151,15 @@ def _forward(
         if ahead:
             k, v, *ahead = ahead
     out, lse = merged.total()
-    return _after_last(out.to(q.dtype), ring, k, v), lse
+    out = out.to(q.dtype)
+    return out if ring.steps[-1] else _after(out, ring, (k, v)), lse
 
 
-def _after_last(x: torch.Tensor, ring: Ring, *keys: torch.Tensor) -> torch.Tensor:
-    """Return x; keep the exchange of the last keys in a graph, though this rank needs none: its peers do."""
-    if ring.steps[-1] or not torch.compiler.is_compiling():
+def _after(x: torch.Tensor, ring: Ring, received: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return x; in a graph, keep the exchange of what was received, though this rank needs none: peers do."""
+    if ring.place.world == 1 or not torch.compiler.is_compiling():
         return x
-    return cast(torch.Tensor, torch.ops.spar.after(x, keys))
+    return cast(torch.Tensor, torch.ops.spar.after(x, received))
 
 
 def _inputs(
@@ -201,7 +202,7 @@ def _backward(
     name, world = "backward of attention", ring.place.world
     own = Sum(k), Sum(v)
     unsent: list[tuple[int, torch.Tensor]] = []  # gradients of other ranks' keys, with their steps
-    before: Sequence[torch.Tensor] = ()
+    before: Sequence[torch.Tensor] = (grad,)  # or a graph's forward could make the first exchange
 
     def send(steps: Sequence[int]) -> _Sending:
         """Send this rank's keys for the steps, and what is unsent to its owners."""
@@ -234,6 +235,7 @@ def _backward(
             ahead += receive(sending, coming)
         unsent += [(step, part.total()) for part in parts]
         del parts  # not to be kept while the next are computed
+    del keys, values
     # this rank's own shard is the last: meanwhile the gradients of it arrive
     sending = send(()) if world > 1 else None
     add_gradients(0, k, v, *own)
@@ -244,7 +246,8 @@ def _backward(
         others = Sum(gathered[0]), Sum(gathered[1])
         add_gradients(1, gathered[0], gathered[1], *others)
         found += [part.total() for part in others]
-    return _after_last(dq.total().to(q.dtype), ring, keys, values), *[x.to(q.dtype) for x in found]
+    # the gradients of this rank's own keys may be needed on no rank
+    return _after(dq.total().to(q.dtype), ring, before), *[x.to(q.dtype) for x in found]
 
 
 def _as_items(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
