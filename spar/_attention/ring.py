@@ -194,8 +194,8 @@ def _backward(
 
     def add_gradients(step: int, k: torch.Tensor, v: torch.Tensor, dk: Sum, dv: Sum) -> None:
         for block in ring.steps[step]:
-            own, *of = queries.of(block.query, block.queries)
-            parts = kernel.backward(_inputs(ring, block, own, k, v, mask), of[0], of[1], of[2])
+            mine, *of = queries.of(block.query, block.queries)
+            parts = kernel.backward(_inputs(ring, block, mine, k, v, mask), of[0], of[1], of[2])
             for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
                 whole.add(at, part)
 
@@ -246,7 +246,7 @@ def _backward(
         others = Sum(gathered[0]), Sum(gathered[1])
         add_gradients(1, gathered[0], gathered[1], *others)
         found += [part.total() for part in others]
-    # the gradients of this rank's own keys may be needed on no rank
+    # where k and v need no gradient, a graph would drop the last exchange, which eager peers make
     return _after(dq.total().to(q.dtype), ring, before), *[x.to(q.dtype) for x in found]
 
 
