@@ -26,6 +26,8 @@ from spar._attention.heads import heads_of_ranks, layers_of
 from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
+from spar._attention.methods import _round
+from spar._runtime.layouts import Layout, even, extent, packed, zigzag
 from spar._runtime.registry import by_handle, place_of
 from spar.parallel_state import init_parallel_state
 
@@ -226,6 +228,29 @@ def test_zigzag_balances_the_work(ranks: Ranks, method: str) -> None:
     assert sum(zigzag) < 0.63 * full
 
 
+@pytest.mark.parametrize(
+    ("layout", "causal", "documents", "keys"),
+    [
+        (zigzag(1, 64), True, False, [8, 8, 8, 8, 8, 16, 8, 16, 16, 16, 16, 16]),
+        (even(1, 64), True, False, [16, 16, 16, 16, 16, 1, 16, 1, 1, 1, 1, 1]),
+        (even(1, 64), False, False, [16] * 12),
+        (packed(1, 1, [64]), True, True, [16] * 12),
+    ],
+)
+def test_ring_sends_the_keys_that_are_attended_to(
+    layout: Layout, causal: bool, documents: bool, keys: list[int]
+) -> None:
+    """Of each rank to the next, ...: half a zigzag shard to later ranks, all of it to earlier ones."""
+    rounds = [_round(layout, 4, rank, causal, documents, True) for rank in range(4)]
+    assert [shift.keys for _, shifts in rounds for shift in shifts] == keys
+    for rank, (steps, shifts) in enumerate(rounds):
+        for step, (blocks, shift) in enumerate(zip(steps[1:], shifts, strict=True), 1):
+            received = extent(shift.shard[1 + shift.shard[0] :], 4, rank)
+            assert documents or received == max([block.key + block.keys for block in blocks], default=1)
+            assert received == rounds[rank - step][1][step - 1].keys
+            assert extent(shift.gradient[1 + shift.gradient[0] :], 4, rank) == shift.keys
+
+
 def check_memory(rank: int, world: int, group: Group) -> None:
     """At most two shards of K and V are alive at a time, in forward and backward, also with one in flight."""
     received: list[Any] = []
@@ -255,7 +280,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
             received.clear()
             most[0] = 0
             results.append((y, *torch.autograd.grad(y, q, upper)))
-            assert len(in_flight) == 2 * world - 2 and len(received) == 4 * world - 4
+            assert len(in_flight) == 2 * world - 3 and len(received) == 4 * world - 4
             assert most[0] <= 8, most  # and two of their gradients
             assert set(in_flight) == {channel.overlaps}
         assert all(map(torch.equal, *results))

@@ -57,6 +57,23 @@ def test_five_lengths_compile_twice(ranks: Ranks, method: str, kind: str) -> Non
     ranks(3 if (method, kind) == ("ring", "zigzag") else 2, check_compiled, method, kind, timeout=280)
 
 
+def check_compiled_queries(rank: int, world: int, group: Group) -> None:
+    """Rank 1 compiles a ring, needs no gradient of its keys and no key of rank 2: it makes all exchanges."""
+    layout = SequenceLayout.even(4 * world, group)
+    attend = partial(spar.attention, layout=layout, causal=True, method="ring")
+    results = []
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager") if rank == 1 else attend):
+        q, k, v, upper = [x[:, layout.index()] for x in inputs(layout.total, 2, 1, torch.float32)]
+        y = run(q.requires_grad_(), k, v)
+        results.append((y, *torch.autograd.grad(y, q, upper)))
+        assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world)), "in step"
+    torch.testing.assert_close(*results)
+
+
+def test_compiled_ring_makes_all_exchanges(ranks: Ranks) -> None:
+    ranks(3, check_compiled_queries, timeout=280)
+
+
 def check_checkpoint(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.zigzag(16, group)
     for method, reentrant in itertools.product(METHODS, (False, True)):

@@ -132,12 +132,14 @@ def ring() -> Figure:
             shard = (rank - step) % 4
             figure.cell(x, 50 + rank * 40, shard, f"K, V {shard}", 70)
         if step < 3:
-            figure.arrow(x + 80, 85, 115, "to rank + 1", "[B, S/P, K, D]", "of K and V")
+            figure.arrow(x + 80, 85, 115, f"from rank - {step + 1}", "[B, S/P, K, D]", "of K and V")
     figure.text(440, 235, "at each step: own queries [B, S/P, H, D] to the shard of this step;", "plain")
     figure.text(
         440, 256, "blocks are merged by their log-sum-exp, while the next shard is in flight", "plain"
     )
-    figure.text(440, 277, "backward: the shards go round again, followed by their gradients", "faint")
+    figure.text(
+        440, 277, "backward: the shards go round again, their gradients go back to their owners", "faint"
+    )
     return figure
 
 

@@ -73,6 +73,21 @@ def blocks_before(runs: Sequence[Piece]) -> list[Block]:
     return found
 
 
+def keys_before(keys: Sequence[Piece], queries: Sequence[Piece] | None) -> int:
+    """Return how many keys, from the first, have all runs that are not behind the queries; None: all have.
+
+    At least one, if there are any: torch.compile drops an exchange from which a rank receives no element, and
+    its peers would wait for it.
+    """
+    ends = [run.start + run.size for run in queries or () if run.size > 0]
+    found = size = 0
+    for run in keys:
+        size += run.size
+        if queries is None or any(run.start < end for end in ends):
+            found = size
+    return 1 if found == 0 and size > 0 else found
+
+
 def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
     """Return the blocks of one run of queries and one of keys, which begin at `query` and `key`."""
     if run.size == 0 or other.size == 0 or (documents and run.sequence != other.sequence):

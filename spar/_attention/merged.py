@@ -93,14 +93,6 @@ class Sum:
             self._write(first, run)
             self._write(begin, part)
 
-    def add_to(self, whole: torch.Tensor) -> None:
-        """Add the sum to a tensor."""
-        if self._run is not None:
-            first, run = self._run
-            run_of(whole, first, run.size(2)).add_(run)
-        elif self._whole is not None:
-            whole.add_(self.total())
-
     def _write(self, begin: int, part: torch.Tensor) -> None:
         whole = self._memory()
         for at, size, first in self._unwritten.cut(begin, part.size(2)):

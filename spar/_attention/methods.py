@@ -11,16 +11,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .._C import MOST_TENSORS
 from .._runtime.call import Call
-from .._runtime.layouts import Args, Layout, Piece, by_sizes, extent, pair, pieces, rotated
+from .._runtime.layouts import Layout, Piece, by_sizes, pair, pieces, rotated
 from .._runtime.member import ALONE, Place
 from .._runtime.registry import place_of
 from ..collectives import transpose_for
 from ..exchanges import all_to_all_for
 from ..sequence_layout import SequenceLayout, numbers_of
-from .blocks import Block, blocks_before, blocks_of, own_block
+from .blocks import Block, blocks_before, blocks_of, keys_before, own_block
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
 from .masks import causal_mask, joined, sliced
-from .ring import Ring, attend_round, exchanges_of
+from .ring import Ring, Shift, attend_round, exchanges_of
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -148,7 +148,7 @@ def _by_blocks(
     """Attend with the runs of queries `own` to all keys, which this rank holds; skip blocks without any."""
     blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, mask is None)
     told = ALONE if problem.keys is None else problem.call.place
-    ring = Ring(ALONE, (tuple(blocks),), (), (), problem.scale, problem.kernel, told, 1)
+    ring = Ring(ALONE, (tuple(blocks),), (), problem.scale, problem.kernel, told, 1)
     return attend_round(ring, q, k, v, mask)
 
 
@@ -231,7 +231,7 @@ def gathered(problem: Problem) -> torch.Tensor:
         # one block of this rank's own keys covers all queries: its output and gradients are not copied
         own_k, own_v = (_by_heads(problem, x) for x in (problem.k, problem.v))
         steps = tuple(own_block(own)), tuple(blocks_before(own))
-        ring = Ring(ALONE, steps, (), (), problem.scale, problem.kernel, call.place, 1)
+        ring = Ring(ALONE, steps, (), problem.scale, problem.kernel, call.place, 1)
         return _as_given(problem, attend_round(ring, q, own_k, own_v, None, k, v))
     skips = problem.causal or problem.packed or problem.mask is not None
     if problem.kernel is not None or (skips and problem.attend is None and problem.dropout_p == 0.0):
@@ -309,24 +309,29 @@ def _ring(
 
 def _round(
     numbers: Layout, world: int, rank: int, causal: bool, packed: bool, plain: bool
-) -> tuple[tuple[tuple[Block, ...], ...], tuple[Args, ...], Args]:
-    """Return the blocks of each step, the layouts by which its shard is passed on, and those of `Ring.skips`.
+) -> tuple[tuple[tuple[Block, ...], ...], tuple[Shift, ...]]:
+    """Return the blocks of each step, and how the shard of each but the first comes from its owner.
 
     plain: whether there is no mask.
     """
-    own = pieces(numbers, world, rank)
+    held = [pieces(numbers, world, peer) for peer in range(world)]
     steps = [
-        tuple(blocks_of(own, pieces(numbers, world, (rank - step) % world), causal, packed, plain))
+        tuple(blocks_of(held[rank], held[(rank - step) % world], causal, packed, plain))
         for step in range(world)
     ]
     if causal and plain and not packed:
-        steps[0] = tuple(own_block(own))
-    sizes = [extent(numbers, world, peer) for peer in range(world)]
-    passes = []
-    for step in range(world):
-        held = [sizes[(peer - step) % world] for peer in range(world)]
-        passes.append(pair(by_sizes(2, held), rotated(2, held, 1)))
-    return tuple(steps), tuple(passes), pair(by_sizes(2, sizes), rotated(2, sizes, 2))
+        steps[0] = tuple(own_block(held[rank]))
+    shifts = []
+    for step in range(1, world):
+        needed = [
+            keys_before(held[peer], held[(peer + step) % world] if causal and not packed else None)
+            for peer in range(world)
+        ]
+        found = [needed[(peer - step) % world] for peer in range(world)]
+        shard = pair(by_sizes(2, needed), rotated(2, needed, step))
+        gradient = pair(by_sizes(2, found), rotated(2, found, world - step))
+        shifts.append(Shift(needed[rank], shard, gradient))
+    return tuple(steps), tuple(shifts)
 
 
 _known_round = functools.lru_cache(256)(_round)

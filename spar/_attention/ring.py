@@ -1,10 +1,10 @@
-"""Attention of a rank's queries to all keys, block by block, as the shards of keys go round the ranks.
+"""Attention of a rank's queries to all keys, block by block, as the shards of keys come round.
 
-Each rank sends its shard of K and V to the next two ranks at once, and each shard that it received from two
-ranks before on to the next, until it has seen all: as many as it may hold, two, in as few exchanges as that
-permits. In backward the shards go round again, and with each of them the gradient of the one before it, which
-arrives at its shard's owner last. Where the keys of all ranks were gathered before, nothing goes round: they
-are the only shard, or the second one after this rank's own.
+Step s of rank r needs keys of rank r - s, counted round. Their owner sends them, and only those to which rank
+r attends: first to the next two ranks at once, as a rank may hold two shards, then to one more at a time. In
+backward the shards come round again, and what a rank computes of their gradients goes back to their owners
+with the next shards. Where the keys of all ranks were gathered before, nothing comes round: they are the only
+shard, or the second one after this rank's own.
 """
 
 from __future__ import annotations
@@ -39,19 +39,28 @@ from .masks import added, causal_mask, joined, sliced
 from .merged import Merged, Runs, Sum, forward_of, run_of
 
 
-class Ring(NamedTuple):
-    """One attention: where, the blocks with the shard of each step, how shards go on, the scale.
+class Shift(NamedTuple):
+    """How a step gets its keys [B, K, T, D] from their owner.
 
-    `passes`: for each step the layouts of its shard [B, K, T, D], or of its gradient, before and after the
-    next rank has it. `skips`: those of the first step's, before and after the rank behind the next has it.
-    `kernel`: its name; None chooses. A failure in backward is reported to the ranks of `told`, which wait for
-    `exchanges` of this rank.
+    `keys`: how many of this rank's own go to the rank that needs them in this step, from the first. `shard`,
+    `gradient`: the layouts of the keys, and of their gradient, before and after the exchange.
+    """
+
+    keys: int
+    shard: Args
+    gradient: Args
+
+
+class Ring(NamedTuple):
+    """One attention: where, the blocks with the shard of each step, how shards come round, the scale.
+
+    `shifts`: of each step but the first, whose keys are this rank's own. `kernel`: its name; None chooses. A
+    failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank.
     """
 
     place: Place
     steps: tuple[tuple[Block, ...], ...]
-    passes: tuple[Args, ...]
-    skips: Args
+    shifts: tuple[Shift, ...]
     scale: float
     kernel: str | None
     told: Place
@@ -60,7 +69,7 @@ class Ring(NamedTuple):
 
 def exchanges_of(world: int) -> tuple[int, int]:
     """Return how many exchanges a ring makes, in forward and in backward."""
-    return (max(world - 2, 1), world) if world > 1 else (0, 0)
+    return (max(world - 2, 1), max(world - 1, 2)) if world > 1 else (0, 0)
 
 
 class _Sending:
@@ -70,14 +79,23 @@ class _Sending:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], args: tuple[Args, ...], ring: Ring, name: str, records: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        args: tuple[Args, ...],
+        ring: Ring,
+        name: str,
+        records: bool,
+        before: Sequence[torch.Tensor] = (),
     ) -> None:
+        """before: what the exchange before this one received: in a graph nothing else keeps their order."""
         self.work: Work | None = None
         self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
         if torch.compiler.is_compiling():
             gradient = RECORDED if records else UNRECORDED
+            if before:
+                tensors = [torch.ops.spar.after(tensors[0], before), *tensors[1:]]
             self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
         else:
             self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records, True)
@@ -85,7 +103,7 @@ class _Sending:
                 self.sent = ()
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Return what came from ranks before this one, once; keep nothing."""
+        """Return what came from other ranks, once; keep nothing."""
         if self.work is not None:
             with torch.profiler.record_function(f"spar::{self.name}") if is_profiled() else nullcontext():
                 self.work.wait()
@@ -93,11 +111,20 @@ class _Sending:
         return received
 
 
-def _to_two_ranks(ring: Ring, k: torch.Tensor, v: torch.Tensor, name: str, records: bool) -> _Sending:
-    """Send this rank's shard to the next two ranks."""
-    twice = ring.place.world > 2
-    args = (ring.passes[0],) * 2 + (ring.skips,) * 2 * twice
-    return _Sending((k, v) * (1 + twice), args, ring, name, records)
+def _coming(step: int, world: int) -> tuple[int, ...]:
+    """Return the steps whose keys are exchanged while a step is computed."""
+    if step == 0:
+        return tuple(range(1, min(world, 3)))
+    return (step + 1,) if 2 <= step < world - 1 else ()
+
+
+def _needed(
+    ring: Ring, steps: Sequence[int], k: torch.Tensor, v: torch.Tensor
+) -> tuple[list[torch.Tensor], tuple[Args, ...]]:
+    """Return what other ranks need of this rank's keys in the steps, and its layouts."""
+    shifts = [ring.shifts[step - 1] for step in steps]
+    tensors = [run_of(x, 0, shift.keys) for shift in shifts for x in (k, v)]
+    return tensors, tuple([shift.shard for shift in shifts for _ in (k, v)])
 
 
 def _forward(
@@ -110,28 +137,27 @@ def _forward(
     records: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     merged, kernel, name = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask), "attention"
-    queries, world = Runs(q), ring.place.world
+    queries, world, own = Runs(q), ring.place.world, (k, v)
     ahead = list(gathered)  # the shards of the next steps
     for step, blocks in enumerate(ring.steps):
         sending = None
-        if step == 0 and world > 1:
-            sending = _to_two_ranks(ring, k, v, name, records)
-        elif 2 <= step < world - 1:
-            sending = _Sending((k, v), (ring.passes[step],) * 2, ring, name, records)
+        if coming := _coming(step, world):
+            sending = _Sending(*_needed(ring, coming, *own), ring, name, records, (k, v) if step else ())
         for block in blocks:
-            (own,) = queries.of(block.query, block.queries)
-            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, own, k, v, mask)))
+            (mine,) = queries.of(block.query, block.queries)
+            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, mine, k, v, mask)))
         if sending is not None:
             ahead += sending.wait()
         if ahead:
             k, v, *ahead = ahead
     out, lse = merged.total()
-    return _after(out.to(q.dtype), ring, k, v), lse
+    out = out.to(q.dtype)
+    return out if ring.steps[-1] else _after(out, ring, (k, v)), lse
 
 
-def _after(x: torch.Tensor, ring: Ring, *received: torch.Tensor) -> torch.Tensor:
-    """Return x; keep the last exchange in a graph, though this rank needs no key of it: its peers do."""
-    if ring.steps[-1] or not torch.compiler.is_compiling():
+def _after(x: torch.Tensor, ring: Ring, received: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return x; in a graph, keep the exchange of what was received, though this rank needs none: peers do."""
+    if ring.place.world == 1 or not torch.compiler.is_compiling():
         return x
     return cast(torch.Tensor, torch.ops.spar.after(x, received))
 
@@ -166,53 +192,62 @@ def _backward(
         lse = finite(lse)  # a query whose keys are all masked: their weights become 0
     queries = Runs(q, grad, out, lse)
 
-    def gradients(step: int, k: torch.Tensor, v: torch.Tensor) -> tuple[Sum, Sum]:
-        dk, dv = Sum(k), Sum(v)
+    def add_gradients(step: int, k: torch.Tensor, v: torch.Tensor, dk: Sum, dv: Sum) -> None:
         for block in ring.steps[step]:
-            own, *of = queries.of(block.query, block.queries)
-            parts = kernel.backward(_inputs(ring, block, own, k, v, mask), of[0], of[1], of[2])
+            mine, *of = queries.of(block.query, block.queries)
+            parts = kernel.backward(_inputs(ring, block, mine, k, v, mask), of[0], of[1], of[2])
             for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
                 whole.add(at, part)
-        return dk, dv
 
     name, world = "backward of attention", ring.place.world
-    received: Sequence[torch.Tensor] = k, v
-    ahead: Sequence[torch.Tensor] = ()  # the shards of the next steps
-    sums: list[torch.Tensor] = []  # the gradient of the step's shard, by this rank and those before
-    if world > 1:
-        ahead = _to_two_ranks(ring, k, v, name, False).wait()
-    # this rank's own shard is the last: by then the gradients of it have come round
+    own = Sum(k), Sum(v)
+    unsent: list[tuple[int, torch.Tensor]] = []  # gradients of other ranks' keys, with their steps
+    before: Sequence[torch.Tensor] = (grad,)  # or a graph's forward could make the first exchange
+
+    def send(steps: Sequence[int]) -> _Sending:
+        """Send this rank's keys for the steps, and what is unsent to its owners."""
+        tensors, args = _needed(ring, steps, k, v)
+        tensors += [_as_items(x, k.dtype) for _, x in unsent]
+        args += tuple([ring.shifts[step - 1].gradient for step, _ in unsent])
+        unsent.clear()
+        return _Sending(tensors, args, ring, name, False, before)
+
+    def receive(sending: _Sending, steps: Sequence[int]) -> list[torch.Tensor]:
+        """Return the keys of the steps; add gradients of this rank's own."""
+        nonlocal before
+        found = sending.wait()
+        before = found if torch.compiler.is_compiling() else ()
+        for i, part in enumerate(found[2 * len(steps) :]):
+            own[i % 2].add(0, _as_items(part, accumulated(k.dtype)))
+        return list(found[: 2 * len(steps)])
+
+    keys, values = k, v
+    ahead: list[torch.Tensor] = []  # the shards of the next steps
+    if coming := _coming(0, world):
+        ahead = receive(send(coming), coming)
     for step in range(1, world):
-        received, ahead = ahead[:2], ahead[2:]
-        sending = _pass_on(ring, step, received, sums, name) if step > 1 else None
-        parts = gradients(step, received[0], received[1])
-        if sending is None:
-            sums = [part.total() for part in parts]
-        else:
-            found = sending.wait()
-            ahead, sums = [*ahead, *found[:-2]], [_as_items(x, accumulated(k.dtype)) for x in found[-2:]]
-            parts[0].add_to(sums[0])
-            parts[1].add_to(sums[1])
+        keys, values, *ahead = ahead
+        coming = _coming(step, world)
+        sending = send(coming) if coming else None
+        parts = Sum(keys), Sum(values)
+        add_gradients(step, keys, values, *parts)
+        if sending is not None:
+            ahead += receive(sending, coming)
+        unsent += [(step, part.total()) for part in parts]
         del parts  # not to be kept while the next are computed
-    sending = _pass_on(ring, world, (k, v), sums, name) if world > 1 else None
-    own = [part.total() for part in gradients(0, k, v)]
+    del keys, values
+    # this rank's own shard is the last: meanwhile the gradients of it arrive
+    sending = send(()) if world > 1 else None
+    add_gradients(0, k, v, *own)
     if sending is not None:
-        for whole, others in zip(own, sending.wait(), strict=True):
-            whole.add_(_as_items(others, whole.dtype))
+        receive(sending, ())
+    found = [part.total() for part in own]
     if gathered:
-        own += [part.total() for part in gradients(1, gathered[0], gathered[1])]
-    return _after(dq.total().to(q.dtype), ring, *received), *[x.to(q.dtype) for x in own]
-
-
-def _pass_on(
-    ring: Ring, step: int, shard: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], name: str
-) -> _Sending:
-    """Send a step's shard on, if the next rank needs it, and the gradient of the shard of the step before."""
-    tensors = [_as_items(x, like.dtype) for x, like in zip(sums, shard, strict=True)]
-    args: tuple[Args, ...] = (ring.passes[step - 1],) * 2
-    if step + 1 < ring.place.world:
-        tensors, args = [*shard, *tensors], (ring.passes[step],) * 2 + args
-    return _Sending(tensors, args, ring, name, False)
+        others = Sum(gathered[0]), Sum(gathered[1])
+        add_gradients(1, gathered[0], gathered[1], *others)
+        found += [part.total() for part in others]
+    # where k and v need no gradient, a graph would drop the last exchange, which eager peers make
+    return _after(dq.total().to(q.dtype), ring, before), *[x.to(q.dtype) for x in found]
 
 
 def _as_items(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
