@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from ctypes import byref
@@ -200,7 +201,7 @@ def test_failed_setup_result_is_reported_on_all_ranks() -> None:
 
 # ---- The environment --------------------------------------------------------------------------------------
 
-ROWS = {row.variable.decode(): row for row in core.env_rows()}
+VARIABLES = [variable for _, variable, *_ in _C.env_rows()]  # core's rows need a build
 YEAR = 31536000
 BAD = {  # by kind: rejected values, and accepted ones
     "seconds": (
@@ -272,12 +273,21 @@ def values_of(row: core.EnvRow) -> tuple[list[str], list[str]]:
     return [value for value in wrong if value], choices  # "" counts as unset
 
 
-every_row = pytest.mark.parametrize("variable", ROWS)
+every_row = pytest.mark.parametrize("variable", VARIABLES)
+
+
+@functools.cache
+def rows() -> dict[str, core.EnvRow]:
+    return {row.variable.decode(): row for row in core.env_rows()}
+
+
+def test_the_extension_has_the_rows_of_the_core() -> None:
+    assert list(rows()) == VARIABLES
 
 
 @every_row
 def test_default_is_accepted(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ROWS[variable]
+    row = rows()[variable]
     monkeypatch.delenv(variable, raising=False)
     assert env(row) == row.fallback.decode()
     for value in ("", row.fallback.decode()):
@@ -287,14 +297,14 @@ def test_default_is_accepted(variable: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @every_row
 def test_known_values_are_accepted(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in values_of(ROWS[variable])[1]:
+    for value in values_of(rows()[variable])[1]:
         monkeypatch.setenv(variable, value)
-        assert env(ROWS[variable]) == value
+        assert env(rows()[variable]) == value
 
 
 @every_row
 def test_unknown_value_error_lists_known_values(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ROWS[variable]
+    row = rows()[variable]
     wrong, known = values_of(row)
     for value in wrong:
         monkeypatch.setenv(variable, value)
@@ -310,7 +320,7 @@ def test_unknown_value_error_lists_known_values(variable: str, monkeypatch: pyte
 
 
 def test_peer_info_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ROWS:
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     own = core.PeerInfo()
     core.library().spar_peer_info_read(byref(own))
@@ -325,7 +335,7 @@ def test_peer_info_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_env_returns_parsed_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*ROWS, "LOCAL_WORLD_SIZE"):
+    for variable in (*VARIABLES, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     assert [_C.env(field) for field in ("timeout", "plan_cache", "local_ranks", "check")] == [
         *(None, 1024, None, "auto")

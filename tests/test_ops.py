@@ -252,6 +252,28 @@ def test_split_divides_and_gather_multiplies_by_default(ranks: Ranks, world: int
     ranks(world, check_default_scales)
 
 
+def check_repeated_calls(rank: int, world: int, group: Group) -> None:
+    """Repeat calls that differ by grad_scale or the group alone, and one of layouts too long to be kept."""
+    factors = [(None, 1.0), ("up", world), (3.0, 3.0), ("down", 1 / world), (0.0, 0.0), (-0.0, 0.0)]
+    for _ in range(2):
+        for grad_scale, factor in factors:
+            x = torch.ones(2, 3, requires_grad=True)
+            spar.gather_forward_split_backward(x, group, 0, grad_scale=grad_scale).sum().backward()
+            assert_same(x.grad, torch.full_like(x, factor))
+            assert x.grad is not None and not x.grad.signbit().any()
+        dist.barrier(group)  # a peer may be in its last call
+        spar.close(group)
+    lengths = [world] * 300
+    for _ in range(2):
+        x = torch.ones(sum(lengths), requires_grad=True)
+        spar.packed_data_split_forward_gather_backward(x, group, lengths).sum().backward()
+        assert_same(x.grad, torch.full_like(x, 1 / world))
+
+
+def test_gradients_of_repeated_calls(ranks: Ranks) -> None:
+    ranks(2, check_repeated_calls)
+
+
 def check_expanded_gradient(rank: int, world: int, group: Group) -> None:
     """The gradient of sum() has stride 0; that of a transposed use is not contiguous."""
     x = torch.ones(2, 6, 8, requires_grad=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.reference import assert_same
-from test_faults import TEARDOWN, finish, start
+from test_faults import finish, start
 
 import spar
 
@@ -204,43 +204,41 @@ def test_arenas_are_not_dumped_and_leave_no_files(tmp_path: Path) -> None:
     assert {name for name in os.listdir("/dev/shm") if "spar" in name} <= before
 
 
+def lose_a_rank(folder: Path) -> str:
+    """As a rank of torchrun: the first time, rank 1 is killed; the second time, all exchange over shm."""
+    again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    # a store of its own: in the agent's, gloo may find the addresses of the ranks that were killed
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{again}", rank=rank, world_size=2)
+    for _ in range(3):
+        y = gather(torch.full((2,), float(rank)), None, 0)
+        assert y.tolist() == [0, 0, 1, 1], y
+    if not again:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        gather(torch.zeros(1), None, 0)
+    return f"{spar.transport().name} {again}"
+
+
+def launch_with_restart(rank: int, folder: Path) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",  # torchrun's ranks would import torch again
+    )
+    ends = elastic_launch(config, lose_a_rank)(folder)
+    (folder / "ends").write_text(repr(ends))
+
+
 def test_elastic_restart_uses_shm_again(tmp_path: Path) -> None:
-    """torchrun restarts all ranks after one was killed; the new ranks use shm again."""
-    code = """
-import os, signal, sys, torch, torch.distributed as dist, spar
-again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-rank = int(os.environ["RANK"])
-# a store of its own: in the agent's, gloo may find the addresses of the ranks that were killed
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store{again}", rank=rank, world_size=2)
-for _ in range(3):
-    y = spar.gather_forward_split_backward(torch.full((2,), float(rank)), None, 0)
-    assert y.tolist() == [0, 0, 1, 1], y
-if not again:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        spar.gather_forward_split_backward(torch.zeros(1), None, 0)
-    except spar.PeerLostError:
-        print("lost", flush=True)
-        raise
-assert spar.transport().name == "shm"
-print("again" if again else "never", flush=True)
-"""
-    (tmp_path / "run.py").write_text(code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    torchrun += ["--max-restarts=1", "--monitor-interval=0.5", "--log-dir=logs", "--tee=3"]
-    try:
-        done = subprocess.run(
-            [*torchrun, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
-        )
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"{error}\n{error.stdout}\n{error.stderr}\n{rank_logs(tmp_path)}")
-    everything = f"{done.returncode}\n{done.stdout}\n{done.stderr}\n{rank_logs(tmp_path)}"
-    assert done.returncode == 0 or TEARDOWN in everything, everything
-    assert done.stdout.count("again") == 2 and "never" not in done.stdout, everything
-
-
-def rank_logs(folder: Path) -> str:
-    """Return what each rank wrote in each restart of torchrun."""
-    files = sorted((folder / "logs").rglob("*.log"))
-    return "\n".join(f"==> {file.relative_to(folder)} <==\n{file.read_text()}" for file in files)
+    """torchrun's agent restarts all ranks after one was killed; the new ranks use shm again."""
+    assert finish(start(launch_with_restart, 1, tmp_path, initialize=False), 120) == [0]
+    assert (tmp_path / "ends").read_text() == repr({0: "shm 1", 1: "shm 1"})

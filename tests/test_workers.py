@@ -209,11 +209,10 @@ def test_data_loader_with_forked_workers(tmp_path: Path) -> None:
 
 
 def spawn_workers(rank: int, folder: Path) -> None:
-    """Spawned workers import spar, make no exchange, and end."""
+    """Spawned workers of one rank import spar, make no exchange, and end; its peer's are forked."""
     weight = torch.ones(2, requires_grad=True)
-    loader = torch.utils.data.DataLoader(
-        Samples(torch.tensor([1.0, 2.0])), batch_size=8, num_workers=1, multiprocessing_context="spawn"
-    )
+    samples, how = Samples(torch.tensor([1.0, 2.0])), ("fork", "spawn")[rank]
+    loader = torch.utils.data.DataLoader(samples, batch_size=8, num_workers=1, multiprocessing_context=how)
     for step, batch in enumerate(loader):
         expected = torch.tensor([1.0, 2.0]) + torch.arange(8.0 * step, 8.0 * step + 8)[:, None]
         assert_same(batch, expected)

@@ -108,16 +108,16 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
 PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args);
 extern const char spar_py_enqueue_doc[];
 
-/* Copies the selection of an op without communication into the arena. */
-PyObject *spar_py_select(PyObject *module, PyObject *args);
-extern const char spar_py_select_doc[];
-
 /* The type spar._C.Plan, new; and the functions that make its instances. */
 PyObject *spar_plan_type(void);
 PyObject *spar_py_plan(PyObject *module, PyObject *args);
 PyObject *spar_py_plan_of(PyObject *module, PyObject *args);
 extern const char spar_py_plan_doc[];
 extern const char spar_py_plan_of_doc[];
+
+/* Copies the selection of an op without communication into the arena. */
+PyObject *spar_py_select(PyObject *module, PyObject *args);
+extern const char spar_py_select_doc[];
 
 /* The plan of a spar._C.Plan, which holds it; NULL and an exception for other objects. */
 const spar_plan *spar_py_plan_in(PyObject *object);

@@ -213,18 +213,43 @@ static int read_sum(int kind, spar_sum_kind *sum)
     return -1;
 }
 
-static PyObject *comm_exchange(PyObject *self, PyObject *args)
+/* The arguments of exchange, in their order. */
+enum {
+    OP,
+    ITEM_SIZE,
+    INPUTS,
+    ARGS,
+    SCALE_TYPE,
+    DIVIDE,
+    FACTOR,
+    SUM_KIND,
+    TEXT,
+    NUMBER,
+    DEADLINE,
+    TARGETS,
+    COUNT
+};
+
+static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     spar_comm *comm = open_comm(self);
-    const char *op, *text;
-    PyObject *tensors, *layouts, *wanted = Py_None, *result = NULL;
-    int dtype, divide, sum;
-    double factor, deadline_s;
-    long long number, item_size;
-    spar_py_request asked;
-    if (!comm || !PyArg_ParseTuple(args, "sLOOipdisLd|O", &op, &item_size, &tensors, &layouts, &dtype,
-                                   &divide, &factor, &sum, &text, &number, &deadline_s, &wanted))
+    if (!comm)
         return NULL;
+    if (nargs < COUNT - 1 || nargs > COUNT)
+        return PyErr_Format(PyExc_TypeError, "exchange takes %d or %d arguments, not %zd", COUNT - 1, COUNT,
+                            nargs);
+    const char *op = PyUnicode_AsUTF8AndSize(args[OP], NULL);
+    const char *text = op ? PyUnicode_AsUTF8AndSize(args[TEXT], NULL) : NULL;
+    if (!text)
+        return NULL;
+    long long item_size = PyLong_AsLongLong(args[ITEM_SIZE]), number = PyLong_AsLongLong(args[NUMBER]);
+    int dtype = (int)PyLong_AsLong(args[SCALE_TYPE]), sum = (int)PyLong_AsLong(args[SUM_KIND]);
+    int divide = PyObject_IsTrue(args[DIVIDE]);
+    double factor = PyFloat_AsDouble(args[FACTOR]), deadline_s = PyFloat_AsDouble(args[DEADLINE]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *wanted = nargs == COUNT ? args[TARGETS] : Py_None, *result = NULL;
+    spar_py_request asked;
     void *inputs[SPAR_GROUP_TENSORS], *targets[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
     spar_memory *blocks[SPAR_GROUP_TENSORS] = {NULL};
     spar_plan *plan = NULL;
@@ -238,7 +263,8 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};
-    if (spar_read_inputs(tensors, layouts, item_size, comm->world, comm->rank, 0, &asked, inputs) < 0 ||
+    if (spar_read_inputs(args[INPUTS], args[ARGS], item_size, comm->world, comm->rank, 0, &asked, inputs) <
+            0 ||
         (wanted != Py_None && spar_read_addresses(wanted, targets, asked.request.ntensors, "targets") < 0) ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0 || read_sum(sum, &call.sum) < 0) {
         report_exception(comm, &call);
@@ -254,59 +280,6 @@ static PyObject *comm_exchange(PyObject *self, PyObject *args)
     if (status == SPAR_OK)
         result = output_tensors(&call, dtype);
     else
-        spar_raise(status);
-    if (plan)
-        spar_plan_release(plan);
-done:
-    spar_free_request(&asked);
-    return result;
-}
-
-const char spar_py_select_doc[] = PyDoc_STR(
-    "select(op, world, rank, item size, input, args, scale_type, divide, factor) -> the output\n\n"
-    "Of an input that every rank holds whole. None where there is no arena, or half of it is in use:\n"
-    "exchanges need the rest.");
-
-PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *op;
-    PyObject *inputs, *layouts, *result = NULL;
-    long long item_size;
-    int world, rank, dtype, divide;
-    double factor;
-    spar_py_request asked;
-    spar_scale scale;
-    spar_arena_stats stats;
-    spar_memory *block = NULL;
-    spar_plan *plan = NULL;
-    void *from[SPAR_GROUP_TENSORS];
-    if (!PyArg_ParseTuple(args, "siiLOOipd", &op, &world, &rank, &item_size, &inputs, &layouts, &dtype,
-                          &divide, &factor))
-        return NULL;
-    if (spar_read_inputs(inputs, layouts, item_size, world, rank, 0, &asked, from) < 0 ||
-        spar_read_scale(dtype, divide, factor, &scale) < 0)
-        goto done;
-    if (asked.request.ntensors != 1) {
-        PyErr_Format(PyExc_ValueError, "%d tensors; expected 1", asked.request.ntensors);
-        goto done;
-    }
-    spar_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = spar_plan_get_named(op, &asked.request, &plan);
-    spar_arena_read_stats(&stats);
-    if (status == SPAR_OK && spar_arena_is_own() &&
-        plan->tensors[0].out_bytes <= stats.cap / 2 - stats.allocated &&
-        spar_arena_take(plan->tensors[0].out_bytes, &block) == SPAR_OK) {
-        const void *input = from[0];
-        void *output = spar_memory_address(block);
-        status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale, NULL);
-    }
-    Py_END_ALLOW_THREADS;
-    if (status == SPAR_OK)
-        result = block ? spar_output_tensor(block, &plan->tensors[0], 0, dtype) : Py_NewRef(Py_None);
-    else if (block)
-        spar_memory_free(block);
-    if (status != SPAR_OK)
         spar_raise(status);
     if (plan)
         spar_plan_release(plan);
@@ -406,7 +379,7 @@ static PyGetSetDef comm_getset[] = {
 
 static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(all ranks' setup_result, deadline)"},
-    {"exchange", comm_exchange, METH_VARARGS, exchange_doc},
+    {"exchange", (PyCFunction)(void (*)(void))comm_exchange, METH_FASTCALL, exchange_doc},
     {"enqueue", (PyCFunction)(void (*)(void))comm_enqueue, METH_FASTCALL, spar_py_enqueue_doc},
     {"wait", comm_wait, METH_VARARGS,
      "wait(deadline): returns when all that was given to a stream is over; raises what broke it."},

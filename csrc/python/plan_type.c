@@ -231,6 +231,59 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
     return spar_result(status);
 }
 
+const char spar_py_select_doc[] = PyDoc_STR(
+    "select(op, world, rank, item size, input, args, scale_type, divide, factor) -> the output\n\n"
+    "Of an input that every rank holds whole. None where there is no arena, or half of it is in use:\n"
+    "exchanges need the rest.");
+
+PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *op;
+    PyObject *inputs, *layouts, *result = NULL;
+    long long item_size;
+    int world, rank, dtype, divide;
+    double factor;
+    spar_py_request asked;
+    spar_scale scale;
+    spar_arena_stats stats;
+    spar_memory *block = NULL;
+    spar_plan *plan = NULL;
+    void *from[SPAR_GROUP_TENSORS];
+    if (!PyArg_ParseTuple(args, "siiLOOipd", &op, &world, &rank, &item_size, &inputs, &layouts, &dtype,
+                          &divide, &factor))
+        return NULL;
+    if (spar_read_inputs(inputs, layouts, item_size, world, rank, 0, &asked, from) < 0 ||
+        spar_read_scale(dtype, divide, factor, &scale) < 0)
+        goto done;
+    if (asked.request.ntensors != 1) {
+        PyErr_Format(PyExc_ValueError, "%d tensors; expected 1", asked.request.ntensors);
+        goto done;
+    }
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_plan_get_named(op, &asked.request, &plan);
+    spar_arena_read_stats(&stats);
+    if (status == SPAR_OK && spar_arena_is_own() &&
+        plan->tensors[0].out_bytes <= stats.cap / 2 - stats.allocated &&
+        spar_arena_take(plan->tensors[0].out_bytes, &block) == SPAR_OK) {
+        const void *input = from[0];
+        void *output = spar_memory_address(block);
+        status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale, NULL);
+    }
+    Py_END_ALLOW_THREADS;
+    if (status == SPAR_OK)
+        result = block ? spar_output_tensor(block, &plan->tensors[0], 0, dtype) : Py_NewRef(Py_None);
+    else if (block)
+        spar_memory_free(block);
+    if (status != SPAR_OK)
+        spar_raise(status);
+    if (plan)
+        spar_plan_release(plan);
+done:
+    spar_free_request(&asked);
+    return result;
+}
+
 typedef struct {
     PyObject *list;
     int peer;

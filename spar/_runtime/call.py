@@ -319,7 +319,7 @@ class Call:
             return float(self.world), grad_scale == "down"
         if isinstance(grad_scale, (int, float)) and not isinstance(grad_scale, bool):
             try:
-                return float(grad_scale), False
+                return float(grad_scale) + 0.0, False  # -0.0 equals 0.0, by which a call is kept
             except OverflowError:
                 what = "an int beyond a float's range"
                 raise self.error("grad_scale", what, '"up", "down", None or a float') from None

@@ -99,7 +99,14 @@ class Communicator(Member):
                     self.progress = LOCAL
                     if self.broken is not None:
                         raise self.broken_error(operation.op)
-                    return self._exchange(operation, inputs, deadline, outs)
+                    inputs = plain(inputs)
+                    first = inputs[0]
+                    device = "cpu" if first.is_cpu else _type_of(first.device)
+                    channel = self.channels.get(device)
+                    if channel is None:
+                        channel = self._first_channel(operation.op, first.device, deadline)
+                    self.calls += 1
+                    return channel.exchange(self, operation, inputs, deadline, outs)
                 except BaseException as error:
                     self._account(operation.op, inputs[0].device.type, error, deadline, before)
                     raise
@@ -133,29 +140,15 @@ class Communicator(Member):
         """Return the channel for a device; set it up with all ranks if there is none."""
         if device.type not in self.channels:
             with self.turn(op, device.type):
-                self.set_up(op, device, self.deadline())
-                if self.broken is not None:  # closed meanwhile
-                    raise self.broken_error(op)
+                return self._first_channel(op, device, self.deadline())
         return self.channels[device.type]
 
-    def _exchange(
-        self,
-        operation: Operation,
-        inputs: Sequence[torch.Tensor],
-        deadline: float,
-        outs: list[torch.Tensor] | None,
-    ) -> list[torch.Tensor]:
-        first = inputs[0]
-        inputs = plain(inputs)
-        device = "cpu" if first.is_cpu else _type_of(first.device)
-        channel = self.channels.get(device)
-        if channel is None:
-            self.set_up(operation.op, first.device, deadline)
-            channel = self.channels[device]
-            if self.broken is not None:  # closed meanwhile
-                raise self.broken_error(operation.op)
-        self.calls += 1
-        return channel.exchange(self, operation, inputs, deadline, outs)
+    def _first_channel(self, op: str, device: torch.device, deadline: float) -> Channel:
+        self.set_up(op, device, deadline)
+        channel = self.channels[device.type]
+        if self.broken is not None:  # closed meanwhile
+            raise self.broken_error(op)
+        return channel
 
     # ---- what ends a call early ----
 

@@ -9,8 +9,8 @@ gradients as the loss. In forward mode the tangents go through the operation its
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch
 _PLAIN = frozenset(PLAIN_TYPES)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
-_fake_mode = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+_fake_mode = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 is_profiled = torch._C._autograd._profiler_enabled
 
 # ---- the dispatcher op ----
@@ -139,14 +139,14 @@ library.impl("exchange", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("spar::exchange", _fake_exchange, lib=library)
 
 
-def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) -> bool:
+def is_any_traced(tensors: Tensors, profiled: Callable[[], bool] = is_profiled) -> bool:
     """Whether a tracer, a mode or the profiler must see an exchange as a dispatched op.
 
     Otherwise it is called directly: the dispatcher costs as much as a small exchange.
     """
     return (
         is_dynamo_compiling()  # other tracers have a mode
-        or type(tensor) not in _PLAIN
+        or not _PLAIN.issuperset(map(type, tensors))
         or _dispatch_modes() > 0
         or _functorch_transforms()
         or profiled()
@@ -154,13 +154,8 @@ def is_traced(tensor: torch.Tensor, profiled: Callable[[], bool] = is_profiled) 
 
 
 def is_watched() -> bool:
-    """`is_traced` of a plain torch.Tensor outside of torch.compile."""
+    """`is_any_traced` of plain tensors outside of torch.compile."""
     return _dispatch_modes() > 0 or _functorch_transforms() or is_profiled()
-
-
-def is_any_traced(tensors: Tensors, profiled: Callable[[], bool] = is_profiled) -> bool:
-    """`is_traced` of any tensor; what it asks besides the tensor's type is asked once."""
-    return is_traced(tensors[0], profiled) or (len(tensors) > 1 and not _PLAIN.issuperset(map(type, tensors)))
 
 
 def must_record(inputs: Tensors) -> bool:
@@ -235,7 +230,7 @@ def run(
 ) -> Tensors:
     """Run one exchange or one selection; torch.profiler shows it as `spar::all_to_all`, say.
 
-    traced: the result of `is_traced`, if the caller has it.
+    traced: the result of `is_any_traced`, if the caller has it.
     then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
     """
     if place[1] == 1:
@@ -282,7 +277,7 @@ def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple
 
 Step = tuple[Place, tuple[Args, ...]]  # one exchange: where, and the layouts of each tensor
 # Operation, of a tuple with all its fields, without the call in Python that takes twice as long
-_operation: Callable[[tuple[Any, ...]], Operation] = partial(tuple.__new__, Operation)
+_operation: Callable[[tuple[Any, ...]], Operation] = functools.partial(tuple.__new__, Operation)
 
 
 def run_steps(
@@ -310,9 +305,35 @@ def run_steps(
     return run(inputs, place, operation, False)
 
 
-# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced, if known.
-# They are one argument, since torch spends time on each, in forward and backward.
-Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool | None]
+# The gradient of an operation: its name, steps, places, and the exchange if it is one alone.
+Back = tuple[str, tuple[Step, ...], tuple[Place, ...], Operation | None]
+# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced and what its
+# gradient is (None: not known). They are one argument: torch spends time on each, in forward and backward.
+Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool | None, Back | None]
+
+
+def _turned(name: str, steps: tuple[Step, ...], grad_scale: Scale) -> Back:
+    if not name.startswith("backward of "):
+        name = f"backward of {name}"
+    inverse: tuple[Step, ...] = ()
+    for place, args in steps:
+        inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
+    only = Operation(name, inverse[0][1], *grad_scale, UNRECORDED) if len(inverse) == 1 else None
+    return name, inverse, tuple([place for place, _ in inverse]), only
+
+
+_LONG = 256  # numbers of a layout
+
+
+def are_long(args: tuple[Args, ...]) -> bool:
+    """Whether a comparison of these layouts would take longer than what a kept gradient saves."""
+    return max(map(len, args)) > _LONG
+
+
+@functools.lru_cache(64)
+def _untraced(name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale) -> Recorded:
+    """Return what autograd records; a step of training repeats the calls of the one before."""
+    return name, steps, scale, grad_scale, False, _turned(name, steps, grad_scale)
 
 
 class SparExchange(torch.autograd.Function):
@@ -320,7 +341,7 @@ class SparExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        name, steps, scale, _, traced = call
+        name, steps, scale, _, traced, _ = call
         # keep the groups alive until backward
         groups: tuple[object, ...] = ()
         for place, _ in steps:
@@ -330,16 +351,16 @@ class SparExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (name, steps, scale, grad_scale, _), _ = ctx.call
-        if not name.startswith("backward of "):
-            name = f"backward of {name}"
-        inverse: tuple[Step, ...] = ()
-        for place, args in steps:
-            inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
-        before = calls_before(tuple([place for place, _ in inverse]))
+        (name, steps, scale, grad_scale, _, back), _ = ctx.call
+        if back is None or is_dynamo_compiling():
+            back = _turned(name, steps, grad_scale)
+        name, inverse, places, only = back
+        before = calls_before(places)
         try:
             if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and must_record(grads):
                 return None, *recorded(grads, name, inverse, grad_scale, scale)
+            if only is not None:
+                return None, *run(grads, places[0], only)
             return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED)
         except BaseException as error:
             _report(inverse, before, name, grads, error)
@@ -376,7 +397,7 @@ class SparTransformed(SparExchange):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (name, steps, scale, grad_scale, _traced), _groups = ctx.call
+        (name, steps, scale, grad_scale, *_), _groups = ctx.call
         name = tangent_name(name)
         before = calls_before(tuple([place for place, _ in steps]))
         try:
@@ -402,9 +423,12 @@ def recorded(
     if traced is None:
         traced = is_any_traced(inputs)
     if forward_ad._current_level >= 0 or (traced and is_transformed()):
-        call: Recorded = (name, steps, scale, grad_scale, None)
+        call: Recorded = (name, steps, scale, grad_scale, None, None)
         return cast(tuple[torch.Tensor, ...], SparTransformed.apply(call, *inputs))  # type: ignore[no-untyped-call]
     if traced:
-        call = (name, steps, scale, grad_scale, True)
+        call = (name, steps, scale, grad_scale, True, None)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
-    return _apply_plain((name, steps, scale, grad_scale, False), *inputs)
+    for _, args in steps:
+        if are_long(args):
+            return _apply_plain((name, steps, scale, grad_scale, False, None), *inputs)
+    return _apply_plain(_untraced(name, steps, scale, grad_scale), *inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from .call import Call
 from .exchange import (
     ARITHMETIC,
     Tensors,
+    are_long,
     calls_before,
     flattened,
     is_any_traced,
@@ -29,18 +31,28 @@ from .member import Place
 from .move import Move
 from .registry import by_handle
 
+Recorded = tuple[Move, Move | None]  # what is done, and its transpose (None: not known)
+
+
+@functools.lru_cache(64)
+def _untraced(move: Move) -> Recorded:
+    """Return what autograd records; a step of training repeats the calls of the one before."""
+    return move, move.turned()
+
 
 class SparTranspose(torch.autograd.Function):
     """Gather shards, or sum and scatter; the gradient of each is the other."""
 
     @staticmethod
-    def forward(ctx: Any, move: Move, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = move, by_handle(move.place.handle).group  # keeps the group alive until backward
+    def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        move = call[0]
+        ctx.call = call, by_handle(move.place.handle).group  # keeps the group alive until backward
         return tuple(move.run(inputs, True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        move = ctx.call[0].turned()
+        (move, back), _ = ctx.call
+        move = move.turned() if back is None or is_dynamo_compiling() else back
         (before,) = calls_before((move.place,))
         try:
             return None, *(recorded(move, grads) if must_record(grads) else move.run(grads))
@@ -53,16 +65,17 @@ class SparTransposeTransformed(SparTranspose):
     """The same in forward mode, and for functorch's transforms: see SparTransformed."""
 
     @staticmethod
-    def forward(move: Move, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return SparTranspose.forward(SimpleNamespace(), move, *inputs)
+    def forward(call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return SparTranspose.forward(SimpleNamespace(), call, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.call = inputs[0], by_handle(inputs[0].place.handle).group
+        ctx.call = inputs[0], by_handle(inputs[0][0].place.handle).group
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        move = ctx.call[0]._replace(name=tangent_name(ctx.call[0].name))
+        (move, _back), _group = ctx.call
+        move = move._replace(name=tangent_name(move.name))
         (before,) = calls_before((move.place,))
         try:
             return recorded(move, tangents)
@@ -78,10 +91,12 @@ _apply_plain: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Fun
 def recorded(move: Move, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     traced = is_any_traced(inputs)
     if forward_ad._current_level >= 0 or (traced and is_transformed()):
-        return cast(tuple[torch.Tensor, ...], SparTransposeTransformed.apply(move, *inputs))  # type: ignore[no-untyped-call]
+        return cast(tuple[torch.Tensor, ...], SparTransposeTransformed.apply((move, None), *inputs))  # type: ignore[no-untyped-call]
     if traced:
-        return cast(tuple[torch.Tensor, ...], SparTranspose.apply(move, *inputs))  # type: ignore[no-untyped-call]
-    return _apply_plain(move, *inputs)
+        return cast(tuple[torch.Tensor, ...], SparTranspose.apply((move, None), *inputs))  # type: ignore[no-untyped-call]
+    if are_long(move.args):
+        return _apply_plain((move, None), *inputs)
+    return _apply_plain(_untraced(move), *inputs)
 
 
 def check_dtype(call: Call, sums: bool) -> None:

@@ -56,8 +56,7 @@ class ShmChannel(CoreChannel):
         try:
             member.progress = OVER  # the core reports whatever fails in it
             results = self.core.exchange(
-                *(op, size, inputs, args, kind, divide, factor, sum_kind),
-                *(text, member.calls, deadline, targets),
+                op, size, inputs, args, kind, divide, factor, sum_kind, text, member.calls, deadline, targets
             )
         except SparError as error:
             raise self.explain(member, op, error) from None
