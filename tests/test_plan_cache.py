@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from helpers.exchanges import even, pair, zigzag
 
 
 def planning_seconds(op: str, world: int, sides: int) -> float:
-    """Return the median time of a few new plans of a [1, S, H, D] tensor."""
+    """Return the least time of a few new plans of a [1, S, H, D] tensor."""
     sequence, heads = 4 * world, 2 * world
     args = {
         "all_to_all": [2, 1, sequence],
@@ -43,7 +42,7 @@ def planning_seconds(op: str, world: int, sides: int) -> float:
         times.append(time.perf_counter() - begin)
         core.check(status)
         core.library().spar_plan_release(plan)
-    return statistics.median(times)
+    return min(times)  # others may use the core
 
 
 @pytest.mark.parametrize("sides", [0, core.SIDE_PULL], ids=["push", "push and pull"])
