@@ -135,7 +135,7 @@ def test_sums(program: Builder, kind: str) -> None:
 @each("plain", "address")
 def test_shared_memory_between_processes(program: Builder, kind: str, world: int) -> None:
     """Calls across the wrap of their numbers; a lost wake-up would cost a slice of 50 ms."""
-    calls = "10000" if kind == "plain" else "2500"
+    calls = "5000" if kind == "plain" else "2500"
     done = run(program(kind), "shm", "processes", str(world), calls)
     assert (done.returncode, done.stderr) == (0, "")
     median, slow = map(float, done.stdout.split())

@@ -263,7 +263,6 @@ def exchange_under_flood(rank: int, folder: Path, how: str, another_user: bool) 
 
 
 @root
-@pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_other_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
     assert finish(
@@ -271,7 +270,6 @@ def test_other_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None
     ) == [0, 0]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("how", ["descriptors", "silent", "claims"])
 def test_same_user_flood_leaves_groups_on_shm(tmp_path: Path, how: str) -> None:
     assert finish(
@@ -298,7 +296,6 @@ def watch_under_flood(rank: int, folder: Path) -> None:
 
 
 @root
-@pytest.mark.alone
 def test_watch_under_other_user_flood(tmp_path: Path) -> None:
     ranks = start(watch_under_flood, 2, tmp_path, set_up=False, SPAR_TRANSPORT="torch")
     assert finish(ranks, 60) == [0, -signal.SIGKILL]
