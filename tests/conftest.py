@@ -31,15 +31,11 @@ PRELOAD = [
     "spar",
 ]  # otherwise each rank imports them
 COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]
+# Long modules, and between them those whose tests mostly wait: two of these at a time would leave a core idle
 FIRST = ("test_fault_matrix", "test_many_groups", "test_process", "test_workers", "test_compile")
-FIRST += (
-    "test_compile_exact",
-    "test_attention_use",
-    "test_attention",
-    "test_ops",
-    "test_layouts",
-    "test_plan",
-)
+FIRST += ("test_nccl_lifetime", "test_compile_exact", "test_attention_use", "test_stateless_group")
+FIRST += ("test_attention", "test_async_errors", "test_ops", "test_layouts", "test_local_failures")
+FIRST += ("test_plan", "test_secrets", "test_exact", "test_faults", "test_sharding", "test_set_ups")
 LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile
 SPREAD = {  # modules without module-scoped fixtures: their tests may run on any worker
     *("test_core", "test_coordinators", "test_faults", "test_forks", "test_hybrid", "test_local_failures"),
@@ -76,7 +72,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long modules first, those with builds late, and last what runs alone; mark the quick tests."""
+    """Run FIRST first, modules with builds late, and last what runs alone; mark the quick tests."""
     places = {name: place for place, name in enumerate((*FIRST, "", *LAST))}
 
     def place(item: pytest.Item) -> tuple[bool, int]:  # before a test alone, all workers wait for the longest
