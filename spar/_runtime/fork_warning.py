@@ -7,21 +7,24 @@ that never use them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
-import mmap
 import multiprocessing
 import warnings
 from collections import deque
 from collections.abc import Iterable
 from multiprocessing import util
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _C
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Semaphore
 
 _MOST = 1000  # objects to search: reading one copies its page in the child
 
@@ -29,15 +32,20 @@ _MOST = 1000  # objects to search: reading one copies its page in the child
 @functools.cache
 def watch() -> None:
     """Register the callback, once per process."""
-    warned = mmap.mmap(-1, 1)  # children share it, so that one warns for all
-    util.register_after_fork(_look, functools.partial(_look, warned))
+    first: Semaphore | None = None  # where the system has none, each worker warns
+    with contextlib.suppress(ImportError, OSError):
+        first = multiprocessing.get_context("fork").Semaphore(1)  # of all children: the first one warns
+    util.register_after_fork(_look, functools.partial(_look, first))
 
 
-def _look(warned: mmap.mmap, _: object) -> None:
+def _look(first: Semaphore | None, _: object) -> None:
     process: Any = multiprocessing.current_process()
-    if warned[0] or not _holds_output([process._target, process._args, process._kwargs]):
+    if first is not None and first.get_value() == 0:
         return
-    warned[0] = 1
+    if not _holds_output([process._target, process._args, process._kwargs]):
+        return
+    if first is not None and not first.acquire(block=False):  # another worker was quicker
+        return
     warnings.warn(
         f"{process.name} was forked with an output of spar among its arguments (for a DataLoader: in its "
         "dataset). Its values may change here when the parent writes to the tensor, or drops it and reuses "
