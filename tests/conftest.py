@@ -39,7 +39,15 @@ FIRST += ("test_plan", "test_secrets", "test_exact", "test_faults", "test_shardi
 LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile
 SPREAD = {  # modules without module-scoped fixtures: their tests may run on any worker
     *("test_core", "test_coordinators", "test_faults", "test_forks", "test_hybrid", "test_local_failures"),
-    *("test_process", "test_refusals", "test_releases", "test_secrets", "test_set_ups", "test_source"),
+    *(
+        "test_plan_cache",
+        "test_process",
+        "test_refusals",
+        "test_releases",
+        "test_secrets",
+        "test_set_ups",
+        "test_source",
+    ),
     *("test_strangers", "test_topology", "test_many_groups", "test_workers"),
     "test_commands",
 }

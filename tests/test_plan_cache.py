@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from helpers.exchanges import even, pair, zigzag
 
 
 def planning_seconds(op: str, world: int, sides: int) -> float:
-    """Return the least time of a few new plans of a [1, S, H, D] tensor."""
+    """Return the median time of a few new plans of a [1, S, H, D] tensor."""
     sequence, heads = 4 * world, 2 * world
     args = {
         "all_to_all": [2, 1, sequence],
@@ -42,9 +43,10 @@ def planning_seconds(op: str, world: int, sides: int) -> float:
         times.append(time.perf_counter() - begin)
         core.check(status)
         core.library().spar_plan_release(plan)
-    return min(times)  # others may use the core
+    return statistics.median(times)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sides", [0, core.SIDE_PULL], ids=["push", "push and pull"])
 @every_op
 def test_planning_time(op: str, sides: int, record_property: Callable[[str, object], None]) -> None:

@@ -218,6 +218,7 @@ def lose_a_rank(folder: Path) -> str:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         gather(torch.zeros(1), None, 0)
+        (folder / "returned").touch()  # it must raise, or the agent ends it while it waits
     return f"{spar.transport().name} {again}"
 
 
@@ -242,3 +243,4 @@ def test_elastic_restart_uses_shm_again(tmp_path: Path) -> None:
     """torchrun's agent restarts all ranks after one was killed; the new ranks use shm again."""
     assert finish(start(launch_with_restart, 1, tmp_path, initialize=False), 120) == [0]
     assert (tmp_path / "ends").read_text() == repr({0: "shm 1", 1: "shm 1"})
+    assert not (tmp_path / "returned").exists(), "an exchange with a rank that was killed"

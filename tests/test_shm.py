@@ -165,7 +165,7 @@ def create_and_close(rank: int, folder: Path) -> None:
     go(800, False)  # the C library's memory grows for the first 700
     stats, growth = spar.memory_stats(), Growth()
     go(300, False)
-    growth.check(2**18, 1000)  # a group takes 2 KiB in C, and a dozen blocks in Python
+    growth.check(50_000, 200)  # a group takes 2 KiB in C, and a dozen blocks in Python
     go(50, True)
     growth.check(2**21, 20_000)  # torch's groups leak some
     after = spar.memory_stats()

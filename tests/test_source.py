@@ -330,7 +330,7 @@ def run_example(folder: Path, example: Path) -> None:
         runpy.run_path(str(example), run_name="__main__")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 3])
 def test_readme_example_runs(world: int, example: Path) -> None:
     if world == 1:
         launch(run_example, world, example.parent, example)

@@ -145,10 +145,9 @@ class Communicator(Member):
 
     def _first_channel(self, op: str, device: torch.device, deadline: float) -> Channel:
         self.set_up(op, device, deadline)
-        channel = self.channels[device.type]
         if self.broken is not None:  # closed meanwhile
             raise self.broken_error(op)
-        return channel
+        return self.channels[device.type]
 
     # ---- what ends a call early ----
 
