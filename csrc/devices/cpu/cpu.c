@@ -12,6 +12,8 @@ enum {
     TILE = 2048,        /* bytes that go to several outputs from the L1 cache */
     FEW = 8,            /* outputs that are written at a time */
     TRIALS = 16,        /* a copy is that many times as long as its part that tries a kind of store */
+    AHEAD = 2048,       /* bytes that are read ahead of short strided runs */
+    SHORT_RUN = 2048,   /* bytes: of longer runs the processor reads most ahead by itself */
 };
 
 /* A constant size lets the compiler copy an item with one load and one store. */
@@ -31,6 +33,17 @@ typedef struct {
     const spar_scale *scale;
     int nontemporal; /* use non-temporal stores */
 } copy;
+
+/* Copies n runs with non-temporal stores. */
+static void stream_runs(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, int64_t run)
+{
+    int64_t ahead = ss == run || run > SHORT_RUN ? n : (AHEAD + run - 1) / run;
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t line = 0; line < run && i + ahead < n; line += SPAR_CACHE_LINE)
+            __builtin_prefetch(s + (i + ahead) * ss + line);
+        spar_nontemporal_copy(d + i * ds, s + i * ss, run);
+    }
+}
 
 /* Copies n runs with strides `ds` and `ss`. */
 static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t ds, int64_t ss, int64_t run)
@@ -59,8 +72,7 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
         COPY_ITEMS(32)
     default:
         if (c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)
-            for (int64_t i = 0; i < n; i++)
-                spar_nontemporal_copy(d + i * ds, s + i * ss, run);
+            stream_runs(d, s, n, ds, ss, run);
         else
             for (int64_t i = 0; i < n; i++)
                 memcpy(d + i * ds, s + i * ss, (size_t)run);
