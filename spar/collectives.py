@@ -11,12 +11,14 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ._runtime.call import Call, Sizes, checked_together, entries
+from ._runtime.call import Call, Sizes
 from ._runtime.exchange import must_record
 from ._runtime.layouts import Layout, even
 from ._runtime.move import Move
 from ._runtime.outputs import write_to
 from ._runtime.overlap import Work, launch
+from ._runtime.repeated import repeat
+from ._runtime.together import checked_together, entries
 from ._runtime.transpose import check_dtype, transpose
 from .sequence_layout import SequenceLayout, checked_numbers
 from .topology.resolve import Group
@@ -194,24 +196,59 @@ def transpose_for(
     out: Any = None,
 ) -> Any:
     """Gather, or sum and scatter, for the operation `name`, which its errors name."""
-    works: list[Work] = []
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group
+    if out is not None or async_op or not isinstance(input_, torch.Tensor):
+        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out)
+    key = None
+    if sizes is layout is None and type(dim) is int:  # True is not a dim, and equals 1
+        key = dim, input_.dtype  # not every dtype can be summed
+    output = repeat(name, input_, group, key)
+    if output is not None:
+        return output
+    call = Call(name, input_, group)
+    try:
+        call.one_of(sizes=sizes, layout=layout)
+        shard = _shard(call, sums, dim, sizes, layout)
+        (output,) = transpose((call,), (shard,), sums, key)
+        return output
+    except BaseException as error:
+        call.fail(error)
+        raise
 
-    def shards(call: Call, sizes: Any, at: str) -> Layout:
-        of = call.dim("dim", dim)
-        if layout is not None:
-            return checked_numbers(call, "layout", layout, of, sums, at)
-        if sums:
-            return call.parts(f"sizes{at}", of, sizes)
-        return call.shards(f"sizes{at}", of, sizes) or even(of, call.input.size(of) * call.world)
+
+def _shard(
+    call: Call, sums: bool, dim: int, sizes: Any, layout: SequenceLayout | None, at: str = ""
+) -> Layout:
+    """Check the arguments; return which part each rank holds. `at` names the tensor: `checked_together`."""
+    of = call.dim("dim", dim)
+    if layout is not None:
+        return checked_numbers(call, "layout", layout, of, sums, at)
+    if sums:
+        return call.parts(f"sizes{at}", of, sizes)
+    return call.shards(f"sizes{at}", of, sizes) or even(of, call.input.size(of) * call.world)
+
+
+def _together(
+    name: str,
+    sums: bool,
+    input_: Any,
+    group: Group,
+    dim: int,
+    sizes: Any,
+    layout: SequenceLayout | None,
+    async_op: bool,
+    out: Any,
+) -> Any:
+    """Exchange one tensor or several, with all options."""
+    works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-        if layout is not None:
-            calls[0].one_of(sizes=sizes, layout=layout)
-        given = entries(calls[0], "sizes", sizes, at)
-        shares = [shards(*each) for each in zip(calls, given, at, strict=True)]
         first = calls[0]
+        if layout is not None:
+            first.one_of(sizes=sizes, layout=layout)
+        given = zip(calls, entries(first, "sizes", sizes, at), at, strict=True)
+        shares = [_shard(call, sums, dim, each, layout, which) for call, each, which in given]
         if async_op:
             if sums or must_record([call.input for call in calls]):
                 check_dtype(first, sums)

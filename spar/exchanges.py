@@ -8,12 +8,14 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ._runtime.call import Call, Sizes, apply_steps, checked_together, entries
+from ._runtime.call import Call, Sizes, apply_steps
 from ._runtime.exchange import ONE
 from ._runtime.layouts import EVEN, Args, Layout, pair
 from ._runtime.move import Move
 from ._runtime.outputs import write_to
 from ._runtime.overlap import Work, launch
+from ._runtime.repeated import repeat
+from ._runtime.together import checked_together, entries
 from .sequence_layout import SequenceLayout, checked_numbers
 from .sizes import share, totals_of_share
 from .topology.resolve import Group
@@ -122,23 +124,24 @@ def all_to_all(
     """
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)
+    dims = scatter_dim, gather_dim, gather_size
+    key = None
+    if (
+        scatter_sizes is gather_sizes is layout is scatter_layout is None
+        and out is None
+        and type(scatter_dim) is type(gather_dim) is int  # True is not a dim, and equals 1
+        and (gather_size is None or type(gather_size) is int)
+        and not async_op
+    ):
+        key = dims
+    output = repeat("all_to_all", input_, process_group, key)
+    if output is not None:
+        return output
     if out is not None or async_op or isinstance(input_, (list, tuple)):
-        dims = scatter_dim, gather_dim, gather_size
         how = scatter_sizes, gather_sizes, layout, scatter_layout
-        return all_to_all_for("all_to_all", input_, process_group, dims, how, async_op, out)
+        return all_to_all_for("all_to_all", input_, process_group, dims, how, async_op, out, key)
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
-        dims = scatter_dim, gather_dim, gather_size
-        key = None
-        if (
-            scatter_sizes is gather_sizes is layout is scatter_layout is None
-            and type(scatter_dim) is type(gather_dim) is int  # True is not a dim, and equals 1
-            and (gather_size is None or type(gather_size) is int)
-        ):
-            key = dims
-            output = call.apply_again(key)
-            if output is not None:
-                return output
         how = scatter_sizes, gather_sizes, layout, scatter_layout
         return call.apply(*_transposed(call, dims, how), ONE, key)
     except BaseException as error:
@@ -167,8 +170,9 @@ def all_to_all_for(
     how: How,
     async_op: bool = False,
     out: Any = None,
+    key: tuple[object, ...] | None = None,
 ) -> Any:
-    """Run an all_to_all for the operation `name`, which its errors name."""
+    """Run an all_to_all for the operation `name`, which its errors name; `key` is as for `apply_steps`."""
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
@@ -192,7 +196,7 @@ def all_to_all_for(
             return write_to(out, calls, at, Move(first.name, place, args))
         if place.world == 1:
             return [call.input for call in calls]
-        return apply_steps(calls, ((place, args),), ONE)
+        return apply_steps(calls, ((place, args),), ONE, key)
 
     result = checked_together(name, inputs, group, run)
     return (result, works[0]) if async_op else result

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ._runtime.call import Call, Sizes, apply_steps, checked_together
+from ._runtime.call import Call, Sizes, apply_steps
 from ._runtime.checks import check_int, check_ints, check_type
 from ._runtime.exchange import ONE
 from ._runtime.layouts import (
@@ -27,6 +27,7 @@ from ._runtime.layouts import (
     total_of,
 )
 from ._runtime.registry import place_of
+from ._runtime.together import checked_together
 from ._runtime.transpose import transpose
 from .topology import topology
 from .topology.groups_by_name import ParallelState

@@ -252,28 +252,6 @@ def test_split_divides_and_gather_multiplies_by_default(ranks: Ranks, world: int
     ranks(world, check_default_scales)
 
 
-def check_repeated_calls(rank: int, world: int, group: Group) -> None:
-    """Repeat calls that differ by grad_scale or the group alone, and one of layouts too long to be kept."""
-    factors = [(None, 1.0), ("up", world), (3.0, 3.0), ("down", 1 / world), (0.0, 0.0), (-0.0, 0.0)]
-    for _ in range(2):
-        for grad_scale, factor in factors:
-            x = torch.ones(2, 3, requires_grad=True)
-            spar.gather_forward_split_backward(x, group, 0, grad_scale=grad_scale).sum().backward()
-            assert_same(x.grad, torch.full_like(x, factor))
-            assert x.grad is not None and not x.grad.signbit().any()
-        dist.barrier(group)  # a peer may be in its last call
-        spar.close(group)
-    lengths = [world] * 300
-    for _ in range(2):
-        x = torch.ones(sum(lengths), requires_grad=True)
-        spar.packed_data_split_forward_gather_backward(x, group, lengths).sum().backward()
-        assert_same(x.grad, torch.full_like(x, 1 / world))
-
-
-def test_gradients_of_repeated_calls(ranks: Ranks) -> None:
-    ranks(2, check_repeated_calls)
-
-
 def check_expanded_gradient(rank: int, world: int, group: Group) -> None:
     """The gradient of sum() has stride 0; that of a transposed use is not contiguous."""
     x = torch.ones(2, 6, 8, requires_grad=True)
@@ -428,41 +406,3 @@ def check_profiled(rank: int, world: int, group: Group) -> None:
 
 def test_profiler_shows_op_names(ranks: Ranks) -> None:
     ranks(2, check_profiled)
-
-
-def check_repeated(rank: int, world: int, group: Group) -> None:
-    """What a group remembers of a call is used for an equal call alone."""
-    x = torch.arange(6.0 * world).view(3, 2 * world) + 100 * rank
-    whole = torch.cat([torch.arange(6.0 * world).view(3, 2 * world) + 100 * p for p in range(world)])
-    wanted = whole.tensor_split(world, 1)[rank]
-    arguments: list[tuple[Any, Any, Any]] = [(1, 0, None), (-1, 0, None), (1, -2, 3 * world)]
-    for dims in arguments * 3:
-        assert_same(spar.all_to_all(x, group, *dims), wanted)
-    assert_same(spar.all_to_all(x.double(), group, 1, 0), wanted.double())
-    assert_same(spar.all_to_all(x.t().contiguous().t(), group, 1, 0), wanted)
-    assert_same(spar.all_to_all(x[:, :world], group, 1, 0), whole[:, rank : rank + 1])
-    for dims, error in (
-        ((True, 0, None), TypeError),  # equal to those above
-        ((1, False, None), TypeError),
-        ((1.0, 0, None), TypeError),
-        ((1, 0, 3.0 * world), TypeError),
-        ((1, 0, 3 * world + world), ValueError),
-        ((0, 0, None), ValueError),
-    ):
-        with pytest.raises(error, match=r"all_to_all on rank"):
-            spar.all_to_all(x, group, *dims)
-        dist.barrier(group)
-    assert spar.all_to_all(x.to("meta"), group, 1, 0).shape == wanted.shape
-    learned = x.clone().requires_grad_()
-    spar.all_to_all(learned, group, 1, 0).sum().backward()
-    assert learned.grad is not None
-    assert_same(learned.grad, torch.ones_like(x))
-    for extra in range(300):  # more than it remembers
-        assert spar.all_to_all(x, group, 1, 0, 3 * world).shape == wanted.shape
-        y = x.new_ones(1, world * (extra + 1))
-        assert spar.all_to_all(y, group, 1, 0).shape == (world, extra + 1)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_repeated_calls(ranks: Ranks, world: int) -> None:
-    ranks(world, check_repeated)

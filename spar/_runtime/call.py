@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -15,7 +14,7 @@ from .. import _C
 from ..sizes import as_int
 from ..topology.resolve import Group, process_group
 from .channel import Operation
-from .communicator import Communicator
+from .communicator import Record
 from .exchange import (
     ONE,
     SCALABLE,
@@ -26,6 +25,7 @@ from .exchange import (
     is_watched,
     must_record,
     recorded,
+    recorder,
     report_failure,
     run_steps,
 )
@@ -33,7 +33,7 @@ from .graph_ops import steps_in_graph
 from .hints import add_advice
 from .layouts import Args, Layout, by_sizes, even, pair
 from .member import Place
-from .registry import known, place_of
+from .registry import known, known_by, place_of
 
 Sizes = Sequence[int] | torch.Tensor
 _STRIDED = torch.strided
@@ -58,7 +58,7 @@ class Call:
     Attributes:
         known: whether the input is a plain strided tensor, of the shape `shape`. Else it is one
             of another type, or torch was asked.
-        comm: of the group, unless torch.compile traces the call, or it is the group's first.
+        comm: of the group; None if torch.compile traces the call, or the group is gone.
         places: this rank's place in each group in which the call would exchange.
         before: how many calls this rank had made on each of these, when this call began.
     """
@@ -87,12 +87,13 @@ class Call:
         self.input = input_
         self.exchanges = exchanges
         compiling = is_dynamo_compiling()
-        self.comm: Communicator | None = None if compiling else known(group)
-        comm = self.comm
+        comm = None if compiling else known(group)
         if comm is not None:
             place = comm.place
         else:
             place = group if isinstance(group, Place) else place_of(process_group(group, name))
+            comm = None if compiling else known_by(place)
+        self.comm = comm
         self.place = place
         _, self.world, self.rank = place
         self.before: tuple[int, ...] = ()
@@ -354,7 +355,8 @@ class Call:
     ) -> torch.Tensor:
         """Exchange the input from one layout to another; record it if the input requires a gradient.
 
-        key: the arguments from which, with the operation's name and the input's shape, the layouts follow.
+        key: the arguments from which, with the operation's name and the input's shape, the layouts and the
+            checks follow. With a grad_scale it has that and the dtype.
         """
         x = self.input
         if self.world == 1 and grad_scale[0] == 1.0:
@@ -362,30 +364,38 @@ class Call:
         args = (pair(before, after),)
         steps = ((self.place, args),)
         if x.requires_grad or forward_ad._current_level >= 0 or not self.known:
-            return apply_steps((self,), steps, grad_scale)[0]
+            return apply_steps((self,), steps, grad_scale, key)[0]
         if self.world == 1:
             return x
-        traced = is_watched()
-        if key is not None and not traced and self.comm is not None:
-            self.comm.remember((self.name, self.shape, key), Operation(self.name, args, *ONE, UNRECORDED))
-        return run_steps((x,), self.name, steps, ONE, UNRECORDED, traced)[0]
-
-    def apply_again(self, key: tuple[object, ...]) -> torch.Tensor | None:
-        """Exchange the input as the call did that `apply` made with an equal key.
-
-        Returns None if there was none, or if autograd or a tracer must see this call: then `apply` it.
-        """
-        comm, x = self.comm, self.input
-        if comm is None or not self.known or x.requires_grad or forward_ad._current_level >= 0:
-            return None
-        operation = comm.operations.get((self.name, self.shape, key))
-        if operation is None or is_watched():
-            return None
-        return comm.exchange(operation, (x,))[0]
+        remember((self,), key, args)
+        return run_steps((x,), self.name, steps, ONE, UNRECORDED, is_watched())[0]
 
 
-def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scale) -> Sequence[torch.Tensor]:
-    """Run one exchange after another on the calls' inputs, likewise; all arguments are checked."""
+def remember(
+    calls: Sequence[Call],
+    key: tuple[object, ...] | None,
+    args: tuple[Args, ...],
+    record: Record | None = None,
+    sums: bool = False,
+) -> None:
+    """Let `repeat` find this exchange of the calls' inputs; `record` runs it under autograd."""
+    first = calls[0]
+    if key is not None and first.comm is not None and calls[-1].known:
+        shapes = tuple([call.shape for call in calls])
+        operation = Operation(first.name, args, *ONE, UNRECORDED, sums)
+        first.comm.remember((first.name, shapes, key), operation, record)
+
+
+def apply_steps(
+    calls: Sequence[Call],
+    steps: tuple[Step, ...],
+    grad_scale: Scale,
+    key: tuple[object, ...] | None = None,
+) -> Sequence[torch.Tensor]:
+    """Run one exchange after another on the calls' inputs, likewise; all arguments are checked.
+
+    key: as for `Call.apply`, of a single exchange.
+    """
     first, inputs = calls[0], tuple([call.input for call in calls])
     records = must_record(inputs)
     if records and grad_scale[0] != 1.0 and inputs[0].dtype not in SCALABLE:
@@ -400,80 +410,10 @@ def apply_steps(calls: Sequence[Call], steps: tuple[Step, ...], grad_scale: Scal
     elif is_dynamo_compiling() and (records or first.world > 1):
         return steps_in_graph(inputs, first.name, steps, grad_scale, records)
     if records:
+        if key is not None and first.world > 1:
+            remember(calls, key, steps[0][1], recorder(first.name, steps, grad_scale))
         return recorded(inputs, first.name, steps, ONE, grad_scale, traced)
-    return inputs if first.world == 1 else run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced)
-
-
-# what names each tensor of a list in messages; any that is too many is the last
-_AT = [f"[{i}]" for i in range(_C.MOST_TENSORS)]
-_NAMES = [f"input_{at}" for at in (*_AT, f"[{_C.MOST_TENSORS} or more]")]
-
-
-def checked_together(
-    name: str,
-    input_: Any,
-    group: Group | Place,
-    run: Callable[[list[Call], list[str]], Sequence[torch.Tensor]],
-    exchanges: int = 1,
-) -> Any:
-    """Check a tensor, or several of one dtype and device that one exchange moves; then `run` their calls.
-
-    run: receives the calls, and what names each tensor in messages: "[1]" after an argument's name, or "".
-
-    Returns what `run` returns: a list, or its only tensor if `input_` is not a list.
-    """
-    place = group if isinstance(group, Place) else place_of(process_group(group, name))
-    one = not isinstance(input_, (list, tuple))
-    inputs: Sequence[Any] = [input_] if one else input_
-    if not inputs:
-        _reject_empty_list(name, place, exchanges)
-    first = Call(name, inputs[0], place, "input_" if one else "input_[0]", exchanges)
-    calls, at = [first], [""] if one else _AT[: len(inputs)]
-    shapes = None
-    if len(inputs) > 1:
-        shapes = _C.plain_shapes(inputs) if first.known else None
-        for i in range(1, len(inputs)):
-            what = _NAMES[i] if i < len(_AT) else _NAMES[-1]
-            calls.append(first.beside(inputs[i], None if shapes is None else shapes[i], what))
-    try:
-        if len(calls) > 1 and shapes is None:
-            _check_alike(first, inputs)
-        if len(calls) > len(_AT):
-            expected = f"at most {len(_AT)} in one call"
-            raise first.error("input_", f"a list of {len(calls)} tensors", expected)
-        outputs = run(calls, at)
-        return outputs[0] if one else list(outputs)
-    except BaseException as error:
-        # meta tensors are not exchanged: the peers wait for the others
-        next((call for call in calls if not call.input.is_meta), calls[0]).fail(error)
-        raise
-
-
-def _check_alike(first: Call, inputs: Sequence[torch.Tensor]) -> None:
-    """Raise TypeError unless all tensors have the dtype and device of the first."""
-    x = inputs[0]
-    dtype, on_cpu = x.dtype, x.is_cpu
-    for i in range(1, len(inputs)):
-        y = inputs[i]
-        if y.dtype != dtype or not (y.is_cpu if on_cpu else y.device == x.device):
-            found = f"of {y.dtype} on {y.device}"
-            raise first.type_error(f"input_[{i}]", found, f"{dtype} on {x.device}, as input_[0]")
-
-
-def _reject_empty_list(name: str, place: Place, exchanges: int) -> None:
-    where = f"{name} on rank {place.rank} of {place.world}"
-    error = ValueError(f"{where}: input_ is an empty list; expected at least one tensor")
-    if exchanges:
-        report_failure([(place, calls_before((place,))[0] + exchanges)], name, None, error)
-    raise error
-
-
-def entries(call: Call, what: str, sizes: Any, at: list[str]) -> Sequence[Any]:
-    """Return the sizes of each tensor of `checked_together`."""
-    if at == [""]:
-        return [sizes]
-    if sizes is None:
-        return [None] * len(at)
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != len(at):
-        raise call.error(what, f"{sizes!r:.200}", f"{len(at)} entries, one for each tensor, or None")
-    return sizes
+    if first.world == 1:
+        return inputs
+    remember(calls, key, steps[0][1])
+    return run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced)

@@ -22,6 +22,8 @@ from .lane import Job, Lane
 from .member import LOCAL, OVER, SHARED, Member, Transport
 
 _MOST_OPERATIONS = 256  # that a group remembers
+Record = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Remembered = tuple[Operation, Record | None]
 
 
 @functools.cache  # torch makes a new string, which takes 3 times as long
@@ -40,17 +42,18 @@ class Communicator(Member):
         self.lane: Lane | None = None  # while calls are in flight
         self._own_lane: Lane | None = None
         # what public operations decided from their arguments: it takes longer than the exchange
-        self.operations: dict[tuple[object, ...], Operation] = {}
+        self.operations: dict[tuple[object, ...], Remembered] = {}
 
     def count(self) -> int:
         """Return how many calls this rank has made, those in flight included."""
         lane = self.lane
         return self.calls if lane is None else lane.count()
 
-    def remember(self, key: tuple[object, ...], operation: Operation) -> None:
+    def remember(self, key: tuple[object, ...], operation: Operation, record: Record | None) -> None:
+        """record: runs the same operation under autograd."""
         if len(self.operations) >= _MOST_OPERATIONS:
             self.operations.clear()
-        self.operations[key] = operation
+        self.operations[key] = operation, record
 
     def transport(self, device: str) -> Transport:
         """The transport for a device type, as far as it is known; never communicates."""

@@ -432,3 +432,9 @@ def recorded(
         if are_long(args):
             return _apply_plain((name, steps, scale, grad_scale, False, None), *inputs)
     return _apply_plain(_untraced(name, steps, scale, grad_scale), *inputs)
+
+
+def recorder(name: str, steps: tuple[Step, ...], grad_scale: Scale) -> Callable[[Tensors], Tensors]:
+    """Return what runs and records the steps for plain tensors that no tracer must see."""
+    call: Recorded = name, steps, ONE, grad_scale, False, _turned(name, steps, grad_scale)
+    return lambda inputs: _apply_plain(call, *inputs)

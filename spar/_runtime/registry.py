@@ -85,6 +85,11 @@ def known(group: object) -> Communicator | None:
     return _by_group.get(id(group))
 
 
+def known_by(place: Place) -> Communicator | None:
+    """Return the communicator of a place; None if its group is gone."""
+    return _by_handle.get(place.handle)
+
+
 @constant
 def place_of(group: dist.ProcessGroup) -> Place:
     found = _by_group.get(id(group))

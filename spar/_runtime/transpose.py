@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .call import Call
+from .call import Call, remember
 from .exchange import (
     ARITHMETIC,
     Tensors,
@@ -99,6 +99,12 @@ def recorded(move: Move, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     return _apply_plain(_untraced(move), *inputs)
 
 
+def _recorder(move: Move) -> Callable[[Tensors], Tensors]:
+    """Return what runs and records the move for plain tensors that no tracer must see."""
+    call: Recorded = move, move.turned()
+    return lambda inputs: _apply_plain(call, *inputs)
+
+
 def check_dtype(call: Call, sums: bool) -> None:
     """Raise TypeError if torch cannot add the input's items, which the call sums, or else its backward."""
     dtype = call.input.dtype
@@ -107,8 +113,13 @@ def check_dtype(call: Call, sums: bool) -> None:
         raise call.type_error("input_", what, "a dtype that torch adds, such as torch.float32")
 
 
-def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Tensors:
-    """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient."""
+def transpose(
+    calls: Sequence[Call], shards: Sequence[Layout], sums: bool, key: tuple[object, ...] | None = None
+) -> Tensors:
+    """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient.
+
+    key: by which `repeat` finds the exchange of a single input; None: it does not.
+    """
     first, inputs = calls[0], [call.input for call in calls]
     records = must_record(inputs)
     if sums or records:
@@ -121,6 +132,7 @@ def transpose(calls: Sequence[Call], shards: Sequence[Layout], sums: bool) -> Te
         )
         return transposed
     move = Move.of_shards(first.name, first.place, shards, sums)
+    remember(calls, key, move.args, _recorder(move) if records and key is not None else None, sums)
     return recorded(move, inputs) if records else move.run(inputs)
 
 
