@@ -103,7 +103,7 @@ def check_copies(
     for peer, wire in enumerate(wires):
         wanted = torch.empty(wire.numel(), dtype=torch.uint8)
         sources = core.addresses([x])
-        core_abi.check(library.spar_pack(plan.handle, cpu, peer, sources, wanted.data_ptr(), None))
+        core_abi.check(library.spar_pack(plan.handle, cpu, peer, sources, wanted.data_ptr()))
         if kind:
             wanted = scaled(wanted, dtype, scale)
         if not same_bits(wire.cpu(), wanted, dtype):
@@ -117,16 +117,12 @@ def check_copies(
             for peer, wire in enumerate(pulled):
                 targets = core.addresses([expected])
                 core_abi.check(
-                    library.spar_unpack(
-                        plan.handle, cpu, peer, wire.data_ptr(), targets, ctypes.byref(scale), None
-                    )
+                    library.spar_unpack(plan.handle, cpu, peer, wire.data_ptr(), targets, ctypes.byref(scale))
                 )
         else:
             spans = cut(rank, plan.push_bytes[rank], None)
             sources, targets = core.addresses([x]), core.addresses([expected])
-            core_abi.check(
-                library.spar_copy_own(plan.handle, cpu, sources, targets, ctypes.byref(scale), None)
-            )
+            core_abi.check(library.spar_copy_own(plan.handle, cpu, sources, targets, ctypes.byref(scale)))
         gpu.copy(plan, route, spans, [on_gpu], [got], scale)()
         if not same_bits(got.cpu(), expected, dtype):
             return str(route.name.lower())

@@ -53,7 +53,7 @@ static void check_own(const spar_call *call)
             else
                 memset(expected[t], 0, bytes);
         }
-        EXPECT(!spar_copy_own(call->plan, &spar_device_cpu, call->inputs, expected, &call->scale, NULL));
+        EXPECT(!spar_copy_own(call->plan, &spar_device_cpu, call->inputs, expected, &call->scale));
         for (int t = 0; t < call->plan->ntensors; t++) {
             size_t bytes = (size_t)call->plan->tensors[t].out_bytes;
             EXPECT(!fill || memcmp(expected[t], call->outputs[t], bytes) == 0);

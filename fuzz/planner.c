@@ -236,16 +236,15 @@ static void run_valid_call(int world, int count, const part *parts)
         rows[rank] = m->outputs;
     }
     for (member *m = members; m < members + world; m++)
-        EXPECT(!spar_push(m->plan, &spar_device_cpu, m->inputs, rows, &unscaled, 0, NULL));
+        EXPECT(!spar_push(m->plan, &spar_device_cpu, m->inputs, rows, &unscaled, 0));
     check_received(members, world, count, parts);
     for (int from = 0; from < world; from++)
         for (int to = 0; to < world; to++) {
             const member *a = &members[from], *b = &members[to];
             char *wire = malloc((size_t)a->plan->push[to].bytes); /* exact: sanitizers catch an overrun */
-            EXPECT(!spar_pack(a->plan, &spar_device_cpu, to, a->inputs, wire, NULL));
-            EXPECT(from == to
-                       ? !spar_copy_own(a->plan, &spar_device_cpu, a->inputs, a->outputs, &unscaled, NULL)
-                       : !spar_unpack(b->plan, &spar_device_cpu, from, wire, b->outputs, &unscaled, NULL));
+            EXPECT(!spar_pack(a->plan, &spar_device_cpu, to, a->inputs, wire));
+            EXPECT(from == to ? !spar_copy_own(a->plan, &spar_device_cpu, a->inputs, a->outputs, &unscaled)
+                              : !spar_unpack(b->plan, &spar_device_cpu, from, wire, b->outputs, &unscaled));
             free(wire);
         }
     check_received(members, world, count, parts);

@@ -59,7 +59,7 @@ def test_nontemporal_stores_are_fenced() -> None:
     assert functions_with("spar_nontemporal_copy") == {"nontemporal.c:spar_nontemporal_copy", *copies}
     assert functions_with("spar_nontemporal_fence") == {
         "nontemporal.c:spar_nontemporal_fence",
-        "cpu.c:copy_blocks",
+        "cpu.c:copy_all",
         "cpu.c:copy_range",
         "group.c:publish",
     }

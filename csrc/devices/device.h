@@ -23,6 +23,18 @@ typedef struct {
     void *wire; /* where byte `low` lies, on the wire's side; NULL for SPAR_PUSH */
 } spar_span;
 
+/* Blocks of a plan, from one rank's tensors to those of one or several targets. */
+typedef struct {
+    const spar_block *blocks;
+    const spar_dim *dims;
+    const spar_range *ranges; /* [targets] of blocks; equal ones: every target receives the same */
+    int targets, first;       /* which target is first where one after another is written */
+    const void *const *from;  /* [tensor] */
+    void *const *const *to;   /* [target][tensor]; a row is NULL: nothing is copied to that target */
+    const spar_scale *scale;
+    int read_soon; /* another core is about to read what is written */
+} spar_copies;
+
 /* A thread's state before it entered a device. */
 typedef struct {
     void *context;
@@ -31,12 +43,8 @@ typedef struct {
 
 typedef struct {
     const char *name; /* torch's device type */
-    /* Copies `count` blocks: block i from from[blocks[i].tensor] to to[target][blocks[i].tensor] of each
-     * target. The copy is done on return; `stream` is NULL. read_soon: another core is about to read what is
-     * written. On a CPU only. */
-    spar_status (*copy_blocks)(const spar_block *blocks, int64_t count, const spar_dim *dims,
-                               const void *const *from, void *const *const *to, int targets,
-                               const spar_scale *scale, int read_soon, void *stream);
+    /* Copies blocks; done on return. On a CPU only. */
+    spar_status (*copy_blocks)(const spar_copies *copies);
 
     /* The slots below are for devices with streams; NULL on a CPU. */
 

@@ -27,70 +27,84 @@ spar_status spar_packed_blocks(const spar_plan *plan, int peer,
     return SPAR_OK;
 }
 
+static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+
 typedef struct {
     const spar_device *device;
     const void *const *inputs;
-    void *wire, *stream;
+    void *wire;
 } pack_context;
 
 static spar_status pack_block(void *context, const spar_block *block, const spar_dim *dims)
 {
-    static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     pack_context *c = context;
     spar_block alone = *block;
-    const void *from = c->inputs[block->tensor];
+    spar_range range = {0, 1, block->run};
+    for (int k = 0; k < block->ndim; k++)
+        range.bytes *= dims[k].extent;
     alone.tensor = 0;
     void *const *to = &c->wire;
-    return c->device->copy_blocks(&alone, 1, dims, &from, &to, 1, &unscaled, 0, c->stream);
+    return c->device->copy_blocks(&(spar_copies){.blocks = &alone,
+                                                 .dims = dims,
+                                                 .ranges = &range,
+                                                 .targets = 1,
+                                                 .from = &c->inputs[block->tensor],
+                                                 .to = &to,
+                                                 .scale = &unscaled});
 }
 
 spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer, const void *const *inputs,
-                      void *wire, void *stream)
+                      void *wire)
 {
-    pack_context context = {device, inputs, wire, stream};
+    pack_context context = {device, inputs, wire};
     return spar_packed_blocks(plan, peer, pack_block, &context);
 }
 
-spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int peer, const void *wire,
-                        void *const *outputs, const spar_scale *scale, void *stream)
+/* Copies one range. */
+static spar_status copy_range(const spar_plan *plan, const spar_device *device, const spar_range *range,
+                              const void *const *from, void *const *outputs, const spar_scale *scale)
 {
-    const spar_range *range = &plan->pull[peer];
+    return device->copy_blocks(&(spar_copies){.blocks = plan->blocks,
+                                              .dims = plan->dims,
+                                              .ranges = range,
+                                              .targets = 1,
+                                              .from = from,
+                                              .to = &outputs,
+                                              .scale = scale});
+}
+
+spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int peer, const void *wire,
+                        void *const *outputs, const spar_scale *scale)
+{
     const void *on_stack[8] = {NULL}, **from = on_stack;
     if (plan->ntensors > 8 && !(from = malloc((size_t)plan->ntensors * sizeof *from)))
         return spar_fail(SPAR_NO_MEMORY, "no memory for %d tensors", plan->ntensors);
     for (int t = 0; t < plan->ntensors; t++)
         from[t] = wire; /* a peer's tensors are concatenated */
-    spar_status status = device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, from,
-                                             &outputs, 1, scale, 0, stream);
+    spar_status status = copy_range(plan, device, &plan->pull[peer], from, outputs, scale);
     if (from != on_stack)
         free(from);
     return status;
 }
 
 spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, const void *const *inputs,
-                          void *const *outputs, const spar_scale *scale, void *stream)
+                          void *const *outputs, const spar_scale *scale)
 {
-    const spar_range *range = &plan->push[plan->rank];
-    return device->copy_blocks(plan->blocks + range->first, range->count, plan->dims, inputs, &outputs, 1,
-                               scale, 0, stream);
+    return copy_range(plan, device, &plan->push[plan->rank], inputs, outputs, scale);
 }
 
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
-                      void *const *const *outputs, const spar_scale *scale, int read_soon, void *stream)
+                      void *const *const *outputs, const spar_scale *scale, int read_soon)
 {
-    const spar_range *all = plan->push;
-    int same = plan->world > 1;
-    for (int rank = 1; rank < plan->world; rank++)
-        same &= all[rank].first == all[0].first && all[rank].count == all[0].count;
-    if (same)
-        return device->copy_blocks(plan->blocks + all->first, all->count, plan->dims, inputs, outputs,
-                                   plan->world, scale, read_soon, stream);
-    for (int i = 0; i < plan->world; i++) {
-        int rank = (plan->rank + i) % plan->world; /* ranks start with different peers */
-        if (!outputs[rank])
-            continue;
-        SPAR_TRY(device->copy_blocks(plan->blocks + all[rank].first, all[rank].count, plan->dims, inputs,
-                                     &outputs[rank], 1, scale, read_soon, stream));
-    }
-    return SPAR_OK;
+    return device->copy_blocks(&(spar_copies){
+        .blocks = plan->blocks,
+        .dims = plan->dims,
+        .ranges = plan->push,
+        .targets = plan->world,
+        .first = plan->rank, /* ranks start with different peers */
+        .from = inputs,
+        .to = outputs,
+        .scale = scale,
+        .read_soon = read_soon,
+    });
 }

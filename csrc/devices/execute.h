@@ -10,21 +10,21 @@
 
 /* Packs what is sent to `peer` into `wire`, plan->push[peer].bytes long; spar_unpack scales. */
 spar_status spar_pack(const spar_plan *plan, const spar_device *device, int peer, const void *const *inputs,
-                      void *wire, void *stream);
+                      void *wire);
 
 /* Unpacks what was received from `peer` (plan->pull[peer].bytes) into the outputs. */
 spar_status spar_unpack(const spar_plan *plan, const spar_device *device, int peer, const void *wire,
-                        void *const *outputs, const spar_scale *scale, void *stream);
+                        void *const *outputs, const spar_scale *scale);
 
 /* Copies a rank's own part from its inputs to its outputs. */
 spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, const void *const *inputs,
-                          void *const *outputs, const spar_scale *scale, void *stream);
+                          void *const *outputs, const spar_scale *scale);
 
 /* Copies from a rank's inputs into outputs[rank][tensor] of every rank, including its own; except for ranks
  * whose row is NULL, which an exchange that sends every rank the same may not have. read_soon: the ranks read
  * their outputs as soon as all are written. */
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
-                      void *const *const *outputs, const spar_scale *scale, int read_soon, void *stream);
+                      void *const *const *outputs, const spar_scale *scale, int read_soon);
 
 /* Calls `emit` with each block of push[peer] as packed: dst is its offset in the packed bytes. */
 spar_status spar_packed_blocks(const spar_plan *plan, int peer,

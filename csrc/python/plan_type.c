@@ -179,7 +179,7 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
     for (int peer = 0; status == SPAR_OK && peer < plan->world; peer++) {
         if (peer == plan->rank)
             continue;
-        status = spar_pack(plan, &spar_device_cpu, peer, (const void *const *)inputs, wire, NULL);
+        status = spar_pack(plan, &spar_device_cpu, peer, (const void *const *)inputs, wire);
         wire += plan->push[peer].bytes;
     }
     Py_END_ALLOW_THREADS;
@@ -205,7 +205,7 @@ static PyObject *plan_unpack(PyObject *self, PyObject *args)
     for (int peer = 0; status == SPAR_OK && peer < plan->world; peer++) {
         if (peer == plan->rank)
             continue;
-        status = spar_unpack(plan, &spar_device_cpu, peer, wire, outputs, &scale, NULL);
+        status = spar_unpack(plan, &spar_device_cpu, peer, wire, outputs, &scale);
         wire += plan->pull[peer].bytes;
     }
     Py_END_ALLOW_THREADS;
@@ -226,7 +226,7 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
         return NULL;
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale, NULL);
+    status = spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale);
     Py_END_ALLOW_THREADS;
     return spar_result(status);
 }
@@ -268,7 +268,7 @@ PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
         spar_arena_take(plan->tensors[0].out_bytes, &block) == SPAR_OK) {
         const void *input = from[0];
         void *output = spar_memory_address(block);
-        status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale, NULL);
+        status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale);
     }
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)

@@ -32,13 +32,13 @@ static void exchange_packed(member *m, const spar_plan *plan, const spar_call *c
 {
     for (int peer = 0; peer < m->world; peer++) {
         void *wire = m->wires[m->rank][peer] = malloc((size_t)plan->push[peer].bytes);
-        EXPECT(!spar_pack(plan, call->device, peer, call->inputs, wire, NULL));
+        EXPECT(!spar_pack(plan, call->device, peer, call->inputs, wire));
     }
     pthread_barrier_wait(m->barrier);
-    EXPECT(!spar_copy_own(plan, call->device, call->inputs, call->outputs, &unscaled, NULL));
+    EXPECT(!spar_copy_own(plan, call->device, call->inputs, call->outputs, &unscaled));
     for (int peer = 0; peer < m->world; peer++)
-        EXPECT(peer == m->rank || !spar_unpack(plan, call->device, peer, m->wires[peer][m->rank],
-                                               call->outputs, &unscaled, NULL));
+        EXPECT(peer == m->rank ||
+               !spar_unpack(plan, call->device, peer, m->wires[peer][m->rank], call->outputs, &unscaled));
     pthread_barrier_wait(m->barrier);
     for (int peer = 0; peer < m->world; peer++)
         free(m->wires[m->rank][peer]);

@@ -330,18 +330,16 @@ def exchange_packed(
     sources = [addresses(own) for own in inputs]
     targets = [addresses([output.items for output in room]) for room in outputs]
     for plan, source, target in zip(plans, sources, targets, strict=True):
-        check(core.spar_copy_own(plan.handle, cpu(), source, target, byref(scale), None))
+        check(core.spar_copy_own(plan.handle, cpu(), source, target, byref(scale)))
     for a, sender in enumerate(plans):
         for b, receiver in enumerate(plans):
             if a == b or sizes[a][b] == 0:
                 continue
             wire = Output((sizes[a][b],))
-            check(core.spar_pack(sender.handle, cpu(), b, sources[a], wire.items.data_ptr(), None))
+            check(core.spar_pack(sender.handle, cpu(), b, sources[a], wire.items.data_ptr()))
             assert wire.guards_are_intact()
             check(
-                core.spar_unpack(
-                    receiver.handle, cpu(), a, wire.items.data_ptr(), targets[b], byref(scale), None
-                )
+                core.spar_unpack(receiver.handle, cpu(), a, wire.items.data_ptr(), targets[b], byref(scale))
             )
     assert all(output.guards_are_intact() for room in outputs for output in room)
     return [[output.items for output in room] for room in outputs]

@@ -335,14 +335,14 @@ _FUNCTIONS = {  # name: (result, arguments)
     "plan_cache_stats": (None, [POINTER(PlanStats)]),
     "plan_cache_limit": (None, [c_int64]),
     "sum": (None, [c_int, c_void_p, POINTER(c_void_p), c_int, c_int64]),
-    "pack": (c_int, [POINTER(PlanStruct), c_void_p, c_int, POINTER(c_void_p), c_void_p, c_void_p]),
+    "pack": (c_int, [POINTER(PlanStruct), c_void_p, c_int, POINTER(c_void_p), c_void_p]),
     "unpack": (
         c_int,
-        [POINTER(PlanStruct), c_void_p, c_int, c_void_p, POINTER(c_void_p), POINTER(Scale), c_void_p],
+        [POINTER(PlanStruct), c_void_p, c_int, c_void_p, POINTER(c_void_p), POINTER(Scale)],
     ),
     "copy_own": (
         c_int,
-        [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale), c_void_p],
+        [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale)],
     ),
     "peer_info_read": (None, [POINTER(PeerInfo)]),
     "choose": (c_int, [POINTER(PeerInfo), c_int, c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),

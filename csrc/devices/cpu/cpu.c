@@ -14,6 +14,8 @@ enum {
     TRIALS = 16,        /* a copy is that many times as long as its part that tries a kind of store */
     AHEAD = 2048,       /* bytes that are read ahead of short strided runs */
     SHORT_RUN = 2048,   /* bytes: of longer runs the processor reads most ahead by itself */
+    TURN = 1024,        /* bytes that are read before the first target has its next turn */
+    LARGE = 1 << 17, /* bytes for a target, from which on an input is read from memory rather than a cache */
 };
 
 /* A constant size lets the compiler copy an item with one load and one store. */
@@ -23,21 +25,32 @@ enum {
             memcpy(d + i * ds, s + i * ss, size);                                                            \
         break;
 
+/* One pass over the source. */
 typedef struct {
     const spar_block *blocks;
-    int64_t count, bytes;
     const spar_dim *dims;
+    const spar_range *ranges; /* [targets]; unless in_turn, all are as the first one */
+    int targets;
     const void *const *from;
     void *const *const *to;
-    int targets;
     const spar_scale *scale;
+    int in_turn; /* the targets receive different blocks with equal loops */
+    int64_t bytes;
     int nontemporal; /* use non-temporal stores */
 } copy;
+
+/* Whether non-temporal stores gain for runs at `d` and each `ds` behind. Whole lines gain however few they
+ * are: nothing of them is read. */
+static int gains_nontemporal(const copy *c, const char *d, int64_t ds, int64_t run)
+{
+    int64_t bits = (intptr_t)d | ds | run;
+    return c->nontemporal && (run >= SPAR_NONTEMPORAL_RUN || (bits & (SPAR_CACHE_LINE - 1)) == 0);
+}
 
 /* Copies n runs with non-temporal stores. */
 static void stream_runs(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, int64_t run)
 {
-    int64_t ahead = ss == run || run > SHORT_RUN ? n : (AHEAD + run - 1) / run;
+    int64_t ahead = n == 1 || ss == run || run > SHORT_RUN ? n : (AHEAD + run - 1) / run;
     for (int64_t i = 0; i < n; i++) {
         for (int64_t line = 0; line < run && i + ahead < n; line += SPAR_CACHE_LINE)
             __builtin_prefetch(s + (i + ahead) * ss + line);
@@ -53,7 +66,7 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
         int64_t item = spar_scale_types[scale->dtype].bytes;
         if (run == item)
             spar_scale_items(scale, d, s, n, ds, ss);
-        else if (c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)
+        else if (gains_nontemporal(c, d, ds, run))
             for (int64_t i = 0; i < n; i++) {
                 char *to = d + i * ds;
                 spar_scale_nontemporal(scale, &to, 1, s + i * ss, run);
@@ -71,7 +84,7 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
         COPY_ITEMS(16)
         COPY_ITEMS(32)
     default:
-        if (c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)
+        if (gains_nontemporal(c, d, ds, run))
             stream_runs(d, s, n, ds, ss, run);
         else
             for (int64_t i = 0; i < n; i++)
@@ -108,10 +121,12 @@ static void copy_to_all(const copy *c, int tensor, int64_t dst, const char *s, i
 static void copy_inner(const copy *c, int tensor, int64_t dst, const char *s, int64_t n, int64_t ds,
                        int64_t ss, int64_t run)
 {
-    if (c->targets > 1 && c->nontemporal && run >= SPAR_NONTEMPORAL_RUN)
+    if (c->targets > 1 && gains_nontemporal(c, (char *)c->to[0][tensor] + dst, ds, run))
         for (int64_t i = 0; i < n; i++)
-            (c->scale->dtype == SPAR_UNSCALED ? copy_to_all : scale_to_all)(c, tensor, dst + i * ds,
-                                                                            s + i * ss, run);
+            if (c->scale->dtype == SPAR_UNSCALED)
+                copy_to_all(c, tensor, dst + i * ds, s + i * ss, run);
+            else
+                scale_to_all(c, tensor, dst + i * ds, s + i * ss, run);
     else
         for (int target = 0; target < c->targets; target++)
             copy_runs(c, (char *)c->to[target][tensor] + dst, s, n, ds, ss, run);
@@ -153,6 +168,49 @@ static void copy_block(const copy *c, const spar_block *block, int64_t first, in
     }
 }
 
+static const spar_block *block_of(const copy *c, int target, int64_t i)
+{
+    return &c->blocks[c->ranges[target].first + i];
+}
+
+/* Copies iterations first to first + count of the loops that the targets' i-th blocks have in common. Their
+ * runs are neighbours in the source, and the targets have their turns so often that it is read from end to
+ * end. */
+static void copy_in_turn(const copy *c, int64_t i, int64_t first, int64_t count)
+{
+    const spar_block *lead = block_of(c, 0, i);
+    const spar_dim *loops = c->dims + lead->dims;
+    int64_t at[SPAR_MAX_DIMS];
+    int last = lead->ndim - 1;
+    int64_t most = lead->run < SPAR_CACHE_LINE && loops[last].src < TURN ? TURN / loops[last].src : 1;
+    for (int dim = last; dim >= 0; dim--) {
+        at[dim] = first % loops[dim].extent;
+        first /= loops[dim].extent;
+    }
+    for (int64_t n; count > 0; count -= n) {
+        n = loops[last].extent - at[last];
+        n = most < n ? most : n;
+        n = count < n ? count : n;
+        for (int target = 0; target < c->targets; target++) {
+            const spar_block *block = block_of(c, target, i);
+            const spar_dim *dims = c->dims + block->dims;
+            int64_t src = block->src, dst = block->dst;
+            for (int dim = 0; dim <= last; dim++) {
+                src += at[dim] * dims[dim].src;
+                dst += at[dim] * dims[dim].dst;
+            }
+            copy_runs(c, (char *)c->to[target][block->tensor] + dst,
+                      (const char *)c->from[block->tensor] + src, n, dims[last].dst, dims[last].src,
+                      block->run);
+        }
+        at[last] += n;
+        for (int dim = last; dim > 0 && at[dim] == loops[dim].extent; dim--) {
+            at[dim] = 0;
+            at[dim - 1]++;
+        }
+    }
+}
+
 static int64_t runs_of(const copy *c, const spar_block *block)
 {
     int64_t runs = 1;
@@ -172,11 +230,16 @@ static int64_t cut(int64_t at, int64_t unit, int64_t end)
 static void copy_range(const copy *c, int64_t low, int64_t high)
 {
     int64_t at = 0;
-    for (int64_t i = 0; i < c->count && at < high; i++) {
-        const spar_block *block = &c->blocks[i];
-        int64_t run = block->run, bytes = runs_of(c, block) * run;
+    for (int64_t i = 0; i < c->ranges->count && at < high; i++) {
+        const spar_block *block = block_of(c, 0, i);
+        int64_t run = block->run;
+        for (int target = 1; target < c->targets && c->in_turn; target++)
+            run += block_of(c, target, i)->run;
+        int64_t bytes = runs_of(c, block) * run;
         int64_t first = cut(low - at, run, bytes) / run, last = cut(high - at, run, bytes) / run;
-        if (run < LONG_RUN) {
+        if (c->in_turn) {
+            copy_in_turn(c, i, first, last - first);
+        } else if (run < LONG_RUN) {
             if (first < last)
                 copy_block(c, block, first, last - first, 0, run);
         } else if (low < at + bytes) {
@@ -217,31 +280,100 @@ static void copy_to_reader(copy *c)
     copy_range(c, 2 * trial, c->bytes);
 }
 
-static spar_status copy_blocks(const spar_block *blocks, int64_t count, const spar_dim *dims,
-                               const void *const *from, void *const *const *to, int targets,
-                               const spar_scale *scale, int read_soon, void *stream)
+/* Copies c->bytes. */
+static void copy_all(copy *c, int read_soon)
 {
-    copy c = {blocks, count, 0, dims, from, to, targets, scale, 0};
-    int alone = spar_threads_share(INT64_MAX) == 1;
-    /* stop counting there: it takes time */
-    int64_t enough = alone && !read_soon ? spar_nontemporal_min() : INT64_MAX;
-    (void)stream;
-    for (int64_t i = 0; i < count && c.bytes < enough; i++)
-        c.bytes += runs_of(&c, &blocks[i]) * blocks[i].run;
-    c.nontemporal = c.bytes >= spar_nontemporal_min();
-    int parts = alone ? 1 : spar_threads_share(c.bytes);
+    int parts = spar_threads_share(c->bytes);
     if (parts > 1) {
-        spar_threads_run(copy_part, &c, parts);
+        spar_threads_run(copy_part, c, parts);
+    } else if (read_soon && c->nontemporal) {
+        copy_to_reader(c);
+    } else if (c->in_turn) {
+        copy_range(c, 0, c->bytes);
+    } else {
+        for (int64_t i = 0; i < c->ranges->count; i++) {
+            const spar_block *block = block_of(c, 0, i);
+            copy_block(c, block, 0, runs_of(c, block), 0, block->run);
+        }
+        if (c->nontemporal)
+            spar_nontemporal_fence();
+    }
+}
+
+/* Whether the targets' i-th blocks have equal loops, of short steps that hold one run of each. */
+static int are_neighbours(const copy *c, int64_t i)
+{
+    const spar_block *lead = block_of(c, 0, i);
+    const spar_dim *loops = c->dims + lead->dims;
+    int64_t low = lead->src, high = lead->src + lead->run;
+    if (lead->ndim == 0 || loops[lead->ndim - 1].src > LONG_RUN)
+        return 0;
+    for (int target = 1; target < c->targets; target++) {
+        const spar_block *block = block_of(c, target, i);
+        const spar_dim *dims = c->dims + block->dims;
+        if (block->tensor != lead->tensor || block->ndim != lead->ndim)
+            return 0;
+        for (int dim = 0; dim < lead->ndim; dim++)
+            if (dims[dim].extent != loops[dim].extent || dims[dim].src != loops[dim].src)
+                return 0;
+        low = block->src < low ? block->src : low;
+        high = block->src + block->run > high ? block->src + block->run : high;
+    }
+    return high - low <= loops[lead->ndim - 1].src;
+}
+
+/* Whether to copy in turn. One target's runs alone are read with gaps, at half the speed. */
+static int gains_in_turn(const copy *c)
+{
+    for (int target = 0; target < c->targets; target++)
+        if (!c->to[target] || c->ranges[target].count != c->ranges->count)
+            return 0;
+    if (c->targets == 1 || c->bytes < (int64_t)LARGE * c->targets)
+        return 0;
+    for (int64_t i = 0; i < c->ranges->count; i++)
+        if (!are_neighbours(c, i))
+            return 0;
+    return 1;
+}
+
+/* Then none of their rows is NULL. */
+static int receive_the_same(const spar_copies *all)
+{
+    for (int target = 1; target < all->targets; target++)
+        if (all->ranges[target].first != all->ranges->first ||
+            all->ranges[target].count != all->ranges->count)
+            return 0;
+    return all->targets > 1;
+}
+
+static spar_status copy_blocks(const spar_copies *all)
+{
+    copy c = {all->blocks, all->dims, all->ranges, all->targets, all->from, all->to, all->scale, 0, 0, 0};
+    int64_t least = spar_nontemporal_min();
+    if (receive_the_same(all)) {
+        c.bytes = all->ranges->bytes;
+        c.nontemporal = c.bytes >= least;
+        copy_all(&c, all->read_soon);
         return SPAR_OK;
     }
-    if (read_soon && c.nontemporal) {
-        copy_to_reader(&c);
+    for (int target = 0; target < c.targets; target++)
+        c.bytes += c.ranges[target].bytes;
+    if (gains_in_turn(&c)) {
+        c.in_turn = 1;
+        c.nontemporal = c.bytes / c.targets >= least;
+        copy_all(&c, all->read_soon);
         return SPAR_OK;
     }
-    for (int64_t i = 0; i < count; i++)
-        copy_block(&c, &blocks[i], 0, runs_of(&c, &blocks[i]), 0, blocks[i].run);
-    if (c.nontemporal)
-        spar_nontemporal_fence();
+    c.targets = 1;
+    for (int i = 0; i < all->targets; i++) {
+        int target = (all->first + i) % all->targets;
+        c.ranges = &all->ranges[target];
+        c.to = &all->to[target];
+        c.bytes = c.ranges->bytes;
+        c.nontemporal = c.bytes >= least;
+        if (*c.to)
+            copy_all(&c, all->read_soon);
+    }
     return SPAR_OK;
 }
 

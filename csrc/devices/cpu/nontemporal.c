@@ -71,6 +71,10 @@ int64_t spar_nontemporal_min(void)
 void spar_nontemporal_copy(char *to, const char *from, int64_t n)
 {
     int64_t head = -(intptr_t)to & (SPAR_CACHE_LINE - 1);
+    if (head == 0 && (n & (SPAR_CACHE_LINE - 1)) == 0) {
+        line_copies[!has_avx512()].copy(to, from, n);
+        return;
+    }
     if (head > n)
         head = n;
     int64_t lines = (n - head) & ~(int64_t)(SPAR_CACHE_LINE - 1);

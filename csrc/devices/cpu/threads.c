@@ -33,6 +33,8 @@ void spar_threads_limit(int threads)
 int spar_threads_share(int64_t bytes)
 {
     int64_t limit = __atomic_load_n(&pool.limit, __ATOMIC_RELAXED);
+    if (limit == 1)
+        return 1;
     int64_t min_bytes = bytes / __atomic_load_n(&pool.min_bytes, __ATOMIC_RELAXED);
     return min_bytes < 1 ? 1 : (int)(min_bytes < limit ? min_bytes : limit);
 }

@@ -1,0 +1,121 @@
+"""Large parts of several ranks, neighbours in the input: copied in turn, as if one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import core
+from helpers.cases import Case, Cut, Move, Part, by_rule
+from helpers.core import Scale, ScaleType
+from helpers.exchanges import by_sizes, even, pair, zigzag as zigzag_layout
+from helpers.reference import in_runs, zigzag
+
+pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
+
+LARGE = 1 << 17  # bytes for each rank from which on ranks have turns (csrc/devices/cpu/cpu.c)
+
+
+@pytest.fixture
+def team() -> Iterator[None]:
+    yield
+    core.library().spar_threads_limit(1)
+    core.library().spar_threads_min_bytes(1 << 20)
+
+
+def scattered(shape: tuple[int, ...], world: int, dims: tuple[int, int]) -> Move:
+    """An all_to_all by the size rule."""
+    scatter, gather = dims
+    return Move(
+        [scatter, gather, shape[gather]],
+        [gather, scatter, shape[scatter]],
+        Cut(gather, in_runs(by_rule(shape[gather], world))),
+        Cut(scatter, in_runs(by_rule(shape[scatter], world))),
+    )
+
+
+def tokens(row: int, world: int) -> int:
+    """Return how many rows of that many bytes make a rank's part for each rank large."""
+    return -(-LARGE * world // row) * world + world - 1
+
+
+def check(case: Case) -> None:
+    inputs, plans = case.inputs(), case.plans()
+    assert any(sum(plan.push_bytes) >= LARGE * case.world for plan in plans)
+    results = core.world(case.world).exchange(plans, inputs)
+    for rank, (got, wanted) in enumerate(zip(results, case.expected(), strict=True)):
+        for a, b in zip(got, wanted, strict=True):
+            assert torch.equal(a, b), rank
+
+
+@pytest.mark.parametrize("world", [2, 3, 9])
+@pytest.mark.parametrize("width", [1, 16, 50, 64, 128, 300, 2048])
+def test_runs_of_any_length(world: int, width: int) -> None:
+    """Heads of `width` bytes: a head for each rank; then another one for some ranks."""
+    for heads in (world, world + 1):
+        shape = (tokens(heads * width, world), heads, width)
+        check(Case("all_to_all", world, [Part(1, shape, "view", scattered(shape, world, (1, 0)))]))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "stepped", "expanded"])
+@pytest.mark.parametrize("item", [1, 2, 4, 12])
+def test_any_layout_of_the_input(layout: str, item: int) -> None:
+    shape = (2, tokens(7 * 40 * item, 3), 7, 40)
+    for dims in ((2, 1), (3, 1), (3, 0), (1, 2)):
+        check(Case("all_to_all", 3, [Part(item, shape, layout, scattered(shape, 3, dims))]))
+
+
+def test_several_tensors_of_different_heads() -> None:
+    shapes = [(tokens(heads * 64, 4), heads, 64) for heads in (8, 4, 5)]
+    check(Case("all_to_all", 4, [Part(1, shape, "view", scattered(shape, 4, (1, 0))) for shape in shapes]))
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 0), (1, 2, 5), (0, 0, 8)])
+def test_sizes_of_each_rank(sizes: tuple[int, ...]) -> None:
+    shape = (tokens(8 * 64, 3), 8, 64)
+    before, after = even(0, shape[0]), by_sizes(1, sizes)
+    move = Move(
+        list(pair(before, after)),
+        list(pair(after, before)),
+        Cut(0, in_runs(by_rule(shape[0], 3))),
+        Cut(1, in_runs(sizes)),
+    )
+    check(Case("exchange", 3, [Part(1, shape, "view", move)]))
+
+
+def test_zigzag_order() -> None:
+    shape = (tokens(8 * 96, 4), 8, 96)
+    before, after = zigzag_layout(0, shape[0], 1), even(1, 8)
+    move = Move(
+        list(pair(before, after)),
+        list(pair(after, before)),
+        Cut(0, zigzag(shape[0], 4, 1)),
+        Cut(1, in_runs(by_rule(8, 4))),
+    )
+    check(Case("exchange", 4, [Part(1, shape, "view", move)]))
+
+
+@pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.parametrize("width", [1, 8, 16, 48, 100])
+def test_scaled(width: int, divide: bool) -> None:
+    """Scaled parts equal the scaled whole."""
+    rows = tokens(3 * width * 4, 3)
+    inputs = [[torch.randn(rows + rank, 3, width).unsqueeze(-1).view(torch.uint8)] for rank in range(3)]
+    sizes = [rows, rows + 1, rows + 2]
+    numbers = list(pair(by_sizes(0, sizes), even(1, 3)))
+    plans = core.build_plans("exchange", inputs, [numbers])
+    plain = core.world(3).exchange(plans, inputs)
+    scaled = core.world(3).exchange(plans, inputs, scale=Scale(ScaleType.F32, divide, 3.0))
+    for (x,), (y,) in zip(plain, scaled, strict=True):
+        x = x.view(torch.float32)
+        assert torch.equal(y.view(torch.float32), x / 3 if divide else x * 3)
+
+
+def test_threads_share_the_turns(team: None) -> None:
+    shape = (tokens(5 * 70, 3), 5, 70)
+    case = Case("all_to_all", 3, [Part(1, shape, "view", scattered(shape, 3, (1, 0)))] * 2)
+    for threads, worth in ((2, 1 << 16), (3, 5000), (7, 1)):
+        core.library().spar_threads_limit(threads)
+        core.library().spar_threads_min_bytes(worth)
+        check(case)
