@@ -236,7 +236,7 @@ static void run_valid_call(int world, int count, const part *parts)
         rows[rank] = m->outputs;
     }
     for (member *m = members; m < members + world; m++)
-        EXPECT(!spar_push(m->plan, &spar_device_cpu, m->inputs, rows, &unscaled, 0));
+        EXPECT(!spar_push(m->plan, &spar_device_cpu, m->inputs, rows, &unscaled));
     check_received(members, world, count, parts);
     for (int from = 0; from < world; from++)
         for (int to = 0; to < world; to++) {

@@ -12,9 +12,18 @@ from helpers.core import Scale, ScaleType
 from helpers.exchanges import by_sizes, even, pair, zigzag as zigzag_layout
 from helpers.reference import in_runs, zigzag
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
+pytestmark = pytest.mark.usefixtures("one_thread_for_torch", "stores")
 
 LARGE = 1 << 17  # bytes for each rank from which on ranks have turns (csrc/devices/cpu/cpu.c)
+
+
+@pytest.fixture(params=["ordinary", "nontemporal"])
+def stores(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Copies that would learn which stores are faster use these."""
+    kinds = ["ordinary", "nontemporal", "faster"]  # of csrc/devices/cpu/stores.h
+    core.library().spar_stores_use(kinds.index(request.param))
+    yield
+    core.library().spar_stores_use(kinds.index("faster"))
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ typedef struct {
     const void *const *from;  /* [tensor] */
     void *const *const *to;   /* [target][tensor]; a row is NULL: nothing is copied to that target */
     const spar_scale *scale;
-    int read_soon; /* another core is about to read what is written */
 } spar_copies;
 
 /* A thread's state before it entered a device. */

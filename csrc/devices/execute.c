@@ -94,7 +94,7 @@ spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, cons
 }
 
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
-                      void *const *const *outputs, const spar_scale *scale, int read_soon)
+                      void *const *const *outputs, const spar_scale *scale)
 {
     return device->copy_blocks(&(spar_copies){
         .blocks = plan->blocks,
@@ -105,6 +105,5 @@ spar_status spar_push(const spar_plan *plan, const spar_device *device, const vo
         .from = inputs,
         .to = outputs,
         .scale = scale,
-        .read_soon = read_soon,
     });
 }

@@ -21,10 +21,9 @@ spar_status spar_copy_own(const spar_plan *plan, const spar_device *device, cons
                           void *const *outputs, const spar_scale *scale);
 
 /* Copies from a rank's inputs into outputs[rank][tensor] of every rank, including its own; except for ranks
- * whose row is NULL, which an exchange that sends every rank the same may not have. read_soon: the ranks read
- * their outputs as soon as all are written. */
+ * whose row is NULL, which an exchange that sends every rank the same may not have. */
 spar_status spar_push(const spar_plan *plan, const spar_device *device, const void *const *inputs,
-                      void *const *const *outputs, const spar_scale *scale, int read_soon);
+                      void *const *const *outputs, const spar_scale *scale);
 
 /* Calls `emit` with each block of push[peer] as packed: dst is its offset in the packed bytes. */
 spar_status spar_packed_blocks(const spar_plan *plan, int peer,

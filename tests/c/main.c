@@ -10,6 +10,7 @@ int test_peers(int argc, char **argv);
 int test_scale(int argc, char **argv);
 int test_shm(int argc, char **argv);
 int test_siphash(int argc, char **argv);
+int test_stores(int argc, char **argv);
 int test_sum(int argc, char **argv);
 int test_affinity(int argc, char **argv);
 int test_nontemporal(int argc, char **argv);
@@ -25,7 +26,8 @@ int main(int argc, char **argv)
                  {"peers", test_peers},       {"scale", test_scale},
                  {"shm", test_shm},           {"siphash", test_siphash},
                  {"affinity", test_affinity}, {"nontemporal", test_nontemporal},
-                 {"wait", test_wait},         {"sum", test_sum}};
+                 {"wait", test_wait},         {"sum", test_sum},
+                 {"stores", test_stores}};
     for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
         if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
             return tests[i].run(argc - 1, argv + 1);

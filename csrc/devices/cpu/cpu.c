@@ -1,7 +1,7 @@
 /* Strided copies in host memory. */
 #include "devices/device.h"
-#include "base/deadline.h"
 #include "devices/cpu/nontemporal.h"
+#include "devices/cpu/stores.h"
 #include "devices/cpu/threads.h"
 
 #include <string.h>
@@ -11,7 +11,6 @@ enum {
     PAGE = 4096,        /* bytes of its parts */
     TILE = 2048,        /* bytes that go to several outputs from the L1 cache */
     FEW = 8,            /* outputs that are written at a time */
-    TRIALS = 16,        /* a copy is that many times as long as its part that tries a kind of store */
     AHEAD = 2048,       /* bytes that are read ahead of short strided runs */
     SHORT_RUN = 2048,   /* bytes: of longer runs the processor reads most ahead by itself */
     TURN = 1024,        /* bytes that are read before the first target has its next turn */
@@ -267,30 +266,14 @@ static void copy_part(void *context, int part, int parts)
     copy_range(c, low, part + 1 < parts ? low + share : c->bytes);
 }
 
-/* Copies what another core is about to read. If both cores share a cache, ordinary stores may take half the
- * time, else non-temporal ones: tries both, and goes on with the faster. */
-static void copy_to_reader(copy *c)
-{
-    int64_t trial = c->bytes / TRIALS, took[2], begin = spar_now_ns();
-    for (int nontemporal = 0; nontemporal < 2; nontemporal++) {
-        c->nontemporal = nontemporal;
-        copy_range(c, nontemporal * trial, (nontemporal + 1) * trial);
-        int64_t end = spar_now_ns();
-        took[nontemporal] = end - begin;
-        begin = end;
-    }
-    c->nontemporal = took[1] < took[0];
-    copy_range(c, 2 * trial, c->bytes);
-}
-
-/* Copies c->bytes. */
-static void copy_all(copy *c, int read_soon)
+/* Copies c->bytes: `each` bytes for each target. */
+static void copy_all(copy *c, spar_writes writes, int64_t each)
 {
     int parts = spar_threads_share(c->bytes);
+    spar_stores stores = spar_stores_begin(writes, each);
+    c->nontemporal = stores.kind == SPAR_NONTEMPORAL_STORES;
     if (parts > 1) {
         spar_threads_run(copy_part, c, parts);
-    } else if (read_soon && c->nontemporal) {
-        copy_to_reader(c);
     } else if (c->in_turn) {
         copy_range(c, 0, c->bytes);
     } else {
@@ -301,6 +284,7 @@ static void copy_all(copy *c, int read_soon)
         if (c->nontemporal)
             spar_nontemporal_fence();
     }
+    spar_stores_end(&stores);
 }
 
 /* Whether the targets' i-th blocks have equal loops, of short steps that hold one run of each. */
@@ -352,19 +336,16 @@ static int receive_the_same(const spar_copies *all)
 static spar_status copy_blocks(const spar_copies *all)
 {
     copy c = {all->blocks, all->dims, all->ranges, all->targets, all->from, all->to, all->scale, 0, 0, 0};
-    int64_t least = spar_nontemporal_min();
     if (receive_the_same(all)) {
         c.bytes = all->ranges->bytes;
-        c.nontemporal = c.bytes >= least;
-        copy_all(&c, all->read_soon);
+        copy_all(&c, SPAR_THE_SAME, c.bytes);
         return SPAR_OK;
     }
     for (int target = 0; target < c.targets; target++)
         c.bytes += c.ranges[target].bytes;
     if (gains_in_turn(&c)) {
         c.in_turn = 1;
-        c.nontemporal = c.bytes / c.targets >= least;
-        copy_all(&c, all->read_soon);
+        copy_all(&c, SPAR_IN_TURN, c.bytes / c.targets);
         return SPAR_OK;
     }
     c.targets = 1;
@@ -373,9 +354,8 @@ static spar_status copy_blocks(const spar_copies *all)
         c.ranges = &all->ranges[target];
         c.to = &all->to[target];
         c.bytes = c.ranges->bytes;
-        c.nontemporal = c.bytes >= least;
         if (*c.to)
-            copy_all(&c, all->read_soon);
+            copy_all(&c, SPAR_ONE_TARGET, c.bytes);
     }
     return SPAR_OK;
 }
