@@ -6,13 +6,14 @@ Memory is not filled before: a first block is copied, or its tensor taken if it 
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .kernels.kernel import BlockInputs, Kernel, accumulated
 
 
 def run_of(x: torch.Tensor, begin: int, size: int) -> torch.Tensor:
     """Return a run of dim 2; x itself if that is all of it, which takes less time than a view."""
-    if not torch.compiler.is_compiling() and size == x.size(2):
+    if not is_dynamo_compiling() and size == x.shape[2]:
         return x
     return x.narrow(2, begin, size)
 
@@ -22,10 +23,10 @@ class Runs:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = self._newest = tensors
-        self._at = 0, tensors[0].size(2)
+        self._at = 0, tensors[0].shape[2]
 
     def of(self, begin: int, size: int) -> tuple[torch.Tensor, ...]:
-        if torch.compiler.is_compiling():  # no guards on sizes
+        if is_dynamo_compiling():  # no guards on sizes
             return tuple([x.narrow(2, begin, size) for x in self._tensors])
         if self._at != (begin, size):
             self._at = begin, size
@@ -37,7 +38,7 @@ class _Unwritten:
     """The parts of a dim that nothing was written to yet; none under torch.compile, which fuses a fill."""
 
     def __init__(self, size: int) -> None:
-        self.parts = [] if torch.compiler.is_compiling() else [(0, size)]
+        self.parts = [] if is_dynamo_compiling() else [(0, size)]
 
     def cut(self, begin: int, size: int) -> list[tuple[int, int, bool]]:
         """Cut a run into (begin, size, whether it is unwritten), and note that it is written."""
@@ -68,34 +69,37 @@ class Sum:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like, self._kind = like, accumulated(like.dtype)
-        self._unwritten = _Unwritten(like.size(2))
+        self._unwritten = _Unwritten(like.shape[2])
         self._run: tuple[int, torch.Tensor] | None = None  # where it begins
         self._whole: torch.Tensor | None = None
 
     def add(self, begin: int, part: torch.Tensor) -> None:
         """Add a block's part, a new tensor, which begins at `begin`."""
         if self._run is None:
-            if self._whole is None and not torch.compiler.is_compiling():
-                self._run = begin, part.to(self._kind)
+            if self._whole is None and not is_dynamo_compiling():
+                self._run = begin, self._as_summed(part)
             else:
                 self._write(begin, part)
             return
         first, run = self._run
-        before, behind = begin - first, begin + part.size(2) - first - run.size(2)
+        before, behind = begin - first, begin + part.shape[2] - first - run.shape[2]
         if before >= 0 >= behind:
-            run_of(run, before, part.size(2)).add_(part)
+            run_of(run, before, part.shape[2]).add_(part)
         elif before <= 0 <= behind:
-            part = part.to(self._kind)
-            run_of(part, -before, run.size(2)).add_(run)
+            part = self._as_summed(part)
+            run_of(part, -before, run.shape[2]).add_(run)
             self._run = begin, part
         else:
             self._run = None
             self._write(first, run)
             self._write(begin, part)
 
+    def _as_summed(self, part: torch.Tensor) -> torch.Tensor:
+        return part if part.dtype == self._kind else part.to(self._kind)
+
     def _write(self, begin: int, part: torch.Tensor) -> None:
         whole = self._memory()
-        for at, size, first in self._unwritten.cut(begin, part.size(2)):
+        for at, size, first in self._unwritten.cut(begin, part.shape[2]):
             target, source = run_of(whole, at, size), run_of(part, at - begin, size)
             if first:
                 target.copy_(source)
@@ -105,7 +109,7 @@ class Sum:
     def total(self) -> torch.Tensor:
         if self._run is not None:
             first, run = self._run
-            if run.size(2) == self._like.size(2):
+            if run.shape[2] == self._like.shape[2]:
                 return run
             self._run = None
             self._write(first, run)
@@ -116,7 +120,7 @@ class Sum:
 
     def _memory(self) -> torch.Tensor:
         if self._whole is None:
-            make = torch.zeros_like if torch.compiler.is_compiling() else torch.empty_like
+            make = torch.zeros_like if is_dynamo_compiling() else torch.empty_like
             self._whole = make(self._like, dtype=self._kind)
         return self._whole
 
@@ -126,18 +130,18 @@ class Merged:
 
     def __init__(self, q: torch.Tensor, width: int) -> None:
         self._q, self._width = q, width
-        self._unwritten = _Unwritten(q.size(2))
+        self._unwritten = _Unwritten(q.shape[2])
         self._both: tuple[torch.Tensor, torch.Tensor] | None = None
         self._runs: Runs | None = None  # of both, once all is written
 
     def add(self, query: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a block's output, new tensors, whose queries begin at `query`."""
         if self._runs is not None:
-            mine, sums = self._runs.of(query, out.size(2))
+            mine, sums = self._runs.of(query, out.shape[2])
             _merge(mine, sums, out, lse)
             return
-        cuts = self._unwritten.cut(query, out.size(2))
-        if cuts == [(0, self._q.size(2), True)] and out.dtype == accumulated(self._q.dtype):
+        cuts = self._unwritten.cut(query, out.shape[2])
+        if cuts == [(0, self._q.shape[2], True)] and out.dtype == accumulated(self._q.dtype):
             self._both = out, lse
         else:
             whole = self._memory()
@@ -162,7 +166,7 @@ class Merged:
         if self._both is None:
             batch, heads, queries, _ = self._q.shape
             kind, device = accumulated(self._q.dtype), self._q.device
-            make = torch.zeros if torch.compiler.is_compiling() else torch.empty
+            make = torch.zeros if is_dynamo_compiling() else torch.empty
             out = make(batch, queries, heads, self._width, dtype=kind, device=device).transpose(1, 2)
             self._both = out, torch.full((batch, heads, queries), -torch.inf, dtype=kind, device=device)
         return self._both
