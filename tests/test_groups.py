@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -78,6 +80,54 @@ def check_handles(rank: int, world: int, group: Group) -> None:
 
 def test_handles_are_invalid_after_destroy_and_never_reused(ranks: Ranks) -> None:
     ranks(ALL, check_handles)
+
+
+def started(x: torch.Tensor, group: Group) -> torch.Tensor:
+    output, work = spar.all_to_all(x, group, 1, 0, async_op=True)
+    work.wait()
+    return output
+
+
+def attended(method: str) -> Callable[[torch.Tensor, Group], torch.Tensor]:
+    def call(x: torch.Tensor, group: Group) -> torch.Tensor:
+        qkv = x.view(1, 2, ALL, 1).expand(1, 2, ALL, 4)
+        return spar.attention(qkv, qkv, qkv, spar.SequenceLayout.even(2 * ALL, group), method=method)
+
+    return call
+
+
+RECORDED: dict[str, Callable[[torch.Tensor, Group], torch.Tensor]] = {
+    "all_to_all": lambda x, group: spar.all_to_all(x, group, 1, 0),
+    "all_to_all of two": lambda x, group: spar.all_to_all([x, x], group, 1, 0)[1],
+    "async all_to_all": started,
+    "gather": lambda x, group: spar.gather_forward_split_backward(x, group, 0),
+    "split": lambda x, group: spar.split_forward_gather_backward(x, group, 1),
+    "all_gather": lambda x, group: spar.all_gather(x, group, 0),
+    "reduce_scatter": lambda x, group: spar.reduce_scatter(x, group, 1),
+    **{f"{method} attention": attended(method) for method in ("ulysses", "gather", "ring")},
+}
+
+
+def check_destroyed(rank: int, world: int, group: Group) -> None:
+    """torch's threads of a group that is alive when Python exits can abort the process."""
+    for name, call in RECORDED.items():
+        fresh = dist.new_group(list(range(ALL)), group_desc="destroyed")
+        seen = weakref.ref(fresh)
+        y = call(torch.zeros(2, ALL, requires_grad=True), fresh)
+        dist.barrier()
+        dist.destroy_process_group(fresh)
+        del fresh
+        gc.collect()
+        assert seen() is None, name
+        if name == "gather":  # its gradient is a part of the rank's own: nothing is exchanged
+            y.sum().backward()
+            continue
+        with pytest.raises(spar.SparError, match="group of this call was destroyed"):
+            y.sum().backward()
+
+
+def test_an_output_does_not_keep_its_group(ranks: Ranks) -> None:
+    ranks(ALL, check_destroyed)
 
 
 # ---- bad arguments: raised before anything is sent ----

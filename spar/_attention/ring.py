@@ -31,7 +31,6 @@ from .._runtime.layouts import Args
 from .._runtime.member import Place
 from .._runtime.move import Move
 from .._runtime.overlap import Work, begin
-from .._runtime.registry import by_handle
 from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, accumulated, finite
@@ -275,9 +274,7 @@ class SparAttention(torch.autograd.Function):
         mask: torch.Tensor | None,
         *gathered: torch.Tensor,
     ) -> torch.Tensor:
-        compiling = torch.compiler.is_compiling()
-        group = None if compiling or ring.place.world == 1 else by_handle(ring.place.handle).group
-        ctx.call = ring, group  # keeps the group alive until backward
+        ctx.ring = ring
         with _no_autocast(q):
             out, lse = _forward(ring, q, k, v, mask, gathered, True)
         ctx.save_for_backward(q, k, v, out, lse, mask, *gathered)
@@ -285,7 +282,7 @@ class SparAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ring, _ = ctx.call
+        ring = ctx.ring
         q, k, v, out, lse, mask, *gathered = ctx.saved_tensors
         (before,) = calls_before((ring.told,)) if ring.told.world > 1 else (0,)
         try:

@@ -342,16 +342,12 @@ class SparExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         name, steps, scale, _, traced, _ = call
-        # keep the groups alive until backward
-        groups: tuple[object, ...] = ()
-        for place, _ in steps:
-            groups += (by_handle(place[0]).group,)
-        ctx.call = call, groups
+        ctx.call = call  # not the group: a loss that outlives destroy_process_group would keep its threads
         return tuple(run_steps(inputs, name, steps, scale, RECORDED, traced))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (name, steps, scale, grad_scale, _, back), _ = ctx.call
+        name, steps, scale, grad_scale, _, back = ctx.call
         if back is None or is_dynamo_compiling():
             back = _turned(name, steps, grad_scale)
         name, inverse, places, only = back
@@ -392,12 +388,11 @@ class SparTransformed(SparExchange):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        groups = tuple([by_handle(place[0]).group for place, _ in inputs[0][1]])
-        ctx.call = inputs[0], groups
+        ctx.call = inputs[0]
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (name, steps, scale, grad_scale, *_), _groups = ctx.call
+        name, steps, scale, grad_scale, *_ = ctx.call
         name = tangent_name(name)
         before = calls_before(tuple([place for place, _ in steps]))
         try:

@@ -151,7 +151,6 @@ class _Flight:
 
     def __init__(self, move: Move, at_once: bool = False) -> None:
         self.move, self.at_once = move, at_once
-        self.group: object = None if move.place.world == 1 else by_handle(move.place.handle).group
         self.work: Work | None = None
         self.back: tuple[Tensors, Tensors, Work] | None = None  # the gradients, and their exchange in flight
 
@@ -161,7 +160,7 @@ class SparStart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.flight = flight  # keeps the group alive until backward
+        ctx.flight = flight
         if flight.at_once:
             return tuple(flight.move.run(inputs, True))
         outputs, flight.work = begin(flight.move, inputs, None, True)

@@ -29,7 +29,6 @@ from .graph_ops import code, define
 from .layouts import Layout
 from .member import Place
 from .move import Move
-from .registry import by_handle
 
 Recorded = tuple[Move, Move | None]  # what is done, and its transpose (None: not known)
 
@@ -46,12 +45,12 @@ class SparTranspose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         move = call[0]
-        ctx.call = call, by_handle(move.place.handle).group  # keeps the group alive until backward
+        ctx.call = call
         return tuple(move.run(inputs, True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (move, back), _ = ctx.call
+        move, back = ctx.call
         move = move.turned() if back is None or is_dynamo_compiling() else back
         (before,) = calls_before((move.place,))
         try:
@@ -70,11 +69,11 @@ class SparTransposeTransformed(SparTranspose):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.call = inputs[0], by_handle(inputs[0][0].place.handle).group
+        ctx.call = inputs[0]
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (move, _back), _group = ctx.call
+        move, _ = ctx.call
         move = move._replace(name=tangent_name(move.name))
         (before,) = calls_before((move.place,))
         try:
