@@ -381,3 +381,31 @@ def test_core_count_follows_the_affinity_mask() -> None:
     finally:
         os.sched_setaffinity(0, mine)
     assert core.library().spar_cores() == most
+
+
+# ---- the cores that are a rank's own ----------------------------------------------------------------------
+
+
+def shares(masks: Sequence[int], local_ranks: int) -> list[int]:
+    """Return each rank's share of the cores by the ranks' affinities, which are masks of at most 64 bits."""
+    ranks = (core.PeerInfo * len(masks))(*make_info(len(masks)))
+    for own, mask in zip(ranks, masks, strict=True):
+        own.cores[3] = mask  # cores 192 to 255
+    share = core.library().spar_core_share
+    return [share(ranks, len(masks), rank, local_ranks) for rank in range(len(masks))]
+
+
+def test_ranks_bound_apart_have_their_own_cores() -> None:
+    usable = _C.limits()[0]
+    host = min(os.cpu_count() or 1, core.library().spar_cgroup_cores(b""))
+    assert shares([1, 2], host) == [1, 1]
+    assert shares([1, 2], host + 1) == [0, 0], "some ranks of the host share a core"
+    assert shares([7 << 4, 7], 2) == [max(min(3, host // 2), usable // 2)] * 2
+    assert shares([1, 6], 1) == [usable, max(min(2, host), usable)]
+
+
+@pytest.mark.parametrize("masks", [[1], [1, 1], [1, 3], [0, 2], [1, 2, 4, 6]])
+def test_other_ranks_have_an_equal_share(masks: list[int]) -> None:
+    usable = _C.limits()[0]
+    for local_ranks in (1, 2, usable, usable + 1):
+        assert shares(masks, local_ranks) == [usable // local_ranks] * len(masks)

@@ -25,6 +25,7 @@ from test_faults import finish, start
 import spar
 from spar import _C
 from spar._runtime import agreement, pg_wait
+from spar._runtime.registry import communicator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
 
@@ -142,6 +143,33 @@ def test_threads_move_only_on_request(tmp_path: Path, setting: str) -> None:
     codes = finish(start(share_cores, 4, tmp_path, cores, initialize=False, **settings), 60)
     assert (-signal.SIGSYS in codes) == (setting == "1")
     assert setting == "1" or codes == [0] * 4
+
+
+def count_own_cores(rank: int, folder: Path, cores: list[set[int]], counts: list[int]) -> None:
+    os.sched_setaffinity(0, cores[rank])  # as a launcher binds ranks, before torch starts its threads
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(cores))
+    gather(torch.zeros(1), None, 0)
+    assert dist.group.WORLD is not None
+    assert communicator(dist.group.WORLD).core_share == counts[rank]
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_ranks_know_whether_a_core_is_their_own(tmp_path: Path, transport: str) -> None:
+    first, second, *_ = [*sorted(os.sched_getaffinity(0)), None]
+    if second is None or _C.limits()[0] < 2:
+        pytest.skip("needs two cores")
+    cases = (
+        ([{first}, {second}], [1, 1]),  # bound apart
+        ([{first, second}, {first, second}], [1, 1]),  # not bound
+        ([{first}, {first}], [0, 0]),
+        ([{first}, {first, second}], [0, 1]),  # the second knows no better
+        ([{first}, {second}, {first}, {second}], [0, 0, 0, 0]),
+    )
+    for i, (cores, counts) in enumerate(cases):
+        (folder := tmp_path / str(i)).mkdir()
+        settings = {"SPAR_TRANSPORT": transport, "LOCAL_WORLD_SIZE": str(len(cores))}
+        ranks = start(count_own_cores, len(cores), folder, cores, counts, initialize=False, **settings)
+        assert finish(ranks, 60) == [0] * len(cores), cores
 
 
 def wait_for_late_rank(rank: int, folder: Path) -> None:

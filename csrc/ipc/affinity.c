@@ -9,10 +9,10 @@
 /* A move takes 75 us. The least time between two moves of a rank: the kernel may balance better. */
 static const int64_t REST_NS = 5000000;
 
-void spar_group_share_cores(spar_group *g, int local_ranks)
+void spar_group_share_cores(spar_group *g, int local_ranks, int core_share)
 {
     int cores = spar_cores();
-    g->own_core = local_ranks <= cores;
+    g->own_core = core_share > 0;
     /* of the others' ranks nothing is known */
     g->fair_share = local_ranks > g->world ? g->world : (g->world + cores - 1) / cores;
 }

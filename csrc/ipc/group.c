@@ -170,8 +170,8 @@ static void free_group(spar_group *g)
     free(g);
 }
 
-spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, spar_group **result,
-                            int64_t *offset)
+spar_status spar_group_open(int world, int rank, int local_ranks, int core_share, int64_t room,
+                            spar_group **result, int64_t *offset)
 {
     spar_group *g = calloc(1, sizeof *g);
     if (g) {
@@ -198,7 +198,7 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int64_t room, 
     g->refs = 2;
     g->uses = 1;
     spar_group_spin(g, SPIN_NS);
-    spar_group_share_cores(g, local_ranks);
+    spar_group_share_cores(g, local_ranks, core_share);
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, (size_t)(own_length(world) + room));
     g->own->world = world;

@@ -33,7 +33,7 @@ struct spar_group {
     int failed;                       /* this rank failed `call` and has not awaited its end */
     int mismatched;                   /* the newest call ended in a mismatch: see descriptions */
     int64_t spin_ns, current_spin_ns; /* spin time: the most; the current one, if ranks share cores */
-    int own_core;                     /* each rank of this host has one */
+    int own_core;                     /* this rank has one */
     int may_move;                     /* whether ranks share cores, with SPAR_AFFINITY=1 */
     int fair_share;                   /* ranks on a core, where it has more than one */
     int64_t rests_until_ns;           /* before it moves to another core again */
@@ -65,7 +65,7 @@ spar_status spar_group_await(spar_group *group, enum spar_progress which, uint32
                              const spar_deadline *deadline);
 
 /* Computes how the ranks of this host, of all groups, share its cores. */
-void spar_group_share_cores(spar_group *group, int local_ranks);
+void spar_group_share_cores(spar_group *group, int local_ranks, int core_share);
 
 /* Before this rank's words are published: stores its core, if it may move. */
 void spar_group_publish_core(spar_group *group);

@@ -28,6 +28,40 @@ static PyObject *choice_to_tuple(const spar_choice *choice)
     return rejected ? Py_BuildValue("ssN", choice->transport->name, choice->reason, rejected) : NULL;
 }
 
+/* A copy of the ranks' peer infos, whose bytes may not be aligned. */
+static spar_peer_info *peer_infos(const char *bytes, Py_ssize_t size)
+{
+    if (size == 0 || size % (Py_ssize_t)sizeof(spar_peer_info) != 0) {
+        PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu", size,
+                     sizeof(spar_peer_info));
+        return NULL;
+    }
+    spar_peer_info *info = malloc((size_t)size);
+    if (!info)
+        PyErr_NoMemory();
+    else
+        memcpy(info, bytes, (size_t)size);
+    return info;
+}
+
+static PyObject *module_core_share(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *bytes;
+    Py_ssize_t size;
+    int rank, local_ranks;
+    if (!PyArg_ParseTuple(args, "y#ii", &bytes, &size, &rank, &local_ranks))
+        return NULL;
+    spar_peer_info *info = peer_infos(bytes, size);
+    if (!info)
+        return NULL;
+    int world = (int)(size / (Py_ssize_t)sizeof *info);
+    PyObject *share = rank < 0 || rank >= world
+                          ? PyErr_Format(PyExc_ValueError, "rank %d of %d", rank, world)
+                          : PyLong_FromLong(spar_core_share(info, world, rank, local_ranks));
+    free(info);
+    return share;
+}
+
 static PyObject *module_choose(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *bytes, *device;
@@ -41,13 +75,9 @@ static PyObject *module_choose(PyObject *Py_UNUSED(module), PyObject *args)
     for (Py_ssize_t i = 0; i < PyTuple_Size(refusals) && i < 16; i++, refused.count++)
         if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i], &refused.reasons[i]))
             return NULL;
-    if (size == 0 || size % (Py_ssize_t)sizeof(spar_peer_info) != 0)
-        return PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu", size,
-                            sizeof(spar_peer_info));
-    spar_peer_info *info = malloc((size_t)size); /* the bytes may not be aligned */
+    spar_peer_info *info = peer_infos(bytes, size);
     if (!info)
-        return PyErr_NoMemory();
-    memcpy(info, bytes, (size_t)size);
+        return NULL;
     spar_status status =
         spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), first_rank, device, &refused, &choice);
     free(info);
@@ -187,14 +217,13 @@ static PyObject *module_plan_limit(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyObject *module_threads(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    int most, local_ranks;
+    int most, share;
     spar_env_value wanted;
-    if (!PyArg_ParseTuple(args, "ii", &most, &local_ranks))
+    if (!PyArg_ParseTuple(args, "ii", &most, &share))
         return NULL;
     spar_status status = spar_env_field("threads", &wanted);
     if (status != SPAR_OK)
         return spar_raise(status);
-    int share = spar_cores() / (local_ranks > 0 ? local_ranks : 1);
     int64_t asked = wanted.holds ? wanted.count : share < most ? share : most;
     spar_threads_limit(asked < INT_MAX ? (int)asked : INT_MAX);
     return PyLong_FromLong(spar_threads_share(INT64_MAX));
@@ -362,8 +391,11 @@ static PyMethodDef methods[] = {
      "[(name of a torch dtype, how it is added), ...]: the dtypes that an exchange can sum."},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
     {"threads", module_threads, METH_VARARGS,
-     "threads(most, local ranks) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"
+     "threads(most, core share) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"
      "cores, at most so many"},
+    {"core_share", module_core_share, METH_VARARGS,
+     "core_share(peer info of all ranks, rank, local ranks) -> how many cores are this rank's own; 0: it\n"
+     "shares one"},
     {"limits", module_limits, METH_NOARGS,
      "(cores, bytes of memory) that this process may use, by its affinity and its cgroups."},
     {"table", module_table, METH_VARARGS, table_doc},

@@ -10,7 +10,7 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_peer_info) == 432 && sizeof(spar_setup_result) == 256, "they travel as bytes");
+_Static_assert(sizeof(spar_peer_info) == 560 && sizeof(spar_setup_result) == 256, "they travel as bytes");
 
 static int torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
                         char *reason, size_t size)
@@ -52,9 +52,33 @@ void spar_peer_info_read(spar_peer_info *info)
                  strlen(transport.text));
     snprintf(info->transport, sizeof info->transport, "%s", transport.text);
     snprintf(info->check, sizeof info->check, "%s", check.text);
+    spar_core_set_read(&info->cores);
     for (const spar_transport *const *row = spar_transports; *row; row++)
         if ((*row)->probe)
             (*row)->probe(info);
+}
+
+/* Whether a launcher bound each rank to cores of its own. */
+static int are_bound_apart(const spar_peer_info *info, int world)
+{
+    for (int rank = 0; rank < world; rank++) {
+        if (!spar_core_set_count(&info[rank].cores))
+            return 0;
+        for (int other = 0; other < rank; other++)
+            if (spar_core_sets_intersect(&info[rank].cores, &info[other].cores))
+                return 0;
+    }
+    return world > 1;
+}
+
+int spar_core_share(const spar_peer_info *info, int world, int rank, int local_ranks)
+{
+    int ranks = local_ranks < 1 ? 1 : local_ranks, share = spar_cores() / ranks;
+    if (!are_bound_apart(info, world))
+        return share;
+    int own = spar_core_set_count(&info[rank].cores), equal = spar_equal_share(ranks);
+    int bound = own < equal ? own : equal; /* ranks of other groups may have the same cores */
+    return bound > share ? bound : share;
 }
 
 static spar_status agree(const char *what, int rank, const char *first, const char *other)

@@ -11,6 +11,7 @@
 #include "ipc/last_call.h"
 #include "devices/device.h"
 #include "devices/sum.h"
+#include "base/cores.h"
 #include "base/deadline.h"
 #include "ipc/peers.h"
 
@@ -25,6 +26,7 @@ typedef struct {
     spar_key secret;        /* authenticates the group's processes on its host to it */
     char no_shm[64];        /* why it has no endpoint */
     char no_nccl[96];       /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
+    spar_core_set cores;    /* on which it may run */
 } spar_peer_info;
 
 /* A rank's result of one set-up stage: all ranks continue, or all reject the transport. */
@@ -112,6 +114,7 @@ struct spar_comm {
     const spar_transport *transport;
     int world, rank;
     int local_ranks; /* of this job on this host */
+    int core_share;  /* see spar_core_share */
     spar_native native;
     spar_peer_info *info; /* [world] */
     void *state;          /* the transport's own */
@@ -131,6 +134,11 @@ typedef struct {
 /* Reads this rank's peer info and its settings. An invalid setting is stored in `error`, so that all ranks
  * fail alike. */
 void spar_peer_info_read(spar_peer_info *info);
+
+/* Returns how many cores this rank may count as its own; 0: it shares one. Ranks that were bound to different
+ * cores have those, others an equal share of what this process may use. local_ranks: of this job on this
+ * host, in this group or not. */
+int spar_core_share(const spar_peer_info *info, int world, int rank, int local_ranks);
 
 /* Transports whose set-up failed, known to all ranks: name and reason. */
 typedef struct {

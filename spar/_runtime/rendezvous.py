@@ -33,7 +33,7 @@ def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tu
             if member.facts is None:
                 facts = _all_gather(member, _C.peer_info(), "facts", op, device, deadline)
                 _choose(member, facts, device, ())
-                _read_settings(member)
+                _read_settings(member, facts)
                 member.facts = facts
             while True:
                 name, reason, rejected = _choose(member, member.facts, device, refused)
@@ -51,14 +51,15 @@ def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tu
         raise
 
 
-def _read_settings(member: Member) -> None:
-    """What the environment sets, which is equal on all ranks where it must be."""
+def _read_settings(member: Member, facts: bytes) -> None:
+    """What the environment sets, which is equal on all ranks where it must be, and this rank's cores."""
     member.check = _C.env("check") != "0"
     member.synchronous = _C.env("check") == "1"
     member.own_output = _C.env("output") == "torch"
     member.local_ranks = _C.env("local_ranks") or member.world
     _C.plan_limit(_C.env("plan_cache"))
-    _C.threads(torch.get_num_threads(), member.local_ranks)
+    member.core_share = _C.core_share(facts, member.rank, member.local_ranks)
+    _C.threads(torch.get_num_threads(), member.core_share)
     _read_log_setting(member.rank)
 
 

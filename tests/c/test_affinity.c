@@ -93,7 +93,7 @@ static void begin(int world, int cores, int local_ranks, int moving)
         groups[rank] =
             (spar_group){.world = world, .rank = rank, .boxes = all, .own = all[rank], .spin_ns = 200000};
         boxes[rank].core = -1;
-        share_cores_of_test(&groups[rank], local_ranks);
+        share_cores_of_test(&groups[rank], local_ranks, cores / local_ranks);
         if (moving)
             allow_moves_of_test(&groups[rank]);
     }

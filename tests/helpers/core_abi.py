@@ -196,6 +196,7 @@ class PeerInfo(ctypes.Structure):
         ("secret", ctypes.c_ubyte * 16),
         ("no_shm", c_char * 64),
         ("no_nccl", c_char * 96),
+        ("cores", c_uint64 * 16),
     )
 
 
@@ -265,6 +266,7 @@ Comm._fields_ = (
     ("world", c_int),
     ("rank", c_int),
     ("local_ranks", c_int),
+    ("core_share", c_int),
     ("native", Native),
     ("info", POINTER(PeerInfo)),
     ("state", c_void_p),
@@ -345,6 +347,7 @@ _FUNCTIONS = {  # name: (result, arguments)
         [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale)],
     ),
     "peer_info_read": (None, [POINTER(PeerInfo)]),
+    "core_share": (c_int, [POINTER(PeerInfo), c_int, c_int, c_int]),
     "choose": (c_int, [POINTER(PeerInfo), c_int, c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
     "env_get": (c_int, [POINTER(EnvRow), POINTER(EnvValue)]),
     "env_field": (c_int, [c_char_p, POINTER(EnvValue)]),

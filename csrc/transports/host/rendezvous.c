@@ -33,7 +33,8 @@ spar_status spar_rendezvous_begin(const spar_comm *comm, const spar_peer_info *i
     SPAR_TRY(spar_env_field("spin_us", &spin));
     SPAR_TRY(spar_env_field("affinity", &affinity));
     SPAR_TRY(spar_arena_open(arena_max.count, comm->local_ranks));
-    SPAR_TRY(spar_group_open(comm->world, comm->rank, comm->local_ranks, room, group, offset));
+    SPAR_TRY(
+        spar_group_open(comm->world, comm->rank, comm->local_ranks, comm->core_share, room, group, offset));
     if (spin.holds)
         spar_group_spin(*group, spin.count * 1000);
     if (*affinity.text == '1')

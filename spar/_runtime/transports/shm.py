@@ -23,9 +23,8 @@ class ShmChannel(CoreChannel):
     def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
         assert member.facts is not None
         super().__init__(_C.comm("shm", member.facts, member.rank, member.local_ranks, member.name))
-        cores, _ = _C.limits()
         # an exchange in flight copies and polls: without a core of its own it takes its time from the kernel
-        self.overlaps = cores >= member.local_ranks * (torch.get_num_threads() + 1)
+        self.overlaps = member.core_share > torch.get_num_threads()
 
     def watch(self, member: Member) -> None:
         """Warn in forked workers that receive an output."""
