@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import spar
+from spar._commands.bench.binding import bind
 from spar._commands.bench.timing import copying, timed
 from spar._commands.printing import KIB, MIB, size_text
 
@@ -68,20 +69,22 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each size")
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a rank's part")
+    parser.add_argument("--bind-to", choices=("core", "none"), default="core", help="as in `spar bench`")
     args = parser.parse_args()
     from mpi4py import MPI
 
     torch.set_num_threads(1)  # the ranks share the cores
     world = MPI.COMM_WORLD
     join_group(world)
+    cores = len(os.sched_getaffinity(0))
+    bound = args.bind_to == "core" and bind(world.Get_rank(), world.Get_size())
     sizes = [size for size in SIZES if size <= args.largest]
     measure(world, MPI.memory, sizes, args.seconds)
     if world.Get_rank() == 0:
-        cores, library = len(os.sched_getaffinity(0)), MPI.Get_library_version().split("\n")[0].strip()
+        library = MPI.Get_library_version().split("\n")[0].strip()
+        where = f"{cores} cores, {'each bound to one' if bound else 'not bound'}"
         kind = spar.transport().name
-        print(
-            f"{world.Get_size()} ranks on {cores} cores, {kind}, bf16, torch {torch.__version__}, {library}"
-        )
+        print(f"{world.Get_size()} ranks on {where}, {kind}, bf16, torch {torch.__version__}, {library}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -32,6 +32,11 @@ class Ranks:
     backend: str
     store: Store
 
+    def on_host(self) -> tuple[int, int]:
+        """Return this rank's number on its host, and how many ranks the launcher started there."""
+        rank, world = (os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        return int(rank or self.rank), int(world or self.world)
+
 
 def launched() -> bool:
     """Whether a launcher set this process's rank."""

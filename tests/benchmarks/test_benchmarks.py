@@ -8,12 +8,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers.launched import launch
 
+from spar import _C
 from spar._commands.arguments import main
+from spar._commands.bench import binding
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -60,10 +63,55 @@ def test_bench_times_every_operation(tmp_path: Path) -> None:
         compared = {"Q, K, V at once": "three exchanges", "zigzag all_gather": "plain"}.get(name, "")
         assert row["other_name"] == compared and (row["other"] is not None) == bool(compared)
         assert list(row["libraries"]) == (["yunchang"] if name == "all_to_all" else [])
+    bound = "each bound to one" if min(len(os.sched_getaffinity(0)), _C.limits()[0]) > 1 else "not bound"
+    assert bound in table.splitlines()[-1]
     again = tmp_path / "median"
     files = [str(out.with_suffix(".json"))] * 2
     assert main(["bench", "--median", *files, "--out", str(again)]) == 0
     assert json.loads(again.with_suffix(".json").read_text())["rows"] == rows
+
+
+@pytest.fixture
+def cores_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Return a function that binds all ranks of a host and returns each one's core; none if they stay."""
+
+    def cores(allowed: set[int], siblings: int, local_ranks: int) -> list[int]:
+        bound: list[int] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda process, mask: bound.extend(mask))
+        monkeypatch.setattr(_C, "limits", lambda: (len(allowed), 1 << 30))
+        monkeypatch.setattr(binding, "_siblings", lambda core: str(core // siblings))
+        assert len({binding.bind(rank, local_ranks) for rank in range(local_ranks)}) == 1
+        return bound
+
+    return cores
+
+
+def test_bench_binds_ranks_to_physical_cores_first(cores_of: Callable[..., list[int]]) -> None:
+    assert cores_of({0, 1, 2, 3}, 1, 2) == [0, 1]
+    assert cores_of({0, 1, 2, 3}, 2, 2) == [0, 2]
+    assert cores_of({0, 1, 2, 3}, 2, 4) == [0, 2, 1, 3]
+    assert cores_of({5, 9}, 1, 2) == [5, 9]
+
+
+def test_bench_binds_no_ranks_that_share_cores(cores_of: Callable[..., list[int]]) -> None:
+    assert cores_of({0, 1}, 1, 3) == []
+    assert cores_of({7}, 1, 2) == []
+
+
+def test_bench_leaves_the_ranks_to_the_scheduler_on_request(tmp_path: Path) -> None:
+    options = [
+        "--only",
+        "unscaled",
+        "--seconds",
+        "0.001",
+        "--largest",
+        "2048",
+        "--out",
+        str(tmp_path / "bench"),
+    ]
+    launch(bench, 2, tmp_path, "--bind-to", "none", *options)
+    assert "cores, not bound, " in (tmp_path / "table.0").read_text().splitlines()[-1]
 
 
 def test_attention_bench_times_every_way(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ..machine import allowed_cores
 from ..printing import KIB, MIB, Progress, size_text
 from ..ranks import Ranks, UsageError, joined, launched
 from .attention import run as attention
+from .binding import bind
 from .libraries import find
 from .measure import measure
 from .operations import SMALLEST, operations
@@ -34,6 +35,8 @@ Time each operation on CPU tensors, forward and backward, against references tha
 - the usual code over torch.distributed and gloo, with which the results are compared;
 - Tensor.copy_ of the bytes that a rank must write, on all ranks at once, into memory that was touched before;
 - for all_to_all: yunchang and DeepSpeed, if they are installed.
+
+Each rank is bound to a core of its own, as by mpirun, if the host has enough.
 
   torchrun --standalone --nproc-per-node 2 -m spar bench
 
@@ -75,6 +78,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="write NAME.json and NAME.png (default: bench, or attention with --attention)",
     )
     parser.add_argument(
+        "--bind-to",
+        choices=("core", "none"),
+        default="core",
+        help="none: let the scheduler place the ranks, as it does with --attention (default: %(default)s)",
+    )
+    parser.add_argument(
         "--median",
         type=Path,
         nargs="+",
@@ -111,12 +120,14 @@ def run(args: Namespace) -> int:
         if args.attention:
             attention.run(args, ranks)
             return 0
+        cores = len(allowed_cores())
+        bound = args.bind_to == "core" and bind(*ranks.on_host())
         rows = _measure_all(sizes, args.only, args.seconds, ranks)
         if ranks.rank == 0:
-            cores = len(allowed_cores())
             using = spar.transport().name or "no transport"
             count = f"{ranks.world} rank{'s' * (ranks.world > 1)}"
-            title = f"{count} on {cores} cores, {using}, bf16, torch {torch.__version__}"
+            where = f"{cores} cores, {'each bound to one' if bound else 'not bound'}"
+            title = f"{count} on {where}, {using}, bf16, torch {torch.__version__}"
             _report(args.out, title, rows)
         dist.barrier()
     return 0
