@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs
 from test_faults import finish, start
-from torch import Tensor
+from torch import Tensor, nn
 
 import spar
 from spar import SequenceLayout
@@ -118,6 +118,25 @@ def check_16_bits(rank: int, world: int, group: Group) -> None:
 
 def test_16_bits_are_as_exact_as_in_one_process(ranks: Ranks) -> None:
     ranks(4, check_16_bits)
+
+
+def check_one_query(rank: int, world: int, group: Group) -> None:
+    """A mask [1, T] of one query and batch 1 may be a key mask or the whole one, which are equal."""
+    queries, keys = SequenceLayout.even(1, group), SequenceLayout.even(7, group)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, 6, 8, generator=generator) for n in (1, 7, 7))
+    mask = torch.tensor([[True, True, False, True, False, True, True]])
+    expected = nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask
+    )
+    shards = queries.shard(q, 1), keys.shard(k, 1), keys.shard(v, 1)
+    for method in ("gather", "ulysses"):
+        y = spar.attention(*shards, (queries, keys), mask=mask, method=method)
+        torch.testing.assert_close(y, queries.shard(expected.transpose(1, 2), 1))
+
+
+def test_mask_of_one_query(ranks: Ranks) -> None:
+    ranks(3, check_one_query)
 
 
 def check_heads(rank: int, world: int, group: Group) -> None:

@@ -16,7 +16,7 @@ def checked_mask(call: Call, mask: object, batch: int, heads: int, queries: int,
         raise call.type_error("mask", f"a tensor of {mask.dtype}", "a bool or floating dtype")
     shape = list(mask.shape)
     if mask.dim() == 2 and shape == [batch, keys]:
-        if batch == queries:
+        if batch == queries > 1:  # of one query, a mask means the same either way
             raise call.error(
                 "mask", f"of shape {shape}", f"3 or 4 dims, as it may be a key mask or [{queries}, {keys}]"
             )
