@@ -323,3 +323,14 @@ def one_thread_for_torch() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["ordinary", "nontemporal"])
+def stores(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Copies and sums that would learn which stores are faster use these."""
+    from helpers import core
+
+    kinds = ["ordinary", "nontemporal", "faster"]  # of csrc/devices/cpu/stores.h
+    core.library().spar_stores_use(kinds.index(request.param))
+    yield
+    core.library().spar_stores_use(kinds.index("faster"))

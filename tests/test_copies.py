@@ -17,15 +17,6 @@ pytestmark = pytest.mark.usefixtures("one_thread_for_torch", "stores")
 LARGE = 1 << 17  # bytes for each rank from which on ranks have turns (csrc/devices/cpu/cpu.c)
 
 
-@pytest.fixture(params=["ordinary", "nontemporal"])
-def stores(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Copies that would learn which stores are faster use these."""
-    kinds = ["ordinary", "nontemporal", "faster"]  # of csrc/devices/cpu/stores.h
-    core.library().spar_stores_use(kinds.index(request.param))
-    yield
-    core.library().spar_stores_use(kinds.index("faster"))
-
-
 @pytest.fixture
 def team() -> Iterator[None]:
     yield

@@ -55,13 +55,14 @@ def test_nontemporal_stores_are_fenced() -> None:
         "nontemporal.c:copy_lines_avx512",
         "nontemporal.c:copy_lines_sse2",
     }
-    copies = {"cpu.c:stream_runs", "cpu.c:copy_to_all"}
+    copies = {"cpu.c:stream_runs", "cpu.c:copy_to_all", "sum.c:sum_streaming"}
     assert functions_with("spar_nontemporal_copy") == {"nontemporal.c:spar_nontemporal_copy", *copies}
     assert functions_with("spar_nontemporal_fence") == {
         "nontemporal.c:spar_nontemporal_fence",
         "cpu.c:copy_all",
         "cpu.c:copy_range",
         "group.c:publish",
+        "sum.c:sum_streaming",
     }
     scales = {"cpu.c:copy_runs", "cpu.c:scale_to_all"}
     assert functions_with("spar_scale_nontemporal") == {"scale.c:spar_scale_nontemporal", *scales}

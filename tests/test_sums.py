@@ -70,6 +70,21 @@ def test_sums_match_torch(dtype: torch.dtype) -> None:
             assert_same_bits(core_sum(rows, by), add_rows(rows))
 
 
+@pytest.mark.parametrize("dtype", SUM_TYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.usefixtures("stores")
+def test_long_sums_match_torch(dtype: torch.dtype) -> None:
+    """Two rows and three, as long as stores are chosen for; nothing beside the sums is written."""
+    for count, by in ((2, 0), (3, 8), (2, 24)):
+        rows = draw(dtype, count, ((1 << 20) + 4096) // dtype.itemsize + 3)
+        bytes_ = rows[0].nbytes
+        room = torch.full((bytes_ + 192,), 7, dtype=torch.uint8)
+        start = -room.data_ptr() % 64 + by
+        parts = (ctypes.c_void_p * count)(*[row.data_ptr() for row in rows])
+        core.library().spar_sum(SUM_TYPES[dtype], room.data_ptr() + start, parts, count, bytes_)
+        assert (room[:start] == 7).all() and (room[start + bytes_ :] == 7).all()
+        assert_same_bits(room[start : start + bytes_].clone().view(dtype), add_rows(rows))
+
+
 def test_every_dtype_that_torch_adds_has_a_sum() -> None:
     """Unsigned ints above 8 bits, small floats and packed types have no addition in torch on a CPU."""
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:

@@ -1,4 +1,4 @@
-/* Whether a copy uses ordinary or non-temporal stores, learned from copies like it.
+/* Whether a copy or a sum uses ordinary or non-temporal stores, learned from those like it.
  *
  * Ordinary ones take half the time while the output's memory is in a cache that the ranks share: in short
  * calls one after another, say. Otherwise non-temporal ones do, such as behind a kernel that used all of the
@@ -10,8 +10,8 @@
 
 typedef enum { SPAR_ORDINARY, SPAR_NONTEMPORAL_STORES, SPAR_FASTER_STORES } spar_stores_kind;
 
-/* How a copy writes to its targets. */
-typedef enum { SPAR_ONE_TARGET, SPAR_IN_TURN, SPAR_THE_SAME, SPAR_WRITES } spar_writes;
+/* How a copy writes to its targets; or that it is a sum. */
+typedef enum { SPAR_ONE_TARGET, SPAR_IN_TURN, SPAR_THE_SAME, SPAR_SUMS, SPAR_WRITES } spar_writes;
 
 typedef struct {
     spar_writes writes;

@@ -1,4 +1,6 @@
 #include "devices/sum.h"
+#include "devices/cpu/nontemporal.h"
+#include "devices/cpu/stores.h"
 #include "devices/cpu/threads.h"
 #include "devices/cpu/vectors.h"
 
@@ -13,7 +15,7 @@ const spar_sum_type spar_sum_types[] = {
  * loops instead of making vectors of them. */
 enum { SOME = 256 };
 
-/* `n` numbers from byte `at` of each of `count` parts. */
+/* `n` numbers from byte `at` of each of `count` parts; their sums go to `to`. */
 #define PARTS const char *const *parts, int count, int64_t at, int n
 
 /* Two parts, whole items. */
@@ -46,7 +48,7 @@ enum { SOME = 256 };
             }                                                                                                \
         for (int i = 0; i < n; i++) {                                                                        \
             item = store(total[i]);                                                                          \
-            memcpy(to + at + i * (int)sizeof item, &item, sizeof item);                                      \
+            memcpy(to + i * (int)sizeof item, &item, sizeof item);                                           \
         }                                                                                                    \
     }
 
@@ -102,10 +104,10 @@ INLINE void sum_bf16(char *to, PARTS)
         }
     for (int i = 0; i < pairs; i++) {
         pair = store_pair(high[i], low[i]);
-        memcpy(to + at + 4 * i, &pair, sizeof pair);
+        memcpy(to + 4 * i, &pair, sizeof pair);
     }
     if (n % 2)
-        sum_bf16_items(to, parts, count, at + 4 * pairs, 1);
+        sum_bf16_items(to + 4 * pairs, parts, count, at + 4 * pairs, 1);
 }
 
 /* As torch adds complex numbers: a + (1 + 0i) * b. The zero terms matter for infinities and signed zeros. */
@@ -125,7 +127,7 @@ INLINE void sum_bf16(char *to, PARTS)
                 memcpy(item, parts[part] + at + i * (int)sizeof *item, sizeof item);                         \
                 ADD_COMPLEX(total, i, item[0], item[1], (type)0);                                            \
             }                                                                                                \
-        memcpy(to + at, total, (size_t)n * sizeof *total);                                                   \
+        memcpy(to, total, (size_t)n * sizeof *total);                                                        \
     }
 
 COMPLEX_SUMMER(c64, float)
@@ -165,17 +167,17 @@ INLINE void sum_halves(char *to, PARTS, int complex, load_halves *load, store_ha
             for (int i = 0; i < n; i++)
                 total[i] += next[i];
     }
-    store(to + at, total, n);
+    store(to, total, n);
 }
 
-/* Bytes low to high, whole items. */
+/* Bytes low to high of the parts, whole items; their sums go to `to`. */
 #define RANGE spar_sum_kind kind, char *to, const char *const *parts, int count, int64_t low, int64_t high
 
 /* `n` is a constant for all but the last numbers. */
 #define EACH(KIND, size, ...)                                                                                \
     case SPAR_SUM_##KIND: {                                                                                  \
         int64_t at = low;                                                                                    \
-        for (int n = SOME; high - at >= SOME * (size); at += SOME * (size))                                  \
+        for (int n = SOME; high - at >= SOME * (size); at += SOME * (size), to += SOME * (size))             \
             __VA_ARGS__;                                                                                     \
         int n = (int)((high - at) / (size));                                                                 \
         __VA_ARGS__;                                                                                         \
@@ -185,7 +187,7 @@ INLINE void sum_halves(char *to, PARTS, int complex, load_halves *load, store_ha
 /* For float16 and complex numbers there is none: they have their totals in memory. */
 #define EACH_OF_TWO(KIND, name)                                                                              \
     case SPAR_SUM_##KIND:                                                                                    \
-        sum_two_##name(to + low, parts[0] + low, parts[1] + low, high - low);                                \
+        sum_two_##name(to, parts[0] + low, parts[1] + low, high - low);                                      \
         return;
 
 INLINE void sum_range(RANGE, load_halves *load, store_halves *store)
@@ -259,9 +261,10 @@ AVX2 static inline int64_t sum_two_f16c(TWO)
 #define VECTORS(name, target)                                                                                \
     target static void range_##name(RANGE)                                                                   \
     {                                                                                                        \
+        int64_t done = 0;                                                                                    \
         if (kind == SPAR_SUM_F16 && count == 2)                                                              \
-            low += sum_two_f16c(to + low, parts[0] + low, parts[1] + low, high - low);                       \
-        sum_range(kind, to, parts, count, low, high, load_f16c, store_f16c);                                 \
+            done = sum_two_f16c(to, parts[0] + low, parts[1] + low, high - low);                             \
+        sum_range(kind, to + done, parts, count, low + done, high, load_f16c, store_f16c);                   \
     }
 
 VECTORS(avx2, AVX2)
@@ -286,22 +289,43 @@ typedef struct {
     const char *const *parts;
     int count;
     int64_t bytes;
+    int streams; /* whether the sums have non-temporal stores */
 } sum;
+
+/* The sums lie in the L1 cache until they are stored: with ordinary stores each line of `to` would be read
+ * before. */
+static void sum_streaming(const sum *s, void (*range)(RANGE), int64_t low, int64_t high)
+{
+    _Alignas(SPAR_CACHE_LINE) char some[4096];
+    while (low < high) {
+        int64_t n = high - low < (int64_t)sizeof some ? high - low : (int64_t)sizeof some;
+        range(s->kind, some, s->parts, s->count, low, low + n);
+        spar_nontemporal_copy(s->to + low, some, n);
+        low += n;
+    }
+    spar_nontemporal_fence();
+}
 
 /* Sums one of `shares` shares; each but the last begins and ends at a multiple of 64 bytes. */
 static void sum_share(void *context, int share, int shares)
 {
     const sum *s = context;
     const int64_t size = s->bytes / shares & ~(int64_t)63, low = size * share;
+    const int64_t high = share + 1 < shares ? low + size : s->bytes;
     int width = 0;
     while (!summers[width].serves())
         width++;
-    summers[width].sum(s->kind, s->to, s->parts, s->count, low, share + 1 < shares ? low + size : s->bytes);
+    if (s->streams)
+        sum_streaming(s, summers[width].sum, low, high);
+    else
+        summers[width].sum(s->kind, s->to + low, s->parts, s->count, low, high);
 }
 
 void spar_sum(spar_sum_kind kind, char *to, const char *const *parts, int count, int64_t bytes)
 {
-    sum all = {kind, to, parts, count, bytes};
+    spar_stores stores = spar_stores_begin(SPAR_SUMS, bytes);
+    sum all = {kind, to, parts, count, bytes, stores.kind == SPAR_NONTEMPORAL_STORES};
     int threads = bytes > INT64_MAX / count ? 1 : spar_threads_share(bytes * count);
     spar_threads_run(sum_share, &all, threads);
+    spar_stores_end(&stores);
 }
