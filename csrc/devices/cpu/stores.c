@@ -4,7 +4,7 @@
 #include "devices/cpu/nontemporal.h"
 
 enum {
-    LARGE = 8,  /* times the least bytes that gain: from the size of the L2 cache on, all copies gain */
+    LARGE = 32, /* times the least bytes that gain: from four times the L2 cache on, all copies gain */
     SIZES = 64, /* classes of copies, by the binary logarithm of their bytes */
     TRIES = 4,  /* copies in a row that try a kind; the first finds what the other kind left in the caches */
     OFTEN = 32, /* copies from one comparison to the next at first: new memory takes longer */
