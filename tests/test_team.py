@@ -86,11 +86,12 @@ def test_spar_threads_sets_the_number_of_copy_threads(tmp_path: Path, transport:
 
 
 def test_default_threads_are_at_most_the_share_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = core.library().spar_cores()
     monkeypatch.delenv("SPAR_THREADS", raising=False)
     assert _C.threads(1, 1) == 1
-    assert _C.threads(1000, 1) == min(cores, 64)
-    assert _C.threads(1000, cores + 1) == 1
+    assert _C.threads(1000, 3) == 3
+    assert _C.threads(2, 3) == 2
+    assert _C.threads(1000, 65) == 64
+    assert _C.threads(1000, 0) == 1, "ranks share a core"
     monkeypatch.setenv("SPAR_THREADS", "5")
     assert _C.threads(1, 1) == 5
     monkeypatch.setenv("SPAR_THREADS", str(2**32 + 3))
