@@ -40,6 +40,7 @@ struct spar_memory {
 static struct {
     pthread_mutex_t lock;
     pid_t owner;
+    int inherited; /* this process is a forked child of the owner; as a flag: getpid is a system call */
     int fd;
     char *base;
     int64_t length;
@@ -112,6 +113,7 @@ static spar_status make(int64_t max_bytes, int local_ranks)
 static void make_private_in_child(void)
 {
     size_t whole = (size_t)arena.length + SPAR_ARENA_TAIL;
+    arena.inherited = arena.base != NULL;
     if (arena.fd < 0)
         return;
     void *copy = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, arena.fd, 0);
@@ -129,7 +131,7 @@ spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
     pthread_mutex_lock(&arena.lock);
     if (!arena.base)
         status = make(max_bytes, local_ranks < 1 ? 1 : local_ranks);
-    else if (arena.owner != getpid())
+    else if (arena.inherited)
         status =
             spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange; exchange in its parent, process %d",
                       (int)arena.owner);
@@ -160,7 +162,7 @@ int spar_arena_has(const void *address)
 
 int spar_arena_is_own(void)
 {
-    return arena.owner == getpid();
+    return arena.base && !arena.inherited;
 }
 
 /* Faults the pages of [offset, offset + size) in, and marks them as used. With the lock held. */
@@ -278,15 +280,29 @@ static void release_settled(void)
     }
 }
 
+/* Leaves `size` bytes in a free block, and makes another of the rest. With the lock held. */
+static spar_status split(spar_memory *block, int64_t size)
+{
+    if (block->size == size)
+        return SPAR_OK;
+    spar_memory *rest = malloc(sizeof *rest);
+    if (!rest)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for the arena's list");
+    *rest = (spar_memory){
+        .before = block, .after = block->after, .offset = block->offset + size, .size = block->size - size};
+    if (rest->after)
+        rest->after->before = rest;
+    block->after = rest;
+    block->size = size;
+    return SPAR_OK;
+}
+
 spar_status spar_arena_take(int64_t bytes, spar_memory **result)
 {
     if (bytes > arena.length)
         return spar_fail(SPAR_NO_MEMORY, "%lld bytes are more than the arena's %lld (SPAR_ARENA_MAX)",
                          (long long)bytes, (long long)arena.length);
     int64_t size = bytes < 1 ? ALIGNMENT : (bytes + ALIGNMENT - 1) & ~(int64_t)(ALIGNMENT - 1);
-    spar_memory *rest = malloc(sizeof *rest);
-    if (!rest)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for the arena's list");
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&arena.lock);
     if (arena.quarantined_blocks)
@@ -303,18 +319,9 @@ spar_status spar_arena_take(int64_t bytes, spar_memory **result)
                       (long long)arena.stats.quarantined);
     else
         status = populate(block->offset, size);
+    if (status == SPAR_OK)
+        status = split(block, size);
     if (status == SPAR_OK) {
-        if (block->size > size) {
-            *rest = (spar_memory){.before = block,
-                                  .after = block->after,
-                                  .offset = block->offset + size,
-                                  .size = block->size - size};
-            if (rest->after)
-                rest->after->before = rest;
-            block->after = rest;
-            block->size = size;
-            rest = NULL;
-        }
         block->state = USED;
         give_back_idle();
         arena.stats.allocated += size;
@@ -323,7 +330,6 @@ spar_status spar_arena_take(int64_t bytes, spar_memory **result)
         *result = block;
     }
     pthread_mutex_unlock(&arena.lock);
-    free(rest);
     return status;
 }
 
@@ -389,7 +395,7 @@ void spar_arena_release(void)
 
 int64_t spar_arena_trim(void)
 {
-    if (!arena.base || !spar_arena_is_own())
+    if (!spar_arena_is_own())
         return 0;
     pthread_mutex_lock(&arena.lock);
     release_settled();

@@ -19,8 +19,7 @@ _Static_assert(sizeof(shared_call) <= SPAR_ARENA_TAIL, "it lies behind the arena
 
 static shared_call *own(void)
 {
-    return spar_arena_base() && spar_arena_is_own() ? (void *)(spar_arena_base() + spar_arena_length())
-                                                    : NULL;
+    return spar_arena_is_own() ? (void *)(spar_arena_base() + spar_arena_length()) : NULL;
 }
 
 uint32_t spar_last_call_begin(const char *group, const char *op, uint32_t call)
