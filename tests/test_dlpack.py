@@ -99,8 +99,31 @@ def test_shapes_are_known_of_plain_strided_tensors_only() -> None:
     ]
     for other in others:
         assert _C.plain_shapes([x, other]) is None, other
+        assert _C.shapes_key([x, other]) is None, other
     with without_api():
-        assert _C.plain_shapes([x]) is None
+        assert _C.plain_shapes([x]) is _C.shapes_key([x]) is None
+
+
+@pytest.mark.skipif(_API is None, reason="this torch has no exchange API")
+def test_shapes_have_keys_of_their_own() -> None:
+    lists = [
+        [(2, 3)],
+        [(3, 2)],
+        [(2, 3, 1)],
+        [(2,), (3,)],
+        [(2, 3), (2, 3)],
+        [(1, 2), (3,)],
+        [(0, 3)],
+        [(2**40,)],
+    ]
+    tensors = [[torch.zeros(()).expand(shape) for shape in shapes] for shapes in lists]
+    keys = [_C.shapes_key(each) for each in tensors]
+    assert None not in keys and len(set(keys)) == len(lists)
+    assert [_C.shapes_key(tuple(each)) for each in tensors] == keys  # by shapes, not by the sequence's type
+    assert (
+        _C.shapes_key([torch.zeros(()).expand([1] * 60)] * 16) is None
+    )  # more numbers than there is room for
+    assert _C.shapes_key([]) is _C.shapes_key(3) is None  # type: ignore[arg-type]
 
 
 def test_wrong_arguments_raise() -> None:

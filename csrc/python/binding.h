@@ -54,8 +54,10 @@ PyObject *spar_py_byte_dtype(void);
 /* What the binding uses of torch. */
 PyObject *spar_py_use_torch(PyObject *module, PyObject *args);
 PyObject *spar_py_plain_shapes(PyObject *module, PyObject *objects);
+PyObject *spar_py_shapes_key(PyObject *module, PyObject *objects);
 extern const char spar_py_use_torch_doc[];
 extern const char spar_py_plain_shapes_doc[];
+extern const char spar_py_shapes_key_doc[];
 
 enum { SPAR_PY_NUMBERS = 256 };
 
@@ -65,6 +67,7 @@ typedef struct {
     spar_tensor tensors[SPAR_GROUP_TENSORS];
     int64_t few[SPAR_PY_NUMBERS];     /* of the tensors */
     int64_t *own[SPAR_GROUP_TENSORS]; /* of tensors for which there was no room left */
+    const PyObject *args;             /* of the newest tensor */
     Py_ssize_t used;
     int owned;
 } spar_py_request;

@@ -136,6 +136,19 @@ static int is_plain(PyObject *object)
     return 0;
 }
 
+/* Whether the i-th object is known to be a strided tensor of a plain type, which has at least a dim, and the
+ * dtype and device of the first; without the exchange API nothing is known. */
+static int read_alike(PyObject *objects, Py_ssize_t i, dl_tensor *first, dl_tensor *tensor)
+{
+    PyObject *object = spar_sequence_item(objects, i);
+    if (!is_plain(object) || !read_by_api(object, tensor) || tensor->ndim == 0)
+        return 0;
+    if (i == 0)
+        *first = *tensor;
+    return memcmp(&tensor->dtype, &first->dtype, sizeof first->dtype) == 0 &&
+           memcmp(&tensor->device, &first->device, sizeof first->device) == 0;
+}
+
 const char spar_py_plain_shapes_doc[] =
     PyDoc_STR("plain_shapes(a tuple or list of objects) -> their shapes, as tuples\n\n"
               "None unless all are known to be strided tensors of a plain type, which have at least a dim,\n"
@@ -145,15 +158,9 @@ PyObject *spar_py_plain_shapes(PyObject *Py_UNUSED(module), PyObject *objects)
 {
     Py_ssize_t count = spar_sequence_size(objects);
     PyObject *shapes = count >= 0 ? PyTuple_New(count) : NULL;
-    dl_tensor first = {0}, tensor;
+    dl_tensor first, tensor;
     for (Py_ssize_t i = 0; shapes && i < count; i++) {
-        PyObject *object = spar_sequence_item(objects, i);
-        if (!is_plain(object) || !read_by_api(object, &tensor) || tensor.ndim == 0)
-            break;
-        if (i == 0)
-            first = tensor;
-        if (memcmp(&tensor.dtype, &first.dtype, sizeof tensor.dtype) != 0 ||
-            memcmp(&tensor.device, &first.device, sizeof tensor.device) != 0)
+        if (!read_alike(objects, i, &first, &tensor))
             break;
         shapes = spar_tuple_set(shapes, i, spar_ints_to_tuple(tensor.shape, tensor.ndim));
         if (i == count - 1)
@@ -161,6 +168,27 @@ PyObject *spar_py_plain_shapes(PyObject *Py_UNUSED(module), PyObject *objects)
     }
     Py_XDECREF(shapes);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+const char spar_py_shapes_key_doc[] =
+    PyDoc_STR("shapes_key(a tuple or list of objects) -> bytes that are equal for equal shapes alone\n\n"
+              "None where plain_shapes returns None, and for more numbers than a call has room for.");
+
+PyObject *spar_py_shapes_key(PyObject *Py_UNUSED(module), PyObject *objects)
+{
+    int64_t numbers[SPAR_PY_NUMBERS]; /* of each tensor: its ndim, and its extents */
+    Py_ssize_t count = spar_sequence_size(objects), used = 0;
+    dl_tensor first, tensor;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!read_alike(objects, i, &first, &tensor) || used + 1 + tensor.ndim > SPAR_PY_NUMBERS)
+            Py_RETURN_NONE;
+        numbers[used++] = tensor.ndim;
+        memcpy(numbers + used, tensor.shape, (size_t)tensor.ndim * sizeof *numbers);
+        used += tensor.ndim;
+    }
+    if (used == 0)
+        Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize((const char *)numbers, used * (Py_ssize_t)sizeof *numbers);
 }
 
 /* ---- outputs ---- */

@@ -355,6 +355,7 @@ static PyMethodDef methods[] = {
     {"select", spar_py_select, METH_VARARGS, spar_py_select_doc},
     {"use_torch", spar_py_use_torch, METH_VARARGS, spar_py_use_torch_doc},
     {"plain_shapes", spar_py_plain_shapes, METH_O, spar_py_plain_shapes_doc},
+    {"shapes_key", spar_py_shapes_key, METH_O, spar_py_shapes_key_doc},
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},

@@ -66,7 +66,12 @@ static spar_tensor *add_tensor(spar_py_request *asked, int64_t item_size, Py_ssi
     }
     asked->request.ntensors++;
     asked->tensors[t] = (spar_tensor){item_size, (int)ndim, room, room + ndim, (int)nargs, room + 2 * ndim};
-    return read_ints(args, room + 2 * ndim, nargs) < 0 ? NULL : &asked->tensors[t];
+    if (t > 0 && args == asked->args) /* those of the tensor before, as for Q, K and V of equal shapes */
+        memcpy(room + 2 * ndim, asked->tensors[t - 1].args, (size_t)nargs * sizeof *room);
+    else if (read_ints(args, room + 2 * ndim, nargs) < 0)
+        return NULL;
+    asked->args = args;
+    return &asked->tensors[t];
 }
 
 /* Reads the extents and strides of a tensor from tuples. */

@@ -380,8 +380,10 @@ def remember(
 ) -> None:
     """Let `repeat` find this exchange of the calls' inputs; `record` runs it under autograd."""
     first = calls[0]
-    if key is not None and first.comm is not None and calls[-1].known:
-        shapes = tuple([call.shape for call in calls])
+    if key is None or first.comm is None or not calls[-1].known:
+        return
+    shapes = _C.shapes_key([call.input for call in calls])
+    if shapes is not None:
         operation = Operation(first.name, args, *ONE, UNRECORDED, sums)
         first.comm.remember((first.name, shapes, key), operation, record)
 

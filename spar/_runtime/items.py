@@ -28,19 +28,29 @@ class ItemType(NamedTuple):
         size: bytes of an item.
         scale, sums: its entries of SCALE_TYPES and SUM_TYPES; 0: none.
         conjugates: whether a tensor of it may be a view that conjugates.
+        negates: whether it may be a view that negates, which is the imaginary part of one that conjugates.
     """
 
     size: int
     scale: int
     sums: int
     conjugates: bool
+    negates: bool
 
 
+_DTYPES = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_COMPLEX = {dtype for dtype in _DTYPES if dtype.is_complex}
+_NEGATED = _COMPLEX | {dtype.to_real() for dtype in _COMPLEX}
 # one look-up takes a third of asking torch and the tables above
 ITEM_TYPES: dict[torch.dtype, ItemType] = {
-    dtype: ItemType(dtype.itemsize, SCALE_TYPES.get(dtype, 0), SUM_TYPES.get(dtype, 0), dtype.is_complex)
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    dtype: ItemType(
+        dtype.itemsize,
+        SCALE_TYPES.get(dtype, 0),
+        SUM_TYPES.get(dtype, 0),
+        dtype in _COMPLEX,
+        dtype in _NEGATED,
+    )
+    for dtype in _DTYPES
 }
 # strided copies move items of these, whatever they mean, by their size in bytes
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -76,10 +86,11 @@ def add_rows(parts: torch.Tensor) -> torch.Tensor:
 
 def plain(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return tensors of one dtype whose memory holds their items: none is a view that changes them."""
-    conjugates = ITEM_TYPES[inputs[0].dtype].conjugates
-    for x in inputs:
-        if x.is_neg() or (conjugates and x.is_conj()):
-            return [each.resolve_conj().resolve_neg() for each in inputs]
+    _, _, _, conjugates, negates = ITEM_TYPES[inputs[0].dtype]
+    if negates:  # for other dtypes torch is not asked: its answer releases the GIL
+        for x in inputs:
+            if x.is_neg() or (conjugates and x.is_conj()):
+                return [each.resolve_conj().resolve_neg() for each in inputs]
     return inputs
 
 

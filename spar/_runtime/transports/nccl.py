@@ -148,7 +148,7 @@ class NcclChannel(CoreChannel):
         """Return when the exchange is in the current stream."""
         op, args, factor, divide, gradient, sums = operation
         device, core, dtype = self.device, self.core, inputs[0].dtype
-        size, kind, _, _ = ITEM_TYPES[dtype]
+        size, kind, _, _, _ = ITEM_TYPES[dtype]
         targets = None if sums else outs
         check = member.synchronous and not is_capturing(device.place)
         if check:

@@ -59,7 +59,7 @@ class PlannedExchange:
         op, args, factor, divide, gradient, sums = operation
         first = inputs[0]
         dtype = first.dtype
-        size, kind, _, _ = ITEM_TYPES[dtype]
+        size, kind, _, _, _ = ITEM_TYPES[dtype]
         plan, addresses = _C.plan_of(op, member.world, member.rank, _C.SIDE_PULL, size, inputs, args)
         outputs = outs
         if outputs is None or sums:

@@ -47,7 +47,7 @@ class ShmChannel(CoreChannel):
     ) -> list[torch.Tensor]:
         op, args, factor, divide, gradient, sums = operation
         dtype = inputs[0].dtype
-        size, kind, sum_kind, _ = ITEM_TYPES[dtype]
+        size, kind, sum_kind, _, _ = ITEM_TYPES[dtype]
         if not sums:
             sum_kind = 0
         text = call_text(dtype, "cpu", factor, divide, gradient)
