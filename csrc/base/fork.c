@@ -10,6 +10,13 @@ static void (*const files[])(spar_fork_stage stage) = {
 
 enum { FILES = sizeof files / sizeof *files };
 
+static uint32_t generation = 1;
+
+uint32_t spar_generation(void)
+{
+    return generation;
+}
+
 static void prepare(void)
 {
     for (int i = 0; i < FILES; i++)
@@ -24,6 +31,7 @@ static void in_parent(void)
 
 static void in_child(void)
 {
+    generation++;
     for (int i = FILES - 1; i >= 0; i--)
         files[i](SPAR_FORK_CHILD);
 }

@@ -10,6 +10,12 @@
 #ifndef SPAR_FORK_H
 #define SPAR_FORK_H
 
+#include <stdint.h>
+
+/* Returns a number that differs between a process and its forked children; never 0. Unlike getpid, which
+ * takes longer than a small copy, it is no system call. */
+uint32_t spar_generation(void);
+
 typedef enum { SPAR_FORK_PREPARE, SPAR_FORK_PARENT, SPAR_FORK_CHILD } spar_fork_stage;
 
 void spar_plan_cache_fork(spar_fork_stage stage);

@@ -39,8 +39,8 @@ struct spar_memory {
 
 static struct {
     pthread_mutex_t lock;
-    pid_t owner;
-    int inherited; /* this process is a forked child of the owner; as a flag: getpid is a system call */
+    pid_t pid; /* of the owner */
+    uint32_t owner;
     int fd;
     char *base;
     int64_t length;
@@ -101,7 +101,8 @@ static spar_status make(int64_t max_bytes, int local_ranks)
     arena.fd = fd;
     arena.base = base;
     arena.length = length;
-    arena.owner = getpid();
+    arena.pid = getpid();
+    arena.owner = spar_generation();
     arena.stats = (spar_arena_stats){.cap = length};
     return SPAR_OK;
 }
@@ -113,7 +114,6 @@ static spar_status make(int64_t max_bytes, int local_ranks)
 static void make_private_in_child(void)
 {
     size_t whole = (size_t)arena.length + SPAR_ARENA_TAIL;
-    arena.inherited = arena.base != NULL;
     if (arena.fd < 0)
         return;
     void *copy = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, arena.fd, 0);
@@ -131,10 +131,10 @@ spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
     pthread_mutex_lock(&arena.lock);
     if (!arena.base)
         status = make(max_bytes, local_ranks < 1 ? 1 : local_ranks);
-    else if (arena.inherited)
+    else if (!spar_arena_is_own())
         status =
             spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange; exchange in its parent, process %d",
-                      (int)arena.owner);
+                      (int)arena.pid);
     pthread_mutex_unlock(&arena.lock);
     return status;
 }
@@ -162,7 +162,7 @@ int spar_arena_has(const void *address)
 
 int spar_arena_is_own(void)
 {
-    return arena.base && !arena.inherited;
+    return arena.owner == spar_generation();
 }
 
 /* Faults the pages of [offset, offset + size) in, and marks them as used. With the lock held. */

@@ -1,9 +1,9 @@
 #include "devices/cpu/threads.h"
 
+#include "base/fork.h"
 #include "base/util.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 enum { MOST = 64 };
 
@@ -11,7 +11,7 @@ static struct {
     pthread_mutex_t in_use; /* held by the thread whose copy runs */
     pthread_mutex_t lock;
     pthread_cond_t begins, ends;
-    pid_t owner;           /* a forked child has no threads */
+    uint32_t owner;        /* a forked child has no threads */
     int64_t min_bytes;     /* bytes */
     int limit, threads;    /* most, with the caller; started, without */
     int parts, next, left; /* of the copy: all, next, not done */
@@ -79,8 +79,8 @@ static void start_threads(int wanted)
 static int is_own(void)
 {
     if (!pool.owner)
-        pool.owner = getpid();
-    return pool.owner == getpid();
+        pool.owner = spar_generation();
+    return pool.owner == spar_generation();
 }
 
 void spar_threads_run(void (*work)(void *context, int part, int parts), void *context, int parts)

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 enum {
     SLOTS = 64,
@@ -49,8 +48,8 @@ static struct {
     pthread_cond_t changed; /* poll again */
     spar_watchdog *first;
     int running, stop;
-    int workers; /* threads that free or abort what a watchdog had */
-    pid_t owner; /* a forked child has no thread, and no device */
+    int workers;    /* threads that free or abort what a watchdog had */
+    uint32_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* With the last error as the reason. */
@@ -272,7 +271,7 @@ static void *watchdog_thread(void *unused)
 static void stop(void)
 {
     int64_t end = spar_now_ns() + EXIT_NS;
-    if (all.owner != getpid())
+    if (all.owner != spar_generation())
         return;
     pthread_mutex_lock(&all.lock);
     all.stop = 1;
@@ -289,7 +288,7 @@ static spar_status start_thread(void)
         return SPAR_OK;
     if (!all.owner) {
         spar_cond_init(&all.changed);
-        all.owner = getpid();
+        all.owner = spar_generation();
         atexit(stop);
     }
     if (spar_thread_start(watchdog_thread, NULL) != 0)
@@ -347,7 +346,7 @@ spar_status spar_watchdog_check(spar_watchdog *w)
 
 spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadline *deadline)
 {
-    if (all.owner != getpid())
+    if (all.owner != spar_generation())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
     pthread_mutex_lock(&all.lock);
     poll_once(w);
