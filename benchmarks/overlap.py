@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/overlap.py
 
-Each turn times, in all ranks at once: the exchange alone (an all_to_all, sync), the product alone, and the
-product between an async exchange's start and its wait. "Visible" is what the last takes longer than the
-product, as a part of the exchange alone. Cores:
+Each turn times, in all ranks at once: an all_to_all; an async one that is waited for at once; the product
+alone; and the product between an async exchange's start and its wait. "Visible" is what the last takes longer
+than the product, as a part of the async exchange alone, which has the same cores. Cores:
 
 - own: each rank is pinned to a core of its own, which its thread for exchanges shares with the product;
 - spare: rank 0 computes on the first core; its thread for exchanges and the other ranks, which only
-  exchange, run on the others;
+  exchange, run on the others. With two cores in all, that is one: an exchange alone takes longer there;
 - late: as own, but all ranks except rank 0 call that much later: rank 0 waits, which needs no core.
 
 Figures are rank 0's medians.
@@ -47,23 +47,28 @@ def product_like(seconds: float) -> Callable[[], Tensor]:
     side, rows = 256, 1024
     b = torch.randn(side, side)
     for _ in range(4):
-        tall = torch.randn(rows, side)
+        tall, result = torch.randn(rows, side), torch.empty(rows, side)
         took = []
         for _ in range(15):
             begin = time.perf_counter()
-            tall @ b
+            torch.mm(tall, b, out=result)
             took.append(time.perf_counter() - begin)
         rows = max(1, round(rows * seconds / statistics.median(took)))
-    tall = torch.randn(rows, side)
-    return lambda: tall @ b
+    tall, result = torch.randn(rows, side), torch.empty(rows, side)  # new memory would have page faults
+    return lambda: torch.mm(tall, b, out=result)
 
 
 def measure(x: Tensor, computes: bool, late: float, turns: int) -> Times:
     def exchange() -> object:
         return spar.all_to_all(x, None, 2, 1)
 
-    alone = statistics.median(timed(exchange) for _ in range(10))
-    longest = torch.tensor(alone + late)
+    def alone() -> object:
+        y, work = spar.all_to_all(x, None, 2, 1, async_op=True)
+        work.wait()
+        return y
+
+    length = statistics.median(timed(alone) for _ in range(20))
+    longest = torch.tensor(length + late)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     product = product_like(longest.item()) if computes else lambda: torch.empty(0)
 
@@ -73,9 +78,10 @@ def measure(x: Tensor, computes: bool, late: float, turns: int) -> Times:
         work.wait()
         return y, z
 
-    times: Times = {"exchange": [], "product": [], "overlapped": []}
+    calls = {"exchange": exchange, "alone": alone, "product": product, "overlapped": overlapped}
+    times: Times = {name: [] for name in calls}
     for _ in range(turns):
-        for name, function in (("exchange", exchange), ("product", product), ("overlapped", overlapped)):
+        for name, function in calls.items():
             times[name].append(timed(function, late if name != "product" else 0.0))
     return times
 
@@ -94,8 +100,8 @@ def main() -> None:
     spar.init()
     if rank == 0:
         print(f"{world} ranks, {len(cores)} cores, {x.nbytes / MIB:.0f} MiB each")
-        print("| cores | exchange | product | both | visible |")
-        print("|---|---|---|---|---|")
+        print("| cores | sync | async alone | product | both | visible |")
+        print("|---|---|---|---|---|---|")
     for name in ("own", "spare", "late"):
         if name == "spare":
             os.sched_setaffinity(0, cores[1:] or cores)
@@ -109,13 +115,10 @@ def main() -> None:
         computes = name != "spare" or rank == 0
         late = options.late / 1000 if name == "late" else 0.0
         found = measure(x, computes, late if rank else 0.0, options.turns)
-        exchange, product, both = (1000 * statistics.median(found[key]) for key in found)
         if rank == 0:
-            visible = (both - product) / exchange
-            print(
-                f"| {name} | {exchange:.2f} ms | {product:.2f} ms | {both:.2f} ms | {visible:.0%} |",
-                flush=True,
-            )
+            sync, alone, product, both = (1000 * statistics.median(times) for times in found.values())
+            times = " | ".join(f"{time:.2f} ms" for time in (sync, alone, product, both))
+            print(f"| {name} | {times} | {(both - product) / alone:.0%} |", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
