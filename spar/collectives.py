@@ -17,10 +17,10 @@ from ._runtime.layouts import Layout, even
 from ._runtime.move import Move
 from ._runtime.outputs import write_to
 from ._runtime.overlap import Work, launch
-from ._runtime.repeated import repeat
+from ._runtime.repeated import key_of, repeat
 from ._runtime.together import checked_together, entries
 from ._runtime.transpose import check_dtype, transpose
-from .sequence_layout import SequenceLayout, checked_numbers
+from .sequence_layout import SequenceLayout, checked_numbers, kept
 from .topology.resolve import Group
 
 
@@ -198,14 +198,14 @@ def transpose_for(
     """Gather, or sum and scatter, for the operation `name`, which its errors name."""
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group
-    if out is not None or async_op or not isinstance(input_, torch.Tensor):
-        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out)
     key = None
-    if sizes is layout is None and type(dim) is int:  # True is not a dim, and equals 1
-        key = dim, input_.dtype  # not every dtype can be summed
+    if out is None and not async_op:
+        key = key_of(input_, dim, () if sizes is layout is None else kept(input_, sizes, layout))
     output = repeat(name, input_, group, key)
     if output is not None:
         return output
+    if out is not None or async_op or not isinstance(input_, torch.Tensor):
+        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out, key)
     call = Call(name, input_, group)
     try:
         call.one_of(sizes=sizes, layout=layout)
@@ -239,8 +239,9 @@ def _together(
     layout: SequenceLayout | None,
     async_op: bool,
     out: Any,
+    key: tuple[object, ...] | None,
 ) -> Any:
-    """Exchange one tensor or several, with all options."""
+    """Exchange one tensor or several, with all options; `key` is as for `transpose`."""
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
@@ -260,7 +261,7 @@ def _together(
             if sums:
                 check_dtype(first, sums)
             return write_to(out, calls, at, Move.of_shards(first.name, first.place, shares, sums))
-        return transpose(calls, shares, sums)
+        return transpose(calls, shares, sums, key)
 
     result = checked_together(name, input_, group, run)
     return (result, works[0]) if async_op else result

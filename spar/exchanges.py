@@ -16,7 +16,7 @@ from ._runtime.outputs import write_to
 from ._runtime.overlap import Work, launch
 from ._runtime.repeated import repeat
 from ._runtime.together import checked_together, entries
-from .sequence_layout import SequenceLayout, checked_numbers
+from .sequence_layout import SequenceLayout, checked_numbers, kept
 from .sizes import share, totals_of_share
 from .topology.resolve import Group
 
@@ -124,25 +124,15 @@ def all_to_all(
     """
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)
-    dims = scatter_dim, gather_dim, gather_size
-    key = None
-    if (
-        scatter_sizes is gather_sizes is layout is scatter_layout is None
-        and out is None
-        and type(scatter_dim) is type(gather_dim) is int  # True is not a dim, and equals 1
-        and (gather_size is None or type(gather_size) is int)
-        and not async_op
-    ):
-        key = dims
+    dims, how = (scatter_dim, gather_dim, gather_size), (scatter_sizes, gather_sizes, layout, scatter_layout)
+    key = _key(input_, dims, how) if out is None and not async_op else None
     output = repeat("all_to_all", input_, process_group, key)
     if output is not None:
         return output
     if out is not None or async_op or isinstance(input_, (list, tuple)):
-        how = scatter_sizes, gather_sizes, layout, scatter_layout
-        return all_to_all_for("all_to_all", input_, process_group, dims, how, async_op, out, key)
+        return _exchange("all_to_all", input_, process_group, dims, how, async_op, out, key)
     call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
     try:
-        how = scatter_sizes, gather_sizes, layout, scatter_layout
         return call.apply(*_transposed(call, dims, how), ONE, key)
     except BaseException as error:
         call.fail(error)
@@ -162,17 +152,37 @@ Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
 How = tuple[Any, Any, Any, Any]  # scatter_sizes, gather_sizes, layout, scatter_layout
 
 
+def _key(inputs: object, dims: Dims, how: How) -> tuple[object, ...] | None:
+    """Return by what `repeat` finds such calls; None: it does not."""
+    scatter_dim, gather_dim, size = dims
+    if not (type(scatter_dim) is type(gather_dim) is int and (size is None or type(size) is int)):
+        return None  # True is not a dim, and equals 1
+    if how[0] is how[1] is how[2] is how[3] is None:
+        return dims
+    parts = kept(inputs, *how)
+    return None if parts is None else (dims, parts)
+
+
 def all_to_all_for(
+    name: str, inputs: torch.Tensor | Sequence[torch.Tensor], group: Group, dims: Dims, how: How
+) -> Any:
+    """Run an all_to_all for the operation `name`, which its errors name."""
+    key = _key(inputs, dims, how)
+    output = repeat(name, inputs, group, key)
+    return _exchange(name, inputs, group, dims, how, False, None, key) if output is None else output
+
+
+def _exchange(
     name: str,
     inputs: torch.Tensor | Sequence[torch.Tensor],
     group: Group,
     dims: Dims,
     how: How,
-    async_op: bool = False,
-    out: Any = None,
-    key: tuple[object, ...] | None = None,
+    async_op: bool,
+    out: Any,
+    key: tuple[object, ...] | None,
 ) -> Any:
-    """Run an all_to_all for the operation `name`, which its errors name; `key` is as for `apply_steps`."""
+    """Run an all_to_all with all options; `key` is as for `apply_steps`."""
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:

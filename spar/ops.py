@@ -8,7 +8,7 @@ import torch
 
 from ._runtime.call import Call, cumulative_hint, from_cumulative
 from ._runtime.layouts import WHOLE, even, packed, zigzag
-from ._runtime.repeated import repeat
+from ._runtime.repeated import kept_scale, key_of, repeat
 from .sizes import as_named_int, share
 from .topology.resolve import Group
 
@@ -79,13 +79,8 @@ def gather_forward_split_backward(
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     name, key = "gather_forward_split_backward", None
-    if (
-        gather_sizes is None
-        and type(dim) is int  # True is not a dim, and equals 1
-        and (grad_scale is None or type(grad_scale) in (str, float))
-        and isinstance(input_, torch.Tensor)
-    ):
-        key = dim, grad_scale, input_.dtype  # not every dtype can be scaled
+    if gather_sizes is None and isinstance(input_, torch.Tensor):
+        key = key_of(input_, dim, (), kept_scale(grad_scale))
     output: torch.Tensor | None = repeat(name, input_, process_group, key)
     if output is not None:
         return output

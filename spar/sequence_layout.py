@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from ._runtime.call import Call, Sizes, apply_steps
 from ._runtime.checks import check_int, check_ints, check_type
@@ -27,6 +28,7 @@ from ._runtime.layouts import (
     total_of,
 )
 from ._runtime.registry import place_of
+from ._runtime.repeated import kept_scale, key_of, repeat
 from ._runtime.together import checked_together
 from ._runtime.transpose import transpose
 from .topology import topology
@@ -209,6 +211,13 @@ class SequenceLayout:
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: str | float | None, splits: bool, exact: bool = False
     ) -> Any:
+        key = None
+        if exact or not splits:  # then it is an exchange
+            key = key_of(x, dim, kept(x, None, self), kept_scale(grad_scale))
+        output = repeat(name, x, self.group, key)
+        if output is not None:
+            return output
+
         def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
             scale, place = calls[0].grad_scale(grad_scale), calls[0].place
             shards = [
@@ -216,11 +225,11 @@ class SequenceLayout:
                 for call, which in zip(calls, at, strict=True)
             ]
             if exact:
-                return transpose(calls, shards, splits)
+                return transpose(calls, shards, splits, key)
             if place.world == 1 and scale[0] == 1.0:
                 return [call.input for call in calls]
             args = tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards])
-            return apply_steps(calls, ((place, args),), scale)
+            return apply_steps(calls, ((place, args),), scale, key)
 
         return checked_together(name, x, self.group, run, 0 if splits and not exact else 1)
 
@@ -228,6 +237,45 @@ class SequenceLayout:
 def numbers_of(layout: SequenceLayout, dim: int) -> Layout:
     """Return the core's numbers for a sequence along `dim`."""
     return dim, _KINDS[layout.kind], *layout.numbers
+
+
+_LONG = 16  # numbers, which take as long to compare as a call to check
+_INT = frozenset({int})  # bools equal ints
+_NOT_KEPT = object()
+
+
+def kept(inputs: object, *arguments: Any) -> tuple[object, ...] | None:
+    """Return by what `repeat` finds calls with these sizes and layouts; None: it must not keep the call.
+
+    A layout's group is not kept, or it would live on; its id is that of the call's group, which lives.
+
+    inputs: of the call: sizes mean something else for a tensor than for a list of one.
+    arguments: each is sizes, a layout, None, or, of a call with several tensors, a list of these.
+    """
+    if is_dynamo_compiling():
+        return None
+    found: list[object] = [isinstance(inputs, (list, tuple))]
+    for each in arguments:
+        part = _kept(each)
+        if part is _NOT_KEPT and (type(each) is list or type(each) is tuple):
+            parts = tuple([_kept(one) for one in each])
+            part = part if _NOT_KEPT in parts else parts
+        if part is _NOT_KEPT:
+            return None
+        found.append(part)
+    return tuple(found)
+
+
+def _kept(argument: Any) -> object:
+    """Return what is kept of a layout, or of one tensor's sizes."""
+    if argument is None:
+        return None
+    if type(argument) is SequenceLayout:
+        few = len(argument.numbers) <= _LONG
+        return (argument.kind, argument.numbers, id(argument.group)) if few else _NOT_KEPT
+    if (type(argument) is tuple or type(argument) is list) and len(argument) <= _LONG:
+        return tuple(argument) if _INT.issuperset(map(type, argument)) else _NOT_KEPT
+    return _NOT_KEPT
 
 
 def checked_numbers(

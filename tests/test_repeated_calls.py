@@ -190,6 +190,64 @@ def test_repeated_gathers(ranks: Ranks, world: int) -> None:
     ranks(world, check_repeated_gathers)
 
 
+def check_repeated_layouts(rank: int, world: int, group: Group) -> None:
+    """Calls by sizes and layouts, equal but for one of them, or for what a value means."""
+    total = 4 * world + 1
+    whole = torch.arange(total * 6.0).view(total, 6)
+    kinds = (spar.SequenceLayout.zigzag, spar.SequenceLayout.even)
+    packed = spar.SequenceLayout.packed
+    for _ in range(3):
+        made = [kind(total, group) for kind in kinds]
+        made += [packed([3, total - 3], group), packed([total - 2, 2], group)]
+        for layout in [*made, packed([1] * total, group)]:
+            x = whole[layout.index()]
+            assert_same(spar.all_gather(x, group, layout=layout), whole)
+            assert_same(layout.all_gather(x, 0), whole)
+            assert_same(spar.all_gather([x, x], None, layout=layout)[1], whole)
+            assert_same(layout.gather([x, x.int()[:, :0].float()], 0)[0], whole)
+            assert_same(spar.reduce_scatter(whole, None, layout=layout), x * world)
+            assert_same(layout.reduce_scatter([whole, -whole], 0)[1], x * -world)
+            heads = whole.tensor_split(world, 1)[rank]
+            assert_same(spar.all_to_all(x, group, 1, 0, layout=layout), heads)
+            both = spar.all_to_all([x, -x], group, 1, 0, layout=[layout, layout])
+            assert_same(both[1], -heads)
+            assert_same(spar.all_to_all(heads, None, 0, 1, gather_size=6, scatter_layout=layout), x)
+            for grad_scale, factor in ((None, 1.0), ("up", world), (0.5, 0.5)):
+                learned = x.clone().requires_grad_()
+                layout.gather(learned, 0, grad_scale).sum().backward()
+                assert_same(learned.grad, torch.full_like(x, factor))
+        sizes = list(made[1].sizes)
+        x = whole[made[1].index()]
+        first = [6] + [0] * (world - 1)
+        for form in (list, tuple):
+            given: Any = form(sizes)
+            assert_same(spar.all_gather(x, group, 0, given), whole)
+            assert_same(spar.all_gather([x, x], group, 0, [given, given])[1], whole)
+            assert_same(spar.reduce_scatter(whole, group, 0, given), x * world)
+            scattered = spar.all_to_all(x, group, 1, 0, scatter_sizes=first, gather_sizes=given)
+            assert_same(scattered, whole if rank == 0 else whole[:, :0])
+    foreign = kinds[1](total, dist.group.WORLD)
+    wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: spar.all_gather([x], group, 0, sizes), ValueError, "sizes"),  # those of a tensor
+        (lambda: spar.all_gather(x, group, 0, [float(size) for size in sizes]), ValueError, "sizes"),
+        (lambda: spar.all_gather(x, group, 0, sizes, layout=made[1]), ValueError, "expected one of them"),
+        (lambda: spar.all_gather(x, group, layout=foreign), ValueError, "of another group"),
+        (lambda: spar.all_gather(x, group, layout=kinds[1](total + 2 * world, group)), ValueError, "of size"),
+        (lambda: spar.all_to_all(x, group, 1, 0, layout=3), TypeError, "layout"),  # type: ignore[call-overload]
+        (lambda: made[1].gather(x, 0, True), TypeError, "grad_scale"),
+        (lambda: made[1].gather(x, False), TypeError, "dim"),
+    ]
+    for each, error, text in wrong:
+        with pytest.raises(error, match=text):
+            each()
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_repeated_layouts(ranks: Ranks, world: int) -> None:
+    ranks(world, check_repeated_layouts)
+
+
 def check_repeated_sums(rank: int, world: int, group: Group) -> None:
     x = torch.arange(4.0 * world).view(2 * world, 2)
     for _ in range(3):

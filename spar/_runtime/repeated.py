@@ -15,8 +15,26 @@ from .exchange import is_watched, report_failure
 from .hints import add_advice
 from .registry import known
 
+Key = tuple[object, ...] | None  # None: the call is not kept
 
-def repeat(name: str, input_: Any, group: Group, key: tuple[object, ...] | None) -> Any:
+
+def key_of(input_: Any, dim: object, arguments: Key, grad_scale: Key = ()) -> Key:
+    """Return the key of a gather, or of a sum, of a tensor or a list.
+
+    It has the dtype, because not every one can be summed or scaled.
+    """
+    if arguments is None or grad_scale is None or type(dim) is not int:  # True is not a dim, and equals 1
+        return None
+    first = input_[0] if isinstance(input_, (list, tuple)) and input_ else input_
+    return (dim, first.dtype, arguments, grad_scale) if isinstance(first, torch.Tensor) else None
+
+
+def kept_scale(grad_scale: object) -> Key:
+    """Return a grad_scale for a key; None for types whose values equal those of others."""
+    return (grad_scale,) if grad_scale is None or type(grad_scale) in (str, float) else None
+
+
+def repeat(name: str, input_: Any, group: Group, key: Key) -> Any:
     """Exchange a tensor or a list of them as a call did that `remember` kept by an equal key.
 
     Returns None if there was none, or if a tracer must see this call: its arguments are to be checked then.
@@ -28,7 +46,8 @@ def repeat(name: str, input_: Any, group: Group, key: tuple[object, ...] | None)
     comm = known(group) or known(process_group(group, name))
     if comm is None or not comm.operations or forward_ad._current_level >= 0:
         return None
-    found = comm.operations.get((name, _C.shapes_key(inputs), key))
+    shapes = _C.shapes_key(inputs)
+    found = None if shapes is None else comm.operations.get((name, shapes, key))
     if found is None or is_watched():
         return None
     operation, record = found

@@ -117,7 +117,7 @@ def transpose(
 ) -> Tensors:
     """Gather the shards of each input, or sum and scatter them; record it if an input requires a gradient.
 
-    key: by which `repeat` finds the exchange of a single input; None: it does not.
+    key: by which `repeat` finds the exchange; None: it does not.
     """
     first, inputs = calls[0], [call.input for call in calls]
     records = must_record(inputs)
