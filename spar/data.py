@@ -116,7 +116,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _gather_data(data: Any, place: Place) -> list[Any]:
     """Return each rank's data. Two exchanges for the pickles, and one per device type for the tensors."""
-    call = Call(_NAME, torch.empty(0), place, exchanges=_MAX_EXCHANGES)
+    call = Call(_NAME, torch.empty(0, device="cpu"), place, exchanges=_MAX_EXCHANGES)
     try:
         rows = _exchange(data, call)
     except BaseException as error:

@@ -43,7 +43,7 @@ def _alone(name: str) -> Place:
 def gather_sizes(name: str, place: Place, size: int) -> list[int]:
     """Gather one int from each rank: its local size."""
     sizes: list[int] = (
-        Call(name, torch.tensor([size]), place).apply(even(0, place.world), WHOLE, ONE).tolist()
+        Call(name, torch.tensor([size], device="cpu"), place).apply(even(0, place.world), WHOLE, ONE).tolist()
     )
     return sizes
 

@@ -102,7 +102,7 @@ def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) 
 def _lengths(sizes: Any) -> torch.Tensor:
     """Convert to an int tensor; an empty list has no dtype of its own."""
     try:
-        given = torch.as_tensor(sizes)
+        given = sizes if isinstance(sizes, torch.Tensor) else torch.as_tensor(sizes, device="cpu")
     except (OverflowError, RuntimeError):
         raise ValueError(f"sizes is {sizes!r:.200}; expected ints from 0 to 2**63 - 1") from None
     except (TypeError, ValueError):

@@ -359,6 +359,38 @@ def test_benchmarks_use_symbols_that_exist() -> None:
             assert hasattr(core.library(), name), f"{path.name} uses {name}"
 
 
+CONSTRUCTORS = {
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+    ),
+    *("randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+
+def test_tensors_do_not_follow_the_default_device() -> None:
+    """torch.set_default_device, or `with torch.device(...)`, is for the caller's tensors."""
+    found = []
+    for path in [p for p in (ROOT / "spar").rglob("*.py") if "_commands" not in p.parts]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) in {f"torch.{name}" for name in CONSTRUCTORS}
+                and not any(keyword.arg == "device" for keyword in node.keywords)
+            ):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, "without device="
+
+
 def test_version() -> None:
     assert spar.__version__ == _C.version
     assert spar.__version__ in (ROOT / "CHANGELOG.md").read_text()

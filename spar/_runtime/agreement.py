@@ -92,7 +92,7 @@ def _header(member: Member, step: int, status: int, own: bytes = b"") -> torch.T
 
 def _row(text: str, gathered: Gathered | None = None) -> torch.Tensor:
     shown = bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0"))
-    numbers = torch.tensor(gathered or (0, 0, 0))
+    numbers = torch.tensor(gathered or (0, 0, 0), device="cpu")
     return torch.cat((torch.frombuffer(shown, dtype=torch.uint8), numbers.view(torch.uint8)))
 
 

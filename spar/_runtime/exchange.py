@@ -212,7 +212,7 @@ def _copy_part(input_: torch.Tensor, place: Place, args: Args, operation: Operat
         output = _C.select(*request, kind, divide, factor)
     if output is None:
         plan, addresses = _C.plan_of(operation.op, world, rank, 0, item.size, inputs, layouts)
-        output = torch.empty(plan.out_shapes[0], dtype=input_.dtype)
+        output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device="cpu")
         plan.copy_own(addresses, (output.data_ptr(),), kind, divide, factor)
     elif output.dtype != input_.dtype:
         output = output.view(input_.dtype)

@@ -205,13 +205,13 @@ def packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
     """Return the global index of each item that `rank` holds of packed sequences."""
     _, _, inner, sequences, *flat = layout
     outer = world // inner
-    ring, numbers = rank % outer, torch.tensor(flat, dtype=torch.int64)
+    ring, numbers = rank % outer, torch.tensor(flat, dtype=torch.int64, device="cpu")
     if sequences == len(flat):
-        numbers = numbers // outer + (torch.arange(outer)[:, None] < numbers % outer)
+        numbers = numbers // outer + (torch.arange(outer, device="cpu")[:, None] < numbers % outer)
     table = numbers.reshape(outer, sequences)
     ends = table.T.reshape(-1).cumsum(0).reshape(sequences, outer)  # in the whole, of each part
     sizes = table[ring]
     starts = ends[:, ring] - sizes - (sizes.cumsum(0) - sizes)
-    index = starts.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+    index = starts.repeat_interleave(sizes) + torch.arange(int(sizes.sum()), device="cpu")
     begin = share_start(len(index), inner, rank // outer)
     return index[begin : begin + share(len(index), inner, rank // outer)]

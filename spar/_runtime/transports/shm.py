@@ -35,7 +35,9 @@ class ShmChannel(CoreChannel):
             return super().allocate(member, shape, like)
         flat = _C.arena_take(math.prod(shape) * like.element_size())
         # not a view of it, which autograd could not rebase
-        return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage()).resize_(tuple(shape))
+        return (
+            torch.empty(0, dtype=like.dtype, device="cpu").set_(flat.untyped_storage()).resize_(tuple(shape))
+        )
 
     def exchange(
         self,

@@ -51,12 +51,16 @@ def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor's sizes, -1 for dims that it lacks, and elements from all over it, 0 beyond its end."""
-    out = torch.zeros(_SIZES + _SAMPLES, dtype=torch.float64)
+    out = torch.zeros(_SIZES + _SAMPLES, dtype=torch.float64, device="cpu")
     out[:_SIZES] = -1
     sizes = list(x.shape)[:_SIZES]
-    out[: len(sizes)] = torch.tensor(sizes, dtype=torch.float64)
+    out[: len(sizes)] = torch.tensor(sizes, dtype=torch.float64, device="cpu")
     flat = x.detach().flatten()
-    at = torch.linspace(0, max(0, flat.numel() - 1), min(_SAMPLES, flat.numel())).long().to(x.device)
+    at = (
+        torch.linspace(0, max(0, flat.numel() - 1), min(_SAMPLES, flat.numel()), device="cpu")
+        .long()
+        .to(x.device)
+    )
     chosen = flat[at]
     out[_SIZES : _SIZES + len(at)] = (chosen.real if chosen.is_complex() else chosen).to("cpu", torch.float64)
     return out

@@ -140,7 +140,7 @@ class Sharding:
         given, mask = batch.get("position_ids"), batch.get("attention_mask")
         lengths = self.lengths_given(batch, layout, total)
         if given is None:
-            positions = torch.arange(total)[None] if lengths is None else restarting(lengths)
+            positions = torch.arange(total, device="cpu")[None] if lengths is None else restarting(lengths)
         else:
             positions = given[None] if given.dim() == 1 else given
             if positions.dim() != 2 or positions.size(1) != total:
