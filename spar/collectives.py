@@ -226,7 +226,7 @@ def _shard(
         return checked_numbers(call, "layout", layout, of, sums, at)
     if sums:
         return call.parts(f"sizes{at}", of, sizes)
-    return call.shards(f"sizes{at}", of, sizes) or even(of, call.input.size(of) * call.world)
+    return call.shards(f"sizes{at}", of, sizes) or even(of, call.gathered_size(of))
 
 
 def _together(

@@ -274,7 +274,7 @@ def _gather_size(call: Call, dim: int, local: int, total: int | None) -> int:
     """Return the global size of the gather dim, of which this rank holds `local`."""
     world, rank = call.world, call.rank
     if total is None:
-        return local * world
+        return call.gathered_size(dim)
     if type(total) is not int:
         total = call.integer("gather_size", total, "an int or None")
     if total < 0 or share(total, world, rank) != local:

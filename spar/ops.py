@@ -87,7 +87,7 @@ def gather_forward_split_backward(
     call = Call(name, input_, process_group)
     try:
         dim = call.dim("dim", dim)
-        shards = call.shards("gather_sizes", dim, gather_sizes) or even(dim, input_.size(dim) * call.world)
+        shards = call.shards("gather_sizes", dim, gather_sizes) or even(dim, call.gathered_size(dim))
         return call.apply(shards, WHOLE, call.grad_scale(grad_scale), key)
     except BaseException as error:
         call.fail(error)

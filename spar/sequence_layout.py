@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
-from ._runtime.call import Call, Sizes, apply_steps
+from ._runtime.call import Call, Sizes, apply_steps, cumulative_hint, from_cumulative
 from ._runtime.checks import check_int, check_ints, check_type
 from ._runtime.exchange import ONE
 from ._runtime.layouts import (
@@ -87,7 +87,9 @@ class SequenceLayout:
     def from_local(cls, size: int, group: Group = None) -> SequenceLayout:
         """Lay out consecutive shards; this rank's has `size`. Collective: ranks exchange their sizes."""
         real = process_group(group, "SequenceLayout.from_local")
-        call = Call("SequenceLayout.from_local", torch.zeros(1, dtype=torch.int64), place_of(real))
+        call = Call(
+            "SequenceLayout.from_local", torch.zeros(1, dtype=torch.int64, device="cpu"), place_of(real)
+        )
         try:
             call.input.fill_(check_int(call.where, "size", size, 0, 2**63 - 1))
             sizes: list[int] = call.apply((0, EVEN, call.world), WHOLE, ONE).tolist()
@@ -145,7 +147,7 @@ class SequenceLayout:
         place, layout = place_of(self.group), numbers_of(self, 0)
         if self.kind in ("packed", "joint"):
             return packed_index(layout, place.world, place.rank)
-        part = select(torch.arange(self.total), layout, place.world, place.rank)
+        part = select(torch.arange(self.total, device="cpu"), layout, place.world, place.rank)
         return cast(torch.Tensor, part).contiguous()
 
     def positions(self) -> torch.Tensor:
@@ -159,13 +161,14 @@ class SequenceLayout:
     def cu_seqlens(self) -> torch.Tensor:
         """Return where the documents begin, and the sequence's end: int32 `[documents + 1]`, on the CPU."""
         lengths = self.numbers[2:] if self.kind == "packed" else (self.total,)
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
 
     def __repr__(self) -> str:
         shown = {"hybrid": f"{self.total}, ulysses={self.numbers[0]}", "local": f"sizes={list(self.numbers)}"}
         lengths = list(self.numbers[2:18]) + (["..."] if len(self.numbers) > 18 else [])
         shown |= {"packed": f"{lengths}".replace("'", ""), "joint": ", ".join(map(str, self.numbers[2:]))}
-        return f"SequenceLayout.{self.kind}({shown.get(self.kind, self.total)}, {self.group.size()} ranks)"
+        maker = "from_local" if self.kind == "local" else self.kind
+        return f"SequenceLayout.{maker}({shown.get(self.kind, self.total)}, {self.group.size()} ranks)"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.kind, self.numbers, self.group.group_name)
@@ -295,7 +298,10 @@ def checked_numbers(
     expected = total_of(numbers) if whole else extent(numbers, call.world, call.rank)
     if held != expected:
         meaning = "the length of the sequence" if whole else f"rank {call.rank}'s shard"
-        raise call.error(f"input_{at}", f"of size {held} in dim {dim}", f"{expected}, {meaning} in {layout}")
+        text = f"{expected}, {meaning} in {layout}"
+        if layout.kind == "packed" and (cut := from_cumulative(layout.numbers[2:])):
+            text += cumulative_hint(cut)
+        raise call.error(f"input_{at}", f"of size {held} in dim {dim}", text)
     return numbers
 
 

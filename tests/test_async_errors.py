@@ -89,8 +89,11 @@ def exceed_cap(rank: int, folder: Path) -> None:
     held = spar.all_gather(torch.zeros(1 << 20), group)  # half of the arena
     held = held if rank == 1 else held.clone()
     _, before = spar.all_gather(torch.zeros(2), group, async_op=True)
-    with pytest.raises(spar.OutOfMemoryError, match="SPAR_ARENA_MAX"):
+    with pytest.raises(
+        spar.OutOfMemoryError, match=r"^all_gather, call 4 on group .*SPAR_ARENA_MAX"
+    ) as caught:
         spar.all_gather(torch.zeros(5 << 18), group, async_op=True)[1].wait()
+    assert (caught.value.op, caught.value.call, caught.value.rank) == ("all_gather", 4, rank)
     before.wait()
     assert spar.all_gather(torch.full((1,), float(rank)), group).tolist() == [0.0, 1.0]
     assert held.numel() == 2 << 20

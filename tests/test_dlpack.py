@@ -148,11 +148,11 @@ def released(*shape: int) -> torch.Tensor:
 def check_memory(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Without memory an exchange would read address 0; the peers get the text of the rank that fails."""
     for make in (lambda: released(2, 6, 8), lambda: torch._efficientzerotensor((2, 6, 8))):
-        with pytest.raises(ValueError, match=r"tensor 0 of the call has items but no memory"):
+        with pytest.raises(ValueError, match=r"tensor 0 of its inputs has items but no memory"):
             spar.all_to_all(make(), group, 2, 1)
     x = torch.ones(2, 6, 8)
     expected = spar.MismatchError if rank else ValueError
-    with pytest.raises(expected, match=r"tensor 1 of the call has items but no memory"):
+    with pytest.raises(expected, match=r"tensor 1 of its inputs has items but no memory"):
         spar.all_to_all([x, x if rank else released(2, 6, 8)], group, 2, 1)
     with pytest.raises(ValueError, match=r"out is a tensor of shape \[2, 12, 4\] without memory"):
         spar.all_to_all(x, group, 2, 1, out=released(2, 12, 4))

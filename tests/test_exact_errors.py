@@ -164,7 +164,7 @@ CASES: dict[str, Case] = {
         exchange(z(2, 6), z(7)),
         TWO,
         ValueError,
-        "scatter_dim is 1; expected -1 to 0 for an input of shape [7]",
+        "scatter_dim is 1; expected -1 to 0 for input_[1] of shape [7]",
     ),
     "layout of the other dim": (
         of_layout(lambda layout: spar.all_to_all(z(2, 6), None, 0, 1, layout=layout)),
@@ -275,6 +275,8 @@ def check_layout_arguments(rank: int, world: int, group: Group) -> None:
             "input_ is of size 5 in dim 0; expected 6, the length",
         ),
         (lambda: layout.even(6, group).shard(z(6), 1), "dim is 1; expected -1 to 0"),
+        (lambda: layout.even(6, group).shard([z(6), z(6)], 1), "-1 to 0 for input_[0] of shape [6]"),
+        (lambda: layout.packed([0, 3, 8], group).shard(z(8), 0), "cumulative; pass the lengths: [3, 5]"),
         (lambda: layout.even(6, group).shard([], 0), "input_ is an empty list; expected at least one"),
         (lambda: layout.even(6, group).shard(z(6), 0, "x"), "grad_scale is 'x'; expected \"up\""),
     ):

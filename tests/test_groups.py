@@ -274,25 +274,30 @@ def test_mismatch_raises_on_all_ranks(ranks: Ranks, what: str, odd: int) -> None
 
 
 def check_advice(rank: int, world: int, group: Group) -> None:
-    x = torch.zeros(3, 4 + rank)
+    x, y = torch.zeros(3, 4 + rank), torch.zeros(3, 5 - rank)
     gather, unpad = spar.gather_forward_split_backward, spar.gather_forward_split_backward_and_unpad
-    for call, text in (
-        (lambda: gather(x, group, 1), "\nThe ranks hold [4, 5] of dim 1: pass gather_sizes=[4, 5]"),
-        (lambda: unpad(x, group, 1), "\nThe ranks hold [4, 5] of dim 1: equal sizes are required"),
+    exchange = spar.all_to_all
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: gather(x, group, 1), "[4, 5] of dim 1: pass gather_sizes=[4, 5]"),
+        (lambda: unpad(x, group, 1), "[4, 5] of dim 1: equal sizes are required"),
+        (lambda: exchange(y, group, 0, 1), "[5, 4] of dim 1: pass gather_size=9, their sum"),
+        (lambda: exchange([y, y, y], group, 0, 1), "[5, 4] of dim 1: pass gather_size=9, their sum"),
+        (lambda: exchange(x, group, 0, 1), "[4, 5] of dim 1: pass gather_sizes=[4, 5]"),
+        (lambda: exchange([x, x[:2]], group, 0, 1), "[4, 5] of dim 1: pass gather_sizes=[[4, 5]] * 2"),
         (
-            lambda: spar.all_to_all(torch.zeros(3, 5 - rank), group, 0, 1),
-            "\nThe ranks hold [5, 4] of dim 1: pass gather_size=9, their sum",
+            lambda: spar.all_gather([x, x], group, 1, async_op=True)[1].wait(),
+            "[4, 5] of dim 1: pass sizes=[[4, 5]] * 2",
         ),
-        (
-            lambda: spar.all_to_all(x, group, 0, 1),
-            "\nThe ranks hold [4, 5] of dim 1: pass gather_sizes=[4, 5]",
-        ),
-    ):
+    ]
+    for call, text in calls:
         with pytest.raises(spar.MismatchError) as caught:
             call()
-        assert str(caught.value).endswith(text), str(caught.value)
+        assert str(caught.value).endswith(f"\nThe ranks hold {text}"), str(caught.value)
     with pytest.raises(spar.MismatchError) as caught:  # the sizes were passed
         gather(x[:, :4], group, 1, [4, 4 + rank] if rank == 0 else [4 + rank, 4])
+    assert "The ranks hold" not in str(caught.value)
+    with pytest.raises(spar.MismatchError) as caught:  # one pair of sizes does not fit both tensors
+        spar.all_gather([x, x[:, :1]], group, 1)
     assert "The ranks hold" not in str(caught.value)
     whole = torch.zeros(6 - 2 * rank, 2, requires_grad=True)
     part = spar.split_forward_gather_backward(whole, group, 0)

@@ -231,7 +231,7 @@ def check_forms(rank: int, world: int, group: Group) -> None:
         "SequenceLayout.packed([], 7 ranks)": SequenceLayout.packed([], group),
         f"SequenceLayout.packed([{'4, ' * 16}...], 7 ranks)": SequenceLayout.packed([4] * 17, group),
         "SequenceLayout.joint(7, 25, 7 ranks)": SequenceLayout.joint(7, 25, group),
-        f"SequenceLayout.local(sizes={list(range(7))}, 7 ranks)": SequenceLayout.from_local(rank, group),
+        f"SequenceLayout.from_local(sizes={list(range(7))}, 7 ranks)": SequenceLayout.from_local(rank, group),
     }
     for text, layout in shown.items():
         assert repr(layout) == text

@@ -132,9 +132,8 @@ spar_status spar_arena_open(int64_t max_bytes, int local_ranks)
     if (!arena.base)
         status = make(max_bytes, local_ranks < 1 ? 1 : local_ranks);
     else if (!spar_arena_is_own())
-        status =
-            spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange; exchange in its parent, process %d",
-                      (int)arena.pid);
+        status = spar_fail(SPAR_TRANSPORT, "this is a forked child; exchange in its parent, process %d",
+                           (int)arena.pid);
     pthread_mutex_unlock(&arena.lock);
     return status;
 }

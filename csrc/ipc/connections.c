@@ -85,9 +85,8 @@ spar_status spar_peers_listen(spar_endpoint *own, spar_key *secret)
     spar_status status = SPAR_OK;
     pthread_mutex_lock(&spar_peers_lock);
     if (table.own.pid != 0 && table.own.pid != getpid())
-        status =
-            spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange; exchange in its parent, process %lld",
-                      (long long)table.own.pid);
+        status = spar_fail(SPAR_TRANSPORT, "this is a forked child; exchange in its parent, process %lld",
+                           (long long)table.own.pid);
     else if (table.listener < 0)
         status = start_listening();
     *own = status == SPAR_OK ? table.own : (spar_endpoint){0, 0};

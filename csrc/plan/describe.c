@@ -24,22 +24,26 @@ static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, i
 
 spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text)
 {
-    const spar_plan_tensor *shape = &plan->tensors[0];
+    const spar_plan_tensor *first = &plan->tensors[0];
     const spar_gathered none = {0};
-    if (plan->ntensors != 1 || shape->in_dim < 0 || shape->in_dim == shape->out_dim || shape->in_order ||
-        shape->out_order)
-        return none;
-    uint64_t hash = spar_hash(shape->in_dim, shape->out_dim);
-    for (int rank = 0; rank < plan->world; rank++) {
-        if (shape->in_sizes[rank] != shape->in_sizes[0])
+    uint64_t hash = spar_hash(plan->ntensors, first->in_dim);
+    for (int t = 0; t < plan->ntensors; t++) {
+        const spar_plan_tensor *shape = &plan->tensors[t];
+        if (shape->in_dim < 0 || shape->in_dim == shape->out_dim || shape->in_order || shape->out_order ||
+            shape->in_dim != first->in_dim)
             return none;
-        hash = spar_hash(hash, shape->out_dim < 0 ? 0 : shape->out_sizes[rank]);
+        hash = spar_hash(hash, shape->out_dim);
+        for (int rank = 0; rank < plan->world; rank++) {
+            if (shape->in_sizes[rank] != first->in_sizes[0])
+                return none;
+            hash = spar_hash(hash, shape->out_dim < 0 ? 0 : shape->out_sizes[rank]);
+        }
+        for (int i = 0; i < shape->ndim; i++)
+            hash = spar_hash(hash, i == shape->in_dim ? 0 : shape->global[i]);
     }
-    for (int i = 0; i < shape->ndim; i++)
-        hash = spar_hash(hash, i == shape->in_dim ? 0 : shape->global[i]);
     for (; *text; text++)
         hash = spar_hash(hash, *text);
-    return (spar_gathered){(int64_t)(hash | 1), shape->in_dim, shape->in_sizes[0]};
+    return (spar_gathered){(int64_t)(hash | 1), first->in_dim, first->in_sizes[0]};
 }
 
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size)

@@ -77,9 +77,9 @@ typedef struct {
 int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked);
 
 /* The same of torch tensors, whose items have `item_size` bytes, and of a tuple with the args of each; also
- * stores their addresses. */
-int spar_read_inputs(PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank, int sides,
-                     spar_py_request *asked, void **addresses);
+ * stores their addresses. op: for messages. */
+int spar_read_inputs(const char *op, PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank,
+                     int sides, spar_py_request *asked, void **addresses);
 void spar_free_request(spar_py_request *asked);
 
 /* spar_plan_get, whose errors begin with the operation's name. */

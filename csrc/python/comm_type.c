@@ -263,8 +263,8 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};
-    if (spar_read_inputs(args[INPUTS], args[ARGS], item_size, comm->world, comm->rank, 0, &asked, inputs) <
-            0 ||
+    if (spar_read_inputs(op, args[INPUTS], args[ARGS], item_size, comm->world, comm->rank, 0, &asked,
+                         inputs) < 0 ||
         (wanted != Py_None && spar_read_addresses(wanted, targets, asked.request.ntensors, "targets") < 0) ||
         spar_read_scale(dtype, divide, factor, &call.scale) < 0 || read_sum(sum, &call.sum) < 0) {
         report_exception(comm, &call);

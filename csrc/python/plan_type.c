@@ -70,7 +70,7 @@ PyObject *spar_py_plan_of(PyObject *Py_UNUSED(module), PyObject *args)
     void *from[SPAR_GROUP_TENSORS];
     if (!PyArg_ParseTuple(args, "siiiLOO", &op, &world, &rank, &sides, &item_size, &inputs, &layouts))
         return NULL;
-    if (spar_read_inputs(inputs, layouts, item_size, world, rank, sides, &asked, from) == 0)
+    if (spar_read_inputs(op, inputs, layouts, item_size, world, rank, sides, &asked, from) == 0)
         object = new_plan(op, &asked);
     int count = object ? object->plan->ntensors : 0;
     addresses = object ? PyTuple_New(count) : NULL;
@@ -252,7 +252,7 @@ PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "siiLOOipd", &op, &world, &rank, &item_size, &inputs, &layouts, &dtype,
                           &divide, &factor))
         return NULL;
-    if (spar_read_inputs(inputs, layouts, item_size, world, rank, 0, &asked, from) < 0 ||
+    if (spar_read_inputs(op, inputs, layouts, item_size, world, rank, 0, &asked, from) < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         goto done;
     if (asked.request.ntensors != 1) {

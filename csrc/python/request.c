@@ -93,21 +93,21 @@ static int add_numbers(spar_py_request *asked, int64_t item_size, PyObject *exte
 }
 
 /* Only a tensor without items may lack memory. */
-static int check_memory(const spar_tensor *tensor, int t)
+static int check_memory(const spar_tensor *tensor, const char *op, const spar_request *request)
 {
     for (int i = 0; i < tensor->ndim; i++)
         if (tensor->extents[i] == 0)
             return 0;
     PyErr_Format(PyExc_ValueError,
-                 "tensor %d of the call has items but no memory, as after a resize of its "
-                 "storage to 0; expected one whose memory is allocated",
-                 t);
+                 "%s on rank %d of %d: tensor %d of its inputs has items but no memory, as after a resize of "
+                 "its storage to 0; expected one whose memory is allocated",
+                 op, request->rank, request->world, request->ntensors - 1);
     return -1;
 }
 
 /* Copies the numbers: another thread may change the tensor once the GIL is released. */
-static int add_object(spar_py_request *asked, int64_t item_size, PyObject *object, PyObject *args,
-                      void **address)
+static int add_object(spar_py_request *asked, const char *op, int64_t item_size, PyObject *object,
+                      PyObject *args, void **address)
 {
     spar_py_tensor read;
     int status = spar_py_read_tensor(object, &read);
@@ -124,8 +124,9 @@ static int add_object(spar_py_request *asked, int64_t item_size, PyObject *objec
     }
     *address = read.address;
     spar_py_forget_tensor(&read);
-    int t = asked->request.ntensors - 1;
-    return status == 0 && !*address ? check_memory(&asked->tensors[t], t) : status;
+    if (status != 0 || *address)
+        return status;
+    return check_memory(&asked->tensors[asked->request.ntensors - 1], op, &asked->request);
 }
 
 /* Begins a request of the objects in a tuple or list; returns how many there are, or -1 and an exception. */
@@ -158,8 +159,8 @@ int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_r
     return count < 0 ? -1 : 0;
 }
 
-int spar_read_inputs(PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank, int sides,
-                     spar_py_request *asked, void **addresses)
+int spar_read_inputs(const char *op, PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank,
+                     int sides, spar_py_request *asked, void **addresses)
 {
     Py_ssize_t count = begin(inputs, world, rank, sides, asked);
     if (count >= 0 && count_ints(args, "args") != count) {
@@ -168,7 +169,7 @@ int spar_read_inputs(PyObject *inputs, PyObject *args, int64_t item_size, int wo
         return -1;
     }
     for (Py_ssize_t t = 0; t < count; t++)
-        if (add_object(asked, item_size, spar_sequence_item(inputs, t), PyTuple_GetItem(args, t),
+        if (add_object(asked, op, item_size, spar_sequence_item(inputs, t), PyTuple_GetItem(args, t),
                        &addresses[t]) < 0)
             return -1;
     return count < 0 ? -1 : 0;

@@ -133,8 +133,8 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
     long long item_size = PyLong_AsLongLong(args[ITEM_SIZE]);
     if (read_call(args, &call, self) < 0)
         return NULL;
-    if (spar_read_inputs(args[INPUTS], args[ARGS], item_size, comm->world, comm->rank, SPAR_SIDE_PULL, &asked,
-                         inputs) < 0)
+    if (spar_read_inputs(call.op, args[INPUTS], args[ARGS], item_size, comm->world, comm->rank,
+                         SPAR_SIDE_PULL, &asked, inputs) < 0)
         goto done;
     spar_status status = spar_plan_get_named(call.op, &asked.request, &plan);
     if (status != SPAR_OK) {

@@ -65,7 +65,7 @@ class Call:
 
     __slots__ = (
         *("before", "comm", "exchanges", "input", "known", "name", "ndim", "place", "places", "rank"),
-        *("shape", "world"),
+        *("shape", "what", "world"),
     )
 
     def __init__(
@@ -83,7 +83,7 @@ class Call:
             exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails.
             places: of a call in several groups.
         """
-        self.name = name
+        self.name, self.what = name, what
         self.input = input_
         self.exchanges = exchanges
         compiling = is_dynamo_compiling()
@@ -115,7 +115,7 @@ class Call:
         call = Call.__new__(Call)
         call.name, call.exchanges, call.before = self.name, self.exchanges, self.before
         call.place, call.places, call.world, call.rank = self.place, self.places, self.world, self.rank
-        call.comm = self.comm
+        call.comm, call.what = self.comm, what
         call.input, call.known = input_, shape is not None
         if shape is None:
             call._check(what)
@@ -193,7 +193,8 @@ class Call:
             return dim
         if not -ndim <= dim < ndim:
             shape = list(self.input.shape)
-            raise self.error(what, dim, f"{-ndim} to {ndim - 1} for an input of shape {shape}")
+            which = "an input" if self.what == "input_" else self.what
+            raise self.error(what, dim, f"{-ndim} to {ndim - 1} for {which} of shape {shape}")
         return dim % ndim
 
     def sizes(self, what: str, sizes: Sizes | None) -> Args:
@@ -287,7 +288,7 @@ class Call:
         if isinstance(table, (list, tuple)):
             table = [row.tolist() if isinstance(row, torch.Tensor) else row for row in table]
         try:
-            sizes = torch.as_tensor(table)
+            sizes = torch.as_tensor(table, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise self.type_error(what, repr(table)[:200], "a table of ints") from None
         if sizes.dim() != 2 or sizes.size(0) != self.world:
@@ -339,6 +340,14 @@ class Call:
                 + (". Did you split the local size?" if sum(given) == held else ""),
             )
         return by_sizes(dim, given)
+
+    def gathered_size(self, dim: int) -> int:
+        """Return the global size of a dim of which all ranks hold as much as this one."""
+        held = self.input.size(dim)
+        if not torch.compiler.is_compiling() and held * self.world >= 2**63:
+            expected = f"a size that is below 2^63 on {self.world} ranks together"
+            raise self.error(self.what, f"of size {held} in dim {dim}", expected)
+        return held * self.world
 
     def parts(self, what: str, dim: int, sizes: Sizes | None) -> Layout:
         """Return the layout that shards all of the input's `dim`, by the size rule if there are no sizes."""

@@ -24,25 +24,29 @@ def gathered_sizes(calls: list[Gathered]) -> tuple[int, list[int]] | None:
     return first.dim, [max(call.size, 0) for call in calls]
 
 
-def add_advice(error: BaseException) -> None:
-    """Append to a mismatch's text the sizes that would match, if the ranks differ only in those they hold."""
+def add_advice(error: BaseException, tensors: int = 0) -> None:
+    """Append to a mismatch's text the sizes that would match, if the ranks differ only in those they hold.
+
+    tensors: how many a list had; 0: the call had a tensor.
+    """
     if not isinstance(error, MismatchError) or error._gathered_sizes is None or error.op is None:
         return
     dim, sizes = error._gathered_sizes
     error._gathered_sizes = None
-    if (advice := _advice(error.op, sizes)) is not None:
+    if (advice := _advice(error.op, sizes, tensors)) is not None:
         error.args = (f"{error}\nThe ranks hold {sizes} of dim {dim}: {advice}",)
 
 
-def _advice(name: str, sizes: list[int]) -> str | None:
+def _advice(name: str, sizes: list[int], tensors: int) -> str | None:
     """Return what to pass if the ranks hold these sizes of the gathered dim."""
+    given = f"[{sizes}] * {tensors}" if tensors else f"{sizes}"
     total, world = sum(sizes), len(sizes)
     by_rule = [share(total, world, rank) for rank in range(world)]
     return {
         "all_to_all": f"pass gather_size={total}, their sum"
         if sizes == by_rule
-        else f"pass gather_sizes={sizes}",
-        "all_gather": f"pass sizes={sizes}",
+        else f"pass gather_sizes={given}",
+        "all_gather": f"pass sizes={given}",
         "gather_forward_split_backward": f"pass gather_sizes={sizes}",
         "gather_forward_split_backward_and_unpad": "equal sizes are required",
         "sp_gather": "pass validate=True",

@@ -29,6 +29,7 @@ class ItemType(NamedTuple):
         scale, sums: its entries of SCALE_TYPES and SUM_TYPES; 0: none.
         conjugates: whether a tensor of it may be a view that conjugates.
         negates: whether it may be a view that negates, which is the imaginary part of one that conjugates.
+            torch's private `_neg_view` can negate other dtypes, too; it is not supported.
     """
 
     size: int

@@ -84,17 +84,23 @@ class Member:
             raise SparError(f"process group {self.name!r} was destroyed", group=self.name, rank=self.rank)
         return group
 
-    def where(self, op: str) -> dict[str, Any]:
-        """The details that spar's errors carry."""
-        return {"op": op, "group": self.name, "call": self.calls, "rank": self.rank}
+    def where(self, op: str, call: int | None = None) -> dict[str, Any]:
+        """The details that spar's errors carry; call: another than the newest one."""
+        return {
+            "op": op,
+            "group": self.name,
+            "call": self.calls if call is None else call,
+            "rank": self.rank,
+        }
 
     def moment(self, op: str) -> str:
         """When something happened, for a message."""
         return f"call {self.calls} ({op})" if self.calls else f"the group's set-up ({op})"
 
-    def title(self, op: str) -> str:
-        """What an error's message begins with."""
-        when = f"call {self.calls} on" if self.calls else "set-up of"
+    def title(self, op: str, call: int | None = None) -> str:
+        """What an error's message begins with; call: as for `where`."""
+        call = self.calls if call is None else call
+        when = f"call {call} on" if call else "set-up of"
         return f"{op}, {when} group {self.name!r}, rank {self.rank} of {self.world}"
 
     def broken_error(self, op: str) -> GroupBrokenError:

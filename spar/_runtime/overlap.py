@@ -48,6 +48,7 @@ class Work:
     """
 
     _seen = True  # until there is an exchange that may fail
+    _tensors = 0  # of a list
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Work:
                 raise ExchangeTimeoutError(text, op=job.op, rank=job.comm.rank)
             self._seen = True
             if job.error is not None:
-                add_advice(job.error)
+                add_advice(job.error, self._tensors)
                 raise job.error
         if self._beside is not None:
             self._beside.join()
@@ -127,7 +128,11 @@ def _issue(
         return run_eager(move.operands(inputs), move.place, move.operation(records)), Work()
     given = outs is not None
     if outs is None:
-        outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]
+        try:
+            outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]
+        except SparError as error:
+            name, call = move.name, comm.count() + 1
+            raise type(error)(f"{comm.title(name, call)}: {error}", **comm.where(name, call)) from None
     # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
     targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
 
@@ -210,6 +215,14 @@ def launch(
     calls: Sequence[Call], at: Sequence[str], move: Move, out: Any, async_op: Any
 ) -> tuple[list[torch.Tensor], Work]:
     """Start the exchange of the calls' inputs; record it if one requires a gradient."""
+    outputs, work = _launch(calls, at, move, out, async_op)
+    work._tensors = 0 if at[0] == "" else len(at)
+    return outputs, work
+
+
+def _launch(
+    calls: Sequence[Call], at: Sequence[str], move: Move, out: Any, async_op: Any
+) -> tuple[list[torch.Tensor], Work]:
     if torch.compiler.is_compiling():
         raise SparError(f"{calls[0].name}: async_op=True cannot be traced by torch.compile; {_NOT_TRACED}")
     if async_op is not True:

@@ -65,5 +65,5 @@ def repeat(name: str, input_: Any, group: Group, key: Key) -> Any:
         return outputs[0] if one else outputs
     except BaseException as error:
         report_failure([(comm.place, before + 1)], name, inputs[0].device.type, error)
-        add_advice(error)
+        add_advice(error, 0 if one else len(inputs))
         raise

@@ -11,6 +11,7 @@ from .. import _C
 from ..topology.resolve import Group, process_group
 from .call import Call
 from .exchange import calls_before, report_failure
+from .hints import add_advice
 from .member import Place
 from .registry import place_of
 
@@ -53,6 +54,8 @@ def checked_together(
         outputs = run(calls, at)
         return outputs[0] if one else list(outputs)
     except BaseException as error:
+        if not one:
+            add_advice(error, len(inputs))
         # meta tensors are not exchanged: the peers wait for the others
         next((call for call in calls if not call.input.is_meta), calls[0]).fail(error)
         raise
