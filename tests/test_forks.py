@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 import sys
 import threading
@@ -134,3 +136,36 @@ def create_group_in_child(rank: int, folder: Path) -> None:
 
 def test_forked_child_exchanges_on_its_own_group(tmp_path: Path) -> None:
     assert finish(start(create_group_in_child, 2, tmp_path, initialize=False), 60) == [0, 0]
+
+
+# ---- a child that no handler of a fork prepared ----
+
+CLONE = {"x86_64": 56, "aarch64": 220}  # the system call's number
+
+
+def clone_without_handlers(rank: int, folder: Path) -> None:
+    x = torch.full((2, 3), float(rank))
+    held = spar.all_gather(x)
+    before = spar.memory_stats()["arena.allocated_bytes"]
+    if rank == 0:
+        child = ctypes.PyDLL(None).syscall(CLONE[platform.machine()], signal.SIGCHLD, 0, 0, 0, 0)
+        if child == 0:
+            status = 1
+            try:
+                with pytest.raises(spar.TransportError, match="a forked child cannot exchange"):
+                    spar.all_gather(x)
+                del held  # must not free what the parent holds
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+    assert spar.memory_stats()["arena.allocated_bytes"] == before
+    assert held.tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert spar.all_gather(x).tolist() == held.tolist()
+
+
+@pytest.mark.skipif(platform.machine() not in CLONE, reason="the number of clone is not known")
+def test_child_of_a_raw_clone_cannot_exchange(tmp_path: Path) -> None:
+    processes = start(clone_without_handlers, 2, tmp_path, SPAR_TRANSPORT="shm", SPAR_TIMEOUT="10")
+    assert finish(processes, 60) == [0, 0]

@@ -190,6 +190,24 @@ def test_repeated_gathers(ranks: Ranks, world: int) -> None:
     ranks(world, check_repeated_gathers)
 
 
+def check_list_gradients(
+    x: torch.Tensor, whole: torch.Tensor, layout: spar.SequenceLayout, world: int
+) -> None:
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    gathered = spar.all_gather([a, b], None, layout=layout)
+    (gathered[0] + 2 * gathered[1]).sum().backward()
+    assert_same(a.grad, torch.full_like(x, world))
+    assert_same(b.grad, torch.full_like(x, 2 * world))
+    c = whole.clone().requires_grad_()
+    summed = spar.reduce_scatter([c, 2 * c], None, layout=layout)
+    summed[1].sum().backward()
+    assert_same(c.grad, torch.full_like(whole, 2.0))
+    d = x.clone().requires_grad_()
+    heads = spar.all_to_all([d, x], None, 1, 0, layout=layout)
+    heads[0].sum().backward()
+    assert_same(d.grad, torch.ones_like(x))
+
+
 def check_repeated_layouts(rank: int, world: int, group: Group) -> None:
     """Calls by sizes and layouts, equal but for one of them, or for what a value means."""
     total = 4 * world + 1
@@ -216,6 +234,8 @@ def check_repeated_layouts(rank: int, world: int, group: Group) -> None:
                 learned = x.clone().requires_grad_()
                 layout.gather(learned, 0, grad_scale).sum().backward()
                 assert_same(learned.grad, torch.full_like(x, factor))
+            if world > 1:  # lists that autograd records
+                check_list_gradients(x, whole, layout, world)
         sizes = list(made[1].sizes)
         x = whole[made[1].index()]
         first = [6] + [0] * (world - 1)

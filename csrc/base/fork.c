@@ -1,6 +1,8 @@
 #include "base/fork.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 /* In lock order. */
 static void (*const files[])(spar_fork_stage stage) = {
@@ -10,11 +12,33 @@ static void (*const files[])(spar_fork_stage stage) = {
 
 enum { FILES = sizeof files / sizeof *files };
 
-static uint32_t generation = 1;
+static uint32_t newest = 1;         /* that this process, or its parent, had */
+static uint32_t *current = &newest; /* in a page that the kernel clears in each child, also of a raw clone */
 
 uint32_t spar_generation(void)
 {
-    return generation;
+    uint32_t found = __atomic_load_n(current, __ATOMIC_RELAXED);
+    if (found)
+        return found;
+    __atomic_compare_exchange_n(current, &found, newest + 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    newest = __atomic_load_n(current, __ATOMIC_RELAXED);
+    return newest;
+}
+
+static void place_generation(void)
+{
+#ifdef MADV_WIPEONFORK
+    size_t size = (size_t)sysconf(_SC_PAGESIZE);
+    void *page = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return;
+    if (madvise(page, size, MADV_WIPEONFORK) != 0) { /* before Linux 4.14: fork's handler counts */
+        munmap(page, size);
+        return;
+    }
+    current = page;
+    *current = newest;
+#endif
 }
 
 static void prepare(void)
@@ -31,7 +55,8 @@ static void in_parent(void)
 
 static void in_child(void)
 {
-    generation++;
+    if (current == &newest)
+        newest++;
     for (int i = FILES - 1; i >= 0; i--)
         files[i](SPAR_FORK_CHILD);
 }
@@ -39,5 +64,6 @@ static void in_child(void)
 /* Runs when the library is loaded, before any function can take a lock. */
 __attribute__((constructor)) static void register_handlers(void)
 {
+    place_generation();
     pthread_atfork(prepare, in_parent, in_child);
 }

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Returns a number that differs between a process and its forked children; never 0. Unlike getpid, which
- * takes longer than a small copy, it is no system call. */
+ * takes longer than a small copy, it is no system call. A child is known also if no handler of a fork ran. */
 uint32_t spar_generation(void);
 
 typedef enum { SPAR_FORK_PREPARE, SPAR_FORK_PARENT, SPAR_FORK_CHILD } spar_fork_stage;

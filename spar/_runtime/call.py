@@ -342,7 +342,7 @@ class Call:
         return by_sizes(dim, given)
 
     def gathered_size(self, dim: int) -> int:
-        """Return the global size of a dim of which all ranks hold as much as this one."""
+        """Return the global size of a dim along which all ranks have the same local size."""
         held = self.input.size(dim)
         if not torch.compiler.is_compiling() and held * self.world >= 2**63:
             expected = f"a size that is below 2^63 on {self.world} ranks together"

@@ -132,7 +132,8 @@ def _issue(
             outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]
         except SparError as error:
             name, call = move.name, comm.count() + 1
-            raise type(error)(f"{comm.title(name, call)}: {error}", **comm.where(name, call)) from None
+            text, where = f"{comm.title(name, call)}: {error}", comm.where(name, call)
+            raise type(error)(text, **where, ranks=error.ranks) from None
     # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
     targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
 
