@@ -33,7 +33,13 @@ PRELOAD = [
 COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]
 # Long modules, and between them those whose tests mostly wait: two of these at a time would leave a core idle
 FIRST = ("test_fault_matrix", "test_many_groups", "test_process", "test_workers", "test_compile")
-FIRST += ("test_nccl_lifetime", "test_compile_exact", "test_attention_use", "test_stateless_group")
+FIRST += (
+    "test_nccl_lifetime",
+    "test_compile_exact",
+    "test_compile_effects",
+    "test_attention_use",
+    "test_stateless_group",
+)
 FIRST += ("test_attention", "test_async_errors", "test_ops", "test_layouts", "test_local_failures")
 FIRST += ("test_plan", "test_secrets", "test_exact", "test_faults", "test_sharding", "test_set_ups")
 LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile

@@ -84,17 +84,13 @@ class _Sending:
         ring: Ring,
         name: str,
         records: bool,
-        before: Sequence[torch.Tensor] = (),
     ) -> None:
-        """before: what the exchange before this one received: in a graph nothing else keeps their order."""
         self.work: Work | None = None
         self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
         if torch.compiler.is_compiling():
             gradient = RECORDED if records else UNRECORDED
-            if before:
-                tensors = [torch.ops.spar.after(tensors[0], before), *tensors[1:]]
             self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
         else:
             self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records, True)
@@ -141,7 +137,7 @@ def _forward(
     for step, blocks in enumerate(ring.steps):
         sending = None
         if coming := _coming(step, world):
-            sending = _Sending(*_needed(ring, coming, *own), ring, name, records, (k, v) if step else ())
+            sending = _Sending(*_needed(ring, coming, *own), ring, name, records)
         for block in blocks:
             (mine,) = queries.of(block.query, block.queries)
             merged.add(block.query, *forward_of(kernel, _inputs(ring, block, mine, k, v, mask)))
@@ -150,15 +146,7 @@ def _forward(
         if ahead:
             k, v, *ahead = ahead
     out, lse = merged.total()
-    out = out.to(q.dtype)
-    return out if ring.steps[-1] else _after(out, ring, (k, v)), lse
-
-
-def _after(x: torch.Tensor, ring: Ring, received: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return x; in a graph, keep the exchange of what was received, though this rank needs none: peers do."""
-    if ring.place.world == 1 or not torch.compiler.is_compiling():
-        return x
-    return cast(torch.Tensor, torch.ops.spar.after(x, received))
+    return out.to(q.dtype), lse
 
 
 def _inputs(
@@ -201,7 +189,6 @@ def _backward(
     name, world = "backward of attention", ring.place.world
     own = Sum(k), Sum(v)
     unsent: list[tuple[int, torch.Tensor]] = []  # gradients of other ranks' keys, with their steps
-    before: Sequence[torch.Tensor] = (grad,)  # or a graph's forward could make the first exchange
 
     def send(steps: Sequence[int]) -> _Sending:
         """Send this rank's keys for the steps, and what is unsent to its owners."""
@@ -209,13 +196,11 @@ def _backward(
         tensors += [_as_items(x, k.dtype) for _, x in unsent]
         args += tuple([ring.shifts[step - 1].gradient for step, _ in unsent])
         unsent.clear()
-        return _Sending(tensors, args, ring, name, False, before)
+        return _Sending(tensors, args, ring, name, False)
 
     def receive(sending: _Sending, steps: Sequence[int]) -> list[torch.Tensor]:
         """Return the keys of the steps; add gradients of this rank's own."""
-        nonlocal before
         found = sending.wait()
-        before = found if torch.compiler.is_compiling() else ()
         for i, part in enumerate(found[2 * len(steps) :]):
             own[i % 2].add(0, _as_items(part, accumulated(k.dtype)))
         return list(found[: 2 * len(steps)])
@@ -245,8 +230,7 @@ def _backward(
         others = Sum(gathered[0]), Sum(gathered[1])
         add_gradients(1, gathered[0], gathered[1], *others)
         found += [part.total() for part in others]
-    # where k and v need no gradient, a graph would drop the last exchange, which eager peers make
-    return _after(dq.total().to(q.dtype), ring, before), *[x.to(q.dtype) for x in found]
+    return dq.total().to(q.dtype), *[x.to(q.dtype) for x in found]
 
 
 def _as_items(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling  # half of is_compiling's time
 
@@ -43,13 +44,23 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 library = torch.library.Library("spar", "DEF")
 # world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
-library.define(
-    "exchange(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
-    " bool divide, str gradient, int[] then) -> Tensor[]",
-    # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
-    tags=(torch.Tag.nondeterministic_seeded,),
+_SCHEMA = (
+    "(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
+    " bool divide, str gradient, int[] then{}) -> Tensor[]"
 )
+# or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
+_TAGS = (torch.Tag.nondeterministic_seeded,)
+# `after` and the last output, both empty, keep the order of a graph's exchanges: see `_run_traced`
+library.define("exchange" + _SCHEMA.format(", Tensor? after=None"), tags=_TAGS)
 Tensors = Sequence[torch.Tensor]
+
+
+def define(schema: str, function: Any) -> None:
+    """Define an op that every tracer but Dynamo replaces by what the function does."""
+    library.define(schema, tags=_TAGS)
+    # functorch, too, must see the autograd Function in it, instead of an op on its tensors
+    for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
+        library.impl(schema[: schema.index("(")], function, key)
 
 
 def flattened(args: Sequence[Args]) -> list[int]:
@@ -70,13 +81,25 @@ def unflattened(flat: Sequence[int]) -> tuple[Args, ...]:
 
 
 def _exchange(
-    inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *rest: Any
+    inputs: Tensors,
+    group: int,
+    world: int,
+    rank: int,
+    op: str,
+    args: Sequence[int],
+    factor: float,
+    divide: bool,
+    gradient: str,
+    then: Sequence[int],
+    after: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    *options, then = rest
-    place, operation = Place(group, world, rank), Operation(op, unflattened(args), *options)
+    place = Place(group, world, rank)
+    operation = Operation(op, unflattened(args), factor, divide, gradient)
     if is_local(operation.args[0]):
-        return [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
-    return run_eager(inputs, place, operation, tuple(then))
+        outputs = [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
+    else:
+        outputs = run_eager(inputs, place, operation, tuple(then))
+    return [*outputs, inputs[0].new_empty(0)]
 
 
 def run_eager(
@@ -128,15 +151,13 @@ def _empty_outputs(inputs: Tensors, place: Place, args: tuple[Args, ...]) -> lis
 def _fake_exchange(
     inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *_: object
 ) -> list[torch.Tensor]:
-    return _empty_outputs(inputs, Place(group, world, rank), unflattened(args))
+    return [*_empty_outputs(inputs, Place(group, world, rank), unflattened(args)), inputs[0].new_empty(0)]
 
 
-# a copy that keeps exchanges in a graph whose outputs this rank does not use, and its peers do
-library.define("after(Tensor input, Tensor[] others) -> Tensor")
-library.impl("after", lambda input_, others: input_.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("spar::after", lambda input_, others: torch.empty_like(input_), lib=library)
 library.impl("exchange", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("spar::exchange", _fake_exchange, lib=library)
+# tracers then chain the exchanges of a graph by tokens: none is dropped, moved or repeated on one rank alone
+_register_effectful_op(torch.ops.spar.exchange.default, _EffectType.ORDERED)
 
 
 def is_any_traced(tensors: Tensors, profiled: Callable[[], bool] = is_profiled) -> bool:
@@ -269,10 +290,31 @@ def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple
         parts = [select(x, a[2:], place.world, place.rank) for x, a in zip(inputs, args, strict=True)]
         if all(part is not None for part in parts):
             return [_scaled(cast(torch.Tensor, part), factor, divide) for part in parts]
-    out: list[torch.Tensor] = torch.ops.spar.exchange(
-        inputs, *place, op, flattened(args), factor, divide, gradient, then
-    )
-    return out
+    arguments = (inputs, *place, op, flattened(args), factor, divide, gradient, then)
+    if is_dynamo_compiling():  # the tracer behind it chains the exchanges of its graph
+        chained: list[torch.Tensor] = torch.ops.spar.chained_exchange(*arguments)
+        return chained
+    return _chained_exchange(*arguments)
+
+
+def _chained_exchange(*arguments: Any) -> list[torch.Tensor]:
+    """Call the op with an output of the exchange before it in the same graph.
+
+    Its effect keeps an exchange in a graph, but inductor takes effects out of their order (torch 2.13, 2.14).
+    The order of inputs and outputs it keeps.
+    """
+    tracer = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    # torch begins another dict where it traces backward, which must not keep an output of forward
+    tokens = getattr(tracer, "_tokens", None)
+    of, after = getattr(tracer, "_spar_exchange", (None, None))
+    outputs: list[torch.Tensor] = torch.ops.spar.exchange(*arguments, after if of is tokens else None)
+    last = outputs.pop()
+    if tracer is not None:
+        tracer._spar_exchange = tokens, last
+    return outputs
+
+
+define("chained_exchange" + _SCHEMA.format(""), _chained_exchange)
 
 
 Step = tuple[Place, tuple[Args, ...]]  # one exchange: where, and the layouts of each tensor

@@ -21,8 +21,8 @@ from .exchange import (
     Scale,
     Step,
     Tensors,
+    define,
     flattened,
-    library,
     recorded,
     run_steps,
     unflattened,
@@ -41,14 +41,6 @@ def code() -> str:
 def _digest() -> str:
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join([file.read_bytes() for file in files])).hexdigest()
-
-
-def define(schema: str, function: Any) -> None:
-    """Define an op that every tracer but Dynamo replaces by what the function does."""
-    library.define(schema, tags=(torch.Tag.nondeterministic_seeded,))  # as spar::exchange
-    # functorch, too, must see the autograd Function in it, instead of an op on its tensors
-    for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-        library.impl(schema[: schema.index("(")], function, key)
 
 
 def _run_steps(

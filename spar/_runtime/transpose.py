@@ -17,6 +17,7 @@ from .exchange import (
     Tensors,
     are_long,
     calls_before,
+    define,
     flattened,
     is_any_traced,
     is_transformed,
@@ -25,7 +26,7 @@ from .exchange import (
     tangent_name,
     unflattened,
 )
-from .graph_ops import code, define
+from .graph_ops import code
 from .layouts import Layout
 from .member import Place
 from .move import Move

@@ -1,0 +1,80 @@
+"""Tracers keep each exchange, once and in the program's order, also where this rank does not use its output.
+
+Rank 0 compiles functions that ignore what they exchange. Its peer runs the exchanges eagerly and needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers.reference import assert_same, cells, rule
+from test_compile import INDUCTOR
+
+import spar
+from spar import SequenceLayout
+from spar._runtime.registry import communicator
+
+pytestmark = pytest.mark.one_transport
+
+Group = dist.ProcessGroup
+Exchanges = Callable[[torch.Tensor, SequenceLayout], list[torch.Tensor]]
+TOTAL = 10
+
+
+def operations(x: torch.Tensor, layout: SequenceLayout) -> list[torch.Tensor]:
+    """Call each operation, and two of equal shapes, which a tracer could swap without a mismatch."""
+    group, sizes = layout.group, list(layout.sizes)
+    whole = spar.all_gather(x, group, 1, sizes)
+    found = [whole, spar.all_gather(x + 1, group, 1, sizes)]
+    found.append(spar.all_to_all(x, group, 2, 1, gather_sizes=sizes))
+    found += spar.all_to_all([x, x * 2], group, 2, 1, layout=layout)
+    found.append(spar.reduce_scatter(x.repeat(1, 2, 1, 1), group, 1))
+    found.append(layout.gather(x, 1, "up"))
+    found += layout.all_gather([x, x - 1], 1)
+    found.append(spar.gather_forward_split_backward(x, group, 1, sizes))
+    found.append(spar.mean_loss(x.sum(), 3, group))
+    return found
+
+
+def attention(method: str) -> Exchanges:
+    def attend(x: torch.Tensor, layout: SequenceLayout) -> list[torch.Tensor]:
+        return [spar.attention(x, x + 1, x - 1, layout, causal=True, method=method) for _ in range(2)]
+
+    return attend
+
+
+EXCHANGES: dict[str, Exchanges] = {"operations": operations}
+EXCHANGES |= {method: attention(method) for method in ("ulysses", "gather", "ring")}
+
+
+def check_unused(rank: int, world: int, group: Group, name: str, backend: str) -> None:
+    exchanges = EXCHANGES[name]
+
+    def ignored(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        exchanges(x, layout)
+        return x * 2
+
+    torch._dynamo.reset()
+    layout = SequenceLayout.even(TOTAL, group)
+    x = cells((1, rule(TOTAL, world)[rank], 4, 8), torch.float32, salt=rank) % 5 - 2  # sums are exact
+    expected = exchanges(x, layout)
+    compiled = torch.compile(ignored, fullgraph=True, backend=backend)
+    for records in (False, True):
+        leaf = x.clone().requires_grad_(records)
+        if rank == 0:
+            assert_same(compiled(leaf, layout), x * 2)
+        else:
+            for y, wanted in zip(exchanges(leaf, layout), expected, strict=True):
+                assert_same(y.detach(), wanted)
+    calls = spar.all_gather(torch.tensor([communicator(group).count()]), group)
+    assert calls.tolist() == [calls[0].item()] * world
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def test_exchanges_with_unused_outputs_are_made(ranks: Ranks, name: str, backend: str) -> None:
+    ranks(2, check_unused, name, backend, timeout=280)
