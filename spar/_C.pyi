@@ -28,7 +28,7 @@ class Plan:
     @property
     def pull_bytes(self) -> tuple[int, ...]: ...
     def signature(self, text: str, /) -> int: ...
-    def describe(self, op: str, text: str, number: int, /) -> Description: ...
+    def describe(self, op: str, text: str, number: int, forward: int, /) -> Description: ...
     def pack(self, inputs: tuple[int, ...], wire: int, /) -> None: ...
     def unpack(
         self, wire: int, outputs: tuple[int, ...], scale_type: int, divide: bool, factor: float, /
@@ -66,6 +66,7 @@ class Comm:
         sum_kind: int,
         text: str,
         number: int,
+        forward: int,
         deadline: float,
         targets: tuple[int, ...] | None = None,
         /,
@@ -80,6 +81,7 @@ class Comm:
         divide: bool,
         factor: float,
         text: str,
+        forward: int,
         deadline: float,
         stream: int,
         native: int,

@@ -194,18 +194,20 @@ def transpose_for(
     layout: SequenceLayout | None,
     async_op: bool = False,
     out: Any = None,
+    note: str = "",
 ) -> Any:
-    """Gather, or sum and scatter, for the operation `name`, which its errors name."""
+    """Gather, or sum and scatter, for the operation `name`, which its errors name; note: as in Operation."""
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group
     key = None
     if out is None and not async_op:
-        key = key_of(input_, dim, () if sizes is layout is None else kept(input_, sizes, layout))
+        arguments = () if sizes is layout is None else kept(input_, sizes, layout)
+        key = key_of(input_, dim, None if arguments is None else (arguments, note))
     output = repeat(name, input_, group, key)
     if output is not None:
         return output
     if out is not None or async_op or not isinstance(input_, torch.Tensor):
-        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out, key)
+        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out, key, note)
     call = Call(name, input_, group)
     try:
         call.one_of(sizes=sizes, layout=layout)
@@ -240,12 +242,14 @@ def _together(
     async_op: bool,
     out: Any,
     key: tuple[object, ...] | None,
+    note: str,
 ) -> Any:
     """Exchange one tensor or several, with all options; `key` is as for `transpose`."""
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
         first = calls[0]
+        first.note = note
         if layout is not None:
             first.one_of(sizes=sizes, layout=layout)
         given = zip(calls, entries(first, "sizes", sizes, at), at, strict=True)

@@ -164,12 +164,18 @@ def _key(inputs: object, dims: Dims, how: How) -> tuple[object, ...] | None:
 
 
 def all_to_all_for(
-    name: str, inputs: torch.Tensor | Sequence[torch.Tensor], group: Group, dims: Dims, how: How
+    name: str,
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    group: Group,
+    dims: Dims,
+    how: How,
+    note: str = "",
 ) -> Any:
-    """Run an all_to_all for the operation `name`, which its errors name."""
+    """Run an all_to_all for the operation `name`, which its errors name; `note` is as in Operation."""
     key = _key(inputs, dims, how)
+    key = None if key is None else (key, note)
     output = repeat(name, inputs, group, key)
-    return _exchange(name, inputs, group, dims, how, False, None, key) if output is None else output
+    return _exchange(name, inputs, group, dims, how, False, None, key, note) if output is None else output
 
 
 def _exchange(
@@ -181,12 +187,14 @@ def _exchange(
     async_op: bool,
     out: Any,
     key: tuple[object, ...] | None,
+    note: str = "",
 ) -> Any:
     """Run an all_to_all with all options; `key` is as for `apply_steps`."""
     works: list[Work] = []
 
     def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
         first, each = calls[0], None
+        first.note = note
         if not (how[0] is how[1] is how[2] is how[3] is None):
             each = _for_each(first, how, at)
         pairs: list[Args] = []

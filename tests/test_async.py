@@ -224,9 +224,9 @@ def backward_in_flight(rank: int, world: int, group: Group) -> None:
     events: list[str] = []
     begin, wait = overlap.begin, overlap.Work.wait
 
-    def note_begin(move: Any, *rest: Any) -> Any:
+    def note_begin(move: Any, *rest: Any, **more: Any) -> Any:
         events.append(f"begin {move.name}")
-        return begin(move, *rest)
+        return begin(move, *rest, **more)
 
     def note_wait(self: Any, timeout: Any = None) -> bool:
         events.append("wait")
@@ -300,6 +300,100 @@ def check_more_gradients(rank: int, world: int, group: Group) -> None:
 
 def test_hooks_checkpoints_and_second_derivatives(ranks: Ranks) -> None:
     ranks(2, check_more_gradients)
+
+
+WAITS = ("in order", "reversed", "one dropped", "sync")
+
+
+def two_gradients(how: str, group: Group, world: int, rank: int) -> list[torch.Tensor]:
+    """Return the gradients of two exchanges of one shape, for whose outputs this rank waits as `how` says."""
+    leaves = [draw("all_to_all", world, rank, salt).requires_grad_() for salt in (1, 2)]
+    if how == "sync":
+        outputs = [call("all_to_all", x, group, world) for x in leaves]
+    else:
+        flights = [call("all_to_all", x, group, world, async_op=True) for x in leaves]
+        works = [work for _, work in flights]
+        outputs = [y for y, _ in flights]
+        for work in works[::-1] if how == "reversed" else works[: 1 if how == "one dropped" else 2]:
+            work.wait()
+        while not works[1].is_completed():
+            time.sleep(0.001)
+    loss = sum(y.mul(1 + 3 * i).square().sum() for i, y in enumerate(outputs))
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def check_orders_of_waits(rank: int, world: int, group: Group) -> None:
+    spar.init(group)
+    expected = two_gradients("sync", group, world, rank)
+    for shift in range(1, len(WAITS)):
+        for first in range(len(WAITS)):
+            how = WAITS[(first + shift * rank) % len(WAITS)]
+            for found, wanted in zip(two_gradients(how, group, world, rank), expected, strict=True):
+                assert_same(found, wanted, (how, shift, first))
+
+
+def test_backward_follows_the_order_of_issue_on_all_ranks(ranks: Ranks) -> None:
+    ranks(3, check_orders_of_waits)
+
+
+def check_hooks_before_the_wait(rank: int, world: int, group: Group) -> None:
+    """Rank 0's hook changes the gradient that its exchange moves, once; peers have none."""
+    hooks = {
+        "new": lambda grad: grad / 2 if rank == 0 else None,
+        "in place": lambda grad: grad.div_(2) if rank == 0 else None,
+    }
+    for how, hook in hooks.items():
+        for _ in range(20):
+            x = draw("all_gather", world, rank).requires_grad_()
+            y, work = call("all_gather", x, group, world, async_op=True)
+            if rank == 0:
+                y.register_hook(hook)
+            work.wait()
+            (found,) = torch.autograd.grad((y * torch.ones(y.shape)).sum(), x)
+            assert_same(found, torch.full_like(x, world - 0.5), how)
+
+
+def test_hooks_before_the_wait_change_what_is_exchanged(ranks: Ranks) -> None:
+    ranks(2, check_hooks_before_the_wait)
+
+
+def check_late_changes(rank: int, world: int, group: Group) -> None:
+    x = draw("all_gather", world, rank).requires_grad_()
+    y, work = call("all_gather", x, group, world, async_op=True)
+    if rank == 0:
+        y.grad_fn.register_prehook(lambda grads: tuple(grad / 2 for grad in grads))
+    work.wait()
+    if rank == 0:
+        with pytest.raises(spar.SparError, match=r"gradient of call \d+ was changed after its exchange"):
+            torch.autograd.grad(y.sum(), x)
+    else:
+        torch.autograd.grad(y.sum(), x)
+        with pytest.raises(spar.MismatchError, match="rank 0 failed: SparError"):
+            spar.all_gather(x.detach(), group)
+
+
+def test_a_gradient_changed_in_flight_is_an_error(ranks: Ranks) -> None:
+    ranks(2, check_late_changes)
+
+
+def check_unused_output(rank: int, world: int, group: Group, async_op: bool) -> None:
+    """Rank 1's loss ignores the second output: rank 0's gradient of that meets rank 1's of the first."""
+    leaves = [draw("all_gather", world, rank, salt).requires_grad_() for salt in (1, 2)]
+    outputs = []
+    for x in leaves:
+        y = call("all_gather", x, group, world, async_op=async_op)
+        outputs.append(y[0] if async_op else y)
+        if async_op:
+            y[1].wait()
+    used = outputs[: 2 - rank]
+    with pytest.raises(spar.MismatchError, match=r"gradient of call (\d+)\)(.|\n)*gradient of call (?!\1)"):
+        sum(y.square().sum() for y in used).backward()
+    assert spar.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_gradients_of_different_calls_do_not_match(ranks: Ranks, async_op: bool) -> None:
+    ranks(2, check_unused_output, async_op)
 
 
 def check_misuse(rank: int, world: int, group: Group) -> None:

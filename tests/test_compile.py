@@ -144,7 +144,7 @@ def check_opcheck(rank: int, world: int, group: Group) -> None:
             flat += [len(layouts), *layouts]
         torch.library.opcheck(
             torch.ops.spar.exchange.default,
-            (inputs, *place, op, flat, 1.0, False, "", []),
+            (inputs, *place, op, flat, 1.0, False, "", "", []),
             test_utils=("test_schema", "test_faketensor"),
         )
 

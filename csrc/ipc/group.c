@@ -87,9 +87,12 @@ static spar_status compare_headers(spar_group *g, void (*describe)(void *context
                                    void *context, spar_call_header *all, const spar_deadline *deadline)
 {
     int differs = 0;
+    int64_t forward = 0;
     for (int rank = 0; rank < g->world; rank++) {
         if (all[rank].status == SPAR_OK) {
             differs |= all[rank].signature != all[0].signature;
+            differs |= spar_forward_differs(all[rank].forward, forward);
+            forward = forward ? forward : all[rank].forward;
             continue;
         }
         char text[SPAR_GROUP_TEXT];
@@ -116,6 +119,7 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
                                spar_call_header *all, const spar_deadline *deadline)
 {
     g->own->signature = own->signature;
+    g->own->forward = own->forward;
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
     spar_group_publish_core(g);
@@ -124,6 +128,7 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
     for (int rank = 0; rank < g->world; rank++) {
         const mailbox *box = g->boxes[rank];
         all[rank].signature = box->signature;
+        all[rank].forward = box->forward;
         all[rank].status = (spar_status)box->status;
         memcpy(all[rank].offsets, box->offsets, sizeof box->offsets);
     }

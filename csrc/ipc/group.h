@@ -27,9 +27,16 @@ typedef struct {
 /* What a rank publishes in call n. */
 typedef struct {
     uint64_t signature;
-    spar_status status;                  /* other than SPAR_OK: it failed, and moves no bytes */
+    int64_t forward;    /* the number of the call whose gradient it moves; 0: not known, equal to any */
+    spar_status status; /* other than SPAR_OK: it failed, and moves no bytes */
     int64_t offsets[SPAR_GROUP_TENSORS]; /* of its outputs in its arena */
 } spar_call_header;
+
+/* Whether two exchanges move the gradients of different calls; a number that is not known equals any. */
+static inline int spar_forward_differs(int64_t a, int64_t b)
+{
+    return a && b && a != b;
+}
 
 /* Allocates a rank's mailbox in its own arena, with `room` bytes behind it; peers need *offset. core_share:
  * how many cores are this rank's own. */
@@ -49,9 +56,10 @@ spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_
  * failed. */
 spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, uint32_t *call);
 
-/* Publishes this rank's header and reads all [world]. If a rank failed or signatures differ, every rank
+/* Publishes this rank's header and reads all [world]. If a rank failed, or signatures or known
+ * `forward` numbers differ, every rank
  * returns the same SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then ended, and no bytes may be moved.
- * `describe` writes this rank's call for its peers, if signatures differ. */
+ * `describe` writes this rank's call for its peers, if calls differ. */
 spar_status spar_group_publish(spar_group *group, const spar_call_header *own,
                                void (*describe)(void *context, spar_description *own), void *context,
                                spar_call_header *all, const spar_deadline *deadline);

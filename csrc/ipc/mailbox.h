@@ -13,6 +13,7 @@ typedef struct {
     uint32_t broken;      /* the status with which the owner aborted, for good; 0: it did not */
     uint32_t broken_call; /* the call in which the first rank aborted */
     _Alignas(64) uint64_t signature;
+    int64_t forward;
     uint32_t status;
     int32_t core; /* on which the rank runs, if it may move; else -1 */
     int64_t offsets[SPAR_GROUP_TENSORS];

@@ -177,11 +177,11 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(op, item size, inputs, args, scale_type, divide, factor, sum_kind, text, number, deadline,\n"
-    "         targets=None)\n"
+    "exchange(op, item size, inputs, args, scale_type, divide, factor, sum_kind, text, number, forward,\n"
+    "         deadline, targets=None)\n"
     "    -> a list of the outputs\n\n"
     "op: a name for messages. inputs: tensors of one dtype. args: a tuple of each one's. number: of the\n"
-    "call, by the group's own count. deadline: in seconds of time.monotonic. targets: addresses of\n"
+    "call, by the group's own count. forward: that of the call whose gradient it moves, or 0. deadline: in seconds of time.monotonic. targets: addresses of\n"
     "contiguous memory for each output. None is returned for those that were written there: sums, and\n"
     "outputs whose target lies in the arena; copy the others.\n"
     "scale_type 0: the outputs are of unsigned integers, unscaled.\n"
@@ -225,6 +225,7 @@ enum {
     SUM_KIND,
     TEXT,
     NUMBER,
+    FORWARD,
     DEADLINE,
     TARGETS,
     COUNT
@@ -243,6 +244,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
     if (!text)
         return NULL;
     long long item_size = PyLong_AsLongLong(args[ITEM_SIZE]), number = PyLong_AsLongLong(args[NUMBER]);
+    long long forward = PyLong_AsLongLong(args[FORWARD]);
     int dtype = (int)PyLong_AsLong(args[SCALE_TYPE]), sum = (int)PyLong_AsLong(args[SUM_KIND]);
     int divide = PyObject_IsTrue(args[DIVIDE]);
     double factor = PyFloat_AsDouble(args[FACTOR]), deadline_s = PyFloat_AsDouble(args[DEADLINE]);
@@ -260,6 +262,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
                       .device = &spar_device_cpu,
                       .text = text,
                       .number = number,
+                      .forward = forward,
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};

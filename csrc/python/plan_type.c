@@ -140,10 +140,11 @@ static PyObject *plan_describe(PyObject *self, PyObject *args)
 {
     spar_call call = {.plan = ((plan_object *)self)->plan};
     spar_description description;
-    long long number;
-    if (!PyArg_ParseTuple(args, "ssL", &call.op, &call.text, &number))
+    long long number, forward;
+    if (!PyArg_ParseTuple(args, "ssLL", &call.op, &call.text, &number, &forward))
         return NULL;
     call.number = number;
+    call.forward = forward;
     spar_call_describe(&call, description.text, sizeof description.text);
     description.gathered = spar_call_gathered(&call);
     return spar_py_description(&description);
@@ -344,7 +345,7 @@ static PyMethodDef plan_methods[] = {
     {"signature", plan_signature, METH_VARARGS,
      "signature(text): 64 bits, signed; equal on all ranks that make the same call with the same text."},
     {"describe", plan_describe, METH_VARARGS,
-     "describe(op, text, number): (a line about the global call, what this rank holds of the gathered dim)"},
+     "describe(op, text, number, forward): (a line about the global call, what this rank holds of the gathered dim)"},
     {"pack", plan_pack, METH_VARARGS, "pack(inputs, wire): host memory, all peers in rank order."},
     {"unpack", plan_unpack, METH_VARARGS, "unpack(wire, outputs, scale_type, divide, factor)"},
     {"copy_own", plan_copy_own, METH_VARARGS, "copy_own(inputs, outputs, scale_type, divide, factor)"},

@@ -11,6 +11,7 @@ enum {
     DIVIDE,
     FACTOR,
     TEXT,
+    FORWARD,
     DEADLINE,
     STREAM,
     NATIVE,
@@ -21,8 +22,8 @@ enum {
 };
 
 const char spar_py_enqueue_doc[] = PyDoc_STR(
-    "enqueue(op, item size, inputs, args, scale_type, divide, factor, text, deadline, stream, native,\n"
-    "        dtype, empty, outs)\n"
+    "enqueue(op, item size, inputs, args, scale_type, divide, factor, text, forward, deadline, stream,\n"
+    "        native, dtype, empty, outs)\n"
     "    -> a list of the outputs\n\n"
     "One exchange of tensors of one dtype, given to the stream: returns before its bytes have moved.\n"
     "native as of comm(), now. empty(shape, strides, dtype) allocates a tensor in the order of the\n"
@@ -41,6 +42,7 @@ static int read_call(PyObject *const *args, spar_call *call, PyObject *comm)
     call->text = call->op ? PyUnicode_AsUTF8AndSize(args[TEXT], NULL) : NULL;
     if (!call->text)
         return -1;
+    call->forward = PyLong_AsLongLong(args[FORWARD]);
     call->stream = PyLong_AsVoidPtr(args[STREAM]);
     call->native = PyLong_AsVoidPtr(args[NATIVE]);
     call->deadline = spar_py_deadline(comm, PyFloat_AsDouble(args[DEADLINE]));

@@ -115,7 +115,9 @@ void spar_call_describe(const spar_call *call, char *text, size_t size)
     }
     snprintf(rest, limit, "%s", call->text);
     if (call->number)
-        spar_append(rest, limit, " (call %lld)", (long long)call->number);
+        spar_append(rest, limit, " (call %lld%s", (long long)call->number, call->forward ? "" : ")");
+    if (call->number && call->forward)
+        spar_append(rest, limit, ", gradient of call %lld)", (long long)call->forward);
     size_t room = size - strlen(rest), used;
     spar_append(text, room, "%s ", call->op ? call->op : "a call");
     used = strlen(text);

@@ -20,8 +20,8 @@ from .member import OVER, SHARED, Member
 
 TEXT = 1024  # bytes of a description or a reason
 ROOM = 560  # bytes that a rank can send with a step: a spar_peer_info
-# calls, step, status, own: always of one size, because a rank that failed does not know its peers' step
-_HEADER = struct.Struct(f"=3q{ROOM}s")
+# calls, step, status, forward, own: of one size, because a rank that failed does not know its peers' step
+_HEADER = struct.Struct(f"=4q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)
 
 
@@ -37,6 +37,7 @@ def agree(
     describe: Callable[[], tuple[str, Gathered | None]],
     deadline: float,
     own: bytes = b"",
+    forward: int = 0,
 ) -> list[bytes]:
     """Return each rank's `own`, in rank order, once every rank has reached the same step of the same call.
 
@@ -50,6 +51,7 @@ def agree(
             call that gathers; called only if ranks differ.
         deadline: in seconds of time.monotonic().
         own: what this rank sends with the step; as long on all ranks, ROOM at most.
+        forward: the number of the call whose gradient the step moves; 0: not known, equal to any.
 
     Raises:
         MismatchError: ranks differ, or one failed. Every rank that did not fail raises it.
@@ -57,10 +59,11 @@ def agree(
     """
     member.progress = SHARED
     pg_wait.settle(member, op, deadline)
-    sent = pg_wait.all_gather(member, _header(member, step, _OK, own), op, deadline)
+    sent = pg_wait.all_gather(member, _header(member, step, _OK, own, forward), op, deadline)
     rows = [row[:3].tolist() for row in sent]
-    if all(row == rows[0] for row in rows):
-        return [bytes(row[3:].view(torch.uint8)[: len(own)].tolist()) for row in sent] if own else []
+    forwards = {int(row[3]) for row in sent} - {0}
+    if all(row == rows[0] for row in rows) and len(forwards) <= 1:
+        return [bytes(row[4:].view(torch.uint8)[: len(own)].tolist()) for row in sent] if own else []
     told = pg_wait.all_gather(member, _row(*describe()), op, deadline)
     texts = [bytes(row[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in told]
     member.progress = OVER
@@ -85,8 +88,8 @@ def announce_failure(member: Member, op: str, why: str, memory: bool, deadline: 
     member.progress = OVER
 
 
-def _header(member: Member, step: int, status: int, own: bytes = b"") -> torch.Tensor:
-    packed = bytearray(_HEADER.pack(member.calls, step, status, own))
+def _header(member: Member, step: int, status: int, own: bytes = b"", forward: int = 0) -> torch.Tensor:
+    packed = bytearray(_HEADER.pack(member.calls, step, status, forward, own))
     return torch.frombuffer(packed, dtype=torch.int64)
 
 

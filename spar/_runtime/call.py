@@ -61,10 +61,11 @@ class Call:
         comm: of the group; None if torch.compile traces the call, or the group is gone.
         places: this rank's place in each group in which the call would exchange.
         before: how many calls this rank had made on each of these, when this call began.
+        note: as in Operation.
     """
 
     __slots__ = (
-        *("before", "comm", "exchanges", "input", "known", "name", "ndim", "place", "places", "rank"),
+        *("before", "comm", "exchanges", "input", "known", "name", "ndim", "note", "place", "places", "rank"),
         *("shape", "what", "world"),
     )
 
@@ -83,7 +84,7 @@ class Call:
             exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails.
             places: of a call in several groups.
         """
-        self.name, self.what = name, what
+        self.name, self.what, self.note = name, what, ""
         self.input = input_
         self.exchanges = exchanges
         compiling = is_dynamo_compiling()
@@ -377,7 +378,7 @@ class Call:
         if self.world == 1:
             return x
         remember((self,), key, args)
-        return run_steps((x,), self.name, steps, ONE, UNRECORDED, is_watched())[0]
+        return run_steps((x,), self.name, steps, ONE, UNRECORDED, is_watched(), self.note)[0]
 
 
 def remember(
@@ -393,7 +394,7 @@ def remember(
         return
     shapes = _C.shapes_key([call.input for call in calls])
     if shapes is not None:
-        operation = Operation(first.name, args, *ONE, UNRECORDED, sums)
+        operation = Operation(first.name, args, *ONE, UNRECORDED, sums, first.note)
         first.comm.remember((first.name, shapes, key), operation, record)
 
 
@@ -419,12 +420,12 @@ def apply_steps(
     if calls[-1].known:  # then all are: see Call.beside
         traced = is_watched()
     elif is_dynamo_compiling() and (records or first.world > 1):
-        return steps_in_graph(inputs, first.name, steps, grad_scale, records)
+        return steps_in_graph(inputs, first.name, steps, grad_scale, records, first.note)
     if records:
         if key is not None and first.world > 1:
-            remember(calls, key, steps[0][1], recorder(first.name, steps, grad_scale))
-        return recorded(inputs, first.name, steps, ONE, grad_scale, traced)
+            remember(calls, key, steps[0][1], recorder(first.name, steps, grad_scale, first.note))
+        return recorded(inputs, first.name, steps, ONE, grad_scale, traced, first.note)
     if first.world == 1:
         return inputs
     remember(calls, key, steps[0][1])
-    return run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced)
+    return run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced, first.note)

@@ -20,6 +20,7 @@ class Operation(NamedTuple):
         factor, divide: the outputs are multiplied or divided by it.
         gradient: what backward will do; empty if no gradient is recorded.
         sums: whether the outputs, which have a row for each rank, are summed over the rows.
+        note: other arguments of the operation that must be equal on all ranks, for messages.
     """
 
     op: str
@@ -28,6 +29,7 @@ class Operation(NamedTuple):
     divide: bool
     gradient: str
     sums: bool = False
+    note: str = ""
 
 
 class Channel(Protocol):
@@ -65,10 +67,12 @@ class Channel(Protocol):
         inputs: Sequence[torch.Tensor],
         deadline: float,
         outs: list[torch.Tensor] | None = None,
+        forward: int = 0,
     ) -> list[torch.Tensor]:
         """Run one exchange; return new contiguous outputs, in whatever memory the transport uses.
 
         outs: contiguous tensors to write the outputs to instead; they are returned.
+        forward: the number of the call whose gradient it moves. Ranks that know it must agree; 0: not known.
 
         The inputs have one dtype and device. CPU outputs are complete on return; those on a GPU when the
         current stream reaches this point.

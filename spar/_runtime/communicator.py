@@ -83,11 +83,13 @@ class Communicator(Member):
         inputs: Sequence[torch.Tensor],
         outs: list[torch.Tensor] | None = None,
         queued: bool = False,
+        forward: int = 0,
     ) -> list[torch.Tensor]:
         """Exchange tensors of one dtype and device; the outputs are new, contiguous, and this rank's own.
 
         outs: write them to these contiguous tensors instead.
         queued: it is the turn of a call in flight; others wait until none is before them.
+        forward: as in `Channel.exchange`.
         """
         deadline = self.deadline()
         thread = self._enter(operation.op)
@@ -109,7 +111,7 @@ class Communicator(Member):
                     if channel is None:
                         channel = self._first_channel(operation.op, first.device, deadline)
                     self.calls += 1
-                    return channel.exchange(self, operation, inputs, deadline, outs)
+                    return channel.exchange(self, operation, inputs, deadline, outs, forward)
                 except BaseException as error:
                     self._account(operation.op, inputs[0].device.type, error, deadline, before)
                     raise

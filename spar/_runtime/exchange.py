@@ -46,7 +46,7 @@ library = torch.library.Library("spar", "DEF")
 # world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
 _SCHEMA = (
     "(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
-    " bool divide, str gradient, int[] then{}) -> Tensor[]"
+    " bool divide, str gradient, str note, int[] then{}) -> Tensor[]"
 )
 # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
 _TAGS = (torch.Tag.nondeterministic_seeded,)
@@ -90,11 +90,12 @@ def _exchange(
     factor: float,
     divide: bool,
     gradient: str,
+    note: str,
     then: Sequence[int],
     after: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     place = Place(group, world, rank)
-    operation = Operation(op, unflattened(args), factor, divide, gradient)
+    operation = Operation(op, unflattened(args), factor, divide, gradient, note=note)
     if is_local(operation.args[0]):
         outputs = [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
     else:
@@ -103,13 +104,14 @@ def _exchange(
 
 
 def run_eager(
-    inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...] = ()
+    inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...] = (), forward: int = 0
 ) -> list[torch.Tensor]:
+    """forward: as in `Channel.exchange`."""
     try:
         if inputs[0].is_meta:  # shape inference exchanges nothing, but counts as a call, as on the peers
             by_handle(place[0]).calls += 1
             return _empty_outputs(inputs, place, operation.args)
-        return by_handle(place[0]).exchange(operation, inputs)
+        return by_handle(place[0]).exchange(operation, inputs, forward=forward)
     except BaseException as error:
         for handle in then:
             why = f"the exchange before it failed: {failure_text(error)}"
@@ -248,11 +250,13 @@ def run(
     operation: Operation,
     traced: bool | None = None,
     then: tuple[int, ...] = (),
+    forward: int = 0,
 ) -> Tensors:
     """Run one exchange or one selection; torch.profiler shows it as `spar::all_to_all`, say.
 
     traced: the result of `is_any_traced`, if the caller has it.
     then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
+    forward: as in `Channel.exchange`; a traced exchange does not know it.
     """
     if place[1] == 1:
         return [_scaled(x.view_as(x), operation.factor, operation.divide) for x in inputs]
@@ -265,7 +269,7 @@ def run(
             return _run_traced(inputs, place, operation, then)
     args = operation.args
     if args[0][1] != -1:  # not local
-        return run_eager(inputs, place, operation, then)
+        return run_eager(inputs, place, operation, then, forward)
     if len(inputs) == 1:
         return (_select(inputs[0], place, args[0], operation),)
     return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
@@ -285,12 +289,12 @@ def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation
 
 def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...]) -> Tensors:
     """Run it in dispatched ops."""
-    op, args, factor, divide, gradient, _ = operation
+    op, args, factor, divide, gradient, _, note = operation
     if is_local(args[0]):
         parts = [select(x, a[2:], place.world, place.rank) for x, a in zip(inputs, args, strict=True)]
         if all(part is not None for part in parts):
             return [_scaled(cast(torch.Tensor, part), factor, divide) for part in parts]
-    arguments = (inputs, *place, op, flattened(args), factor, divide, gradient, then)
+    arguments = (inputs, *place, op, flattened(args), factor, divide, gradient, note, then)
     if is_dynamo_compiling():  # the tracer behind it chains the exchanges of its graph
         chained: list[torch.Tensor] = torch.ops.spar.chained_exchange(*arguments)
         return chained
@@ -329,29 +333,37 @@ def run_steps(
     scale: Scale,
     gradient: str,
     traced: bool | None = None,
+    note: str = "",
+    forwards: tuple[int, ...] = (),
 ) -> Tensors:
-    """Run one exchange after another; the last one applies the whole factor."""
+    """Run one exchange after another; the last one applies the whole factor.
+
+    note: of each operation. forwards: for each step, as in `Channel.exchange`.
+    """
+    forward = forwards[-1] if forwards else 0
     if len(steps) > 1:
         for i, (place, args) in enumerate(steps[:-1]):
             then = tuple(place.handle for place, args in steps[i + 1 :] if not is_local(args[0]))
-            inputs = run(inputs, place, Operation(name, args, *ONE, gradient), None, then)
+            operation = Operation(name, args, *ONE, gradient, note=note)
+            inputs = run(inputs, place, operation, None, then, forwards[i] if forwards else 0)
         traced = None
     place, args = steps[-1]
     if traced is None:
         traced = is_any_traced(inputs)
     if traced:
-        return run(inputs, place, Operation(name, args, *scale, gradient), True)
-    operation = _operation((name, args, *scale, gradient, False))
+        return run(inputs, place, Operation(name, args, *scale, gradient, note=note), True)
+    operation = _operation((name, args, *scale, gradient, False, note))
     if place[1] > 1 and args[0][1] != -1:  # not local
-        return run_eager(inputs, place, operation)
+        return run_eager(inputs, place, operation, forward=forward)
     return run(inputs, place, operation, False)
 
 
 # The gradient of an operation: its name, steps, places, and the exchange if it is one alone.
 Back = tuple[str, tuple[Step, ...], tuple[Place, ...], Operation | None]
-# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced and what its
-# gradient is (None: not known). They are one argument: torch spends time on each, in forward and backward.
-Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool | None, Back | None]
+# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced, what its
+# gradient is (None: not known), and its note. They are one argument: torch spends time on each, in forward
+# and backward.
+Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool | None, Back | None, str]
 
 
 def _turned(name: str, steps: tuple[Step, ...], grad_scale: Scale) -> Back:
@@ -373,9 +385,16 @@ def are_long(args: tuple[Args, ...]) -> bool:
 
 
 @functools.lru_cache(64)
-def _untraced(name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale) -> Recorded:
+def _untraced(name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, note: str) -> Recorded:
     """Return what autograd records; a step of training repeats the calls of the one before."""
-    return name, steps, scale, grad_scale, False, _turned(name, steps, grad_scale)
+    return name, steps, scale, grad_scale, False, _turned(name, steps, grad_scale), note
+
+
+def calls_of(steps: tuple[Step, ...]) -> tuple[int, ...]:
+    """Return the number of the call that the exchange of each step has just made; 0: it made none."""
+    if is_dynamo_compiling():
+        return ()
+    return tuple([0 if args[0][1] == -1 else calls_on(place[0]) for place, args in steps])
 
 
 class SparExchange(torch.autograd.Function):
@@ -383,13 +402,15 @@ class SparExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        name, steps, scale, _, traced, _ = call
+        name, steps, scale, _, traced, _, note = call
         ctx.call = call  # not the group: a loss that outlives destroy_process_group would keep its threads
-        return tuple(run_steps(inputs, name, steps, scale, RECORDED, traced))
+        outputs = tuple(run_steps(inputs, name, steps, scale, RECORDED, traced, note))
+        ctx.forwards = () if traced else calls_of(steps)[::-1]
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        name, steps, scale, grad_scale, _, back = ctx.call
+        name, steps, scale, grad_scale, _, back, _ = ctx.call
         if back is None or is_dynamo_compiling():
             back = _turned(name, steps, grad_scale)
         name, inverse, places, only = back
@@ -398,8 +419,9 @@ class SparExchange(torch.autograd.Function):
             if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and must_record(grads):
                 return None, *recorded(grads, name, inverse, grad_scale, scale)
             if only is not None:
-                return None, *run(grads, places[0], only)
-            return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED)
+                forward = ctx.forwards[0] if ctx.forwards else 0
+                return None, *run(grads, places[0], only, forward=forward)
+            return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED, forwards=ctx.forwards)
         except BaseException as error:
             _report(inverse, before, name, grads, error)
             raise
@@ -430,7 +452,7 @@ class SparTransformed(SparExchange):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.call = inputs[0]
+        ctx.call, ctx.forwards = inputs[0], ()
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -455,23 +477,26 @@ def recorded(
     scale: Scale,
     grad_scale: Scale,
     traced: bool | None = None,
+    note: str = "",
 ) -> tuple[torch.Tensor, ...]:
     """Run the steps and record the gradient; an error in backward shows the operation's name."""
     if traced is None:
         traced = is_any_traced(inputs)
     if forward_ad._current_level >= 0 or (traced and is_transformed()):
-        call: Recorded = (name, steps, scale, grad_scale, None, None)
+        call: Recorded = (name, steps, scale, grad_scale, None, None, note)
         return cast(tuple[torch.Tensor, ...], SparTransformed.apply(call, *inputs))  # type: ignore[no-untyped-call]
     if traced:
-        call = (name, steps, scale, grad_scale, True, None)
+        call = (name, steps, scale, grad_scale, True, None, note)
         return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
     for _, args in steps:
         if are_long(args):
-            return _apply_plain((name, steps, scale, grad_scale, False, None), *inputs)
-    return _apply_plain(_untraced(name, steps, scale, grad_scale), *inputs)
+            return _apply_plain((name, steps, scale, grad_scale, False, None, note), *inputs)
+    return _apply_plain(_untraced(name, steps, scale, grad_scale, note), *inputs)
 
 
-def recorder(name: str, steps: tuple[Step, ...], grad_scale: Scale) -> Callable[[Tensors], Tensors]:
+def recorder(
+    name: str, steps: tuple[Step, ...], grad_scale: Scale, note: str
+) -> Callable[[Tensors], Tensors]:
     """Return what runs and records the steps for plain tensors that no tracer must see."""
-    call: Recorded = name, steps, ONE, grad_scale, False, _turned(name, steps, grad_scale)
+    call: Recorded = name, steps, ONE, grad_scale, False, _turned(name, steps, grad_scale), note
     return lambda inputs: _apply_plain(call, *inputs)

@@ -51,6 +51,7 @@ def _run_steps(
     factor: float,
     divide: bool,
     records: bool,
+    note: str,
     _code: str,
 ) -> list[torch.Tensor]:
     count, layouts = len(inputs), unflattened(args)
@@ -59,19 +60,19 @@ def _run_steps(
         for i in range(len(places) // 3)
     )
     if records:
-        return list(recorded(inputs, name, steps, ONE, (factor, divide)))
-    return list(run_steps(inputs, name, steps, ONE, UNRECORDED))
+        return list(recorded(inputs, name, steps, ONE, (factor, divide), None, note))
+    return list(run_steps(inputs, name, steps, ONE, UNRECORDED, None, note))
 
 
 define(
     "run_steps(Tensor[] inputs, str name, int[] places, SymInt[] args, float factor, bool divide,"
-    " bool records, str code) -> Tensor[]",
+    " bool records, str note, str code) -> Tensor[]",
     _run_steps,
 )
 
 
 def steps_in_graph(
-    inputs: Tensors, name: str, steps: tuple[Step, ...], grad_scale: Scale, records: bool
+    inputs: Tensors, name: str, steps: tuple[Step, ...], grad_scale: Scale, records: bool, note: str
 ) -> Tensors:
     """Put one op into Dynamo's graph for all exchanges of a call, and their gradient if it is recorded."""
     places: tuple[int, ...] = ()
@@ -80,6 +81,6 @@ def steps_in_graph(
         places += place
         layouts += args
     outputs: Tensors = torch.ops.spar.run_steps(
-        inputs, name, places, flattened(layouts), *grad_scale, records, code()
+        inputs, name, places, flattened(layouts), *grad_scale, records, note, code()
     )
     return outputs

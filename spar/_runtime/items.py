@@ -96,7 +96,10 @@ def plain(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 @functools.lru_cache(256)
-def call_text(dtype: torch.dtype, device: str, factor: float, divide: bool, gradient: str) -> str:
+def call_text(
+    dtype: torch.dtype, device: str, factor: float, divide: bool, gradient: str, note: str = ""
+) -> str:
     """What must be equal on all ranks besides the plan."""
     scale = f" {'/' if divide else '*'} {factor:.17g}" if factor != 1 else ""
-    return f" of {dtype} on {device}{scale}{f', gradient {gradient}' if gradient else ''}"
+    gradient = f", gradient {gradient}" if gradient else ""
+    return f" of {dtype} on {device}{scale}{gradient}{f', {note}' if note else ''}"

@@ -36,6 +36,7 @@ class Move(NamedTuple):
         args: the layouts of each tensor; with `sums`, of the input with a dim in front.
         shards: of a gather or a sum: which part of the whole tensor each rank holds. Else empty.
         sums: whether each rank adds the ranks' parts of its shard.
+        note: as in Operation.
     """
 
     name: str
@@ -43,15 +44,16 @@ class Move(NamedTuple):
     args: tuple[Args, ...]
     shards: tuple[Layout, ...] = ()
     sums: bool = False
+    note: str = ""
 
     @classmethod
-    def of_shards(cls, name: str, place: Place, shards: Sequence[Layout], sums: bool) -> Move:
+    def of_shards(cls, name: str, place: Place, shards: Sequence[Layout], sums: bool, note: str = "") -> Move:
         """Gather shards, or sum and scatter; the transpose of each is the other."""
         if sums:
             args = tuple([pair(even(0, place.world), moved(shard)) for shard in shards])
         else:
             args = tuple([pair(shard, WHOLE) for shard in shards])
-        return cls(name, place, args, tuple(shards), sums)
+        return cls(name, place, args, tuple(shards), sums, note)
 
     def turned(self) -> Move:
         """Return the transpose, which carries gradients back."""
@@ -75,18 +77,20 @@ class Move(NamedTuple):
 
         records: whether autograd records the exchange; else it would match one whose backward differs.
         """
-        return Operation(self.name, self.args, *ONE, self._gradient(records), self.sums)
+        return Operation(self.name, self.args, *ONE, self._gradient(records), self.sums, self.note)
 
     def _gradient(self, records: bool) -> str:
         return UNRECORDED if not records else GATHERED if self.sums else SUMMED if self.shards else RECORDED
 
-    def run(self, inputs: Tensors, records: bool = False) -> Tensors:
-        """Return new outputs."""
+    def run(self, inputs: Tensors, records: bool = False, forward: int = 0) -> Tensors:
+        """Return new outputs. forward: as in `Channel.exchange`."""
         operands = self.operands(inputs)
         if self.sums and not inputs[0].is_meta and not is_any_traced(inputs):
-            return run_eager(operands, self.place, self.operation(records))  # the transport adds
+            operation = self.operation(records)
+            return run_eager(operands, self.place, operation, (), forward)  # the transport adds
         steps = ((self.place, self.args),)
-        parts = run_steps(operands, self.name, steps, ONE, self._gradient(records))
+        gradient = self._gradient(records)
+        parts = run_steps(operands, self.name, steps, ONE, gradient, None, self.note, (forward,))
         return [add_rows(part) for part in parts] if self.sums else parts
 
     def write(
@@ -96,6 +100,7 @@ class Move(NamedTuple):
         outs: list[torch.Tensor],
         records: bool = False,
         queued: bool = False,
+        forward: int = 0,
     ) -> None:
         """Write the outputs to plain tensors."""
-        comm.exchange(self.operation(records), self.operands(inputs), outs, queued)
+        comm.exchange(self.operation(records), self.operands(inputs), outs, queued, forward)

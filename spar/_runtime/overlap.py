@@ -4,6 +4,10 @@ Autograd sees two functions. `SparStart` begins the exchange; `Work.wait` rebase
 In backward `SparWait` begins the transposed exchange and passes the gradients on, and `SparStart` waits for
 it. Autograd runs what was recorded last first: the exchanges that forward had in flight together, and what it
 computed meanwhile, overlap in backward, too.
+
+Ranks may wait in different orders, or make some of the calls sync, but all issue them in one order. So
+backward follows the order of issue: `SparWait` begins no exchange before those that were issued later. It
+leaves it to `SparStart`, which autograd runs in the reverse order of issue on every rank.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -32,7 +37,7 @@ from .hints import add_advice
 from .lane import Job
 from .move import Move
 from .outputs import checked, must_dispatch, note_write, write_to
-from .registry import by_handle
+from .registry import by_handle, calls_on
 from .transports.cuda import Beside
 from .transpose import recorded
 
@@ -101,22 +106,33 @@ class Work:
 
 
 def begin(
-    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool, may_block: bool = False
+    move: Move,
+    inputs: Tensors,
+    outs: list[torch.Tensor] | None,
+    records: bool,
+    may_block: bool = False,
+    forward: int = 0,
 ) -> tuple[Tensors, Work]:
     """Start an exchange; return its outputs, which are not complete, and what waits for them.
 
     may_block: make the exchange at once where it would take its time from what the rank computes meanwhile.
+    forward: as in `Channel.exchange`.
     """
     (before,) = calls_before((move.place,))
     try:
-        return _issue(move, inputs, outs, records, may_block)
+        return _issue(move, inputs, outs, records, may_block, forward)
     except BaseException as error:
         report_failure([(move.place, before + 1)], move.name, inputs[0].device.type, error)
         raise
 
 
 def _issue(
-    move: Move, inputs: Tensors, outs: list[torch.Tensor] | None, records: bool, may_block: bool
+    move: Move,
+    inputs: Tensors,
+    outs: list[torch.Tensor] | None,
+    records: bool,
+    may_block: bool,
+    forward: int,
 ) -> tuple[Tensors, Work]:
     if inputs[0].is_meta or must_dispatch(inputs):
         return move.run(inputs, records), Work()
@@ -125,7 +141,8 @@ def _issue(
     if may_block and not channel.overlaps:
         if is_profiled():
             return move.run(inputs, records), Work()
-        return run_eager(move.operands(inputs), move.place, move.operation(records)), Work()
+        operation = move.operation(records)
+        return run_eager(move.operands(inputs), move.place, operation, (), forward), Work()
     given = outs is not None
     if outs is None:
         try:
@@ -139,7 +156,7 @@ def _issue(
 
     def action() -> None:
         with beside.entered():
-            move.write(comm, inputs, targets, records, queued=True)
+            move.write(comm, inputs, targets, records, queued=True, forward=forward)
 
     job = None
     if channel.enqueues:
@@ -152,13 +169,75 @@ def _issue(
     return outs, Work(job, beside, functools.partial(note_write, outs) if given else None)
 
 
+_flights: weakref.WeakValueDictionary[tuple[int, int], _Flight] = weakref.WeakValueDictionary()
+_autograd_run: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class _Begun(NamedTuple):
+    """An exchange of gradients in flight: in which run of autograd, of which tensors, and their versions."""
+
+    run: int
+    grads: Tensors
+    versions: list[int]
+    outputs: Tensors
+    work: Work
+
+
 class _Flight:
-    """One recorded exchange, from its start to the end of its backward."""
+    """One recorded exchange, from its start to the end of its backward.
+
+    Attributes:
+        call: its number among the group's calls.
+        later: the exchanges that were issued between its start and its wait; None: also others than flights.
+        run: the run of autograd in which its newest backward began.
+    """
 
     def __init__(self, move: Move, at_once: bool = False) -> None:
         self.move, self.at_once = move, at_once
         self.work: Work | None = None
-        self.back: tuple[Tensors, Tensors, Work] | None = None  # the gradients, and their exchange in flight
+        self.call = self.run = 0
+        self.later: list[weakref.ref[_Flight]] | None = None
+        self.begun: _Begun | None = None
+
+    def issued(self) -> None:
+        self.call = calls_on(self.move.place.handle)
+        _flights[self.move.place.handle, self.call] = self
+
+    def waited(self, outputs: Tensors) -> None:
+        """Note what was issued meanwhile, and whether hooks see the gradients before they are exchanged."""
+        handle = self.move.place.handle
+        numbers = range(self.call + 1, calls_on(handle) + 1)
+        found = [flight for n in numbers if (flight := _flights.get((handle, n))) is not None]
+        if len(found) == len(numbers) and not any(output._backward_hooks for output in outputs):
+            self.later = [weakref.ref(flight) for flight in found]
+
+    def may_begin(self) -> bool:
+        """Whether all that was issued later has begun its backward, or never will."""
+        if self.later is None:
+            return False
+        later = [flight for ref in self.later if (flight := ref()) is not None]
+        return all(flight.run == _autograd_run() for flight in later)
+
+    def begin_backward(self, grads: Tensors) -> None:
+        self.run = _autograd_run()
+        outputs, work = begin(self.move.turned(), grads, None, False, forward=self.call)
+        self.begun = _Begun(self.run, grads, [grad._version for grad in grads], outputs, work)
+
+    def end_backward(self, grads: Tensors) -> Tensors | None:
+        """Wait for the exchange of the gradients; return None if none was begun."""
+        begun, self.begun = self.begun, None
+        if begun is None or begun.run != _autograd_run():
+            self.run = _autograd_run()
+            return None
+        begun.work.wait()
+        changed = [a is not b for a, b in zip(begun.grads, grads, strict=True)]
+        if any(changed) or [grad._version for grad in grads] != begun.versions:
+            raise SparError(
+                f"{self.move.turned().name} on rank {self.move.place.rank}: the gradient of call {self.call} "
+                "was changed after its exchange had begun, and the peers received it as it was; register "
+                "hooks on the output after Work.wait() has returned, not on its grad_fn before"
+            )
+        return begun.outputs
 
 
 class SparStart(torch.autograd.Function):
@@ -170,23 +249,20 @@ class SparStart(torch.autograd.Function):
         if flight.at_once:
             return tuple(flight.move.run(inputs, True))
         outputs, flight.work = begin(flight.move, inputs, None, True)
+        flight.issued()
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         flight = ctx.flight
-        begun, flight.back = flight.back, None
-        if begun is not None:
-            began_with, outputs, work = begun
-            work.wait()
-            if all(a is b for a, b in zip(began_with, grads, strict=True)):
-                return None, *outputs
-        back = flight.move.turned()  # the gradients are others: a hook changed them, or nothing was begun
+        back = flight.move.turned()
         (before,) = calls_before((back.place,))
         try:
+            if (outputs := flight.end_backward(grads)) is not None:
+                return None, *outputs
             if must_record(grads):
                 return None, *_recorded(_Flight(back, at_once=True), grads)
-            return None, *back.run(grads)
+            return None, *back.run(grads, forward=flight.call)
         except BaseException as error:
             report_failure([(back.place, before + 1)], back.name, grads[0].device.type, error)
             raise
@@ -203,8 +279,8 @@ class SparWait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if not must_record(grads):
-            ctx.flight.back = (grads, *begin(ctx.flight.move.turned(), grads, None, False))
+        if ctx.flight.may_begin() and not must_record(grads):
+            ctx.flight.begin_backward(grads)
         return None, *grads
 
 
@@ -254,5 +330,6 @@ def _launch(
 def _rebase(flight: _Flight, outputs: Tensors) -> None:
     if torch.is_inference_mode_enabled():  # nothing is recorded: backward makes the exchange at once
         return
+    flight.waited(outputs)
     with torch.enable_grad():
         SparWait.apply(flight, *outputs)  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ from .graph_ops import code
 from .layouts import Layout
 from .member import Place
 from .move import Move
+from .registry import calls_on
 
 Recorded = tuple[Move, Move | None]  # what is done, and its transpose (None: not known)
 
@@ -47,7 +48,9 @@ class SparTranspose(torch.autograd.Function):
     def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         move = call[0]
         ctx.call = call
-        return tuple(move.run(inputs, True))
+        outputs = tuple(move.run(inputs, True))
+        ctx.forward = 0 if is_dynamo_compiling() else calls_on(move.place.handle)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -55,7 +58,9 @@ class SparTranspose(torch.autograd.Function):
         move = move.turned() if back is None or is_dynamo_compiling() else back
         (before,) = calls_before((move.place,))
         try:
-            return None, *(recorded(move, grads) if must_record(grads) else move.run(grads))
+            if must_record(grads):
+                return None, *recorded(move, grads)
+            return None, *move.run(grads, forward=ctx.forward)
         except BaseException as error:
             report_failure([(move.place, before + 1)], move.name, grads[0].device.type, error)
             raise
@@ -70,7 +75,7 @@ class SparTransposeTransformed(SparTranspose):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.call = inputs[0]
+        ctx.call, ctx.forward = inputs[0], 0
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -128,10 +133,10 @@ def transpose(
         return inputs
     if not first.known and is_dynamo_compiling():
         transposed: Tensors = torch.ops.spar.transpose(
-            inputs, first.name, [*first.place], flattened(shards), sums, records, code()
+            inputs, first.name, [*first.place], flattened(shards), sums, records, first.note, code()
         )
         return transposed
-    move = Move.of_shards(first.name, first.place, shards, sums)
+    move = Move.of_shards(first.name, first.place, shards, sums, first.note)
     remember(calls, key, move.args, _recorder(move) if records and key is not None else None, sums)
     return recorded(move, inputs) if records else move.run(inputs)
 
@@ -143,14 +148,15 @@ def _transpose(
     shards: Sequence[int],
     sums: bool,
     records: bool,
+    note: str,
     _code: str,
 ) -> list[torch.Tensor]:
-    move = Move.of_shards(name, Place(*place), unflattened(shards), sums)
+    move = Move.of_shards(name, Place(*place), unflattened(shards), sums, note)
     return list(recorded(move, inputs) if records else move.run(inputs))
 
 
 define(
-    "transpose(Tensor[] inputs, str name, int[] place, SymInt[] shards, bool sums, bool records, str code)"
-    " -> Tensor[]",
+    "transpose(Tensor[] inputs, str name, int[] place, SymInt[] shards, bool sums, bool records, str note,"
+    " str code) -> Tensor[]",
     _transpose,
 )

@@ -30,6 +30,7 @@ typedef struct {
     spar_call_ring *ring;
     char *entries; /* what the peers read */
     uint64_t n;
+    int64_t forward; /* of its next call */
     pthread_t watcher;
     int stop;
 } rank_state;
@@ -66,6 +67,7 @@ static spar_status begin_call(rank_state *r, int64_t items, const char *text, co
     EXPECT(!spar_plan_get(&request, &plan));
     spar_call call = {.plan = why ? NULL : plan,
                       .text = text,
+                      .forward = r->forward,
                       .failed = why ? SPAR_INVALID : SPAR_OK,
                       .why = why,
                       .op = "gather"};
@@ -116,8 +118,10 @@ static void agree(rank_state *r)
         char text[40];
         snprintf(text, sizeof text, ", number %d", i % 3000);
         keep_behind(r, i);
+        r->forward = (i + r->rank) % 2 ? i + 1 : 0; /* not known to all */
         EXPECT(!begin_call(r, 1 + i % 7, text, i % 11 == 5 ? "every rank fails" : NULL));
     }
+    r->forward = 0;
     __atomic_store_n(&r->m->at[r->rank], r->m->calls, __ATOMIC_RELEASE);
     pthread_barrier_wait(&r->m->barrier);
     __atomic_store_n(&r->stop, 1, __ATOMIC_RELEASE);
@@ -157,6 +161,17 @@ static void expect_abort(rank_state *r)
     EXPECT(begin_call(r, 4, " equal", NULL) == SPAR_MISMATCH);
 }
 
+/* The last rank's exchange moves the gradient of another call. */
+static void cross(rank_state *r)
+{
+    int last = r->rank == r->m->world - 1;
+    r->forward = last ? 8 : 7;
+    EXPECT(begin_call(r, 4, "", NULL) == (last ? SPAR_MISMATCH : SPAR_OK));
+    EXPECT(!last || (strstr(spar_last_error(), "(gradient of call 7)\n") &&
+                     strstr(spar_last_error(), "(gradient of call 8)")));
+    r->forward = 0;
+}
+
 /* Rank 0 cannot make the call that its peers make. */
 static void fail_alone(rank_state *r)
 {
@@ -174,7 +189,7 @@ static void overwrite(rank_state *r, unsigned seed)
     if (seed == 0) {      /* its call alone: another signature, and a text without a terminator */
         char *text = memmem(r->entries, size, "gather", 6);
         EXPECT(text);
-        memset(text - sizeof(uint64_t), 0xff, 240 + sizeof(uint64_t));
+        memset(text - 2 * sizeof(uint64_t), 0xff, 240 + 2 * sizeof(uint64_t));
         return;
     }
     for (size_t i = 0; i < size; i++)
@@ -241,6 +256,9 @@ static void work(void *context, int rank)
     join(&r);
     one_after_another(&r, differ);
     one_after_another(&r, expect_abort);
+    spar_call_ring_close(r.ring);
+    join(&r);
+    one_after_another(&r, cross);
     spar_call_ring_close(r.ring);
     join(&r);
     one_after_another(&r, fail_alone);

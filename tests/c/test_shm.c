@@ -93,6 +93,8 @@ static spar_comm *join_threads(rendezvous *m, int rank)
 
 /* ---- calls ---- */
 
+static _Thread_local int64_t forward_call; /* the call whose gradient a gather moves */
+
 /* Gathers `bytes` bytes that encode the rank and the call; *block: the output. */
 static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, const char *text,
                               spar_status failed, int64_t limit_ns, spar_memory **block)
@@ -113,6 +115,7 @@ static spar_status try_gather(spar_comm *comm, int call_number, int64_t bytes, c
                       .device = &spar_device_cpu,
                       .scale = {SPAR_UNSCALED, 0, 1},
                       .text = text,
+                      .forward = forward_call,
                       .failed = failed,
                       .why = "an injected failure",
                       .op = "gather",
@@ -187,6 +190,18 @@ static void disagree(spar_comm *comm, int call_number, int odd)
         EXPECT(comm->transport->description(comm, p, &call) == !fails);
         EXPECT(fails || strstr(call.text, p == odd ? "other" : "gather") != NULL);
     }
+}
+
+/* Ranks move the gradients of different calls; where one does not know its call, it agrees with any. */
+static void cross(spar_comm *comm, int call_number, int odd)
+{
+    spar_memory *block;
+    forward_call = comm->rank == odd ? 0 : 7;
+    EXPECT(!try_gather(comm, call_number, 64, "", SPAR_OK, 20000000000, &block));
+    spar_memory_free(block);
+    forward_call = comm->rank == odd ? 8 : 7;
+    EXPECT(try_gather(comm, call_number, 64, "", SPAR_OK, 20000000000, &block) == SPAR_MISMATCH);
+    forward_call = 0;
 }
 
 /* Ranks fail with different errors, and one differs: all report the lowest rank that failed. */
@@ -281,6 +296,8 @@ static spar_memory *work(rendezvous *m, spar_comm *comm)
             reduce_scatter(comm, i, 1 + i % 3);
         if (i % 97 == 5 && m->world > 1)
             disagree(comm, i, i / 97 % m->world);
+        if (i % 97 == 50 && m->world > 1)
+            cross(comm, i, i / 97 % m->world);
         if (rand_r(&seed) % 64 == 0) /* vary which rank is late, and which blocks */
             for (int64_t until = now_ns() + rand_r(&seed) % 200000; now_ns() < until;)
                 ;

@@ -158,6 +158,7 @@ static spar_status prepare(const spar_call *call, spar_call_header *header, sums
     }
     results->own_stays = call->sum && has_long_runs(call->plan);
     header->signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number;
+    header->forward = call->forward;
     return SPAR_OK;
 }
 

@@ -15,6 +15,7 @@ static const int64_t POLL_NS = 50000000, GRACE_NS = 1000000000;
 typedef struct {
     uint64_t call;      /* set to 0 first, and written last */
     uint64_t signature; /* 0: the rank could not make the call */
+    int64_t forward;    /* as in spar_call_header */
     uint64_t text[WORDS];
     int64_t gathered[3]; /* the fields of spar_gathered */
 } entry;
@@ -30,6 +31,7 @@ typedef struct {
 
 typedef struct {
     uint64_t signature; /* 0: the rank could not make the call */
+    int64_t forward;
     char text[TEXT];
     spar_gathered gathered;
 } description;
@@ -122,6 +124,7 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
     const int64_t gathered[] = {known->gathered.rest, known->gathered.dim, known->gathered.size};
     __atomic_store_n(&e->call, 0, __ATOMIC_RELAXED); /* readers see it before what follows */
     __atomic_store_n(&e->signature, known->signature, __ATOMIC_RELEASE);
+    __atomic_store_n(&e->forward, call->forward, __ATOMIC_RELEASE);
     spar_shared_text_write(e->text, WORDS, known->text);
     for (int i = 0; i < 3; i++)
         __atomic_store_n(&e->gathered[i], gathered[i], __ATOMIC_RELAXED);
@@ -130,14 +133,15 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
     __atomic_store_n(&own->newest, n, __ATOMIC_SEQ_CST);
 }
 
-/* Whether the log holds a rank's call n, complete and not overwritten. `whole` 0: reads only its
- * signature. */
+/* Whether the log holds a rank's call n, complete and not overwritten. `whole` 0: not its
+ * description. */
 static int read_entry(const spar_call_ring *r, int rank, uint64_t n, description *call, int whole)
 {
     const entry *e = &log_of(r, rank)->entries[n % ENTRIES];
     if (__atomic_load_n(&e->call, __ATOMIC_SEQ_CST) != n)
         return 0;
     call->signature = __atomic_load_n(&e->signature, __ATOMIC_ACQUIRE);
+    call->forward = __atomic_load_n(&e->forward, __ATOMIC_ACQUIRE);
     if (whole) {
         spar_shared_text_read(e->text, WORDS, call->text);
         call->gathered.rest = __atomic_load_n(&e->gathered[0], __ATOMIC_ACQUIRE);
@@ -181,6 +185,18 @@ static spar_status check_closed(const spar_call_ring *r, uint64_t n)
     return SPAR_OK;
 }
 
+static int differ(const description *a, const description *b)
+{
+    return a->signature != b->signature || spar_forward_differs(a->forward, b->forward);
+}
+
+static void append_call(char *text, size_t size, int rank, const description *call)
+{
+    spar_append(text, size, "\n  rank %d: %s", rank, call->text);
+    if (call->forward)
+        spar_append(text, size, " (gradient of call %lld)", (long long)call->forward);
+}
+
 /* Describes call n of all ranks; calls that are equal are described once. */
 static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
 {
@@ -191,18 +207,16 @@ static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
              (unsigned long long)n, other);
     for (int i = 0; i < 2; i++)
         if (read_entry(r, shown[i], n, &calls[i], 1))
-            spar_append(text, sizeof text, "\n  rank %d: %s", shown[i], calls[i].text);
+            append_call(text, sizeof text, shown[i], &calls[i]);
     for (int rank = 0; rank < r->world; rank++) {
         if (rank == r->rank || rank == other)
             continue;
         if (!read_entry(r, rank, n, &call, 1))
             spar_append(text, sizeof text, "\n  rank %d: not seen there", rank);
-        else if (call.signature &&
-                 (call.signature == calls[0].signature || call.signature == calls[1].signature))
-            spar_append(text, sizeof text, "\n  rank %d: as rank %d", rank,
-                        shown[call.signature == calls[1].signature]);
+        else if (call.signature && (!differ(&call, &calls[0]) || !differ(&call, &calls[1])))
+            spar_append(text, sizeof text, "\n  rank %d: as rank %d", rank, shown[differ(&call, &calls[0])]);
         else
-            spar_append(text, sizeof text, "\n  rank %d: %s", rank, call.text);
+            append_call(text, sizeof text, rank, &call);
     }
     return spar_fail_rank(SPAR_MISMATCH, r->rank, "%s", text);
 }
@@ -214,7 +228,7 @@ spar_status spar_call_ring_begin(spar_call_ring *r, uint64_t n, const spar_call 
     SPAR_TRY(check_aborts(r));
     if (compare && read_entry(r, r->rank, n, &own, 0))
         for (int rank = 0; rank < r->world; rank++)
-            if (rank != r->rank && read_entry(r, rank, n, &theirs, 0) && theirs.signature != own.signature)
+            if (rank != r->rank && read_entry(r, rank, n, &theirs, 0) && differ(&own, &theirs))
                 return fail_mismatch(r, n, rank);
     return call->failed == SPAR_OK ? check_closed(r, n) : SPAR_OK;
 }

@@ -121,6 +121,7 @@ class NcclChannel(CoreChannel):
         inputs: Sequence[torch.Tensor],
         deadline: float,
         outs: list[torch.Tensor] | None = None,
+        forward: int = 0,
     ) -> list[torch.Tensor]:
         index = inputs[0].get_device()
         if index != self.device.index:
@@ -131,9 +132,9 @@ class NcclChannel(CoreChannel):
             )
         try:
             if is_current(index):
-                return self._enqueue(member, operation, inputs, deadline, outs)
+                return self._enqueue(member, operation, inputs, deadline, outs, forward)
             with on_device(self.device.place):
-                return self._enqueue(member, operation, inputs, deadline, outs)
+                return self._enqueue(member, operation, inputs, deadline, outs, forward)
         except SparError as error:
             raise error if error.op is not None else self.explain(member, operation.op, error) from None
 
@@ -144,19 +145,20 @@ class NcclChannel(CoreChannel):
         inputs: Sequence[torch.Tensor],
         deadline: float,
         outs: list[torch.Tensor] | None,
+        forward: int,
     ) -> list[torch.Tensor]:
         """Return when the exchange is in the current stream."""
-        op, args, factor, divide, gradient, sums = operation
+        op, args, factor, divide, gradient, sums, note = operation
         device, core, dtype = self.device, self.core, inputs[0].dtype
         size, kind, _, _, _ = ITEM_TYPES[dtype]
         targets = None if sums else outs
         check = member.synchronous and not is_capturing(device.place)
         if check:
-            call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs)
+            call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs, forward)
             call.compare(member)
             targets = call.outputs
         refuse_open_group(op, device.place)
-        text = call_text(dtype, "cuda", factor, divide, gradient)
+        text = call_text(dtype, "cuda", factor, divide, gradient, note)
         self.inside = True  # before torch's communicator is asked for: it is not aborted meanwhile
         try:
             stream, native = stream_of(device.index), device.native()
@@ -170,6 +172,7 @@ class NcclChannel(CoreChannel):
                 divide,
                 factor,
                 text,
+                forward,
                 deadline,
                 stream,
                 native,

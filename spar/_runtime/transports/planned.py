@@ -43,6 +43,7 @@ class PlannedExchange:
     scale: tuple[int, bool, float]  # the core's code of the dtype, whether it divides, the factor
     text: str  # what must be equal on all ranks besides the plan
     deadline: float
+    forward: int  # the number of the call whose gradient it moves; 0: not known
     totals: list[torch.Tensor] | None = None  # where the sums of the outputs' rows go; empty: to new tensors
 
     @classmethod
@@ -54,9 +55,10 @@ class PlannedExchange:
         device: str,
         deadline: float,
         outs: list[torch.Tensor] | None = None,
+        forward: int = 0,
     ) -> PlannedExchange:
         """Plan it, and allocate what `outs` does not give."""
-        op, args, factor, divide, gradient, sums = operation
+        op, args, factor, divide, gradient, sums, note = operation
         first = inputs[0]
         dtype = first.dtype
         size, kind, _, _, _ = ITEM_TYPES[dtype]
@@ -65,10 +67,10 @@ class PlannedExchange:
         if outputs is None or sums:
             outputs = [first.new_empty(shape) for shape in plan.out_shapes]
         targets = tuple([output.data_ptr() for output in outputs])
-        text = call_text(dtype, device, factor, divide, gradient)
+        text = call_text(dtype, device, factor, divide, gradient, note)
         totals = None if not sums else outs or []
         scale = kind, divide, factor
-        return cls(op, plan, inputs, outputs, addresses, targets, scale, text, deadline, totals)
+        return cls(op, plan, inputs, outputs, addresses, targets, scale, text, deadline, forward, totals)
 
     def finish(self) -> None:
         finish(self.outputs, *self.scale)
@@ -89,7 +91,7 @@ class PlannedExchange:
         """Raise on all ranks if they do not make the same call, or one failed."""
 
         def describe() -> tuple[str, Gathered]:
-            text, gathered = self.plan.describe(self.op, self.text, member.calls)
+            text, gathered = self.plan.describe(self.op, self.text, member.calls, self.forward)
             return text, Gathered(*gathered)
 
-        agree(member, self.op, self.plan.signature(self.text), describe, self.deadline)
+        agree(member, self.op, self.plan.signature(self.text), describe, self.deadline, forward=self.forward)

@@ -46,18 +46,31 @@ class ShmChannel(CoreChannel):
         inputs: Sequence[torch.Tensor],
         deadline: float,
         outs: list[torch.Tensor] | None = None,
+        forward: int = 0,
     ) -> list[torch.Tensor]:
-        op, args, factor, divide, gradient, sums = operation
+        op, args, factor, divide, gradient, sums, note = operation
         dtype = inputs[0].dtype
         size, kind, sum_kind, _, _ = ITEM_TYPES[dtype]
         if not sums:
             sum_kind = 0
-        text = call_text(dtype, "cpu", factor, divide, gradient)
+        text = call_text(dtype, "cpu", factor, divide, gradient, note)
         targets = None if outs is None else tuple([out.data_ptr() for out in outs])
         try:
             member.progress = OVER  # the core reports whatever fails in it
             results = self.core.exchange(
-                op, size, inputs, args, kind, divide, factor, sum_kind, text, member.calls, deadline, targets
+                op,
+                size,
+                inputs,
+                args,
+                kind,
+                divide,
+                factor,
+                sum_kind,
+                text,
+                member.calls,
+                forward,
+                deadline,
+                targets,
             )
         except SparError as error:
             raise self.explain(member, op, error) from None

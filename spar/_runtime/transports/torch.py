@@ -114,9 +114,10 @@ class TorchChannel:
         inputs: Sequence[torch.Tensor],
         deadline: float,
         outs: list[torch.Tensor] | None = None,
+        forward: int = 0,
     ) -> list[torch.Tensor]:
         kind = inputs[0].device.type
-        call = PlannedExchange.of(member, operation, inputs, kind, deadline, outs)
+        call = PlannedExchange.of(member, operation, inputs, kind, deadline, outs, forward)
         refuse_capture(call.op, call.device, "the torch transport waits for the device")
         self._run(member, call)
         CALLS["torch"] += 1
