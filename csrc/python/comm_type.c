@@ -181,8 +181,9 @@ PyDoc_STRVAR(
     "         deadline, targets=None)\n"
     "    -> a list of the outputs\n\n"
     "op: a name for messages. inputs: tensors of one dtype. args: a tuple of each one's. number: of the\n"
-    "call, by the group's own count. forward: that of the call whose gradient it moves, or 0. deadline: in seconds of time.monotonic. targets: addresses of\n"
-    "contiguous memory for each output. None is returned for those that were written there: sums, and\n"
+    "call, by the group's own count. forward: that of the call whose gradient it moves, or 0.\n"
+    "deadline: in seconds of time.monotonic. targets: addresses of contiguous memory for each output. None\n"
+    "is returned for those that were written there: sums, and\n"
     "outputs whose target lies in the arena; copy the others.\n"
     "scale_type 0: the outputs are of unsigned integers, unscaled.\n"
     "sum_kind: 0, or of sum_types: the outputs' first dim has a row for each rank, and is summed.");

@@ -345,7 +345,8 @@ static PyMethodDef plan_methods[] = {
     {"signature", plan_signature, METH_VARARGS,
      "signature(text): 64 bits, signed; equal on all ranks that make the same call with the same text."},
     {"describe", plan_describe, METH_VARARGS,
-     "describe(op, text, number, forward): (a line about the global call, what this rank holds of the gathered dim)"},
+     "describe(op, text, number, forward): (a line about the global call, what this rank holds of the\n"
+     "gathered dim)"},
     {"pack", plan_pack, METH_VARARGS, "pack(inputs, wire): host memory, all peers in rank order."},
     {"unpack", plan_unpack, METH_VARARGS, "unpack(wire, outputs, scale_type, divide, factor)"},
     {"copy_own", plan_copy_own, METH_VARARGS, "copy_own(inputs, outputs, scale_type, divide, factor)"},

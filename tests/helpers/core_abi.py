@@ -222,6 +222,7 @@ class Call(ctypes.Structure):
         ("sum", c_int),
         ("text", c_char_p),
         ("number", c_int64),
+        ("forward", c_int64),
         ("stream", c_void_p),
         ("native", c_void_p),
         ("staging", c_void_p),
