@@ -14,6 +14,7 @@ from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whol
 from test_attention import DOCUMENTS
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import spar
@@ -150,17 +151,37 @@ def test_lowest_masks(ranks: Ranks) -> None:
 
 
 def check_autocast(rank: int, world: int, group: Group) -> None:
+    """Rotary embeddings and norms leave q and k in float32 beside a v of 16 bits, as torch's kernel takes."""
     layout = SequenceLayout.even(16, group)
-    q, k, v, upper = [x[:, layout.index()].requires_grad_() for x in inputs(16, 4, 2, torch.float32)]
-    for method in METHODS:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = spar.attention(q, k, v, layout, causal=True, method=method)
-        assert y.dtype == torch.bfloat16
-        grads = torch.autograd.grad(y, [q, k, v], upper.bfloat16())
-        assert {grad.dtype for grad in grads} == {torch.float32}
+    own = layout.index()
+    *whole, upper = inputs(16, 4, 2, torch.float32)
+    added = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).masked_fill_(
+        ~torch.ones(16, 16, dtype=torch.bool).tril(), torch.finfo(torch.float32).min
+    )
+    for kind, narrow in itertools.product((torch.bfloat16, torch.float16), ((), (2,), (0, 1))):
+        given = [x.to(kind) if i in narrow else x for i, x in enumerate(whole)]
+        all_leaves = [x.clone().requires_grad_() for x in given]
+        with torch.autocast("cpu", dtype=kind):
+            q, k, v = (x.transpose(1, 2) for x in all_leaves)
+            expected = scaled_dot_product_attention(q, k, v, attn_mask=added, enable_gqa=True).transpose(1, 2)
+        wanted = torch.autograd.grad(expected, all_leaves, upper.to(kind))
+        for method in METHODS:
+            leaves = [x[:, own].clone().requires_grad_() for x in given]
+            with torch.autocast("cpu", dtype=kind):
+                y = spar.attention(*leaves, layout, mask=added, method=method)
+            assert y.dtype == kind
+            grads = torch.autograd.grad(y, leaves, upper[:, own].to(kind))
+            for found, of_whole in zip((y, *grads), (expected, *wanted), strict=True):
+                close = torch.finfo(kind).eps * 8
+                torch.testing.assert_close(found, of_whole[:, own], rtol=close, atol=close)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = spar.attention(*[x[:, own].double() for x in whole], layout, mask=added.double())
+        assert y.dtype == torch.float64, "autocast leaves float64"
+        with pytest.raises(TypeError, match=r"v is of torch\.float64 on cpu; expected torch\.bfloat16"):
+            spar.attention(*[x[:, own] for x in whole[:2]], whole[2][:, own].double(), layout)
 
 
-def test_autocast_exchanges_16_bits(ranks: Ranks) -> None:
+def test_autocast_casts_before_it_exchanges(ranks: Ranks) -> None:
     ranks(2, check_autocast)
 
 

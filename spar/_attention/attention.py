@@ -188,7 +188,7 @@ def _checked(
     seq_dim: int,
     head_dim: int,
 ) -> Problem:
-    q = call.input
+    q, k, v, mask = (_autocast(x, call.input.device.type) for x in (call.input, k, v, mask))
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise call.type_error(name, f"a {type(x).__name__}", "a tensor")
@@ -235,9 +235,6 @@ def _checked(
         for name, value in own.items():
             if value is not None:
                 raise call.error(name, "passed, and attend too", "attend to apply it itself")
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        kind = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(kind), k.to(kind), v.to(kind)
     if named:
         _check_kernel(call, attend, q, v, mask, dropout_p)
     return Problem(
@@ -255,6 +252,14 @@ def _checked(
         attend if named else None,
         (batch, head, seq),
     )
+
+
+def _autocast(x: Any, device: str) -> Any:
+    """Cast what torch's autocast casts of the arguments of scaled_dot_product_attention."""
+    if not torch.is_autocast_enabled(device) or not isinstance(x, torch.Tensor) or x.device.type != device:
+        return x
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if casts else x
 
 
 def _check_kernel(

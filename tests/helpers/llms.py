@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spar
 from spar import SequenceLayout
@@ -16,7 +17,7 @@ from spar.testing import Report, compare
 
 Group = dist.ProcessGroup
 PRELOAD = ["transformers.models.llama.modeling_llama", "spar.testing", "spar.integrations.transformers"]
-VOCABULARY, TOLERANCE = 53, 1e-5
+VOCABULARY, TOLERANCE, ROWS = 53, 1e-5, 4
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -130,10 +131,16 @@ def compared(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arg
     return compare(make, batch, sharding(group, **arguments), group, show=False)
 
 
-def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> None:
+def check_exact(
+    make: Callable[[], Any],
+    batch: dict[str, Any],
+    group: Group,
+    tolerance: float = TOLERANCE,
+    **arguments: Any,
+) -> None:
     """Check that the loss, the logits and each parameter's gradient are those of one process."""
     report = compared(make, batch, group, **arguments)
-    assert report.worst.max_rel_error < TOLERANCE, f"{arguments}\n{report}"
+    assert report.worst.max_rel_error < tolerance, f"{arguments}\n{report}"
     assert report.entries[1].name == "logits" and report.reference_loss > 1
 
 
@@ -143,3 +150,45 @@ def even(total: int, group: Group) -> SequenceLayout:
 
 def zigzag(total: int, group: Group) -> SequenceLayout:
     return SequenceLayout.zigzag(total, group)
+
+
+# ---- training beside one process ----
+
+
+def seeded(make: Callable[[], Any], attention: str) -> Any:
+    torch.manual_seed(0)
+    model = make()
+    spar.integrations.transformers.register()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def gradients_of_one_process(make: Callable[[], Any], *batches: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the mean over the labels of all batches."""
+    model = seeded(make, "sdpa")
+    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    for batch in batches:
+        model(**batch, num_items_in_batch=count).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_gradients(model: nn.Module, expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient is not None, name
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+        error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
+        assert error < tolerance, (name, error)
+
+
+def rows(batch: dict[str, Tensor], dp: DeviceMesh) -> dict[str, Tensor]:
+    """Return the samples of a data-parallel rank."""
+    mine = slice(dp.get_local_rank(), None, dp.size())
+    return {name: x[mine] for name, x in batch.items()}
+
+
+def meshes() -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    return mesh, mesh["dp"], mesh["cp"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,23 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
 from helpers import llms
-from helpers.llms import TOLERANCE, check_exact, maker, packed, sharding, whole, zigzag
+from helpers.llms import (
+    ROWS,
+    TOLERANCE,
+    check_exact,
+    check_gradients,
+    gradients_of_one_process,
+    maker,
+    meshes,
+    packed,
+    rows,
+    seeded,
+    sharding,
+    whole,
+    zigzag,
+)
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +37,6 @@ from spar.integrations.transformers import register, shard
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp", "peft"]
 Group = dist.ProcessGroup
-ROWS = 4
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -33,45 +46,6 @@ def pool() -> Iterator[Ranks]:
     pool.transport = TRANSPORTS[0]
     yield pool
     pool.stop()
-
-
-def seeded(make: Callable[[], Any], attention: str) -> Any:
-    torch.manual_seed(0)
-    model = make()
-    register()
-    model.set_attn_implementation(attention)
-    return model
-
-
-def gradients_of_one_process(make: Callable[[], Any], *batches: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the mean over the labels of all batches."""
-    model = seeded(make, "sdpa")
-    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    for batch in batches:
-        model(**batch, num_items_in_batch=count).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def check_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        assert gradient is not None, name
-        if hasattr(gradient, "full_tensor"):
-            gradient = gradient.full_tensor()
-        error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
-        assert error < TOLERANCE, (name, error)
-
-
-def rows(batch: dict[str, Tensor], dp: DeviceMesh) -> dict[str, Tensor]:
-    """Return the samples of a data-parallel rank."""
-    mine = slice(dp.get_local_rank(), None, dp.size())
-    return {name: x[mine] for name, x in batch.items()}
-
-
-def meshes() -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    return mesh, mesh["dp"], mesh["cp"]
 
 
 # ---- one group, gradients summed ----
@@ -247,13 +221,14 @@ def samples() -> list[dict[str, Tensor]]:
     return found
 
 
-def trained(steps: list[list[int]]) -> tuple[nn.Module, list[float]]:
+def trained(steps: list[list[int]], bf16: bool = False) -> tuple[nn.Module, list[float]]:
     """Return the model that one process trains on the samples of each step, and its losses."""
     model, losses, all_samples = seeded(maker("llama"), "sdpa"), [], samples()
     descent = torch.optim.SGD(model.parameters(), lr=0.1)
     for chosen in steps:
         batch = {name: torch.stack([all_samples[i][name] for i in chosen]) for name in all_samples[0]}
-        loss = model(**batch).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(**batch).loss
         loss.backward()
         descent.step()
         descent.zero_grad()
@@ -261,9 +236,9 @@ def trained(steps: list[list[int]]) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-def check_parameters(model: nn.Module, expected: nn.Module) -> None:
+def check_parameters(model: nn.Module, expected: nn.Module, tolerance: float = TOLERANCE) -> None:
     for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
-        assert (p - q).abs().max() < TOLERANCE * p.abs().max(), name
+        assert (p - q).abs().max() < tolerance * p.abs().max(), name
 
 
 def recipe(page: str, mark: str) -> str:
@@ -305,7 +280,7 @@ def test_recipe_for_data_loading(pool: Ranks) -> None:
     pool(4, run_loader)
 
 
-def run_trainer(rank: int, world: int, group: Group, folder: Path) -> None:
+def run_trainer(rank: int, world: int, group: Group, folder: Path, bf16: bool) -> None:
     """Two steps of two micro-batches."""
     from transformers import TrainingArguments
 
@@ -320,6 +295,7 @@ def run_trainer(rank: int, world: int, group: Group, folder: Path) -> None:
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
+        bf16=bf16,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=2,
         num_train_epochs=1,
@@ -337,11 +313,12 @@ def run_trainer(rank: int, world: int, group: Group, folder: Path) -> None:
     orders: list[Any] = [None] * world
     dist.all_gather_object(orders, order)
     assert orders[0] == orders[1] and sorted(orders[0] + orders[2]) == list(range(8))
-    expected, losses = trained([orders[0][i : i + 2] + orders[2][i : i + 2] for i in (0, 2)])
-    check_parameters(model, expected)
+    expected, losses = trained([orders[0][i : i + 2] + orders[2][i : i + 2] for i in (0, 2)], bf16)
+    check_parameters(model, expected, 1e-3 if bf16 else TOLERANCE)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(losses, rel=1e-4)
+    assert logged == pytest.approx(losses, rel=2e-3 if bf16 else 1e-4)
 
 
-def test_recipe_for_trainer(pool: Ranks, tmp_path: Path) -> None:
-    pool(4, run_trainer, tmp_path)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recipe_for_trainer(pool: Ranks, tmp_path: Path, bf16: bool) -> None:
+    pool(4, run_trainer, tmp_path, bf16)
