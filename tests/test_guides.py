@@ -43,10 +43,11 @@ COMPILED_ONLY = {
     ("diffusers.md", 2): "compares a model of diffusers: tests/models/test_diffusers.py",
     ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 1): "compares a model of transformers: tests/models/test_transformers.py",
-    ("transformers.md", 2): "a model of transformers: tests/models/test_transformers_training.py",
+    ("transformers.md", 2): "a reward model: tests/models/test_transformers_refusals.py runs this block",
+    ("transformers.md", 3): "a model of transformers: tests/models/test_transformers_training.py",
     (
         "transformers.md",
-        3,
+        4,
     ): "a Trainer of transformers: tests/models/test_transformers_training.py runs this block",
 }
 

@@ -21,6 +21,7 @@ from helpers.llms import (
     maker,
     meshes,
     packed,
+    recipe,
     rows,
     seeded,
     sharding,
@@ -37,7 +38,6 @@ from spar.integrations.transformers import register, shard
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp", "peft"]
 Group = dist.ProcessGroup
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -239,13 +239,6 @@ def trained(steps: list[list[int]], bf16: bool = False) -> tuple[nn.Module, list
 def check_parameters(model: nn.Module, expected: nn.Module, tolerance: float = TOLERANCE) -> None:
     for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
         assert (p - q).abs().max() < tolerance * p.abs().max(), name
-
-
-def recipe(page: str, mark: str) -> str:
-    """Return the page's block of Python that has the mark."""
-    blocks = [part.split("```")[0] for part in (DOCS / page).read_text().split("```python\n")[1:]]
-    (code,) = [block for block in blocks if mark in block]
-    return code
 
 
 def run_loader(rank: int, world: int, group: Group) -> None:

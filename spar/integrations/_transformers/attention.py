@@ -55,7 +55,9 @@ def attention_forward(
     where = f"attention of {type(module).__name__}"
     if layout is None:
         raise ValueError(
-            f"{where}: layout is None; pass the batch through spar.integrations.transformers.shard. {_WHOLE}"
+            f"{where}: layout is None; pass the batch through spar.integrations.transformers.shard. If it "
+            "went through it, the model does not pass keyword arguments on to this layer, and cannot run "
+            f"over a sharded sequence. {_WHOLE}"
         )
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:

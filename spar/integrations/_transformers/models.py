@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from .attention import registered
+from .sources import drops_arguments, is_attention, masks_of_forward, own_mask
 
+# parts of the names of outputs, and of heads, that have one value for a sequence
+_POOLED = ("SequenceClassif", "MultipleChoice", "NextSentence", "DoubleHeads")
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # they mix neighbouring tokens: state spaces, linear attention and convolutions are made of them
 _MIXERS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase)
@@ -27,13 +30,15 @@ def stock(model: Any) -> Any:
     return model
 
 
-def checked_config(model: Any, longest: int, learns: bool) -> Any:
+def checked_config(model: Any, longest: int, learns: bool, positions: bool, documents: bool) -> Any:
     """Return a model's config; refuse a model that would compute something else over a sharded sequence.
 
     Args:
         model: the result of `stock`.
         longest: the highest position, plus one.
         learns: whether there are labels.
+        positions: whether the batch has position_ids.
+        documents: whether position_ids separate packed documents.
 
     Raises:
         TypeError: not a model of transformers.
@@ -48,6 +53,10 @@ def checked_config(model: Any, longest: int, learns: bool) -> Any:
     if config.get_text_config() is not config:
         raise _refused(model, "it is not of text alone: its config has another one for text")
     _check_layers(model, config)
+    _check_head(model)
+    _check_masks(model, config, documents)
+    if not positions:
+        _check_positions(model)
     if config._attn_implementation not in registered:
         raise ValueError(
             f"shard: {type(model).__name__} uses the attention {config._attn_implementation!r}; call "
@@ -76,8 +85,77 @@ def _check_layers(model: torch.nn.Module, config: Any) -> None:
             raise _refused(model, f"{path} is a {kind}, which mixes tokens outside of attention")
         if isinstance(module, torch.nn.Embedding) and _takes_mask(module):
             raise _refused(model, f"{path} derives positions from the attention mask")
+        if is_attention(module) and (builder := own_mask(module)):
+            raise _refused(model, f"{path} builds masks itself ({builder}), of the tokens that a rank has")
+        for name, child in module.named_children():
+            if is_attention(child) and drops_arguments(module, name):
+                why = f"{type(module).__name__} does not pass on keyword arguments to {name}"
+                raise _refused(model, f"{why}, such as the layout")
     if getattr(model, "_is_stateful", False):
         raise _refused(model, "it has a state that passes from token to token")
+    if not any(is_attention(module) for module in model.modules()):
+        raise _refused(
+            model,
+            "its layers do not call the attention that set_attn_implementation sets: they have attention "
+            "code of their own, or none",
+        )
+
+
+def _check_head(model: Any) -> None:
+    """Refuse what has one value for a sequence: each rank would compute it from its own tokens."""
+    output = inspect.signature(model.forward).return_annotation
+    for name in (type(model).__name__, str(output)):
+        if any(part in name for part in _POOLED):
+            raise _refused(
+                model,
+                "its head pools the tokens of a sequence, and a rank has its own alone. Shard the batch for "
+                "the model inside it, gather last_hidden_state by the layout, and apply the head to that",
+            )
+    for part in (model, *(child for child in model.children() if child is not model.base_model)):
+        for name in ("pooler", "seq_relationship"):
+            if getattr(part, name, None) is not None:
+                raise _refused(model, f"its {name} takes the first token of a sequence, which one rank has")
+
+
+def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
+    """Refuse a model whose masks are other ones than those that `masks_of` builds with transformers."""
+    from transformers import masking_utils
+
+    found = masks_of_forward(model)
+    if not found.functions:
+        raise _refused(model, "it builds attention masks by its own code, of the tokens that a rank has")
+    if documents and not found.documents:
+        raise _refused(
+            model,
+            "it passes no position_ids to its masks, so that in one process, too, packed documents attend to "
+            "each other. Pass them one by one, or a 4-D attention_mask",
+        )
+    if hasattr(model, "create_masks_for_generate"):
+        return
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        sizes = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+        windows = [kind for name, kind in sizes.items() if getattr(config, name, None) is not None]
+        kinds = windows[:1] or ["full_attention"]
+    table = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+    others = {table[kind].__name__ for kind in kinds} - found.functions
+    if others:
+        raise _refused(
+            model,
+            f"by its config its masks are those of {', '.join(sorted(others))}, and its forward calls "
+            f"{', '.join(sorted(found.functions))}",
+        )
+
+
+def _check_positions(model: torch.nn.Module) -> None:
+    """Refuse a model that derives positions from the tokens that it receives: not 0, 1, .."""
+    for path, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise _refused(
+                model,
+                f"{path} derives positions from input_ids, as RoBERTa does, whose positions begin at "
+                "pad_token_id + 1. Pass position_ids of the whole sequence",
+            )
 
 
 def _takes_mask(module: torch.nn.Module) -> bool:
@@ -103,7 +181,8 @@ def has_dropout(model: torch.nn.Module, config: Any) -> bool:
         return False
     for name, value in vars(config).items():
         other_head = name.startswith(("classifier", "summary"))  # of models with the same config
-        if "drop" in name and not other_head and isinstance(value, (int, float)) and value > 0:
+        draws = ("drop" in name or "jitter" in name) and not other_head
+        if draws and isinstance(value, (int, float)) and value > 0:
             return True
     drops = torch.nn.modules.dropout._DropoutNd
     return any(isinstance(module, drops) and module.p > 0 and module.training for module in model.modules())

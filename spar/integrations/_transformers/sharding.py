@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +65,8 @@ class Sharding:
         total = tokens.size(1)
         positions, documents = self.positions_of(batch, layout, total)
         learns = batch.get("labels") is not None or batch.get("shift_labels") is not None
-        config = checked_config(self.model, int(positions.max()) + 1, learns)
+        given = batch.get("position_ids") is not None
+        config = checked_config(self.model, int(positions.max()) + 1, learns, given, documents is not None)
         if check and self.place.world > 1:
             self.compare(batch, tokens, has_dropout(self.model, config), repr((layout, method)))
         if layout is None:
@@ -83,6 +85,8 @@ class Sharding:
         part |= {"attention_mask": mask, "past_key_values": None, "use_cache": False, "layout": layout}
         if hasattr(config, "output_router_logits"):
             part["output_router_logits"] = False
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            part["logits_to_keep"] = 0  # all: the last ones of a shard are not those of the sequence
         if method is not None:
             part["method"] = method
         return part | self.labels_of(batch, tokens, layout)

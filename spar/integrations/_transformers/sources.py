@@ -1,0 +1,109 @@
+"""What the sources of a model's classes say of its attention and masks; nothing else in a model does."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a layer calls for the registered attention
+
+
+class Masks(NamedTuple):
+    """How the forwards of a model build causal masks.
+
+    Attributes:
+        functions: the names of transformers' functions that they call.
+        documents: whether they pass position_ids, by which these functions separate packed documents.
+    """
+
+    functions: frozenset[str]
+    documents: bool
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a layer calls the attention that is set by its name."""
+    return _INTERFACE in _names(type(module).forward)
+
+
+def own_mask(module: torch.nn.Module) -> str | None:
+    """Return the name of the method by which an attention layer builds a mask itself."""
+    names = sorted(_names(type(module).forward))
+    return next((name for name in names if "mask" in name and callable(getattr(module, name, None))), None)
+
+
+def drops_arguments(module: torch.nn.Module, child: str) -> bool:
+    """Whether a layer calls an attention layer inside it without the keyword arguments that it received."""
+    kind: Any = type(module)
+    return _drops_arguments(kind, child)
+
+
+@functools.cache
+def _drops_arguments(kind: type, child: str) -> bool:
+    calls = [
+        node
+        for function in _functions(kind)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
+    ]
+    return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
+
+
+def masks_of_forward(model: torch.nn.Module) -> Masks:
+    """Return how a model, and the models inside it, build causal masks."""
+    from transformers import PreTrainedModel
+
+    kinds: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    found = [_masks_of(kind) for kind in kinds]
+    functions: set[str] = set().union(*(each.functions for each in found))
+    return Masks(frozenset(functions), any(each.documents for each in found))
+
+
+@functools.cache
+def _masks_of(kind: type) -> Masks:
+    found: set[str] = set()
+    documents = False
+    for function in _functions(kind):
+        names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        causal = {name for name in names if name.startswith("create_") and name.endswith("causal_mask")}
+        found |= causal
+        documents = documents or any("position_ids" in given for given in _arguments(function) if causal)
+    return Masks(frozenset(found), documents)
+
+
+def _arguments(function: ast.AST) -> Iterator[set[object]]:
+    """Return the names of the arguments of each mask: those of a call, or of a dict for several calls."""
+    for node in ast.walk(function):
+        given: set[object] = set()
+        if isinstance(node, ast.Call):
+            given = {keyword.arg for keyword in node.keywords}
+        elif isinstance(node, ast.Dict):
+            given = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        if {"config", "inputs_embeds"} <= given:
+            yield given
+
+
+@functools.cache
+def _names(forward: Callable[..., object]) -> frozenset[str]:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return frozenset(() if code is None else code.co_names)
+
+
+def _functions(kind: type) -> list[ast.AST]:
+    """Return the methods of a class of a model, and of its bases but for those of all models."""
+    found: list[ast.AST] = []
+    for each in kind.__mro__:
+        library = each.__module__.startswith(("builtins", "torch.", "transformers."))
+        if library and not each.__module__.startswith("transformers.models."):
+            continue
+        for value in vars(each).values():
+            if inspect.isfunction(function := inspect.unwrap(value)):
+                with contextlib.suppress(OSError, SyntaxError):  # it was not read from a file
+                    found.append(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    return found

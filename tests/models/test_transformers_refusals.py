@@ -1,0 +1,150 @@
+"""Models whose result over a shard would differ from one process: refused by name, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import TRANSPORTS, Ranks
+from helpers import llms
+from helpers.llms import check_exact, left_padded, maker, packed, recipe, seeded, sharding, whole
+
+import spar
+
+PRELOAD = llms.PRELOAD
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = WITHOUT_DROPOUT | {"is_decoder": True}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+POOLS = "its head pools the tokens of a sequence"
+OWN_ATTENTION = "do not call the attention that set_attn_implementation sets"
+OWN_MASK = "builds attention masks by its own code"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    pool = Ranks((2,))
+    pool.transport = TRANSPORTS[0]
+    yield pool
+    pool.stop()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "LlamaForSequenceClassification": ({}, POOLS),
+    "Qwen3ForSequenceClassification": ({}, POOLS),
+    "GPT2ForSequenceClassification": (GPT2, POOLS),
+    "GPT2DoubleHeadsModel": (GPT2, POOLS),
+    "BertModel": (BERT, "its pooler takes the first token"),
+    "BertForPreTraining": (BERT, "its seq_relationship takes the first token"),
+    "RobertaForCausalLM": (BERT, "roberta.embeddings derives positions from input_ids, as RoBERTa does"),
+    "XLMRobertaXLForCausalLM": (BERT, r"whose positions begin at pad_token_id \+ 1. Pass position_ids"),
+    "Data2VecTextForCausalLM": (BERT, "derives positions from input_ids"),
+    "MoshiForCausalLM": (
+        {"sliding_window": 9},
+        "its masks are those of create_sliding_window_causal_mask, and its forward calls create_causal_mask",
+    ),
+    "LayoutLMForTokenClassification": (WITHOUT_DROPOUT, OWN_MASK),
+    "MarkupLMForTokenClassification": (WITHOUT_DROPOUT | {"max_depth": 2}, OWN_MASK),
+    "DogeForCausalLM": ({}, r"self_attn builds masks itself \(prepare_dynamic_mask\)"),
+    "NemotronForCausalLM": ({}, "NemotronDecoderLayer does not pass on keyword arguments to self_attn"),
+    "StableLmForCausalLM": ({}, "StableLmDecoderLayer does not pass on keyword arguments to self_attn"),
+    "FalconForCausalLM": ({"alibi": False}, OWN_ATTENTION),
+    "BloomForCausalLM": ({}, OWN_ATTENTION),
+    "BigBirdForCausalLM": (BERT, OWN_ATTENTION),
+    "FNetForMaskedLM": ({"hidden_dropout_prob": 0.0}, OWN_ATTENTION),
+}
+
+
+def check_refused(rank: int, world: int, group: llms.Group) -> None:
+    batch = {"input_ids": whole()["input_ids"]}
+    for name, (config, message) in REFUSED.items():
+        model = maker(name, **config)()
+        with pytest.raises(ValueError, match=message) as caught:
+            sharding(group)(model, batch)
+        assert f"{name} cannot run over a sharded sequence" in str(caught.value)
+
+
+def test_models_are_refused_by_name(pool: Ranks) -> None:
+    pool(2, check_refused)
+
+
+def check_positions(rank: int, world: int, group: llms.Group) -> None:
+    """RoBERTa's positions, passed: those that it derives itself in one process."""
+    make, batch = maker("RobertaForCausalLM", **BERT), whole()
+    check_exact(make, batch | {"position_ids": torch.arange(1, 38)[None]}, group)
+
+
+def test_passed_positions_are_exact(pool: Ranks) -> None:
+    pool(2, check_positions)
+
+
+def check_documents(rank: int, world: int, group: llms.Group) -> None:
+    """BERT's forward passes no position_ids to its mask: in one process documents attend to each other."""
+    make, batch = maker("BertLMHeadModel", **BERT), packed(5, 20, 12)
+    alone = seeded(make, "sdpa").eval()
+    with torch.no_grad():
+        joined = alone(**batch).logits[:, :25]
+        cut = alone(**{name: x[:, 5:25] for name, x in batch.items()}).logits
+    assert (joined[:, 5:] - cut).abs().max() > 0.1
+    with pytest.raises(ValueError, match=r"passes no position_ids to its masks.* 4-D attention_mask"):
+        sharding(group)(make(), batch)
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 20, 12]))
+    mask = (document[:, None] == document) & torch.ones(37, 37, dtype=torch.bool).tril()
+    for exact in (whole(), left_padded(), batch | {"attention_mask": mask[None, None]}):
+        check_exact(make, exact, group)
+
+
+def test_documents_that_one_process_does_not_separate(pool: Ranks) -> None:
+    pool(2, check_documents)
+
+
+def check_logits_to_keep(rank: int, world: int, group: llms.Group) -> None:
+    """The last logits of each shard are not those of the sequence."""
+    for name in ("llama", "GPTNeoX"):
+        model = maker(name)()
+        part = sharding(group)(model, whole())
+        assert model(**part).logits.size(1) == part["input_ids"].size(1)
+        with pytest.raises(TypeError, match="multiple values for keyword argument 'logits_to_keep'"):
+            model(**part, logits_to_keep=8)
+    assert "logits_to_keep" not in sharding(group)(maker("LlamaModel")(), {"input_ids": whole()["input_ids"]})
+
+
+def test_logits_to_keep_is_passed_twice(pool: Ranks) -> None:
+    pool(2, check_logits_to_keep)
+
+
+def check_reward(rank: int, world: int, group: llms.Group) -> None:
+    """The page's recipe: the head of a reward model, on the gathered hidden states of the model inside."""
+    make = maker("LlamaForSequenceClassification", num_labels=1)
+    batch = {"input_ids": left_padded()["input_ids"], "attention_mask": left_padded()["attention_mask"]}
+    alone, model = seeded(make, "sdpa"), seeded(make, "spar")
+    expected = alone(**batch).logits
+    expected.square().sum().backward()
+    names = {"spar": spar, "reward": model, "cp": group, "ids": batch["input_ids"]}
+    names["mask"] = batch["attention_mask"]
+    exec(recipe("transformers.md", "reward.score("), names)
+    names["rewards"].square().sum().backward()
+    torch.testing.assert_close(names["rewards"], expected, rtol=1e-5, atol=1e-5)
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        gradient = spar.all_gather(q.grad[None], group).mean(0)  # as DDP and FSDP do
+        assert (gradient - p.grad).abs().max() < llms.TOLERANCE * p.grad.abs().max(), name
+
+
+def test_recipe_for_reward_models(pool: Ranks) -> None:
+    pool(2, check_reward)
+
+
+def check_dropped_layout(rank: int, world: int, group: llms.Group) -> None:
+    """A layer in which the loss of keyword arguments cannot be seen before the forward."""
+    model = maker("llama")()
+    part = sharding(group)(model, whole())
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda x, layout=None, **others: forward(x, **others)
+    with pytest.raises(ValueError, match=r"layout is None.* does not pass keyword arguments on"):
+        model(**part)
+
+
+def test_layout_that_does_not_arrive(pool: Ranks) -> None:
+    pool(2, check_dropped_layout)
