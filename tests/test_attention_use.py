@@ -14,6 +14,7 @@ from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whol
 from test_attention import DOCUMENTS
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -56,6 +57,40 @@ def check_compiled(rank: int, world: int, group: Group, method: str | None, kind
 @pytest.mark.parametrize(("method", "kind"), [*((m, "zigzag") for m in METHODS), ("ring", "packed")])
 def test_five_lengths_compile_twice(ranks: Ranks, method: str, kind: str) -> None:
     ranks(3 if (method, kind) == ("ring", "zigzag") else 2, check_compiled, method, kind, timeout=280)
+
+
+def check_marked(rank: int, world: int, group: Group) -> None:
+    """docs/compile.md: how to have one graph, and why not by mark_dynamic."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+        return spar.attention(q, k, v, layout, causal=True)
+
+    def given(total: int) -> tuple[list[Tensor], SequenceLayout]:
+        layout = SequenceLayout.even(total, group)
+        return [x[:, layout.index()] for x in inputs(total, 4, 2, torch.float32)[:3]], layout
+
+    graphs = torch._dynamo.utils.counters["stats"]
+    for dynamic, mark, expected in ((True, None, 1), (None, torch._dynamo.maybe_mark_dynamic, 2)):
+        torch._dynamo.reset()
+        before = graphs["unique_graphs"]
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for total in (24, 29, 41, 50):
+            leaves, layout = given(total)
+            for x in leaves if rank == 0 and mark else ():
+                mark(x, 1)
+            y = (compiled if rank == 0 else attend)(*leaves, layout)
+            torch.testing.assert_close(y, attend(*leaves, layout))
+        assert graphs["unique_graphs"] - before == (expected if rank == 0 else 0), dynamic
+    if rank == 0:  # it fails before an exchange
+        torch._dynamo.reset()
+        leaves, layout = given(24)
+        torch._dynamo.mark_dynamic(leaves[0], 1)
+        with pytest.raises(ConstraintViolationError, match="use maybe_mark_dynamic"):
+            torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves, layout)
+
+
+def test_marked_lengths_are_as_the_page_says(ranks: Ranks) -> None:
+    ranks(2, check_marked, timeout=280)
 
 
 def check_compiled_queries(rank: int, world: int, group: Group) -> None:

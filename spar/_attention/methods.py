@@ -202,6 +202,7 @@ def _kernel(
         if causal:
             mask, causal = joined(mask, causal_mask(q.size(2), k.size(2), 0, q.device)), False
         mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
+    grouped = {"enable_gqa": True} if q.size(1) != k.size(1) else {}  # torch takes no symbolic bool
     return scaled_dot_product_attention(
         q,
         k,
@@ -210,7 +211,7 @@ def _kernel(
         dropout_p=problem.dropout_p,
         is_causal=causal,
         scale=problem.scale,
-        enable_gqa=q.size(1) != k.size(1),
+        **grouped,
     )
 
 
