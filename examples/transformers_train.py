@@ -93,13 +93,11 @@ def train_sharded(
         batch = spar.integrations.transformers.shard(
             model, batch, group=cp, token_group=dp, method=args.method
         )
-        loss = model(**batch).loss * world
-        loss.backward()
+        loss = model(**batch).loss
+        (loss * world).backward()
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach() / world  # this rank's part
-        dist.all_reduce(total)
-        losses.append(float(total))
+        losses.append(float(spar.integrations.transformers.total_loss(loss, group=cp, token_group=dp)))
     return losses, batch["layout"]
 
 

@@ -163,6 +163,7 @@ TESTING = {
 TRANSFORMERS = {
     "register": "name='spar'",
     "shard": "model, batch, layout=None, group=None, method=None, token_group=None, check=True",
+    "total_loss": "loss, group=None, token_group=None",
 }
 DIFFUSERS = {
     "enable": "model, group=None, plan=None",

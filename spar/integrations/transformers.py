@@ -3,8 +3,9 @@
     spar.integrations.transformers.register()
     model.set_attn_implementation("spar")
     batch = spar.integrations.transformers.shard(model, batch, group=cp, token_group=dp)
-    loss = model(**batch).loss * world
-    loss.backward()
+    loss = model(**batch).loss
+    (loss * world).backward()
+    print(spar.integrations.transformers.total_loss(loss, group=cp, token_group=dp))
 
 `world`: the number of ranks over which DDP or FSDP averages gradients; 1 if they are summed.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..sequence_layout import SequenceLayout
 from ..topology.resolve import Group, process_group
 from ._transformers.attention import attention_forward, mask_in_forward, registered
@@ -21,7 +24,9 @@ from ._transformers.masks import WHOLE, whole_mask
 from ._transformers.models import stock
 from ._transformers.sharding import Sharding
 
-__all__ = ["register", "shard"]
+__all__ = ["register", "shard", "total_loss"]
+
+_TOTAL = "transformers.total_loss"
 
 
 def register(name: str = "spar") -> None:
@@ -59,7 +64,8 @@ def shard(
     Collective over `group`, and over `token_group` if there are labels.
 
     The loss of `model(**shard(...))` is the sum of this rank's token losses over the number of all ranks'
-    tokens. Sum gradients over all ranks; under DDP or FSDP, which average, multiply the loss by their number.
+    tokens; `total_loss` sums it. Sum gradients over all ranks; under DDP or FSDP, which average, multiply the
+    loss by their number.
 
     Args:
         model: a causal language model of transformers that uses the registered attention; it may be inside
@@ -93,6 +99,31 @@ def shard(
     sharding = Sharding(stock(model), real, token_group)
     try:
         return sharding.run(batch, layout, method, check)
+    except BaseException as error:
+        sharding.report(error)
+        raise
+
+
+def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = None) -> torch.Tensor:
+    """Sum the ranks' losses: the loss of one process, equal on all ranks. It is for logs, without gradients.
+
+    Collective over `group`, and over `token_group`. If the batches of a step had num_items_in_batch, the
+    values of its micro-batches sum to the loss of the step.
+
+    Args:
+        loss: that of `model(**shard(...))`, before it is multiplied for DDP or FSDP.
+        group, token_group: those of `shard`. token_group is None if `group` spans all ranks.
+
+    Returns:
+        A 0-dim tensor of the loss's dtype. The sum runs in float64, in the ranks' order.
+
+    Raises:
+        ValueError: the loss is not a 0-dim float tensor, or the groups do not fit each other.
+        MismatchError: another rank failed.
+    """
+    sharding = Sharding(None, process_group(group, _TOTAL), token_group, _TOTAL)
+    try:
+        return sharding.total(loss)
     except BaseException as error:
         sharding.report(error)
         raise

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import spar
-from spar.integrations.transformers import register, shard
+from spar.integrations.transformers import register, shard, total_loss
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp", "peft"]
 Group = dist.ProcessGroup
@@ -197,14 +197,44 @@ def check_ddp(rank: int, world: int, group: Group) -> None:
     dist.all_reduce(count, group=dp.get_group())
     with model.no_sync():
         part = shard(model, mine[0] | {"num_items_in_batch": count}, group=cp)
-        (model(**part).loss * world).backward()
+        losses = [model(**part).loss]
+        (losses[0] * world).backward()
     part = shard(model, mine[1] | {"num_items_in_batch": count}, group=cp)
-    (model(**part).loss * world).backward()
+    losses.append(model(**part).loss)
+    (losses[1] * world).backward()
     check_gradients(model, expected)
+    alone = seeded(make, "sdpa")
+    total = sum(total_loss(loss, group=cp, token_group=dp) for loss in losses)
+    wanted = sum(alone(**batch, num_items_in_batch=count).loss.detach() for batch in batches)
+    torch.testing.assert_close(total, wanted)
 
 
 def test_ddp_and_gradient_accumulation(pool: Ranks) -> None:
     pool(4, check_ddp)
+
+
+def check_total(rank: int, world: int, group: Group) -> None:
+    """The value to log: equal on all ranks to the bit, by each group that shard takes, without a gradient."""
+    _, dp, cp = meshes()
+    model, batch = seeded(maker("llama"), "spar"), whole(ROWS)
+    expected = float(seeded(maker("llama"), "sdpa")(**batch).loss.detach())
+    for tokens in (dp, group):
+        loss = model(**shard(model, rows(batch, dp), group=cp, token_group=tokens)).loss
+        total = total_loss(loss, group=cp, token_group=tokens)
+        assert float(total) == pytest.approx(expected) and not total.requires_grad
+        assert abs(float(loss.detach()) / expected - 1) > 0.1, "a rank's part"
+        assert len(set(spar.all_gather(total[None], group).tolist())) == 1
+    loss = model(**shard(model, batch)).loss
+    assert float(total_loss(loss)) == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"total_loss on rank . of 2: token_group is None, and group has 2"):
+        total_loss(loss, group=cp)
+    wrong = loss if rank else float(loss.detach())
+    with pytest.raises((ValueError, spar.MismatchError), match=r"loss is .*; expected the 0-dim loss"):
+        total_loss(wrong)  # type: ignore[arg-type]
+
+
+def test_total_loss_is_that_of_one_process(pool: Ranks) -> None:
+    pool(4, check_total)
 
 
 # ---- the pages' recipes ----

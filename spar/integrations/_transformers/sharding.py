@@ -31,11 +31,12 @@ _IGNORED = -100  # the label of a token that does not count
 class Sharding:
     """One call: where its exchanges are, and which of them is under way."""
 
-    def __init__(self, model: Any, group: dist.ProcessGroup, token_group: Group) -> None:
+    def __init__(self, model: Any, group: dist.ProcessGroup, token_group: Group, name: str = NAME) -> None:
         self.model = model
+        self.name = name
         self.group = group
         self.place = place_of(group)
-        self.tokens = None if token_group is None else process_group(token_group, NAME)
+        self.tokens = None if token_group is None else process_group(token_group, name)
         self.under_way: Place | None = None
 
     def error(self, what: str, value: Any, expected: str) -> ValueError:
@@ -43,13 +44,13 @@ class Sharding:
 
     @property
     def where(self) -> str:
-        return f"{NAME} on rank {self.place.rank} of {self.place.world}"
+        return f"{self.name} on rank {self.place.rank} of {self.place.world}"
 
     def report(self, error: BaseException) -> None:
         """Report a failure to the ranks that wait for this one, but for those of the exchange that failed."""
         for place in (self.place, ALONE if self.tokens is None else place_of(self.tokens)):
             if place.world > 1 and place != self.under_way:
-                by_handle(place.handle).fail(NAME, None, error)
+                by_handle(place.handle).fail(self.name, None, error)
 
     def gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Gather a tensor of one size [n] as [ranks, n]."""
@@ -227,7 +228,14 @@ class Sharding:
 
     def counted(self, valid: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Return the number of labels of the token group; 1 if there are none, so that the loss is 0."""
-        whole = valid.sum()
+        whole, has_group = valid.sum(), self.tokens_have_group()
+        if self.tokens is not None:
+            mine = own if has_group else whole
+            whole = self.gathered(mine.reshape(1), self.tokens).sum()
+        return whole.clamp(min=1)
+
+    def tokens_have_group(self) -> bool:
+        """Check the token group; return whether it has all ranks of the group."""
         if self.tokens is None:
             if dist.get_world_size() != self.place.world:
                 raise self.error(
@@ -235,14 +243,25 @@ class Sharding:
                     f"None, and group has {self.place.world} of {dist.get_world_size()} ranks",
                     "the data-parallel group, or all ranks with tokens; or num_items_in_batch in the batch",
                 )
-            return whole.clamp(min=1)
+            return False
         ranks = set(dist.get_process_group_ranks(self.group))
         both = ranks & set(dist.get_process_group_ranks(self.tokens))
         if len(both) > 1 and both != ranks:
             expected = "one rank of each sequence group, or all of its ranks"
             raise self.error("token_group", f"a group with {sorted(both)} of {sorted(ranks)}", expected)
-        mine = own if len(both) > 1 else whole
-        return self.gathered(mine.reshape(1), self.tokens).sum().clamp(min=1)
+        return len(both) > 1
+
+    def total(self, loss: Any) -> torch.Tensor:
+        """Sum a loss over the ranks that have tokens."""
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+            shown = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.200}"
+            raise self.error("loss", shown, "the 0-dim loss of this rank's forward")
+        groups = [self.tokens] if self.tokens_have_group() else [self.group, self.tokens]
+        total = loss.detach().to(torch.float64)
+        for group in groups:
+            if group is not None:
+                total = self.gathered(total.reshape(1), group).sum()
+        return total.to(loss.dtype)
 
     # ---- check ----
 
