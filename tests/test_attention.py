@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
-from helpers.whole_attention import METHODS, error_of, expected_of, inputs
+from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whole_attention
 from test_faults import finish, start
 from torch import Tensor, nn
 
@@ -80,6 +80,36 @@ def check_method(
                     layout.index(),
                 )
                 assert error < limit, (kind, causal, heads, name, error)
+
+
+def causal_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend by `causal`, aligned at the last query, as flash_attn does."""
+    skipped = k.size(1) - q.size(1)
+    mask = torch.ones(q.size(1), k.size(1)).tril(skipped) > 0
+    return whole_attention(q, k, v, mask=mask[None, None])
+
+
+def check_runs(rank: int, world: int, group: Group) -> None:
+    """Gather attends run by run with an own kernel or dropout; a joint layout is one sequence."""
+    for kind, make in LAYOUTS.items():
+        layout = make(group)
+        whole = inputs(layout.total, 4, 4, torch.float64)
+        documents = DOCUMENTS if kind == "packed" else None
+        attend = partial(spar.attention, layout=layout, method="gather")
+        expected = expected_of(whole, causal=True, documents=documents)
+        own = layout.index()
+        assert error_of(partial(attend, causal=True, attend=causal_kernel), whole, expected, own) < 1e-12, (
+            kind
+        )
+        *parts, _ = [x[:, own] for x in whole]
+        mask = (torch.ones(layout.total, layout.total).tril() > 0)[None]
+        for options in ({"causal": True}, {"mask": mask}):
+            y = attend(*parts, **options, dropout_p=1e-9)  # drops nothing
+            assert (y - expected[0][:, own]).abs().max() < 1e-6 if y.numel() else True, kind
+
+
+def test_gather_attends_to_runs_of_any_layout(ranks: Ranks) -> None:
+    ranks(3, check_runs)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -276,10 +306,10 @@ def check_memory(rank: int, world: int, group: Group) -> None:
     most, sending, in_flight = [0], ring._Sending, []
 
     class Counted(sending):  # type: ignore[misc,valid-type]
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             gc.collect()
-            received.extend(map(weakref.ref, self.received))
+            received.extend(weakref.ref(x) for x in self.received if x.numel())
             most[0] = max(most[0], sum(each() is not None for each in received))
             in_flight.append(self.work._job is not None)
 

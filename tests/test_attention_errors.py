@@ -216,6 +216,63 @@ def test_errors_inside_attention_name_it(ranks: Ranks) -> None:
     ranks(WORLD, check_names_attention)
 
 
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "causal": ({"causal": True}, "causal"),
+    "scale": ({"scale": 0.5}, "scale 0.5"),
+    "mask": ({"mask": z(TOTAL, TOTAL)}, "mask of torch.float32"),
+    "kind of mask": ({"mask": z(TOTAL, TOTAL) == 0}, "mask of torch.bool"),
+    "dropout_p": ({"dropout_p": 0.25}, "dropout_p 0.25"),
+}
+
+
+def check_settings(rank: int, world: int, group: Group, method: str) -> None:
+    """One rank's settings differ: every rank raises, the first time and repeated, and shows them."""
+    for name, (options, text) in SETTINGS.items():
+        if name == "dropout_p" and method == "ring":
+            continue
+        own = options if rank == world - 1 else {"mask": z(TOTAL, TOTAL)} if name == "kind of mask" else {}
+        for _ in range(2):
+            with pytest.raises(spar.MismatchError, match=text):
+                call(group, method=method, **own)
+        call(group, method=method, **options)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "gather", "ring"])
+def test_settings_that_differ_are_a_mismatch(ranks: Ranks, method: str) -> None:
+    ranks(WORLD, check_settings, method)
+
+
+def check_layouts_that_differ(rank: int, world: int, group: Group, method: str) -> None:
+    """Ranks hold equally many tokens by layouts that differ."""
+    pairs = [
+        (SequenceLayout.even(TOTAL, group), SequenceLayout.zigzag(TOTAL, group)),
+        (SequenceLayout.packed([8, 4], group), SequenceLayout.packed([4, 8], group)),
+    ]
+    for pair in pairs:
+        x = z(2, pair[0].sizes[rank], 6, 8)
+        assert pair[0].sizes == pair[1].sizes
+        with pytest.raises(spar.MismatchError):
+            call(group, x, x, x, pair[rank == 1], method=method)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "gather", "ring"])
+def test_layouts_of_equal_sizes_are_a_mismatch(ranks: Ranks, method: str) -> None:
+    ranks(2, check_layouts_that_differ, method)
+
+
+def compare_masks(rank: int, folder: Path) -> None:
+    """With SPAR_CHECK=1 the values of masks are compared."""
+    group = dist.group.WORLD
+    for shape in ((TOTAL, TOTAL), (2, TOTAL)):
+        with pytest.raises(spar.MismatchError, match="hash of the mask"):
+            call(group, *[z(2, 6, 6, 8)] * 3, mask=torch.full(shape, float(rank)))
+        call(group, *[z(2, 6, 6, 8)] * 3, mask=torch.ones(shape))
+
+
+def test_values_of_masks_are_compared_on_request(tmp_path: Path) -> None:
+    assert finish(start(compare_masks, 2, tmp_path, SPAR_CHECK="1"), 60) == [0] * 2
+
+
 def check_nobody_waits(rank: int, world: int, group: Group) -> None:
     """Whole keys are not exchanged: one rank's error is its own, and the next exchange is in step."""
     layout = SequenceLayout.even(TOTAL, group)

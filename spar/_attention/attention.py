@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .. import _C
 from .._runtime.agreement import failure_text, is_reported
 from .._runtime.call import Call
+from .._runtime.checks import digest
 from .._runtime.exchange import calls_before, report_failure
 from .._runtime.layouts import extent, total_of
 from .._runtime.member import Place
@@ -251,7 +253,22 @@ def _checked(
         None if named else attend,
         attend if named else None,
         (batch, head, seq),
+        _note(causal, mask, scale, dropout_p),
     )
+
+
+def _note(causal: bool, mask: torch.Tensor | None, scale: float | None, dropout_p: float) -> str:
+    """Return what ranks compare besides shapes and layouts, which are the same in compiled code."""
+    parts = ["causal"] if causal else []
+    if mask is not None:
+        parts.append(f"mask of {mask.dtype}")
+        if not torch.compiler.is_compiling() and _C.env("check") == "1":
+            parts.append(f"hash of the mask {digest(mask):x}")
+    if scale is not None:
+        parts.append(f"scale {float(scale)}")
+    if dropout_p:
+        parts.append(f"dropout_p {float(dropout_p)}")
+    return ", ".join(parts)
 
 
 def _autocast(x: Any, device: str) -> Any:

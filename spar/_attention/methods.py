@@ -41,6 +41,7 @@ class Problem(NamedTuple):
     attend: Attend | None
     kernel: str | None  # by name
     order: tuple[int, int, int]
+    note: str  # what must be equal on all ranks besides the exchanges: see Operation
 
     @property
     def heads(self) -> int:
@@ -99,7 +100,7 @@ def _scattered(
     layouts = [problem.queries, *[problem.keys] * len(keys)]
     sizes = [plan.queries, *[layer.sizes for layer in layers] * 2]
     how = sizes, None, layouts if held is None else None, None
-    found = all_to_all_for("attention", [problem.q, *keys], group, (head, seq, held), how)
+    found = all_to_all_for("attention", [problem.q, *keys], group, (head, seq, held), how, problem.note)
     rank, count = place_of(group).rank, len(layers)
     own = next((i for i, layer in enumerate(layers) if layer.sizes[rank]), 0)
     return found[0], found[1 + own], found[1 + count + own]
@@ -223,7 +224,8 @@ def gathered(problem: Problem) -> torch.Tensor:
     call, seq = problem.call, problem.order[2]
     k, v = problem.k, problem.v
     if problem.keys is not None:
-        k, v = transpose_for("attention", False, [k, v], problem.keys.group, seq, None, problem.keys)
+        among, note = problem.keys.group, problem.note
+        k, v = transpose_for("attention", False, [k, v], among, seq, None, problem.keys, note=note)
     if problem.q.numel() == 0 or k.size(seq) == 0:
         return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
@@ -259,7 +261,7 @@ def _by_runs(
         own = [Piece(0, q.size(2), 0)]
     outs, at = [], 0
     for run in own:
-        document = documents[run.sequence]
+        document = documents[run.sequence if problem.packed else 0]
         end = document.start + document.size
         if problem.causal:
             end = min(end, run.start + run.size)
@@ -303,7 +305,8 @@ def _ring(
     _, world, rank = place
     make = _round if torch.compiler.is_compiling() else _known_round  # symbolic ints have no hash
     round_ = make(numbers_of(layout, 0), world, rank, problem.causal, problem.packed, mask is None)
-    ring = Ring(place, *round_, problem.scale, problem.kernel, place, exchanges_of(world)[1])
+    known = numbers_of(layout, 0), problem.note
+    ring = Ring(place, *round_, problem.scale, problem.kernel, place, exchanges_of(world)[1], *known)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     return _as_given(problem, attend_round(ring, q, k, v, mask))
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .._runtime.channel import Operation
 from .._runtime.exchange import (
@@ -27,10 +28,11 @@ from .._runtime.exchange import (
     report_failure,
     run,
 )
-from .._runtime.layouts import Args
+from .._runtime.layouts import WHOLE, Args, Layout, pair
 from .._runtime.member import Place
 from .._runtime.move import Move
 from .._runtime.overlap import Work, begin
+from .._runtime.registry import calls_on
 from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, accumulated, finite
@@ -54,7 +56,8 @@ class Ring(NamedTuple):
     """One attention: where, the blocks with the shard of each step, how shards come round, the scale.
 
     `shifts`: of each step but the first, whose keys are this rank's own. `kernel`: its name; None chooses. A
-    failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank.
+    failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank. `layout`
+    of the sequence, and `note`, must be equal on all ranks.
     """
 
     place: Place
@@ -64,6 +67,8 @@ class Ring(NamedTuple):
     kernel: str | None
     told: Place
     exchanges: int
+    layout: Layout = ()
+    note: str = ""
 
 
 def exchanges_of(world: int) -> tuple[int, int]:
@@ -84,16 +89,21 @@ class _Sending:
         ring: Ring,
         name: str,
         records: bool,
+        note: str = "",
+        forward: int = 0,
     ) -> None:
+        """note, forward: as in Operation, and in Channel.exchange."""
         self.work: Work | None = None
         self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
         if torch.compiler.is_compiling():
             gradient = RECORDED if records else UNRECORDED
-            self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient))
+            self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient, note=note))
         else:
-            self.received, self.work = begin(Move(name, ring.place, args), tensors, None, records, True)
+            self.received, self.work = begin(
+                Move(name, ring.place, args, note=note), tensors, None, records, True, forward
+            )
             if self.work.is_completed():
                 self.sent = ()
 
@@ -137,12 +147,16 @@ def _forward(
     for step, blocks in enumerate(ring.steps):
         sending = None
         if coming := _coming(step, world):
-            sending = _Sending(*_needed(ring, coming, *own), ring, name, records)
+            tensors, args = _needed(ring, coming, *own)
+            if step == 0:  # an empty tensor shows the layout to the peers: shards say nothing of their order
+                tensors.append(k.new_empty(k.size(2), 0))
+                args = (*args, pair(ring.layout, WHOLE))
+            sending = _Sending(tensors, args, ring, name, records, ring.note)
         for block in blocks:
             (mine,) = queries.of(block.query, block.queries)
             merged.add(block.query, *forward_of(kernel, _inputs(ring, block, mine, k, v, mask)))
         if sending is not None:
-            ahead += sending.wait()
+            ahead += sending.wait()[: 2 * len(coming)]
         if ahead:
             k, v, *ahead = ahead
     out, lse = merged.total()
@@ -172,8 +186,9 @@ def _backward(
     lse: torch.Tensor,
     mask: torch.Tensor | None,
     gathered: Sequence[torch.Tensor],
+    forward: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k, v, and of gathered keys and values."""
+    """Return the gradients of q, k, v, and of gathered keys and values; forward: as in Channel.exchange."""
     kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
     if mask is not None:
         lse = finite(lse)  # a query whose keys are all masked: their weights become 0
@@ -196,7 +211,7 @@ def _backward(
         tensors += [_as_items(x, k.dtype) for _, x in unsent]
         args += tuple([ring.shifts[step - 1].gradient for step, _ in unsent])
         unsent.clear()
-        return _Sending(tensors, args, ring, name, False)
+        return _Sending(tensors, args, ring, name, False, forward=forward)
 
     def receive(sending: _Sending, steps: Sequence[int]) -> list[torch.Tensor]:
         """Return the keys of the steps; add gradients of this rank's own."""
@@ -261,6 +276,7 @@ class SparAttention(torch.autograd.Function):
         ctx.ring = ring
         with _no_autocast(q):
             out, lse = _forward(ring, q, k, v, mask, gathered, True)
+        ctx.call = 0 if is_dynamo_compiling() else calls_on(ring.place.handle)
         ctx.save_for_backward(q, k, v, out, lse, mask, *gathered)
         return out
 
@@ -276,7 +292,7 @@ class SparAttention(torch.autograd.Function):
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
             with _no_autocast(grad):
-                dq, dk, dv, *others = _backward(ring, grad, q, k, v, out, lse, mask, gathered)
+                dq, dk, dv, *others = _backward(ring, grad, q, k, v, out, lse, mask, gathered, ctx.call)
                 return None, dq, dk, dv, None, *others
         except BaseException as error:
             waiting = [(ring.told, before + ring.exchanges)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import numbers
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ..sizes import as_int
 
@@ -79,3 +82,14 @@ def check_rank_groups(where: str, name: str, groups: Any) -> list[list[int]]:
     if isinstance(groups, Sequence) and not isinstance(groups, (str, bytes)):
         return [check_ints(where, f"{name}[{i}]", ranks, 0) for i, ranks in enumerate(groups)]
     raise TypeError(f"{where}: {name} is {groups!r:.200}; expected a list of lists of ranks")
+
+
+def digest(value: Any) -> int:
+    """Return 63 bits of a tensor's dtype, shape and bytes, or of another value's text."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        found = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=8)
+        found.update(data.flatten().view(torch.uint8).numpy().data)
+    else:
+        found = hashlib.blake2b(repr(value).encode(), digest_size=8)
+    return int.from_bytes(found.digest(), "little") >> 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..._runtime.checks import digest
 from ..._runtime.member import ALONE, Place
 from ..._runtime.registry import by_handle, place_of
 from ...collectives import all_gather
@@ -268,9 +268,9 @@ class Sharding:
     def compare(self, batch: Mapping[str, Any], tokens: torch.Tensor, random: bool, settings: str) -> None:
         """Compare a hash of each entry of the batch over the group; and that random numbers differ."""
         names = [*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH]
-        hashes = [_hash(batch.get(name)) for name in names] + [_hash(settings)]
+        hashes = [digest(batch.get(name)) for name in names] + [digest(settings)]
         state = _generator(tokens.device) if random else None
-        mine = torch.tensor([*hashes, int(random), _hash(state)], device=tokens.device)
+        mine = torch.tensor([*hashes, int(random), digest(state)], device=tokens.device)
         rows = self.gathered(mine, self.group).cpu()
         others = rows[:, :-1] != rows[0, :-1]
         if bool(others.any()):
@@ -298,17 +298,6 @@ class Sharding:
             rank=self.place.rank,
             ranks=ranks,
         )
-
-
-def _hash(value: Any) -> int:
-    """Return 63 bits of a tensor's dtype, shape and bytes, or of another value's text."""
-    if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous()
-        digest = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=8)
-        digest.update(data.flatten().view(torch.uint8).numpy().data)
-    else:
-        digest = hashlib.blake2b(repr(value).encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _generator(device: torch.device) -> torch.Tensor:
