@@ -153,8 +153,16 @@ def test_shared_memory_between_threads(program: Builder, kind: str, world: int) 
 
 @each("plain", "address", "thread")
 def test_connections_between_processes(program: Builder, kind: str) -> None:
-    """Concurrent set-ups on several threads; a set-up after one that failed for lack of descriptors."""
+    """Concurrent set-ups on several threads; one after another that failed for lack of descriptors."""
     for arguments in (("groups", "3", "6", "60"), ("refused",)):
+        done = run(program(kind), "peers", *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@each("plain", "address", "thread")
+def test_dialer_dials_again_after_hang_up(program: Builder, kind: str) -> None:
+    """The answerer drops the connection before the first message; 64 processes that dial each other."""
+    for arguments in (("hang_up",), ("all", "64" if kind == "plain" else "24")):
         done = run(program(kind), "peers", *arguments)
         assert (done.returncode, done.stderr) == (0, "")
 

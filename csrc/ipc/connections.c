@@ -126,13 +126,12 @@ static int connect_to(int fd, const spar_endpoint *endpoint)
     return connect(fd, (struct sockaddr *)&address, length) == 0 ? 0 : errno;
 }
 
+/* Connects a new handshake's socket; the step stays CONNECTING if the process is to be dialed again. */
 static spar_status start_handshake(expected *e)
 {
     spar_handshake *h = &e->handshake;
     struct ucred owner = {0};
     int why = connect_to(h->socket, &e->endpoint);
-    h->since_ns = spar_now_ns();
-    h->step = CONNECTING;
     if (why == EAGAIN)
         return SPAR_OK;
     if (why)
@@ -147,7 +146,8 @@ static spar_status start_handshake(expected *e)
 static spar_status dial(expected *e)
 {
     spar_close_fd(&e->handshake.socket);
-    e->handshake = (spar_handshake){.other = e->endpoint, .key = e->key};
+    e->handshake =
+        (spar_handshake){.other = e->endpoint, .key = e->key, .step = CONNECTING, .since_ns = spar_now_ns()};
     e->handshake.socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (e->handshake.socket < 0)
         return spar_fail(SPAR_TRANSPORT, "a socket: %s", strerror(errno));
@@ -166,12 +166,8 @@ static void note_failure(expected *e)
 
 static void step_expected(expected *e)
 {
-    spar_handshake_state state = SPAR_HANDSHAKE_PENDING;
     int waited = spar_now_ns() - e->handshake.since_ns >= REDIAL_NS;
-    if (e->handshake.step != CONNECTING)
-        state = step(&e->handshake);
-    else if (waited && start_handshake(e) != SPAR_OK)
-        state = SPAR_HANDSHAKE_REFUSED;
+    spar_handshake_state state = e->handshake.step == CONNECTING ? SPAR_HANDSHAKE_LATER : step(&e->handshake);
     if (state == SPAR_HANDSHAKE_LATER && waited && dial(e) != SPAR_OK)
         state = SPAR_HANDSHAKE_REFUSED;
     if (state == SPAR_HANDSHAKE_REFUSED)

@@ -241,10 +241,11 @@ spar_status spar_handshake_call(spar_handshake *h, const spar_endpoint *own)
     if (!draw(&h->challenges[0]))
         return spar_fail(SPAR_TRANSPORT, "getrandom: %s", strerror(errno));
     m.challenge = h->challenges[0];
-    if (!send_plain(h, &m))
+    if (send_plain(h, &m))
+        h->step = CALLED;
+    else if (errno != EPIPE && errno != ECONNRESET) /* it hung up: it was full */
         return spar_fail(SPAR_TRANSPORT, "connecting to process %lld: %s", (long long)h->other.pid,
                          strerror(errno));
-    h->step = CALLED;
     return SPAR_OK;
 }
 

@@ -18,7 +18,7 @@
 
 /* The steps of a handshake. */
 enum {
-    CONNECTING, /* dialer: the answerer's backlog was full */
+    CONNECTING, /* dialer: the answerer's backlog was full, or it hung up before the CALL: dial again */
     CALLED,     /* dialer: sent CALL */
     OFFERED,    /* dialer: sent ARENA */
     ACCEPTED,   /* answerer: accepted, nothing read */
@@ -55,7 +55,8 @@ spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a, co
 /* Whether the peer process has this process's user; *owner: its user and, if visible, its pid. */
 int spar_handshake_same_user(int socket, struct ucred *owner);
 
-/* The dialer's first message; `hello->other` and `key` are set. */
+/* Sends the dialer's first message; `other` and `key` are set. The step stays CONNECTING if the answerer hung
+ * up before it: dial again. */
 spar_status spar_handshake_call(spar_handshake *handshake, const spar_endpoint *own);
 
 /* Polls for the CALL; the step is CLAIMED once it was read. */

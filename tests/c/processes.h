@@ -10,6 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+enum { MOST_RANKS = 128 };
+
 /* Maps zeroed memory that forks share; NULL on failure. */
 static inline void *shared_memory(size_t size)
 {
@@ -29,7 +31,6 @@ static inline void share_barrier(pthread_barrier_t *barrier, int world)
 /* Runs work(context, rank) in one process per rank. Returns 0 if all succeed; does not return in a child. */
 static inline int run_ranks(int world, void (*work)(void *context, int rank), void *context)
 {
-    enum { MOST_RANKS = 64 };
     pid_t ranks[MOST_RANKS];
     int failed = world > MOST_RANKS, started = 0;
     for (; !failed && started < world; started++) {

@@ -1,9 +1,11 @@
 /* Connections between processes: the peer table under many threads, and handshakes that fail for lack of
- * descriptors.
+ * descriptors, or are put off.
  *
  * test_peers groups WORLD THREADS ROUNDS: on several threads at once, each process sets up a group with the
  * threads of the same number in the other processes, makes a call on it, and closes it. test_peers refused:
- * of two processes, first one, then the other has no descriptor left. */
+ * of two processes, first one, then the other has no descriptor left. test_peers hang_up: the answerer hangs
+ * up on the dialer before its first message. test_peers all WORLD: each process connects to all others; an
+ * answerer holds fewer callers than dial it. */
 #include "ipc/group.h"
 #include "ipc/handshake.h"
 #include "processes.h"
@@ -14,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -34,6 +37,7 @@ typedef struct {
     int world, threads, rounds;
     pthread_barrier_t barrier; /* one thread of each process */
     rendezvous groups[THREADS];
+    spar_peer_info info[MOST_RANKS]; /* without groups */
 } shared_state;
 
 typedef struct {
@@ -161,17 +165,22 @@ static void release(spar_peer *peer)
     spar_peers_release(peer);
 }
 
+/* Publishes this process's endpoint and waits for those of the others. */
+static spar_endpoint listen_with_all(shared_state *all, int process)
+{
+    spar_peer_info *own = &all->info[process];
+    EXPECT(!spar_arena_open(1 << 20, all->world) && !spar_peers_listen(&own->endpoint, &own->secret));
+    pthread_barrier_wait(&all->barrier);
+    return own->endpoint;
+}
+
 static void run_refused(void *context, int process)
 {
     shared_state *all = context;
-    spar_peer_info *own_info = &all->groups[0].info[process];
-    const spar_peer_info *other_info = &all->groups[0].info[!process];
-    spar_endpoint *own = &own_info->endpoint;
+    const spar_peer_info *other_info = &all->info[!process];
     const spar_endpoint *other = &other_info->endpoint;
     spar_peer *peer, *again;
-    EXPECT(!spar_arena_open(1 << 20, 2) && !spar_peers_listen(own, &own_info->secret));
-    pthread_barrier_wait(&all->barrier);
-    int dials = own->pid < other->pid;
+    int dials = listen_with_all(all, process).pid < other->pid;
 
     /* the answerer cannot accept, and the dialer does not poll: the next set-up dials again */
     EXPECT(!spar_peers_expect(other, &other_info->secret));
@@ -215,17 +224,90 @@ static void run_refused(void *context, int process)
     pthread_barrier_wait(&all->barrier);
 }
 
+/* ---- put off ---- */
+
+static struct {
+    int hang_ups;
+    pthread_barrier_t *barrier;
+} before_call; /* what the answerer does between the dialer's connect and its first message */
+
+/* Interposes libc's function. */
+ssize_t send(int socket, const void *bytes, size_t size, int flags)
+{
+    for (; before_call.hang_ups; before_call.hang_ups--) {
+        pthread_barrier_wait(before_call.barrier); /* the answerer has a caller, */
+        pthread_barrier_wait(before_call.barrier); /* and hung up */
+    }
+    return sendto(socket, bytes, size, flags, NULL, 0);
+}
+
+/* The end of the last expectation hangs up on all callers, as the arrival of too many does on the oldest. */
+static void run_hang_up(void *context, int process)
+{
+    shared_state *all = context;
+    spar_peer_info *other = &all->info[!process];
+    const spar_endpoint absent = {1, 1}; /* a lower one, which is to dial */
+    const spar_key secret = {{0}};
+    spar_peer *peer;
+    before_call.barrier = &all->barrier;
+    if (listen_with_all(all, process).pid < other->endpoint.pid) {
+        before_call.hang_ups = 1;
+        EXPECT(!spar_peers_expect(&other->endpoint, &other->secret) && !before_call.hang_ups);
+    } else {
+        pthread_barrier_wait(&all->barrier);
+        EXPECT(!spar_peers_expect(&absent, &secret));
+        EXPECT(!spar_peers_poll(&absent, &peer) && spar_peers_count().pending == 1);
+        spar_peers_end(&absent);
+        EXPECT(spar_peers_count().pending == 0);
+        pthread_barrier_wait(&all->barrier);
+        EXPECT(!spar_peers_expect(&other->endpoint, &other->secret));
+    }
+    EXPECT(!poll_peer(&other->endpoint, &peer));
+    spar_peers_end(&other->endpoint);
+    pthread_barrier_wait(&all->barrier);
+    release(peer);
+}
+
+static void run_all(void *context, int process)
+{
+    shared_state *all = context;
+    spar_peer *peers[MOST_RANKS];
+    listen_with_all(all, process);
+    for (int p = 0; p < all->world; p++)
+        EXPECT(p == process || !spar_peers_expect(&all->info[p].endpoint, &all->info[p].secret));
+    pthread_barrier_wait(&all->barrier); /* as in a set-up: all dial before any answers */
+    for (int p = 0; p < all->world; p++)
+        EXPECT(p == process || !poll_peer(&all->info[p].endpoint, &peers[p]));
+    for (int p = 0; p < all->world; p++)
+        if (p != process)
+            spar_peers_end(&all->info[p].endpoint);
+    pthread_barrier_wait(&all->barrier);
+    for (int p = 0; p < all->world; p++)
+        if (p != process)
+            release(peers[p]);
+}
+
 int test_peers(int argc, char **argv)
 {
-    int groups = argc == 5 && strcmp(argv[1], "groups") == 0;
+    static const struct {
+        const char *name;
+        int arguments;
+        void (*run)(void *context, int process);
+    } modes[] = {{"groups", 3, run_process},
+                 {"refused", 0, run_refused},
+                 {"hang_up", 0, run_hang_up},
+                 {"all", 1, run_all}};
     shared_state *all = shared_memory(sizeof *all);
-    EXPECT(all && (groups || (argc == 2 && strcmp(argv[1], "refused") == 0)));
-    all->world = groups ? atoi(argv[2]) : 2;
-    all->threads = groups ? atoi(argv[3]) : 1;
-    all->rounds = groups ? atoi(argv[4]) : 1;
-    EXPECT(all->world >= 2 && all->world <= MOST && all->threads >= 1 && all->threads <= THREADS);
+    EXPECT(all);
+    all->world = argc > 2 ? atoi(argv[2]) : 2;
+    all->threads = argc > 4 ? atoi(argv[3]) : 0;
+    all->rounds = argc > 4 ? atoi(argv[4]) : 0;
+    EXPECT(all->world >= 2 && all->world <= (all->threads ? MOST : MOST_RANKS) && all->threads <= THREADS);
     share_barrier(&all->barrier, all->world);
     for (int t = 0; t < all->threads; t++)
         share_barrier(&all->groups[t].barrier, all->world);
-    return run_ranks(all->world, groups ? run_process : run_refused, all);
+    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
+        if (argc == 2 + modes[i].arguments && strcmp(argv[1], modes[i].name) == 0)
+            return run_ranks(all->world, modes[i].run, all);
+    return 2;
 }
