@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import platform
 import re
@@ -112,6 +113,38 @@ def expect_fallback(rank: int, folder: Path, fault: str) -> None:
     assert spar.memory_stats()["arena.allocated_bytes"] == 0
 
 
+class Warnings(logging.Handler):
+    """Keeps what spar logs from the level of warnings on, without a setting."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("spar").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def expect_warning(rank: int, folder: Path, fault: str) -> None:
+    inject, why = FAULTS[fault]
+    logged = Warnings()
+    if rank == 1:
+        inject()
+    for _ in range(2):  # once for the group's set-up
+        gather(torch.zeros(1), None, 0)
+    assert spar.transport().name == "torch"
+    expected = 1 if rank == 0 and fault != "namespace" else 0  # which is a host of its own
+    assert len(logged.texts) == expected, logged.texts
+    for text in logged.texts:
+        assert re.search(why, text) and "group '0'" in text and text.endswith("SPAR_TRANSPORT=torch")
+
+
+def expect_no_warning(rank: int, folder: Path) -> None:
+    logged = Warnings()
+    gather(torch.zeros(1), None, 0)
+    assert spar.transport().name == os.environ["EXPECTED"] and logged.texts == []
+
+
 def expect_forced_error(rank: int, folder: Path, fault: str) -> None:
     inject, why = FAULTS[fault]
     if rank == 1:
@@ -135,6 +168,18 @@ each_fault = pytest.mark.parametrize(
 @each_fault
 def test_all_ranks_fall_back_together(tmp_path: Path, fault: str) -> None:
     assert finish(start(expect_fallback, 3, tmp_path, fault, set_up=False), 60) == [0, 0, 0]
+
+
+@each_fault
+def test_lost_shm_is_logged_once_on_one_rank(tmp_path: Path, fault: str) -> None:
+    assert finish(start(expect_warning, 2, tmp_path, fault, set_up=False), 60) == [0, 0]
+
+
+@pytest.mark.parametrize("setting", ["", "torch", "^shm"])
+def test_transport_by_choice_is_not_logged(tmp_path: Path, setting: str) -> None:
+    environment = {"SPAR_TRANSPORT": setting, "EXPECTED": "torch" if setting else "shm"}
+    ranks = start(expect_no_warning, 2, tmp_path, set_up=False, **environment)
+    assert finish(ranks, 60) == [0, 0]
 
 
 def use_small_dev_shm(rank: int, folder: Path) -> None:
@@ -286,7 +331,8 @@ def stop_in_set_up(rank: int, folder: Path) -> None:
     """If a rank stops in the set-up before it connects, all raise at the timeout."""
     if rank == 1:
         comm = communicator(process_group(None, "test"))
-        rendezvous._all_gather(comm, _C.peer_info(), "facts", "gather", torch.device("cpu"), comm.deadline())
+        own = _C.peer_info() + rendezvous._host_id()
+        rendezvous._all_gather(comm, own, "facts", "gather", torch.device("cpu"), comm.deadline())
         report(folder, 1, "")
         time.sleep(60)
     begin = time.monotonic()

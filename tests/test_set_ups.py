@@ -24,7 +24,7 @@ from test_faults import finish, start
 
 import spar
 from spar import _C
-from spar._runtime import agreement, pg_wait
+from spar._runtime import agreement, pg_wait, rendezvous
 from spar._runtime.registry import communicator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
@@ -245,7 +245,7 @@ def test_concurrent_set_ups(tmp_path: Path) -> None:
 
 
 def test_peer_info_fits_into_an_agreement() -> None:
-    assert len(_C.peer_info()) == agreement.ROOM
+    assert len(_C.peer_info() + rendezvous._host_id()) == agreement.ROOM
 
 
 def count_collectives(rank: int, folder: Path) -> None:

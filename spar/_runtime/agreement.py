@@ -19,7 +19,7 @@ from .hints import Gathered, gathered_sizes
 from .member import OVER, SHARED, Member
 
 TEXT = 1024  # bytes of a description or a reason
-ROOM = 560  # bytes that a rank can send with a step: a spar_peer_info
+ROOM = 576  # bytes that a rank can send with a step: a spar_peer_info, and its host's id
 # calls, step, status, forward, own: of one size, because a rank that failed does not know its peers' step
 _HEADER = struct.Struct(f"=4q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)

@@ -72,6 +72,7 @@ class Member:
         self.own_output = False
         self.timeout: float | None = None
         self.facts: bytes | None = None
+        self.share_host = False
         self.local_ranks = self.world  # of all groups on this host, as far as the launcher says
         self.core_share = 0  # cores that are this rank's own
         self.transports: dict[str, Transport] = {}  # by device type

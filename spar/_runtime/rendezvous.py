@@ -5,9 +5,11 @@ A rank that fails reports that to its peers, which raise, too. The next call sta
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import zlib
+from pathlib import Path
 
 import torch
 
@@ -31,7 +33,10 @@ def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tu
         with cuda.on_device(device):
             cuda.find_libraries()
             if member.facts is None:
-                facts = _all_gather(member, _C.peer_info(), "facts", op, device, deadline)
+                host = _host_id()
+                rows = _all_gather(member, _C.peer_info() + host, "facts", op, device, deadline)
+                facts = b"".join([row[: -len(host)] for row in rows])
+                member.share_host = all(row.endswith(host) for row in rows) and any(host)
                 _choose(member, facts, device, ())
                 _read_settings(member, facts)
                 member.facts = facts
@@ -44,11 +49,45 @@ def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tu
                     break
                 refused += ((name, failure),)
         _log.info("group %s: transport %s: %s", member.name, name, reason)
+        _warn_if_shm_is_lost(member, name, device, rejected)
         return Transport(name, reason, device.type, member.world, rejected), channel
     except BaseException:
         if not member.transports:
             member.facts = None
         raise
+
+
+def _host_id() -> bytes:
+    """Identify the network namespace of this running system, in which processes connect; zeros: not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return hashlib.blake2b((boot + os.readlink("/proc/self/ns/net")).encode(), digest_size=16).digest()
+    except OSError:
+        return bytes(16)
+
+
+def _warn_if_shm_is_lost(
+    member: Member, name: str, device: torch.device, rejected: tuple[tuple[str, str], ...]
+) -> None:
+    """Warn on rank 0 that ranks of one host lost shared memory by a failure, not by SPAR_TRANSPORT."""
+    why, wanted = dict(rejected).get("shm"), _C.env("transport") or "^"
+    if why is None or device.type != "cpu" or member.rank != 0 or not member.share_host:
+        return
+    if wanted == "^shm" or wanted[0] != "^":
+        return
+    processes = [process for process in _C.processes(member.facts or b"") if process[0]]
+    if len(set(processes)) < len(processes):  # ranks that are threads of one process
+        return
+    _log.warning(
+        "group %r: its %d ranks share this host, but the set-up of shm failed, and %s, which is slower, "
+        "moves their tensors: %s. Remove the cause (docs/errors.md, TransportError), or set "
+        "SPAR_TRANSPORT=%s",
+        member.name,
+        member.world,
+        name,
+        why,
+        name,
+    )
 
 
 def _read_settings(member: Member, facts: bytes) -> None:
@@ -93,14 +132,14 @@ def _connect(member: Member, core: _C.Comm, device: torch.device, op: str, deadl
     member.connecting = core
     failure = "it raised"
     try:
-        results = _all_gather(member, core.setup_result, "opened", op, device, deadline)
+        results = b"".join(_all_gather(member, core.setup_result, "opened", op, device, deadline))
         failure = _failure(results)
         if not failure:
             member.progress = SHARED
             core.connect(results, deadline)
             member.progress = LOCAL
-            results = _all_gather(member, core.setup_result, "connected", op, device, deadline)
-            failure = _failure(results)
+            rows = _all_gather(member, core.setup_result, "connected", op, device, deadline)
+            failure = _failure(b"".join(rows))
     finally:
         member.connecting = None
         if failure:
@@ -116,13 +155,13 @@ def _failure(results: bytes) -> str:
 
 def _all_gather(
     member: Member, own: bytes, stage: str, op: str, device: torch.device, deadline: float
-) -> bytes:
+) -> list[bytes]:
     """Gather the bytes that each rank sends in one stage of the set-up, which all ranks must have reached."""
     step = zlib.crc32(f"{stage} {device.type}".encode())
     described = f"sets up its {device.type} transport ({stage})"
     rows = agree(member, op, step, lambda: (described, None), deadline, own)
     member.progress = LOCAL
-    return b"".join(rows)
+    return rows
 
 
 def _read_log_setting(rank: int) -> None:
