@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from helpers import prebuild, workers
+from helpers.shared_gloo import shared
 
 from spar import _C
 
@@ -162,22 +163,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(line.rstrip())
 
 
-def _share_gloo_thread() -> None:
-    """Let the groups of this process share one thread of gloo: each would poll a hundred times a second."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    device = dist.ProcessGroupGloo.create_default_device()
-
-    class ProcessGroupGloo(dist.ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices, options._timeout = [device], timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
-
-
 def _serve(
     rank: int,
     size: int,
@@ -188,6 +173,7 @@ def _serve(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     gc.freeze()  # the objects of torch's import: gc.collect() would take half a second for them
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
@@ -197,7 +183,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that does not answer
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise
-    _share_gloo_thread()
+    distributed_c10d.ProcessGroupGloo = shared(dist.ProcessGroupGloo)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     groups: dict[tuple[str, int], dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:
