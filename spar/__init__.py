@@ -42,7 +42,13 @@ Modules:
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import data as data, parallel_state as parallel_state, sharding as sharding, topology as topology
+from . import (
+    _extension as _extension,  # first
+    data as data,
+    parallel_state as parallel_state,
+    sharding as sharding,
+    topology as topology,
+)
 from ._attention.attention import attention
 from ._runtime.member import Transport
 from ._runtime.overlap import Work

@@ -6,6 +6,7 @@ import email
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,46 @@ def test_without_a_repository_links_stay_relative(tmp_path: Path) -> None:
 def test_rewritten_links(text: str, expected: str) -> None:
     functions = runpy.run_path(str(ROOT / "release" / "description.py"))
     assert functions["absolute_links"](text, "R", "v1") == expected
+
+
+IMPORT = """
+import sys
+try:
+    import spar
+except ImportError as error:
+    print([name for name in sys.modules if name.startswith("spar")], error)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose extension is not built."""
+    for folder in ("spar", "csrc"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [["-m", "spar", "info"], ["script.py"]])
+def test_checkout_without_extension_names_the_remedy(checkout: Path, command: list[str]) -> None:
+    (checkout / "script.py").write_text("import spar")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = [sys.executable, *command]
+    done = subprocess.run(run, cwd=checkout, env=environment, capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith(
+        f"ImportError: Python found spar in the checkout {checkout}, whose C extension is not"
+    )
+    assert f"pip install -e {checkout} " in last and "run from another folder" in last
+
+
+def test_failed_import_leaves_no_module_and_its_own_text(checkout: Path) -> None:
+    run = [sys.executable, "-c", IMPORT]
+    done = subprocess.run(run, cwd=checkout, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("[] Python found spar in the checkout")
+    broken = checkout / "spar" / "_C.abi3.so"
+    broken.write_text("no library")
+    done = subprocess.run(run, cwd=checkout, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith(f"[] {broken}: ") and "checkout" not in done.stdout
