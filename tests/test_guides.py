@@ -166,6 +166,7 @@ def of_debugging(group: dist.ProcessGroup) -> Names:
 
 
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
+    "profiling.md": of_debugging,
     "index.md": of_index,
     "ops.md": of_ops,
     "attention.md": of_attention,

@@ -23,7 +23,6 @@ from .._runtime.exchange import (
     UNRECORDED,
     calls_before,
     have_tangents,
-    is_profiled,
     is_transformed,
     report_failure,
     run,
@@ -94,7 +93,6 @@ class _Sending:
     ) -> None:
         """note, forward: as in Operation, and in Channel.exchange."""
         self.work: Work | None = None
-        self.name = name
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
         if torch.compiler.is_compiling():
@@ -110,8 +108,7 @@ class _Sending:
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what came from other ranks, once; keep nothing."""
         if self.work is not None:
-            with torch.profiler.record_function(f"spar::{self.name}") if is_profiled() else nullcontext():
-                self.work.wait()
+            self.work.wait()
         received, self.received, self.sent = self.received, (), ()
         return received
 

@@ -20,6 +20,7 @@ from .channel import Channel, Operation
 from .items import plain
 from .lane import Job, Lane
 from .member import LOCAL, OVER, SHARED, Member, Transport
+from .profiling import exchange_event, is_profiled
 
 _MOST_OPERATIONS = 256  # that a group remembers
 Record = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -111,7 +112,11 @@ class Communicator(Member):
                     if channel is None:
                         channel = self._first_channel(operation.op, first.device, deadline)
                     self.calls += 1
-                    return channel.exchange(self, operation, inputs, deadline, outs, forward)
+                    if not is_profiled():
+                        return channel.exchange(self, operation, inputs, deadline, outs, forward)
+                    place = self.world, self.rank, self.name, channel.name
+                    with exchange_event(operation, inputs, *place):
+                        return channel.exchange(self, operation, inputs, deadline, outs, forward)
                 except BaseException as error:
                     self._account(operation.op, inputs[0].device.type, error, deadline, before)
                     raise

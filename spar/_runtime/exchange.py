@@ -38,7 +38,6 @@ _PLAIN = frozenset(PLAIN_TYPES)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
 _fake_mode = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
-is_profiled = torch._C._autograd._profiler_enabled
 
 # ---- the dispatcher op ----
 
@@ -162,8 +161,8 @@ torch.library.register_fake("spar::exchange", _fake_exchange, lib=library)
 _register_effectful_op(torch.ops.spar.exchange.default, _EffectType.ORDERED)
 
 
-def is_any_traced(tensors: Tensors, profiled: Callable[[], bool] = is_profiled) -> bool:
-    """Whether a tracer, a mode or the profiler must see an exchange as a dispatched op.
+def is_any_traced(tensors: Tensors) -> bool:
+    """Whether a tracer or a mode must see an exchange as a dispatched op.
 
     Otherwise it is called directly: the dispatcher costs as much as a small exchange.
     """
@@ -172,13 +171,12 @@ def is_any_traced(tensors: Tensors, profiled: Callable[[], bool] = is_profiled) 
         or not _PLAIN.issuperset(map(type, tensors))
         or _dispatch_modes() > 0
         or _functorch_transforms()
-        or profiled()
     )
 
 
 def is_watched() -> bool:
     """`is_any_traced` of plain tensors outside of torch.compile."""
-    return _dispatch_modes() > 0 or _functorch_transforms() or is_profiled()
+    return _dispatch_modes() > 0 or _functorch_transforms()
 
 
 def must_record(inputs: Tensors) -> bool:
@@ -252,7 +250,7 @@ def run(
     then: tuple[int, ...] = (),
     forward: int = 0,
 ) -> Tensors:
-    """Run one exchange or one selection; torch.profiler shows it as `spar::all_to_all`, say.
+    """Run one exchange or one selection.
 
     traced: the result of `is_any_traced`, if the caller has it.
     then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
@@ -263,10 +261,7 @@ def run(
     if traced is None:
         traced = is_any_traced(inputs)
     if traced:
-        if torch.compiler.is_compiling() or not is_profiled():
-            return _run_traced(inputs, place, operation, then)
-        with torch.profiler.record_function(f"spar::{operation.op}"):
-            return _run_traced(inputs, place, operation, then)
+        return _run_traced(inputs, place, operation, then)
     args = operation.args
     if args[0][1] != -1:  # not local
         return run_eager(inputs, place, operation, then, forward)

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .call import Call
-from .exchange import Tensors, have_tangents, is_any_traced, is_profiled, must_record
+from .exchange import Tensors, have_tangents, is_any_traced, must_record
 from .items import copy_items
 from .move import Move
 from .registry import by_handle
-
-
-def must_dispatch(tensors: Tensors) -> bool:
-    """Whether a tracer or a mode must see the exchange of these tensors; the profiler need not."""
-    return is_any_traced(tensors, _unprofiled)
-
-
-def _unprofiled() -> bool:
-    return False
 
 
 def write_to(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> list[torch.Tensor]:
     """Check `out`, write the outputs of the calls' exchange to it, and return its tensors."""
     inputs = [call.input for call in calls]
     outs = checked(out, calls, at, move)
-    if move.place.world == 1 or inputs[0].is_meta or must_dispatch([*inputs, *outs]):
+    if move.place.world == 1 or inputs[0].is_meta or is_any_traced([*inputs, *outs]):
         results = inputs if move.place.world == 1 else move.run(inputs)
         for target, result in zip(outs, results, strict=True):
             target.copy_(result) if torch.compiler.is_compiling() else _copy(target, result)
         return outs
-    with torch.profiler.record_function(f"spar::{move.name}") if is_profiled() else contextlib.nullcontext():
-        move.write(by_handle(move.place.handle), inputs, outs)
+    move.write(by_handle(move.place.handle), inputs, outs)
     note_write(outs)
     return outs
 
@@ -64,7 +53,7 @@ def checked(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> l
         raise first.error("out", _shown(out), f"None where input_ {where}; call it {remedy}")
     for call, target, shape, name in zip(calls, outs, move.shapes(inputs), at, strict=True):
         _check(call, f"out{name}", target, shape)
-    if not inputs[0].is_meta and not must_dispatch([*inputs, *outs]):
+    if not inputs[0].is_meta and not is_any_traced([*inputs, *outs]):
         _check_memory(first, inputs, outs, at)
     return list(outs)
 

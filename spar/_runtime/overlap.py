@@ -17,6 +17,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,7 +28,7 @@ from .exchange import (
     Tensors,
     calls_before,
     have_tangents,
-    is_profiled,
+    is_any_traced,
     is_transformed,
     must_record,
     report_failure,
@@ -36,7 +37,8 @@ from .exchange import (
 from .hints import add_advice
 from .lane import Job
 from .move import Move
-from .outputs import checked, must_dispatch, note_write, write_to
+from .outputs import checked, note_write, write_to
+from .profiling import event, is_profiled
 from .registry import by_handle, calls_on
 from .transports.cuda import Beside
 from .transpose import recorded
@@ -80,7 +82,9 @@ class Work:
         job = self._job
         if job is not None:
             seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-            if not job.wait(seconds):
+            with event(job.op, in_flight=True) if is_profiled() else nullcontext():
+                over = job.wait(seconds)
+            if not over:
                 where = f"{job.op} on rank {job.comm.rank}"
                 text = f"{where}: still in flight after a wait of {seconds:g} s; wait again"
                 raise ExchangeTimeoutError(text, op=job.op, rank=job.comm.rank)
@@ -134,13 +138,11 @@ def _issue(
     may_block: bool,
     forward: int,
 ) -> tuple[Tensors, Work]:
-    if inputs[0].is_meta or must_dispatch(inputs):
+    if inputs[0].is_meta or is_any_traced(inputs):
         return move.run(inputs, records), Work()
     comm, first = by_handle(move.place.handle), inputs[0]
     channel = comm.channel(move.name, first.device)
     if may_block and not channel.overlaps:
-        if is_profiled():
-            return move.run(inputs, records), Work()
         operation = move.operation(records)
         return run_eager(move.operands(inputs), move.place, operation, (), forward), Work()
     given = outs is not None
@@ -309,7 +311,7 @@ def _launch(
         return inputs if out is None else write_to(out, calls, at, move), Work()
     if out is not None:
         outs = checked(out, calls, at, move)
-        if inputs[0].is_meta or must_dispatch([*inputs, *outs]):
+        if inputs[0].is_meta or is_any_traced([*inputs, *outs]):
             return write_to(out, calls, at, move), Work()
         _, work = begin(move, inputs, outs, False)
         return outs, work

@@ -1,0 +1,85 @@
+"""torch.profiler shows each exchange as one event with readable inputs, and changes nothing of what runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from torch.profiler import profile
+
+import spar
+
+Group = dist.ProcessGroup
+
+
+def shown(profiled: Any) -> Counter[str]:
+    return Counter(event.name for event in profiled.events() if event.name.startswith("spar::"))
+
+
+def check_inputs(rank: int, world: int, group: Group) -> None:
+    x = torch.zeros(3, 2 * world, requires_grad=True)
+    for _ in range(2):  # the second call repeats the first
+        with profile(record_shapes=True) as profiled:
+            spar.all_to_all(x, group, 1, 0).sum().backward()
+        found = [event for event in profiled.events() if event.name.startswith("spar::")]
+        assert [event.name for event in found] == ["spar::all_to_all", "spar::backward of all_to_all"]
+        for event, shape in zip(found, ([3, 2 * world], [3 * world, 2]), strict=True):
+            assert event.input_shapes == [shape]
+            inputs = dict(event.kwinputs)
+            layouts = inputs.pop("layouts")
+            before, after = f"dim 0 in {[3] * world}", f"dim 1 in {[2] * world}"
+            if "backward" in event.name:
+                before, after = after, before
+            assert f"[{3 * world}, {2 * world}]: {before} -> {after}" == layouts
+            name = spar.transport(group).name
+            sent = 3 * 2 * 4 * (world - 1)
+            assert inputs == {"bytes": sent, "group": group.group_name, "ranks": world, "transport": name}
+
+
+def test_events_show_bytes_group_transport_and_layouts(ranks: Ranks) -> None:
+    ranks(3, check_inputs)
+
+
+def check_each(rank: int, world: int, group: Group) -> None:
+    x = torch.ones(2, 2 * world)
+    out = torch.empty(2 * world, 2)
+    calls = {
+        "all_to_all": lambda: spar.all_to_all(x, group, 1, 0),
+        "all_gather": lambda: spar.all_gather(x, group),
+        "reduce_scatter": lambda: spar.reduce_scatter(x, group, 1),
+        "gather_forward_split_backward": lambda: spar.gather_forward_split_backward(x, group, 0),
+    }
+    for name, call in calls.items():
+        expected = call()
+        with profile() as profiled:
+            assert torch.equal(call(), expected)
+        assert shown(profiled) == {f"spar::{name}": 1}
+    with profile() as profiled:
+        spar.all_to_all(x, group, 1, 0, out=out)
+    assert shown(profiled) == {"spar::all_to_all": 1}
+    with profile() as profiled:
+        _, work = spar.all_gather(x, group, async_op=True)
+        work.wait()
+    assert shown(profiled) == {"spar::all_gather": 1}
+
+
+def test_each_exchange_is_one_event_and_no_dispatched_op(ranks: Ranks) -> None:
+    ranks(2, check_each)
+
+
+def check_attention(rank: int, world: int, group: Group) -> None:
+    layout = spar.SequenceLayout.zigzag(40, group)
+    q, k, v = (torch.randn(1, layout.sizes[rank], 2, 8, requires_grad=True) for _ in range(3))
+    for method, most in (("ulysses", 4), ("ring", 2 * world)):
+        with profile() as profiled:
+            spar.attention(q, k, v, layout, causal=True, method=method).sum().backward()
+        counts = shown(profiled)
+        assert "spar::exchange" not in counts
+        assert 2 <= counts.total() <= most, counts
+
+
+def test_attention_shows_its_exchanges_once(ranks: Ranks) -> None:
+    ranks(3, check_attention)
