@@ -27,7 +27,7 @@ C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo    train a small model on 4 ranks and draw demo.png (LAYOUT=plain, hybrid or packed)'
+	@echo 'make demo    train a small model sharded and in one process; draw demo.png (LAYOUT=plain, hybrid, packed; RANKS=)'
 	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make smoke   run spar check: every operation on two ranks'
 	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
@@ -50,22 +50,27 @@ help:
 	@echo 'make ci      run .ci/run: all checks, as root on Debian'
 	@echo 'make clean   remove .venv and everything built'
 
+# The world size of the demo and of benchmarks. For the demo, which has 6 heads, the default is a rank for each core,
+# 2 to 8, and an even number for LAYOUT=hybrid. nproc takes OMP_NUM_THREADS for the number of cores.
+RANKS ?=
+cores := $(shell env -u OMP_NUM_THREADS nproc)
+demo_ranks := $(or $(RANKS),$(shell n=$$(($(cores) / 2 * 2)); echo $$((n < 2 ? 2 : n > 8 ? 8 : n))))
+bench_ranks := $(or $(RANKS),2)
+
 # One thread per rank: with more, ranks that share a few cores are slower.
 demo: build
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py \
-	--layout $(LAYOUT)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(demo_ranks) \
+	examples/train.py --layout $(LAYOUT)
 
-# The benchmark's world size.
-RANKS ?= 2
 bench: build
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m spar bench $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(bench_ranks) -m spar bench $(ARGS)
 
 bench-attention: build
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m spar bench --attention $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(bench_ranks) -m spar bench --attention $(ARGS)
 
 # MPI as a reference; mpiexec starts the ranks.
 bench-mpi: .venv/.mpi
-	@OMP_NUM_THREADS=1 $(BIN)/mpiexec -n $(RANKS) $(BIN)/python benchmarks/mpi_bench.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/mpiexec -n $(bench_ranks) $(BIN)/python benchmarks/mpi_bench.py $(ARGS)
 
 # Needs no GPU. On the machine with one: python benchmarks/bring_up.py --out FOLDER (docs/gpu.md).
 bring-up-kit: build

@@ -6,8 +6,8 @@ the one-process model. A spar.SequenceLayout defines how the sequence is sharded
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import spar
 from spar import SequenceLayout
-from spar.parallel_state import init_parallel_state
+from spar.parallel_state import ParallelState, init_parallel_state
 
 VOCABULARY = 256
 
@@ -26,17 +26,21 @@ def plain(seq: int) -> SequenceLayout:
     return SequenceLayout.even(seq)
 
 
+@functools.cache  # a process has one parallel state
+def ring_state() -> ParallelState:
+    ring = 2
+    return init_parallel_state(
+        ring_attention_size=ring, ulysses_parallel_size=max(1, dist.get_world_size() // ring)
+    )
+
+
 def hybrid(seq: int) -> SequenceLayout:
     """Ring x ulysses, 2 x the rest: each rank holds runs from both ends of the sequence (zigzag).
 
     Inside attention keys and values go round the ring, so that all ranks have equal work under the causal
     mask; the ranks of a ulysses group share the heads.
     """
-    ring = 2
-    state = init_parallel_state(
-        ring_attention_size=ring, ulysses_parallel_size=max(1, dist.get_world_size() // ring)
-    )
-    return SequenceLayout.hybrid(seq, state)
+    return SequenceLayout.hybrid(seq, ring_state())
 
 
 def packed(seq: int) -> SequenceLayout:
@@ -51,28 +55,11 @@ def packed(seq: int) -> SequenceLayout:
 LAYOUTS: dict[str, Callable[[int], SequenceLayout]] = {"plain": plain, "hybrid": hybrid, "packed": packed}
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How the sequence is sharded, and what its gradients are multiplied by: docs/gradients.md."""
-
-    layout: SequenceLayout
-    shard_scale: str | None = "down"
-    gather_scale: str | None = "up"
-
-    def alone(self, group: dist.ProcessGroup | None) -> Sharding:
-        """Return the sharding of the same model in one process."""
-        if self.layout.kind == "packed":
-            lengths = self.layout.cu_seqlens().diff()
-            return Sharding(SequenceLayout.packed(lengths, group))
-        return Sharding(SequenceLayout.even(self.layout.total, group))
-
-    def shard(self, x: Tensor, dim: int) -> Tensor:
-        own: Tensor = self.layout.shard(x, dim, self.shard_scale)
-        return own
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        whole: Tensor = self.layout.gather(x, dim, self.gather_scale)
-        return whole
+def alone(layout: SequenceLayout, group: dist.ProcessGroup | None) -> SequenceLayout:
+    """Return the layout of the same sequence in one process, a group of one."""
+    if layout.kind == "packed":
+        return SequenceLayout.packed(layout.cu_seqlens().diff(), group)
+    return SequenceLayout.even(layout.total, group)
 
 
 class Block(nn.Module):
@@ -102,12 +89,13 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)  # at first all bytes are about equally likely
 
-    def forward(self, tokens: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the losses of this rank's tokens, [batch, own tokens]."""
-        # The table of positions is sharded too: its gradient comes from the backward of `shard`.
-        x = self.embedding(sharding.shard(tokens, 1)) + sharding.shard(self.positions, 0)
+        own_tokens, own_labels = layout.shard([tokens, labels], 1)
+        # Backward gathers the table's gradient on every rank: "down" divides it, so that ranks may be summed.
+        x = self.embedding(own_tokens) + layout.shard(self.positions, 0, grad_scale="down")
         for block in self.blocks:
-            x = block(x, sharding.layout)
-        own = sharding.shard(labels, 1)
-        losses = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), own.flatten(), reduction="none")
-        return losses.view_as(own)
+            x = block(x, layout)
+        logits = self.head(self.norm(x))
+        losses = F.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="none")
+        return losses.view_as(own_labels)

@@ -1,10 +1,10 @@
-"""Train a small language model with its sequence split over four ranks, and the same model in one process.
+"""Train a small language model with its sequence split over the ranks, and the same model in one process.
 
-    torchrun --standalone --nproc-per-node 4 examples/train.py
+    torchrun --standalone --nproc-per-node 2 examples/train.py
 
 The text is the standard library of the running Python. Both runs start from one seed and use the same
 batches, so their losses and gradients must agree. If they do not, all ranks report the difference and exit
-with an error.
+with an error. demo.py measures what the ranks save and what their exchanges take.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import sys
 import sysconfig
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported: silence its profiler
 
+import demo
 import torch
 import torch.distributed as dist
-from model import LAYOUTS, ByteModel, Sharding
+from model import LAYOUTS, ByteModel, alone
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from tqdm import tqdm
 
 import spar
+from spar import SequenceLayout
 
 TOLERANCE = 1e-4  # relative, of losses and gradients in float32
-WARM_UP, PROFILED = 5, 5  # first and last steps, left out of the tokens per second
-# spar's events in a profile: an exchange, and a wait for a shard that goes round a ring
-EVENTS = ("spar::exchange", "spar::attention", "spar::backward of attention")
+WARM_UP, PROFILED = 5, 5  # first and last steps, left out of a step's time
 
 Batch = tuple[Tensor, Tensor]  # tokens and labels, each [batch, seq]
 
@@ -55,7 +55,9 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="file to draw the curves into")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with: torchrun --standalone --nproc-per-node 4 examples/train.py")
+        parser.error("start it with: torchrun --standalone --nproc-per-node 2 examples/train.py")
+    if args.layout == "hybrid" and int(os.environ["WORLD_SIZE"]) % 2:
+        parser.error(f"--layout hybrid needs an even number of ranks, got {os.environ['WORLD_SIZE']}")
     if args.steps <= WARM_UP + PROFILED:
         parser.error(f"--steps must be more than {WARM_UP + PROFILED}, got {args.steps}")
     if args.dim % args.heads:
@@ -83,23 +85,19 @@ def make_batches(args: Namespace, corpus: Tensor) -> list[Batch]:
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-def make_model(args: Namespace) -> ByteModel:
+def make_model(args: Namespace, seq: int) -> ByteModel:
     torch.manual_seed(args.seed)
-    return ByteModel(args.seq, args.dim, args.heads, args.layers)
+    return ByteModel(seq, args.dim, args.heads, args.layers)
+
+
+def activations(args: Namespace, layout: SequenceLayout) -> int:
+    """Return the bytes that this rank keeps for backward of a sequence as long as the layout's."""
+    tokens = torch.zeros(args.batch, layout.total, dtype=torch.long)
+    return demo.kept_bytes(make_model(args, layout.total), (tokens, tokens.clone()), layout)
 
 
 def flat_gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def local_loss(losses: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
-    """Return this rank's losses over the number of all tokens; summed over ranks, one process's mean loss."""
-    return losses.sum() / labels.numel()
-
-
-def gathered_loss(losses: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
-    """Return the mean loss of all tokens, the same on every rank."""
-    return sharding.gather(losses, 1).mean()
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -158,13 +156,14 @@ def demand_agreement(what: str, step: int, difference: Difference) -> None:
 @dataclass
 class Run:
     losses: list[float] = field(default_factory=list)
+    differences: list[float] = field(default_factory=list)  # of each loss from one process, relative
+    gradients: Tensor | None = None  # of the first step
     seconds: list[float] = field(default_factory=list)  # of each step
-    share: float = 0.0  # spar's share of the profiled steps' time
-    exchanges: float = 0.0  # for each step
+    exchanges: list[float] = field(default_factory=list)  # seconds of each in the profiled steps, in order
 
-    def speed(self, tokens: int) -> float:
+    def step_seconds(self) -> float:
         timed = self.seconds[WARM_UP:-PROFILED]
-        return tokens * len(timed) / sum(timed)
+        return sum(timed) / len(timed)
 
 
 def make_bar(title: str, steps: int) -> tqdm[None]:
@@ -181,14 +180,10 @@ def make_bar(title: str, steps: int) -> tqdm[None]:
 
 
 def train(
-    args: Namespace,
-    sharding: Sharding,
-    batches: Sequence[Batch],
-    title: str,
-    single: Sequence[float] | None = None,
+    args: Namespace, layout: SequenceLayout, batches: Sequence[Batch], title: str, single: Run | None = None
 ) -> Run:
-    """Train a new model. Given the losses of one process, every rank compares its own after each step."""
-    model = make_model(args)
+    """Train a new model. Given the run of one process, every rank compares its own after each step."""
+    model = make_model(args, args.seq)
     optimizer = Momentum(model, args.lr)
     sizes = [p.numel() for p in model.parameters()]
     profiler = profile()  # torch.profiler's own core, which does not load torch's compiler
@@ -200,136 +195,24 @@ def train(
                 stack.enter_context(profiler)
             start = time.perf_counter()
             model.zero_grad()
-            loss = local_loss(model(tokens, labels, sharding), labels, sharding)
+            # Over all tokens: summed over the ranks, this is the mean loss of one process.
+            loss = model(tokens, labels, layout).sum() / labels.numel()
             loss.backward()
             # DistributedDataParallel and FSDP average instead: call (loss * ranks).backward() there.
-            gradients = sum_over_ranks(flat_gradients(model), sharding.layout.group)
+            gradients = sum_over_ranks(flat_gradients(model), layout.group)
             optimizer.step(torch.split(gradients, sizes))
             run.seconds.append(time.perf_counter() - start)
-            run.losses.append(float(sum_over_ranks(loss.detach(), sharding.layout.group)))
+            run.losses.append(float(sum_over_ranks(loss.detach(), layout.group)))
+            if step == 0:
+                run.gradients = gradients
             if single is not None:
-                demand_agreement("the loss", step, Difference.of_losses(run.losses[step], single[step]))
+                loss_apart = Difference.of_losses(run.losses[step], single.losses[step])
+                demand_agreement("the loss", step, loss_apart)
+                run.differences.append(loss_apart.error)
             bar.set_postfix_str(f"loss {run.losses[step]:.3f}", refresh=False)
             bar.update()
-    exchanges = [event for event in profiler.key_averages() if event.key in EVENTS]
-    run.share = sum(event.cpu_time_total for event in exchanges) / 1e6 / sum(run.seconds[-PROFILED:])
-    run.exchanges = sum(event.count for event in exchanges) / PROFILED
+    run.exchanges = demo.exchange_seconds(profiler)
     return run
-
-
-Loss = Callable[[Tensor, Tensor, Sharding], Tensor]
-
-
-def first_gradients(model: ByteModel, sharding: Sharding, batch: Batch, loss: Loss) -> Tensor:
-    model.zero_grad()
-    loss(model(*batch, sharding), batch[1], sharding).backward()
-    return flat_gradients(model)
-
-
-# Which reduction over the ranks yields the gradient of one process. Columns: the loss, shard's grad_scale,
-# gather's, where the parameter is used, the reduction. docs/gradients.md has the same as factors.
-#
-# - The backward of all_to_all is its exact transpose. A rank gets the derivative of the sum of all ranks'
-#   local losses with respect to its own copy of a parameter, and the gradient is the sum over the copies.
-# - The split's backward gathers its slices' gradients. For a parameter before the split (the table of
-#   positions) every rank has the whole gradient. "down" divides it by the number of ranks, so that the sum
-#   over the copies is right again.
-# - A gathered loss is the same on every rank. The gather's backward keeps the rank's own slice, and "up"
-#   makes it `world` times larger, so that the gradient is the mean over the copies.
-EVERYWHERE, INSIDE, BEFORE = "all", "between split and gather", "before the split"
-CLAIMS: tuple[tuple[Loss, str | None, str | None, str, str], ...] = (
-    (local_loss, "down", "up", EVERYWHERE, "sum"),
-    (gathered_loss, "down", "up", EVERYWHERE, "average"),
-    (local_loss, None, None, INSIDE, "sum"),
-    (local_loss, None, None, BEFORE, "average"),
-    (gathered_loss, None, None, INSIDE, "sum"),
-    (gathered_loss, None, None, BEFORE, "average"),
-)
-ADVICE = """\
-With the defaults, sum all gradients of a local loss, and average those of a gathered loss. DDP and FSDP
-average: multiply a local loss by the number of ranks there. With None on both, sum the gradients of
-parameters between split and gather, and average (or keep) those of parameters before the split."""
-
-
-class Measured(NamedTuple):
-    how: str  # the loss, and grad_scale of split and gather
-    where: str
-    right: str
-    average: float  # largest relative difference from one process
-    sum: float
-
-
-def measure_reductions(args: Namespace, sharding: Sharding, batch: Batch, single: Tensor) -> list[Measured]:
-    """Compare the first step's gradients, averaged and summed over the ranks, with those of one process."""
-    model = make_model(args)
-    before = torch.cat([torch.full([p.numel()], p is model.positions) for p in model.parameters()])
-    parts = {EVERYWHERE: before | True, INSIDE: ~before, BEFORE: before}
-    totals: dict[tuple[Loss, Sharding], Tensor] = {}
-    group = sharding.layout.group
-    rows = []
-    for loss, shard_scale, gather_scale, where, right in CLAIMS:
-        scaled = replace(sharding, shard_scale=shard_scale, gather_scale=gather_scale)
-        if (loss, scaled) not in totals:
-            totals[loss, scaled] = sum_over_ranks(first_gradients(model, scaled, batch, loss), group)
-        own, expected = totals[loss, scaled][parts[where]], single[parts[where]]
-        average = Difference.of_gradients(own / group.size(), expected)
-        summed = Difference.of_gradients(own, expected)
-        how = f"{loss.__name__.removesuffix('_loss')}, {shard_scale} / {gather_scale}"
-        what = f"the {right} of the gradients ({where}; {how})"
-        demand_agreement(what, 0, average if right == "average" else summed)
-        rows.append(Measured(how, where, right, average.error, summed.error))
-    return rows
-
-
-def draw(path: Path, title: str, single: Run, spread: Run, errors: list[float]) -> None:
-    from matplotlib.figure import Figure  # on rank 0 only; without pyplot it always draws with Agg
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    losses.plot(single.losses, color="tab:orange", linewidth=6, alpha=0.5, label="one process")
-    losses.plot(spread.losses, color="tab:blue", linewidth=1.5, label=title)
-    losses.set(title="A byte-level language model of Python's standard library", ylabel="loss, nats per byte")
-    apart.plot(errors, ".-", color="tab:blue", label="relative difference")
-    apart.axhline(TOLERANCE, color="tab:red", linestyle="--", label="allowed")
-    apart.set_yscale("symlog", linthresh=1e-8)  # a difference may be 0
-    apart.set(xlabel="step", ylim=(0, 1e-2), yticks=[0, 1e-8, 1e-6, 1e-4])
-    for axes in (losses, apart):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="upper right", ncols=2)
-    figure.savefig(path, dpi=120)
-
-
-def report(
-    args: Namespace,
-    ranks: str,
-    group: dist.ProcessGroup | None,
-    single: Run,
-    spread: Run,
-    errors: list[float],
-    rows: list[Measured],
-) -> None:
-    print(f"\n step  loss: one process  {ranks:>11}  relative difference")
-    for step in sorted({*range(0, args.steps, 5), args.steps - 1}):
-        print(f"{step:5}  {single.losses[step]:17.6f}  {spread.losses[step]:11.6f}  {errors[step]:19.1e}")
-    largest = f"losses {max(errors):.1e}, first step's gradients {rows[0].sum:.1e}"
-    print(f"largest difference: {largest} (allowed: {TOLERANCE:.0e})")
-
-    print("\nthe first step's gradients, reduced over the ranks: relative difference from one process")
-    print("loss, grad_scale of split / gather  parameters                average      sum  right")
-    for row in rows:
-        print(f"{row.how:34}  {row.where:24}  {row.average:7.1e}  {row.sum:7.1e}  {row.right}")
-    print(ADVICE)
-
-    tokens = args.batch * args.seq
-    speeds = f"{spread.speed(tokens):,.0f} on {ranks}, {single.speed(tokens):,.0f} in one process"
-    print(f"\ntokens per second: {speeds}; one thread each, {len(os.sched_getaffinity(0))} cores")
-    print(f"time in spar: {spread.share:.1%} of a step in {spread.exchanges:g} exchanges", end="")
-    print(" (mean over the ranks, including waits for slower ones)")
-    transport = spar.transport(group)
-    print(f"transport: {transport.name} ({transport.reason})")
-    for name, reason in transport.rejected:
-        print(f"    not {name}: {reason}")
-    print(f"curves: {args.out}", flush=True)
 
 
 def main() -> None:
@@ -339,32 +222,47 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     corpus = read_corpus(args)
     batches = make_batches(args, corpus)
-    sharding = Sharding(LAYOUTS[args.layout](args.seq))
+    make_layout = LAYOUTS[args.layout]
+    layout = make_layout(args.seq)
     group = dist.new_group([0])  # collective: every rank calls it
-    alone = sharding.alone(group) if rank == 0 else sharding  # the other ranks do not use it
-    ranks = f"{world} rank{'s' * (world > 1)}"
-    title = f"{ranks}, {args.layout} layout"
+    title = f"{world} rank{'s' * (world > 1)}"
     if rank == 0:
         heads = spar.cal_split_sizes(args.heads, world)
-        print(f"{title}: {args.seq} tokens as {list(sharding.layout.sizes)}, {args.heads} heads as {heads}")
+        print(f"{title}, {args.layout} layout: {args.seq} tokens as {list(layout.sizes)}", end="")
+        print(f", {args.heads} heads as {heads}" if args.layout != "hybrid" else "")
         print(f"text: {len(corpus):,} bytes of {sysconfig.get_paths()['stdlib']}/*.py", flush=True)
 
     known: list[Any] = [None, None]
     if rank == 0:
-        known[0] = train(args, alone, batches, "one process")
-        known[1] = first_gradients(make_model(args), alone, batches[0], local_loss)
+        whole = alone(layout, group)
+        known[0] = train(args, whole, batches, "one process")
+        known[1] = activations(args, whole)
     dist.broadcast_object_list(known, src=0)
-    single, gradients = known
+    single, kept_alone = known
 
-    rows = measure_reductions(args, sharding, batches[0], gradients)
-    spread = train(args, sharding, batches, ranks, single.losses)
-    shares = [spread.share] * world
-    dist.all_gather_object(shares, spread.share)
-    spread.share = sum(shares) / world
+    spread = train(args, layout, batches, title, single)
+    assert spread.gradients is not None
+    gradients = Difference.of_gradients(spread.gradients, single.gradients)
+    demand_agreement("a summed gradient", 0, gradients)
+
+    def kept(seq: int) -> int:
+        """Return the bytes that the rank with most keeps for backward of so many tokens."""
+        return demo.largest(activations(args, make_layout(seq)))
+
+    memory = demo.Memory.of(kept_alone, args.seq, kept, world)
+    times = demo.Times.of(spread.exchanges, PROFILED)
+    usual = demo.beside_the_usual_code(args.batch, args.heads, args.dim // args.heads, layout)
     if rank == 0:
-        errors = [Difference.of_losses(a, b).error for a, b in zip(spread.losses, single.losses, strict=True)]
-        draw(args.out, title, single, spread, errors)
-        report(args, ranks, sharding.layout.group, single, spread, errors, rows)
+        demo.draw(args.out, f"{title}, {args.layout} layout", single, spread, TOLERANCE)
+        print(f"loss: {spread.losses[0]:.3f} at first, {spread.losses[-1]:.3f} after {args.steps} steps")
+        apart = f"losses {max(spread.differences):.0e}, first step's gradients {gradients.error:.0e}"
+        print(f"largest difference from one process: {apart} (relative; allowed: {TOLERANCE:.0e})")
+        print(memory.line(args.seq))
+        print(demo.speed(spread.step_seconds(), single.step_seconds(), world))
+        print(times.line(sum(spread.seconds[-PROFILED:]) / PROFILED))
+        print(usual)
+        print(demo.transport(layout.group))
+        print(f"curves: {args.out}", flush=True)
     dist.barrier()  # no rank leaves before the picture is written
     dist.destroy_process_group()
 
