@@ -248,7 +248,7 @@ def _checked(
         keys,
         bool(causal),
         mask,
-        q.size(3) ** -0.5 if scale is None else float(scale),
+        max(q.size(3), 1) ** -0.5 if scale is None else float(scale),  # scores of no width are 0
         float(dropout_p),
         None if named else attend,
         attend if named else None,

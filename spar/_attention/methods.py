@@ -112,7 +112,7 @@ def _whole(
     """Attend over the whole sequence with this rank's heads."""
     own, begin = plan.queries[rank], sum(plan.queries[:rank])
     seq = problem.order[2]
-    if own == 0 or q.size(seq) == 0 or k.size(seq) == 0:
+    if _is_empty(q, k, v, seq):
         return _nothing(problem, q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (q, k, v))
     group = problem.heads // problem.k.size(problem.order[1])
@@ -151,6 +151,11 @@ def _by_blocks(
     told = ALONE if problem.keys is None else problem.call.place
     ring = Ring(ALONE, (tuple(blocks),), (), problem.scale, problem.kernel, told, 1)
     return attend_round(ring, q, k, v, mask)
+
+
+def _is_empty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: int) -> bool:
+    """Whether the output has no items, or there are no keys; q and k may have no width."""
+    return 0 in (*q.shape[:3], v.size(3), k.size(seq))
 
 
 def _nothing(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -226,7 +231,7 @@ def gathered(problem: Problem) -> torch.Tensor:
     if problem.keys is not None:
         among, note = problem.keys.group, problem.note
         k, v = transpose_for("attention", False, [k, v], among, seq, None, problem.keys, note=note)
-    if problem.q.numel() == 0 or k.size(seq) == 0:
+    if _is_empty(problem.q, k, v, seq):
         return _nothing(problem, problem.q, k, v)
     q, k, v = (_by_heads(problem, x) for x in (problem.q, k, v))
     own = pieces(numbers_of(problem.queries, 0), call.world, call.rank)

@@ -24,7 +24,7 @@ NAMES = tuple(sorted({name for known in KERNELS.values() for name in known}))
 def reason_against(name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
     """Return why the kernel of this name cannot compute blocks of these tensors; empty if it can."""
     kernel = KERNELS.get(q.device.type, _OTHERS).get(name)
-    return f"it does not run on {q.device.type}" if kernel is None else kernel.refuses(q, v, mask)
+    return f"it does not run on {q.device.type}" if kernel is None else _refusal(kernel, q, v, mask)
 
 
 def kernel_for(name: str | None, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
@@ -32,4 +32,10 @@ def kernel_for(name: str | None, q: torch.Tensor, v: torch.Tensor, mask: torch.T
     known = KERNELS.get(q.device.type, _OTHERS)
     if name is not None:
         return known[name]
-    return next(kernel for kernel in known.values() if not kernel.refuses(q, v, mask))
+    return next(kernel for kernel in known.values() if not _refusal(kernel, q, v, mask))
+
+
+def _refusal(kernel: Kernel, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    if kernel is not _BLOCKWISE and 0 in (q.size(3), v.size(3)):
+        return f"heads of q or v have width 0: {q.size(3)} and {v.size(3)}"
+    return kernel.refuses(q, v, mask)

@@ -26,7 +26,10 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Kernel(Protocol):
-    """Inputs have at least one element, and q, k and v a contiguous last dim. Outputs are new tensors."""
+    """Inputs have at least one element, and q, k and v a contiguous last dim. Outputs are new tensors.
+
+    Blockwise also computes heads of width 0; `reason_against` refuses them for all others.
+    """
 
     def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
         """Return the reason why the kernel cannot compute blocks of these tensors; empty if it can."""
