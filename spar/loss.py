@@ -37,8 +37,8 @@ def mean_loss(
     Args:
         loss_sum: the sum of this rank's losses, a 0-dim tensor of a float dtype of at least 16 bits. Without
             tokens: 0, computed by the model, so that its backward makes the model's exchanges.
-        count: the number of this rank's tokens that count, at least 0: an int, float or 0-dim tensor. A
-            tensor is not checked, and has no gradient.
+        count: the number of this rank's tokens that count, finite and at least 0: an int, float or 0-dim
+            tensor. A tensor is not checked, and has no gradient.
         group: all ranks among which the tokens lie: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name,
             or None for the current topology's sequence group (WORLD if there is none).
         averaged_by: the ranks over which DDP or FSDP averages gradients: a group as above, or a DeviceMesh of
@@ -48,7 +48,7 @@ def mean_loss(
         A 0-dim tensor, of float64 if loss_sum is, else float32. Sums run in float64, in the ranks' order.
 
     Raises:
-        ValueError: loss_sum or count is not 0-dim, or count is negative.
+        ValueError: loss_sum or count is not 0-dim, or count is negative or not finite.
         TypeError: loss_sum is not a float tensor, or count not a number.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
@@ -78,7 +78,7 @@ def _tokens(call: Call, count: Any) -> torch.Tensor:
     """Return this rank's count as a tensor like the call's input."""
     if not isinstance(count, torch.Tensor):
         check_number(call.where, "count", count, 0)
-        return torch.full((1,), count, dtype=_WIDE, device=call.input.device)
+        return torch.full((1,), float(count), dtype=_WIDE, device=call.input.device)
     if count.dim() != 0:
         raise call.error("count", f"of shape {list(count.shape)}", "a number or a 0-dim tensor")
     if count.is_complex() or count.dtype == torch.bool:

@@ -131,6 +131,36 @@ def test_first_call_sets_the_group_up(ranks: Ranks) -> None:
     ranks(2, check_before_the_set_up)
 
 
+def check_timeouts(rank: int, world: int, group: Group) -> None:
+    """An infinite timeout, and one beyond what a lock can wait, do not limit the wait."""
+    spar.init(group)
+    for timeout in (float("inf"), 1e300, 2**80, timedelta.max, -1.0, float("-inf")):
+        if rank == 1:
+            time.sleep(0.05)
+        _, work = spar.all_gather(torch.zeros(1 << 10), group, async_op=True)
+        if rank == 0 and not isinstance(timeout, timedelta) and timeout < 0:
+            with pytest.raises(spar.ExchangeTimeoutError, match="still in flight"):
+                work.wait(timeout)
+            timeout = None
+        assert work.wait(timeout if rank == 0 else None)
+    _, work = spar.all_gather(torch.zeros(1), group, async_op=True)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (float("nan"), ValueError, r"Work\.wait: timeout is nan; expected a finite number"),
+        ("1", TypeError, r"Work\.wait: timeout is '1'; expected a number"),
+        (True, TypeError, r"Work\.wait: timeout is True; expected a number"),
+    ]
+    for value, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            work.wait(value)
+        with pytest.raises(kind, match=text):
+            spar.Work().wait(value)
+    assert work.wait()
+
+
+def test_timeouts_of_wait(ranks: Ranks) -> None:
+    ranks(2, check_timeouts)
+
+
 def check_progress(rank: int, world: int, group: Group) -> None:
     """It makes progress while this rank neither calls nor waits, and returns before the peers come."""
     spar.init(group)

@@ -151,6 +151,8 @@ def check_limits(rank: int, world: int, group: Group) -> None:
     many = 2**53 // world - 1  # no float32 has this value
     own = spar.mean_loss(torch.tensor(float(many * world), dtype=torch.float64), many, group)
     assert own.item() == world
+    for huge in (2**80, 2.0**80):
+        assert spar.mean_loss(torch.tensor(2.0**80), huge, group).item() == 1
     assert spar.mean_loss(torch.tensor(float("inf") if rank else 1.0), 2, group).item() == float("inf")
 
 
@@ -266,6 +268,21 @@ WRONG: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
     "number": (lambda group: spar.mean_loss(0.0, 4, group), TypeError, "loss_sum is a float"),  # type: ignore
     "ints": (lambda group: spar.mean_loss(torch.tensor(1), 4, group), TypeError, "a tensor of torch.int64"),
     "negative": (lambda group: spar.mean_loss(torch.ones(()), -1, group), ValueError, "count is -1"),
+    "infinite": (
+        lambda group: spar.mean_loss(torch.ones(()), float("inf"), group),
+        ValueError,
+        "count is inf; expected at least 0, and finite",
+    ),
+    "not a number": (
+        lambda group: spar.mean_loss(torch.ones(()), float("nan"), group),
+        ValueError,
+        "count is nan; expected at least 0, and finite",
+    ),
+    "beyond a float": (
+        lambda group: spar.mean_loss(torch.ones(()), 2**2000, group),
+        ValueError,
+        "count is an int beyond a float's range; expected at least 0, and finite",
+    ),
     "string": (lambda group: spar.mean_loss(torch.ones(()), "4", group), TypeError, "count is '4'"),  # type: ignore
     "mask": (
         lambda group: spar.mean_loss(torch.ones(()), torch.ones(3, dtype=torch.bool), group),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -58,16 +59,21 @@ def check_backend(where: str, value: Any, name: str = "backend") -> None:
 
 
 def check_number(where: str, name: str, value: Any, low: float | None = None) -> None:
-    """Check that `value` is a real number (numpy's included) of at least `low`.
+    """Check that `value` is a finite real number (numpy's included) of at least `low`.
 
     Raises:
         TypeError: `value` is not a real number.
-        ValueError: `value` is below `low`, or NaN.
+        ValueError: `value` is below `low`, NaN, infinite, or an int beyond a float's range.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{where}: {name} is {value!r:.200}; expected a number")
-    if low is not None and not float(value) >= low:
-        raise ValueError(f"{where}: {name} is {value}; expected at least {low:g}")
+    expected = "a finite number" if low is None else f"at least {low:g}, and finite"
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{where}: {name} is an int beyond a float's range; expected {expected}") from None
+    if not (-math.inf if low is None else low) <= number < math.inf:
+        raise ValueError(f"{where}: {name} is {value}; expected {expected}")
 
 
 def check_ints(where: str, name: str, values: Any, low: int) -> list[int]:

@@ -85,7 +85,8 @@ class Job:
         if self.comm.is_inside():
             name = self.comm.name
             raise SparError(f"{where}: wait() was called from inside a call on the same group {name!r}")
-        if not self._running.acquire(timeout=-1 if seconds is None else max(seconds, 0.0)):
+        longest = threading.TIMEOUT_MAX  # a lock rejects more, and infinity
+        if not self._running.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), longest)):
             return False
         self._running.release()
         return True

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ import torch
 
 from ..errors import ExchangeTimeoutError, SparError
 from .call import Call
+from .checks import check_number
 from .exchange import (
     Tensors,
     calls_before,
@@ -70,7 +72,8 @@ class Work:
         """Block until the output is complete; on a GPU, let the current stream wait for it.
 
         Args:
-            timeout: in seconds, or a timedelta. The exchange goes on after it; wait again.
+            timeout: in seconds, or a timedelta; None or infinity: no limit but SPAR_TIMEOUT. The exchange
+                goes on after it; wait again.
 
         Returns:
             True.
@@ -78,10 +81,14 @@ class Work:
         Raises:
             ExchangeTimeoutError: it is not over after the timeout, or after SPAR_TIMEOUT from its turn.
             SparError: what ended the exchange; again at each wait.
+            TypeError: timeout is not a number, a timedelta or None.
+            ValueError: timeout is NaN.
         """
+        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        if seconds is not None and seconds != math.inf:
+            check_number("Work.wait", "timeout", seconds)
         job = self._job
         if job is not None:
-            seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
             with event(job.op, in_flight=True) if is_profiled() else nullcontext():
                 over = job.wait(seconds)
             if not over:
