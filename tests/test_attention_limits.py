@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import spar
 from spar import SequenceLayout
 from spar._attention.kernels import KERNELS, kernel_for, reason_against
+from spar._attention.kernels.kernel import BlockInputs
 
 Group = dist.ProcessGroup
 TOTAL = 12
@@ -65,3 +66,33 @@ def test_no_kernel_but_blockwise_computes_heads_without_width() -> None:
     for q, values in ((empty, v), (v, empty), (empty, empty)):
         assert kernel_for(None, q, values, None) is KERNELS["cpu"]["blockwise"]
         assert "width 0" in reason_against("flash", q, values, None)
+
+
+def softmax_of(inputs: list[Tensor], upper: Tensor, kind: torch.dtype) -> list[Tensor]:
+    """Return the output and the gradients by torch's softmax of all scores."""
+    q, k, v = (x.to(kind).requires_grad_() for x in inputs)
+    y = (q @ k.transpose(-1, -2) * 0.125).softmax(-1) @ v
+    return [y.detach(), *torch.autograd.grad(y, (q, k, v), upper.to(kind))]
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0, 1000.0, 3000.0])
+def test_blockwise_is_as_exact_as_a_softmax_for_large_scores(size: float) -> None:
+    errors = {name: torch.zeros(4, dtype=torch.float64) for name in ("blockwise", "softmax")}
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, upper = (torch.randn(1, 4, 128, 64, generator=generator) for _ in range(4))
+        inputs = [q * size**0.5, k * size**0.5, v]
+        expected = softmax_of(inputs, upper, torch.float64)
+        kernel, block = KERNELS["cpu"]["blockwise"], BlockInputs(*inputs, False, None, 0.125)
+        out, lse = kernel.forward(block)
+        found = {
+            "blockwise": [out, *kernel.backward(block, upper, out, lse)],
+            "softmax": softmax_of(inputs, upper, torch.float32),
+        }
+        for name, tensors in found.items():
+            errors[name] += torch.stack(
+                [(a - b).norm() / b.norm() for a, b in zip(tensors, expected, strict=True)]
+            )
+    ratios = (errors["blockwise"] / errors["softmax"]).tolist()
+    assert max(ratios[:3]) < 1.5, ratios  # of the output, dq and dk
+    assert ratios[3] < 3, ratios  # the weights of dv are exp(scores - lse), whose lse is rounded

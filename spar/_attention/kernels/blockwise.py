@@ -18,9 +18,13 @@ class Blockwise:
         outs, sums = [], []
         for begin, size in _runs(block):
             scores = _scores(block, begin, size)
-            lse = scores.logsumexp(-1)
-            outs.append(torch.exp(scores - finite(lse)[..., None]) @ block.v)
-            sums.append(lse)
+            most = finite(scores.amax(-1, keepdim=True))
+            weights = torch.exp(scores - most)
+            total = weights.sum(-1, keepdim=True)
+            # Not exp(scores - lse): a log-sum-exp of 1,000 is rounded by 3e-5. The weights must sum to 1, or
+            # backward, which subtracts grad * out from nearly equal products, magnifies the difference.
+            outs.append((weights @ block.v) / total.masked_fill(total == 0, 1.0))
+            sums.append((most + total.log()).squeeze(-1))
         return torch.cat(outs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
 
     def backward(
