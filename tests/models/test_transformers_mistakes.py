@@ -284,6 +284,16 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
         ({"input_ids": None}, {}, r"expected input_ids \[B, S\] or inputs_embeds"),
         ({"labels": ids[:, 1:]}, {}, r"batch\['labels'\] is of shape \[2, 36\]; expected \[2, 37\]"),
         ({"position_ids": ids[:, 1:]}, {}, r"batch\['position_ids'\] is of shape \[2, 36\]"),
+        (
+            {"position_ids": torch.zeros_like(ids)},
+            {},
+            r"batch\['position_ids'\] is all zeros in sample 0: 37 documents of one token; expected",
+        ),
+        (
+            {"position_ids": torch.stack([llms.restarts(37), torch.zeros_like(ids[0])])},
+            {},
+            "all zeros in sample 1",
+        ),
         ({"attention_mask": ones, "position_ids": restart}, {}, "all ones, and position_ids restart"),
         ({"cu_seq_lens_q": lengths, "attention_mask": ones}, {}, "passed, and cu_seq_lens_q too"),
         ({"cu_seq_lens_q": lengths[:2]}, {}, "the sum of the documents' lengths is 10; expected 37"),
@@ -299,6 +309,9 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     for entries, arguments, message in wrong:
         with pytest.raises(ValueError, match=message):
             shard(model, batch | entries, group=group, token_group=group, **arguments)
+    ends = torch.arange(38, dtype=torch.int32)  # documents of one token that the batch names are meant
+    one_token = {"position_ids": torch.zeros_like(ids), "cu_seq_lens_q": ends}
+    assert shard(model, batch | one_token, group=group, token_group=group)["layout"].total == 37
     with pytest.raises(TypeError, match=r"expected a transformers\.PreTrainedModel"):
         shard(torch.nn.Linear(2, 2), batch, group=group)
     with pytest.raises(TypeError, match="batch is a Tensor; expected a dict"):

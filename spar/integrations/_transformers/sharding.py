@@ -150,6 +150,13 @@ class Sharding:
             positions = given[None] if given.dim() == 1 else given
             if positions.dim() != 2 or positions.size(1) != total:
                 raise self.error("batch['position_ids']", f"of shape {list(given.shape)}", f"[B, {total}]")
+            zeros = (positions == 0).all(1)
+            if lengths is None and mask is None and total > 1 and bool(zeros.any()):
+                raise self.error(
+                    "batch['position_ids']",
+                    f"all zeros in sample {int(zeros.nonzero()[0])}: {total} documents of one token",
+                    "positions that count up in each document, or none; if meant, cu_seq_lens_q too",
+                )
         documents = documents_of(positions)
         if documents is not None and mask is not None:
             if given is not None and mask.dim() == 2 and bool(mask.all()):
