@@ -73,7 +73,11 @@ spar_status spar_comm_run(spar_comm *comm, spar_call *call)
     if (call->plan && (call->plan->world != comm->world || call->plan->rank != comm->rank))
         return spar_fail(SPAR_INVALID, "a plan for rank %d of %d was given to rank %d of %d",
                          call->plan->rank, call->plan->world, comm->rank, comm->world);
-    return comm->transport->run(comm, call);
+    int64_t begin = spar_now_ns();
+    spar_status status = comm->transport->run(comm, call);
+    if (status == SPAR_OK && call->plan)
+        spar_traffic_count(comm->transport, call->plan->sent, (uint64_t)(spar_now_ns() - begin));
+    return status;
 }
 
 void spar_comm_close(spar_comm *comm)

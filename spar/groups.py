@@ -8,7 +8,6 @@ from . import _C
 from ._runtime import registry
 from ._runtime.member import Transport
 from ._runtime.registry import communicator
-from ._runtime.transports.core import CALLS
 from .topology.resolve import Group, process_group
 
 __all__ = ["Group", "close", "empty_cache", "init", "memory_stats", "process_group", "transport"]
@@ -61,7 +60,8 @@ def memory_stats() -> dict[str, int]:
     """Return this process's counters by name.
 
     `arena.*_bytes` count shared memory; `staging.*_bytes` GPU memory that one call took at most, and that all
-    calls took; `calls.*` exchanges by transport; `plans.*` the plan cache.
+    calls took; `plans.*` the plan cache. By transport, of all exchanges that did not fail: `calls.*` count
+    them, `sent.*_bytes` what went to other ranks, and `time.*_us` the microseconds in them, waits included.
     """
     arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
     stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}
@@ -70,4 +70,6 @@ def memory_stats() -> dict[str, int]:
     stats |= {
         f"plans.{name}": n for name, n in zip(("cached", "hits", "misses"), _C.plan_stats(), strict=True)
     }
-    return stats | {f"calls.{name}": CALLS.get(name, 0) for name in ("shm", "p2p", "nccl", "torch")}
+    for name, calls, sent, ns in _C.traffic():
+        stats |= {f"calls.{name}": calls, f"sent.{name}_bytes": sent, f"time.{name}_us": ns // 1000}
+    return stats

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
 from typing import Any
 
@@ -83,3 +85,31 @@ def check_attention(rank: int, world: int, group: Group) -> None:
 
 def test_attention_shows_its_exchanges_once(ranks: Ranks) -> None:
     ranks(3, check_attention)
+
+
+def check_counts(rank: int, world: int, group: Group) -> None:
+    x = torch.zeros(3, 2 * world, 5)
+    spar.all_to_all(x, group, 1, 0)
+    name = spar.transport(group).name
+    keys = f"calls.{name}", f"sent.{name}_bytes", f"time.{name}_us"
+    before = spar.memory_stats()
+    start = time.perf_counter()
+    for _ in range(50):
+        spar.all_to_all(x, group, 1, 0)
+    spar.all_gather(x[: rank + 1], group, sizes=[1, 2, 3])
+    elapsed = (time.perf_counter() - start) * 1e6
+    after = spar.memory_stats()
+    calls, sent, microseconds = (after[key] - before[key] for key in keys)
+    row = 2 * world * 5 * 4
+    assert calls == 51
+    assert sent == 50 * 3 * 2 * 5 * 4 * (world - 1) + (rank + 1) * row * (world - 1)
+    assert 0 < microseconds <= elapsed
+    others = {key for key in after if key.startswith(("calls.", "sent.", "time."))} - {*keys}
+    assert all(after[key] == before[key] for key in others)
+    with contextlib.suppress(spar.MismatchError):
+        spar.all_gather(torch.zeros(rank + 1, 2), group)
+    assert spar.memory_stats()[keys[0]] == after[keys[0]]  # not those that fail
+
+
+def test_counters_by_transport(ranks: Ranks) -> None:
+    ranks(3, check_counts)

@@ -355,6 +355,8 @@ spar_status spar_plan_build(const spar_request *request, spar_plan **result)
         SPAR_TRY_GOTO(status, set_shape(plan, made, in, out), done);
     }
     status = add_blocks(&b, request, layouts, inputs);
+    for (int peer = 0; peer < world; peer++)
+        plan->sent += peer == plan->rank ? 0 : (uint64_t)plan->push[peer].bytes;
     plan->footprint = (int64_t)sizeof *plan + b.block_room * (int64_t)sizeof(spar_block) +
                       b.dim_room * (int64_t)sizeof(spar_dim) +
                       world * (2 * (int64_t)sizeof *plan->push + 3 * n * (int64_t)sizeof(int64_t));

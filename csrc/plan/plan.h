@@ -54,6 +54,7 @@ typedef struct spar_plan {
     spar_block *blocks;
     spar_dim *dims;
     uint64_t signature; /* equal on all ranks that make the same global call */
+    uint64_t sent;      /* bytes of this rank's inputs that go to other ranks */
     int64_t footprint;  /* about how many bytes of memory it takes */
     int refs;           /* atomic; the cache's own one counted in */
 } spar_plan;

@@ -156,6 +156,32 @@ static PyObject *module_transports(PyObject *Py_UNUSED(module), PyObject *Py_UNU
     return list;
 }
 
+static PyObject *module_traffic(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    PyObject *list = PyList_New(0);
+    for (const spar_transport *const *row = spar_transports; list && *row; row++) {
+        spar_traffic found = spar_traffic_of(*row);
+        list =
+            spar_list_add(list, Py_BuildValue("sKKK", (*row)->name, (unsigned long long)found.calls,
+                                              (unsigned long long)found.bytes, (unsigned long long)found.ns));
+    }
+    return list;
+}
+
+static PyObject *module_count_traffic(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *name;
+    unsigned long long bytes, ns;
+    if (!PyArg_ParseTuple(args, "sKK", &name, &bytes, &ns))
+        return NULL;
+    for (const spar_transport *const *row = spar_transports; *row; row++)
+        if (strcmp((*row)->name, name) == 0) {
+            spar_traffic_count(*row, bytes, ns);
+            Py_RETURN_NONE;
+        }
+    return PyErr_Format(PyExc_ValueError, "no transport is called '%s'", name);
+}
+
 /* a + b, saturating: no tensor is that large. */
 static int64_t sum(int64_t a, int64_t b)
 {
@@ -391,6 +417,10 @@ static PyMethodDef methods[] = {
     {"sum_types", module_sum_types, METH_NOARGS,
      "[(name of a torch dtype, how it is added), ...]: the dtypes that an exchange can sum."},
     {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
+    {"traffic", module_traffic, METH_NOARGS,
+     "[(transport, calls, bytes to other ranks, ns), ...]: this process's exchanges that did not fail."},
+    {"count_traffic", module_count_traffic, METH_VARARGS,
+     "count_traffic(transport, bytes, ns): adds an exchange that Python made."},
     {"threads", module_threads, METH_VARARGS,
      "threads(most, core share) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"
      "cores, at most so many"},

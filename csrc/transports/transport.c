@@ -37,6 +37,34 @@ const spar_transport *const spar_transports[] = {
     &spar_transport_shm,   &spar_transport_nccl, &spar_transport_torch, NULL,
 };
 
+enum { ROWS = sizeof spar_transports / sizeof *spar_transports - 1 };
+
+static spar_traffic traffic[ROWS];
+
+static spar_traffic *traffic_of(const spar_transport *transport)
+{
+    int row = 0;
+    while (row < ROWS - 1 && spar_transports[row] != transport)
+        row++;
+    return &traffic[row];
+}
+
+void spar_traffic_count(const spar_transport *transport, uint64_t bytes, uint64_t ns)
+{
+    spar_traffic *counted = traffic_of(transport);
+    __atomic_fetch_add(&counted->calls, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&counted->bytes, bytes, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&counted->ns, ns, __ATOMIC_RELAXED);
+}
+
+spar_traffic spar_traffic_of(const spar_transport *transport)
+{
+    const spar_traffic *counted = traffic_of(transport);
+    return (spar_traffic){__atomic_load_n(&counted->calls, __ATOMIC_RELAXED),
+                          __atomic_load_n(&counted->bytes, __ATOMIC_RELAXED),
+                          __atomic_load_n(&counted->ns, __ATOMIC_RELAXED)};
+}
+
 void spar_peer_info_read(spar_peer_info *info)
 {
     spar_env_value transport, check;

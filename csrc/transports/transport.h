@@ -124,6 +124,18 @@ struct spar_comm {
 /* The ordered table; it ends in NULL. */
 extern const spar_transport *const spar_transports[];
 
+/* This process's exchanges over one transport that did not fail. */
+typedef struct {
+    uint64_t calls;
+    uint64_t bytes; /* that went to other ranks */
+    uint64_t ns; /* from the begin of each to its end; on a GPU's queue, to the end of what the host does */
+} spar_traffic;
+
+/* Adds an exchange; any thread may. */
+void spar_traffic_count(const spar_transport *transport, uint64_t bytes, uint64_t ns);
+
+spar_traffic spar_traffic_of(const spar_transport *transport);
+
 typedef struct {
     const spar_transport *transport;
     char reason[192];

@@ -37,6 +37,5 @@ def exchange_event(
     )  # the plan that the exchange itself gets from the cache
     size = ITEM_TYPES[tensors[0].dtype].size
     plan, _ = _C.plan_of(op, world, rank, sides, size, tensors, args)
-    sent = sum(plan.push_bytes) - plan.push_bytes[rank]
-    layouts = plan.describe("", "", 0)[0].strip()
+    layouts, sent = plan.describe("", "", 0)[0].strip(), sum(plan.push_bytes)
     return event(op, tensors, bytes=sent, group=group, ranks=world, transport=transport, layouts=layouts)

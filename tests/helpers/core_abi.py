@@ -116,6 +116,7 @@ class PlanStruct(ctypes.Structure):
         ("blocks", POINTER(Block)),
         ("dims", POINTER(Dim)),
         ("signature", c_uint64),
+        ("sent", c_uint64),
         ("footprint", c_int64),
         ("refs", c_int),
     )

@@ -16,8 +16,6 @@ from ..hints import Gathered, gathered_sizes
 from ..member import Member
 from ..peer_status import CallStatus
 
-CALLS = dict.fromkeys(_C.transports(), 0)  # by each transport, in this process
-
 
 class CoreChannel:
     """A channel over a `_C.Comm`."""

@@ -24,7 +24,7 @@ from ..agreement import announce_failure
 from ..channel import Operation
 from ..items import ITEM_TYPES, call_text
 from ..member import LOCAL, OVER, SHARED, Member
-from .core import CALLS, CoreChannel
+from .core import CoreChannel
 from .cuda import (
     empty,
     is_capturing,
@@ -186,7 +186,6 @@ class NcclChannel(CoreChannel):
             raise
         finally:
             self.inside = False
-        CALLS["nccl"] += 1
         if kind == 0:
             finish(outputs, kind, divide, factor)
         if check:

@@ -14,7 +14,7 @@ from ..agreement import mark_reported
 from ..channel import Operation
 from ..items import ITEM_TYPES, apply_scale, call_text, copy_items
 from ..member import OVER, Member
-from .core import CALLS, CoreChannel
+from .core import CoreChannel
 
 
 class ShmChannel(CoreChannel):
@@ -77,7 +77,6 @@ class ShmChannel(CoreChannel):
         except Exception as error:  # of this rank alone: the core has reported it
             mark_reported(error)
             raise
-        CALLS["shm"] += 1
         if outs is not None:
             _fill(outs, results, kind, factor, divide)
             return outs

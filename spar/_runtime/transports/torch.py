@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from ... import _C
 from .. import peer_status, pg_wait
 from ..agreement import announce_failure
 from ..channel import Operation
 from ..items import ITEMS, apply_scale
 from ..member import OVER, SHARED, Member
 from ..pg_info import wire_device
-from .core import CALLS
 from .cuda import refuse_capture
 from .planned import PlannedExchange
 
@@ -119,8 +120,9 @@ class TorchChannel:
         kind = inputs[0].device.type
         call = PlannedExchange.of(member, operation, inputs, kind, deadline, outs, forward)
         refuse_capture(call.op, call.device, "the torch transport waits for the device")
+        begin = time.monotonic_ns()
         self._run(member, call)
-        CALLS["torch"] += 1
+        _C.count_traffic("torch", sum(call.plan.push_bytes), time.monotonic_ns() - begin)
         return call.results()
 
     def _run(self, member: Member, call: PlannedExchange) -> None:
