@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ._runtime.call import Call, Sizes, apply_steps, cumulative_hint, from_cumulative
 from ._runtime.checks import check_int, check_ints, check_type
-from ._runtime.exchange import ONE
+from ._runtime.exchange import ONE, must_record
 from ._runtime.layouts import (
     EVEN,
     PACKED,
@@ -36,6 +37,19 @@ from .topology.groups_by_name import ParallelState
 from .topology.resolve import Group, process_group
 
 __all__ = ["SequenceLayout"]
+
+
+class _NotGiven(enum.Enum):
+    """The default of grad_scale: none serves sums and averages of gradients alike."""
+
+    NOT_GIVEN = "not given"
+
+    def __repr__(self) -> str:
+        return "NOT_GIVEN"
+
+
+NOT_GIVEN = _NotGiven.NOT_GIVEN
+GradScale = str | float | None | _NotGiven
 
 _KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG, "packed": PACKED, "joint": PACKED}
 
@@ -175,20 +189,42 @@ class SequenceLayout:
 
     # ---- what it does ----
 
-    def shard(self, x: Any, dim: int, grad_scale: str | float | None = None) -> Any:
+    @overload
+    def shard(self, x: torch.Tensor, dim: int, grad_scale: GradScale = NOT_GIVEN) -> torch.Tensor: ...
+
+    @overload
+    def shard(
+        self, x: Sequence[torch.Tensor], dim: int, grad_scale: GradScale = NOT_GIVEN
+    ) -> list[torch.Tensor]: ...
+
+    def shard(self, x: Any, dim: int, grad_scale: GradScale = NOT_GIVEN) -> Any:
         """Keep this rank's shard of a sequence in natural order; gather the gradients.
 
         Args:
             x: any strided tensor, the same on all ranks; or a list of tensors of one dtype and device.
             dim: the sequence's dim.
-            grad_scale: as for `split_forward_gather_backward`; unscaled by default.
+            grad_scale: what the gathered gradient, which is whole on each rank, is multiplied by. It must be
+                given where a gradient is recorded. "down": 1 / the world size, right for parameters from
+                which x is computed, whose gradients are summed or averaged as all others are. None: nothing,
+                right where the gradient of x itself is read on each rank. Or a float.
 
         Returns:
             A view if the shard is contiguous, else a contiguous copy; for a list of tensors a list.
+
+        Raises:
+            ValueError: x does not have the sequence's length, or a gradient is recorded without grad_scale.
         """
         return self._apply("SequenceLayout.shard", x, dim, grad_scale, True)
 
-    def gather(self, x: Any, dim: int, grad_scale: str | float | None = None) -> Any:
+    @overload
+    def gather(self, x: torch.Tensor, dim: int, grad_scale: GradScale = NOT_GIVEN) -> torch.Tensor: ...
+
+    @overload
+    def gather(
+        self, x: Sequence[torch.Tensor], dim: int, grad_scale: GradScale = NOT_GIVEN
+    ) -> list[torch.Tensor]: ...
+
+    def gather(self, x: Any, dim: int, grad_scale: GradScale = NOT_GIVEN) -> Any:
         """Gather the sequence in natural order on every rank; keep this rank's shard of the gradient.
 
         The gradient is exact if every rank has the same gradient of the output; else use `all_gather`.
@@ -196,23 +232,41 @@ class SequenceLayout:
         Args:
             x: this rank's shard, any strided tensor; or a list of tensors of one dtype and device.
             dim: the sequence's dim.
-            grad_scale: as for `gather_forward_split_backward`; unscaled by default.
+            grad_scale: what this rank's shard of the gradient is multiplied by. It must be given where a
+                gradient is recorded. "up": the world size, right where all ranks compute the same loss and
+                gradients of parameters are averaged, as by DDP and FSDP. None: nothing, right where they are
+                summed. Or a float.
 
         Returns:
             A new contiguous tensor; for a list of tensors a list.
+
+        Raises:
+            ValueError: x is not this rank's shard, or a gradient is recorded without grad_scale.
         """
         return self._apply("SequenceLayout.gather", x, dim, grad_scale, False)
+
+    @overload
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+    @overload
+    def all_gather(self, x: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]: ...
 
     def all_gather(self, x: Any, dim: int) -> Any:
         """Call `spar.all_gather` with this layout: the output is in natural order."""
         return self._apply("all_gather", x, dim, None, False, exact=True)
+
+    @overload
+    def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+    @overload
+    def reduce_scatter(self, x: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]: ...
 
     def reduce_scatter(self, x: Any, dim: int) -> Any:
         """Call `spar.reduce_scatter` with this layout: the input is in natural order."""
         return self._apply("reduce_scatter", x, dim, None, True, exact=True)
 
     def _apply(
-        self, name: str, x: Any, dim: int, grad_scale: str | float | None, splits: bool, exact: bool = False
+        self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False
     ) -> Any:
         key = None
         if exact or not splits:  # then it is an exchange
@@ -222,7 +276,12 @@ class SequenceLayout:
             return output
 
         def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-            scale, place = calls[0].grad_scale(grad_scale), calls[0].place
+            if grad_scale is NOT_GIVEN and must_record([call.input for call in calls]):
+                raise _scale_error(calls[0], splits)
+            scale, place = (
+                calls[0].grad_scale(None if grad_scale is NOT_GIVEN else grad_scale),
+                calls[0].place,
+            )
             shards = [
                 checked_numbers(call, "layout", self, call.dim("dim", dim), splits, which)
                 for call, which in zip(calls, at, strict=True)
@@ -235,6 +294,22 @@ class SequenceLayout:
             return apply_steps(calls, ((place, args),), scale, key)
 
         return checked_together(name, x, self.group, run, 0 if splits and not exact else 1)
+
+
+def _scale_error(call: Call, splits: bool) -> ValueError:
+    """Return the error of a recorded gradient whose reduction the caller did not name."""
+    if splits:
+        cases = (
+            '"down" if the input is computed from parameters, whose gradients are reduced over the ranks as '
+            "all others; None if the input's own gradient is read on each rank, which is then whole; or "
+            "pass x.detach() if it needs none"
+        )
+    else:
+        cases = (
+            '"up" if all ranks compute one loss from the output and gradients of parameters are averaged, as '
+            "by DDP; None if they are summed; or call all_gather instead if the ranks' losses differ"
+        )
+    return ValueError(f"{call.where}: a gradient is recorded, and grad_scale is not given; expected {cases}")
 
 
 def numbers_of(layout: SequenceLayout, dim: int) -> Layout:

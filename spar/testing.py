@@ -23,6 +23,7 @@ __all__ = ["Entry", "Report", "compare"]
 
 _NAME = "testing.compare"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of parameters
+_ALIKE = 1e-3  # the relative error from which a gradient is wrong, and up to which it is a factor
 _LAST = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 
@@ -35,12 +36,15 @@ class Entry:
         max_abs_error: the largest difference of an element, over all ranks.
         max_rel_error: the same, divided by the largest element of the reference.
         reference_norm: the 2-norm of the reference.
+        factor: of a gradient that is wrong by a factor alone: that factor. It is the number of ranks, or its
+            reciprocal, where a grad_scale or the factor of the loss does not fit the reduction of gradients.
     """
 
     name: str
     max_abs_error: float
     max_rel_error: float
     reference_norm: float
+    factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class Report:
         ]
         width = max(len(name) for name, *_ in rows)
         lines = [f"{name:<{width}}" + "".join(f"{x:>16}" for x in rest) for name, *rest in (head, *rows)]
+        for i, entry in enumerate(self.entries, 1):
+            if entry.factor is not None:
+                lines[i] += f"   {entry.factor:.4g} times the reference: see grad_scale in docs/gradients.md"
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         title = f"loss of {ranks}: {self.loss:.8g}; of one process: {self.reference_loss:.8g}"
         return "\n".join([title, *lines, f"worst: {self.worst.name}, {self.worst.max_rel_error:.3e}"])
@@ -268,7 +275,18 @@ class _Runs:
         error = float(self._of_each_rank(_largest(found.double() - expected.double())).max())
         largest = float(_largest(reference))
         relative = error / largest if largest else (math.inf if error else error)
-        return Entry(name, error, relative, float(reference.norm()))
+        factor = None
+        if name.endswith(".grad") and _ALIKE < relative < math.inf:  # equal on all ranks
+            factor = self._factor(found.double(), reference)
+        return Entry(name, error, relative, float(reference.norm()), factor)
+
+    def _factor(self, found: torch.Tensor, reference: torch.Tensor) -> float | None:
+        """Return the factor by which a gradient differs on all ranks; None if it differs in another way."""
+        ratio = (found * reference).sum() / reference.square().sum()
+        rest = _largest(found - ratio * reference) / _largest(reference * ratio)
+        ratios, rests = self._of_each_rank(ratio), self._of_each_rank(rest)
+        same = bool((ratios - ratios[0]).abs().max() <= _ALIKE * ratios[0].abs())
+        return float(ratios[0]) if same and bool(rests.max() <= _ALIKE) else None
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -267,7 +267,7 @@ def check_derivatives(rank: int, world: int, group: Group) -> None:
     found: list[list[tuple[str, str]]] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        whole = layout.gather(layout.shard(x.sin(), 0).exp(), 0, "up")
+        whole = layout.gather(layout.shard(x.sin(), 0, None).exp(), 0, "up")
         return spar.all_gather(spar.reduce_scatter(whole * whole, group), group)
 
     def ops_of(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:

@@ -61,7 +61,7 @@ def check_graphs(
 
 def by_layout(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
     """Use each of a layout's operations, on one tensor and on a list."""
-    one, two = layout.shard([x * 2, x * 3], 0)
+    one, two = layout.shard([x * 2, x * 3], 0, None)
     there = layout.gather(one, 0, "up") + spar.all_gather(two, layout=layout)
     first, second = layout.reduce_scatter([there, x], 0)
     columns = spar.all_to_all([first, second], None, 1, 0, layout=layout)
@@ -71,7 +71,7 @@ def by_layout(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
 
 
 def there_and_back(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    return layout.gather(layout.shard(x * 2, 0).sin(), 0)
+    return layout.gather(layout.shard(x * 2, 0, None).sin(), 0, None)
 
 
 def check_layout(rank: int, world: int, group: Group, kind: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ def check_moves(layout: SequenceLayout, owners: list[int], rank: int) -> None:
     for shape, dim in (((total, 3), 0), ((2, total, 3), -2), ((3, total), 1)):
         whole = cells(shape, torch.float64).requires_grad_()
         uppers = [cells(shape, torch.float64, salt=p + 1) for p in range(world)]
-        own = layout.shard(whole, dim)
+        own = layout.shard(whole, dim, None)
         assert_same(own.detach(), owned(whole.detach(), owners, dim, rank), layout)
         own.backward(owned(uppers[rank], owners, dim, rank))
         assert whole.grad is not None
@@ -74,7 +76,7 @@ def check_moves(layout: SequenceLayout, owners: list[int], rank: int) -> None:
         assert_same(whole.grad, joined(grads, owners, dim), layout)
         x = own.detach().requires_grad_()
         for exact in (False, True):
-            y = layout.all_gather(x, dim) if exact else layout.gather(x, dim)
+            y = layout.all_gather(x, dim) if exact else layout.gather(x, dim, None)
             assert_same(y.detach(), whole.detach(), layout)
             x.grad = None
             y.backward(uppers[rank])
@@ -171,7 +173,7 @@ def check_keys_and_values(rank: int, world: int, group: Group) -> None:
     reference = weights.clone().requires_grad_()
     (attend(*(x @ reference), torch.arange(11)) - target).square().sum().backward()
     layout, found = SequenceLayout.zigzag(11, group), []
-    for gather in (layout.all_gather, layout.gather):
+    for gather in (layout.all_gather, partial(layout.gather, grad_scale=None)):
         leaf = weights.clone().requires_grad_()
         q, k, v = layout.shard(x, 0) @ leaf
         y = attend(q, *gather([k, v], 0), layout.index())
@@ -243,6 +245,37 @@ def test_equality_hash_and_pickling(ranks: Ranks) -> None:
 
 def test_arguments_and_repr(ranks: Ranks) -> None:
     ranks(7, check_forms)
+
+
+def check_reduction_is_named(rank: int, world: int, group: Group) -> None:
+    """Where a gradient is recorded, grad_scale must be given, also for lists, repeated and on one rank."""
+    layout = SequenceLayout.even(6, group)
+    whole, own = torch.ones(6, 2), torch.ones(layout.sizes[rank], 2)
+    calls = {
+        "shard": (whole, '"down" if the input is computed from parameters', layout.shard),
+        "gather": (own, '"up" if all ranks compute one loss', layout.gather),
+    }
+    for name, (x, cases, call) in calls.items():
+        where = (
+            f"SequenceLayout.{name} on rank {rank} of {world}: a gradient is recorded, and grad_scale is not"
+        )
+        for _ in range(2):
+            call(x, 0)  # kept for repeated calls
+            for inputs in (x.clone().requires_grad_(), [x, x.clone().requires_grad_()]):
+                with pytest.raises(ValueError, match=re.escape(where)) as caught:
+                    call(inputs, 0)
+                assert cases in str(caught.value)
+            learned = x.clone().requires_grad_()
+            with torch.no_grad():
+                call(learned, 0)
+            call(learned.detach(), 0)
+            for scale in ("up", "down", None, 0.5):
+                call(learned, 0, scale).sum().backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_recorded_gradients_need_a_grad_scale(ranks: Ranks, world: int) -> None:
+    ranks(world, check_reduction_is_named)
 
 
 # ---- by a parallel state ----

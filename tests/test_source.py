@@ -111,8 +111,8 @@ LAYOUT = {
     "SequenceLayout.index": "self",
     "SequenceLayout.positions": "self",
     "SequenceLayout.cu_seqlens": "self",
-    "SequenceLayout.shard": "self, x, dim, grad_scale=None",
-    "SequenceLayout.gather": "self, x, dim, grad_scale=None",
+    "SequenceLayout.shard": "self, x, dim, grad_scale=NOT_GIVEN",
+    "SequenceLayout.gather": "self, x, dim, grad_scale=NOT_GIVEN",
     "SequenceLayout.all_gather": "self, x, dim",
     "SequenceLayout.reduce_scatter": "self, x, dim",
 }
@@ -158,7 +158,7 @@ TESTING = {
     "compare": "model_fn, batch, shard_fn, group=None, layout=None, seq_dim=1, reduce='sum', seed=0, "
     "show=True",
     "Report": "ranks, loss, reference_loss, entries",
-    "Entry": "name, max_abs_error, max_rel_error, reference_norm",
+    "Entry": "name, max_abs_error, max_rel_error, reference_norm, factor=None",
 }
 TRANSFORMERS = {
     "register": "name='spar'",

@@ -44,8 +44,8 @@ class Model(nn.Module):
         at = torch.arange(ids.size(1))
         if layout is not None:
             at = at if self.how == "positions" else layout.positions()
-            gather = layout.gather if self.how == "gather" else layout.all_gather
-            k, v = gather([k, v], 1)
+            split = self.how == "gather"
+            k, v = layout.gather([k, v], 1, None) if split else layout.all_gather([k, v], 1)
         mask = at[:, None] >= torch.arange(k.size(1))
         logits = self.head(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -59,7 +59,7 @@ class Model(nn.Module):
         averaged_by = layout.group if self.how == "averaged" else None
         loss = spar.mean_loss(losses, count, layout.group, averaged_by=averaged_by)
         if self.how == "whole logits":
-            logits = layout.gather(logits, 1)
+            logits = layout.gather(logits, 1, None)
         return loss if self.how == "no logits" else (loss, logits)
 
 
@@ -110,6 +110,40 @@ def test_mistake_is_found(ranks: Ranks, how: str, right: list[str], wrong: list[
     assert all(found[name].max_rel_error < 1e-13 for name in right), report
     assert all(found[name].max_rel_error > 1e-3 for name in wrong), report
     assert report.worst.max_rel_error == max(entry.max_rel_error for entry in report.entries)
+
+
+def check_factor(rank: int, world: int, group: Group) -> None:
+    """An encoder before the shard: with grad_scale=None its gradients are summed once for each rank."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+
+        def forward(self, x: Tensor, layout: Any = None, scale: Any = None) -> Tensor:
+            x = self.before(x)
+            if layout is not None:
+                x = layout.shard(x, 1, scale)
+            return self.after(x).square().sum()
+
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    layout = SequenceLayout.even(5, group)
+    for scale, factor in ((None, float(world)), ("down", None)):
+        report = compare(
+            Encoder,
+            {"x": x},
+            lambda model, batch: batch | {"layout": layout, "scale": scale},  # noqa: B023
+            group,
+            show=False,
+        )
+        factors = {entry.name: entry.factor for entry in report.entries}
+        assert factors["after.weight.grad"] is None
+        assert factors["before.weight.grad"] == (None if factor is None else pytest.approx(factor))
+        assert (f"   {world} times the reference: see grad_scale" in str(report)) == (factor is not None)
+
+
+def test_a_gradient_off_by_the_number_of_ranks_is_named(ranks: Ranks) -> None:
+    ranks(3, check_factor)
 
 
 def check_reductions(rank: int, world: int, group: Group) -> None:

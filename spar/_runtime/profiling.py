@@ -32,10 +32,8 @@ def exchange_event(
     its ranks, the transport, and the layouts before and after.
     """
     op, args, *_ = operation
-    sides = (
-        _C.SIDE_PULL if transport == "torch" else 0
-    )  # the plan that the exchange itself gets from the cache
+    sides = _C.SIDE_PULL if transport == "torch" else 0  # of the plan that the exchange itself uses
     size = ITEM_TYPES[tensors[0].dtype].size
     plan, _ = _C.plan_of(op, world, rank, sides, size, tensors, args)
-    layouts, sent = plan.describe("", "", 0)[0].strip(), sum(plan.push_bytes)
+    layouts, sent = plan.describe("", "", 0, 0)[0].strip(), sum(plan.push_bytes)
     return event(op, tensors, bytes=sent, group=group, ranks=world, transport=transport, layouts=layouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ def key_of(input_: Any, dim: object, arguments: Key, grad_scale: Key = ()) -> Ke
 
 def kept_scale(grad_scale: object) -> Key:
     """Return a grad_scale for a key; None for types whose values equal those of others."""
-    return (grad_scale,) if grad_scale is None or type(grad_scale) in (str, float) else None
+    kept = grad_scale is None or isinstance(grad_scale, enum.Enum) or type(grad_scale) in (str, float)
+    return (grad_scale,) if kept else None
 
 
 def repeat(name: str, input_: Any, group: Group, key: Key) -> Any:

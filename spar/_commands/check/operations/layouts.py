@@ -74,8 +74,8 @@ def _ways(layout: Maker, index: Indexed, total: Total) -> dict[str, Make]:
 
     return {
         "index": places,
-        "shard": split(lambda s, size, x: layout(s, size).shard(x, 1), index, total, scaled=False),
-        "gather": gather(lambda s, size, x: layout(s, size).gather(x, 1), index, total, scaled=False),
+        "shard": split(lambda s, size, x: layout(s, size).shard(x, 1, None), index, total, scaled=False),
+        "gather": gather(lambda s, size, x: layout(s, size).gather(x, 1, None), index, total, scaled=False),
         "all_gather": exact_gather(lambda s, size, x: layout(s, size).all_gather(x, 1), index, total),
         "reduce_scatter": add(lambda s, size, x: layout(s, size).reduce_scatter(x, 1), index, total),
     }
