@@ -145,23 +145,24 @@ def test_error_is_reported_to_the_peers(ranks: Ranks, name: str) -> None:
 def fail_at_two_levels(rank: int, folder: Path, where: str) -> None:
     """Rank 1 of ring x ulysses fails: every rank that waits for it raises at once, in both of its groups.
 
-    If it fails in a block, its ring has its keys, and completes.
+    If it fails in a block, its ring has its keys, and completes forward; backward waits for it.
     """
     state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
     layout = SequenceLayout.hybrid(8, state)
     spar.attention(*[z(1, 2, 2, 8)] * 3, layout)
     begin = time.monotonic()
     options: dict[str, Any] = {"mask": z(3, 3)} if rank == 1 and where == "arguments" else {}
-    inputs: list[Any] = [z(1, 2, 2, 8)] * 3
+    inputs: list[Any] = [z(1, 2, 2, 8, requires_grad=True) for _ in range(3)]
     if rank == 1 and where == "no tensor":
         inputs[0] = None
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and where == "a block":
             patch.setattr(KERNELS["cpu"]["flash"], "forward", lambda *arguments: 1 / 0)
         errors = (TypeError, ValueError, ZeroDivisionError, spar.MismatchError)
-        waits = where != "a block" or rank in (1, 3)
-        with pytest.raises(errors) if waits else contextlib.nullcontext():
-            spar.attention(*inputs, layout, **options)
+        with pytest.raises(errors):
+            y = spar.attention(*inputs, layout, **options)
+            assert where == "a block" and rank in (0, 2)
+            y.sum().backward()  # type: ignore[no-untyped-call]
     assert time.monotonic() - begin < 10
     dist.barrier()  # the exchange that rank 1 left in flight ends first
     y = spar.attention(*[torch.ones(1, 2, 2, 8)] * 3, layout)
@@ -175,10 +176,13 @@ def test_failure_reaches_the_ranks_of_both_groups(tmp_path: Path, where: str) ->
 
 
 def check_failing_block(rank: int, world: int, group: Group) -> None:
-    """Rank 1 fails in each block of a ring in turn: ranks that wait raise, and the group stays in step."""
+    """Rank 1 fails in each block of a ring in turn: ranks that wait raise, and the group stays in step.
+
+    After the last exchange of forward, ranks raise in their next call. After that of backward they wait for
+    nothing.
+    """
     layout, kernel = SequenceLayout.even(TOTAL, group), KERNELS["cpu"]["flash"]
-    last = {"forward": world - 2 if world > 3 else 0, "backward": world - 1}  # the block of the last exchange
-    for where, block in itertools.product(last, range(world)):
+    for where, block in itertools.product(("forward", "backward"), range(world)):
         blocks = itertools.count()
         right = getattr(kernel, where)
 
@@ -186,14 +190,13 @@ def check_failing_block(rank: int, world: int, group: Group) -> None:
             return 1 / 0 if next(blocks) == block else right(*arguments)  # noqa: B023
 
         inputs = [z(1, TOTAL // world, 2, 8, requires_grad=True) for _ in range(3)]
-        waits = pytest.raises(spar.MismatchError) if block < last[where] else contextlib.nullcontext()
+        waits = where == "forward" or block < world - 1
+        peers = pytest.raises(spar.MismatchError, match="division") if waits else contextlib.nullcontext()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(kernel, where, fails)
-            with pytest.raises(ZeroDivisionError) if rank == 1 else waits:
-                y = spar.attention(*inputs, layout, method="ring")
-                if where == "backward":
-                    y.sum().backward()  # type: ignore[no-untyped-call]
+            with pytest.raises(ZeroDivisionError) if rank == 1 else peers:
+                spar.attention(*inputs, layout, method="ring").sum().backward()  # type: ignore[no-untyped-call]
         assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world)), (where, block)
 
 

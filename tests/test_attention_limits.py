@@ -1,10 +1,13 @@
-"""spar.attention at the limits of what it computes: heads without width, empty batches, large scores."""
+"""spar.attention at its limits: no width, empty batches, large scores, failures after the last exchange."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,3 +99,58 @@ def test_blockwise_is_as_exact_as_a_softmax_for_large_scores(size: float) -> Non
     ratios = (errors["blockwise"] / errors["softmax"]).tolist()
     assert max(ratios[:3]) < 1.5, ratios  # of the output, dq and dk
     assert ratios[3] < 3, ratios  # the weights of dv are exp(scores - lse), whose lse is rounded
+
+
+def fail_late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise RuntimeError("out of registers")
+
+
+def check_late_failure(rank: int, world: int, group: Group, method: str) -> None:
+    """Rank 1's kernel fails once its peers wait for nothing of this forward: their next call raises."""
+    layout, kernel = SequenceLayout.even(TOTAL, group), KERNELS["cpu"]["flash"]
+    report = pytest.raises(
+        spar.MismatchError, match=r"(?s)^.*attention.*rank 1 failed: RuntimeError: out of reg"
+    )
+    last = max(world - 1, 1) if method == "ring" else 0
+
+    def attend(x: Tensor, fails: bool = False) -> Tensor:
+        blocks, right = itertools.count(), kernel.forward
+
+        def late(block: BlockInputs) -> Any:
+            return fail_late(*block[:3]) if next(blocks) == last else right(block)
+
+        with mock.patch.object(kernel, "forward", late) if fails else contextlib.nullcontext():
+            return spar.attention(x, x, x, layout, method=method, attend="flash")
+
+    for then in ("backward", "the next layer", "a retry"):
+        x = torch.full((1, TOTAL // world, 2, 8), 2.0, requires_grad=then != "the next layer")
+        begin = time.monotonic()
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="out of registers"):
+                attend(x, fails=True)
+        else:
+            y = attend(x)
+            with report:
+                attend(y) if then == "the next layer" else y.sum().backward()  # type: ignore[no-untyped-call]
+        if then == "a retry":
+            assert torch.equal(attend(x), x)
+        assert time.monotonic() - begin < 10
+        assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world)), then
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_kernel_that_fails_after_the_last_exchange(ranks: Ranks, method: str, world: int) -> None:
+    ranks(world, check_late_failure, method)
+
+
+def check_failure_of_all(rank: int, world: int, group: Group) -> None:
+    layout, x = SequenceLayout.even(TOTAL, group), torch.zeros(1, TOTAL // world, 2, 8)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="out of registers"):
+            spar.attention(x, x, x, layout, method="gather", attend=fail_late)
+    assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world))
+
+
+def test_kernel_that_fails_on_all_ranks(ranks: Ranks) -> None:
+    ranks(3, check_failure_of_all)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -135,7 +134,11 @@ def attention(
         if torch.compiler.is_compiling():  # nothing is reported; torch shows this error's text
             pass
         elif not is_reported(error):
-            ends = map(operator.add, before, exchanges)
+            # After the last exchange the peers wait for this rank in their next call, of backward or the next
+            # layer. The failure counts as this rank's next call, so that theirs fails at once. A caller that
+            # catches it and goes on makes the call after that, as the peers do once they have raised.
+            counts = zip(before, exchanges, strict=True)
+            ends = [count + made + 1 if made else count for count, made in counts]
             report_failure(zip(places, ends, strict=True), "attention", device, error)
         elif two_levels:
             _tell_other_group(places, before, device, error)
@@ -163,15 +166,12 @@ def _tell_other_group(
 ) -> None:
     """Report the error of one group's exchange to the ranks of the other group, which wait for this one.
 
-    The order is: one exchange in the ulysses group, the ring's, one more in the ulysses group.
+    The order is: one exchange in the ulysses group, the ring's, one more in the ulysses group. After that
+    backward waits in the ring.
     """
     ulysses, ring = (by_handle(place.handle) for place in places)
-    if ring.calls == before[1] and ring.broken is None:
-        waits = ring
-    elif ulysses.calls <= before[0] + 1:
-        waits = ulysses
-    else:
-        return
+    in_ulysses = ulysses.calls <= before[0] + 1 and (ring.calls > before[1] or ring.broken is not None)
+    waits = ulysses if in_ulysses else ring
     with contextlib.suppress(SparError):
         waits.fail("attention", device, error, f"the exchange before it failed: {failure_text(error)}")
 
