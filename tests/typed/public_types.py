@@ -19,7 +19,6 @@ def layouts(layout: spar.SequenceLayout, x: torch.Tensor, several: list[torch.Te
     assert_type(layout.reduce_scatter(x, 1), torch.Tensor)
     q, k, v = layout.shard(several, 1, grad_scale=None)
     assert_type(spar.attention(q, k, v, layout, causal=True), torch.Tensor)
-    assert_type(spar.attention(*layout.shard([x, x, x], 1, grad_scale=None), layout), torch.Tensor)
 
 
 def exchanges(x: torch.Tensor, several: list[torch.Tensor]) -> None:
