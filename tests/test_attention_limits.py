@@ -47,12 +47,12 @@ def check_empty(rank: int, world: int, group: Group, batch: int, width: int, val
         whole = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
         expected = sdpa(*whole, causal)
         expected.square().sum().backward()  # type: ignore[no-untyped-call]
-        own = [layout.shard(x.detach(), 1).clone().requires_grad_() for x in whole]
+        own = [layout.shard(x.detach(), 1, None).clone().requires_grad_() for x in whole]
         y = run(lambda *x: spar.attention(*x, layout, causal=causal, method=method), *own)  # noqa: B023
         y.square().sum().backward()
-        torch.testing.assert_close(y, layout.shard(expected, 1))
+        torch.testing.assert_close(y, layout.shard(expected, 1, None))
         for one, other in zip(own, whole, strict=True):
-            torch.testing.assert_close(one.grad, layout.shard(other.grad, 1))
+            torch.testing.assert_close(one.grad, layout.shard(other.grad, 1, None))
 
 
 SHAPES = {"q and k": (2, 0, 4), "v": (2, 4, 0), "q, k and v": (2, 0, 0), "the batch": (0, 4, 4)}
