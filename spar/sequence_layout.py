@@ -116,6 +116,8 @@ class SequenceLayout:
     def hybrid(cls, total: int, state: ParallelState | None = None) -> SequenceLayout:
         """Lay out over ring x ulysses by the parallel state: zigzag over the ring, then even over ulysses.
 
+        In the cp group either the ring ranks or the ulysses ranks are neighbours.
+
         state: a ParallelState; None: the current one.
         """
         state = topology.current().state if state is None else state
@@ -136,12 +138,15 @@ class SequenceLayout:
             return cls.even(total, alone)
         if not state.is_ulysses_enable():
             return cls.zigzag(total, ring)
-        if cp is None or not state.is_cp_ring_by_ring():
+        neighbours = state.get_cp_neighbours()
+        if cp is None or neighbours is None:
             raise ValueError(
-                "SequenceLayout.hybrid: the parallel state has no cp group of ring x ulysses in ring order; "
-                "create it with init_parallel_state(ring_attention_size=..., ulysses_parallel_size=...)"
+                "SequenceLayout.hybrid: the parallel state has no cp group of ring x ulysses in which the "
+                "ring or the ulysses ranks are neighbours; create it with init_parallel_state("
+                "ring_attention_size=..., ulysses_parallel_size=...), or take over a mesh whose ranks ascend"
             )
-        return cls("hybrid", (state.get_group_size("ulysses"), total), cp)
+        inner = state.get_group_size("ulysses")
+        return cls("hybrid", (-inner if neighbours == "ulysses" else inner, total), cp)
 
     # ---- what it says ----
 
@@ -178,7 +183,10 @@ class SequenceLayout:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
 
     def __repr__(self) -> str:
-        shown = {"hybrid": f"{self.total}, ulysses={self.numbers[0]}", "local": f"sizes={list(self.numbers)}"}
+        shown = {"local": f"sizes={list(self.numbers)}"}
+        if self.kind == "hybrid":
+            neighbours = " neighbours" if self.numbers[0] < 0 else ""
+            shown["hybrid"] = f"{self.total}, ulysses={abs(self.numbers[0])}{neighbours}"
         lengths = list(self.numbers[2:18]) + (["..."] if len(self.numbers) > 18 else [])
         shown |= {"packed": f"{lengths}".replace("'", ""), "joint": ", ".join(map(str, self.numbers[2:]))}
         maker = "from_local" if self.kind == "local" else self.kind

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
+from helpers.orders import ORDERS
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whole_attention
 from test_faults import finish, start
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from spar._attention.kernels.kernel import BlockInputs
 from spar._attention.methods import _round
 from spar._runtime.layouts import Layout, even, extent, packed, zigzag
 from spar._runtime.registry import by_handle, place_of
-from spar.parallel_state import init_parallel_state
 
 pytestmark = pytest.mark.one_transport
 
@@ -217,8 +217,8 @@ def test_layers_hold_the_key_heads_of_each_rank(most: int) -> None:
                 assert sum(map(bool, found)) == (count > 0), "one layer has all of them"
 
 
-def check_two_levels(rank: int, folder: Path) -> None:
-    state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+def check_two_levels(rank: int, folder: Path, order: str) -> None:
+    state = ORDERS[order][0]()
     for total, (heads, key_heads), causal in itertools.product(
         (23, 16, 3), ((4, 2), (3, 3), (1, 1)), (False, True)
     ):
@@ -237,8 +237,9 @@ def check_two_levels(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_ring_across_ulysses_groups(tmp_path: Path) -> None:
-    assert finish(start(check_two_levels, 4, tmp_path), 150) == [0] * 4
+@pytest.mark.parametrize("order", ["init_parallel_state", "mesh of ring x ulysses"])
+def test_ring_across_ulysses_groups(tmp_path: Path, order: str) -> None:
+    assert finish(start(check_two_levels, 4, tmp_path, order), 150) == [0] * 4
 
 
 # ---- work and memory ----

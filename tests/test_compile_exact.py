@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.orders import ORDERS
 from helpers.reference import assert_same, cells
 from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout
-from spar.parallel_state import init_parallel_state
 
 pytestmark = pytest.mark.one_transport
 
@@ -89,14 +89,15 @@ def test_layout_of_five_lengths_compiles_twice(ranks: Ranks, kind: str) -> None:
     ranks(2, check_layout, kind, timeout=280)
 
 
-def check_hybrid(rank: int, folder: Path) -> None:
-    init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+def check_hybrid(rank: int, folder: Path, order: str) -> None:
+    ORDERS[order][0]()
     inputs = {n: cells((n, 2), torch.float64) for n in LENGTHS}
     check_graphs(by_layout, lambda n: (inputs[n], SequenceLayout.hybrid(n)), rank == 3)
 
 
-def test_hybrid_layout_of_five_lengths_compiles_twice(tmp_path: Path) -> None:
-    assert finish(start(check_hybrid, 4, tmp_path), 150) == [0] * 4
+@pytest.mark.parametrize("order", ["init_parallel_state", "mesh of ring x ulysses"])
+def test_hybrid_layout_of_five_lengths_compiles_twice(tmp_path: Path, order: str) -> None:
+    assert finish(start(check_hybrid, 4, tmp_path, order), 150) == [0] * 4
 
 
 def by_list(x: torch.Tensor, group: Group, n: int) -> torch.Tensor:

@@ -132,6 +132,8 @@ HOSTILE = {
     "the largest zigzag": ("zigzag_gather", 2, [Spec(4, [2**60], [1], [0, 1, 2**61])], str(2**61)),
     "no inner ranks": ("zigzag_split", 4, [contiguous([8], [0, 0, 8])], "0 inner ranks"),
     "inner ranks that do not divide": ("zigzag_split", 4, [contiguous([8], [0, 3, 8])], "3 inner ranks"),
+    "neighbours that do not divide": ("zigzag_split", 4, [contiguous([8], [0, -3, 8])], "-3 inner ranks"),
+    "the most neighbours": ("packed_split", 4, [contiguous([8], [0, -(2**63), 1, 8])], str(-(2**63))),
     "the largest inner ranks": ("packed_split", 4, [contiguous([8], [0, 2**32 + 2, 1, 8])], str(2**32 + 2)),
     "a negative length": ("packed_split", 3, [contiguous([5], [0, 1, 2, 6, -1])], "-1"),
     "lengths beyond 2^63": ("packed_gather", 3, [contiguous([5], [0, 1, 3, HUGE, HUGE, HUGE])], str(HUGE)),

@@ -18,7 +18,7 @@ import spar
 from spar import parallel_state as ps
 from spar.groups import process_group
 from spar.topology import Topology, sequence_group
-from spar.topology.groups_by_name import _is_ring_by_ring
+from spar.topology.groups_by_name import _cp_neighbours
 
 
 def check_take_over_mesh(rank: int, folder: Path) -> None:
@@ -85,22 +85,23 @@ def check_take_over_mesh(rank: int, folder: Path) -> None:
 CP = ("split_forward_gather_backward_with_cp", "gather_forward_split_backward_with_cp")
 
 
-def test_is_ring_by_ring_is_decided_from_the_whole_mesh() -> None:
-    """All ranks agree whether one exchange suffices, whatever their own groups are."""
+def test_neighbours_in_cp_are_decided_from_the_whole_mesh() -> None:
+    """All ranks agree on cp's order, whatever their own groups are."""
 
-    def decide(ranks: list[Any], dims: str = "ulysses ring") -> bool:
-        return _is_ring_by_ring(
+    def decide(ranks: list[Any], dims: str = "ulysses ring") -> str | None:
+        return _cp_neighbours(
             cast(Any, SimpleNamespace(mesh=torch.tensor(ranks), mesh_dim_names=dims.split()))
         )
 
-    assert decide([[0, 1], [2, 3]])
-    assert decide([[3, 2], [1, 0]])
-    assert not decide([[0, 2], [1, 3]])
-    assert decide([[0, 2], [1, 3]], "ring ulysses")
+    assert decide([[0, 1], [2, 3]]) == "ring"
+    assert decide([[3, 2], [1, 0]]) == "ring"
+    assert decide([[0, 2], [1, 3]]) == "ulysses"
+    assert decide([[0, 2], [1, 3]], "ring ulysses") == "ring"
+    assert decide([[0, 1, 2], [3, 4, 5]], "ring ulysses") == "ulysses"
     # the ring of ranks 0 and 1 is contiguous in cp, the other rings are not
-    assert not decide([[0, 1], [2, 4], [3, 5]])
-    assert not decide([[[0, 1], [2, 3]], [[4, 6], [5, 7]]], "dp ulysses ring")
-    assert decide([[[0, 1], [2, 3]], [[6, 7], [4, 5]]], "dp ulysses ring")
+    assert decide([[0, 1], [2, 4], [3, 5]]) is None
+    assert decide([[[0, 1], [2, 3]], [[4, 6], [5, 7]]], "dp ulysses ring") is None
+    assert decide([[[0, 1], [2, 3]], [[6, 7], [4, 5]]], "dp ulysses ring") == "ring"
     for ranks in ([[0, 1], [3, 2]], [[0, 3], [1, 2]], [[0, 1, 2], [5, 4, 3]]):
         with pytest.raises(ValueError, match="expected rings whose n-th ranks form a ulysses group"):
             decide(ranks)

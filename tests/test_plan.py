@@ -249,7 +249,10 @@ def test_description_says_how_pieces_lie() -> None:
 
     assert text([0, 2, 1, 8], 4) == "zigzag"
     assert text([0, 2, 2, 8], 2, 4) == "zigzag, each part in 2"
+    assert text([0, 2, -2, 8], 2, 4) == "zigzag, each part in 2 neighbours"
+    assert text([0, 2, -1, 8], 4) == "zigzag"
     assert text([0, 3, 1, 2, 3, 5], 5) == "packed [3, 5]"
+    assert text([0, 3, -2, 2, 3, 5], 3, 4) == "packed [3, 5], each part in 2 neighbours"
     assert text([0, 3, 1, 2, 2, 1, 1, 4], 3) == "packed [2, 1, 1, 4]"
     assert text([0, 4, 1, 3, 5], 5) == "rotated by 1"
     many = [text([0, 3, 1, 30, *[2] * 29, last], 29 + last // 2) for last in (4, 6)]

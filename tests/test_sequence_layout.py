@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.orders import ORDERS
 from helpers.reference import assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
 from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout, parallel_state
-from spar.parallel_state import ParallelState, init_parallel_state
+from spar.parallel_state import ParallelState, Topology, init_parallel_state
 
 Group = dist.ProcessGroup
 WORLDS = (1, 2, 3, 4)
@@ -281,20 +282,37 @@ def test_recorded_gradients_need_a_grad_scale(ranks: Ranks, world: int) -> None:
 # ---- by a parallel state ----
 
 
+def check_orders(rank: int, folder: Path) -> None:
+    for name, (make, inner) in ORDERS.items():
+        with Topology():
+            state = make()
+            for total in TOTALS:
+                layout = SequenceLayout.hybrid(total)
+                assert layout == SequenceLayout.hybrid(total, state) and layout.group is state.get_group("cp")
+                owners = zigzag(total, 2, inner)
+                check_numbers(layout, owners, [total], rank)
+                check_moves(layout, owners, rank)
+            place = state.get_rank("ring"), state.get_rank("ulysses")
+            assert place == (divmod(rank, 2) if inner < 0 else divmod(rank, 2)[::-1]), name
+            neighbours = " neighbours" if inner < 0 else ""
+            assert repr(layout) == f"SequenceLayout.hybrid(0, ulysses=2{neighbours}, 4 ranks)"
+            layout = SequenceLayout.hybrid(16)
+            assert pickle.loads(pickle.dumps(layout)) == layout
+            x = cells((16, 2), torch.float32)
+            assert_same(layout.shard(x, 0), spar.split_forward_gather_backward_with_cp(x, 0))
+        dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_hybrid_in_both_orders(tmp_path: Path, transport: str) -> None:
+    ranks = start(check_orders, 4, tmp_path, SPAR_TRANSPORT=transport)
+    assert finish(ranks, 120) == [0] * 4
+
+
 def check_hybrid(rank: int, folder: Path) -> None:
     state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
-    for total in TOTALS:
-        layout = SequenceLayout.hybrid(total)
-        assert layout == SequenceLayout.hybrid(total, state) and layout.group is state.get_group("cp")
-        owners = zigzag(total, 2, 2)
-        check_numbers(layout, owners, [total], rank)
-        check_moves(layout, owners, rank)
-    assert repr(layout) == "SequenceLayout.hybrid(0, ulysses=2, 4 ranks)"
-    x = cells((16, 2), torch.float32)
-    assert_same(SequenceLayout.hybrid(16).shard(x, 0), spar.split_forward_gather_backward_with_cp(x, 0))
-    assert pickle.loads(pickle.dumps(layout)) == layout
     del state._meshes["cp"]
-    with pytest.raises(ValueError, match="has no cp group of ring x ulysses in ring order; create it with"):
+    with pytest.raises(ValueError, match="has no cp group of ring x ulysses in which the ring or"):
         SequenceLayout.hybrid(8)
     parallel_state.destroy_parallel_state()
     state = init_parallel_state(ring_attention_size=4)

@@ -121,8 +121,8 @@ static spar_status packed(spar_layout *layout, int dim, int world, int64_t seque
 }
 
 /* Shards each rank's part once more over `inner` ranks by the size rule: rank u * world + r then holds part u
- * of what rank r held. Frees the layout on failure. */
-static spar_status refine(spar_layout *layout, int inner)
+ * of what rank r held; with `neighbours` rank r * inner + u does. Frees the layout on failure. */
+static spar_status refine(spar_layout *layout, int inner, int neighbours)
 {
     spar_layout outer = *layout;
     if (inner == 1)
@@ -131,7 +131,8 @@ static spar_status refine(spar_layout *layout, int inner)
     spar_status status =
         start(layout, outer.dim, outer.total, outer.world * inner, pieces + (int64_t)outer.world * inner);
     for (int rank = 0; status == SPAR_OK && rank < layout->world; rank++) {
-        int from = rank % outer.world, part = rank / outer.world;
+        int from = neighbours ? rank / inner : rank % outer.world;
+        int part = neighbours ? rank % inner : rank / outer.world;
         int64_t held = spar_layout_extent(&outer, from);
         int64_t begin = shard_start(held, inner, part), end = begin + spar_shard_size(held, inner, part);
         add(layout, rank, 0, 0);
@@ -157,15 +158,15 @@ static spar_status check_total(int64_t total)
 static spar_status read_refined(spar_layout *layout, int dim, int64_t kind, const int64_t *numbers,
                                 int64_t count, int world)
 {
-    int64_t inner = numbers[0], sequences = numbers[1];
-    if (inner < 1 || inner > world || world % inner)
+    int64_t signed_inner = numbers[0], sequences = numbers[1];
+    if (signed_inner == 0 || signed_inner < -world || signed_inner > world || world % signed_inner)
         return spar_fail(SPAR_INVALID, "%lld inner ranks; expected a divisor of the %d ranks",
-                         (long long)inner, world);
-    int outer = world / (int)inner;
+                         (long long)signed_inner, world);
+    int neighbours = signed_inner < 0, inner = abs((int)signed_inner), outer = world / inner;
     if (kind == SPAR_ZIGZAG) {
         SPAR_TRY(check_total(numbers[1]));
         SPAR_TRY(zigzag(layout, dim, numbers[1], outer));
-        return refine(layout, (int)inner);
+        return refine(layout, inner, neighbours);
     }
     numbers += 2;
     count -= 2;
@@ -176,7 +177,7 @@ static spar_status read_refined(spar_layout *layout, int dim, int64_t kind, cons
                          "of each on each rank",
                          (long long)count, (long long)sequences, outer);
     SPAR_TRY(packed(layout, dim, outer, sequences, numbers, table));
-    return refine(layout, (int)inner);
+    return refine(layout, inner, neighbours);
 }
 
 static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes, int64_t count, int world,
@@ -271,8 +272,9 @@ void spar_layout_describe(const spar_layout *layout, char *text, size_t size)
 {
     const int64_t *numbers = layout->numbers;
     char inner[64] = "";
-    if ((layout->kind == SPAR_ZIGZAG || layout->kind == SPAR_PACKED) && numbers[0] > 1)
-        snprintf(inner, sizeof inner, ", each part in %lld", (long long)numbers[0]);
+    if ((layout->kind == SPAR_ZIGZAG || layout->kind == SPAR_PACKED) && llabs(numbers[0]) > 1)
+        snprintf(inner, sizeof inner, ", each part in %lld%s", llabs(numbers[0]),
+                 numbers[0] < 0 ? " neighbours" : "");
     if (layout->kind == SPAR_ZIGZAG) {
         spar_append(text, size, "zigzag%s", inner);
     } else if (layout->kind == SPAR_PACKED) {

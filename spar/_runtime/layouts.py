@@ -34,7 +34,8 @@ def zigzag(dim: int, total: int, inner: int = 1) -> Layout:
     """Chunks r and 2R-1-r of 2R chunks by the size rule, for R = world / inner ring ranks.
 
     Each ring rank's shard is sharded once more over `inner` (Ulysses) ranks by the size rule. The rank is
-    inner rank * R + ring rank.
+    inner rank * R + ring rank. If `inner` is negative, -inner ranks are neighbours: the rank is
+    ring rank * -inner + inner rank.
     """
     return dim, ZIGZAG, inner, total
 
@@ -80,6 +81,14 @@ def share_start(total: int, world: int, rank: int) -> int:
     return rank * (total // world) + (min(rank, rest) if type(rest) is int else torch.sym_min(rank, rest))
 
 
+def _levels(inner: int, world: int, rank: int) -> tuple[int, int, int, int]:
+    """Return the number of inner and of ring ranks, and a rank's inner and ring rank."""
+    if inner < 0:
+        return -inner, world // -inner, rank % -inner, rank // -inner
+    outer = world // inner
+    return inner, outer, rank // outer, rank % outer
+
+
 def total_of(layout: Layout) -> int:
     """Return the sharded dim's global extent."""
     _, kind, *numbers = layout
@@ -97,13 +106,13 @@ def extent(layout: Layout, world: int, rank: int) -> int:
         return numbers[rank]
     if kind == ROTATED:
         return numbers[1 + (rank - numbers[0]) % world]
-    outer = world // numbers[0]
+    inner, outer, part, ring = _levels(numbers[0], world, rank)
     if kind == ZIGZAG:
-        ring, chunks = rank % outer, 2 * outer
+        chunks = 2 * outer
         held = share(numbers[1], chunks, ring) + share(numbers[1], chunks, chunks - 1 - ring)
     else:
-        held = sum(_packed_sizes(layout, outer, rank % outer))
-    return share(held, numbers[0], rank // outer)
+        held = sum(_packed_sizes(layout, outer, ring))
+    return share(held, inner, part)
 
 
 def out_shape(shape: Sequence[int], args: Args, world: int, rank: int) -> list[int]:
@@ -136,17 +145,16 @@ def pieces(layout: Layout, world: int, rank: int) -> list[Piece]:
         chunk = rank if kind == SIZES else (rank - numbers[0]) % world
         sizes = numbers[-world:]
         return [Piece(sum(sizes[:chunk]), sizes[chunk], 0)]
-    inner, total = numbers[:2]
-    outer = world // inner
-    ring, chunks = rank % outer, 2 * outer
+    inner, outer, part, ring = _levels(numbers[0], world, rank)
     if kind == ZIGZAG:
+        total, chunks = numbers[1], 2 * outer
         found = [
             Piece(share_start(total, chunks, chunk), share(total, chunks, chunk), 0)
             for chunk in (ring, chunks - 1 - ring)
         ]
     else:
         found = _packed_pieces(layout, outer, ring)
-    return found if inner == 1 else _cut(found, inner, rank // outer)
+    return found if inner == 1 else _cut(found, inner, part)
 
 
 def _packed_pieces(layout: Layout, outer: int, ring: int) -> list[Piece]:
@@ -204,8 +212,8 @@ def _packed_sizes(layout: Layout, outer: int, ring: int) -> list[int]:
 def packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
     """Return the global index of each item that `rank` holds of packed sequences."""
     _, _, inner, sequences, *flat = layout
-    outer = world // inner
-    ring, numbers = rank % outer, torch.tensor(flat, dtype=torch.int64, device="cpu")
+    inner, outer, part, ring = _levels(inner, world, rank)
+    numbers = torch.tensor(flat, dtype=torch.int64, device="cpu")
     if sequences == len(flat):
         numbers = numbers // outer + (torch.arange(outer, device="cpu")[:, None] < numbers % outer)
     table = numbers.reshape(outer, sequences)
@@ -213,5 +221,5 @@ def packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
     sizes = table[ring]
     starts = ends[:, ring] - sizes - (sizes.cumsum(0) - sizes)
     index = starts.repeat_interleave(sizes) + torch.arange(int(sizes.sum()), device="cpu")
-    begin = share_start(len(index), inner, rank // outer)
-    return index[begin : begin + share(len(index), inner, rank // outer)]
+    begin = share_start(len(index), inner, part)
+    return index[begin : begin + share(len(index), inner, part)]

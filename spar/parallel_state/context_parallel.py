@@ -128,7 +128,7 @@ def init_parallel_state(
         if experts[0] == 1:
             experts = (max(1, world // (experts[1] * experts[2])), *experts[1:])
         check_fit(EXPERT_MESH, experts, world)
-    state = ParallelState(make_meshes(sizes, experts) if world > 1 else None, ring_by_ring=True)
+    state = ParallelState(make_meshes(sizes, experts) if world > 1 else None, cp_neighbours="ring")
     _set_state(state)
     return state
 

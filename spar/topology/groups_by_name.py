@@ -91,11 +91,12 @@ class ParallelState:
         self,
         meshes: dict[str, DeviceMesh] | None = None,
         groups: dict[str, dist.ProcessGroup] | None = None,
-        ring_by_ring: bool = False,
+        cp_neighbours: str | None = None,
     ) -> None:
+        """cp_neighbours: see `get_cp_neighbours`."""
         self._meshes = meshes or {}
         self._groups = groups or {}  # groups outside any mesh
-        self._ring_by_ring = ring_by_ring
+        self._cp_neighbours = cp_neighbours
 
     def _resolve_alias(self, name: str) -> str:
         if name not in NAMES:
@@ -134,13 +135,20 @@ class ParallelState:
         group = self.get_group(name)
         return 0 if group is None else group.rank()
 
-    def is_cp_ring_by_ring(self) -> bool:
-        """Return whether the rank in cp is ulysses rank * ring size + ring rank, on all ranks of cp.
+    def get_cp_neighbours(self) -> str | None:
+        """Return of which group the ranks are neighbours in cp, on all its ranks; None: of neither.
 
-        True for groups of `init_parallel_state`; other layouts may use the other order. The creator of the
-        state derives it from the whole layout: ranks that derived it from their own groups could disagree.
+        - "ring": the rank in cp is ulysses rank * ring size + ring rank, as in MindSpeed-MM.
+        - "ulysses": it is ring rank * ulysses size + ulysses rank, as in vLLM-Omni, yunchang and xDiT.
+
+        The creator of the state derives it from the whole layout: ranks that derived it from their own groups
+        could disagree.
         """
-        return self._ring_by_ring
+        return self._cp_neighbours
+
+    def is_cp_ring_by_ring(self) -> bool:
+        """Return whether ring ranks are neighbours in cp, as in groups of `init_parallel_state`."""
+        return self._cp_neighbours == "ring"
 
     def is_group_enable(self, name: str) -> bool:
         """Return whether the group has more than one rank."""
@@ -230,23 +238,23 @@ def state_of(mesh: DeviceMesh) -> ParallelState:
             f"take_over_mesh: mesh is {mesh} with the dims {dims}; "
             'expected "ring" and "ulysses", or one of "ring", "ulysses", "cp" and "sp": name its dims so'
         )
-    ring_by_ring = len(levels) > 1 and _is_ring_by_ring(mesh)
+    neighbours = _cp_neighbours(mesh) if len(levels) > 1 else None
     meshes = {_ALIASES.get(name, name): mesh[name] for name in dims if name in NAMES}
     if combined:
         meshes["cp"] = meshes["ulysses"] = mesh[combined[0]]
     else:
         meshes["cp"] = mesh[levels]._flatten("cp") if len(levels) > 1 else mesh[levels[0]]
-    return ParallelState(meshes, ring_by_ring=ring_by_ring)
+    return ParallelState(meshes, cp_neighbours=neighbours)
 
 
-def _is_ring_by_ring(mesh: DeviceMesh) -> bool:
-    """Return whether `is_cp_ring_by_ring` holds in the whole mesh, so that all its ranks decide alike.
+def _cp_neighbours(mesh: DeviceMesh) -> str | None:
+    """Return what `get_cp_neighbours` returns, from the whole mesh, so that all its ranks decide alike.
 
     torch sorts the ranks of each group of a mesh, wherever they are in the mesh.
     """
     names = mesh.mesh_dim_names or ()
     levels = mesh.mesh.movedim((names.index("ulysses"), names.index("ring")), (-2, -1))
-    ordered = True
+    orders = {"ring", "ulysses"}
     for block in levels.reshape(-1, *levels.shape[-2:]).tolist():
         rings = [sorted(ranks) for ranks in block]
         ulysses = [sorted(ranks) for ranks in zip(*block, strict=True)]
@@ -260,6 +268,10 @@ def _is_ring_by_ring(mesh: DeviceMesh) -> bool:
                 f"{ulysses}; expected rings whose n-th ranks form a ulysses group, and vice versa: reorder "
                 "the ranks of the mesh"
             )
-        size = len(rings[0])
-        ordered &= all(ulysses_rank[r] * size + ring_rank[r] == n for n, r in enumerate(sorted(ring_rank)))
-    return ordered
+        in_cp = sorted(ring_rank)
+        found = {
+            "ring": sorted(in_cp, key=lambda rank: (ulysses_rank[rank], ring_rank[rank])),
+            "ulysses": sorted(in_cp, key=lambda rank: (ring_rank[rank], ulysses_rank[rank])),
+        }
+        orders &= {name for name, ranks in found.items() if ranks == in_cp}
+    return min(orders, default=None)  # "ring", if one of the groups has one rank

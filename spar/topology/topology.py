@@ -85,7 +85,7 @@ class Topology:
         self.views = {}
         sp = self.coordinators.get("sp")
         if sp is not None:
-            self.sequence_state = ParallelState(groups=self._groups_by_name())
+            self.sequence_state = ParallelState(groups=self._groups_by_name(), cp_neighbours="ulysses")
         elif self.given is not None:
             self.sequence_state = ParallelState(groups={"cp": self.given, "ulysses": self.given})
         else:

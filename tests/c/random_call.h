@@ -65,8 +65,8 @@ static int64_t rule(int64_t total, int parts, int which)
     return total / parts + (which < total % parts);
 }
 
-/* Splits each outer rank's indices among inner ranks, by the size rule. */
-static void refine(cut *c, int64_t extent, int outer, int inner)
+/* Splits each outer rank's indices among inner ranks, by the size rule, which may be neighbours. */
+static void refine(cut *c, int64_t extent, int outer, int inner, int neighbours)
 {
     for (int rank = 0; rank < outer; rank++) {
         int64_t held = 0, seen = 0;
@@ -77,7 +77,7 @@ static void refine(cut *c, int64_t extent, int outer, int inner)
                 int64_t big = (held / inner + 1) * (held % inner), at = seen++;
                 int64_t part =
                     at < big ? at / (held / inner + 1) : held % inner + (at - big) / (held / inner);
-                c->owner[i] = -1 - (int)(part * outer + rank);
+                c->owner[i] = -1 - (int)(neighbours ? rank * inner + part : part * outer + rank);
             }
     }
     for (int64_t i = 0; i < extent; i++)
@@ -167,7 +167,7 @@ static cut draw_other_layout(uint64_t *seed, int world, part *p, int dim, int64_
 static cut draw_layout(uint64_t *seed, int world, part *p, int dim)
 {
     cut c = {.dim = dim};
-    int kind = draw(seed, 5), inner = 1;
+    int kind = draw(seed, 5), inner = 1, neighbours = 0;
     int64_t total = 0;
     put_number(p, dim);
     put_number(p, kind);
@@ -175,7 +175,8 @@ static cut draw_layout(uint64_t *seed, int world, part *p, int dim)
         inner += draw(seed, world);
         while (world % inner)
             inner--;
-        put_number(p, inner);
+        neighbours = draw(seed, 2);
+        put_number(p, neighbours ? -inner : inner);
     }
     (kind == SPAR_EVEN      ? draw_even
      : kind == SPAR_SIZES   ? draw_sizes
@@ -183,7 +184,7 @@ static cut draw_layout(uint64_t *seed, int world, part *p, int dim)
      : kind == SPAR_ROTATED ? draw_rotated
                             : draw_packed)(seed, world / inner, p, &c, &total);
     p->whole[dim] = total;
-    refine(&c, total, world / inner, inner);
+    refine(&c, total, world / inner, inner, neighbours);
     return c;
 }
 

@@ -108,12 +108,12 @@ def gather(draw: Draw, shape: Sequence[int], world: int) -> Move:
 
 def inner_ranks(draw: Draw, world: int) -> int:
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    return divisors[draw(0, len(divisors) - 1)]
+    return divisors[draw(0, len(divisors) - 1)] * (-1) ** draw(0, 1)
 
 
 def zigzag_split(draw: Draw, shape: list[int], world: int) -> Move:
     dim, inner = draw(0, len(shape) - 1), inner_ranks(draw, world)
-    outer = world // inner
+    outer = world // abs(inner)
     chunk = draw(0, max(1, shape[dim] // world))
     shape[dim] = 2 * outer * chunk
     args = [dim, inner, shape[dim]]
@@ -122,7 +122,7 @@ def zigzag_split(draw: Draw, shape: list[int], world: int) -> Move:
 
 def packed_split(draw: Draw, shape: list[int], world: int) -> Move:
     dim, inner = draw(0, len(shape) - 1), inner_ranks(draw, world)
-    outer = world // inner
+    outer = world // abs(inner)
     lengths = [draw(0, shape[dim]) for _ in range(draw(0, 4))]
     shape[dim] = sum(lengths)
     if draw(0, 1):
@@ -138,7 +138,7 @@ def packed_split(draw: Draw, shape: list[int], world: int) -> Move:
 def any_layout(draw: Draw, dim: int, total: int, world: int) -> tuple[Layout, Cut]:
     """Shard a dim in any way."""
     inner = inner_ranks(draw, world)
-    outer, kind = world // inner, draw(0, 3)
+    outer, kind = world // abs(inner), draw(0, 3)
     if kind == 0:
         return even(dim, total), Cut(dim, in_runs(by_rule(total, world)))
     if kind == 1:

@@ -20,8 +20,10 @@ def in_runs(sizes: Sequence[int]) -> list[int]:
 
 
 def among(owners: Sequence[int], outer: int, inner: int) -> list[int]:
-    """Split each outer rank's indices among inner ranks, by the size rule."""
-    shares = [iter(in_runs(rule(list(owners).count(rank), inner))) for rank in range(outer)]
+    """Split each outer rank's indices among inner ranks, by the size rule; negative: they are neighbours."""
+    shares = [iter(in_runs(rule(list(owners).count(rank), abs(inner)))) for rank in range(outer)]
+    if inner < 0:
+        return [owner * -inner + next(shares[owner]) for owner in owners]
     return [next(shares[owner]) * outer + owner for owner in owners]
 
 
