@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,12 +43,17 @@ class SparError(dist.DistError):
         return functools.partial(type(self), **details), (str(self),)
 
 
-def by_rank(texts: list[str]) -> str:
-    """Format one line per distinct text, with its ranks; texts are in rank order."""
+def ranks_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return "rank 0, 2" for each distinct text; texts are in rank order."""
     whose: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         whose.setdefault(text, []).append(rank)
-    return "\n".join(f"  rank {', '.join(map(str, ranks))}: {text}" for text, ranks in whose.items())
+    return {text: f"rank {', '.join(map(str, ranks))}" for text, ranks in whose.items()}
+
+
+def by_rank(texts: Sequence[str]) -> str:
+    """Format one line per distinct text, with its ranks; texts are in rank order."""
+    return "\n".join(f"  {ranks}: {text}" for text, ranks in ranks_of(texts).items())
 
 
 class MismatchError(SparError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from conftest import TRANSPORTS, Ranks
 from helpers.reference import assert_same, rule
 
 import spar
+from spar._runtime.differences import first_difference
 from spar._runtime.registry import by_handle, communicator, place_of
 
 Group = dist.ProcessGroup
@@ -222,28 +224,53 @@ def test_bad_arguments_name_value_rank_and_expectation(ranks: Ranks) -> None:
 
 
 def disagreements(rank: int, group: Group, odd: int) -> dict[str, tuple[Any, str]]:
-    """Return calls that differ on rank `odd`, and the text that the message must contain."""
-    differs = rank == odd
+    """Return calls that differ on rank `odd`, and what the message must name."""
+    differs, others = rank == odd, ", ".join(str(other) for other in range(3) if other != odd)
     x, sizes = torch.zeros(4, 12, 12), rule(12, 3)
     half = x.narrow(1, 0, sizes[rank])
     gather, all_to_all = spar.gather_forward_split_backward, spar.all_to_all
     return {
-        "shape": (lambda: all_to_all(torch.zeros(4 + differs, 4, 12), group, 2, 1), "[5, 12, 12]"),
-        "local extent": (lambda: gather(torch.zeros(4 + differs), group, 0), "[5, 5, 5]"),
+        "shape": (
+            lambda: all_to_all(torch.zeros(4 + differs, 4, 12), group, 2, 1),
+            r" in the shape of the whole tensor: \[.* on rank .*\[5, 12, 12\]",
+        ),
+        "local extent": (
+            lambda: gather(torch.zeros(4 + differs), group, 0),
+            r" in the shape of the whole tensor: \[.*\[5, 5, 5\]",
+        ),
         "dtype": (
             lambda: gather(half.to(torch.int32 if differs else torch.float32), group, 1),
-            "torch.int32",
+            rf" in the dtype: .*torch\.int32 on rank {odd}[;:]",
         ),
-        "dims": (lambda: all_to_all(torch.zeros(4, 4, 4, 4), group, 3 if differs else 2, 1), "dim 3"),
-        "number of dims": (lambda: gather(half[None] if differs else half, group, 0), "[3, 4, 4, 12]"),
-        "op": (lambda: gather(half, group, 1) if differs else all_to_all(half, group, 2, 1), "gather"),
+        "dims": (
+            lambda: all_to_all(torch.zeros(4, 4, 4, 4), group, 3 if differs else 2, 1),
+            rf" in the scattered dim: .*3 on rank {odd}[;:]",
+        ),
+        "number of dims": (
+            lambda: gather(half[None] if differs else half, group, 0),
+            r" in the shape of the whole tensor: .*\[3, 4, 4, 12\] on rank",
+        ),
+        "number of tensors": (
+            lambda: all_to_all([half] * (1 + differs), group, 2, 1),
+            rf" in the number of tensors: .*2 on rank {odd}[;:]",
+        ),
+        "op": (
+            lambda: gather(half, group, 1) if differs else all_to_all(half, group, 2, 1),
+            rf" in the operation: .*gather_forward_split_backward on rank {odd}[;:]",
+        ),
         "sizes": (
             lambda: gather(half, group, 1, [4, 4, 5] if differs and rank < 2 else [4, 4, 4]),
-            "[4, 4, 5]",
+            r" in the shape of the whole tensor: \[.*\[4, 4, 5\]",
+        ),
+        "scattered sizes of a tensor": (
+            lambda: all_to_all(
+                [half, half], group, 2, 1, scatter_sizes=[None, [4, 4, 4] if not differs else [5, 4, 3]]
+            ),
+            rf" in the sizes of the scattered dim of tensor 1: .*\[5, 4, 3\] on rank {odd}[;:]",
         ),
         "requires_grad": (
             lambda: gather(half.clone().requires_grad_(differs), group, 1),
-            "gradient recorded",
+            rf": the input of rank {others} does not require a gradient, .*gradient recorded",
         ),
     }
 
@@ -253,7 +280,7 @@ def check_disagreement(rank: int, world: int, group: Group, what: str, odd: int)
     with pytest.raises(spar.MismatchError) as caught:
         call()
     error = caught.value
-    assert shown in str(error), str(error)
+    assert re.search(rf"(?s)the ranks of group '\S+'{shown}", str(error)), str(error)
     assert (error.rank, error.ranks, error.group) == (rank, (odd,), group.group_name)
     assert error.op in ("gather_forward_split_backward", "all_to_all")
     assert str(error).startswith(error.op)
@@ -321,6 +348,57 @@ def test_mismatch_says_in_words_how_pieces_lie(ranks: Ranks) -> None:
 
 def test_mismatch_names_the_public_operation_and_the_sizes_to_pass(ranks: Ranks) -> None:
     ranks(2, check_advice)
+
+
+def test_difference_of_calls_is_the_first_of_their_descriptions() -> None:
+    line = "{} [8, {}]: dim 1 in [4, 4]{} -> whole of torch.{} on cpu{}"
+    right = ("gather", 8, "", "float32", " (call 7)")
+    for text, found in {
+        (
+            "all_gather",
+            9,
+            "",
+            "int32",
+            " (call 7)",
+        ): " in the operation: gather on rank 0, 1; all_gather on rank 2",
+        (
+            "gather",
+            9,
+            "",
+            "int32",
+            " (call 7)",
+        ): " in the dtype: torch.float32 on rank 0, 1; torch.int32 on rank 2",
+        (
+            "gather",
+            9,
+            " (zigzag)",
+            "float32",
+            "",
+        ): " in the shape of the whole tensor: [8, 8] on rank 0, 1; [8, 9] on rank 2",
+        (
+            "gather",
+            8,
+            " (zigzag)",
+            "float32",
+            "",
+        ): " in the order of the gathered dim: consecutive on rank 0, 1; zigzag on rank 2",
+        ("gather", 8, "", "float32", " * 2 (call 7)"): " in the factor: none on rank 0, 1; * 2 on rank 2",
+        (
+            "gather",
+            8,
+            "",
+            "float32",
+            ", gradient summed, scale 2.0 (call 7)",
+        ): ": the input of rank 0, 1 does not require a gradient, or grad is disabled there",
+        ("gather", 8, "", "float32", ", scale 2.0 (call 7)"): " in scale: none on rank 0, 1; 2.0 on rank 2",
+        ("gather", 8, "", "float32", " (call 8)"): " in the number of the call: 7 on rank 0, 1; 8 on rank 2",
+    }.items():
+        assert first_difference([line.format(*right)] * 2 + [line.format(*text)]) == found
+    cut = [f"all_to_all [9, 9]: dim 0 in [{size}, 4, 3... of torch.int8 on cpu" for size in (1, 2)]
+    assert first_difference(cut).startswith(
+        " in the layout: [9, 9]: dim 0 in [1, 4, 3... on rank 0; [9, 9]: dim"
+    )
+    assert first_difference(["sets up its cpu transport (peer info)", line.format(*right)]) == ""
 
 
 # ---- sizes of any int type ----

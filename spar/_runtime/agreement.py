@@ -15,6 +15,7 @@ import torch
 
 from ..errors import MismatchError, OutOfMemoryError, by_rank
 from . import pg_wait
+from .differences import first_difference
 from .hints import Gathered, gathered_sizes
 from .member import OVER, SHARED, Member
 
@@ -103,8 +104,8 @@ def mismatch(member: Member, op: str, texts: list[str], sizes: tuple[int, list[i
     """Return the error that shows each rank's call: texts in rank order, and what gathered_sizes returns."""
     fewest = min(texts, key=texts.count)
     error = MismatchError(
-        f"{op} on rank {member.rank}: calls differ between the ranks of group {member.name!r}; "
-        "nothing was exchanged:\n" + by_rank(texts),
+        f"{op} on rank {member.rank}: calls differ between the ranks of group {member.name!r}"
+        f"{first_difference(texts)}; nothing was exchanged:\n{by_rank(texts)}",
         **member.where(op),
         ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
     )
