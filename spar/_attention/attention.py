@@ -259,7 +259,7 @@ def _checked(
 
 def _note(causal: bool, mask: torch.Tensor | None, scale: float | None, dropout_p: float) -> str:
     """Return what ranks compare besides shapes and layouts, which are the same in compiled code."""
-    parts = ["causal"] if causal else []
+    parts = ["causal True"] if causal else []
     if mask is not None:
         parts.append(f"mask of {mask.dtype}")
         if not torch.compiler.is_compiling() and _C.env("check") == "1":
