@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import signal
@@ -73,6 +74,12 @@ CASES: dict[str, Case] = {
         ValueError,
         "q is of 12 tokens; expected 4, rank 2's shard in SequenceLayout.even(12, 3 ranks). Is it the whole",
     ),
+    "heads before tokens": (
+        {"q": z(2, 6, 4, 8), "k": z(2, 2, 4, 8), "v": z(2, 2, 4, 8)},
+        ValueError,
+        "q is of 6 tokens; expected 4, rank 2's shard in SequenceLayout.even(12, 3 ranks). Are the tokens in "
+        "dim 2, as in [B, H, S, D]? Pass seq_dim=2, head_dim=1",
+    ),
     "equal dims": (
         {"seq_dim": 2},
         ValueError,
@@ -86,7 +93,7 @@ CASES: dict[str, Case] = {
     "mask of ints": (
         {"mask": z(2, 12, dtype=torch.int64)},
         TypeError,
-        "mask is a tensor of torch.int64; expected a bool or floating dtype",
+        "mask is a tensor of torch.int64; expected a bool or floating dtype; pass mask.bool() if",
     ),
     "no mask": ({"mask": 1}, TypeError, "mask is 1; expected a tensor [.., 12, 12]"),
     "method": (
@@ -274,6 +281,28 @@ def compare_masks(rank: int, folder: Path) -> None:
 
 def test_values_of_masks_are_compared_on_request(tmp_path: Path) -> None:
     assert finish(start(compare_masks, 2, tmp_path, SPAR_CHECK="1"), 60) == [0] * 2
+
+
+def check_names_of_torch(rank: int, world: int, group: Group) -> None:
+    layout, x = SequenceLayout.even(TOTAL, group), z(2, 4, 6, 8)
+    wrong = {
+        "is_causal": (True, "is_causal is not an argument; pass causal"),
+        "attn_mask": (None, "attn_mask is not an argument; pass mask"),
+        "enable_gqa": (True, "enable_gqa is not an argument; pass nothing, as k and v may have fewer heads"),
+        "group": (group, "group is not an argument; pass layout, which has the group"),
+    }
+    for name, (value, text) in wrong.items():
+        with pytest.raises(TypeError, match=f"^attention: {text}"):
+            spar.attention(x, x, x, layout, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="query is not an argument; pass q"):
+        spar.attention(query=x, key=x, value=x, layout=layout)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
+        spar.attention(x, x, x, layout, windows=3)  # type: ignore[call-arg]
+    assert list(inspect.signature(spar.attention).parameters)[:5] == ["q", "k", "v", "layout", "causal"]
+
+
+def test_keywords_of_torch_name_those_of_spar(ranks: Ranks) -> None:
+    ranks(1, check_names_of_torch)
 
 
 def check_nobody_waits(rank: int, world: int, group: Group) -> None:

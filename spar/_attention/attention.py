@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
 
@@ -39,6 +40,32 @@ _METHODS = {
 }
 
 
+_TORCH = {  # arguments of scaled_dot_product_attention and of exchanges, and what replaces them
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "attn_mask": "mask",
+    "is_causal": "causal",
+    "enable_gqa": "nothing, as k and v may have fewer heads than q",
+    "group": "layout, which has the group",
+}
+P = ParamSpec("P")
+
+
+def _name_replacements(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+    """Raise a TypeError for a keyword of torch that names spar's; Python's names only what was passed."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+        for name in kwargs:
+            if name in _TORCH:
+                raise TypeError(f"attention: {name} is not an argument; pass {_TORCH[name]}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_name_replacements
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -207,6 +234,7 @@ def _checked(
             "seq_dim", f"{seq_dim} and head_dim is {head_dim}", "two different dims before the last"
         )
     batch = 3 - seq - head
+    _check_held(call, "q", q, queries, seq, head)
     shape, heads, key_heads = list(k.shape), q.size(head), k.size(head)
     if list(v.shape[:3]) != shape[:3]:
         raise call.error("v", f"of shape {list(v.shape)}", f"{shape[:3]} and a width, as k of shape {shape}")
@@ -216,10 +244,9 @@ def _checked(
         raise call.error("k", f"of {key_heads} heads", f"a number that divides the {heads} heads of q")
     if keys is not None and keys.group is not queries.group:
         raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
-    _check_held(call, "q", q.size(seq), queries)
     total = k.size(seq) if keys is None else keys.total
     if keys is not None:
-        _check_held(call, "k", k.size(seq), keys)
+        _check_held(call, "k", k, keys, seq, head)
     if keys != queries and "packed" in (queries.kind, keys.kind if keys is not None else ""):
         raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
     named = isinstance(attend, str)
@@ -292,14 +319,16 @@ def _check_kernel(
         raise call.error("dropout_p", f"{dropout_p}", f"0 with the kernel {name}")
 
 
-def _check_held(call: Call, name: str, held: int, layout: SequenceLayout) -> None:
+def _check_held(call: Call, name: str, x: torch.Tensor, layout: SequenceLayout, seq: int, head: int) -> None:
     place = place_of(layout.group)
     numbers = numbers_of(layout, 0)
-    expected = extent(numbers, place.world, place.rank)
+    expected, held = extent(numbers, place.world, place.rank), x.size(seq)
     if held != expected:
-        whole = ". Is it the whole sequence?" if held == total_of(numbers) else ""
+        hint = ". Is it the whole sequence?" if held == total_of(numbers) else ""
+        if x.size(head) == expected:
+            hint = f". Are the tokens in dim {head}, as in [B, H, S, D]? Pass seq_dim={head}, head_dim={seq}"
         raise call.error(
-            name, f"of {held} tokens", f"{expected}, rank {place.rank}'s shard in {layout}{whole}"
+            name, f"of {held} tokens", f"{expected}, rank {place.rank}'s shard in {layout}{hint}"
         )
 
 

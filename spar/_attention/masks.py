@@ -13,7 +13,8 @@ def checked_mask(call: Call, mask: object, batch: int, heads: int, queries: int,
     if not isinstance(mask, torch.Tensor):
         raise call.type_error("mask", f"{mask!r:.200}", f"a tensor {whole}, or None")
     if mask.dtype is not torch.bool and not mask.dtype.is_floating_point:
-        raise call.type_error("mask", f"a tensor of {mask.dtype}", "a bool or floating dtype")
+        expected = "a bool or floating dtype; pass mask.bool() if queries attend where it is not 0"
+        raise call.type_error("mask", f"a tensor of {mask.dtype}", expected)
     shape = list(mask.shape)
     if mask.dim() == 2 and shape == [batch, keys]:
         if batch == queries > 1:  # of one query, a mask means the same either way

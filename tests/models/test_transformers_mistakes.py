@@ -275,6 +275,10 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     register()
     with pytest.raises(ValueError, match="name is 'sdpa', an attention of transformers"):
         register("sdpa")
+    with pytest.raises(ValueError, match='attn_implementation="of spar"` is not supported'):
+        type(model)._from_config(model.config, attn_implementation="of spar")
+    register("of spar")
+    type(model)._from_config(model.config, attn_implementation="of spar")
     model.set_attn_implementation("spar")
     ones, restart = torch.ones_like(ids), llms.restarts(20, 17)[None]
     lengths = torch.tensor([0, 10, 37], dtype=torch.int32)
