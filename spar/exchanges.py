@@ -26,7 +26,7 @@ Layouts = SequenceLayout | Sequence[SequenceLayout | None] | None
 @overload
 def all_to_all(
     input_: torch.Tensor,
-    process_group: Group,
+    process_group: Group = None,
     scatter_dim: int = 2,
     gather_dim: int = 1,
     gather_size: int | None = None,
@@ -35,6 +35,7 @@ def all_to_all(
     gather_sizes: Sizes | None = None,
     layout: SequenceLayout | None = None,
     scatter_layout: SequenceLayout | None = None,
+    group: Group = None,
     async_op: Literal[False] = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
@@ -43,7 +44,7 @@ def all_to_all(
 @overload
 def all_to_all(
     input_: Sequence[torch.Tensor],
-    process_group: Group,
+    process_group: Group = None,
     scatter_dim: int = 2,
     gather_dim: int = 1,
     gather_size: int | None = None,
@@ -52,6 +53,7 @@ def all_to_all(
     gather_sizes: Sequence[Sizes | None] | None = None,
     layout: Layouts = None,
     scatter_layout: Layouts = None,
+    group: Group = None,
     async_op: Literal[False] = False,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]: ...
@@ -60,13 +62,14 @@ def all_to_all(
 @overload
 def all_to_all(
     input_: Any,
-    process_group: Group,
+    process_group: Group = None,
     scatter_dim: int = 2,
     gather_dim: int = 1,
     gather_size: int | None = None,
     *,
     scatter_sizes: Any = None,
     gather_sizes: Any = None,
+    group: Group = None,
     async_op: Literal[True],
     out: Any = None,
 ) -> tuple[Any, Work]: ...
@@ -74,7 +77,7 @@ def all_to_all(
 
 def all_to_all(
     input_: torch.Tensor | Sequence[torch.Tensor],
-    process_group: Group,
+    process_group: Group = None,
     scatter_dim: int = 2,
     gather_dim: int = 1,
     gather_size: int | None = None,
@@ -83,6 +86,7 @@ def all_to_all(
     gather_sizes: Sizes | Sequence[Sizes | None] | None = None,
     layout: Layouts = None,
     scatter_layout: Layouts = None,
+    group: Group = None,
     async_op: bool = False,
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> Any:
@@ -108,6 +112,7 @@ def all_to_all(
         layout: how the gathered sequence lies on the ranks, instead of sizes: it lands in natural order. For
             a list of tensors: one for all, or a list of layouts, or None, one for each.
         scatter_layout: how the scattered sequence is to lie, likewise: it comes from natural order.
+        group: the same as process_group, by the name that the other exchanges have.
         async_op: return while the exchange runs. Until the Work's `wait()` has returned, do not read the
             output, and do not modify the input.
         out: a contiguous tensor of the output's shape, of the input's dtype and device, to write the output
@@ -122,6 +127,10 @@ def all_to_all(
             match the output, overlaps `input_`, or is passed where a gradient is recorded.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
+    if group is not None:
+        if process_group is not None:
+            raise TypeError("all_to_all: process_group and group are passed; expected one of them")
+        process_group = group
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)
     dims, how = (scatter_dim, gather_dim, gather_size), (scatter_sizes, gather_sizes, layout, scatter_layout)

@@ -50,6 +50,18 @@ def exchanges() -> int:
 # ---- all_to_all by sizes ----
 
 
+def check_names_of_the_group(rank: int, world: int, group: Group) -> None:
+    x = cells((2, world, 3), torch.float32, salt=rank)
+    wanted = spar.all_to_all(x, group, 1, 0)
+    assert_same(spar.all_to_all(x, scatter_dim=1, gather_dim=0, group=group), wanted)
+    with pytest.raises(TypeError, match="process_group and group are passed; expected one of them"):
+        spar.all_to_all(x, group, 1, 0, group=group)
+
+
+def test_all_to_all_accepts_group_by_the_name_of_other_exchanges(ranks: Ranks) -> None:
+    ranks(2, check_names_of_the_group)
+
+
 def check_sizes(rank: int, world: int, group: Group, how: str) -> None:
     forms: list[Callable[[list[int]], Any]] = [list, tuple, torch.tensor]
     for (shape, scatter, gather, to, of), form in zip(TRANSPOSES, itertools.cycle(forms)):
