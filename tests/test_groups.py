@@ -132,6 +132,60 @@ def test_an_output_does_not_keep_its_group(ranks: Ranks) -> None:
     ranks(ALL, check_destroyed)
 
 
+def check_kept_group(rank: int, world: int, group: Group) -> None:
+    """Shared memory would go on to serve a destroyed group; gloo serves some calls, and hangs in others."""
+    members, x = list(range(ALL)), torch.zeros(2, ALL, requires_grad=True)
+    destroyed = pytest.raises(spar.SparError, match=rf"on rank {rank}: process group '\S+' was destroyed;")
+    for name, call in RECORDED.items():
+        kept = dist.new_group(members)
+        outputs = [call(x, kept) for _ in range(2)]  # the second one repeats what the first one decided
+        dist.barrier()
+        dist.destroy_process_group(kept)
+        if name != "split":  # the others exchange in forward, and all but a gather in backward
+            with destroyed as caught:
+                call(x, kept)
+            assert (caught.value.group, caught.value.rank) == (kept.group_name, rank)
+        if name != "gather":
+            with destroyed:
+                outputs[0].sum().backward()
+    for use in (lambda kept: None, spar.transport, lambda kept: (spar.init(kept), spar.close(kept))):
+        kept = dist.new_group(members)
+        use(kept)
+        dist.barrier()
+        dist.destroy_process_group(kept)
+        for first in (spar.init, lambda kept: spar.all_gather(x, kept, 0)):
+            with destroyed:
+                first(kept)
+        spar.close(kept)
+        with destroyed:
+            spar.init(kept)
+
+
+def test_kept_group_raises_after_destroy(ranks: Ranks) -> None:
+    ranks(ALL, check_kept_group)
+
+
+def check_peer_of_destroyed(rank: int, world: int, group: Group) -> None:
+    """A rank that did not destroy the group is told by the call of one that did."""
+    kept = dist.new_group(list(range(ALL)))
+    output, work = spar.all_to_all(torch.zeros(ALL, ALL), kept, 1, 0, async_op=True)
+    if rank == 0:
+        dist.destroy_process_group(kept)
+    work.wait()  # it was in flight before
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(spar.SparError, match="was destroyed"):
+            spar.all_gather(output, kept, 0)
+    elif spar.transport(kept).name == "shm":  # over torch, gloo ends the call at the timeout
+        with pytest.raises(spar.GroupBrokenError, match="closed the group"):
+            spar.all_gather(output, kept, 0)
+    dist.barrier()
+
+
+def test_peers_raise_if_a_rank_uses_a_destroyed_group(ranks: Ranks) -> None:
+    ranks(ALL, check_peer_of_destroyed)
+
+
 # ---- bad arguments: raised before anything is sent ----
 
 RANK, TOTALS = "{rank}", "{totals}"  # filled in by check_bad_arguments

@@ -144,7 +144,7 @@ class Work:
 
 
 class Group:
-    group_name = "stand-in"
+    group_name, group_desc = "stand-in", ""
 
     def size(self) -> int:
         return 2

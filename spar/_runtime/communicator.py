@@ -92,8 +92,8 @@ class Communicator(Member):
         queued: it is the turn of a call in flight; others wait until none is before them.
         forward: as in `Channel.exchange`.
         """
+        thread = self._enter(operation.op, queued)
         deadline = self.deadline()
-        thread = self._enter(operation.op)
         before = None
         try:
             if (lane := self.lane) is not None and not queued:
@@ -266,15 +266,19 @@ class Communicator(Member):
                 self._lock.release()
         pg_wait.forget_finished()
 
-    def _enter(self, op: str) -> int:
+    def _enter(self, op: str, queued: bool = False) -> int:
         """The thread that asks for a turn. A call from inside a call on the same group, by a signal handler,
-        say, is refused: the one around it could never end."""
+        say, is refused: the one around it could never end. So is a new call on a destroyed group, although
+        shared memory could serve it."""
         if self.process != inherited.process:
             raise TransportError(
                 f"{op} on rank {self.rank}: a forked child cannot exchange on group {self.name!r}, which its "
                 f"parent, process {self.process}, made; exchange in the parent, or make a group here",
                 **self.where(op),
             )
+        if self._registry is not None and not queued and self._group() not in self._registry:
+            self.close()  # so that peers which still call raise, too
+            raise self.destroyed_error(op)
         thread = threading.get_ident()
         if self._owner == thread:
             raise SparError(
@@ -285,7 +289,7 @@ class Communicator(Member):
     @contextlib.contextmanager
     def turn(self, op: str, device: str | None = None, queued: bool = False) -> Iterator[None]:
         """Around what is no exchange, but has a place in the group's order: its calls run one at a time."""
-        thread = self._enter(op)
+        thread = self._enter(op, queued)
         before = None
         try:
             if (lane := self.lane) is not None and not queued:

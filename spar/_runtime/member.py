@@ -58,6 +58,7 @@ class Member:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        self._registry = pg_info.registry(group)
         self.process = inherited.maker(group)
         self.world = group.size()
         self.rank = group.rank()
@@ -82,7 +83,7 @@ class Member:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise SparError(f"process group {self.name!r} was destroyed", group=self.name, rank=self.rank)
+            raise self.destroyed_error("a call")
         return group
 
     def where(self, op: str, call: int | None = None) -> dict[str, Any]:
@@ -103,6 +104,13 @@ class Member:
         call = self.calls if call is None else call
         when = f"call {call} on" if call else "set-up of"
         return f"{op}, {when} group {self.name!r}, rank {self.rank} of {self.world}"
+
+    def destroyed_error(self, op: str) -> SparError:
+        return SparError(
+            f"{op} on rank {self.rank}: process group {self.name!r} was destroyed; make each call, and its "
+            "backward, before destroy_process_group(), or make a group anew and pass that",
+            **self.where(op),
+        )
 
     def broken_error(self, op: str) -> GroupBrokenError:
         return GroupBrokenError(

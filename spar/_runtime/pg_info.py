@@ -1,9 +1,10 @@
-"""What torch.distributed knows of a ProcessGroup: its name, its time limit, the devices that it serves."""
+"""What torch.distributed knows of a ProcessGroup: name, time limit, devices, whether it was destroyed."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+from collections.abc import Container
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,15 @@ def group_name(group: dist.ProcessGroup) -> str:
         return group.group_name or "unnamed"
     except RuntimeError:
         return "unnamed"
+
+
+def registry(group: dist.ProcessGroup) -> Container[dist.ProcessGroup | None] | None:
+    """Return torch.distributed's groups, which a group leaves when it is destroyed; None if it never joins.
+
+    A group without a description was not made by torch.distributed, but by stateless functions, say.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    return groups if group in groups or group.group_desc else None
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:

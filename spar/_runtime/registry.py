@@ -64,7 +64,10 @@ def by_handle(handle: int) -> Communicator:
     """Return the communicator of a handle; raise if its group is gone."""
     found = _by_handle.get(handle)
     if found is None:
-        raise SparError("the process group of this call was destroyed, or closed")
+        raise SparError(
+            "the process group of this call was destroyed, or closed; "
+            "make each call, and its backward, before"
+        )
     return found
 
 
