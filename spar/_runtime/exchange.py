@@ -389,6 +389,9 @@ def calls_of(steps: tuple[Step, ...]) -> tuple[int, ...]:
     """Return the number of the call that the exchange of each step has just made; 0: it made none."""
     if is_dynamo_compiling():
         return ()
+    if len(steps) == 1:  # without a list, which takes as long as the look-up
+        ((place, args),) = steps
+        return () if args[0][1] == -1 else (calls_on(place[0]),)
     return tuple([0 if args[0][1] == -1 else calls_on(place[0]) for place, args in steps])
 
 
