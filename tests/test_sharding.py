@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, WORLDS, Ranks
 from helpers.reference import assert_same, cells, part, rule
+from torch.distributed.device_mesh import DeviceMesh
 
 import spar
-from spar.parallel_state import set_sequence_parallel_group
+from spar.data import SPDataProcessor, sp_slice_and_pad_input
+from spar.parallel_state import (
+    ParallelState,
+    destroy_parallel_state,
+    set_sequence_parallel_group,
+    take_over_mesh,
+)
 from spar.sharding import (
     ShardingValidator,
     get_sharding_validator,
@@ -21,7 +30,7 @@ from spar.sharding import (
     sp_shard,
     sp_shard_with_padding,
 )
-from spar.topology import topology
+from spar.topology import Topology, topology
 
 Group = dist.ProcessGroup
 DTYPES = (torch.bfloat16, torch.float32, torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn)
@@ -189,39 +198,81 @@ def test_different_calls_raise_mismatch_error(ranks: Ranks) -> None:
     ranks(2, check_mismatches)
 
 
+WITHOUT_GROUP: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sp_shard": lambda x: sp_shard(x, 0),
+    "sp_gather": lambda x: sp_gather(x, 0),
+    "sp_shard_with_padding": lambda x: sp_shard_with_padding(x, 0)[0],
+    "sp_slice_and_pad_input": lambda x: sp_slice_and_pad_input(x, None)[0],
+    "SPDataProcessor": lambda x: SPDataProcessor().preprocess(x),
+    "split_forward_gather_backward_with_cp": lambda x: spar.split_forward_gather_backward_with_cp(x, 0),
+    "gather_forward_split_backward_with_cp": lambda x: spar.gather_forward_split_backward_with_cp(x, 0, 2),
+}
+
+
 def check_warning(rank: int, world: int, group: Group) -> None:
-    def warns_of(name: str, call: Callable[[], torch.Tensor]) -> None:
-        topology.is_set = topology._warned = False
-        with pytest.warns(UserWarning, match=rf"{name} returns its input .* ranks.*take_over_mesh") as caught:
-            assert_same(call(), x)
+    x = torch.ones(2, 2)
+
+    def warns_of(name: str, because: str = f"torch.distributed has {dist.get_world_size()} ranks") -> None:
+        topology._warned = False
+        expected = rf"{name} returns its input .*{because}.*take_over_mesh"
+        with pytest.warns(UserWarning, match=expected) as caught:
+            assert_same(WITHOUT_GROUP[name](x), x)
         assert caught[0].filename == __file__
 
-    x = torch.ones(4)
-    before = topology.is_set
-    try:
-        warns_of("sp_shard", lambda: sp_shard(x, 0))
+    def no_warning() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            sp_gather(x, 0)  # once per process
-        warns_of("sp_gather", lambda: sp_gather(x, 0))
-        with_cp = spar.split_forward_gather_backward_with_cp
-        warns_of("split_forward_gather_backward_with_cp", lambda: with_cp(x, 0))
+            for call in WITHOUT_GROUP.values():
+                assert_same(call(x), x)
+
+    for name in WITHOUT_GROUP:
+        with Topology():
+            warns_of(name)
+            no_warning()  # once per process
+    with Topology():
         topology._warned = False
-        for function in (lambda x: sp_shard(x * 1, 0), lambda x: with_cp(x * 1, 0)):
+        for name in ("sp_shard", "split_forward_gather_backward_with_cp"):
             torch._dynamo.reset()
-            assert_same(torch.compile(function, fullgraph=True, backend="eager")(x), x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            call = WITHOUT_GROUP[name]
+            compiled = torch.compile(lambda x, call=call: call(x * 1), fullgraph=True, backend="eager")
+            assert_same(compiled(x), x)
+        topology._warned = False
+        set_sequence_parallel_group(None)  # size 1 is intended
+        no_warning()
+    with Topology():
+        set_sequence_parallel_group(group)
+        with ThreadPoolExecutor(1) as other, Topology():
+            warns_of("sp_shard")  # of another topology that has none
             topology._warned = False
-            set_sequence_parallel_group(None)  # size 1 is intended
-            sp_shard(x, 0)
-            with_cp(x, 0)
-    finally:
-        topology.is_set = before
+            topology.process_wide().forget()  # an earlier test may have set size 1
+            assert other.submit(sp_shard, x, 0).result() is x and topology._warned  # it entered none
+    with Topology():
+        take_over_mesh(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)))
+        destroy_parallel_state()
+        warns_of("sp_shard")
+        topology.current().mesh_state = ParallelState()  # as init_parallel_state() in one process
+        topology.current().refresh()
+        topology._warned = False
+        no_warning()  # a sequence group of size 1
 
 
 def test_warns_once_without_a_topology(ranks: Ranks) -> None:
     ranks(2, check_warning)
+
+
+@pytest.mark.parametrize(("size", "expected"), [("2", 1), ("1", 0), ("", 0), (None, 0), ("two", 0)])
+def test_warns_if_torchrun_started_ranks_that_are_not_initialized(
+    monkeypatch: pytest.MonkeyPatch, size: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(topology, "_warned", False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    with warnings.catch_warnings(record=True) as caught, Topology():
+        warnings.simplefilter("always")
+        sp_shard(torch.ones(2), 0)
+    assert len(caught) == expected
+    assert all("WORLD_SIZE is 2 and torch.distributed is not initialized" in str(w.message) for w in caught)
 
 
 def check_meta(rank: int, world: int, group: Group) -> None:

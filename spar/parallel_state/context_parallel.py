@@ -42,6 +42,7 @@ def set_sequence_parallel_group(group: Group) -> None:
     """
     topology = current()
     topology.given = None if group is None else process_group(group, "set_sequence_parallel_group")
+    topology.is_alone = group is None
     topology.refresh()
 
 

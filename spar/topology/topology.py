@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import warnings
 import weakref
@@ -23,7 +24,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 in_use = False  # whether any topology ever had a sequence group; until then group=None means WORLD
-is_set = False  # whether the caller ever set a topology, even one of size 1
 _warned = False
 _all: weakref.WeakSet[Topology] = weakref.WeakSet()
 
@@ -55,6 +55,7 @@ class Topology:
         sequence: the sequence group: that of the coordinator "sp", else `given`, else cp of `mesh_state`.
         sequence_state: the ring and ulysses groups of `sequence`.
         state: what `get_parallel_state` returns: `mesh_state`, else `sequence_state`.
+        is_alone: whether `set_sequence_parallel_group(None)` chose a size of 1.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class Topology:
         self.sequence: dist.ProcessGroup | None = None
         self.sequence_state: ParallelState | None = None
         self.state: ParallelState | None = None
+        self.is_alone = False
         _all.add(self)
         if len(_all) > 1:
             checkpoint.bind_recomputation(bind)
@@ -80,8 +82,7 @@ class Topology:
 
     def refresh(self) -> None:
         """Recompute the derived attributes after one API wrote to this topology."""
-        global in_use, is_set
-        is_set = True
+        global in_use
         self.views = {}
         sp = self.coordinators.get("sp")
         if sp is not None:
@@ -105,6 +106,7 @@ class Topology:
         """Drop all groups without destroying them; that is up to their creator."""
         self.coordinators = {}
         self.dit = self.given = self.mesh_state = None
+        self.is_alone = False
         self.refresh()
 
 
@@ -136,17 +138,29 @@ def sequence_group() -> dist.ProcessGroup | None:
 
 
 def warn_if_unsharded(name: str) -> None:
-    """Warn once per process that operation `name` returns its input because no topology was ever set."""
+    """Warn once per process that `name` returns its input although there are several ranks.
+
+    Each operation calls this that goes by the current topology, where it finds no group. A topology with a
+    group of size 1, or one in which the caller set none, is not the caller's oversight.
+    """
     global _warned
-    if _warned or is_set or not (dist.is_initialized() and dist.get_world_size() > 1):
+    topology = current()
+    if _warned or topology.state is not None or topology.is_alone:
+        return
+    if dist.is_initialized():
+        ranks, where = dist.get_world_size(), "torch.distributed has {} ranks"
+    else:  # started by torchrun, as a script that forgets init_process_group is
+        ranks = int(size) if (size := os.environ.get("WORLD_SIZE", "")).isdecimal() else 1
+        where = "WORLD_SIZE is {} and torch.distributed is not initialized"
+    if ranks < 2:
         return
     _warned = True
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "spar":
         frame, level = frame.f_back, level + 1
     warnings.warn(
-        f"{name} returns its input unsharded: torch.distributed has {dist.get_world_size()} ranks, but no "
-        "topology is set, so the sequence group has size 1; call init_parallel_state, take_over_mesh or "
+        f"{name} returns its input unsharded: {where.format(ranks)}, but the current topology has no "
+        "sequence group, so its size is 1; call init_parallel_state, take_over_mesh or "
         "set_sequence_parallel_group of spar.parallel_state first",
         stacklevel=level,
     )
