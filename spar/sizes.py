@@ -36,6 +36,14 @@ def as_int(value: Any) -> int:
     return operator.index(value)
 
 
+def swapped_hint(sizes: Sequence[Any], world_size: int) -> str:
+    """Return the hint for sizes, not one for each rank, that are cal_split_sizes(world_size, len(sizes))."""
+    ints = 0 < len(sizes) <= _MOST_RANKS and all(type(size) is int for size in sizes)
+    if not ints or list(sizes) != cal_split_sizes(world_size, len(sizes)):
+        return ""
+    return f"; did you swap the arguments of cal_split_sizes(dim_size={len(sizes)}, world_size={world_size})?"
+
+
 def totals_of_share(size: int, world_size: int, rank: int) -> range:
     """Return the global sizes of which `rank`'s local size is `size`: the inverse of `share`."""
     first = (size - 1) * world_size + rank + 1
@@ -53,12 +61,16 @@ def as_named_int(name: str, value: Any) -> int:
 def _ranks(world_size: Any) -> int:
     count = as_named_int("world_size", world_size)
     if not 1 <= count <= _MOST_RANKS:
-        raise ValueError(f"world_size is {count}; expected at least 1, and at most {_MOST_RANKS}")
+        hint = "; did you swap it with the size?" if count > _MOST_RANKS else ""
+        raise ValueError(f"world_size is {count}; expected at least 1, and at most {_MOST_RANKS}{hint}")
     return count
 
 
 def cal_split_sizes(dim_size: int | torch.Tensor, world_size: int) -> list[int]:
     """Return the local size of a dim on each rank, as MindSpeed-MM's `cal_split_sizes` does.
+
+    Swapped arguments are valid too: fewer items than ranks, most of which then have none. Pass them by name.
+    An operation that is given such sizes reports that they are not one for each rank.
 
     Args:
         dim_size: the global size, at least 0; a 0-dim int tensor is accepted.

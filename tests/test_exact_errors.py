@@ -105,6 +105,13 @@ CASES: dict[str, Case] = {
         ValueError,
         "scatter_sizes is [[2, 2, 2]]; expected 3 sizes, one for each rank",
     ),
+    "sizes by swapped arguments": (
+        exchange(z(2, 600), scatter_sizes=spar.cal_split_sizes(3, 600)),
+        ONE,
+        ValueError,
+        "; expected 3 sizes, one for each rank; did you swap the arguments of "
+        "cal_split_sizes(dim_size=600, world_size=3)?",
+    ),
     "a 2-D tensor of sizes": (
         exchange(z(2, 6), scatter_sizes=torch.full((2, 3), 2)),
         ONE,

@@ -6,6 +6,7 @@ from helpers.reference import rule
 from hypothesis import given, strategies as st
 
 import spar
+from spar.sizes import swapped_hint
 
 
 @given(st.integers(0, 5000), st.integers(1, 300))
@@ -35,3 +36,13 @@ def test_bad_sizes_raise(function: object) -> None:
         function(4, 0)  # type: ignore[operator]
     with pytest.raises(ValueError, match="-3"):
         function(-3, 2)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"world_size is 2000000; .* at most 1048576; did you swap it"):
+        function(8, 2_000_000)  # type: ignore[operator]
+
+
+@given(st.integers(1, 300), st.integers(1, 3000))
+def test_swapped_sizes_are_recognized(world: int, total: int) -> None:
+    hint = swapped_hint(spar.cal_split_sizes(world, total), world)
+    assert hint == (f"; did you swap the arguments of cal_split_sizes(dim_size={total}, world_size={world})?")
+    assert not swapped_hint([total] * (world + 1), world)
+    assert not swapped_hint([1.5], 1) and not swapped_hint([], 3) and not swapped_hint([[3]], 3)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
-from ..sizes import as_int
+from ..sizes import as_int, swapped_hint
 from ..topology.resolve import Group, process_group
 from .channel import Operation
 from .communicator import Record
@@ -207,7 +207,11 @@ class Call:
             expected = "a list, tuple or 1-D int tensor of one size for each rank, or None"
             raise self.error(what, repr(sizes), expected)
         if len(sizes) != self.world:
-            raise self.error(what, list(sizes), f"{self.world} sizes, one for each rank")
+            raise self.error(
+                what,
+                f"{list(sizes)!r:.200}",
+                f"{self.world} sizes, one for each rank{swapped_hint(sizes, self.world)}",
+            )
         for size in sizes:
             if type(size) is not int:
                 sizes = self._as_ints(what, sizes)
