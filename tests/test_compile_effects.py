@@ -6,6 +6,8 @@ Rank 0 compiles functions that ignore what they exchange. Its peer runs the exch
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +80,40 @@ def check_unused(rank: int, world: int, group: Group, name: str, backend: str) -
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_exchanges_with_unused_outputs_are_made(ranks: Ranks, name: str, backend: str) -> None:
     ranks(2, check_unused, name, backend, timeout=280)
+
+
+def check_saved_exchanges(rank: int, world: int, group: Group, method: str) -> None:
+    """A checkpoint in compiled code recomputes all but the exchanges, whose outputs its policy saves."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saves = op is torch.ops.spar.exchange.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def block(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        y = spar.attention(x, x + 1, x - 1, layout, causal=True, method=method)
+        heads = spar.all_to_all(y, group, 2, 1, layout=layout).sin()
+        return y + spar.all_to_all(heads, group, 1, 2, scatter_layout=layout)
+
+    def run(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(block, x, layout, use_reentrant=False, context_fn=contexts)
+        return x
+
+    torch._dynamo.reset()
+    layout = SequenceLayout.even(TOTAL, group)
+    x = cells((1, rule(TOTAL, world)[rank], 4, 8), torch.float64, salt=rank) / 10
+    gradients = []
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for function in (run, compiled if rank == 0 else run):
+        leaf = x.clone().requires_grad_()
+        function(leaf, layout).square().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("method", ["ulysses", "gather", "ring"])
+def test_checkpoints_in_compiled_code_save_exchanges(ranks: Ranks, method: str) -> None:
+    ranks(2, check_saved_exchanges, method, timeout=280)
