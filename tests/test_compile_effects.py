@@ -117,3 +117,29 @@ def check_saved_exchanges(rank: int, world: int, group: Group, method: str) -> N
 @pytest.mark.parametrize("method", ["ulysses", "gather", "ring"])
 def test_checkpoints_in_compiled_code_save_exchanges(ranks: Ranks, method: str) -> None:
     ranks(2, check_saved_exchanges, method, timeout=280)
+
+
+def check_crossed_gradients(rank: int, world: int, group: Group, backend: str) -> None:
+    """Each rank's loss uses another call of a compiled function: their gradients do not match."""
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        return spar.all_gather(x * 2, group, 1)
+
+    torch._dynamo.reset()
+    for compiles in (True, rank == 0):
+        run = torch.compile(gather, fullgraph=True, backend=backend) if compiles else gather
+        for used in ([0, 1], [rank]):
+            inputs = [torch.ones(1, 2, 4, requires_grad=True) for _ in range(2)]
+            outputs = [run(x) for x in inputs]
+            loss = sum(outputs[i].sum() for i in used)
+            if len(used) == 2:
+                loss.backward()
+                assert all(torch.equal(x.grad, torch.full_like(x, 2.0 * world)) for x in inputs)
+                continue
+            with pytest.raises(spar.MismatchError, match=r"gradient of call (\d+)(.|\n)*of call (?!\1)\d+"):
+                loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def test_compiled_gradients_of_different_calls_do_not_match(ranks: Ranks, backend: str) -> None:
+    ranks(2, check_crossed_gradients, backend, timeout=280)

@@ -49,9 +49,11 @@ _SCHEMA = (
 )
 # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
 _TAGS = (torch.Tag.nondeterministic_seeded,)
-# `after` and the last output, both empty, keep the order of a graph's exchanges: see `_run_traced`
-library.define("exchange" + _SCHEMA.format(", Tensor? after=None"), tags=_TAGS)
+# The last output is the number of the call, on the CPU. As `after` it keeps the order of a graph's exchanges
+# (`_chained_exchange`); as `forward` it is that of the call whose gradient this one moves.
+library.define("exchange" + _SCHEMA.format(", Tensor? after=None, Tensor? forward=None"), tags=_TAGS)
 Tensors = Sequence[torch.Tensor]
+Number = int | torch.Tensor  # of a call: a tensor in a graph, which does not know it
 
 
 def define(schema: str, function: Any) -> None:
@@ -92,14 +94,16 @@ def _exchange(
     note: str,
     then: Sequence[int],
     after: torch.Tensor | None = None,
+    forward: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     place = Place(group, world, rank)
     operation = Operation(op, unflattened(args), factor, divide, gradient, note=note)
     if is_local(operation.args[0]):
         outputs = [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
     else:
-        outputs = run_eager(inputs, place, operation, tuple(then))
-    return [*outputs, inputs[0].new_empty(0)]
+        number = 0 if forward is None else int(forward)
+        outputs = run_eager(inputs, place, operation, tuple(then), number)
+    return [*outputs, torch.tensor(calls_on(group), device="cpu")]
 
 
 def run_eager(
@@ -152,7 +156,8 @@ def _empty_outputs(inputs: Tensors, place: Place, args: tuple[Args, ...]) -> lis
 def _fake_exchange(
     inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *_: object
 ) -> list[torch.Tensor]:
-    return [*_empty_outputs(inputs, Place(group, world, rank), unflattened(args)), inputs[0].new_empty(0)]
+    outputs = _empty_outputs(inputs, Place(group, world, rank), unflattened(args))
+    return [*outputs, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
 library.impl("exchange", _exchange, "CompositeExplicitAutograd")
@@ -248,23 +253,23 @@ def run(
     operation: Operation,
     traced: bool | None = None,
     then: tuple[int, ...] = (),
-    forward: int = 0,
+    forward: Number = 0,
 ) -> Tensors:
     """Run one exchange or one selection.
 
     traced: the result of `is_any_traced`, if the caller has it.
     then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
-    forward: as in `Channel.exchange`; a traced exchange does not know it.
+    forward: as in `Channel.exchange`, for a traced exchange the tensor of `number_of_newest`.
     """
     if place[1] == 1:
         return [_scaled(x.view_as(x), operation.factor, operation.divide) for x in inputs]
     if traced is None:
         traced = is_any_traced(inputs)
     if traced:
-        return _run_traced(inputs, place, operation, then)
+        return _run_traced(inputs, place, operation, then, forward)
     args = operation.args
     if args[0][1] != -1:  # not local
-        return run_eager(inputs, place, operation, then, forward)
+        return run_eager(inputs, place, operation, then, cast(int, forward))
     if len(inputs) == 1:
         return (_select(inputs[0], place, args[0], operation),)
     return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
@@ -282,7 +287,9 @@ def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation
     return _copy_part(input_, place, args, operation) if input_.is_cpu else _scaled(part, factor, divide)
 
 
-def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...]) -> Tensors:
+def _run_traced(
+    inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...], forward: Number
+) -> Tensors:
     """Run it in dispatched ops."""
     op, args, factor, divide, gradient, _, note = operation
     if is_local(args[0]):
@@ -293,20 +300,35 @@ def _run_traced(inputs: Tensors, place: Place, operation: Operation, then: tuple
     if is_dynamo_compiling():  # the tracer behind it chains the exchanges of its graph
         chained: list[torch.Tensor] = torch.ops.spar.chained_exchange(*arguments)
         return chained
-    return _chained_exchange(*arguments)
+    return _chained_exchange(*arguments, forward=forward if isinstance(forward, torch.Tensor) else None)
 
 
-def _chained_exchange(*arguments: Any) -> list[torch.Tensor]:
+def _tracer() -> Any:
+    """Return the mode in which AOTAutograd traces; None outside of it."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def number_of_newest(steps: tuple[Step, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the number of the call of an only exchange that a tracer has just seen; none for several."""
+    tracer = None if is_dynamo_compiling() else _tracer()
+    if tracer is None or len(steps) != 1 or steps[0][0].world == 1 or is_local(steps[0][1][0]):
+        return ()
+    return (tracer._spar_exchange[1],)
+
+
+def _chained_exchange(*arguments: Any, forward: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Call the op with an output of the exchange before it in the same graph.
 
     Its effect keeps an exchange in a graph, but inductor takes effects out of their order (torch 2.13, 2.14).
     The order of inputs and outputs it keeps.
     """
-    tracer = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    tracer = _tracer()
     # torch begins another dict where it traces backward, which must not keep an output of forward
     tokens = getattr(tracer, "_tokens", None)
     of, after = getattr(tracer, "_spar_exchange", (None, None))
-    outputs: list[torch.Tensor] = torch.ops.spar.exchange(*arguments, after if of is tokens else None)
+    outputs: list[torch.Tensor] = torch.ops.spar.exchange(
+        *arguments, after if of is tokens else None, forward
+    )
     last = outputs.pop()
     if tracer is not None:
         tracer._spar_exchange = tokens, last
@@ -329,7 +351,7 @@ def run_steps(
     gradient: str,
     traced: bool | None = None,
     note: str = "",
-    forwards: tuple[int, ...] = (),
+    forwards: tuple[Number, ...] = (),
 ) -> Tensors:
     """Run one exchange after another; the last one applies the whole factor.
 
@@ -346,10 +368,10 @@ def run_steps(
     if traced is None:
         traced = is_any_traced(inputs)
     if traced:
-        return run(inputs, place, Operation(name, args, *scale, gradient, note=note), True)
+        return run(inputs, place, Operation(name, args, *scale, gradient, note=note), True, (), forward)
     operation = _operation((name, args, *scale, gradient, False, note))
     if place[1] > 1 and args[0][1] != -1:  # not local
-        return run_eager(inputs, place, operation, forward=forward)
+        return run_eager(inputs, place, operation, forward=cast(int, forward))
     return run(inputs, place, operation, False)
 
 
@@ -403,7 +425,7 @@ class SparExchange(torch.autograd.Function):
         name, steps, scale, _, traced, _, note = call
         ctx.call = call  # not the group: a loss that outlives destroy_process_group would keep its threads
         outputs = tuple(run_steps(inputs, name, steps, scale, RECORDED, traced, note))
-        ctx.forwards = () if traced else calls_of(steps)[::-1]
+        ctx.forwards = number_of_newest(steps) if traced else calls_of(steps)[::-1]
         return outputs
 
     @staticmethod

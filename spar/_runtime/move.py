@@ -7,7 +7,7 @@ shards by that dim become shards of the scattered one. This rank then adds the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from .exchange import (
     RECORDED,
     SUMMED,
     UNRECORDED,
+    Number,
     Tensors,
     is_any_traced,
     run_eager,
@@ -82,12 +83,12 @@ class Move(NamedTuple):
     def _gradient(self, records: bool) -> str:
         return UNRECORDED if not records else GATHERED if self.sums else SUMMED if self.shards else RECORDED
 
-    def run(self, inputs: Tensors, records: bool = False, forward: int = 0) -> Tensors:
+    def run(self, inputs: Tensors, records: bool = False, forward: Number = 0) -> Tensors:
         """Return new outputs. forward: as in `Channel.exchange`."""
         operands = self.operands(inputs)
         if self.sums and not inputs[0].is_meta and not is_any_traced(inputs):
             operation = self.operation(records)
-            return run_eager(operands, self.place, operation, (), forward)  # the transport adds
+            return run_eager(operands, self.place, operation, (), cast(int, forward))  # the transport adds
         steps = ((self.place, self.args),)
         gradient = self._gradient(records)
         parts = run_steps(operands, self.name, steps, ONE, gradient, None, self.note, (forward,))

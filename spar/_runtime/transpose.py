@@ -22,6 +22,7 @@ from .exchange import (
     is_any_traced,
     is_transformed,
     must_record,
+    number_of_newest,
     report_failure,
     tangent_name,
     unflattened,
@@ -49,7 +50,10 @@ class SparTranspose(torch.autograd.Function):
         move = call[0]
         ctx.call = call
         outputs = tuple(move.run(inputs, True))
-        ctx.forward = 0 if is_dynamo_compiling() else calls_on(move.place.handle)
+        if is_any_traced(inputs):
+            (ctx.forward,) = number_of_newest(((move.place, move.args),)) or (0,)
+        else:
+            ctx.forward = calls_on(move.place.handle)
         return outputs
 
     @staticmethod
