@@ -129,7 +129,10 @@ def all_to_all(
     """
     if group is not None:
         if process_group is not None:
-            raise TypeError("all_to_all: process_group and group are passed; expected one of them")
+            call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
+            error = TypeError(f"{call.where}: process_group and group are passed; expected one of them")
+            call.fail(error)
+            raise error
         process_group = group
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)

@@ -54,8 +54,13 @@ def check_names_of_the_group(rank: int, world: int, group: Group) -> None:
     x = cells((2, world, 3), torch.float32, salt=rank)
     wanted = spar.all_to_all(x, group, 1, 0)
     assert_same(spar.all_to_all(x, scatter_dim=1, gather_dim=0, group=group), wanted)
-    with pytest.raises(TypeError, match="process_group and group are passed; expected one of them"):
-        spar.all_to_all(x, group, 1, 0, group=group)
+    if rank == 0:
+        with pytest.raises(TypeError, match="process_group and group are passed; expected one of them"):
+            spar.all_to_all(x, group, 1, 0, group=group)
+    else:
+        with pytest.raises(spar.MismatchError, match="rank 0 failed: TypeError"):
+            spar.all_to_all(x, group, 1, 0)
+    assert_same(spar.all_to_all(x, group, 1, 0), wanted)
 
 
 def test_all_to_all_accepts_group_by_the_name_of_other_exchanges(ranks: Ranks) -> None:
