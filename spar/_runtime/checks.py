@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import numbers
@@ -95,7 +96,8 @@ def digest(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         found = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=8)
-        found.update(data.flatten().view(torch.uint8).numpy().data)
+        if data.numel():  # its memory, as torch needs NumPy for a view of it
+            found.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
     else:
         found = hashlib.blake2b(repr(value).encode(), digest_size=8)
     return int.from_bytes(found.digest(), "little") >> 1
