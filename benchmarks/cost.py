@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 from spar import _C
-from spar._runtime.layouts import WHOLE, even, packed, pair, zigzag
+from spar._exchange.layouts import WHOLE, even, packed, pair, zigzag
 
 MIB = 1 << 20
 WORLDS = (2, 4, 8, 64, 512, 4096)

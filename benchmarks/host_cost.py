@@ -46,8 +46,8 @@ def exchanges(group: Any) -> dict[str, Callable[[], Any]]:
     import torch
 
     import spar
-    from spar._runtime import registry
-    from spar._runtime.transports import nccl
+    from spar._group import registry
+    from spar._transports import nccl
 
     comm = registry.communicator(group)
     with comm.turn("init"):

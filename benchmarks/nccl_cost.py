@@ -13,7 +13,7 @@ from ctypes import POINTER, byref, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spar._runtime.layouts import WHOLE, even, pair
+from spar._exchange.layouts import WHOLE, even, pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

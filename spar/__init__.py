@@ -50,10 +50,9 @@ from . import (
     topology as topology,
 )
 from ._attention.attention import attention
-from ._runtime.member import Transport
-from ._runtime.overlap import Work
+from ._exchange.work import Work
+from ._group.member import Transport
 from ._version import __version__
-from .collectives import all_gather, reduce_scatter
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (
     ExchangeTimeoutError,
@@ -64,22 +63,25 @@ from .errors import (
     SparError,
     TransportError,
 )
-from .exchanges import all_to_all
 from .groups import close, empty_cache, init, memory_stats, transport
-from .hybrid import (
+from .loss import mean_loss
+from .ops.all_to_all import all_to_all
+from .ops.gather import all_gather, reduce_scatter
+from .ops.hybrid import (
     gather_forward_split_backward_with_cp,
     packed_data_gather_forward_split_backward_with_cp,
     packed_data_split_forward_gather_backward_with_cp,
     split_forward_gather_backward_with_cp,
 )
-from .loss import mean_loss
-from .ops import (
+from .ops.names.mindspeed_mm import reorder_output
+from .ops.packed import (
+    packed_data_gather_forward_split_backward,
+    packed_data_split_forward_gather_backward,
+)
+from .ops.splits import (
     gather_forward_split_backward,
     load_balanced_gather_forward_split_backward,
     load_balanced_split_forward_gather_backward,
-    packed_data_gather_forward_split_backward,
-    packed_data_split_forward_gather_backward,
-    reorder_output,
     split_forward_gather_backward,
 )
 from .random import rank_seed

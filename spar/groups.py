@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from . import _C
-from ._runtime import registry
-from ._runtime.member import Transport
-from ._runtime.registry import communicator
+from ._group import registry
+from ._group.member import Transport
+from ._group.registry import communicator
 from .topology.resolve import Group, process_group
 
 __all__ = ["Group", "close", "empty_cache", "init", "memory_stats", "process_group", "transport"]

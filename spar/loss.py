@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ._runtime.call import Call
-from ._runtime.checks import check_number
-from ._runtime.items import add_rows
-from ._runtime.layouts import WHOLE, even
-from ._runtime.registry import place_of
-from ._runtime.tracing import constant
+from ._checks import check_number
+from ._exchange.arguments import Call
+from ._exchange.layouts import WHOLE, even
+from ._group.registry import place_of
+from ._tracing import constant
+from ._transports.dtypes import add_rows
 from .topology.resolve import Group, process_group
 
 _WIDE = torch.float64  # counts of up to 2^53 tokens are exact

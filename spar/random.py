@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ._runtime.checks import check_int
-from ._runtime.registry import place_of
+from ._checks import check_int
+from ._group.registry import place_of
 from .topology.resolve import Group, process_group
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
-from ._runtime.call import Call, Sizes, apply_steps, cumulative_hint, from_cumulative
-from ._runtime.checks import check_int, check_ints, check_type
-from ._runtime.exchange import ONE, must_record
-from ._runtime.layouts import (
+from ._checks import check_int, check_ints, check_type
+from ._exchange.arguments import Call, Sizes, apply_steps, cumulative_hint, from_cumulative
+from ._exchange.exchange import ONE, must_record
+from ._exchange.layouts import (
     EVEN,
     PACKED,
     SIZES,
@@ -28,10 +28,10 @@ from ._runtime.layouts import (
     select,
     total_of,
 )
-from ._runtime.registry import place_of
-from ._runtime.repeated import kept_scale, key_of, repeat
-from ._runtime.together import checked_together
-from ._runtime.transpose import transpose
+from ._exchange.repeated import kept_scale, key_of, repeat
+from ._exchange.together import checked_together
+from ._exchange.transpose import transpose
+from ._group.registry import place_of
 from .topology import topology
 from .topology.groups_by_name import ParallelState
 from .topology.resolve import Group, process_group

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ._runtime.checks import check_int
-from ._runtime.exchange import report_failure
-from ._runtime.member import Place
-from ._runtime.registry import place_of
-from .collectives import all_gather, reduce_scatter
+from ._checks import check_int
+from ._exchange.exchange import report_failure
+from ._group.member import Place
+from ._group.registry import place_of
+from .ops.gather import all_gather, reduce_scatter
 from .random import preserved
 from .sequence_layout import SequenceLayout
 from .sizes import cal_split_sizes

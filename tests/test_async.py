@@ -16,8 +16,8 @@ from helpers.reference import assert_same, rule
 from torch.utils.checkpoint import checkpoint
 
 import spar
-from spar._runtime import lane
-from spar._runtime.registry import communicator
+from spar._group import queue as lane
+from spar._group.registry import communicator
 
 Group = dist.ProcessGroup
 TOTAL, HEADS = 10, 7
@@ -248,7 +248,7 @@ def test_gradients_equal_those_of_sync_calls(ranks: Ranks, world: int, name: str
 
 def backward_in_flight(rank: int, world: int, group: Group) -> None:
     """In backward all reverse exchanges are begun before the first is waited for."""
-    from spar._runtime import overlap
+    from spar._exchange import work as overlap
 
     spar.init(group)
     events: list[str] = []

@@ -28,8 +28,8 @@ from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
 from spar._attention.methods import _round
-from spar._runtime.layouts import Layout, even, extent, packed, zigzag
-from spar._runtime.registry import by_handle, place_of
+from spar._exchange.layouts import Layout, even, extent, packed, zigzag
+from spar._group.registry import by_handle, place_of
 
 pytestmark = pytest.mark.one_transport
 

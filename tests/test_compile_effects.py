@@ -18,7 +18,7 @@ from test_compile import INDUCTOR
 
 import spar
 from spar import SequenceLayout
-from spar._runtime.registry import communicator
+from spar._group.registry import communicator
 
 pytestmark = pytest.mark.one_transport
 

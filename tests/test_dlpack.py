@@ -13,7 +13,7 @@ from helpers.reference import cells, same_bits
 
 import spar
 from spar import _C
-from spar._runtime.items import PLAIN_TYPES
+from spar._transports.dtypes import PLAIN_TYPES
 
 _API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 DTYPES = [torch.bfloat16, torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn, torch.uint16]

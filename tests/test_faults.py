@@ -19,8 +19,8 @@ import torch.distributed as dist
 from conftest import PRELOAD, TRANSPORTS
 
 import spar
-from spar._runtime.channel import Operation
-from spar._runtime.registry import communicator
+from spar._group.registry import communicator
+from spar._transports.channel import Operation
 
 # torch's threads sometimes abort a process at its exit (seen without spar, under load)
 TEARDOWN = "terminate called without an active exception"

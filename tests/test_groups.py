@@ -18,8 +18,8 @@ from conftest import TRANSPORTS, Ranks
 from helpers.reference import assert_same, rule
 
 import spar
-from spar._runtime.differences import first_difference
-from spar._runtime.registry import by_handle, communicator, place_of
+from spar._group.differences import first_difference
+from spar._group.registry import by_handle, communicator, place_of
 
 Group = dist.ProcessGroup
 ALL = 7

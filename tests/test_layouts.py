@@ -293,7 +293,7 @@ def test_reorder_output() -> None:
 
 def test_packed_split_by_index_select() -> None:
     """Devices whose memory C cannot access use index_select."""
-    from spar._runtime.layouts import packed as packed_layout, packed_index
+    from spar._exchange.layouts import packed as packed_layout, packed_index
 
     for ring in (1, 2, 3):
         for inner in (1, 2, 3):

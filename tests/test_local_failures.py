@@ -24,7 +24,7 @@ from test_faults import await_report, finish, report, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar
-from spar._runtime import pg_wait
+from spar._group import pg_wait
 from spar.parallel_state import set_sequence_parallel_group
 
 gather = spar.gather_forward_split_backward

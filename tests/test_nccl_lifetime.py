@@ -24,9 +24,9 @@ from conftest import Ranks
 from helpers import nccl_lifetime, standins
 
 import spar
-from spar._runtime import pg_wait
-from spar._runtime.member import Member
-from spar._runtime.transports import cuda
+from spar._group import pg_wait
+from spar._group.member import Member
+from spar._transports import cuda
 
 OWNERS = pytest.mark.parametrize("native", [False, True], ids=["own", "torch's"])
 

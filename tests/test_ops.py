@@ -12,7 +12,7 @@ from conftest import WORLDS, Ranks
 from helpers.reference import assert_same, cells, part, rule, scaled
 
 import spar
-from spar._runtime.transports import torch as torch_transport
+from spar._transports import torch as torch_transport
 
 Group = dist.ProcessGroup
 

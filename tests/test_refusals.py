@@ -27,8 +27,8 @@ from test_faults import await_report, finish, report, start
 
 import spar
 from spar import _C
-from spar._runtime import rendezvous
-from spar._runtime.registry import communicator
+from spar._group import setup as rendezvous
+from spar._group.registry import communicator
 from spar.groups import process_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")

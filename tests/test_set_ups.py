@@ -24,8 +24,8 @@ from test_faults import finish, start
 
 import spar
 from spar import _C
-from spar._runtime import agreement, pg_wait, rendezvous
-from spar._runtime.registry import communicator
+from spar._group import agreement, pg_wait, setup as rendezvous
+from spar._group.registry import communicator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
 

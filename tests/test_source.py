@@ -27,7 +27,7 @@ import spar.sequence_layout
 import spar.testing
 import spar.utils
 from spar import _C
-from spar._runtime import layouts
+from spar._exchange import layouts
 
 ROOT = Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
@@ -278,7 +278,8 @@ def core_messages() -> list[str]:
 def python_messages() -> list[str]:
     """Return the longest fixed part of each text that is raised as one of spar's errors."""
     names, found = {name for name, value in vars(spar).items() if name.endswith("Error")}, []
-    for path in (ROOT / "spar" / "_runtime").rglob("*.py"):
+    folders = ("_exchange", "_group", "_transports")
+    for path in (path for folder in folders for path in (ROOT / "spar" / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
                 strings = [

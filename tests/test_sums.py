@@ -10,7 +10,7 @@ from helpers import core
 from test_scales import real_values, values
 
 from spar import _C
-from spar._runtime.items import SUM_TYPES, add_rows
+from spar._transports.dtypes import SUM_TYPES, add_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
 

@@ -22,7 +22,7 @@ static int torch_serves(const spar_peer_info *info, int world, int first_rank, c
     return 1;
 }
 
-/* Python moves the bytes: spar/_runtime/transports/torch.py. */
+/* Python moves the bytes: spar/_transports/torch.py. */
 static const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves};
 
 extern const spar_transport spar_transport_shm, spar_transport_nccl;

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, ParamSpec, cast
 import torch
 
 from .. import _C
-from .._runtime.agreement import failure_text, is_reported
-from .._runtime.call import Call
-from .._runtime.checks import digest
-from .._runtime.exchange import calls_before, report_failure
-from .._runtime.layouts import extent, total_of
-from .._runtime.member import Place
-from .._runtime.registry import by_handle, place_of
+from .._checks import digest
+from .._exchange.arguments import Call
+from .._exchange.exchange import calls_before, report_failure
+from .._exchange.layouts import extent, total_of
+from .._group.agreement import failure_text, is_reported
+from .._group.member import Place
+from .._group.registry import by_handle, place_of
 from ..errors import SparError
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.topology import current

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._runtime.layouts import Piece
+from .._exchange.layouts import Piece
 
 
 class Block(NamedTuple):

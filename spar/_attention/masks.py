@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._runtime.call import Call
+from .._exchange.arguments import Call
 
 
 def checked_mask(call: Call, mask: object, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor:

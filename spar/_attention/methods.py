@@ -10,12 +10,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .._C import MOST_TENSORS
-from .._runtime.call import Call
-from .._runtime.layouts import Layout, Piece, by_sizes, pair, pieces, rotated
-from .._runtime.member import ALONE, Place
-from .._runtime.registry import place_of
-from ..collectives import transpose_for
-from ..exchanges import all_to_all_for
+from .._exchange.arguments import Call
+from .._exchange.layouts import Layout, Piece, by_sizes, pair, pieces, rotated
+from .._group.member import ALONE, Place
+from .._group.registry import place_of
+from ..ops.all_to_all import all_to_all_for
+from ..ops.gather import transpose_for
 from ..sequence_layout import SequenceLayout, numbers_of
 from .blocks import Block, blocks_before, blocks_of, keys_before, own_block
 from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .._runtime.channel import Operation
-from .._runtime.exchange import (
+from .._exchange.exchange import (
     ONE,
     RECORDED,
     UNRECORDED,
@@ -27,11 +26,12 @@ from .._runtime.exchange import (
     report_failure,
     run,
 )
-from .._runtime.layouts import WHOLE, Args, Layout, pair
-from .._runtime.member import Place
-from .._runtime.move import Move
-from .._runtime.overlap import Work, begin
-from .._runtime.registry import calls_on
+from .._exchange.layouts import WHOLE, Args, Layout, pair
+from .._exchange.move import Move
+from .._exchange.work import Work, begin
+from .._group.member import Place
+from .._group.registry import calls_on
+from .._transports.channel import Operation
 from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, accumulated, finite

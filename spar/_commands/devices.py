@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import _C
-from .._runtime.transports import cuda
+from .._transports import cuda
 from ..errors import SparError
 from .machine import Facts
 

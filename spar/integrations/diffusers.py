@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .._runtime.agreement import is_reported
-from .._runtime.exchange import report_failure
+from .._exchange.exchange import report_failure
+from .._group.agreement import is_reported
 from ..topology.resolve import Group, process_group
 from ._diffusers.attention import JointProcessor, ShardedAttention, register_backend, unregister_backend
 from ._diffusers.inputs import check_equal

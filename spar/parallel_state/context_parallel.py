@@ -7,7 +7,7 @@ import warnings
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._runtime.checks import check_int, check_type
+from .._checks import check_int, check_type
 from ..topology.groups_by_name import EXPERT_MESH, MESH, ParallelState, check_fit, make_meshes, state_of
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current, sequence_group

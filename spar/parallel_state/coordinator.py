@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._runtime.checks import check_backend, check_int, check_rank_groups
-from ..ops import gather_forward_split_backward
+from .._checks import check_backend, check_int, check_rank_groups
+from ..ops.splits import gather_forward_split_backward
 from ..topology.groups_by_name import backends_of
 from .endpoint import Endpoint
 from .process_groups import destroy_group, new_group_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._runtime.checks import check_int
+from .._checks import check_int
 from ..topology.groups_by_name import backends_of
 from .process_groups import device_of, ranks_of
 from .transfer import (

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from .._runtime.tracing import constant
+from .._tracing import constant
 from ..topology.groups_by_name import ParallelState
 from ..topology.topology import current, process_wide, sequence_group
 from .coordinator import GroupCoordinator

@@ -13,7 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from .._runtime.checks import check_backend, check_bool, check_int, check_ints, check_rank_groups, check_str
+from .._checks import check_backend, check_bool, check_int, check_ints, check_rank_groups, check_str
 from ..topology.topology import current, forget_all
 from .coordinator import GroupCoordinator
 from .getters import find, get_local_rank

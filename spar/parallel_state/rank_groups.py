@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .._runtime.checks import check_bool, check_int, check_ints, check_rank_groups, check_str, check_type
+from .._checks import check_bool, check_int, check_ints, check_rank_groups, check_str, check_type
 
 DEFAULT_ORDER = "tp-sp-pp-cfg-dp"
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from .._runtime.checks import check_bool, check_int, check_type
+from .._checks import check_bool, check_int, check_type
 
 # Older versions keep the GIL in os.sched_yield. From vLLM.
 USE_SCHED_YIELD = sys.version_info[:3] >= (3, 11, 1) or (

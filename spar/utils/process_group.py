@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from .._runtime.checks import check_int, check_rank, check_str, check_type
+from .._checks import check_int, check_rank, check_str, check_type
 from ..groups import close
 from .stateless_group import StatelessProcessGroup, open_store
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from .._runtime.checks import check_int, check_number, check_rank, check_str, check_type
+from .._checks import check_int, check_number, check_rank, check_str, check_type
 from ..errors import MismatchError, SparError
 
 _MIN_POLL_INTERVAL = 50e-6  # seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spar._runtime.layouts import WHOLE, Args, Layout, by_sizes, even, packed, pair, zigzag
+from spar._exchange.layouts import WHOLE, Args, Layout, by_sizes, even, packed, pair, zigzag
 
 OPS = {  # name -> name of the inverse
     "all_to_all": "all_to_all",

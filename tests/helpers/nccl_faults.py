@@ -30,9 +30,9 @@ from helpers.nccl_ranks import (
     wait,
     within,
 )
-from spar._runtime.channel import Operation
-from spar._runtime.communicator import Communicator
-from spar._runtime.transports import nccl
+from spar._group.communicator import Communicator
+from spar._transports import nccl
+from spar._transports.channel import Operation
 
 
 def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:

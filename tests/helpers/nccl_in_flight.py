@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.nccl_ranks import DEVICE, Stream, driver, enqueue, set_up, wait
-from spar._runtime.transports import cuda
+from spar._transports import cuda
 
 
 class Event:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import spar
 from helpers.nccl_ranks import Stream, communicator, core_of, driver, enqueue, set_up, stalled, wait, within
 from helpers.torch_nccl import torch_nccl
-from spar._runtime.channel import Operation
-from spar._runtime.communicator import Communicator
-from spar._runtime.layouts import even, pair
-from spar._runtime.transports import nccl
+from spar._exchange.layouts import even, pair
+from spar._group.communicator import Communicator
+from spar._transports import nccl
+from spar._transports.channel import Operation
 
 
 @contextlib.contextmanager

@@ -23,9 +23,9 @@ import spar
 from helpers.exchanges import numbers
 from helpers.torch_nccl import torch_nccl
 from spar import _C
-from spar._runtime.channel import Operation
-from spar._runtime.communicator import Communicator
-from spar._runtime.transports import cuda, nccl
+from spar._group.communicator import Communicator
+from spar._transports import cuda, nccl
+from spar._transports.channel import Operation
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20

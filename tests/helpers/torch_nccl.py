@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spar._runtime.transports import cuda, nccl
+from spar._transports import cuda, nccl
 
 
 class Id(ctypes.Structure):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..._runtime.registry import place_of
-from ...collectives import all_gather
+from ..._group.registry import place_of
+from ...ops.gather import all_gather
 
 _SIZES, _SAMPLES = 8, 120  # numbers that stand for each tensor
 _TOLERANCE = 1e-2  # of the largest sample: another GPU may round the embeddings differently

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._runtime.checks import check_int
+from ..._checks import check_int
 from .names import Names
 
 # Diffusers has no plan for these. SD3 attends to image and text, which it embeds before its first block.

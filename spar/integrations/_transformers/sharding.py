@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..._runtime.checks import digest
-from ..._runtime.member import ALONE, Place
-from ..._runtime.registry import by_handle, place_of
-from ...collectives import all_gather
+from ..._checks import digest
+from ..._group.member import ALONE, Place
+from ..._group.registry import by_handle, place_of
 from ...errors import MismatchError
+from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from .masks import documents_of, lengths_of, masks_of, restarting

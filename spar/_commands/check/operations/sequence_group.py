@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ....data import SPDataProcessor, sp_slice_and_pad_input
-from ....sharding import ShardingValidator, sp_gather, sp_shard, sp_shard_with_padding
+from ....ops.names.lightrft import SPDataProcessor, sp_slice_and_pad_input
+from ....ops.names.vllm_omni import ShardingValidator, sp_gather, sp_shard, sp_shard_with_padding
 from ..shards import any_total, even, gather, split
 from ..trial import NO_GRADIENT, Case, Setting, Tensors, Trial, numbers
 

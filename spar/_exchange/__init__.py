@@ -1,0 +1,1 @@
+"""One exchange: its layouts, the checks of its arguments, its gradient, what compilers see. Private."""

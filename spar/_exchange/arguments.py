@@ -1,0 +1,435 @@
+"""Check the arguments of a public operation."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from .. import _C
+from .._group.communicator import Record
+from .._group.hints import add_advice
+from .._group.member import Place
+from .._group.registry import known, known_by, place_of
+from .._transports.channel import Operation
+from ..sizes import as_int, swapped_hint
+from ..topology.resolve import Group, process_group
+from .exchange import (
+    ONE,
+    SCALABLE,
+    UNRECORDED,
+    Scale,
+    Step,
+    calls_before,
+    is_watched,
+    must_record,
+    recorded,
+    recorder,
+    report_failure,
+    run_steps,
+)
+from .graph_ops import steps_in_graph
+from .layouts import Args, Layout, by_sizes, even, pair
+
+Sizes = Sequence[int] | torch.Tensor
+_STRIDED = torch.strided
+
+
+def from_cumulative(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the lengths between cu_seqlens; empty if the numbers cannot be cumulative."""
+    if not numbers or numbers[0] != 0:
+        return ()
+    lengths = [end - begin for begin, end in itertools.pairwise(numbers)]
+    return lengths if min(lengths, default=-1) >= 0 else ()
+
+
+def cumulative_hint(lengths: Sequence[int]) -> str:
+    shown = f"[{', '.join(map(str, lengths[:16]))}{', ...' if len(lengths) > 16 else ''}]"
+    return f". These look like cu_seqlens, which are cumulative; pass the lengths: {shown}"
+
+
+class Call:
+    """One call of a public operation. Errors of its checks name the argument, its value and the rank.
+
+    Attributes:
+        known: whether the input is a plain strided tensor, of the shape `shape`. Else it is one
+            of another type, or torch was asked.
+        comm: of the group; None if torch.compile traces the call, or the group is gone.
+        places: this rank's place in each group in which the call would exchange.
+        before: how many calls this rank had made on each of these, when this call began.
+        note: as in Operation.
+    """
+
+    __slots__ = (
+        *("before", "comm", "exchanges", "input", "known", "name", "ndim", "note", "place", "places", "rank"),
+        *("shape", "what", "world"),
+    )
+
+    def __init__(
+        self,
+        name: str,
+        input_: torch.Tensor,
+        group: Group | Place,
+        what: str = "input_",
+        exchanges: int = 1,
+        places: tuple[Place, ...] = (),
+    ) -> None:
+        """Check the input.
+
+        Args:
+            exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails.
+            places: of a call in several groups.
+        """
+        self.name, self.what, self.note = name, what, ""
+        self.input = input_
+        self.exchanges = exchanges
+        compiling = is_dynamo_compiling()
+        comm = None if compiling else known(group)
+        if comm is not None:
+            place = comm.place
+        else:
+            place = group if isinstance(group, Place) else place_of(process_group(group, name))
+            comm = None if compiling else known_by(place)
+        self.comm = comm
+        self.place = place
+        _, self.world, self.rank = place
+        self.before: tuple[int, ...] = ()
+        if exchanges and comm is not None and not places:
+            self.before = (comm.count(),)
+        elif exchanges:
+            self.before = calls_before(places or (place,))
+        self.places = places or (place,)
+        shapes = None if compiling else _C.plain_shapes((input_,))
+        self.known = shapes is not None
+        if shapes is None:
+            self._check(what)
+        else:
+            (self.shape,) = shapes
+            self.ndim = len(self.shape)
+
+    def beside(self, input_: torch.Tensor, shape: tuple[int, ...] | None, what: str) -> Call:
+        """Return the call of another tensor that the same exchange moves; shape: if the input is known."""
+        call = Call.__new__(Call)
+        call.name, call.exchanges, call.before = self.name, self.exchanges, self.before
+        call.place, call.places, call.world, call.rank = self.place, self.places, self.world, self.rank
+        call.comm, call.what = self.comm, what
+        call.input, call.known = input_, shape is not None
+        if shape is None:
+            call._check(what)
+        else:
+            call.shape, call.ndim = shape, len(shape)
+        return call
+
+    def _check(self, what: str) -> None:
+        """Ask torch of the input."""
+        input_ = self.input
+        try:
+            if not isinstance(input_, torch.Tensor):
+                raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
+            if type(input_) is not torch.Tensor and hasattr(input_, "to_local"):
+                kind = f"a {type(input_).__name__}"
+                raise self.type_error(what, kind, "a plain tensor; pass its .to_local()")
+            if input_.layout is not _STRIDED:
+                raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
+            if input_.is_nested:
+                raise self.type_error(what, "a nested tensor", "a strided tensor, such as one of its parts")
+            if input_.is_quantized:  # an exchange would lose its scale and zero point
+                raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
+            self.shape = shape = input_.shape
+            self.ndim = len(shape)
+            if not shape:
+                raise self.error(what, "a 0-dim tensor", "at least one dim")
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def error(self, what: str, value: object, expected: str) -> ValueError:
+        return ValueError(self._message(what, value, expected))
+
+    def type_error(self, what: str, value: object, expected: str) -> TypeError:
+        return TypeError(self._message(what, value, expected))
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} on rank {self.rank} of {self.world}"
+
+    def _message(self, what: str, value: object, expected: str) -> str:
+        return f"{self.where}: {what} is {value}; expected {expected}"
+
+    def fail(self, error: BaseException) -> None:
+        """Report this rank's error to the peers that wait for its exchange, unless it was reported before."""
+        x = self.input
+        device = x.device.type if isinstance(x, torch.Tensor) else None
+        if hasattr(x, "fake_mode"):  # a FakeTensor, which is not exchanged, outside of its mode
+            device = "meta"
+        if self.exchanges:
+            ends = [count + self.exchanges for count in self.before]
+            report_failure(zip(self.places, ends, strict=True), self.name, device, error)
+        add_advice(error)
+
+    def one_of(self, **given: object) -> None:
+        """Raise ValueError if more than one of the arguments is not None."""
+        passed = [name for name, value in given.items() if value is not None]
+        if len(passed) > 1:
+            text = " and ".join([f"{name} is {given[name]!r:.200}" for name in passed])
+            raise ValueError(f"{self.where}: {text}; expected one of them")
+
+    def integer(self, what: str, value: int, expected: str = "an int") -> int:
+        if type(value) is int:
+            return value
+        try:
+            return as_int(value)
+        except TypeError:
+            raise self.type_error(what, f"{value!r:.200}", expected) from None
+
+    def dim(self, what: str, dim: int) -> int:
+        ndim = self.ndim
+        if type(dim) is not int:
+            dim = self.integer(what, dim)
+        elif 0 <= dim < ndim:
+            return dim
+        if not -ndim <= dim < ndim:
+            shape = list(self.input.shape)
+            which = "an input" if self.what == "input_" else self.what
+            raise self.error(what, dim, f"{-ndim} to {ndim - 1} for {which} of shape {shape}")
+        return dim % ndim
+
+    def sizes(self, what: str, sizes: Sizes | None) -> Args:
+        if sizes is None:
+            return ()
+        if isinstance(sizes, torch.Tensor):
+            sizes = self._from_tensor(what, sizes)
+        elif not isinstance(sizes, (list, tuple)):
+            expected = "a list, tuple or 1-D int tensor of one size for each rank, or None"
+            raise self.error(what, repr(sizes), expected)
+        if len(sizes) != self.world:
+            raise self.error(
+                what,
+                f"{list(sizes)!r:.200}",
+                f"{self.world} sizes, one for each rank{swapped_hint(sizes, self.world)}",
+            )
+        for size in sizes:
+            if type(size) is not int:
+                sizes = self._as_ints(what, sizes)
+                break
+            if size < 0:
+                raise self.error(what, list(sizes), "ints of at least 0")
+        if not torch.compiler.is_compiling() and sum(sizes) >= 2**63:
+            raise self.error(what, list(sizes), "sizes that sum to less than 2^63")
+        return tuple(sizes)
+
+    def _as_ints(self, what: str, sizes: Sequence[int]) -> list[int]:
+        try:
+            numbers = [as_int(size) for size in sizes]
+        except TypeError:
+            numbers = [-1]
+        if any(number < 0 for number in numbers):
+            raise self.error(what, list(sizes), "ints of at least 0")
+        return numbers
+
+    def _from_tensor(self, what: str, sizes: torch.Tensor) -> list[int]:
+        kind = sizes.dtype
+        if sizes.dim() != 1 or kind.is_floating_point or kind.is_complex or kind is torch.bool:
+            raise self.type_error(what, f"a tensor of {kind} with {sizes.dim()} dims", "a 1-D int tensor")
+        numbers: list[int] = sizes.tolist()
+        return numbers
+
+    def lengths(self, what: str, lengths: Sequence[int] | torch.Tensor) -> Args:
+        """Convert the lengths of packed sequences to ints of at least 0."""
+        if isinstance(lengths, torch.Tensor):
+            lengths = self._from_tensor(what, lengths)
+        if torch.compiler.is_compiling():  # the core checks them when it runs
+            return tuple(lengths)
+        total: object = None
+        with contextlib.suppress(TypeError, RuntimeError):
+            total = sum(lengths)
+        try:
+            if type(total) is not int:  # objects with __index__, such as numpy integers, are among them
+                lengths = [as_int(length) for length in lengths]
+                total = sum(lengths)
+            least = min(lengths, default=0)
+        except TypeError:
+            raise self.type_error(what, repr(lengths)[:200], "a list, tuple or 1-D tensor of ints") from None
+        if least < 0:
+            raise self.error(what, f"a list that contains {least}", "lengths of at least 0")
+        if total >= 2**63:
+            raise self.error(what, f"a list that sums to {total}", "a sum below 2^63")
+        return tuple(lengths)
+
+    def check_sum(self, what: str, lengths: Args, dim: int) -> None:
+        total, size = sum(lengths), self.input.size(dim)
+        if total != size:
+            expected = f"lengths that sum to {size}, the size of dim {dim}"
+            if (cut := from_cumulative(lengths)) and lengths[-1] == size:
+                expected += cumulative_hint(cut)
+            raise self.error(what, f"a list that sums to {total}", expected)
+
+    def wrong_total(self, what: str, total: int, dim: int, fitting: Sequence[int]) -> ValueError:
+        """Return the error for a global size that does not match the local size; it names those that do."""
+        local, expected = self.input.size(dim), "an input that is even in that dim"
+        if fitting:
+            first, last = fitting[0], fitting[-1]
+            expected = (
+                str(first) if first == last else f"{first} {'or' if len(fitting) == 2 else 'to'} {last}"
+            )
+        expected += f", as rank {self.rank} of {self.world} holds {local} of dim {dim}"
+        if total == local:
+            expected += ". Did you pass the local size?"
+        return self.error(what, total, expected)
+
+    def table(self, what: str, table: torch.Tensor | Sequence[Sequence[int]]) -> tuple[int, int, Args]:
+        """Read the local sizes of each sequence on each rank: `[world, sequences]`.
+
+        Returns the number of sequences, this rank's total, and the core's ints: the global lengths if the
+        sequences are sharded by `cal_split_sizes`, else the whole table.
+        """
+        if torch.compiler.is_compiling():
+            rows = [list(row) for row in table]
+            return len(rows[0]), sum(rows[self.rank]), tuple(itertools.chain(*rows))
+        if isinstance(table, (list, tuple)):
+            table = [row.tolist() if isinstance(row, torch.Tensor) else row for row in table]
+        try:
+            sizes = torch.as_tensor(table, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise self.type_error(what, repr(table)[:200], "a table of ints") from None
+        if sizes.dim() != 2 or sizes.size(0) != self.world:
+            raise self.error(what, f"of shape {list(sizes.shape)}", f"a row for each of {self.world} ranks")
+        if sizes.numel() and (sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool):
+            raise self.type_error(what, f"a table of {sizes.dtype}", "ints")
+        sizes = sizes.to("cpu", torch.int64).contiguous()
+        sequences = sizes.size(1)
+        least, own, numbers = _C.table(sizes.data_ptr(), self.world, sequences, self.rank)
+        if least < 0:
+            raise self.error(what, f"a table that contains {least}", "sizes of at least 0")
+        return sequences, own, numbers
+
+    def zigzag(self, what: str, total: int, world: int) -> int:
+        """Return the global size; check that it divides into two chunks per rank of `world`."""
+        if total % (2 * world):
+            raise self.error(
+                what,
+                f"a total of {total} to split",
+                f"a multiple of {2 * world}, two chunks for each of {world} ranks",
+            )
+        return total
+
+    def grad_scale(self, grad_scale: str | float | None) -> Scale:
+        if grad_scale is None:
+            return ONE
+        if isinstance(grad_scale, str):
+            if grad_scale not in ("up", "down"):
+                raise self.error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
+            return float(self.world), grad_scale == "down"
+        if isinstance(grad_scale, (int, float)) and not isinstance(grad_scale, bool):
+            try:
+                return float(grad_scale) + 0.0, False  # -0.0 equals 0.0, by which a call is kept
+            except OverflowError:
+                what = "an int beyond a float's range"
+                raise self.error("grad_scale", what, '"up", "down", None or a float') from None
+        raise self.type_error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
+
+    def shards(self, what: str, dim: int, sizes: Sizes | None) -> Layout | None:
+        """Return the layout in which this rank's shard is the input's extent of `dim`; None without sizes."""
+        if sizes is None:
+            return None
+        given, held = self.sizes(what, sizes), self.input.size(dim)
+        if given[self.rank] != held:
+            raise self.error(
+                what,
+                list(given),
+                f"{held} at index {self.rank}, rank {self.rank}'s size of dim {dim}"
+                + (". Did you split the local size?" if sum(given) == held else ""),
+            )
+        return by_sizes(dim, given)
+
+    def gathered_size(self, dim: int) -> int:
+        """Return the global size of a dim along which all ranks have the same local size."""
+        held = self.input.size(dim)
+        if not torch.compiler.is_compiling() and held * self.world >= 2**63:
+            expected = f"a size that is below 2^63 on {self.world} ranks together"
+            raise self.error(self.what, f"of size {held} in dim {dim}", expected)
+        return held * self.world
+
+    def parts(self, what: str, dim: int, sizes: Sizes | None) -> Layout:
+        """Return the layout that shards all of the input's `dim`, by the size rule if there are no sizes."""
+        total = self.input.size(dim)
+        if sizes is None:
+            return even(dim, total)
+        given = self.sizes(what, sizes)
+        if sum(given) != total:
+            raise self.error(what, list(given), f"sizes that sum to {total}, the size of dim {dim}")
+        return by_sizes(dim, given)
+
+    def apply(
+        self, before: Layout, after: Layout, grad_scale: Scale, key: tuple[object, ...] | None = None
+    ) -> torch.Tensor:
+        """Exchange the input from one layout to another; record it if the input requires a gradient.
+
+        key: the arguments from which, with the operation's name and the input's shape, the layouts and the
+            checks follow. With a grad_scale it has that and the dtype.
+        """
+        x = self.input
+        if self.world == 1 and grad_scale[0] == 1.0:
+            return x
+        args = (pair(before, after),)
+        steps = ((self.place, args),)
+        if x.requires_grad or forward_ad._current_level >= 0 or not self.known:
+            return apply_steps((self,), steps, grad_scale, key)[0]
+        if self.world == 1:
+            return x
+        remember((self,), key, args)
+        return run_steps((x,), self.name, steps, ONE, UNRECORDED, is_watched(), self.note)[0]
+
+
+def remember(
+    calls: Sequence[Call],
+    key: tuple[object, ...] | None,
+    args: tuple[Args, ...],
+    record: Record | None = None,
+    sums: bool = False,
+) -> None:
+    """Let `repeat` find this exchange of the calls' inputs; `record` runs it under autograd."""
+    first = calls[0]
+    if key is None or first.comm is None or not calls[-1].known:
+        return
+    shapes = _C.shapes_key([call.input for call in calls])
+    if shapes is not None:
+        operation = Operation(first.name, args, *ONE, UNRECORDED, sums, first.note)
+        first.comm.remember((first.name, shapes, key), operation, record)
+
+
+def apply_steps(
+    calls: Sequence[Call],
+    steps: tuple[Step, ...],
+    grad_scale: Scale,
+    key: tuple[object, ...] | None = None,
+) -> Sequence[torch.Tensor]:
+    """Run one exchange after another on the calls' inputs, likewise; all arguments are checked.
+
+    key: as for `Call.apply`, of a single exchange.
+    """
+    first, inputs = calls[0], tuple([call.input for call in calls])
+    records = must_record(inputs)
+    if records and grad_scale[0] != 1.0 and inputs[0].dtype not in SCALABLE:
+        raise first.type_error(
+            "input_",
+            f"a tensor of {inputs[0].dtype} whose gradient is to be scaled",
+            "a floating or complex dtype of at least 16 bits, or grad_scale=None",
+        )
+    traced = None
+    if calls[-1].known:  # then all are: see Call.beside
+        traced = is_watched()
+    elif is_dynamo_compiling() and (records or first.world > 1):
+        return steps_in_graph(inputs, first.name, steps, grad_scale, records, first.note)
+    if records:
+        if key is not None and first.world > 1:
+            remember(calls, key, steps[0][1], recorder(first.name, steps, grad_scale, first.note))
+        return recorded(inputs, first.name, steps, ONE, grad_scale, traced, first.note)
+    if first.world == 1:
+        return inputs
+    remember(calls, key, steps[0][1])
+    return run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced, first.note)

@@ -1,0 +1,344 @@
+"""`async_op=True`: start an exchange, and wait for it later, also in backward.
+
+Autograd sees two functions. `SparStart` begins the exchange; `Work.wait` rebases the outputs on `SparWait`.
+In backward `SparWait` begins the transposed exchange and passes the gradients on, and `SparStart` waits for
+it. Autograd runs what was recorded last first: the exchanges that forward had in flight together, and what it
+computed meanwhile, overlap in backward, too.
+
+Ranks may wait in different orders, or make some of the calls sync, but all issue them in one order. So
+backward follows the order of issue: `SparWait` begins no exchange before those that were issued later. It
+leaves it to `SparStart`, which autograd runs in the reverse order of issue on every rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from .._checks import check_number
+from .._group.hints import add_advice
+from .._group.profiling import event, is_profiled
+from .._group.queue import Job
+from .._group.registry import by_handle, calls_on
+from .._transports.cuda import Beside
+from ..errors import ExchangeTimeoutError, SparError
+from .arguments import Call
+from .exchange import (
+    Tensors,
+    calls_before,
+    have_tangents,
+    is_any_traced,
+    is_transformed,
+    must_record,
+    report_failure,
+    run_eager,
+)
+from .move import Move
+from .outputs import checked, note_write, write_to
+from .transpose import recorded
+
+_NOT_TRACED = "call it outside of compiled code, or without async_op"
+_log = logging.getLogger("spar")
+
+
+class Work:
+    """An exchange in flight, which `async_op=True` returns with its output; as `torch.distributed.Work`.
+
+    Until `wait()` has returned, do not read the output, and do not modify the input. The exchange goes on if
+    its Work is dropped.
+    """
+
+    _seen = True  # until there is an exchange that may fail
+    _tensors = 0  # of a list
+
+    def __init__(
+        self,
+        job: Job | None = None,
+        beside: Beside | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._job, self._beside, self._finish = job, beside, finish
+        self._seen = job is None
+
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> bool:
+        """Block until the output is complete; on a GPU, let the current stream wait for it.
+
+        Args:
+            timeout: in seconds, or a timedelta; None or infinity: no limit but SPAR_TIMEOUT. The exchange
+                goes on after it; wait again.
+
+        Returns:
+            True.
+
+        Raises:
+            ExchangeTimeoutError: it is not over after the timeout, or after SPAR_TIMEOUT from its turn.
+            SparError: what ended the exchange; again at each wait.
+            TypeError: timeout is not a number, a timedelta or None.
+            ValueError: timeout is NaN.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        if seconds is not None and seconds != math.inf:
+            check_number("Work.wait", "timeout", seconds)
+        job = self._job
+        if job is not None:
+            with event(job.op, in_flight=True) if is_profiled() else nullcontext():
+                over = job.wait(seconds)
+            if not over:
+                where = f"{job.op} on rank {job.comm.rank}"
+                text = f"{where}: still in flight after a wait of {seconds:g} s; wait again"
+                raise ExchangeTimeoutError(text, op=job.op, rank=job.comm.rank)
+            self._seen = True
+            if job.error is not None:
+                add_advice(job.error, self._tensors)
+                raise job.error
+        if self._beside is not None:
+            self._beside.join()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait()` would return, or raise, at once."""
+        over = self._job is None or self._job.over
+        return over and (self._beside is None or self._beside.is_over())
+
+    def __del__(self) -> None:
+        if not self._seen and self._job is not None and self._job.over and self._job.error is not None:
+            _log.warning("%s: failed, and nothing waited for it: %s", self._job.op, self._job.error)
+
+
+def begin(
+    move: Move,
+    inputs: Tensors,
+    outs: list[torch.Tensor] | None,
+    records: bool,
+    may_block: bool = False,
+    forward: int = 0,
+) -> tuple[Tensors, Work]:
+    """Start an exchange; return its outputs, which are not complete, and what waits for them.
+
+    may_block: make the exchange at once where it would take its time from what the rank computes meanwhile.
+    forward: as in `Channel.exchange`.
+    """
+    (before,) = calls_before((move.place,))
+    try:
+        return _issue(move, inputs, outs, records, may_block, forward)
+    except BaseException as error:
+        report_failure([(move.place, before + 1)], move.name, inputs[0].device.type, error)
+        raise
+
+
+def _issue(
+    move: Move,
+    inputs: Tensors,
+    outs: list[torch.Tensor] | None,
+    records: bool,
+    may_block: bool,
+    forward: int,
+) -> tuple[Tensors, Work]:
+    if inputs[0].is_meta or is_any_traced(inputs):
+        return move.run(inputs, records), Work()
+    comm, first = by_handle(move.place.handle), inputs[0]
+    channel = comm.channel(move.name, first.device)
+    if may_block and not channel.overlaps:
+        operation = move.operation(records)
+        return run_eager(move.operands(inputs), move.place, operation, (), forward), Work()
+    given = outs is not None
+    if outs is None:
+        try:
+            outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]
+        except SparError as error:
+            name, call = move.name, comm.count() + 1
+            text, where = f"{comm.title(name, call)}: {error}", comm.where(name, call)
+            raise type(error)(text, **where, ranks=error.ranks) from None
+    # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
+    targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
+
+    def action() -> None:
+        with beside.entered():
+            move.write(comm, inputs, targets, records, queued=True, forward=forward)
+
+    job = None
+    if channel.enqueues:
+        with torch.no_grad():
+            action()
+    else:
+        job = comm.start(move.name, first.device, action)
+    if given:
+        note_write(outs)
+    return outs, Work(job, beside, functools.partial(note_write, outs) if given else None)
+
+
+_flights: weakref.WeakValueDictionary[tuple[int, int], _Flight] = weakref.WeakValueDictionary()
+_autograd_run: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class _Begun(NamedTuple):
+    """An exchange of gradients in flight: in which run of autograd, of which tensors, and their versions."""
+
+    run: int
+    grads: Tensors
+    versions: list[int]
+    outputs: Tensors
+    work: Work
+
+
+class _Flight:
+    """One recorded exchange, from its start to the end of its backward.
+
+    Attributes:
+        call: its number among the group's calls.
+        later: the exchanges that were issued between its start and its wait; None: also others than flights.
+        run: the run of autograd in which its newest backward began.
+    """
+
+    def __init__(self, move: Move, at_once: bool = False) -> None:
+        self.move, self.at_once = move, at_once
+        self.work: Work | None = None
+        self.call = self.run = 0
+        self.later: list[weakref.ref[_Flight]] | None = None
+        self.begun: _Begun | None = None
+
+    def issued(self) -> None:
+        self.call = calls_on(self.move.place.handle)
+        _flights[self.move.place.handle, self.call] = self
+
+    def waited(self, outputs: Tensors) -> None:
+        """Note what was issued meanwhile, and whether hooks see the gradients before they are exchanged."""
+        handle = self.move.place.handle
+        numbers = range(self.call + 1, calls_on(handle) + 1)
+        found = [flight for n in numbers if (flight := _flights.get((handle, n))) is not None]
+        if len(found) == len(numbers) and not any(output._backward_hooks for output in outputs):
+            self.later = [weakref.ref(flight) for flight in found]
+
+    def may_begin(self) -> bool:
+        """Whether all that was issued later has begun its backward, or never will."""
+        if self.later is None:
+            return False
+        later = [flight for ref in self.later if (flight := ref()) is not None]
+        return all(flight.run == _autograd_run() for flight in later)
+
+    def begin_backward(self, grads: Tensors) -> None:
+        self.run = _autograd_run()
+        outputs, work = begin(self.move.turned(), grads, None, False, forward=self.call)
+        self.begun = _Begun(self.run, grads, [grad._version for grad in grads], outputs, work)
+
+    def end_backward(self, grads: Tensors) -> Tensors | None:
+        """Wait for the exchange of the gradients; return None if none was begun."""
+        begun, self.begun = self.begun, None
+        if begun is None or begun.run != _autograd_run():
+            self.run = _autograd_run()
+            return None
+        begun.work.wait()
+        changed = [a is not b for a, b in zip(begun.grads, grads, strict=True)]
+        if any(changed) or [grad._version for grad in grads] != begun.versions:
+            raise SparError(
+                f"{self.move.turned().name} on rank {self.move.place.rank}: the gradient of call {self.call} "
+                "was changed after its exchange had begun, and the peers received it as it was; register "
+                "hooks on the output after Work.wait() has returned, not on its grad_fn before"
+            )
+        return begun.outputs
+
+
+class SparStart(torch.autograd.Function):
+    """Begin an exchange; in backward wait for the transposed one, or make it if none was begun."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.flight = flight
+        if flight.at_once:
+            return tuple(flight.move.run(inputs, True))
+        outputs, flight.work = begin(flight.move, inputs, None, True)
+        flight.issued()
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        flight = ctx.flight
+        back = flight.move.turned()
+        (before,) = calls_before((back.place,))
+        try:
+            if (outputs := flight.end_backward(grads)) is not None:
+                return None, *outputs
+            if must_record(grads):
+                return None, *_recorded(_Flight(back, at_once=True), grads)
+            return None, *back.run(grads, forward=flight.call)
+        except BaseException as error:
+            report_failure([(back.place, before + 1)], back.name, grads[0].device.type, error)
+            raise
+
+
+class SparWait(torch.autograd.Function):
+    """Rebase outputs that are complete; in backward begin the transposed exchange of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.flight = flight
+        ctx.mark_dirty(*outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.flight.may_begin() and not must_record(grads):
+            ctx.flight.begin_backward(grads)
+        return None, *grads
+
+
+def _recorded(flight: _Flight, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+    return cast(tuple[torch.Tensor, ...], SparStart.apply(flight, *inputs))  # type: ignore[no-untyped-call]
+
+
+def launch(
+    calls: Sequence[Call], at: Sequence[str], move: Move, out: Any, async_op: Any
+) -> tuple[list[torch.Tensor], Work]:
+    """Start the exchange of the calls' inputs; record it if one requires a gradient."""
+    outputs, work = _launch(calls, at, move, out, async_op)
+    work._tensors = 0 if at[0] == "" else len(at)
+    return outputs, work
+
+
+def _launch(
+    calls: Sequence[Call], at: Sequence[str], move: Move, out: Any, async_op: Any
+) -> tuple[list[torch.Tensor], Work]:
+    if torch.compiler.is_compiling():
+        raise SparError(f"{calls[0].name}: async_op=True cannot be traced by torch.compile; {_NOT_TRACED}")
+    if async_op is not True:
+        raise calls[0].type_error("async_op", f"{async_op!r:.200}", "a bool")
+    inputs = [call.input for call in calls]
+    if move.place.world == 1:
+        return inputs if out is None else write_to(out, calls, at, move), Work()
+    if out is not None:
+        outs = checked(out, calls, at, move)
+        if inputs[0].is_meta or is_any_traced([*inputs, *outs]):
+            return write_to(out, calls, at, move), Work()
+        _, work = begin(move, inputs, outs, False)
+        return outs, work
+    if not must_record(inputs):
+        outputs, work = begin(move, inputs, None, False)
+        return list(outputs), work
+    if is_transformed() or have_tangents(inputs):
+        return list(recorded(move, inputs)), Work()
+    flight = _Flight(move)
+    outputs = _recorded(flight, inputs)
+    job_work = cast(Work, flight.work)
+    flight.work = None
+    if job_work._job is not None or job_work._beside is not None:
+        job_work._finish = lambda: _rebase(flight, outputs)
+    return list(outputs), job_work
+
+
+def _rebase(flight: _Flight, outputs: Tensors) -> None:
+    if torch.is_inference_mode_enabled():  # nothing is recorded: backward makes the exchange at once
+        return
+    flight.waited(outputs)
+    with torch.enable_grad():
+        SparWait.apply(flight, *outputs)  # type: ignore[no-untyped-call]

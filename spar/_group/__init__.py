@@ -1,0 +1,1 @@
+"""What a rank knows of a process group: the order of its calls, its transports, what broke it. Private."""

@@ -1,0 +1,186 @@
+"""Set up a group's transport: ranks exchange what each offers, make the same choice, and connect. Collective.
+
+A rank that fails reports that to its peers, which raise, too. The next call starts again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import zlib
+from pathlib import Path
+
+import torch
+
+from .. import _C
+from .._transports import CHANNELS, cuda
+from .._transports.channel import Channel
+from ..errors import SparError
+from .agreement import agree, mark_reported
+from .member import LOCAL, OVER, SHARED, Member, Transport
+
+_log = logging.getLogger("spar")
+_BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE", "SPAR_REPOSITORY"}
+
+
+def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
+    """Set up a transport for the device type, with all ranks of the group."""
+    cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
+    cuda.refuse_open_group(op, device)
+    refused: tuple[tuple[str, str], ...] = ()
+    try:
+        with cuda.on_device(device):
+            cuda.find_libraries()
+            if member.facts is None:
+                host = _host_id()
+                rows = _all_gather(member, _C.peer_info() + host, "facts", op, device, deadline)
+                facts = b"".join([row[: -len(host)] for row in rows])
+                member.share_host = all(row.endswith(host) for row in rows) and any(host)
+                _choose(member, facts, device, ())
+                _read_settings(member, facts)
+                member.facts = facts
+            while True:
+                name, reason, rejected = _choose(member, member.facts, device, refused)
+                channel = CHANNELS[name](member, device, op, deadline)
+                core = channel.core
+                failure = _connect(member, core, device, op, deadline) if core is not None else ""
+                if not failure:
+                    break
+                refused += ((name, failure),)
+        _log.info("group %s: transport %s: %s", member.name, name, reason)
+        _warn_if_shm_is_lost(member, name, device, rejected)
+        return Transport(name, reason, device.type, member.world, rejected), channel
+    except BaseException:
+        if not member.transports:
+            member.facts = None
+        raise
+
+
+def _host_id() -> bytes:
+    """Identify the network namespace of this running system, in which processes connect; zeros: not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return hashlib.blake2b((boot + os.readlink("/proc/self/ns/net")).encode(), digest_size=16).digest()
+    except OSError:
+        return bytes(16)
+
+
+def _warn_if_shm_is_lost(
+    member: Member, name: str, device: torch.device, rejected: tuple[tuple[str, str], ...]
+) -> None:
+    """Warn on rank 0 that ranks of one host lost shared memory by a failure, not by SPAR_TRANSPORT."""
+    why, wanted = dict(rejected).get("shm"), _C.env("transport") or "^"
+    if why is None or device.type != "cpu" or member.rank != 0 or not member.share_host:
+        return
+    if wanted == "^shm" or wanted[0] != "^":
+        return
+    processes = [process for process in _C.processes(member.facts or b"") if process[0]]
+    if len(set(processes)) < len(processes):  # ranks that are threads of one process
+        return
+    _log.warning(
+        "group %r: its %d ranks share this host, but the set-up of shm failed, and %s, which is slower, "
+        "moves their tensors: %s. Remove the cause (docs/errors.md, TransportError), or set "
+        "SPAR_TRANSPORT=%s",
+        member.name,
+        member.world,
+        name,
+        why,
+        name,
+    )
+
+
+def _read_settings(member: Member, facts: bytes) -> None:
+    """What the environment sets, which is equal on all ranks where it must be, and this rank's cores."""
+    member.check = _C.env("check") != "0"
+    member.synchronous = _C.env("check") == "1"
+    member.own_output = _C.env("output") == "torch"
+    member.local_ranks = _C.env("local_ranks") or member.world
+    _C.plan_limit(_C.env("plan_cache"))
+    member.core_share = _C.core_share(facts, member.rank, member.local_ranks)
+    _C.threads(torch.get_num_threads(), member.core_share)
+    _read_log_setting(member.rank)
+
+
+def known_rejections(member: Member, device: str) -> tuple[tuple[str, str], ...]:
+    """Transports known not to serve a device's tensors; before the set-up, as far as this rank knows."""
+    if device == "cpu":  # whether ranks share memory, they find out together
+        return ()
+    cuda.find_libraries()
+    try:
+        if member.facts is None:
+            return _C.choose(_C.peer_info(), device, (), member.rank)[2]
+        return _C.choose(member.facts, device, ())[2]
+    except (ValueError, SparError):  # settings that the first exchange will report
+        return ()
+
+
+def _choose(
+    member: Member, facts: bytes, device: torch.device, refused: tuple[tuple[str, str], ...]
+) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """The transport, by what all ranks know: where none can serve, every rank raises the same error."""
+    try:
+        return _C.choose(facts, device.type, refused)
+    except (ValueError, SparError) as error:
+        mark_reported(error)
+        member.progress = OVER
+        raise
+
+
+def _connect(member: Member, core: _C.Comm, device: torch.device, op: str, deadline: float) -> str:
+    """Set up a communicator of the C core on all ranks; return why it failed on one, or "" on all ranks."""
+    member.connecting = core
+    failure = "it raised"
+    try:
+        results = b"".join(_all_gather(member, core.setup_result, "opened", op, device, deadline))
+        failure = _failure(results)
+        if not failure:
+            member.progress = SHARED
+            core.connect(results, deadline)
+            member.progress = LOCAL
+            rows = _all_gather(member, core.setup_result, "connected", op, device, deadline)
+            failure = _failure(b"".join(rows))
+    finally:
+        member.connecting = None
+        if failure:
+            core.close()
+    return failure
+
+
+def _failure(results: bytes) -> str:
+    """Return the reason of the first rank that failed in a stage of the set-up, or "" if none did."""
+    found = _C.setup_failure(results)
+    return found[1] if found else ""
+
+
+def _all_gather(
+    member: Member, own: bytes, stage: str, op: str, device: torch.device, deadline: float
+) -> list[bytes]:
+    """Gather the bytes that each rank sends in one stage of the set-up, which all ranks must have reached."""
+    step = zlib.crc32(f"{stage} {device.type}".encode())
+    described = f"sets up its {device.type} transport ({stage})"
+    rows = agree(member, op, step, lambda: (described, None), deadline, own)
+    member.progress = LOCAL
+    return rows
+
+
+def _read_log_setting(rank: int) -> None:
+    """SPAR_LOG, and a word about variables that look like a setting and are none."""
+    wanted = _C.env("log")
+    level = logging.CRITICAL + 1 if wanted == "off" else getattr(logging, wanted.upper())
+    if _log.level != level:  # setLevel clears the caches of all loggers
+        _log.setLevel(level)
+    if not _log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"spar rank {rank} %(levelname)s: %(message)s"))
+        _log.addHandler(handler)
+        _log.propagate = False
+        known = sorted(variable for _, variable, *_ in _C.env_rows())
+        for name in unknown_settings():
+            _log.warning("%s is no setting of spar; known: %s", name, ", ".join(known))
+
+
+def unknown_settings() -> list[str]:
+    """Return the names of environment variables that look like a setting of spar, and are none."""
+    known = {variable for _, variable, *_ in _C.env_rows()} | _BUILD_SETTINGS
+    return sorted(name for name in os.environ if name.startswith("SPAR_") and name not in known)

@@ -1,1 +1,0 @@
-"""What runs an exchange: communicators, transports, checks. Nothing here is public."""

@@ -1,0 +1,21 @@
+"""The transports, by name: what csrc/transports lists, on Python's side.
+
+To add one: a module here with a class that has the methods of `channel.Channel`, and its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch as _torch
+
+from .._group.member import Member
+from . import nccl, shm, torch
+from .channel import Channel
+
+# Each call is the first stage of a set-up, for a device of this rank and the operation that needs it.
+CHANNELS: dict[str, Callable[[Member, _torch.device, str, float], Channel]] = {
+    "shm": shm.ShmChannel,
+    "nccl": nccl.NcclChannel,
+    "torch": torch.TorchChannel,
+}

@@ -1,0 +1,1 @@
+"""The operations, each a pair of layouts. `spar` exports them."""

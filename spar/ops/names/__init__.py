@@ -1,0 +1,1 @@
+"""Names of other systems for operations: a module for each system."""

@@ -1,0 +1,150 @@
+"""The splits and gathers on one group, by the names of MindSpeed-MM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._exchange.arguments import Call
+from .._exchange.layouts import WHOLE, even, zigzag
+from .._exchange.repeated import kept_scale, key_of, repeat
+from ..topology.resolve import Group
+
+
+def split_forward_gather_backward(
+    input_: torch.Tensor,
+    process_group: Group,
+    dim: int,
+    split_sizes: Sequence[int] | torch.Tensor | None = None,
+    grad_scale: str | float | None = "down",
+) -> torch.Tensor:
+    """Keep this rank's shard of a tensor that all ranks hold; gather gradients, as MindSpeed-MM does.
+
+    On rank r: y = x.split(sizes, dim)[r]. Forward communicates nothing.
+
+    Args:
+        input_: any strided tensor, the same on all ranks.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
+        dim: the dim to split.
+        split_sizes: one local size per rank, as a list, tuple or 1-D int tensor. They sum to the size of
+            `dim`. By default those of `cal_split_sizes`.
+        grad_scale: what the gathered gradient is multiplied by: the world size ("up"), its reciprocal
+            ("down"), a float, or nothing (None).
+
+    Returns:
+        A view of `input_` if the shard is contiguous, else a contiguous copy; `input_` itself in a group of
+        one rank.
+
+    Raises:
+        ValueError: dim is out of range, the sizes do not sum to its size, or grad_scale is unknown.
+        TypeError: the sizes are not ints, or the dtype of a recorded gradient cannot be scaled.
+    """
+    call = Call("split_forward_gather_backward", input_, process_group, exchanges=0)
+    dim = call.dim("dim", dim)
+    shards = call.parts("split_sizes", dim, split_sizes)
+    return call.apply(WHOLE, shards, call.grad_scale(grad_scale))
+
+
+def gather_forward_split_backward(
+    input_: torch.Tensor,
+    process_group: Group,
+    dim: int,
+    gather_sizes: Sequence[int] | torch.Tensor | None = None,
+    grad_scale: str | float | None = "up",
+) -> torch.Tensor:
+    """Concatenate the shards of all ranks on every rank; keep this rank's shard of the gradient.
+
+    As MindSpeed-MM does. y = concat over p of x_p along dim. Backward communicates nothing. It is exact if
+    every rank holds the same gradient of y, as when all ranks compute the same loss from y.
+
+    Args:
+        input_: this rank's shard, any strided tensor.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
+        dim: the dim to concatenate.
+        gather_sizes: one local size per rank, as a list, tuple or 1-D int tensor. By default all ranks must
+            have the same size along `dim`.
+        grad_scale: what this rank's shard of the gradient is multiplied by: the world size ("up"), its
+            reciprocal ("down"), a float, or nothing (None).
+
+    Returns:
+        A new contiguous tensor; `input_` itself in a group of one rank.
+
+    Raises:
+        ValueError: dim is out of range, gather_sizes[rank] is not the local size, or grad_scale is unknown.
+        TypeError: the sizes are not ints, or the dtype of a recorded gradient cannot be scaled.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
+    """
+    name, key = "gather_forward_split_backward", None
+    if gather_sizes is None and isinstance(input_, torch.Tensor):
+        key = key_of(input_, dim, (), kept_scale(grad_scale))
+    output: torch.Tensor | None = repeat(name, input_, process_group, key)
+    if output is not None:
+        return output
+    call = Call(name, input_, process_group)
+    try:
+        dim = call.dim("dim", dim)
+        shards = call.shards("gather_sizes", dim, gather_sizes) or even(dim, call.gathered_size(dim))
+        return call.apply(shards, WHOLE, call.grad_scale(grad_scale), key)
+    except BaseException as error:
+        call.fail(error)
+        raise
+
+
+def load_balanced_split_forward_gather_backward(
+    input_: torch.Tensor, process_group: Group, dim: int = 0
+) -> torch.Tensor:
+    """Keep two chunks of a sequence, which balances the work under a causal mask, as MindSpeed-MM does.
+
+    On rank r of P: y = chunks r and 2P-1-r of x.chunk(2P, dim) (zigzag order). Forward communicates nothing.
+    Backward is one exchange: it gathers gradients into natural order and divides them by P.
+
+    Args:
+        input_: any strided tensor, the same on all ranks. Its size along `dim` is a multiple of 2P.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
+        dim: the dim to split.
+
+    Returns:
+        A new contiguous tensor; `input_` itself in a group of one rank.
+
+    Raises:
+        ValueError: dim is out of range, or its size is not a multiple of 2P.
+    """
+    call = Call("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=0)
+    dim = call.dim("dim", dim)
+    total = call.zigzag("input_", input_.size(dim), call.world)
+    return call.apply(WHOLE, zigzag(dim, total), (float(call.world), True))
+
+
+def load_balanced_gather_forward_split_backward(
+    input_: torch.Tensor, process_group: Group, dim: int = 0
+) -> torch.Tensor:
+    """Undo `load_balanced_split_forward_gather_backward` in one exchange, as MindSpeed-MM does.
+
+    Backward keeps this rank's two chunks of the gradient, times P. It communicates nothing, and is exact if
+    every rank holds the same gradient of y.
+
+    Args:
+        input_: this rank's two chunks, any strided tensor. All ranks must have the same size along `dim`.
+        process_group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current
+            topology's sequence group (WORLD if there is none).
+        dim: the dim that was split.
+
+    Returns:
+        A new contiguous tensor; `input_` itself in a group of one rank.
+
+    Raises:
+        ValueError: dim is out of range, or its size is odd.
+        MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
+    """
+    call = Call("load_balanced_gather_forward_split_backward", input_, process_group)
+    try:
+        dim = call.dim("dim", dim)
+        total = call.zigzag("input_", input_.size(dim) * call.world, call.world)
+        return call.apply(zigzag(dim, total), WHOLE, (float(call.world), False))
+    except BaseException as error:
+        call.fail(error)
+        raise
