@@ -46,12 +46,11 @@ def exchanges(group: Any) -> dict[str, Callable[[], Any]]:
     import torch
 
     import spar
-    from spar._group import registry
+    from spar._group.group import group_of
     from spar._transports import nccl
 
-    comm = registry.communicator(group)
-    with comm.turn("init"):
-        comm.set_up("init", torch.device("cuda", 0), comm.deadline())
+    comm = group_of(group)
+    comm.channel("init", torch.device("cuda", 0))
     channel = comm.channels["cuda"]
     assert isinstance(channel, nccl.NcclChannel), comm.transport("cuda")
     channel.device.index = -1  # of a CPU tensor

@@ -6,6 +6,8 @@ import torch
 LONGEST_S: int  # the largest SPAR_TIMEOUT
 SIDE_PULL: int
 MOST_TENSORS: int  # of one exchange
+PEER_INFO_BYTES: int  # of one rank
+TEXT_BYTES: int  # of a description or a reason, at most
 CALL_UNKNOWN: int  # states of a call: Comm.last_call
 CALL_NONE: int
 CALL_RUNNING: int
@@ -44,6 +46,32 @@ class Plan:
     ) -> None: ...
     def blocks(self, side: str, /) -> list[_Block]: ...
 
+class Exchange:
+    def __init__(
+        self,
+        op: str,
+        text: str,
+        world: int,
+        rank: int,
+        item_size: int,
+        args: tuple[tuple[int, ...], ...],
+        scale_type: int,
+        divide: bool,
+        factor: float,
+        sum_kind: int,
+        /,
+    ) -> None: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def sums(self) -> bool: ...
+    @property
+    def scale(self) -> tuple[int, bool, float]: ...
+    def plan(self, inputs: Sequence[torch.Tensor], sides: int, /) -> tuple[Plan, tuple[int, ...]]: ...
+    def select(self, inputs: Sequence[torch.Tensor], /) -> torch.Tensor | None: ...
+
 class Comm:
     @property
     def transport(self) -> str: ...
@@ -56,38 +84,25 @@ class Comm:
     def connect(self, setup_results: bytes, deadline: float, /) -> None: ...
     def exchange(
         self,
-        op: str,
-        item_size: int,
+        exchange: Exchange,
         inputs: Sequence[torch.Tensor],
-        args: tuple[tuple[int, ...], ...],
-        scale_type: int,
-        divide: bool,
-        factor: float,
-        sum_kind: int,
-        text: str,
-        number: int,
+        targets: Sequence[torch.Tensor] | None,
         forward: int,
+        number: int,
         deadline: float,
-        targets: tuple[int, ...] | None = None,
         /,
     ) -> list[Any]: ...  # tensors; None where a target was written to
     def enqueue(
         self,
-        op: str,
-        item_size: int,
+        exchange: Exchange,
         inputs: Sequence[torch.Tensor],
-        args: tuple[tuple[int, ...], ...],
-        scale_type: int,
-        divide: bool,
-        factor: float,
-        text: str,
+        outs: Sequence[torch.Tensor] | None,
         forward: int,
         deadline: float,
         stream: int,
         native: int,
         dtype: torch.dtype,
         empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor],
-        outs: Sequence[torch.Tensor] | None,
         /,
     ) -> list[torch.Tensor]: ...
     def wait(self, deadline: float, /) -> None: ...
@@ -107,18 +122,6 @@ def comm(
     native: int = 0,
     /,
 ) -> Comm: ...
-def select(
-    op: str,
-    world: int,
-    rank: int,
-    item_size: int,
-    inputs: Sequence[torch.Tensor],
-    args: tuple[tuple[int, ...], ...],
-    scale_type: int,
-    divide: bool,
-    factor: float,
-    /,
-) -> torch.Tensor | None: ...
 def arena_stats() -> tuple[int, int, int, int, int, int]: ...
 def arena_trim() -> int: ...
 def arena_take(bytes: int, /) -> torch.Tensor: ...
@@ -133,19 +136,7 @@ def plan(
     tensors: tuple[Tensor, ...],
     /,
 ) -> Plan: ...
-def plan_of(
-    op: str,
-    world: int,
-    rank: int,
-    sides: int,
-    item_size: int,
-    inputs: Sequence[torch.Tensor],
-    args: tuple[tuple[int, ...], ...],
-    /,
-) -> tuple[Plan, tuple[int, ...]]: ...
-def use_torch(types: tuple[type, ...], from_dlpack: Any, byte: torch.dtype, api: Any, /) -> None: ...
-def plain_shapes(objects: Sequence[object], /) -> tuple[tuple[int, ...], ...] | None: ...
-def shapes_key(objects: Sequence[object], /) -> bytes | None: ...
+def use_torch(from_dlpack: Any, byte: torch.dtype, api: Any, /) -> None: ...
 def peer_info() -> bytes: ...
 def choose(
     peer_info: bytes, device: str, refused: tuple[tuple[str, str], ...], first_rank: int = 0, /

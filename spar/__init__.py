@@ -50,8 +50,8 @@ from . import (
     topology as topology,
 )
 from ._attention.attention import attention
+from ._control.state import Transport
 from ._exchange.work import Work
-from ._group.member import Transport
 from ._version import __version__
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (

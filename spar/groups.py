@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from . import _C
-from ._group import registry
-from ._group.member import Transport
-from ._group.registry import communicator
+from ._control.state import Transport
+from ._group import group as groups
+from ._group.group import group_of
 from .topology.resolve import Group, process_group
 
 __all__ = ["Group", "close", "empty_cache", "init", "memory_stats", "process_group", "transport"]
@@ -25,7 +25,7 @@ def transport(group: Group = None, device: torch.device | str | None = None) -> 
         A `Transport`, whose name is None before the group's first exchange.
     """
     kind = torch.device(device).type if device is not None else "cpu"
-    return communicator(process_group(group, "transport")).transport(kind)
+    return group_of(process_group(group, "transport")).transport(kind)
 
 
 def init(group: Group = None, device: torch.device | str | None = None) -> Transport:
@@ -33,12 +33,12 @@ def init(group: Group = None, device: torch.device | str | None = None) -> Trans
 
     Without it the group's first exchange does so. Takes the arguments of `transport` and returns its result.
     """
-    comm = communicator(process_group(group, "init"))
+    state = group_of(process_group(group, "init"))
     kind = torch.device(device if device is not None else "cpu")
-    if comm.world > 1:
-        with comm.turn("init", kind.type):
-            comm.set_up("init", kind, comm.deadline())
-    return comm.transport(kind.type)
+    if state.world > 1:
+        state.check("init")
+        state.channel("init", kind)
+    return state.transport(kind.type)
 
 
 def close(group: Group = None) -> None:
@@ -48,7 +48,7 @@ def close(group: Group = None) -> None:
     GroupBrokenError. So do later calls of peers that have not closed it. Once all ranks have closed the
     group, it can be used again.
     """
-    registry.close(process_group(group, "close"))
+    groups.close(process_group(group, "close"))
 
 
 def empty_cache() -> None:

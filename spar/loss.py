@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ._checks import check_number
-from ._exchange.arguments import Call
+from ._exchange.arguments import Arguments
 from ._exchange.layouts import WHOLE, even
-from ._group.registry import place_of
+from ._group.group import place_of
 from ._tracing import constant
 from ._transports.dtypes import add_rows
 from .topology.resolve import Group, process_group
@@ -53,8 +53,7 @@ def mean_loss(
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     scalar = isinstance(loss_sum, torch.Tensor) and loss_sum.dim() == 0
-    call = Call("mean_loss", loss_sum.reshape(1) if scalar else loss_sum, group, "loss_sum")
-    try:
+    with Arguments("mean_loss", loss_sum.reshape(1) if scalar else loss_sum, group, "loss_sum") as call:
         kind = call.input.dtype
         if not scalar:
             shape = f"of shape {list(loss_sum.shape)}"
@@ -69,12 +68,9 @@ def mean_loss(
         number = number.detach()
         mean = total / torch.where(number == 0, 1, number)
         return torch.where(number == 0, 0, mean).to(torch.promote_types(kind, torch.float32))
-    except BaseException as error:
-        call.fail(error)
-        raise
 
 
-def _tokens(call: Call, count: Any) -> torch.Tensor:
+def _tokens(call: Arguments, count: Any) -> torch.Tensor:
     """Return this rank's count as a tensor like the call's input."""
     if not isinstance(count, torch.Tensor):
         check_number(call.where, "count", count, 0)

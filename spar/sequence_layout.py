@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from ._checks import check_int, check_ints, check_type
-from ._exchange.arguments import Call, Sizes, apply_steps, cumulative_hint, from_cumulative
-from ._exchange.exchange import ONE, must_record
+from ._exchange.arguments import Arguments, Key, Sizes, apply_together, cumulative_hint, from_cumulative
+from ._exchange.exchange import GATHER, ONE, SUM
 from ._exchange.layouts import (
     EVEN,
     PACKED,
@@ -26,12 +26,13 @@ from ._exchange.layouts import (
     packed_index,
     pair,
     select,
+    shards_pair,
     total_of,
 )
-from ._exchange.repeated import kept_scale, key_of, repeat
+from ._exchange.repeated import kept_scale, repeat
 from ._exchange.together import checked_together
-from ._exchange.transpose import transpose
-from ._group.registry import place_of
+from ._exchange.watch import must_record
+from ._group.group import place_of
 from .topology import topology
 from .topology.groups_by_name import ParallelState
 from .topology.resolve import Group, process_group
@@ -101,15 +102,10 @@ class SequenceLayout:
     def from_local(cls, size: int, group: Group = None) -> SequenceLayout:
         """Lay out consecutive shards; this rank's has `size`. Collective: ranks exchange their sizes."""
         real = process_group(group, "SequenceLayout.from_local")
-        call = Call(
-            "SequenceLayout.from_local", torch.zeros(1, dtype=torch.int64, device="cpu"), place_of(real)
-        )
-        try:
-            call.input.fill_(check_int(call.where, "size", size, 0, 2**63 - 1))
+        own = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with Arguments("SequenceLayout.from_local", own, real) as call:
+            own.fill_(check_int(call.where, "size", size, 0, 2**63 - 1))
             sizes: list[int] = call.apply((0, EVEN, call.world), WHOLE, ONE).tolist()
-        except BaseException as error:
-            call.fail(error)
-            raise
         return cls("local", tuple(sizes), real)
 
     @classmethod
@@ -276,35 +272,32 @@ class SequenceLayout:
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False
     ) -> Any:
-        key = None
-        if exact or not splits:  # then it is an exchange
-            key = key_of(x, dim, kept(x, None, self), kept_scale(grad_scale))
-        output = repeat(name, x, self.group, key)
+        arguments: Key = None
+        if (exact or not splits) and type(dim) is int:  # then it is an exchange
+            parts, scale = kept(x, None, self), kept_scale(grad_scale)
+            arguments = None if parts is None or scale is None else (dim, parts, scale)
+        output, key = repeat(name, x, self.group, arguments)
         if output is not None:
             return output
 
-        def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
+        def run(calls: list[Arguments], at: list[str]) -> Sequence[torch.Tensor]:
             if grad_scale is NOT_GIVEN and must_record([call.input for call in calls]):
                 raise _scale_error(calls[0], splits)
-            scale, place = (
-                calls[0].grad_scale(None if grad_scale is NOT_GIVEN else grad_scale),
-                calls[0].place,
-            )
+            scale = calls[0].grad_scale(None if grad_scale is NOT_GIVEN else grad_scale)
             shards = [
                 checked_numbers(call, "layout", self, call.dim("dim", dim), splits, which)
                 for call, which in zip(calls, at, strict=True)
             ]
             if exact:
-                return transpose(calls, shards, splits, key)
-            if place.world == 1 and scale[0] == 1.0:
-                return [call.input for call in calls]
+                args = tuple([shards_pair(shard, calls[0].world, splits) for shard in shards])
+                return apply_together(calls, args, ONE, key, SUM if splits else GATHER)
             args = tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards])
-            return apply_steps(calls, ((place, args),), scale, key)
+            return apply_together(calls, args, scale, key)
 
         return checked_together(name, x, self.group, run, 0 if splits and not exact else 1)
 
 
-def _scale_error(call: Call, splits: bool) -> ValueError:
+def _scale_error(call: Arguments, splits: bool) -> ValueError:
     """Return the error of a recorded gradient whose reduction the caller did not name."""
     if splits:
         cases = (
@@ -365,7 +358,7 @@ def _kept(argument: Any) -> object:
 
 
 def checked_numbers(
-    call: Call, what: str, layout: SequenceLayout, dim: int, whole: bool, at: str = ""
+    call: Arguments, what: str, layout: SequenceLayout, dim: int, whole: bool, at: str = ""
 ) -> Layout:
     """Check a layout's group and a call's size along `dim`; return the core's numbers.
 
@@ -375,7 +368,7 @@ def checked_numbers(
     """
     if not isinstance(layout, SequenceLayout):
         raise call.type_error(what, f"{layout!r:.200}", "a SequenceLayout or None")
-    if call.place != place_of(layout.group):
+    if call.group.handle != place_of(layout.group).handle:
         raise call.error(what, f"{layout} of another group", "a layout of the call's group")
     numbers, held = numbers_of(layout, dim), call.input.size(dim)
     expected = total_of(numbers) if whole else extent(numbers, call.world, call.rank)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ._checks import check_int
-from ._exchange.exchange import report_failure
-from ._group.member import Place
-from ._group.registry import place_of
+from ._control.state import Place
+from ._group.group import group_of
 from .ops.gather import all_gather, reduce_scatter
 from .random import preserved
 from .sequence_layout import SequenceLayout
@@ -24,7 +23,7 @@ __all__ = ["Entry", "Report", "compare"]
 _NAME = "testing.compare"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of parameters
 _ALIKE = 1e-3  # the relative error from which a gradient is wrong, and up to which it is a factor
-_LAST = 2**62  # the peers may wait for any later exchange of a rank that fails
+_MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,9 @@ def compare(
         MismatchError: another rank failed.
     """
     real = process_group(group, _NAME)
-    place = place_of(real)
-    try:
+    state = group_of(real)
+    place = state.place
+    with state.call(_NAME, _MOST_EXCHANGES):
         check_int(f"{_NAME} on rank {place.rank} of {place.world}", "seed", seed)
         if reduce not in ("sum", "mean", None):
             raise _error(place, "reduce", repr(reduce), '"sum", "mean" or None')
@@ -141,9 +141,6 @@ def compare(
             runs = _Runs(place, real, seq_dim, reduce)
             reference = runs.reference(model_fn, batch, seed)
             report = runs.sharded(model_fn, batch, shard_fn, seed, layout, reference)
-    except BaseException as error:
-        report_failure([(place, _LAST)], _NAME, None, error)
-        raise
     if show and place.rank == 0:
         print(report, flush=True)
     return report

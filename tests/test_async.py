@@ -16,8 +16,8 @@ from helpers.reference import assert_same, rule
 from torch.utils.checkpoint import checkpoint
 
 import spar
-from spar._group import queue as lane
-from spar._group.registry import communicator
+from spar._group import queue
+from spar._group.group import group_of
 
 Group = dist.ProcessGroup
 TOTAL, HEADS = 10, 7
@@ -189,7 +189,7 @@ def check_threads(rank: int, world: int, group: Group) -> None:
     groups = [dist.new_group(list(range(world))) for _ in range(3)]
     for each in groups:
         spar.init(each)
-    lane._IDLE_S = 0.2
+    queue._IDLE_S = 0.2
     before, held = threading.active_count(), spar.memory_stats()["arena.quarantined_bytes"]
     for _ in range(20):
         for each in groups:
@@ -197,7 +197,7 @@ def check_threads(rank: int, world: int, group: Group) -> None:
     assert threading.active_count() <= before + 3
     for each in groups:
         assert spar.all_gather(torch.full((1,), float(rank)), each).tolist() == list(range(world))
-        assert communicator(each).lane is None and communicator(each).calls == 21
+        assert group_of(each).queue is None and group_of(each).calls == 21
     end = time.monotonic() + 10
     while threading.active_count() > before:
         assert time.monotonic() < end
@@ -254,9 +254,9 @@ def backward_in_flight(rank: int, world: int, group: Group) -> None:
     events: list[str] = []
     begin, wait = overlap.begin, overlap.Work.wait
 
-    def note_begin(move: Any, *rest: Any, **more: Any) -> Any:
-        events.append(f"begin {move.name}")
-        return begin(move, *rest, **more)
+    def note_begin(exchange: Any, *rest: Any, **more: Any) -> Any:
+        events.append(f"begin {exchange.name}")
+        return begin(exchange, *rest, **more)
 
     def note_wait(self: Any, timeout: Any = None) -> bool:
         events.append("wait")

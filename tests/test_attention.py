@@ -29,7 +29,7 @@ from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
 from spar._attention.methods import _round
 from spar._exchange.layouts import Layout, even, extent, packed, zigzag
-from spar._group.registry import by_handle, place_of
+from spar._group.group import group_of
 
 pytestmark = pytest.mark.one_transport
 
@@ -317,7 +317,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.even(8 * world, group)
     q, k, v, upper = [x[:, layout.index()] for x in inputs(layout.total, 2, 2, torch.float32)]
     q.requires_grad_()
-    channel: Any = by_handle(place_of(group).handle).channel("attention", q.device)
+    channel: Any = group_of(group).channel("attention", q.device)
     overlaps, results = channel.overlaps, []
     ring._Sending = Counted  # type: ignore[misc]
     try:

@@ -18,7 +18,7 @@ from test_compile import INDUCTOR
 
 import spar
 from spar import SequenceLayout
-from spar._group.registry import communicator
+from spar._group.group import group_of
 
 pytestmark = pytest.mark.one_transport
 
@@ -72,7 +72,7 @@ def check_unused(rank: int, world: int, group: Group, name: str, backend: str) -
         else:
             for y, wanted in zip(exchanges(leaf, layout), expected, strict=True):
                 assert_same(y.detach(), wanted)
-    calls = spar.all_gather(torch.tensor([communicator(group).count()]), group)
+    calls = spar.all_gather(torch.tensor([group_of(group).count()]), group)
     assert calls.tolist() == [calls[0].item()] * world
 
 

@@ -13,7 +13,6 @@ from helpers.reference import cells, same_bits
 
 import spar
 from spar import _C
-from spar._transports.dtypes import PLAIN_TYPES
 
 _API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 DTYPES = [torch.bfloat16, torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn, torch.uint16]
@@ -21,11 +20,11 @@ DTYPES = [torch.bfloat16, torch.float32, torch.bool, torch.complex128, torch.flo
 
 @contextmanager
 def without_api() -> Iterator[None]:
-    _C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, torch.uint8, None)
+    _C.use_torch(torch._C._from_dlpack, torch.uint8, None)
     try:
         yield
     finally:
-        _C.use_torch(PLAIN_TYPES, torch._C._from_dlpack, torch.uint8, _API)
+        _C.use_torch(torch._C._from_dlpack, torch.uint8, _API)
 
 
 def results(group: dist.ProcessGroup, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -71,7 +70,7 @@ def check_failed_imports(rank: int, world: int, group: dist.ProcessGroup) -> Non
     with without_api():
         for _ in range(3):
             importer = fail_to_import if rank == 0 else torch._C._from_dlpack
-            _C.use_torch(PLAIN_TYPES, importer, torch.uint8, None)
+            _C.use_torch(importer, torch.uint8, None)
             with pytest.raises(RuntimeError, match="cannot import") if rank == 0 else nullcontext():
                 spar.all_to_all([x, x], group, 1, 0)
     assert spar.memory_stats()["arena.allocated_bytes"] == before
@@ -83,59 +82,40 @@ def test_failed_import_of_an_output_frees_it(pool: Ranks) -> None:
     pool(2, check_failed_imports)
 
 
-class Subclass(torch.Tensor):
-    pass
+LAYOUTS = ((3, 0, 0, 2, 1, 0, 3),)  # dim 0 gathered, dim 1 scattered
 
 
-@pytest.mark.skipif(_API is None, reason="this torch has no exchange API")
-def test_shapes_are_known_of_plain_strided_tensors_only() -> None:
-    x = torch.zeros(2, 3)
-    assert _C.plain_shapes([x, torch.nn.Parameter(x.t())]) == ((2, 3), (3, 2))
-    assert _C.plain_shapes((x[:0],)) == ((0, 3),)
-    others = [
-        *(x.to_sparse(), x.to_sparse_csr(), x.to("meta"), torch.tensor(1.0), x.as_subclass(Subclass)),
-        *(torch.nested.nested_tensor([x, x]), torch.nested.nested_tensor([x, x], layout=torch.jagged)),
-        *(x.long(), x.to_mkldnn(), None, [1.0]),
-    ]
-    for other in others:
-        assert _C.plain_shapes([x, other]) is None, other
-        assert _C.shapes_key([x, other]) is None, other
-    with without_api():
-        assert _C.plain_shapes([x]) is _C.shapes_key([x]) is None
+def exchange(layouts: tuple[tuple[int, ...], ...] = LAYOUTS) -> _C.Exchange:
+    return _C.Exchange("op", " of items", 1, 0, 4, layouts, 0, False, 1.0, 0)
 
 
-@pytest.mark.skipif(_API is None, reason="this torch has no exchange API")
-def test_shapes_have_keys_of_their_own() -> None:
-    lists = [
-        [(2, 3)],
-        [(3, 2)],
-        [(2, 3, 1)],
-        [(2,), (3,)],
-        [(2, 3), (2, 3)],
-        [(1, 2), (3,)],
-        [(0, 3)],
-        [(2**40,)],
-    ]
-    tensors = [[torch.zeros(()).expand(shape) for shape in shapes] for shapes in lists]
-    keys = [_C.shapes_key(each) for each in tensors]
-    assert None not in keys and len(set(keys)) == len(lists)
-    assert [_C.shapes_key(tuple(each)) for each in tensors] == keys  # by shapes, not by the sequence's type
-    assert (
-        _C.shapes_key([torch.zeros(()).expand([1] * 60)] * 16) is None
-    )  # more numbers than there is room for
-    assert _C.shapes_key([]) is _C.shapes_key(3) is None  # type: ignore[arg-type]
+def test_exchange_plans_for_the_tensors_of_each_call() -> None:
+    """It keeps the newest plan, and never uses it for other extents or strides."""
+    core = exchange()
+    x = torch.arange(6, dtype=torch.int32).view(2, 3)
+    for each in (x, x, x.t().contiguous().t(), x):
+        plan, addresses = core.plan([each], 0)
+        out = torch.zeros(plan.out_shapes[0], dtype=torch.int32)
+        plan.copy_own(addresses, (out.data_ptr(),), 0, False, 1.0)
+        assert torch.equal(out, x) and addresses == (each.data_ptr(),)
+    assert core.plan([x], _C.SIDE_PULL)[0].pull_bytes == (0,)  # which the plan before lacks
+    with pytest.raises(ValueError, match="op: rank 0's input has 3 in dim 0; expected 2"):
+        core.plan([torch.zeros(3, 3)], 0)
+    assert (core.op, core.text, core.sums, core.scale) == ("op", " of items", False, (0, False, 1.0))
 
 
 def test_wrong_arguments_raise() -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(TypeError, match="args must be a tuple"):
-        _C.plan_of("op", 1, 0, 0, 4, [x], [(3, 0, 0, 2, 1, 0, 3)])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="args of 2 tensors for 1"):
-        _C.plan_of("op", 1, 0, 0, 4, [x], ((3, 0, 0, 2, 1, 0, 3),) * 2)
+    with pytest.raises(TypeError, match="args of a tensor must be a tuple"):
+        exchange(([3, 0, 0, 2, 1, 0, 3],))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="args of -1 tensors; expected a tuple of 1 to"):
+        exchange([LAYOUTS[0]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a sum of kind 99"):
+        _C.Exchange("op", "", 1, 0, 4, LAYOUTS, 0, False, 1.0, 99)
+    with pytest.raises(ValueError, match="2 tensors; expected a tuple or list of 1"):
+        exchange().plan([x, x], 0)
     with pytest.raises(AttributeError, match="data_ptr"):
-        _C.plan_of("op", 1, 0, 0, 4, [object()], ((3, 0, 0, 2, 1, 0, 3),))  # type: ignore[list-item]
-    plan, addresses = _C.plan_of("op", 1, 0, 0, 4, [x], ((3, 0, 0, 2, 1, 0, 3),))
-    assert addresses == (x.data_ptr(),) and plan.out_shapes == ((2, 3),)
+        exchange().plan([object()], 0)  # type: ignore[list-item]
 
 
 def released(*shape: int) -> torch.Tensor:

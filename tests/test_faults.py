@@ -19,8 +19,7 @@ import torch.distributed as dist
 from conftest import PRELOAD, TRANSPORTS
 
 import spar
-from spar._group.registry import communicator
-from spar._transports.channel import Operation
+from spar._group.group import group_of
 
 # torch's threads sometimes abort a process at its exit (seen without spar, under load)
 TEARDOWN = "terminate called without an active exception"
@@ -251,38 +250,32 @@ def test_threads_with_one_group_each(tmp_path: Path, transport: str) -> None:
 
 def interrupt_before_the_call(rank: int, folder: Path) -> None:
     """The signal arrives after the thread acquired the lock, before it does anything else."""
-    operation = Operation("gather", ((2, 0, 0, 1, -1),), 1.0, False, False)
-    for begin in ("exchange", "turn"):
-        group = dist.new_group([0])
-        comm = communicator(group)
-        lock, main = comm._lock, threading.main_thread().ident
-        assert main is not None
+    group = dist.new_group([0])
+    state = group_of(group)
+    lock, main = state._lock, threading.main_thread().ident
+    assert main is not None
 
-        def release_and_signal(lock: threading.Lock = lock, main: int = main) -> None:
-            time.sleep(0.1)  # the main thread waits for the lock
-            lock.release()
-            until = time.perf_counter() + 0.05
-            while time.perf_counter() < until:  # by now it has the lock, but not the GIL
-                pass
-            signal.pthread_kill(main, signal.SIGINT)
-
-        lock.acquire()
-        switch = sys.getswitchinterval()
-        sys.setswitchinterval(60)
-        thread = threading.Thread(target=release_and_signal)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            if begin == "exchange":
-                comm.exchange(operation, torch.zeros(1))
-            with comm.turn("init"):
-                time.sleep(5)
-        thread.join()
-        sys.setswitchinterval(switch)
-        assert lock.acquire(timeout=1), "the lock is still held"
+    def release_and_signal() -> None:
+        time.sleep(0.1)  # the main thread waits for the lock
         lock.release()
-        with pytest.raises(spar.GroupBrokenError, match="was interrupted"):
-            comm.exchange(operation, torch.zeros(1))
-        spar.close(group)
+        until = time.perf_counter() + 0.05
+        while time.perf_counter() < until:  # by now it has the lock, but not the GIL
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    lock.acquire()
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    thread = threading.Thread(target=release_and_signal)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        state.in_turn("gather", "cpu", lambda deadline: time.sleep(5))
+    thread.join()
+    sys.setswitchinterval(switch)
+    assert lock.acquire(timeout=1), "the lock is still held"
+    lock.release()
+    with pytest.raises(spar.GroupBrokenError, match="was interrupted"):
+        state.in_turn("gather", "cpu", lambda deadline: None)
     dist.destroy_process_group()
 
 

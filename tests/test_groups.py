@@ -18,8 +18,8 @@ from conftest import TRANSPORTS, Ranks
 from helpers.reference import assert_same, rule
 
 import spar
-from spar._group.differences import first_difference
-from spar._group.registry import by_handle, communicator, place_of
+from spar._control.mismatch import first_difference
+from spar._group.group import group_at, group_of, place_of
 
 Group = dist.ProcessGroup
 ALL = 7
@@ -68,14 +68,14 @@ def test_group_none_requires_init_process_group() -> None:
 def check_handles(rank: int, world: int, group: Group) -> None:
     first = dist.new_group(list(range(ALL)), group_desc="again")
     handle = place_of(first).handle
-    assert by_handle(handle).group is first
+    assert group_at(handle).process_group is first
     assert spar.transport(first).name is None
     dist.barrier()  # another rank may still be connecting to it
     dist.destroy_process_group(first)
     del first
     gc.collect()
     with pytest.raises(spar.SparError, match="destroyed"):
-        by_handle(handle)
+        group_at(handle)
     again = dist.new_group(list(range(ALL)), group_desc="again")
     assert place_of(again).handle > handle
 
@@ -124,7 +124,7 @@ def check_destroyed(rank: int, world: int, group: Group) -> None:
         if name == "gather":  # its gradient is a part of the rank's own: nothing is exchanged
             y.sum().backward()
             continue
-        with pytest.raises(spar.SparError, match="group of this call was destroyed"):
+        with pytest.raises(spar.SparError, match="was destroyed; make each call, and its backward, before"):
             y.sum().backward()
 
 
@@ -491,7 +491,7 @@ def test_numpy_ints_tuples_and_tensors_as_sizes(ranks: Ranks) -> None:
 
 def check_meta(rank: int, world: int, group: Group) -> None:
     spar.init(group)
-    calls, before = communicator(group).calls, spar.memory_stats()
+    calls, before = group_of(group).calls, spar.memory_stats()
     x = torch.zeros(4, 6, device="meta", requires_grad=True)
     y = spar.all_to_all(x, group, 1, 0)
     assert (y.shape, y.device.type) == ((8, 3), "meta")
@@ -503,7 +503,7 @@ def check_meta(rank: int, world: int, group: Group) -> None:
     assert spar.load_balanced_gather_forward_split_backward(x, group).shape == (8, 6)
     with pytest.raises(ValueError, match="gather_size is 4"):
         spar.all_to_all(x, group, 1, 0, 4)  # an error is not reported to the peers either
-    assert (communicator(group).calls, spar.memory_stats()) == (calls + 4, before)
+    assert (group_of(group).calls, spar.memory_stats()) == (calls + 4, before)
 
 
 def test_meta_tensors_infer_shapes_without_communication(ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ from test_faults import await_report, finish, report, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar
-from spar._group import pg_wait
+from spar._control import collectives
 from spar.parallel_state import set_sequence_parallel_group
 
 gather = spar.gather_forward_split_backward
@@ -357,9 +357,9 @@ def fail_in_many_groups(rank: int, folder: Path) -> None:
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        pg_wait.forget_finished()
+        collectives.forget_finished()
         assert seen() is None
-    assert not pg_wait._unfinished
+    assert not collectives._unfinished
 
 
 def test_reported_failures_release_the_group(tmp_path: Path) -> None:

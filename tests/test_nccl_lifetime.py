@@ -24,8 +24,8 @@ from conftest import Ranks
 from helpers import nccl_lifetime, standins
 
 import spar
-from spar._group import pg_wait
-from spar._group.member import Member
+from spar._control import collectives
+from spar._control.state import GroupState
 from spar._transports import cuda
 
 OWNERS = pytest.mark.parametrize("native", [False, True], ids=["own", "torch's"])
@@ -155,14 +155,14 @@ class Group:
 
 def endless(seconds: float) -> None:
     group = Group()
-    member = Member(cast(dist.ProcessGroup, group))
-    member.timeout = seconds
+    state = GroupState(cast(dist.ProcessGroup, group))
+    state.timeout = seconds
     buffer: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    collective = pg_wait.Unfinished(member.group, cast(dist.Work, Work()), (buffer,))
+    collective = collectives.Unfinished(state.process_group, cast(dist.Work, Work()), (buffer,))
     try:
-        pg_wait._wait(member, "init", collective, member.deadline())
+        collectives._wait(state, "init", collective, state.deadline())
     finally:
-        pg_wait._unfinished.remove(collective)
+        collectives._unfinished.remove(collective)
 
 
 def test_collective_on_a_device_times_out() -> None:

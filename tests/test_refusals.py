@@ -27,8 +27,8 @@ from test_faults import await_report, finish, report, start
 
 import spar
 from spar import _C
-from spar._group import setup as rendezvous
-from spar._group.registry import communicator
+from spar._group import setup
+from spar._group.group import group_of
 from spar.groups import process_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
@@ -330,9 +330,9 @@ def test_strangers_do_not_disturb_ranks(tmp_path: Path) -> None:
 def stop_in_set_up(rank: int, folder: Path) -> None:
     """If a rank stops in the set-up before it connects, all raise at the timeout."""
     if rank == 1:
-        comm = communicator(process_group(None, "test"))
-        own = _C.peer_info() + rendezvous._host_id()
-        rendezvous._all_gather(comm, own, "facts", "gather", torch.device("cpu"), comm.deadline())
+        comm = group_of(process_group(None, "test"))
+        own = _C.peer_info() + setup._host_id()
+        setup._all_gather(comm, own, "facts", "gather", torch.device("cpu"), comm.deadline())
         report(folder, 1, "")
         time.sleep(60)
     begin = time.monotonic()

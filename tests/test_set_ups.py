@@ -24,8 +24,9 @@ from test_faults import finish, start
 
 import spar
 from spar import _C
-from spar._group import agreement, pg_wait, setup as rendezvous
-from spar._group.registry import communicator
+from spar._control import agreement, collectives
+from spar._group import setup as rendezvous
+from spar._group.group import group_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
 
@@ -150,7 +151,7 @@ def count_own_cores(rank: int, folder: Path, cores: list[set[int]], counts: list
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(cores))
     gather(torch.zeros(1), None, 0)
     assert dist.group.WORLD is not None
-    assert communicator(dist.group.WORLD).core_share == counts[rank]
+    assert group_of(dist.group.WORLD).core_share == counts[rank]
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
@@ -250,8 +251,8 @@ def test_peer_info_fits_into_an_agreement() -> None:
 
 def count_collectives(rank: int, folder: Path) -> None:
     """Each stage of a set-up takes one collective: with shm three, with torch one."""
-    issued, issue = [], pg_wait._issue
-    pg_wait._issue = lambda *args: issued.append(args) or issue(*args)  # type: ignore[func-returns-value]
+    issued, issue = [], collectives._issue
+    collectives._issue = lambda *args: issued.append(args) or issue(*args)  # type: ignore[func-returns-value]
     for transport, expected in (("shm", 3), ("torch", 1)):
         os.environ["SPAR_TRANSPORT"] = transport
         issued.clear()

@@ -23,7 +23,7 @@ from helpers.reference import assert_same
 from test_faults import await_report, finish, report, start
 
 import spar
-from spar._group import registry
+from spar._group import group as registry
 
 Group = dist.ProcessGroup
 gather = spar.gather_forward_split_backward
@@ -171,7 +171,7 @@ def create_and_close(rank: int, folder: Path) -> None:
     after = spar.memory_stats()
     assert after["arena.reserved_bytes"] == stats["arena.reserved_bytes"]
     assert after["arena.allocated_bytes"] <= stats["arena.allocated_bytes"] + 65536
-    assert not registry._by_group and not registry._by_handle
+    assert not registry.by_process_group and not registry._by_handle
 
 
 def test_closed_groups_do_not_leak(tmp_path: Path) -> None:

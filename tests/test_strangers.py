@@ -30,7 +30,7 @@ from test_refusals import root
 
 import spar
 from spar import _C
-from spar._group import status as peer_status
+from spar._control import status as peer_status
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 

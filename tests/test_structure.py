@@ -15,6 +15,10 @@ FOLDERS = ["base", "ops", "plan", "devices", "devices/cpu", "devices/cuda"]
 FOLDERS += ["ipc", "transports", "transports/host", "transports/nccl", "not_linux", ".", "python"]
 
 
+# Folders of spar below its operations, lowest first: a module imports from its own folder or lower ones.
+LAYERS = ["topology", "_control", "_transports", "_group", "_exchange"]
+
+
 def includes(path: Path) -> list[Path]:
     return [Path(name) for name in re.findall(r'#include "(.+?\.h)"', path.read_text())]
 
@@ -70,6 +74,19 @@ def test_no_import_circle() -> None:
         for name in free:
             del pending[name]
     assert not pending, f"circles among {sorted(pending)}"
+
+
+def test_folders_of_spar_import_only_folders_below() -> None:
+    known = modules()
+    for name, path in known.items():
+        folder = path.relative_to(SPAR).parts[0]
+        if folder in LAYERS:
+            above = LAYERS[LAYERS.index(folder) + 1 :]
+            others = {
+                path.relative_to(SPAR).parts[0]
+                for path in map(known.__getitem__, imports_of(name, path, known))
+            }
+            assert not others & {*above, "ops", "_attention", "integrations"}, (name, others)
 
 
 def test_only_transports_ask_for_cuda() -> None:

@@ -372,6 +372,12 @@ done:
     return status;
 }
 
+spar_plan *spar_plan_keep(spar_plan *plan)
+{
+    __atomic_add_fetch(&plan->refs, 1, __ATOMIC_RELAXED);
+    return plan;
+}
+
 void spar_plan_release(spar_plan *plan)
 {
     if (__atomic_sub_fetch(&plan->refs, 1, __ATOMIC_ACQ_REL) > 0)

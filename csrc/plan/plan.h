@@ -77,7 +77,10 @@ spar_status spar_plan_build(const spar_request *request, spar_plan **plan);
 /* The same, through a bounded LRU cache: SPAR_PLAN_CACHE plans of 64 MiB in total. */
 spar_status spar_plan_get(const spar_request *request, spar_plan **plan);
 
-/* Balance each build or get with one release. */
+/* Adds an owner to a plan that this thread holds; returns the plan. */
+spar_plan *spar_plan_keep(spar_plan *plan);
+
+/* Balance each build, get or keep with one release. */
 void spar_plan_release(spar_plan *plan);
 
 /* Hashes the plan and `text`, which has everything else that must be equal on all ranks. */

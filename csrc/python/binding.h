@@ -29,6 +29,9 @@ PyObject *spar_tuple_set(PyObject *tuple, Py_ssize_t i, PyObject *item);
 
 PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count);
 
+/* Reads the ints of a tuple that has `count`; -1 and an exception for other values. */
+int spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t count);
+
 /* Reads `count` addresses from a tuple; -1 and an exception for another value. */
 int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char *what);
 
@@ -48,16 +51,15 @@ typedef struct {
 int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result);
 void spar_py_forget_tensor(spar_py_tensor *tensor);
 
+/* Stores the address of a tensor's first item; returns 0, or -1 and an exception. */
+int spar_py_address(PyObject *tensor, void **address);
+
 /* torch.uint8; borrowed. */
 PyObject *spar_py_byte_dtype(void);
 
 /* What the binding uses of torch. */
 PyObject *spar_py_use_torch(PyObject *module, PyObject *args);
-PyObject *spar_py_plain_shapes(PyObject *module, PyObject *objects);
-PyObject *spar_py_shapes_key(PyObject *module, PyObject *objects);
 extern const char spar_py_use_torch_doc[];
-extern const char spar_py_plain_shapes_doc[];
-extern const char spar_py_shapes_key_doc[];
 
 enum { SPAR_PY_NUMBERS = 256 };
 
@@ -67,7 +69,6 @@ typedef struct {
     spar_tensor tensors[SPAR_GROUP_TENSORS];
     int64_t few[SPAR_PY_NUMBERS];     /* of the tensors */
     int64_t *own[SPAR_GROUP_TENSORS]; /* of tensors for which there was no room left */
-    const PyObject *args;             /* of the newest tensor */
     Py_ssize_t used;
     int owned;
 } spar_py_request;
@@ -76,10 +77,11 @@ typedef struct {
  * spar_free_request in both cases. */
 int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked);
 
-/* The same of torch tensors, whose items have `item_size` bytes, and of a tuple with the args of each; also
- * stores their addresses. op: for messages. */
-int spar_read_inputs(const char *op, PyObject *inputs, PyObject *args, int64_t item_size, int world, int rank,
-                     int sides, spar_py_request *asked, void **addresses);
+/* The same of `count` torch tensors, whose items have `item_size` bytes. The request refers to `args`, which
+ * has nargs[t] numbers of each tensor. Also stores the tensors' addresses. op: for messages. */
+int spar_read_inputs(const char *op, PyObject *inputs, int count, const int *nargs, const int64_t *args,
+                     int64_t item_size, int world, int rank, int sides, spar_py_request *asked,
+                     void **addresses);
 void spar_free_request(spar_py_request *asked);
 
 /* spar_plan_get, whose errors begin with the operation's name. */
@@ -111,16 +113,37 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
 PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args);
 extern const char spar_py_enqueue_doc[];
 
-/* The type spar._C.Plan, new; and the functions that make its instances. */
+/* The types spar._C.Plan and spar._C.Exchange. */
 PyObject *spar_plan_type(void);
-PyObject *spar_py_plan(PyObject *module, PyObject *args);
-PyObject *spar_py_plan_of(PyObject *module, PyObject *args);
-extern const char spar_py_plan_doc[];
-extern const char spar_py_plan_of_doc[];
+PyObject *spar_exchange_type(void);
 
-/* Copies the selection of an op without communication into the arena. */
-PyObject *spar_py_select(PyObject *module, PyObject *args);
-extern const char spar_py_select_doc[];
+/* Makes a spar._C.Plan: of a tuple of tensors, or of a plan, which it then holds, too. */
+PyObject *spar_py_plan(PyObject *module, PyObject *args);
+PyObject *spar_py_plan_object(spar_plan *plan);
+extern const char spar_py_plan_doc[];
+
+/* An exchange, bound to the tensors of one call. */
+typedef struct {
+    spar_call *call; /* the caller's: binding fills in what the exchange knows of it, and the inputs */
+    PyObject *exchange;
+    spar_py_request asked;
+    spar_plan *plan;
+    int is_new; /* the plan is not the exchange's newest */
+    void *inputs[SPAR_GROUP_TENSORS];
+} spar_py_bound;
+
+/* Binds a spar._C.Exchange to a tuple or list of tensors, and takes its newest plan if that is for their
+ * extents and strides. Returns 0, or -1 and an exception; call spar_py_unbind in both cases. */
+int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, spar_py_bound *bound);
+
+/* Finds or builds the plan; without the GIL. */
+spar_status spar_py_find_plan(spar_py_bound *bound);
+
+/* Remembers the plan as the exchange's newest; releases what is bound. */
+void spar_py_unbind(spar_py_bound *bound);
+
+/* The exchange's row of spar_scale_types; 0: none. */
+int spar_py_dtype(const spar_py_bound *bound);
 
 /* The plan of a spar._C.Plan, which holds it; NULL and an exception for other objects. */
 const spar_plan *spar_py_plan_in(PyObject *object);

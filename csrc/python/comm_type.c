@@ -177,16 +177,11 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(op, item size, inputs, args, scale_type, divide, factor, sum_kind, text, number, forward,\n"
-    "         deadline, targets=None)\n"
-    "    -> a list of the outputs\n\n"
-    "op: a name for messages. inputs: tensors of one dtype. args: a tuple of each one's. number: of the\n"
-    "call, by the group's own count. forward: that of the call whose gradient it moves, or 0.\n"
-    "deadline: in seconds of time.monotonic. targets: addresses of contiguous memory for each output. None\n"
-    "is returned for those that were written there: sums, and\n"
-    "outputs whose target lies in the arena; copy the others.\n"
-    "scale_type 0: the outputs are of unsigned integers, unscaled.\n"
-    "sum_kind: 0, or of sum_types: the outputs' first dim has a row for each rank, and is summed.");
+    "exchange(Exchange, inputs, targets, forward, number, deadline) -> a list of the outputs\n\n"
+    "inputs: tensors of one dtype. targets: a list of contiguous tensors for the outputs, or None. None\n"
+    "is returned for those that were written there: sums, and outputs whose target lies in the arena;\n"
+    "copy the others. number: of the call, by the group's own count. forward: that of the call whose\n"
+    "gradient it moves, or 0. deadline: in seconds of time.monotonic.");
 
 /* A list of all outputs, None for those without a block; it owns the blocks, also on failure. */
 static PyObject *output_tensors(const spar_call *call, int dtype)
@@ -205,90 +200,60 @@ static PyObject *output_tensors(const spar_call *call, int dtype)
     return tensors;
 }
 
-static int read_sum(int kind, spar_sum_kind *sum)
+/* Stores the addresses of a call's targets; -1 and an exception for another number of them. */
+static int read_targets(PyObject *tensors, int count, void **addresses)
 {
-    *sum = (spar_sum_kind)kind;
-    if (kind >= SPAR_NO_SUM && kind < SPAR_SUM_KINDS)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "a sum of kind %d; expected 0 to %d", kind, SPAR_SUM_KINDS - 1);
-    return -1;
+    if (spar_sequence_size(tensors) != count) {
+        PyErr_Format(PyExc_ValueError, "%zd targets for %d outputs", spar_sequence_size(tensors), count);
+        return -1;
+    }
+    for (int t = 0; t < count; t++)
+        if (spar_py_address(spar_sequence_item(tensors, t), &addresses[t]) < 0)
+            return -1;
+    return 0;
 }
-
-/* The arguments of exchange, in their order. */
-enum {
-    OP,
-    ITEM_SIZE,
-    INPUTS,
-    ARGS,
-    SCALE_TYPE,
-    DIVIDE,
-    FACTOR,
-    SUM_KIND,
-    TEXT,
-    NUMBER,
-    FORWARD,
-    DEADLINE,
-    TARGETS,
-    COUNT
-};
 
 static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
+    enum { EXCHANGE, INPUTS, TARGETS, FORWARD, NUMBER, DEADLINE, COUNT };
     spar_comm *comm = open_comm(self);
     if (!comm)
         return NULL;
-    if (nargs < COUNT - 1 || nargs > COUNT)
-        return PyErr_Format(PyExc_TypeError, "exchange takes %d or %d arguments, not %zd", COUNT - 1, COUNT,
-                            nargs);
-    const char *op = PyUnicode_AsUTF8AndSize(args[OP], NULL);
-    const char *text = op ? PyUnicode_AsUTF8AndSize(args[TEXT], NULL) : NULL;
-    if (!text)
-        return NULL;
-    long long item_size = PyLong_AsLongLong(args[ITEM_SIZE]), number = PyLong_AsLongLong(args[NUMBER]);
-    long long forward = PyLong_AsLongLong(args[FORWARD]);
-    int dtype = (int)PyLong_AsLong(args[SCALE_TYPE]), sum = (int)PyLong_AsLong(args[SUM_KIND]);
-    int divide = PyObject_IsTrue(args[DIVIDE]);
-    double factor = PyFloat_AsDouble(args[FACTOR]), deadline_s = PyFloat_AsDouble(args[DEADLINE]);
+    if (nargs != COUNT)
+        return PyErr_Format(PyExc_TypeError, "exchange takes %d arguments, not %zd", COUNT, nargs);
+    long long forward = PyLong_AsLongLong(args[FORWARD]), number = PyLong_AsLongLong(args[NUMBER]);
+    double deadline_s = PyFloat_AsDouble(args[DEADLINE]);
     if (PyErr_Occurred())
         return NULL;
-    PyObject *wanted = nargs == COUNT ? args[TARGETS] : Py_None, *result = NULL;
-    spar_py_request asked;
-    void *inputs[SPAR_GROUP_TENSORS], *targets[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
+    PyObject *result = NULL;
+    void *targets[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
     spar_memory *blocks[SPAR_GROUP_TENSORS] = {NULL};
-    spar_plan *plan = NULL;
-    spar_call call = {.inputs = (const void *const *)inputs,
-                      .outputs = outputs,
+    spar_call call = {.outputs = outputs,
                       .blocks = blocks,
-                      .targets = wanted != Py_None ? targets : NULL,
+                      .targets = args[TARGETS] != Py_None ? targets : NULL,
                       .device = &spar_device_cpu,
-                      .text = text,
                       .number = number,
                       .forward = forward,
                       .deadline = spar_py_deadline(self, deadline_s),
-                      .group = ((comm_object *)self)->group,
-                      .op = op};
-    if (spar_read_inputs(op, args[INPUTS], args[ARGS], item_size, comm->world, comm->rank, 0, &asked,
-                         inputs) < 0 ||
-        (wanted != Py_None && spar_read_addresses(wanted, targets, asked.request.ntensors, "targets") < 0) ||
-        spar_read_scale(dtype, divide, factor, &call.scale) < 0 || read_sum(sum, &call.sum) < 0) {
+                      .group = ((comm_object *)self)->group};
+    spar_py_bound bound = {.call = &call};
+    if (spar_py_bind(args[EXCHANGE], args[INPUTS], 0, &bound) < 0 ||
+        (call.targets && read_targets(args[TARGETS], bound.asked.request.ntensors, targets) < 0)) {
         report_exception(comm, &call);
         goto done;
     }
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    call.failed = spar_plan_get_named(op, &asked.request, &plan);
-    call.plan = plan;
+    call.failed = spar_py_find_plan(&bound);
     call.why = spar_last_error();
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = output_tensors(&call, dtype);
+        result = output_tensors(&call, spar_py_dtype(&bound));
     else
         spar_raise(status);
-    if (plan)
-        spar_plan_release(plan);
 done:
-    spar_free_request(&asked);
+    spar_py_unbind(&bound);
     return result;
 }
 

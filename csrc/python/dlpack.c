@@ -54,32 +54,29 @@ typedef struct dl_exchange_api {
 enum { DL_CPU = 1, DL_UINT = 1, DL_COMPLEX = 5, DL_MAJOR = 1 };
 
 static struct {
-    PyObject *types;       /* a tuple: the types of plain tensors */
     PyObject *from_dlpack; /* makes a tensor of a capsule */
     PyObject *byte;        /* torch.uint8 */
     const dl_exchange_api *api;
 } torch;
 
 const char spar_py_use_torch_doc[] =
-    PyDoc_STR("use_torch(types, from_dlpack, byte, api)\n\n"
-              "types: a tuple of those of plain tensors. from_dlpack: makes a tensor of a capsule. byte:\n"
-              "torch.uint8. api: torch.Tensor.__dlpack_c_exchange_api__, or None.");
+    PyDoc_STR("use_torch(from_dlpack, byte, api)\n\n"
+              "from_dlpack: makes a tensor of a capsule. byte: torch.uint8. api:\n"
+              "torch.Tensor.__dlpack_c_exchange_api__, or None.");
 
 PyObject *spar_py_use_torch(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *types, *from_dlpack, *byte, *capsule;
+    PyObject *from_dlpack, *byte, *capsule;
     const dl_exchange_api *api = NULL;
-    if (!PyArg_ParseTuple(args, "O!OOO", &PyTuple_Type, &types, &from_dlpack, &byte, &capsule))
+    if (!PyArg_ParseTuple(args, "OOO", &from_dlpack, &byte, &capsule))
         return NULL;
     if (capsule != Py_None && !(api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
         return NULL;
     while (api && api->version.major != DL_MAJOR)
         api = api->older;
     torch.api = api && api->read && api->import ? api : NULL;
-    Py_XDECREF(torch.types);
     Py_XDECREF(torch.from_dlpack);
     Py_XDECREF(torch.byte);
-    torch.types = Py_NewRef(types);
     torch.from_dlpack = Py_NewRef(from_dlpack);
     torch.byte = Py_NewRef(byte);
     Py_RETURN_NONE;
@@ -128,67 +125,13 @@ void spar_py_forget_tensor(spar_py_tensor *tensor)
     Py_XDECREF(tensor->stride);
 }
 
-static int is_plain(PyObject *object)
+int spar_py_address(PyObject *tensor, void **address)
 {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(torch.types); i++)
-        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(torch.types, i))
-            return 1;
-    return 0;
-}
-
-/* Whether the i-th object is known to be a strided tensor of a plain type, which has at least a dim, and the
- * dtype and device of the first; without the exchange API nothing is known. */
-static int read_alike(PyObject *objects, Py_ssize_t i, dl_tensor *first, dl_tensor *tensor)
-{
-    PyObject *object = spar_sequence_item(objects, i);
-    if (!is_plain(object) || !read_by_api(object, tensor) || tensor->ndim == 0)
-        return 0;
-    if (i == 0)
-        *first = *tensor;
-    return memcmp(&tensor->dtype, &first->dtype, sizeof first->dtype) == 0 &&
-           memcmp(&tensor->device, &first->device, sizeof first->device) == 0;
-}
-
-const char spar_py_plain_shapes_doc[] =
-    PyDoc_STR("plain_shapes(a tuple or list of objects) -> their shapes, as tuples\n\n"
-              "None unless all are known to be strided tensors of a plain type, which have at least a dim,\n"
-              "of one dtype and device; without the exchange API nothing is known.");
-
-PyObject *spar_py_plain_shapes(PyObject *Py_UNUSED(module), PyObject *objects)
-{
-    Py_ssize_t count = spar_sequence_size(objects);
-    PyObject *shapes = count >= 0 ? PyTuple_New(count) : NULL;
-    dl_tensor first, tensor;
-    for (Py_ssize_t i = 0; shapes && i < count; i++) {
-        if (!read_alike(objects, i, &first, &tensor))
-            break;
-        shapes = spar_tuple_set(shapes, i, spar_ints_to_tuple(tensor.shape, tensor.ndim));
-        if (i == count - 1)
-            return shapes;
-    }
-    Py_XDECREF(shapes);
-    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-}
-
-const char spar_py_shapes_key_doc[] =
-    PyDoc_STR("shapes_key(a tuple or list of objects) -> bytes that are equal for equal shapes alone\n\n"
-              "None where plain_shapes returns None, and for more numbers than a call has room for.");
-
-PyObject *spar_py_shapes_key(PyObject *Py_UNUSED(module), PyObject *objects)
-{
-    int64_t numbers[SPAR_PY_NUMBERS]; /* of each tensor: its ndim, and its extents */
-    Py_ssize_t count = spar_sequence_size(objects), used = 0;
-    dl_tensor first, tensor;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (!read_alike(objects, i, &first, &tensor) || used + 1 + tensor.ndim > SPAR_PY_NUMBERS)
-            Py_RETURN_NONE;
-        numbers[used++] = tensor.ndim;
-        memcpy(numbers + used, tensor.shape, (size_t)tensor.ndim * sizeof *numbers);
-        used += tensor.ndim;
-    }
-    if (used == 0)
-        Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize((const char *)numbers, used * (Py_ssize_t)sizeof *numbers);
+    spar_py_tensor read;
+    int status = spar_py_read_tensor(tensor, &read);
+    *address = read.address;
+    spar_py_forget_tensor(&read);
+    return status;
 }
 
 /* ---- outputs ---- */

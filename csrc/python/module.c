@@ -376,12 +376,8 @@ static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *
 
 static PyMethodDef methods[] = {
     {"plan", spar_py_plan, METH_VARARGS, spar_py_plan_doc},
-    {"plan_of", spar_py_plan_of, METH_VARARGS, spar_py_plan_of_doc},
     {"comm", spar_py_comm, METH_VARARGS, spar_py_comm_doc},
-    {"select", spar_py_select, METH_VARARGS, spar_py_select_doc},
     {"use_torch", spar_py_use_torch, METH_VARARGS, spar_py_use_torch_doc},
-    {"plain_shapes", spar_py_plain_shapes, METH_O, spar_py_plain_shapes_doc},
-    {"shapes_key", spar_py_shapes_key, METH_O, spar_py_shapes_key_doc},
     {"arena_stats", module_arena_stats, METH_NOARGS,
      "(cap, reserved, allocated, peak, quarantined, returned), in bytes"},
     {"arena_trim", module_arena_trim, METH_NOARGS, "Gives free pages back; how many bytes."},
@@ -445,12 +441,15 @@ PyMODINIT_FUNC PyInit__C(void)
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
-    PyObject *plan = spar_plan_type(), *comm = spar_comm_type();
-    if (!plan || !comm || PyModule_AddObjectRef(module, "Plan", plan) < 0 ||
+    PyObject *plan = spar_plan_type(), *exchange = spar_exchange_type(), *comm = spar_comm_type();
+    if (!plan || !exchange || !comm || PyModule_AddObjectRef(module, "Plan", plan) < 0 ||
+        PyModule_AddObjectRef(module, "Exchange", exchange) < 0 ||
         PyModule_AddObjectRef(module, "Comm", comm) < 0 ||
         PyModule_AddStringConstant(module, "version", SPAR_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SIDE_PULL", SPAR_SIDE_PULL) < 0 ||
         PyModule_AddIntConstant(module, "MOST_TENSORS", SPAR_GROUP_TENSORS) < 0 ||
+        PyModule_AddIntConstant(module, "PEER_INFO_BYTES", sizeof(spar_peer_info)) < 0 ||
+        PyModule_AddIntConstant(module, "TEXT_BYTES", SPAR_GROUP_TEXT) < 0 ||
         PyModule_AddIntConstant(module, "CALL_UNKNOWN", SPAR_CALL_UNKNOWN) < 0 ||
         PyModule_AddIntConstant(module, "CALL_NONE", SPAR_CALL_NONE) < 0 ||
         PyModule_AddIntConstant(module, "CALL_RUNNING", SPAR_CALL_RUNNING) < 0 ||

@@ -24,63 +24,31 @@ const char spar_py_plan_doc[] =
     PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
               "tensors: a tuple of (item size, extents, strides, args), in elements.");
 
-static plan_object *new_plan(const char *op, const spar_py_request *asked)
+PyObject *spar_py_plan_object(spar_plan *plan)
 {
-    spar_plan *plan;
-    spar_status status = spar_plan_get_named(op, &asked->request, &plan);
-    if (status != SPAR_OK) {
-        spar_raise(status);
-        return NULL;
-    }
     plan_object *object = PyObject_New(plan_object, plan_type);
     if (object)
-        object->plan = plan;
-    else
-        spar_plan_release(plan);
-    return object;
+        object->plan = spar_plan_keep(plan);
+    return (PyObject *)object;
 }
 
 PyObject *spar_py_plan(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *op;
-    PyObject *tuple;
+    PyObject *tuple, *object = NULL;
     int world, rank, sides;
     spar_py_request asked;
-    plan_object *object = NULL;
+    spar_plan *plan;
     if (!PyArg_ParseTuple(args, "siiiO", &op, &world, &rank, &sides, &tuple))
         return NULL;
-    if (spar_read_request(tuple, world, rank, sides, &asked) == 0)
-        object = new_plan(op, &asked);
+    if (spar_read_request(tuple, world, rank, sides, &asked) == 0) {
+        spar_status status = spar_plan_get_named(op, &asked.request, &plan);
+        object = status == SPAR_OK ? spar_py_plan_object(plan) : spar_raise(status);
+        if (status == SPAR_OK)
+            spar_plan_release(plan);
+    }
     spar_free_request(&asked);
-    return (PyObject *)object;
-}
-
-const char spar_py_plan_of_doc[] = PyDoc_STR(
-    "plan_of(op, world, rank, sides, item size, inputs, args) -> (Plan, addresses of the inputs)\n\n"
-    "inputs: tensors. args: a tuple of each one's.");
-
-PyObject *spar_py_plan_of(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *op;
-    PyObject *inputs, *layouts, *addresses = NULL;
-    int world, rank, sides;
-    long long item_size;
-    spar_py_request asked;
-    plan_object *object = NULL;
-    void *from[SPAR_GROUP_TENSORS];
-    if (!PyArg_ParseTuple(args, "siiiLOO", &op, &world, &rank, &sides, &item_size, &inputs, &layouts))
-        return NULL;
-    if (spar_read_inputs(op, inputs, layouts, item_size, world, rank, sides, &asked, from) == 0)
-        object = new_plan(op, &asked);
-    int count = object ? object->plan->ntensors : 0;
-    addresses = object ? PyTuple_New(count) : NULL;
-    for (int t = 0; addresses && t < count; t++)
-        addresses = spar_tuple_set(addresses, t, PyLong_FromVoidPtr(from[t]));
-    spar_free_request(&asked);
-    if (addresses)
-        return Py_BuildValue("NN", object, addresses);
-    Py_XDECREF((PyObject *)object);
-    return NULL;
+    return object;
 }
 
 static void plan_dealloc(PyObject *self)
@@ -230,59 +198,6 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
     status = spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale);
     Py_END_ALLOW_THREADS;
     return spar_result(status);
-}
-
-const char spar_py_select_doc[] = PyDoc_STR(
-    "select(op, world, rank, item size, input, args, scale_type, divide, factor) -> the output\n\n"
-    "Of an input that every rank holds whole. None where there is no arena, or half of it is in use:\n"
-    "exchanges need the rest.");
-
-PyObject *spar_py_select(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *op;
-    PyObject *inputs, *layouts, *result = NULL;
-    long long item_size;
-    int world, rank, dtype, divide;
-    double factor;
-    spar_py_request asked;
-    spar_scale scale;
-    spar_arena_stats stats;
-    spar_memory *block = NULL;
-    spar_plan *plan = NULL;
-    void *from[SPAR_GROUP_TENSORS];
-    if (!PyArg_ParseTuple(args, "siiLOOipd", &op, &world, &rank, &item_size, &inputs, &layouts, &dtype,
-                          &divide, &factor))
-        return NULL;
-    if (spar_read_inputs(op, inputs, layouts, item_size, world, rank, 0, &asked, from) < 0 ||
-        spar_read_scale(dtype, divide, factor, &scale) < 0)
-        goto done;
-    if (asked.request.ntensors != 1) {
-        PyErr_Format(PyExc_ValueError, "%d tensors; expected 1", asked.request.ntensors);
-        goto done;
-    }
-    spar_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = spar_plan_get_named(op, &asked.request, &plan);
-    spar_arena_read_stats(&stats);
-    if (status == SPAR_OK && spar_arena_is_own() &&
-        plan->tensors[0].out_bytes <= stats.cap / 2 - stats.allocated &&
-        spar_arena_take(plan->tensors[0].out_bytes, &block) == SPAR_OK) {
-        const void *input = from[0];
-        void *output = spar_memory_address(block);
-        status = spar_copy_own(plan, &spar_device_cpu, &input, &output, &scale);
-    }
-    Py_END_ALLOW_THREADS;
-    if (status == SPAR_OK)
-        result = block ? spar_output_tensor(block, &plan->tensors[0], 0, dtype) : Py_NewRef(Py_None);
-    else if (block)
-        spar_memory_free(block);
-    if (status != SPAR_OK)
-        spar_raise(status);
-    if (plan)
-        spar_plan_release(plan);
-done:
-    spar_free_request(&asked);
-    return result;
 }
 
 typedef struct {

@@ -2,61 +2,24 @@
 #include "python/binding.h"
 
 /* The arguments of enqueue, in their order. */
-enum {
-    OP,
-    ITEM_SIZE,
-    INPUTS,
-    ARGS,
-    SCALE_TYPE,
-    DIVIDE,
-    FACTOR,
-    TEXT,
-    FORWARD,
-    DEADLINE,
-    STREAM,
-    NATIVE,
-    DTYPE,
-    EMPTY,
-    OUTS,
-    COUNT
-};
+enum { EXCHANGE, INPUTS, OUTS, FORWARD, DEADLINE, STREAM, NATIVE, DTYPE, EMPTY, COUNT };
 
 const char spar_py_enqueue_doc[] = PyDoc_STR(
-    "enqueue(op, item size, inputs, args, scale_type, divide, factor, text, forward, deadline, stream,\n"
-    "        native, dtype, empty, outs)\n"
+    "enqueue(Exchange, inputs, outs, forward, deadline, stream, native, dtype, empty)\n"
     "    -> a list of the outputs\n\n"
-    "One exchange of tensors of one dtype, given to the stream: returns before its bytes have moved.\n"
-    "native as of comm(), now. empty(shape, strides, dtype) allocates a tensor in the order of the\n"
-    "stream: outputs, and memory that is freed on return. outs: contiguous tensors to write to instead,\n"
-    "or None. If `begun` is false after a failure, the peers know nothing of the call.");
-
-static int read_int(PyObject *object)
-{
-    return (int)PyLong_AsLong(object);
-}
+    "One exchange of tensors of one dtype, given to the stream: returns before its bytes have moved. outs:\n"
+    "contiguous tensors to write to, or None. native as of comm(), now. empty(shape, strides, dtype)\n"
+    "allocates a tensor in the order of the stream: outputs, and memory that is freed on return. If `begun`\n"
+    "is false after a failure, the peers know nothing of the call.");
 
 /* Reads what is neither a tensor nor an address; -1 and an exception on failure. */
 static int read_call(PyObject *const *args, spar_call *call, PyObject *comm)
 {
-    call->op = PyUnicode_AsUTF8AndSize(args[OP], NULL);
-    call->text = call->op ? PyUnicode_AsUTF8AndSize(args[TEXT], NULL) : NULL;
-    if (!call->text)
-        return -1;
     call->forward = PyLong_AsLongLong(args[FORWARD]);
     call->stream = PyLong_AsVoidPtr(args[STREAM]);
     call->native = PyLong_AsVoidPtr(args[NATIVE]);
     call->deadline = spar_py_deadline(comm, PyFloat_AsDouble(args[DEADLINE]));
-    int dtype = read_int(args[SCALE_TYPE]), divide = PyObject_IsTrue(args[DIVIDE]);
-    double factor = PyFloat_AsDouble(args[FACTOR]);
-    return PyErr_Occurred() ? -1 : spar_read_scale(dtype, divide, factor, &call->scale);
-}
-
-static void *address_of(PyObject *tensor)
-{
-    spar_py_tensor read;
-    spar_py_read_tensor(tensor, &read);
-    spar_py_forget_tensor(&read);
-    return read.address;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Calls `empty` for a contiguous tensor. */
@@ -87,9 +50,8 @@ static PyObject *take_outputs(PyObject *const *args, const spar_plan *plan, void
         const spar_plan_tensor *tensor = &plan->tensors[t];
         PyObject *output = given ? Py_NewRef(spar_sequence_item(args[OUTS], t))
                                  : allocate(args[EMPTY], args[DTYPE], tensor->out, tensor->ndim);
-        if (output)
-            addresses[t] = address_of(output);
-        if (!output || PyErr_Occurred() || PyList_SetItem(outputs, t, Py_NewRef(output)) < 0)
+        if (!output || spar_py_address(output, &addresses[t]) < 0 ||
+            PyList_SetItem(outputs, t, Py_NewRef(output)) < 0)
             Py_CLEAR(outputs);
         Py_XDECREF(output);
     }
@@ -104,8 +66,8 @@ static PyObject *take_staging(spar_comm *comm, PyObject *empty, spar_call *call)
     if (status != SPAR_OK)
         return spar_raise(status);
     PyObject *staging = bytes ? allocate(empty, spar_py_byte_dtype(), &bytes, 1) : Py_NewRef(Py_None);
-    call->staging = bytes && staging ? address_of(staging) : NULL;
-    if (staging && PyErr_Occurred())
+    call->staging = NULL;
+    if (bytes && staging && spar_py_address(staging, &call->staging) < 0)
         Py_CLEAR(staging);
     return staging;
 }
@@ -122,29 +84,22 @@ static spar_status run(spar_comm *comm, spar_call *call)
 PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, PyObject *const *args,
                           Py_ssize_t nargs, int *begun)
 {
-    void *inputs[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS];
-    spar_py_request asked;
-    spar_plan *plan = NULL;
+    void *outputs[SPAR_GROUP_TENSORS];
     PyObject *results = NULL, *staging = NULL;
-    spar_call call = {.inputs = (const void *const *)inputs,
-                      .outputs = outputs,
-                      .device = &spar_device_cuda,
-                      .group = group};
+    spar_call call = {.outputs = outputs, .device = &spar_device_cuda, .group = group};
+    spar_py_bound bound = {.call = &call};
     if (nargs != COUNT)
         return PyErr_Format(PyExc_TypeError, "enqueue takes %d arguments, and got %zd", COUNT, nargs);
-    long long item_size = PyLong_AsLongLong(args[ITEM_SIZE]);
     if (read_call(args, &call, self) < 0)
         return NULL;
-    if (spar_read_inputs(call.op, args[INPUTS], args[ARGS], item_size, comm->world, comm->rank,
-                         SPAR_SIDE_PULL, &asked, inputs) < 0)
+    if (spar_py_bind(args[EXCHANGE], args[INPUTS], SPAR_SIDE_PULL, &bound) < 0)
         goto done;
-    spar_status status = spar_plan_get_named(call.op, &asked.request, &plan);
+    spar_status status = spar_py_find_plan(&bound);
     if (status != SPAR_OK) {
         spar_raise(status);
         goto done;
     }
-    call.plan = plan;
-    results = take_outputs(args, plan, outputs);
+    results = take_outputs(args, bound.plan, outputs);
     staging = results ? take_staging(comm, args[EMPTY], &call) : NULL;
     *begun = staging != NULL;
     if (staging && (status = run(comm, &call)) != SPAR_OK)
@@ -153,9 +108,7 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
         Py_CLEAR(results);
     Py_XDECREF(staging);
 done:
-    if (plan)
-        spar_plan_release(plan);
-    spar_free_request(&asked);
+    spar_py_unbind(&bound);
     return results;
 }
 

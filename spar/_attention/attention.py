@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, cast
@@ -11,13 +10,9 @@ import torch
 
 from .. import _C
 from .._checks import digest
-from .._exchange.arguments import Call
-from .._exchange.exchange import calls_before, report_failure
+from .._exchange.arguments import Arguments, ranks_of
 from .._exchange.layouts import extent, total_of
-from .._group.agreement import failure_text, is_reported
-from .._group.member import Place
-from .._group.registry import by_handle, place_of
-from ..errors import SparError
+from .._group.group import Call, Group, place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.topology import current
 from .kernels import NAMES, reason_against
@@ -132,14 +127,18 @@ def attention(
     if not isinstance(queries, SequenceLayout) or not isinstance(keys, (SequenceLayout, type(None))):
         raise _layout_error(layout, q)
     two_levels = method is None and queries.kind == "hybrid" and keys == queries
-    place = place_of(_ulysses_group(queries) if two_levels else queries.group)
-    places: tuple[Place, ...] = (place, place_of(_ring_group(queries))) if two_levels else (place,)
-    before = calls_before(places)
-    exchanges: tuple[int, ...] = (
-        (2, exchanges_of(places[-1].world)[0]) if two_levels else (int(keys is not None),)
-    )
-    try:
-        call = Call("attention", q, place, "q", exchanges=0)  # errors are reported below
+    group = ranks_of(_ulysses_group(queries) if two_levels else queries.group, "attention")
+    outer = ranks_of(_ring_group(queries), "attention") if two_levels else group
+    device = _device_of(q)
+    # After the last exchange the peers wait for this rank in their next call, of backward or the next layer.
+    # A failure counts as this rank's next call, so that theirs fails at once. A caller that catches it and
+    # goes on makes the call after that, as the peers do once they have raised.
+    exchanges = exchanges_of(outer.world)[0] if two_levels else int(keys is not None)
+    with (
+        Call(outer, "attention", exchanges and exchanges + 1, device) as around,
+        Call(group, "attention", 3 if two_levels else exchanges and exchanges + 1, device),
+        Arguments("attention", q, group, "q", exchanges=0) as call,
+    ):
         problem = _checked(
             call, k, v, queries, keys, causal, mask, scale, dropout_p, attend, seq_dim, head_dim
         )
@@ -154,22 +153,8 @@ def attention(
         if two_levels:
             return hybrid(problem, _ulysses_group(queries), _ring_group(queries)).contiguous()
         run, count = _METHODS[cast(str, method)]
-        exchanges = (0 if keys is None else count(call.world),)
+        around.exchanges = count(call.world) + 1 if keys is not None and count(call.world) else 0
         return run(problem).contiguous()
-    except BaseException as error:
-        device = _device_of(q)
-        if torch.compiler.is_compiling():  # nothing is reported; torch shows this error's text
-            pass
-        elif not is_reported(error):
-            # After the last exchange the peers wait for this rank in their next call, of backward or the next
-            # layer. The failure counts as this rank's next call, so that theirs fails at once. A caller that
-            # catches it and goes on makes the call after that, as the peers do once they have raised.
-            counts = zip(before, exchanges, strict=True)
-            ends = [count + made + 1 if made else count for count, made in counts]
-            report_failure(zip(places, ends, strict=True), "attention", device, error)
-        elif two_levels:
-            _tell_other_group(places, before, device, error)
-        raise
 
 
 def _layout_error(layout: object, q: object) -> TypeError:
@@ -179,8 +164,9 @@ def _layout_error(layout: object, q: object) -> TypeError:
     )
     known = [each for each in layout if isinstance(each, SequenceLayout)] if isinstance(layout, tuple) else []
     if known:
-        place = place_of(known[0].group)
-        report_failure([(place, calls_before((place,))[0] + 1)], "attention", _device_of(q), error)
+        group = ranks_of(known[0].group, "attention")
+        if isinstance(group, Group):
+            group.report("attention", _device_of(q), error, group.count() + 1)
     return error
 
 
@@ -188,23 +174,8 @@ def _device_of(q: object) -> str | None:
     return q.device.type if isinstance(q, torch.Tensor) else None
 
 
-def _tell_other_group(
-    places: tuple[Place, ...], before: tuple[int, ...], device: str | None, error: BaseException
-) -> None:
-    """Report the error of one group's exchange to the ranks of the other group, which wait for this one.
-
-    The order is: one exchange in the ulysses group, the ring's, one more in the ulysses group. After that
-    backward waits in the ring.
-    """
-    ulysses, ring = (by_handle(place.handle) for place in places)
-    in_ulysses = ulysses.calls <= before[0] + 1 and (ring.calls > before[1] or ring.broken is not None)
-    waits = ulysses if in_ulysses else ring
-    with contextlib.suppress(SparError):
-        waits.fail("attention", device, error, f"the exchange before it failed: {failure_text(error)}")
-
-
 def _checked(
-    call: Call,
+    call: Arguments,
     k: Any,
     v: Any,
     queries: SequenceLayout,
@@ -307,7 +278,7 @@ def _autocast(x: Any, device: str) -> Any:
 
 
 def _check_kernel(
-    call: Call, name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout_p: float
+    call: Arguments, name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout_p: float
 ) -> None:
     if name not in NAMES:
         raise call.error(
@@ -319,7 +290,9 @@ def _check_kernel(
         raise call.error("dropout_p", f"{dropout_p}", f"0 with the kernel {name}")
 
 
-def _check_held(call: Call, name: str, x: torch.Tensor, layout: SequenceLayout, seq: int, head: int) -> None:
+def _check_held(
+    call: Arguments, name: str, x: torch.Tensor, layout: SequenceLayout, seq: int, head: int
+) -> None:
     place = place_of(layout.group)
     numbers = numbers_of(layout, 0)
     expected, held = extent(numbers, place.world, place.rank), x.size(seq)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .._exchange.arguments import Call
+from .._exchange.arguments import Arguments
 
 
-def checked_mask(call: Call, mask: object, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+def checked_mask(
+    call: Arguments, mask: object, batch: int, heads: int, queries: int, keys: int
+) -> torch.Tensor:
     """Return the mask with four dims, each of its size or 1: [batch, heads, queries, keys]."""
     whole = f"[.., {queries}, {keys}] over the whole sequence, or a key mask [{batch}, {keys}]"
     if not isinstance(mask, torch.Tensor):

@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .._C import MOST_TENSORS
-from .._exchange.arguments import Call
+from .._control.state import ALONE, Place
+from .._exchange.arguments import Arguments, ranks_of
 from .._exchange.layouts import Layout, Piece, by_sizes, pair, pieces, rotated
-from .._group.member import ALONE, Place
-from .._group.registry import place_of
-from ..ops.all_to_all import all_to_all_for
+from .._group.group import Group, place_of
+from ..ops.all_to_all import How, all_to_all_for
 from ..ops.gather import transpose_for
 from ..sequence_layout import SequenceLayout, numbers_of
 from .blocks import Block, blocks_before, blocks_of, keys_before, own_block
@@ -28,7 +28,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Problem(NamedTuple):
     """One checked call. `order`: the batch, head and sequence dims; a kernel is the caller's or named."""
 
-    call: Call
+    call: Arguments
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -86,7 +86,7 @@ def ulysses(problem: Problem) -> torch.Tensor:
     plan = heads_of_ranks(problem.heads, problem.k.size(head), problem.call.world)
     q, k, v = _scattered(problem, plan, group, None)
     out = _whole(problem, q, k, v, plan, problem.call.rank)
-    how = None, plan.queries, None, problem.queries
+    how = How(None, plan.queries, None, problem.queries)
     return cast(torch.Tensor, all_to_all_for("attention", out, group, (seq, head, None), how))
 
 
@@ -99,7 +99,7 @@ def _scattered(
     keys = [layer.of(x, head) for x in (problem.k, problem.v) for layer in layers]
     layouts = [problem.queries, *[problem.keys] * len(keys)]
     sizes = [plan.queries, *[layer.sizes for layer in layers] * 2]
-    how = sizes, None, layouts if held is None else None, None
+    how = How(sizes, None, layouts if held is None else None, None)
     found = all_to_all_for("attention", [problem.q, *keys], group, (head, seq, held), how, problem.note)
     rank, count = place_of(group).rank, len(layers)
     own = next((i for i, layer in enumerate(layers) if layer.sizes[rank]), 0)
@@ -148,7 +148,7 @@ def _by_blocks(
 ) -> torch.Tensor:
     """Attend with the runs of queries `own` to all keys, which this rank holds; skip blocks without any."""
     blocks = blocks_of(own, _documents(problem), problem.causal, problem.packed, mask is None)
-    told = ALONE if problem.keys is None else problem.call.place
+    told = ALONE if problem.keys is None else problem.call.group
     ring = Ring(ALONE, (tuple(blocks),), (), problem.scale, problem.kernel, told, 1)
     return attend_round(ring, q, k, v, mask)
 
@@ -239,7 +239,7 @@ def gathered(problem: Problem) -> torch.Tensor:
         # one block of this rank's own keys covers all queries: its output and gradients are not copied
         own_k, own_v = (_by_heads(problem, x) for x in (problem.k, problem.v))
         steps = tuple(own_block(own)), tuple(blocks_before(own))
-        ring = Ring(ALONE, steps, (), problem.scale, problem.kernel, call.place, 1)
+        ring = Ring(ALONE, steps, (), problem.scale, problem.kernel, call.group, 1)
         return _as_given(problem, attend_round(ring, q, own_k, own_v, None, k, v))
     skips = problem.causal or problem.packed or problem.mask is not None
     if problem.kernel is not None or (skips and problem.attend is None and problem.dropout_p == 0.0):
@@ -290,13 +290,13 @@ def round_the_ring(problem: Problem) -> torch.Tensor:
     """Let K and V go round while blocks are computed."""
     if problem.keys != problem.queries:
         raise problem.call.error("method", '"ring" and q, k and v have two layouts', '"ulysses" or "gather"')
-    return _ring(problem, problem.queries, problem.call.place, problem.q, problem.k, problem.v, problem.mask)
+    return _ring(problem, problem.queries, problem.call.group, problem.q, problem.k, problem.v, problem.mask)
 
 
 def _ring(
     problem: Problem,
     layout: SequenceLayout,
-    place: Place,
+    place: Group | Place,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -307,7 +307,7 @@ def _ring(
         raise problem.call.error("attend", "a function", expected)
     if problem.dropout_p:
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
-    _, world, rank = place
+    world, rank = place.world, place.rank
     make = _round if torch.compiler.is_compiling() else _known_round  # symbolic ints have no hash
     round_ = make(numbers_of(layout, 0), world, rank, problem.causal, problem.packed, mask is None)
     known = numbers_of(layout, 0), problem.note
@@ -352,7 +352,7 @@ _known_round = functools.lru_cache(256)(_round)
 def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
     """Exchange tokens for heads in the ulysses group, and let K and V go round the ring group."""
     _, head, seq = problem.order
-    ring_place, place = place_of(outer), place_of(inner)
+    ring_place, place = ranks_of(outer, "attention"), place_of(inner)
     layout = SequenceLayout.zigzag(problem.queries.total, outer)
     held = layout.sizes[ring_place.rank]
     plan = heads_of_ranks(problem.heads, problem.k.size(head), place.world)
@@ -368,5 +368,5 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> torch.Tensor:
         out = _ring(problem, layout, ring_place, q, _as_given(problem, k), _as_given(problem, v), mask)
     else:  # all ranks of this ring group have no heads
         out = _nothing(problem, q, k, v)
-    how = None, plan.queries, None, None
+    how = How(None, plan.queries, None, None)
     return cast(torch.Tensor, all_to_all_for("attention", out, inner, (seq, head, None), how))

@@ -14,24 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from .._exchange.exchange import (
-    ONE,
-    RECORDED,
-    UNRECORDED,
-    calls_before,
-    have_tangents,
-    is_transformed,
-    report_failure,
-    run,
-)
+from .._control.state import Place
+from .._exchange.exchange import Exchange
 from .._exchange.layouts import WHOLE, Args, Layout, pair
-from .._exchange.move import Move
+from .._exchange.watch import have_tangents, is_transformed
 from .._exchange.work import Work, begin
-from .._group.member import Place
-from .._group.registry import calls_on
-from .._transports.channel import Operation
+from .._group.group import Call, Group
 from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, accumulated, finite
@@ -59,12 +48,12 @@ class Ring(NamedTuple):
     of the sequence, and `note`, must be equal on all ranks.
     """
 
-    place: Place
+    place: Group | Place
     steps: tuple[tuple[Block, ...], ...]
     shifts: tuple[Shift, ...]
     scale: float
     kernel: str | None
-    told: Place
+    told: Group | Place
     exchanges: int
     layout: Layout = ()
     note: str = ""
@@ -95,13 +84,11 @@ class _Sending:
         self.work: Work | None = None
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
+        exchange = Exchange(name, ring.place, args, records=records, note=note)
         if torch.compiler.is_compiling():
-            gradient = RECORDED if records else UNRECORDED
-            self.received = run(tensors, ring.place, Operation(name, args, *ONE, gradient, note=note))
+            self.received = exchange.run(tensors)
         else:
-            self.received, self.work = begin(
-                Move(name, ring.place, args, note=note), tensors, None, records, True, forward
-            )
+            self.received, self.work = begin(exchange, tensors, None, True, forward)
             if self.work.is_completed():
                 self.sent = ()
 
@@ -273,7 +260,7 @@ class SparAttention(torch.autograd.Function):
         ctx.ring = ring
         with _no_autocast(q):
             out, lse = _forward(ring, q, k, v, mask, gathered, True)
-        ctx.call = 0 if is_dynamo_compiling() else calls_on(ring.place.handle)
+        ctx.call = ring.place.calls if isinstance(ring.place, Group) else 0
         ctx.save_for_backward(q, k, v, out, lse, mask, *gathered)
         return out
 
@@ -281,8 +268,7 @@ class SparAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ring = ctx.ring
         q, k, v, out, lse, mask, *gathered = ctx.saved_tensors
-        (before,) = calls_before((ring.told,)) if ring.told.world > 1 else (0,)
-        try:
+        with Call(ring.told, "backward of attention", ring.exchanges, grad.device.type):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
@@ -291,10 +277,6 @@ class SparAttention(torch.autograd.Function):
             with _no_autocast(grad):
                 dq, dk, dv, *others = _backward(ring, grad, q, k, v, out, lse, mask, gathered, ctx.call)
                 return None, dq, dk, dv, None, *others
-        except BaseException as error:
-            waiting = [(ring.told, before + ring.exchanges)]
-            report_failure(waiting, "backward of attention", grad.device.type, error)
-            raise
 
 
 def attend_round(

@@ -1,4 +1,4 @@
-"""Check the arguments of a public operation."""
+"""Check the arguments of a public operation, and run its exchange."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
-from .._group.communicator import Record
-from .._group.hints import add_advice
-from .._group.member import Place
-from .._group.registry import known, known_by, place_of
-from .._transports.channel import Operation
+from .._control.state import Place
+from .._group.group import Call, Group as Group_, by_process_group, group_at, group_of, place_of
+from .._transports.dtypes import PLAIN_TYPES
 from ..sizes import as_int, swapped_hint
 from ..topology.resolve import Group, process_group
-from .exchange import (
-    ONE,
-    SCALABLE,
-    UNRECORDED,
-    Scale,
-    Step,
-    calls_before,
-    is_watched,
-    must_record,
-    recorded,
-    recorder,
-    report_failure,
-    run_steps,
-)
-from .graph_ops import steps_in_graph
+from .autograd import apply
+from .exchange import ARITHMETIC, MOVE, ONE, SCALABLE, SUM, Chain, Exchange, Scale, Tensors
+from .graph_ops import in_graph
 from .layouts import Args, Layout, by_sizes, even, pair
+from .watch import must_record
 
 Sizes = Sequence[int] | torch.Tensor
+Key = tuple[object, ...] | None  # by which a group remembers an exchange; None: it does not
 _STRIDED = torch.strided
+
+
+def ranks_of(group: Group | Group_ | Place, name: str) -> Group_ | Place:
+    """Return spar's state of a group argument; under torch.compile this rank's place in the group."""
+    if isinstance(group, Place):
+        return group if is_dynamo_compiling() or group.world == 1 else group_at(group.handle)
+    if isinstance(group, Group_):
+        return group
+    if is_dynamo_compiling():
+        return place_of(process_group(group, name))
+    return group_of(process_group(group, name))
 
 
 def from_cumulative(numbers: Sequence[int]) -> Sequence[int]:
@@ -52,85 +51,45 @@ def cumulative_hint(lengths: Sequence[int]) -> str:
     return f". These look like cu_seqlens, which are cumulative; pass the lengths: {shown}"
 
 
-class Call:
-    """One call of a public operation. Errors of its checks name the argument, its value and the rank.
+class Arguments(Call):
+    """The arguments of one call of a public operation, and the block in which they are checked.
+
+    Errors name the argument, its value and the rank; they are reported to the peers: see `Group.call`.
 
     Attributes:
-        known: whether the input is a plain strided tensor, of the shape `shape`. Else it is one
-            of another type, or torch was asked.
-        comm: of the group; None if torch.compile traces the call, or the group is gone.
-        places: this rank's place in each group in which the call would exchange.
-        before: how many calls this rank had made on each of these, when this call began.
-        note: as in Operation.
+        group: spar's state of the group; under torch.compile this rank's place in it.
+        shape, ndim: of the input.
+        note: as in Exchange.
     """
 
-    __slots__ = (
-        *("before", "comm", "exchanges", "input", "known", "name", "ndim", "note", "place", "places", "rank"),
-        *("shape", "what", "world"),
-    )
+    __slots__ = ("input", "ndim", "note", "rank", "shape", "what", "world")
 
     def __init__(
         self,
         name: str,
         input_: torch.Tensor,
-        group: Group | Place,
+        group: Group | Group_ | Place,
         what: str = "input_",
         exchanges: int = 1,
-        places: tuple[Place, ...] = (),
     ) -> None:
-        """Check the input.
+        """exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails."""
+        state = None if is_dynamo_compiling() else by_process_group.get(id(group))
+        self.group = ranks_of(group, name) if state is None else state
+        self.name, self.what, self.note, self.exchanges = name, what, "", exchanges
+        self.world, self.rank = self.group.world, self.group.rank
+        self.input, self.tensors = input_, 0
+        self.device = None
 
-        Args:
-            exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails.
-            places: of a call in several groups.
-        """
-        self.name, self.what, self.note = name, what, ""
-        self.input = input_
-        self.exchanges = exchanges
-        compiling = is_dynamo_compiling()
-        comm = None if compiling else known(group)
-        if comm is not None:
-            place = comm.place
-        else:
-            place = group if isinstance(group, Place) else place_of(process_group(group, name))
-            comm = None if compiling else known_by(place)
-        self.comm = comm
-        self.place = place
-        _, self.world, self.rank = place
-        self.before: tuple[int, ...] = ()
-        if exchanges and comm is not None and not places:
-            self.before = (comm.count(),)
-        elif exchanges:
-            self.before = calls_before(places or (place,))
-        self.places = places or (place,)
-        shapes = None if compiling else _C.plain_shapes((input_,))
-        self.known = shapes is not None
-        if shapes is None:
-            self._check(what)
-        else:
-            (self.shape,) = shapes
-            self.ndim = len(self.shape)
-
-    def beside(self, input_: torch.Tensor, shape: tuple[int, ...] | None, what: str) -> Call:
-        """Return the call of another tensor that the same exchange moves; shape: if the input is known."""
-        call = Call.__new__(Call)
-        call.name, call.exchanges, call.before = self.name, self.exchanges, self.before
-        call.place, call.places, call.world, call.rank = self.place, self.places, self.world, self.rank
-        call.comm, call.what = self.comm, what
-        call.input, call.known = input_, shape is not None
-        if shape is None:
-            call._check(what)
-        else:
-            call.shape, call.ndim = shape, len(shape)
-        return call
-
-    def _check(self, what: str) -> None:
-        """Ask torch of the input."""
-        input_ = self.input
+    def __enter__(self) -> Arguments:
+        """Check the input."""
+        group = self.group
+        if self.exchanges and isinstance(group, Group_):
+            self.before = group.calls if group.queue is None else group.count()
         try:
+            input_, what = self.input, self.what
             if not isinstance(input_, torch.Tensor):
                 raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
-            if type(input_) is not torch.Tensor and hasattr(input_, "to_local"):
+            if type(input_) not in PLAIN_TYPES and hasattr(input_, "to_local"):
                 kind = f"a {type(input_).__name__}"
                 raise self.type_error(what, kind, "a plain tensor; pass its .to_local()")
             if input_.layout is not _STRIDED:
@@ -143,9 +102,23 @@ class Call:
             self.ndim = len(shape)
             if not shape:
                 raise self.error(what, "a 0-dim tensor", "at least one dim")
+            return self
         except BaseException as error:
-            self.fail(error)
+            self.__exit__(type(error), error, None)
             raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            x = self.input
+            if self.device is None and isinstance(x, torch.Tensor):  # a FakeTensor is not exchanged
+                self.device = "meta" if hasattr(x, "fake_mode") else x.device.type
+            super().__exit__(kind, error, trace)
+
+    def beside(self, input_: torch.Tensor, what: str) -> Arguments:
+        """Return those of another tensor that the same exchange moves, whose checks this block reports."""
+        other = Arguments(self.name, input_, self.group, what, 0)
+        other.__enter__()
+        return other
 
     def error(self, what: str, value: object, expected: str) -> ValueError:
         return ValueError(self._message(what, value, expected))
@@ -159,17 +132,6 @@ class Call:
 
     def _message(self, what: str, value: object, expected: str) -> str:
         return f"{self.where}: {what} is {value}; expected {expected}"
-
-    def fail(self, error: BaseException) -> None:
-        """Report this rank's error to the peers that wait for its exchange, unless it was reported before."""
-        x = self.input
-        device = x.device.type if isinstance(x, torch.Tensor) else None
-        if hasattr(x, "fake_mode"):  # a FakeTensor, which is not exchanged, outside of its mode
-            device = "meta"
-        if self.exchanges:
-            ends = [count + self.exchanges for count in self.before]
-            report_failure(zip(self.places, ends, strict=True), self.name, device, error)
-        add_advice(error)
 
     def one_of(self, **given: object) -> None:
         """Raise ValueError if more than one of the arguments is not None."""
@@ -364,72 +326,74 @@ class Call:
             raise self.error(what, list(given), f"sizes that sum to {total}, the size of dim {dim}")
         return by_sizes(dim, given)
 
-    def apply(
-        self, before: Layout, after: Layout, grad_scale: Scale, key: tuple[object, ...] | None = None
-    ) -> torch.Tensor:
-        """Exchange the input from one layout to another; record it if the input requires a gradient.
-
-        key: the arguments from which, with the operation's name and the input's shape, the layouts and the
-            checks follow. With a grad_scale it has that and the dtype.
-        """
-        x = self.input
-        if self.world == 1 and grad_scale[0] == 1.0:
-            return x
-        args = (pair(before, after),)
-        steps = ((self.place, args),)
-        if x.requires_grad or forward_ad._current_level >= 0 or not self.known:
-            return apply_steps((self,), steps, grad_scale, key)[0]
-        if self.world == 1:
-            return x
-        remember((self,), key, args)
-        return run_steps((x,), self.name, steps, ONE, UNRECORDED, is_watched(), self.note)[0]
+    def apply(self, before: Layout, after: Layout, grad_scale: Scale, key: Key = None) -> torch.Tensor:
+        """Exchange the input from one layout to another, as `apply_together` does."""
+        return apply_together((self,), (pair(before, after),), grad_scale, key)[0]
 
 
-def remember(
-    calls: Sequence[Call],
-    key: tuple[object, ...] | None,
+def apply_together(
+    calls: Sequence[Arguments],
     args: tuple[Args, ...],
-    record: Record | None = None,
-    sums: bool = False,
-) -> None:
-    """Let `repeat` find this exchange of the calls' inputs; `record` runs it under autograd."""
-    first = calls[0]
-    if key is None or first.comm is None or not calls[-1].known:
-        return
-    shapes = _C.shapes_key([call.input for call in calls])
-    if shapes is not None:
-        operation = Operation(first.name, args, *ONE, UNRECORDED, sums, first.note)
-        first.comm.remember((first.name, shapes, key), operation, record)
+    grad_scale: Scale = ONE,
+    key: Key = None,
+    kind: int = MOVE,
+) -> Tensors:
+    """Run one exchange of the calls' inputs, whose arguments are checked; record it if one needs a gradient.
 
-
-def apply_steps(
-    calls: Sequence[Call],
-    steps: tuple[Step, ...],
-    grad_scale: Scale,
-    key: tuple[object, ...] | None = None,
-) -> Sequence[torch.Tensor]:
-    """Run one exchange after another on the calls' inputs, likewise; all arguments are checked.
-
-    key: as for `Call.apply`, of a single exchange.
+    Args:
+        args: the layouts of each input, as in Exchange.
+        key: by which the group remembers the exchange: `repeat`.
+        kind: as in Exchange.
     """
-    first, inputs = calls[0], tuple([call.input for call in calls])
-    records = must_record(inputs)
-    if records and grad_scale[0] != 1.0 and inputs[0].dtype not in SCALABLE:
-        raise first.type_error(
+    first = calls[0]
+    inputs: Tensors = (first.input,) if len(calls) == 1 else [call.input for call in calls]
+    records, compiles = False, is_dynamo_compiling()
+    for x in inputs:
+        records = records or x.requires_grad or forward_ad._current_level >= 0
+    if records:
+        records = must_record(inputs)
+    if kind != MOVE:
+        check_summable(first, kind == SUM, records)
+    if first.world == 1 and (not records or grad_scale[0] == 1.0):
+        return inputs
+    if records and grad_scale[0] != 1.0:
+        _check_scalable(first)
+    exchange = Exchange(first.name, first.group, args, ONE, grad_scale, kind, records, first.note, key=key)
+    if compiles:
+        return in_graph(exchange, inputs)
+    return apply(exchange, inputs) if records else exchange.run(inputs)
+
+
+def apply_chain(
+    call: Arguments, steps: Sequence[tuple[Group_ | Place, Args]], grad_scale: Scale
+) -> torch.Tensor:
+    """Run one exchange of the input after another, on several groups; record them as one operation."""
+    x, records = call.input, must_record((call.input,))
+    if records and grad_scale[0] != 1.0:
+        _check_scalable(call)
+    scales = (grad_scale, *[ONE] * len(steps))
+    exchanges = [
+        Exchange(call.name, group, (args,), ONE, scale, MOVE, records)
+        for (group, args), scale in zip(steps, scales, strict=False)
+    ]
+    exchange = exchanges[0] if len(exchanges) == 1 else Chain(exchanges)
+    return (in_graph(exchange, (x,)) if is_dynamo_compiling() else apply(exchange, (x,)))[0]
+
+
+def _check_scalable(call: Arguments) -> None:
+    """Raise TypeError if a gradient of the input's dtype cannot be scaled."""
+    dtype = call.input.dtype
+    if dtype not in SCALABLE:
+        raise call.type_error(
             "input_",
-            f"a tensor of {inputs[0].dtype} whose gradient is to be scaled",
+            f"a tensor of {dtype} whose gradient is to be scaled",
             "a floating or complex dtype of at least 16 bits, or grad_scale=None",
         )
-    traced = None
-    if calls[-1].known:  # then all are: see Call.beside
-        traced = is_watched()
-    elif is_dynamo_compiling() and (records or first.world > 1):
-        return steps_in_graph(inputs, first.name, steps, grad_scale, records, first.note)
-    if records:
-        if key is not None and first.world > 1:
-            remember(calls, key, steps[0][1], recorder(first.name, steps, grad_scale, first.note))
-        return recorded(inputs, first.name, steps, ONE, grad_scale, traced, first.note)
-    if first.world == 1:
-        return inputs
-    remember(calls, key, steps[0][1])
-    return run_steps(inputs, first.name, steps, ONE, UNRECORDED, traced, first.note)
+
+
+def check_summable(call: Arguments, sums: bool, records: bool) -> None:
+    """Raise TypeError if torch cannot add the input's items, which the call sums, or else its backward."""
+    dtype = call.input.dtype
+    if (sums or records) and dtype not in ARITHMETIC:
+        what = f"a tensor of {dtype}" + ("" if sums else " whose gradients are to be summed")
+        raise call.type_error("input_", what, "a dtype that torch adds, such as torch.float32")

@@ -1,89 +1,281 @@
-"""One exchange as torch sees it: a dispatcher op, an autograd Function, and a fast path around both.
+"""An exchange: everything that a call decided from its arguments, once; and how it runs.
 
 Every operation is linear: one exchange of tensors (or, for a split, one selection) and a factor. Its
-derivative is the inverse exchange with the factor of `grad_scale`; the derivative of that is the operation
-again. So a penalty on a gradient, which is differentiated twice, needs the same reduction of parameter
-gradients as the loss. In forward mode the tangents go through the operation itself.
+derivative is another exchange: `Exchange.transposed`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
+import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling  # half of is_compiling's time
+from torch.compiler import is_dynamo_compiling
 
 from .. import _C
-from .._group.agreement import failure_text, is_reported
-from .._group.member import Place
-from .._group.registry import by_handle, calls_on, lends
-from .._transports.channel import Operation
-from .._transports.dtypes import ITEM_TYPES, ITEMS, PLAIN_TYPES, SCALE_TYPES, apply_scale, plain
-from ..errors import SparError
-from .layouts import PACKED, ZIGZAG, Args, is_local, out_shape, packed_index, select, swapped
+from .._control.state import Place
+from .._group.group import Group, group_at, is_faking
+from .._group.profiling import is_profiled, profiled
+from .._transports.dtypes import (
+    ITEM_TYPES,
+    PLAIN_TYPES,
+    SCALE_TYPES,
+    add_rows,
+    apply_scale,
+    copy_items,
+)
+from .dispatch import chained_exchange, flattened, implement, number_of_newest, unflattened
+from .layouts import Args, moved_back, out_shape, select, shards_pair, swapped
+from .selection import copied, scaled, selected
+from .watch import _dispatch_modes, _functorch_transforms
 
+Tensors = Sequence[torch.Tensor]
 Scale = tuple[float, bool]  # the factor, and whether it divides
+Number = int | torch.Tensor  # of a call: a tensor in a graph, which does not know it
 ONE: Scale = (1.0, False)
-UNRECORDED, RECORDED, SUMMED, GATHERED = "", "recorded", "summed", "gathered"  # what backward will do
+_MOST_REMEMBERED = 256  # exchanges of a group
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
 ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_PLAIN = frozenset(PLAIN_TYPES)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_transforms = torch._C._are_functorch_transforms_active
-_fake_mode = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
-# ---- the dispatcher op ----
+# What an exchange does, which decides its transpose.
+MOVE = 0  # from one layout to another; the transpose moves back
+GATHER = 1  # shards to the whole on each rank; the transpose sums
+SUM = 2  # adds the ranks' parts of each shard; the transpose gathers
+_GRADIENTS = {MOVE: "recorded", GATHER: "summed", SUM: "gathered"}  # in words, which ranks compare
 
-library = torch.library.Library("spar", "DEF")
-# world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
-_SCHEMA = (
-    "(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
-    " bool divide, str gradient, str note, int[] then{}) -> Tensor[]"
-)
-# or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
-_TAGS = (torch.Tag.nondeterministic_seeded,)
-# The last output is the number of the call, on the CPU. As `after` it keeps the order of a graph's exchanges
-# (`_chained_exchange`); as `forward` it is that of the call whose gradient this one moves.
-library.define("exchange" + _SCHEMA.format(", Tensor? after=None, Tensor? forward=None"), tags=_TAGS)
-Tensors = Sequence[torch.Tensor]
-Number = int | torch.Tensor  # of a call: a tensor in a graph, which does not know it
+# torch makes a new string each time, which takes 3 times as long
+_type_of = functools.cache(operator.attrgetter("type"))
 
 
-def define(schema: str, function: Any) -> None:
-    """Define an op that every tracer but Dynamo replaces by what the function does."""
-    library.define(schema, tags=_TAGS)
-    # functorch, too, must see the autograd Function in it, instead of an op on its tensors
-    for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-        library.impl(schema[: schema.index("(")], function, key)
+class Exchange:
+    """One exchange of tensors on a group, or one selection. Immutable.
+
+    Attributes:
+        name: the operation's, for messages.
+        group: the Group; under torch.compile, and in its graphs, this rank's Place in it.
+        args: for each tensor its two layouts, as `layouts.pair` returns them. Of a SUM, a dim in front of the
+            tensor's own counts the ranks: shards of it become shards of the scattered dim, and this rank then
+            adds the rows that it received.
+        kind: MOVE, GATHER or SUM.
+        scale: what the outputs are multiplied or divided by.
+        grad_scale: the same for the gradients.
+        gradient: what backward will do, in words; empty if no gradient is recorded.
+        note: other arguments of the operation that must be equal on all ranks, in words.
+        then: handles of the groups whose next exchange depends on this one.
+        core: what the C core knows of it, for tensors of `dtype` on `device`; made when it first runs.
+    """
+
+    __slots__ = (
+        *("args", "core", "device", "dtype", "grad_scale", "gradient", "group", "kind", "name", "note"),
+        *("scale", "then", "_transposed"),
+    )
+
+    def __init__(
+        self,
+        name: str,
+        group: Group | Place,
+        args: tuple[Args, ...],
+        scale: Scale = ONE,
+        grad_scale: Scale = ONE,
+        kind: int = MOVE,
+        records: bool = False,
+        note: str = "",
+        gradient: str = "",
+        key: tuple[object, ...] | None = None,
+    ) -> None:
+        """key: by which the group remembers it; None: it does not."""
+        self.name, self.group, self.args, self.kind = name, group, args, kind
+        self.scale, self.grad_scale, self.note = scale, grad_scale, note
+        self.gradient = _GRADIENTS[kind] if records else gradient
+        self.core: _C.Exchange | None = None
+        self.device, self.dtype = "", torch.float32
+        self.then: tuple[int, ...] = ()
+        self._transposed: Exchange | None = None
+        if key is not None and isinstance(group, Group):
+            if len(group.exchanges) >= _MOST_REMEMBERED:
+                group.exchanges.clear()
+            group.exchanges[key] = self
+
+    @property
+    def transposed(self) -> Exchange:
+        """The exchange that carries the gradients back."""
+        if self._transposed is None:
+            self._transposed = self.transpose()
+        return self._transposed
+
+    def transpose(self) -> Exchange:
+        name = self.name if self.name.startswith("backward of ") else f"backward of {self.name}"
+        if self.kind == MOVE:
+            args = tuple([swapped(a) for a in self.args])
+            return Exchange(name, self.group, args, self.grad_scale, self.scale)
+        sums = self.kind == SUM
+        shards = [moved_back(a[1 + a[0] :]) if sums else a[1 : 1 + a[0]] for a in self.args]
+        args = tuple([shards_pair(shard, self.group.world, not sums) for shard in shards])
+        return Exchange(name, self.group, args, kind=GATHER if sums else SUM)
+
+    def recorded(self, name: str = "") -> Exchange:
+        """Return the same exchange as autograd records it; name: another one."""
+        scales = self.scale, self.grad_scale
+        return Exchange(name or self.name, self.group, self.args, *scales, self.kind, True, self.note)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is communicated: every rank holds the whole input, and selects its shard."""
+        return self.args[0][1] == -1
+
+    def begin(self) -> int:
+        """Return how many calls there were before it; 0 under torch.compile, where nothing is reported."""
+        group = self.group
+        if not isinstance(group, Group):
+            return 0
+        return group.calls if group.queue is None else group.count()
+
+    def report(self, before: int, inputs: Tensors, error: BaseException) -> None:
+        """Report an error to the peers that wait for the exchange, unless it has been made."""
+        device = inputs[0].device.type
+        if isinstance(self.group, Group) and not (self.is_local or device == "meta" or is_faking()):
+            self.group.report(self.name, device, error, before + 1)
+
+    def number(self) -> Number:
+        """Return the number of the call that it has just made; 0: it made none, or it is not known."""
+        group = self.group
+        if group.world == 1 or self.args[0][1] == -1 or is_dynamo_compiling():
+            return 0
+        if _dispatch_modes() > 0:
+            return number_of_newest()
+        return group.calls if isinstance(group, Group) else 0
+
+    def shapes(self, inputs: Tensors) -> list[list[int]]:
+        """Return the shape of each output."""
+        world, rank, sums = self.group.world, self.group.rank, self.kind == SUM
+        shapes = [[1, *x.shape] if sums else x.shape for x in inputs]
+        return [out_shape(shape, a, world, rank)[sums:] for shape, a in zip(shapes, self.args, strict=True)]
+
+    # ---- running it ----
+
+    def run(
+        self,
+        inputs: Tensors,
+        forward: Number = 0,
+        outs: Tensors | None = None,
+        traced: bool | None = None,
+        queued: bool = False,
+    ) -> Tensors:
+        """Exchange the tensors; nothing is recorded.
+
+        Args:
+            inputs: tensors of one dtype and device.
+            forward: the number of the call whose gradient this one moves, which ranks that know it compare;
+                0: not known. In a graph its tensor.
+            outs: plain contiguous tensors to write the outputs to.
+            traced: the result of `is_any_traced`, if the caller has it.
+            queued: it is the turn of a call in flight.
+
+        Returns:
+            `outs`, or new tensors; views of the inputs where a selection is one.
+        """
+        group = self.group
+        if group.world == 1:
+            return [scaled(x.view_as(x), *self.scale) for x in inputs]
+        if traced is None:
+            traced = (
+                is_dynamo_compiling()
+                or not PLAIN_TYPES.issuperset(map(type, inputs))
+                or _dispatch_modes() > 0
+                or _functorch_transforms()
+            )
+        if traced:
+            return self._run_traced(inputs, forward)
+        if self.args[0][1] == -1:
+            each = zip(inputs, self.args, strict=True)
+            return [selected(x, self.name, group, a, *self.scale) for x, a in each]
+        if self.kind == SUM:
+            inputs = [x.unsqueeze(0) for x in inputs]
+        first = inputs[0]
+        group = group if isinstance(group, Group) else group_at(group.handle)
+        device = "cpu" if first.is_cpu else _type_of(first.device)
+        if device == "meta":  # shape inference exchanges nothing, but counts as a call, as on the peers
+            group.calls += 1
+            return _empty_outputs(inputs, group, self.args)
+        size, kind, sums, conjugates, negates = ITEM_TYPES[first.dtype]
+        for x in inputs if negates else ():  # of other dtypes torch is not asked: it releases the GIL
+            if x.is_neg() or (conjugates and x.is_conj()):
+                inputs = [x.resolve_conj().resolve_neg() for x in inputs]
+                break
+        core = self.core
+        if core is None or self.dtype is not first.dtype or self.device != device:
+            factor, divide = self.scale
+            text = f" of {first.dtype} on {device}"
+            text += f" {'/' if divide else '*'} {factor:.17g}" if factor != 1.0 else ""
+            text += f", gradient {self.gradient}" if self.gradient else ""
+            text += f", {self.note}" if self.note else ""
+            codes = kind, divide, factor, sums if self.kind == SUM else 0
+            core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
+            self.core, self.dtype, self.device = core, first.dtype, device
+        channel = group.channels.get(device)
+        if channel is None:
+            channel = group.channel(self.name, first.device, queued)
+        exchange: Any = channel.exchange
+        if is_profiled():
+            exchange = functools.partial(profiled, group, channel)
+        arguments = self.name, device, exchange, core, inputs, outs, forward
+        outputs: list[Any] = group.in_turn(*arguments, progress=channel.progress, queued=queued)
+        if outs is not None or kind == 0:
+            return self._finish(outputs, outs, first.dtype, kind)
+        return outputs
+
+    def _finish(
+        self, outputs: list[Any], outs: Tensors | None, dtype: torch.dtype, kind: int
+    ) -> list[torch.Tensor]:
+        """Copy outputs that could not be written to `outs`; scale those of dtypes that the core cannot."""
+        if outs is None:
+            outs = [output if output.dtype == dtype else output.view(dtype) for output in outputs]
+        else:
+            for out, output in zip(outs, outputs, strict=True):
+                if output is not None:
+                    copy_items(out, output)
+        for out in outs if kind == 0 else ():
+            apply_scale(out, *self.scale)
+        return list(outs)
+
+    def _run_traced(self, inputs: Tensors, forward: Number) -> Tensors:
+        """Run it in dispatched ops."""
+        group, (factor, divide) = self.group, self.scale
+        if self.is_local:
+            parts = [
+                select(x, a[2:], group.world, group.rank) for x, a in zip(inputs, self.args, strict=True)
+            ]
+            if all(part is not None for part in parts):
+                return [scaled(cast(torch.Tensor, part), factor, divide) for part in parts]
+        if self.kind == SUM:
+            inputs = [x.unsqueeze(0) for x in inputs]
+        place = group.handle, group.world, group.rank
+        layouts = flattened(self.args)
+        arguments = (inputs, *place, self.name, layouts, factor, divide, self.gradient, self.note, self.then)
+        if is_dynamo_compiling():
+            outputs: list[torch.Tensor] = torch.ops.spar.chained_exchange(*arguments)
+        else:
+            number = forward if isinstance(forward, torch.Tensor) else None
+            outputs = chained_exchange(*arguments, forward=number)
+        return [add_rows(rows) for rows in outputs] if self.kind == SUM else outputs
 
 
-def flattened(args: Sequence[Args]) -> list[int]:
-    """Return the dispatcher op's args: for each tensor the count of its numbers, then those."""
-    flat: list[int] = []
-    for numbers in args:
-        flat += (len(numbers), *numbers)
-    return flat
+# ---- what the dispatcher op runs ----
 
 
-def unflattened(flat: Sequence[int]) -> tuple[Args, ...]:
-    args, at = [], 0
-    while at < len(flat):
-        end = at + 1 + flat[at]
-        args.append(tuple(flat[at + 1 : end]))
-        at = end
-    return tuple(args)
+def _empty_outputs(inputs: Tensors, group: Group | Place, args: tuple[Args, ...]) -> list[torch.Tensor]:
+    return [
+        x.new_empty(out_shape(x.shape, a, group.world, group.rank)) for x, a in zip(inputs, args, strict=True)
+    ]
 
 
-def _exchange(
+def _run_op(
     inputs: Tensors,
-    group: int,
+    handle: int,
     world: int,
     rank: int,
     op: str,
@@ -96,427 +288,81 @@ def _exchange(
     after: torch.Tensor | None = None,
     forward: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    place = Place(group, world, rank)
-    operation = Operation(op, unflattened(args), factor, divide, gradient, note=note)
-    if is_local(operation.args[0]):
-        outputs = [_copy_part(x, place, a, operation) for x, a in zip(inputs, operation.args, strict=True)]
+    """then: groups whose next exchange depends on this one: a failure is reported to them, too."""
+    group = group_at(handle)
+    key = op, tuple(args), factor, divide, gradient, note
+    exchange = group.exchanges.get(key)
+    if exchange is None:
+        scale, layouts = (factor, divide), unflattened(args)
+        exchange = Exchange(op, group, layouts, scale, note=note, gradient=gradient, key=key)
+    if exchange.is_local:  # an op returns no views
+        each = zip(inputs, exchange.args, strict=True)
+        outputs: Tensors = [copied(x, op, group, a, factor, divide) for x, a in each]
     else:
-        number = 0 if forward is None else int(forward)
-        outputs = run_eager(inputs, place, operation, tuple(then), number)
-    return [*outputs, torch.tensor(calls_on(group), device="cpu")]
+        with contextlib.ExitStack() as blocks:
+            for other in then:
+                blocks.enter_context(group_at(other).call(op, 1, inputs[0].device.type))
+            outputs = exchange.run(inputs, 0 if forward is None else int(forward), traced=False)
+    return [*outputs, torch.tensor(group.count(), device="cpu")]
 
 
-def run_eager(
-    inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...] = (), forward: int = 0
+def _fake_op(
+    inputs: Tensors, handle: int, world: int, rank: int, op: str, args: Sequence[int], *_: object
 ) -> list[torch.Tensor]:
-    """forward: as in `Channel.exchange`."""
-    try:
-        if inputs[0].is_meta:  # shape inference exchanges nothing, but counts as a call, as on the peers
-            by_handle(place[0]).calls += 1
-            return _empty_outputs(inputs, place, operation.args)
-        return by_handle(place[0]).exchange(operation, inputs, forward=forward)
-    except BaseException as error:
-        for handle in then:
-            why = f"the exchange before it failed: {failure_text(error)}"
-            with contextlib.suppress(SparError):
-                by_handle(handle).fail(operation.op, inputs[0].device.type, error, why)
-        raise
-
-
-def calls_before(places: tuple[Place, ...]) -> tuple[int, ...]:
-    """Return this rank's number of calls in each group; 0 under torch.compile, where no call fails."""
-    if is_dynamo_compiling():
-        return (0,) * len(places)
-    if len(places) == 1:
-        return (calls_on(places[0][0]),)
-    return tuple([calls_on(place[0]) for place in places])
-
-
-def report_failure(
-    waiting: Iterable[tuple[Place, int]], op: str, device: str | None, error: BaseException
-) -> None:
-    """Report to the peers of each group that this rank will not make its next exchange, unless they know.
-
-    waiting: the groups, each with its number of calls once this operation has made its exchanges there. After
-        that the peers wait for none.
-    """
-    if torch.compiler.is_compiling() or is_reported(error) or device == "meta" or _fake_mode() is not None:
-        return
-    for place, end in waiting:
-        if place.world > 1 and calls_on(place.handle) < end:
-            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
-                by_handle(place.handle).fail(op, device, error)
-
-
-def _empty_outputs(inputs: Tensors, place: Place, args: tuple[Args, ...]) -> list[torch.Tensor]:
-    _, world, rank = place
-    return [x.new_empty(out_shape(x.shape, a, world, rank)) for x, a in zip(inputs, args, strict=True)]
-
-
-def _fake_exchange(
-    inputs: Tensors, group: int, world: int, rank: int, op: str, args: Sequence[int], *_: object
-) -> list[torch.Tensor]:
-    outputs = _empty_outputs(inputs, Place(group, world, rank), unflattened(args))
+    outputs = _empty_outputs(inputs, Place(handle, world, rank), unflattened(args))
     return [*outputs, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
-library.impl("exchange", _exchange, "CompositeExplicitAutograd")
-torch.library.register_fake("spar::exchange", _fake_exchange, lib=library)
-# tracers then chain the exchanges of a graph by tokens: none is dropped, moved or repeated on one rank alone
-_register_effectful_op(torch.ops.spar.exchange.default, _EffectType.ORDERED)
+implement(_run_op, _fake_op)
 
 
-def is_any_traced(tensors: Tensors) -> bool:
-    """Whether a tracer or a mode must see an exchange as a dispatched op.
+class Chain:
+    """Exchanges in several groups, one after another, as one operation with one gradient.
 
-    Otherwise it is called directly: the dispatcher costs as much as a small exchange.
-    """
-    return (
-        is_dynamo_compiling()  # other tracers have a mode
-        or not _PLAIN.issuperset(map(type, tensors))
-        or _dispatch_modes() > 0
-        or _functorch_transforms()
-    )
-
-
-def is_watched() -> bool:
-    """`is_any_traced` of plain tensors outside of torch.compile."""
-    return _dispatch_modes() > 0 or _functorch_transforms()
-
-
-def must_record(inputs: Tensors) -> bool:
-    """Whether autograd records what is computed from the inputs, or they have tangents."""
-    for x in inputs:
-        if x.requires_grad:
-            return torch.is_grad_enabled() or have_tangents(inputs)
-    return forward_ad._current_level >= 0 and have_tangents(inputs)
-
-
-def is_transformed() -> bool:
-    """Whether a transform of functorch is active, outside of torch.compile."""
-    return not is_dynamo_compiling() and _functorch_transforms()
-
-
-def have_tangents(inputs: Tensors) -> bool:
-    """Whether forward mode computes a derivative of the inputs.
-
-    Each may have one under a transform of functorch, which shows the tangents of the innermost level alone.
-    """
-    if forward_ad._current_level < 0:
-        return False
-    any_may = is_transformed()
-    return any(
-        (x.is_floating_point() or x.is_complex())
-        and (any_may or forward_ad.unpack_dual(x).tangent is not None)
-        for x in inputs
-    )
-
-
-def _scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
-    """Multiply or divide by the factor; return a view if the factor is 1 and the part is contiguous."""
-    if factor != 1.0:
-        return part / factor if divide else part * factor
-    if part.dtype in ARITHMETIC or part.is_contiguous():
-        return part.contiguous()
-    return part.view(ITEMS[part.dtype.itemsize]).contiguous().view(part.dtype)
-
-
-def _copy_part(input_: torch.Tensor, place: Place, args: Args, operation: Operation) -> torch.Tensor:
-    """Copy what an exchange without communication selects, and scale it, in one pass."""
-    handle, world, rank = place
-    factor, divide = operation.factor, operation.divide
-    (input_,) = plain((input_,))
-    item = ITEM_TYPES[input_.dtype]
-    if not input_.is_cpu:
-        layout = args[2:]
-        index = packed_index(layout, world, rank).to(input_.device)
-        return _scaled(input_.index_select(layout[0], index), factor, divide)
-    kind, inputs, layouts = item.scale, (input_,), (args,)
-    output = None
-    if lends(handle):  # reused memory: the page faults of a new tensor take longer than the copy
-        request = operation.op, world, rank, item.size, inputs, layouts
-        output = _C.select(*request, kind, divide, factor)
-    if output is None:
-        plan, addresses = _C.plan_of(operation.op, world, rank, 0, item.size, inputs, layouts)
-        output = torch.empty(plan.out_shapes[0], dtype=input_.dtype, device="cpu")
-        plan.copy_own(addresses, (output.data_ptr(),), kind, divide, factor)
-    elif output.dtype != input_.dtype:
-        output = output.view(input_.dtype)
-    if kind == 0:
-        apply_scale(output, factor, divide)
-    return output
-
-
-def run(
-    inputs: Tensors,
-    place: Place,
-    operation: Operation,
-    traced: bool | None = None,
-    then: tuple[int, ...] = (),
-    forward: Number = 0,
-) -> Tensors:
-    """Run one exchange or one selection.
-
-    traced: the result of `is_any_traced`, if the caller has it.
-    then: handles of groups whose next exchange depends on this one: a failure is reported to them, too.
-    forward: as in `Channel.exchange`, for a traced exchange the tensor of `number_of_newest`.
-    """
-    if place[1] == 1:
-        return [_scaled(x.view_as(x), operation.factor, operation.divide) for x in inputs]
-    if traced is None:
-        traced = is_any_traced(inputs)
-    if traced:
-        return _run_traced(inputs, place, operation, then, forward)
-    args = operation.args
-    if args[0][1] != -1:  # not local
-        return run_eager(inputs, place, operation, then, cast(int, forward))
-    if len(inputs) == 1:
-        return (_select(inputs[0], place, args[0], operation),)
-    return [_select(x, place, a, operation) for x, a in zip(inputs, args, strict=True)]
-
-
-def _select(input_: torch.Tensor, place: Place, args: Args, operation: Operation) -> torch.Tensor:
-    """Select this rank's shard of a whole tensor, as a view if it is contiguous and unscaled."""
-    _, _, factor, divide, *_ = operation
-    if args[3] == PACKED or (input_.is_cpu and (args[3] == ZIGZAG or factor != 1.0)):
-        return _copy_part(input_, place, args, operation)
-    part = select(input_, args[2:], place[1], place[2])
-    assert part is not None
-    if factor == 1.0 and part.is_contiguous():
-        return part
-    return _copy_part(input_, place, args, operation) if input_.is_cpu else _scaled(part, factor, divide)
-
-
-def _run_traced(
-    inputs: Tensors, place: Place, operation: Operation, then: tuple[int, ...], forward: Number
-) -> Tensors:
-    """Run it in dispatched ops."""
-    op, args, factor, divide, gradient, _, note = operation
-    if is_local(args[0]):
-        parts = [select(x, a[2:], place.world, place.rank) for x, a in zip(inputs, args, strict=True)]
-        if all(part is not None for part in parts):
-            return [_scaled(cast(torch.Tensor, part), factor, divide) for part in parts]
-    arguments = (inputs, *place, op, flattened(args), factor, divide, gradient, note, then)
-    if is_dynamo_compiling():  # the tracer behind it chains the exchanges of its graph
-        chained: list[torch.Tensor] = torch.ops.spar.chained_exchange(*arguments)
-        return chained
-    return _chained_exchange(*arguments, forward=forward if isinstance(forward, torch.Tensor) else None)
-
-
-def _tracer() -> Any:
-    """Return the mode in which AOTAutograd traces; None outside of it."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-
-
-def number_of_newest(steps: tuple[Step, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the number of the call of an only exchange that a tracer has just seen; none for several."""
-    tracer = None if is_dynamo_compiling() else _tracer()
-    if tracer is None or len(steps) != 1 or steps[0][0].world == 1 or is_local(steps[0][1][0]):
-        return ()
-    return (tracer._spar_exchange[1],)
-
-
-def _chained_exchange(*arguments: Any, forward: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Call the op with an output of the exchange before it in the same graph.
-
-    Its effect keeps an exchange in a graph, but inductor takes effects out of their order (torch 2.13, 2.14).
-    The order of inputs and outputs it keeps.
-    """
-    tracer = _tracer()
-    # torch begins another dict where it traces backward, which must not keep an output of forward
-    tokens = getattr(tracer, "_tokens", None)
-    of, after = getattr(tracer, "_spar_exchange", (None, None))
-    outputs: list[torch.Tensor] = torch.ops.spar.exchange(
-        *arguments, after if of is tokens else None, forward
-    )
-    last = outputs.pop()
-    if tracer is not None:
-        tracer._spar_exchange = tokens, last
-    return outputs
-
-
-define("chained_exchange" + _SCHEMA.format(""), _chained_exchange)
-
-
-Step = tuple[Place, tuple[Args, ...]]  # one exchange: where, and the layouts of each tensor
-# Operation, of a tuple with all its fields, without the call in Python that takes twice as long
-_operation: Callable[[tuple[Any, ...]], Operation] = functools.partial(tuple.__new__, Operation)
-
-
-def run_steps(
-    inputs: Tensors,
-    name: str,
-    steps: tuple[Step, ...],
-    scale: Scale,
-    gradient: str,
-    traced: bool | None = None,
-    note: str = "",
-    forwards: tuple[Number, ...] = (),
-) -> Tensors:
-    """Run one exchange after another; the last one applies the whole factor.
-
-    note: of each operation. forwards: for each step, as in `Channel.exchange`.
-    """
-    forward = forwards[-1] if forwards else 0
-    if len(steps) > 1:
-        for i, (place, args) in enumerate(steps[:-1]):
-            then = tuple(place.handle for place, args in steps[i + 1 :] if not is_local(args[0]))
-            operation = Operation(name, args, *ONE, gradient, note=note)
-            inputs = run(inputs, place, operation, None, then, forwards[i] if forwards else 0)
-        traced = None
-    place, args = steps[-1]
-    if traced is None:
-        traced = is_any_traced(inputs)
-    if traced:
-        return run(inputs, place, Operation(name, args, *scale, gradient, note=note), True, (), forward)
-    operation = _operation((name, args, *scale, gradient, False, note))
-    if place[1] > 1 and args[0][1] != -1:  # not local
-        return run_eager(inputs, place, operation, forward=cast(int, forward))
-    return run(inputs, place, operation, False)
-
-
-# The gradient of an operation: its name, steps, places, and the exchange if it is one alone.
-Back = tuple[str, tuple[Step, ...], tuple[Place, ...], Operation | None]
-# An operation as autograd sees it: its name, steps, scale and grad_scale, whether it is traced, what its
-# gradient is (None: not known), and its note. They are one argument: torch spends time on each, in forward
-# and backward.
-Recorded = tuple[str, tuple[Step, ...], Scale, Scale, bool | None, Back | None, str]
-
-
-def _turned(name: str, steps: tuple[Step, ...], grad_scale: Scale) -> Back:
-    if not name.startswith("backward of "):
-        name = f"backward of {name}"
-    inverse: tuple[Step, ...] = ()
-    for place, args in steps:
-        inverse = ((place, tuple([swapped(a) for a in args])), *inverse)
-    only = Operation(name, inverse[0][1], *grad_scale, UNRECORDED) if len(inverse) == 1 else None
-    return name, inverse, tuple([place for place, _ in inverse]), only
-
-
-_LONG = 256  # numbers of a layout
-
-
-def are_long(args: tuple[Args, ...]) -> bool:
-    """Whether a comparison of these layouts would take longer than what a kept gradient saves."""
-    return max(map(len, args)) > _LONG
-
-
-@functools.lru_cache(64)
-def _untraced(name: str, steps: tuple[Step, ...], scale: Scale, grad_scale: Scale, note: str) -> Recorded:
-    """Return what autograd records; a step of training repeats the calls of the one before."""
-    return name, steps, scale, grad_scale, False, _turned(name, steps, grad_scale), note
-
-
-def calls_of(steps: tuple[Step, ...]) -> tuple[int, ...]:
-    """Return the number of the call that the exchange of each step has just made; 0: it made none."""
-    if is_dynamo_compiling():
-        return ()
-    if len(steps) == 1:  # without a list, which takes as long as the look-up
-        ((place, args),) = steps
-        return () if args[0][1] == -1 else (calls_on(place[0]),)
-    return tuple([0 if args[0][1] == -1 else calls_on(place[0]) for place, args in steps])
-
-
-class SparExchange(torch.autograd.Function):
-    """Compute y = scale * op(x) in one or more steps; x's gradient is grad_scale * inverse(y's gradient)."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        name, steps, scale, _, traced, _, note = call
-        ctx.call = call  # not the group: a loss that outlives destroy_process_group would keep its threads
-        outputs = tuple(run_steps(inputs, name, steps, scale, RECORDED, traced, note))
-        ctx.forwards = number_of_newest(steps) if traced else calls_of(steps)[::-1]
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        name, steps, scale, grad_scale, _, back, _ = ctx.call
-        if back is None or is_dynamo_compiling():
-            back = _turned(name, steps, grad_scale)
-        name, inverse, places, only = back
-        before = calls_before(places)
-        try:
-            if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and must_record(grads):
-                return None, *recorded(grads, name, inverse, grad_scale, scale)
-            if only is not None:
-                forward = ctx.forwards[0] if ctx.forwards else 0
-                return None, *run(grads, places[0], only, forward=forward)
-            return None, *run_steps(grads, name, inverse, grad_scale, UNRECORDED, forwards=ctx.forwards)
-        except BaseException as error:
-            _report(inverse, before, name, grads, error)
-            raise
-
-
-def tangent_name(name: str) -> str:
-    return name if name.startswith("tangent of ") else f"tangent of {name}"
-
-
-def _report(
-    steps: tuple[Step, ...], before: tuple[int, ...], name: str, inputs: Tensors, error: BaseException
-) -> None:
-    """Report a failure in a derivative to the peers that wait for its exchanges."""
-    counted = zip(steps, before, strict=True)
-    waiting = [(place, count + 1) for (place, args), count in counted if not is_local(args[0])]
-    report_failure(waiting, name, inputs[0].device.type, error)
-
-
-class SparTransformed(SparExchange):
-    """The same with a derivative in forward mode, and for functorch's transforms.
-
-    These need the context apart from forward, which takes longer. torch.compile traces no class with a jvp.
+    The whole factor of the gradient is that of the first exchange, whose gradient is computed last.
     """
 
-    @staticmethod
-    def forward(call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return SparExchange.forward(SimpleNamespace(), call, *inputs)
+    __slots__ = ("_transposed", "exchanges", "gradient", "name")
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.call, ctx.forwards = inputs[0], ()
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self.exchanges, self.name = tuple(exchanges), exchanges[0].name
+        self.gradient = exchanges[0].gradient
+        for i, exchange in enumerate(self.exchanges):
+            exchange.then = tuple([e.group.handle for e in self.exchanges[i + 1 :] if not e.is_local])
+        self._transposed: Chain | None = None
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        name, steps, scale, grad_scale, *_ = ctx.call
-        name = tangent_name(name)
-        before = calls_before(tuple([place for place, _ in steps]))
-        try:
-            return recorded(tangents, name, steps, scale, grad_scale)
-        except BaseException as error:
-            _report(steps, before, name, tangents, error)
-            raise
+    @property
+    def transposed(self) -> Chain:
+        if self._transposed is None:
+            self._transposed = self.transpose()
+        return self._transposed
 
+    def transpose(self) -> Chain:
+        return Chain([exchange.transpose() for exchange in self.exchanges[::-1]])
 
-# Function.apply without its check for functorch's wrappers, which takes as long as the rest of it
-_apply_plain: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, SparExchange).apply
+    def recorded(self, name: str = "") -> Chain:
+        return Chain([exchange.recorded(name) for exchange in self.exchanges])
 
+    def begin(self) -> int:
+        """Its blocks report what fails."""
+        return 0
 
-def recorded(
-    inputs: Tensors,
-    name: str,
-    steps: tuple[Step, ...],
-    scale: Scale,
-    grad_scale: Scale,
-    traced: bool | None = None,
-    note: str = "",
-) -> tuple[torch.Tensor, ...]:
-    """Run the steps and record the gradient; an error in backward shows the operation's name."""
-    if traced is None:
-        traced = is_any_traced(inputs)
-    if forward_ad._current_level >= 0 or (traced and is_transformed()):
-        call: Recorded = (name, steps, scale, grad_scale, None, None, note)
-        return cast(tuple[torch.Tensor, ...], SparTransformed.apply(call, *inputs))  # type: ignore[no-untyped-call]
-    if traced:
-        call = (name, steps, scale, grad_scale, True, None, note)
-        return cast(tuple[torch.Tensor, ...], SparExchange.apply(call, *inputs))  # type: ignore[no-untyped-call]
-    for _, args in steps:
-        if are_long(args):
-            return _apply_plain((name, steps, scale, grad_scale, False, None, note), *inputs)
-    return _apply_plain(_untraced(name, steps, scale, grad_scale, note), *inputs)
+    def report(self, before: int, inputs: Tensors, error: BaseException) -> None:
+        """It is reported."""
 
+    def number(self) -> tuple[Number, ...]:
+        """Return the number of each exchange's call, as `Exchange.number`; in a graph they are not known."""
+        if is_dynamo_compiling() or _dispatch_modes() > 0:
+            return ()
+        return tuple([exchange.number() for exchange in self.exchanges])[::-1]
 
-def recorder(
-    name: str, steps: tuple[Step, ...], grad_scale: Scale, note: str
-) -> Callable[[Tensors], Tensors]:
-    """Return what runs and records the steps for plain tensors that no tracer must see."""
-    call: Recorded = name, steps, ONE, grad_scale, False, _turned(name, steps, grad_scale), note
-    return lambda inputs: _apply_plain(call, *inputs)
+    def run(self, inputs: Tensors, forward: tuple[Number, ...] = (), traced: bool | None = None) -> Tensors:
+        """Run the exchanges; forward: for each, as in `Exchange.run`."""
+        with contextlib.ExitStack() as blocks:
+            for exchange in self.exchanges:
+                if isinstance(exchange.group, Group) and not exchange.is_local:
+                    device = inputs[0].device.type
+                    blocks.enter_context(exchange.group.call(self.name, 1, device))
+            for i, exchange in enumerate(self.exchanges):
+                inputs = exchange.run(inputs, forward[i] if forward else 0)
+        return inputs

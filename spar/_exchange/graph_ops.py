@@ -11,29 +11,19 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from .._group.member import Place
+from .._control.state import Place
 from .._tracing import constant
-from .exchange import (
-    ONE,
-    UNRECORDED,
-    Scale,
-    Step,
-    Tensors,
-    define,
-    flattened,
-    recorded,
-    run_steps,
-    unflattened,
-)
+from .autograd import apply
+from .dispatch import define, flattened, unflattened
+from .exchange import MOVE, ONE, Chain, Exchange, Tensors
 
 
 @constant
-def code() -> str:
-    """Identify what the ops do, for their arguments: torch keeps compiled graphs on disk by these."""
+def _code() -> str:
+    """Identify what the op does, for its arguments: torch keeps compiled graphs on disk by these."""
     return _digest()
 
 
@@ -43,44 +33,61 @@ def _digest() -> str:
     return hashlib.sha256(b"".join([file.read_bytes() for file in files])).hexdigest()
 
 
-def _run_steps(
+def _run(
     inputs: Tensors,
     name: str,
     places: Sequence[int],
     args: Sequence[int],
     factor: float,
     divide: bool,
+    kind: int,
     records: bool,
     note: str,
     _code: str,
 ) -> list[torch.Tensor]:
     count, layouts = len(inputs), unflattened(args)
-    steps = tuple(
-        (Place(*places[3 * i : 3 * i + 3]), layouts[count * i : count * (i + 1)])
+    exchanges = [
+        Exchange(
+            name,
+            Place(*places[3 * i : 3 * i + 3]),
+            layouts[count * i : count * (i + 1)],
+            ONE,
+            (factor, divide) if i == 0 else ONE,
+            kind,
+            records,
+            note,
+        )
         for i in range(len(places) // 3)
-    )
-    if records:
-        return list(recorded(inputs, name, steps, ONE, (factor, divide), None, note))
-    return list(run_steps(inputs, name, steps, ONE, UNRECORDED, None, note))
+    ]
+    return list(apply(exchanges[0] if len(exchanges) == 1 else Chain(exchanges), inputs))
 
 
 define(
-    "run_steps(Tensor[] inputs, str name, int[] places, SymInt[] args, float factor, bool divide,"
+    "run(Tensor[] inputs, str name, int[] places, SymInt[] args, float factor, bool divide, int kind,"
     " bool records, str note, str code) -> Tensor[]",
-    _run_steps,
+    _run,
 )
 
 
-def steps_in_graph(
-    inputs: Tensors, name: str, steps: tuple[Step, ...], grad_scale: Scale, records: bool, note: str
-) -> Tensors:
-    """Put one op into Dynamo's graph for all exchanges of a call, and their gradient if it is recorded."""
-    places: tuple[int, ...] = ()
-    layouts: tuple[Any, ...] = ()
-    for place, args in steps:
-        places += place
-        layouts += args
-    outputs: Tensors = torch.ops.spar.run_steps(
-        inputs, name, places, flattened(layouts), *grad_scale, records, note, code()
+def in_graph(exchange: Exchange | Chain, inputs: Tensors) -> Tensors:
+    """Put one op into Dynamo's graph for an exchange or a chain, and its gradient if it is recorded."""
+    exchanges = exchange.exchanges if isinstance(exchange, Chain) else (exchange,)
+    first = exchanges[0]
+    places: list[int] = []
+    layouts: list[tuple[int, ...]] = []
+    for each in exchanges:
+        places += (each.group.handle, each.group.world, each.group.rank)
+        layouts += each.args
+    kind = first.kind if len(exchanges) == 1 else MOVE
+    outputs: Tensors = torch.ops.spar.run(
+        inputs,
+        first.name,
+        places,
+        flattened(layouts),
+        *first.grad_scale,
+        kind,
+        bool(first.gradient),
+        first.note,
+        _code(),
     )
     return outputs

@@ -63,6 +63,19 @@ def moved(layout: Layout) -> Layout:
     return layout[0] + 1, *layout[1:]
 
 
+def shards_pair(shard: Layout, world: int, sums: bool) -> Args:
+    """Return the numbers of an exchange that gathers shards, or that sums the ranks' parts of each shard.
+
+    A sum has a dim in front that counts the ranks: its shards become shards of the scattered dim.
+    """
+    return pair(even(0, world), moved(shard)) if sums else pair(shard, WHOLE)
+
+
+def moved_back(layout: Layout) -> Layout:
+    """Undo `moved`."""
+    return layout[0] - 1, *layout[1:]
+
+
 def swapped(args: Args) -> Args:
     """The inverse exchange, which carries the gradient back."""
     before, after = args[1 : 1 + args[0]], args[1 + args[0] :]
@@ -94,7 +107,7 @@ def total_of(layout: Layout) -> int:
     _, kind, *numbers = layout
     if kind in (EVEN, ZIGZAG):
         return numbers[-1]
-    return sum(numbers[{SIZES: 0, ROTATED: 1, PACKED: 2}[kind] :])
+    return sum(numbers[2 if kind == PACKED else 1 if kind == ROTATED else 0 :])
 
 
 def extent(layout: Layout, world: int, rank: int) -> int:

@@ -7,23 +7,25 @@ from typing import Any
 
 import torch
 
-from .._group.registry import by_handle
 from .._transports.dtypes import copy_items
-from .arguments import Call
-from .exchange import Tensors, have_tangents, is_any_traced, must_record
-from .move import Move
+from .arguments import Arguments
+from .exchange import Exchange, Tensors
+from .watch import have_tangents, is_any_traced, must_record
 
 
-def write_to(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> list[torch.Tensor]:
+def write_to(
+    out: Any, calls: Sequence[Arguments], at: Sequence[str], exchange: Exchange
+) -> list[torch.Tensor]:
     """Check `out`, write the outputs of the calls' exchange to it, and return its tensors."""
     inputs = [call.input for call in calls]
-    outs = checked(out, calls, at, move)
-    if move.place.world == 1 or inputs[0].is_meta or is_any_traced([*inputs, *outs]):
-        results = inputs if move.place.world == 1 else move.run(inputs)
+    outs = checked(out, calls, at, exchange)
+    world = exchange.group.world
+    if world == 1 or inputs[0].is_meta or is_any_traced([*inputs, *outs]):
+        results = inputs if world == 1 else exchange.run(inputs)
         for target, result in zip(outs, results, strict=True):
             target.copy_(result) if torch.compiler.is_compiling() else _copy(target, result)
         return outs
-    move.write(by_handle(move.place.handle), inputs, outs)
+    exchange.run(inputs, 0, outs, False)
     note_write(outs)
     return outs
 
@@ -39,7 +41,9 @@ def _copy(target: torch.Tensor, result: torch.Tensor) -> None:
     copy_items(target, result.resolve_conj().resolve_neg().contiguous())
 
 
-def checked(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> list[torch.Tensor]:
+def checked(
+    out: Any, calls: Sequence[Arguments], at: Sequence[str], exchange: Exchange
+) -> list[torch.Tensor]:
     """Return `out` as a list, one tensor for each call; raise if the outputs cannot be written there."""
     first, inputs = calls[0], [call.input for call in calls]
     single = len(at) == 1 and at[0] == ""
@@ -51,7 +55,7 @@ def checked(out: Any, calls: Sequence[Call], at: Sequence[str], move: Move) -> l
         if have_tangents(inputs):
             where, remedy = "has a tangent, which out cannot have", "on its primal"
         raise first.error("out", _shown(out), f"None where input_ {where}; call it {remedy}")
-    for call, target, shape, name in zip(calls, outs, move.shapes(inputs), at, strict=True):
+    for call, target, shape, name in zip(calls, outs, exchange.shapes(inputs), at, strict=True):
         _check(call, f"out{name}", target, shape)
     if not inputs[0].is_meta and not is_any_traced([*inputs, *outs]):
         _check_memory(first, inputs, outs, at)
@@ -64,7 +68,7 @@ def _shown(out: object) -> str:
     return f"a {type(out).__name__}" + (f" of {len(out)}" if isinstance(out, (list, tuple)) else "")
 
 
-def _check(call: Call, what: str, out: Any, shape: Sequence[int]) -> None:
+def _check(call: Arguments, what: str, out: Any, shape: Sequence[int]) -> None:
     x = call.input
     if not isinstance(out, torch.Tensor):
         raise call.type_error(what, f"a {type(out).__name__}", "a tensor")
@@ -90,7 +94,7 @@ def _check(call: Call, what: str, out: Any, shape: Sequence[int]) -> None:
 
 
 def _check_memory(
-    call: Call, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], at: Sequence[str]
+    call: Arguments, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], at: Sequence[str]
 ) -> None:
     spans = [(f"input_{name}", _span(x)) for x, name in zip(inputs, at, strict=True)]
     for out, name in zip(outs, at, strict=True):

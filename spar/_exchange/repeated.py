@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .. import _C
-from .._group.hints import add_advice
-from .._group.registry import known
+from .._control.mismatch import add_advice
+from .._group.group import by_process_group
+from .._transports.dtypes import PLAIN_TYPES
 from ..topology.resolve import Group, process_group
-from .exchange import is_watched, report_failure
+from .arguments import Key
+from .autograd import apply_plain
+from .watch import _dispatch_modes, _functorch_transforms
 
-Key = tuple[object, ...] | None  # None: the call is not kept
-
-
-def key_of(input_: Any, dim: object, arguments: Key, grad_scale: Key = ()) -> Key:
-    """Return the key of a gather, or of a sum, of a tensor or a list.
-
-    It has the dtype, because not every one can be summed or scaled.
-    """
-    if arguments is None or grad_scale is None or type(dim) is not int:  # True is not a dim, and equals 1
-        return None
-    first = input_[0] if isinstance(input_, (list, tuple)) and input_ else input_
-    return (dim, first.dtype, arguments, grad_scale) if isinstance(first, torch.Tensor) else None
+_STRIDED = torch.strided
 
 
 def kept_scale(grad_scale: object) -> Key:
@@ -36,36 +26,42 @@ def kept_scale(grad_scale: object) -> Key:
     return (grad_scale,) if kept else None
 
 
-def repeat(name: str, input_: Any, group: Group, key: Key) -> Any:
-    """Exchange a tensor or a list of them as a call did that `remember` kept by an equal key.
+def repeat(name: str, input_: Any, group: Group, arguments: Key) -> tuple[Any, Key]:
+    """Exchange a tensor or a list of them as an equal call did before.
 
-    Returns None if there was none, or if a tracer must see this call: its arguments are to be checked then.
+    Args:
+        arguments: all other arguments of the operation; None: this call is not remembered.
+
+    Returns:
+        The output, and None; or None if a tracer must see this call, or it is new: its arguments are to be
+        checked, and its exchange is to be remembered by the key that is returned.
     """
-    if key is None or is_dynamo_compiling():
-        return None
+    if arguments is None or is_dynamo_compiling():
+        return None, None
+    state = by_process_group.get(id(group))
+    if state is None:
+        state = by_process_group.get(id(process_group(group, name)))
+    if state is None or forward_ad._current_level >= 0 or _dispatch_modes() > 0 or _functorch_transforms():
+        return None, None
     one = not isinstance(input_, (list, tuple))
-    inputs: Sequence[torch.Tensor] = (input_,) if one else input_
-    comm = known(group) or known(process_group(group, name))
-    if comm is None or not comm.operations or forward_ad._current_level >= 0:
-        return None
-    shapes = _C.shapes_key(inputs)
-    found = None if shapes is None else comm.operations.get((name, shapes, key))
-    if found is None or is_watched():
-        return None
-    operation, record = found
-    before = comm.count()
+    inputs = (input_,) if one else input_
+    records = False
+    tensors: list[object] = []
+    for x in inputs:
+        if type(x) not in PLAIN_TYPES or x.layout is not _STRIDED or x.is_nested:
+            return None, None
+        records = records or x.requires_grad
+        tensors += (x.shape, x.dtype, x.device)
+    records = records and torch.is_grad_enabled()
+    key = name, arguments, records, one, *tensors
+    exchange = state.exchanges.get(key)
+    if exchange is None:
+        return None, key
+    before = state.calls if state.queue is None else state.count()
     try:
-        for x in inputs:
-            if x.requires_grad and torch.is_grad_enabled():
-                if record is None:
-                    return None
-                recorded = record(inputs)
-                return recorded[0] if one else list(recorded)
-        if operation.sums:
-            inputs = [x.unsqueeze(0) for x in inputs]
-        outputs = comm.exchange(operation, inputs)
-        return outputs[0] if one else outputs
+        outputs = apply_plain(exchange, *inputs) if records else exchange.run(inputs, traced=False)
+        return (outputs[0] if one else list(outputs)), None
     except BaseException as error:
-        report_failure([(comm.place, before + 1)], name, inputs[0].device.type, error)
+        state.report(name, inputs[0].device.type, error, before + 1)
         add_advice(error, 0 if one else len(inputs))
         raise

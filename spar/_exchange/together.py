@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._group.hints import add_advice
-from .._group.member import Place
-from .._group.registry import place_of
-from ..topology.resolve import Group, process_group
-from .arguments import Call
-from .exchange import calls_before, report_failure
+from .._control.state import Place
+from .._group.group import Group as Group_
+from ..topology.resolve import Group
+from .arguments import Arguments, ranks_of
 
 # what names each tensor of a list in messages; any that is too many is the last
 _AT = [f"[{i}]" for i in range(_C.MOST_TENSORS)]
@@ -23,8 +21,8 @@ _NAMES = [f"input_{at}" for at in (*_AT, f"[{_C.MOST_TENSORS} or more]")]
 def checked_together(
     name: str,
     input_: Any,
-    group: Group | Place,
-    run: Callable[[list[Call], list[str]], Sequence[torch.Tensor]],
+    group: Group | Group_ | Place,
+    run: Callable[[list[Arguments], list[str]], Sequence[torch.Tensor]],
     exchanges: int = 1,
 ) -> Any:
     """Check a tensor, or several of one dtype and device that one exchange moves; then `run` their calls.
@@ -35,33 +33,26 @@ def checked_together(
     """
     one = not isinstance(input_, (list, tuple))
     inputs: Sequence[Any] = [input_] if one else input_
+    ranks = ranks_of(group, name)
     if not inputs:
-        _reject_empty_list(name, group, exchanges)
-    first = Call(name, inputs[0], group, "input_" if one else "input_[0]", exchanges)
-    calls, at = [first], [""] if one else _AT[: len(inputs)]
-    shapes = None
-    if len(inputs) > 1:
-        shapes = _C.plain_shapes(inputs) if first.known else None
+        _reject_empty_list(name, ranks, exchanges)
+    first = Arguments(name, inputs[0], ranks, "input_" if one else "input_[0]", exchanges)
+    first.tensors = 0 if one else len(inputs)
+    with first:
+        calls = [first]
         for i in range(1, len(inputs)):
-            what = _NAMES[i] if i < len(_AT) else _NAMES[-1]
-            calls.append(first.beside(inputs[i], None if shapes is None else shapes[i], what))
-    try:
-        if len(calls) > 1 and shapes is None:
-            _check_alike(first, inputs)
+            calls.append(first.beside(inputs[i], _NAMES[min(i, len(_AT))]))
+        if inputs[0].is_meta:  # which is not exchanged: the peers wait for the others
+            first.device = next((x.device.type for x in inputs if not x.is_meta), "meta")
+        _check_alike(first, inputs)
         if len(calls) > len(_AT):
             expected = f"at most {len(_AT)} in one call"
             raise first.error("input_", f"a list of {len(calls)} tensors", expected)
-        outputs = run(calls, at)
+        outputs = run(calls, [""] if one else _AT[: len(inputs)])
         return outputs[0] if one else list(outputs)
-    except BaseException as error:
-        if not one:
-            add_advice(error, len(inputs))
-        # meta tensors are not exchanged: the peers wait for the others
-        next((call for call in calls if not call.input.is_meta), calls[0]).fail(error)
-        raise
 
 
-def _check_alike(first: Call, inputs: Sequence[torch.Tensor]) -> None:
+def _check_alike(first: Arguments, inputs: Sequence[torch.Tensor]) -> None:
     """Raise TypeError unless all tensors have the dtype and device of the first."""
     x = inputs[0]
     dtype, on_cpu = x.dtype, x.is_cpu
@@ -72,16 +63,16 @@ def _check_alike(first: Call, inputs: Sequence[torch.Tensor]) -> None:
             raise first.type_error(f"input_[{i}]", found, f"{dtype} on {x.device}, as input_[0]")
 
 
-def _reject_empty_list(name: str, group: Group | Place, exchanges: int) -> None:
-    place = group if isinstance(group, Place) else place_of(process_group(group, name))
-    where = f"{name} on rank {place.rank} of {place.world}"
+def _reject_empty_list(name: str, ranks: Group_ | Place, exchanges: int) -> None:
+    where = f"{name} on rank {ranks.rank} of {ranks.world}"
     error = ValueError(f"{where}: input_ is an empty list; expected at least one tensor")
-    if exchanges:
-        report_failure([(place, calls_before((place,))[0] + exchanges)], name, None, error)
+    if isinstance(ranks, Group_):
+        with ranks.call(name, exchanges):
+            raise error
     raise error
 
 
-def entries(call: Call, what: str, sizes: Any, at: list[str]) -> Sequence[Any]:
+def entries(call: Arguments, what: str, sizes: Any, at: list[str]) -> Sequence[Any]:
     """Return the sizes of each tensor of `checked_together`."""
     if at == [""]:
         return [sizes]

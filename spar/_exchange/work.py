@@ -24,26 +24,17 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._checks import check_number
-from .._group.hints import add_advice
+from .._control.mismatch import add_advice
+from .._group.group import Group, group_at
 from .._group.profiling import event, is_profiled
 from .._group.queue import Job
-from .._group.registry import by_handle, calls_on
 from .._transports.cuda import Beside
 from ..errors import ExchangeTimeoutError, SparError
-from .arguments import Call
-from .exchange import (
-    Tensors,
-    calls_before,
-    have_tangents,
-    is_any_traced,
-    is_transformed,
-    must_record,
-    report_failure,
-    run_eager,
-)
-from .move import Move
+from .arguments import Arguments
+from .autograd import apply
+from .exchange import Exchange, Tensors
 from .outputs import checked, note_write, write_to
-from .transpose import recorded
+from .watch import have_tangents, is_any_traced, is_transformed, must_record
 
 _NOT_TRACED = "call it outside of compiled code, or without async_op"
 _log = logging.getLogger("spar")
@@ -92,9 +83,9 @@ class Work:
             with event(job.op, in_flight=True) if is_profiled() else nullcontext():
                 over = job.wait(seconds)
             if not over:
-                where = f"{job.op} on rank {job.comm.rank}"
+                where = f"{job.op} on rank {job.group.rank}"
                 text = f"{where}: still in flight after a wait of {seconds:g} s; wait again"
-                raise ExchangeTimeoutError(text, op=job.op, rank=job.comm.rank)
+                raise ExchangeTimeoutError(text, op=job.op, rank=job.group.rank)
             self._seen = True
             if job.error is not None:
                 add_advice(job.error, self._tensors)
@@ -117,62 +108,56 @@ class Work:
 
 
 def begin(
-    move: Move,
+    exchange: Exchange,
     inputs: Tensors,
     outs: list[torch.Tensor] | None,
-    records: bool,
     may_block: bool = False,
     forward: int = 0,
 ) -> tuple[Tensors, Work]:
     """Start an exchange; return its outputs, which are not complete, and what waits for them.
 
     may_block: make the exchange at once where it would take its time from what the rank computes meanwhile.
-    forward: as in `Channel.exchange`.
+    forward: as in `Exchange.run`.
     """
-    (before,) = calls_before((move.place,))
+    before = exchange.begin()
     try:
-        return _issue(move, inputs, outs, records, may_block, forward)
+        return _issue(exchange, inputs, outs, may_block, forward)
     except BaseException as error:
-        report_failure([(move.place, before + 1)], move.name, inputs[0].device.type, error)
+        exchange.report(before, inputs, error)
         raise
 
 
 def _issue(
-    move: Move,
-    inputs: Tensors,
-    outs: list[torch.Tensor] | None,
-    records: bool,
-    may_block: bool,
-    forward: int,
+    exchange: Exchange, inputs: Tensors, outs: list[torch.Tensor] | None, may_block: bool, forward: int
 ) -> tuple[Tensors, Work]:
-    if inputs[0].is_meta or is_any_traced(inputs):
-        return move.run(inputs, records), Work()
-    comm, first = by_handle(move.place.handle), inputs[0]
-    channel = comm.channel(move.name, first.device)
+    first = inputs[0]
+    if first.is_meta or is_any_traced(inputs):
+        return exchange.run(inputs), Work()
+    group = exchange.group if isinstance(exchange.group, Group) else group_at(exchange.group.handle)
+    channel = group.channel(exchange.name, first.device)
     if may_block and not channel.overlaps:
-        operation = move.operation(records)
-        return run_eager(move.operands(inputs), move.place, operation, (), forward), Work()
+        return exchange.run(inputs, forward, traced=False), Work()
     given = outs is not None
     if outs is None:
         try:
-            outs = [channel.allocate(comm, shape, first) for shape in move.shapes(inputs)]
+            outs = [channel.allocate(shape, first) for shape in exchange.shapes(inputs)]
         except SparError as error:
-            name, call = move.name, comm.count() + 1
-            text, where = f"{comm.title(name, call)}: {error}", comm.where(name, call)
+            name, call = exchange.name, group.count() + 1
+            text, where = f"{group.title(name, call)}: {error}", group.where(name, call)
             raise type(error)(text, **where, ranks=error.ranks) from None
     # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
     targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
 
     def action() -> None:
         with beside.entered():
-            move.write(comm, inputs, targets, records, queued=True, forward=forward)
+            exchange.run(inputs, forward, targets, False, queued=True)
 
     job = None
     if channel.enqueues:
         with torch.no_grad():
             action()
     else:
-        job = comm.start(move.name, first.device, action)
+        job = group.enqueue(exchange.name, action)
     if given:
         note_write(outs)
     return outs, Work(job, beside, functools.partial(note_write, outs) if given else None)
@@ -201,21 +186,21 @@ class _Flight:
         run: the run of autograd in which its newest backward began.
     """
 
-    def __init__(self, move: Move, at_once: bool = False) -> None:
-        self.move, self.at_once = move, at_once
+    def __init__(self, exchange: Exchange, at_once: bool = False) -> None:
+        self.exchange, self.at_once = exchange, at_once
         self.work: Work | None = None
         self.call = self.run = 0
         self.later: list[weakref.ref[_Flight]] | None = None
         self.begun: _Begun | None = None
 
     def issued(self) -> None:
-        self.call = calls_on(self.move.place.handle)
-        _flights[self.move.place.handle, self.call] = self
+        self.call = self.exchange.begin()
+        _flights[self.exchange.group.handle, self.call] = self
 
     def waited(self, outputs: Tensors) -> None:
         """Note what was issued meanwhile, and whether hooks see the gradients before they are exchanged."""
-        handle = self.move.place.handle
-        numbers = range(self.call + 1, calls_on(handle) + 1)
+        handle = self.exchange.group.handle
+        numbers = range(self.call + 1, self.exchange.begin() + 1)
         found = [flight for n in numbers if (flight := _flights.get((handle, n))) is not None]
         if len(found) == len(numbers) and not any(output._backward_hooks for output in outputs):
             self.later = [weakref.ref(flight) for flight in found]
@@ -229,7 +214,7 @@ class _Flight:
 
     def begin_backward(self, grads: Tensors) -> None:
         self.run = _autograd_run()
-        outputs, work = begin(self.move.turned(), grads, None, False, forward=self.call)
+        outputs, work = begin(self.exchange.transposed, grads, None, forward=self.call)
         self.begun = _Begun(self.run, grads, [grad._version for grad in grads], outputs, work)
 
     def end_backward(self, grads: Tensors) -> Tensors | None:
@@ -242,7 +227,8 @@ class _Flight:
         changed = [a is not b for a, b in zip(begun.grads, grads, strict=True)]
         if any(changed) or [grad._version for grad in grads] != begun.versions:
             raise SparError(
-                f"{self.move.turned().name} on rank {self.move.place.rank}: the gradient of call {self.call} "
+                f"{self.exchange.transposed.name} on rank {self.exchange.group.rank}: the gradient of call "
+                f"{self.call} "
                 "was changed after its exchange had begun, and the peers received it as it was; register "
                 "hooks on the output after Work.wait() has returned, not on its grad_fn before"
             )
@@ -256,24 +242,24 @@ class SparStart(torch.autograd.Function):
     def forward(ctx: Any, flight: _Flight, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.flight = flight
         if flight.at_once:
-            return tuple(flight.move.run(inputs, True))
-        outputs, flight.work = begin(flight.move, inputs, None, True)
+            return tuple(flight.exchange.run(inputs))
+        outputs, flight.work = begin(flight.exchange, inputs, None)
         flight.issued()
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         flight = ctx.flight
-        back = flight.move.turned()
-        (before,) = calls_before((back.place,))
+        back = flight.exchange.transposed
+        before = back.begin()
         try:
             if (outputs := flight.end_backward(grads)) is not None:
                 return None, *outputs
             if must_record(grads):
-                return None, *_recorded(_Flight(back, at_once=True), grads)
-            return None, *back.run(grads, forward=flight.call)
+                return None, *_recorded(_Flight(back.recorded(), at_once=True), grads)
+            return None, *back.run(grads, flight.call)
         except BaseException as error:
-            report_failure([(back.place, before + 1)], back.name, grads[0].device.type, error)
+            back.report(before, grads, error)
             raise
 
 
@@ -298,36 +284,36 @@ def _recorded(flight: _Flight, inputs: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def launch(
-    calls: Sequence[Call], at: Sequence[str], move: Move, out: Any, async_op: Any
+    calls: Sequence[Arguments], at: Sequence[str], exchange: Exchange, out: Any, async_op: Any
 ) -> tuple[list[torch.Tensor], Work]:
     """Start the exchange of the calls' inputs; record it if one requires a gradient."""
-    outputs, work = _launch(calls, at, move, out, async_op)
+    outputs, work = _launch(calls, at, exchange, out, async_op)
     work._tensors = 0 if at[0] == "" else len(at)
     return outputs, work
 
 
 def _launch(
-    calls: Sequence[Call], at: Sequence[str], move: Move, out: Any, async_op: Any
+    calls: Sequence[Arguments], at: Sequence[str], exchange: Exchange, out: Any, async_op: Any
 ) -> tuple[list[torch.Tensor], Work]:
     if torch.compiler.is_compiling():
         raise SparError(f"{calls[0].name}: async_op=True cannot be traced by torch.compile; {_NOT_TRACED}")
     if async_op is not True:
         raise calls[0].type_error("async_op", f"{async_op!r:.200}", "a bool")
     inputs = [call.input for call in calls]
-    if move.place.world == 1:
-        return inputs if out is None else write_to(out, calls, at, move), Work()
+    if exchange.group.world == 1:
+        return inputs if out is None else write_to(out, calls, at, exchange), Work()
     if out is not None:
-        outs = checked(out, calls, at, move)
+        outs = checked(out, calls, at, exchange)
         if inputs[0].is_meta or is_any_traced([*inputs, *outs]):
-            return write_to(out, calls, at, move), Work()
-        _, work = begin(move, inputs, outs, False)
+            return write_to(out, calls, at, exchange), Work()
+        _, work = begin(exchange, inputs, outs)
         return outs, work
     if not must_record(inputs):
-        outputs, work = begin(move, inputs, None, False)
+        outputs, work = begin(exchange, inputs, None)
         return list(outputs), work
     if is_transformed() or have_tangents(inputs):
-        return list(recorded(move, inputs)), Work()
-    flight = _Flight(move)
+        return list(apply(exchange.recorded(), inputs)), Work()
+    flight = _Flight(exchange.recorded())
     outputs = _recorded(flight, inputs)
     job_work = cast(Work, flight.work)
     flight.work = None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._transports.channel import Operation
-from .._transports.dtypes import ITEM_TYPES
+from .._control.state import GroupState
+from .._transports.channel import Channel
 
 is_profiled = torch._C._autograd._profiler_enabled  # on this thread
 
@@ -23,17 +23,17 @@ def event(name: str, tensors: Sequence[torch.Tensor] = (), **inputs: Any) -> Abs
     return made
 
 
-def exchange_event(
-    operation: Operation, tensors: Sequence[torch.Tensor], world: int, rank: int, group: str, transport: str
-) -> AbstractContextManager[Any]:
-    """Return the event of an exchange that is about to run.
+def profiled(
+    group: GroupState, channel: Channel, core: _C.Exchange, inputs: Sequence[torch.Tensor], *args: Any
+) -> list[Any]:
+    """Run an exchange on a channel as an event of the profile.
 
-    Its inputs are the tensors, and by name the bytes that this rank sends to others, the group, the number of
-    its ranks, the transport, and the layouts before and after.
+    The event's inputs are the tensors, and by name the bytes that this rank sends to others, the group, the
+    number of its ranks, the transport, and the layouts before and after.
     """
-    op, args, *_ = operation
-    sides = _C.SIDE_PULL if transport == "torch" else 0  # of the plan that the exchange itself uses
-    size = ITEM_TYPES[tensors[0].dtype].size
-    plan, _ = _C.plan_of(op, world, rank, sides, size, tensors, args)
+    sides = _C.SIDE_PULL if channel.name == "torch" else 0  # of the plan that the exchange itself uses
+    plan, _ = core.plan(inputs, sides)
     layouts, sent = plan.describe("", "", 0, 0)[0].strip(), sum(plan.push_bytes)
-    return event(op, tensors, bytes=sent, group=group, ranks=world, transport=transport, layouts=layouts)
+    shown = {"bytes": sent, "group": group.name, "ranks": group.world, "transport": channel.name}
+    with event(core.op, inputs, **shown, layouts=layouts):
+        return channel.exchange(core, inputs, *args)

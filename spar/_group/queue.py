@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from .._control import fork
 from ..errors import SparError, TransportError
-from . import inherited
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,16 +32,16 @@ _EXIT_S = 2.0  # that the process's exit waits for what is in flight
 
 
 class _Group(Protocol):
-    """What a lane uses of its communicator."""
+    """What a queue uses of its group."""
 
     name: str
     rank: int
     calls: int
-    lane: Lane | None
+    queue: Queue | None
     process: int
 
     @property
-    def group(self) -> dist.ProcessGroup: ...
+    def process_group(self) -> dist.ProcessGroup: ...
     def close(self) -> None: ...
     def is_inside(self) -> bool: ...
 
@@ -49,11 +49,11 @@ class _Group(Protocol):
 class Job:
     """One call in flight. It keeps its group, and what its action refers to, until it is over."""
 
-    def __init__(self, comm: _Group, op: str, action: Callable[[], None]) -> None:
-        self.comm, self.op, self.process = comm, op, inherited.process
+    def __init__(self, group: _Group, op: str, action: Callable[[], None]) -> None:
+        self.group, self.op, self.process = group, op, fork.process
         self.error: BaseException | None = None
         self.over = False
-        self._kept: Any = action, comm.group, torch.is_inference_mode_enabled()
+        self._kept: Any = action, group.process_group, torch.is_inference_mode_enabled()
         self._running = threading.Lock()
         self._running.acquire()
 
@@ -76,14 +76,14 @@ class Job:
         """Return whether it is over, after at most so long; the error stays in `error`."""
         if self.over:
             return True
-        where = f"{self.op} on rank {self.comm.rank}"
-        if self.process != inherited.process:
+        where = f"{self.op} on rank {self.group.rank}"
+        if self.process != fork.process:
             raise TransportError(
                 f"{where}: a forked child cannot wait for an exchange that its parent, process "
                 f"{self.process}, has in flight; wait in the parent"
             )
-        if self.comm.is_inside():
-            name = self.comm.name
+        if self.group.is_inside():
+            name = self.group.name
             raise SparError(f"{where}: wait() was called from inside a call on the same group {name!r}")
         longest = threading.TIMEOUT_MAX  # a lock rejects more, and infinity
         if not self._running.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), longest)):
@@ -92,7 +92,7 @@ class Job:
         return True
 
 
-class Lane:
+class Queue:
     """The calls of one group that are in flight."""
 
     def __init__(self) -> None:
@@ -105,23 +105,23 @@ class Lane:
         """Return how many calls the group has, those in flight included."""
         return self._before + self._issued
 
-    def add(self, comm: _Group, op: str, action: Callable[[], None]) -> Job:
+    def add(self, group: _Group, op: str, action: Callable[[], None]) -> Job:
         """Append a call; start the thread if there is none."""
-        job = Job(comm, op, action)
+        job = Job(group, op, action)
         with self._changed:
             if self._thread is None:
-                _at_exit(inherited.process)
+                _at_exit(fork.process)
                 self._thread = threading.Thread(target=self._run, name="spar exchanges", daemon=True)
                 try:
                     self._thread.start()
                 except BaseException:
                     self._thread = None
                     raise
-            if comm.lane is None:
-                self._before, self._issued, self._ended = comm.calls, 0, 0
+            if group.queue is None:
+                self._before, self._issued, self._ended = group.calls, 0, 0
             self._issued += 1
             self._jobs.append(job)
-            comm.lane = self
+            group.queue = self
             _busy.add(self)
             self._changed.notify_all()
         return job
@@ -145,7 +145,7 @@ class Lane:
         with self._changed:
             jobs = tuple(self._jobs)
         for job in jobs[:1]:
-            job.comm.close()
+            job.group.close()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -154,7 +154,7 @@ class Lane:
                 self._jobs.popleft()
                 self._ended += 1
                 if not self._jobs:
-                    job.comm.lane = None
+                    job.group.queue = None
                     _busy.discard(self)
                 job.end()
                 self._changed.notify_all()
@@ -169,7 +169,7 @@ class Lane:
             return self._jobs[0]
 
 
-_busy: weakref.WeakSet[Lane] = weakref.WeakSet()
+_busy: weakref.WeakSet[Queue] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_busy.clear)
 
 
@@ -183,8 +183,8 @@ def _at_exit(process: int) -> None:
 def _end_all() -> None:
     """Wait shortly for calls in flight; then close their groups, which the peers notice."""
     end = time.monotonic() + _EXIT_S
-    for lane in list(_busy):
-        if not lane.drain(end):
-            lane.close()
-    for lane in list(_busy):
-        lane.drain(time.monotonic() + 1.0)
+    for queue in list(_busy):
+        if not queue.drain(end):
+            queue.close()
+    for queue in list(_busy):
+        queue.drain(time.monotonic() + 1.0)

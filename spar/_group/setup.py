@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 
 from .. import _C
+from .._control.agreement import agree, mark_reported
+from .._control.state import LOCAL, OVER, SHARED, GroupState, Transport
 from .._transports import CHANNELS, cuda
 from .._transports.channel import Channel
 from ..errors import SparError
-from .agreement import agree, mark_reported
-from .member import LOCAL, OVER, SHARED, Member, Transport
 
 _log = logging.getLogger("spar")
 _BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE", "SPAR_REPOSITORY"}
 
 
-def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
+def set_up(group: GroupState, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
     """Set up a transport for the device type, with all ranks of the group."""
     cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
     cuda.refuse_open_group(op, device)
@@ -32,28 +32,28 @@ def set_up(member: Member, op: str, device: torch.device, deadline: float) -> tu
     try:
         with cuda.on_device(device):
             cuda.find_libraries()
-            if member.facts is None:
+            if group.peer_info is None:
                 host = _host_id()
-                rows = _all_gather(member, _C.peer_info() + host, "facts", op, device, deadline)
+                rows = _all_gather(group, _C.peer_info() + host, "facts", op, device, deadline)
                 facts = b"".join([row[: -len(host)] for row in rows])
-                member.share_host = all(row.endswith(host) for row in rows) and any(host)
-                _choose(member, facts, device, ())
-                _read_settings(member, facts)
-                member.facts = facts
+                group.shares_host = all(row.endswith(host) for row in rows) and any(host)
+                _choose(group, facts, device, ())
+                _read_settings(group, facts)
+                group.peer_info = facts
             while True:
-                name, reason, rejected = _choose(member, member.facts, device, refused)
-                channel = CHANNELS[name](member, device, op, deadline)
+                name, reason, rejected = _choose(group, group.peer_info, device, refused)
+                channel = CHANNELS[name](group, device, op, deadline)
                 core = channel.core
-                failure = _connect(member, core, device, op, deadline) if core is not None else ""
+                failure = _connect(group, core, device, op, deadline) if core is not None else ""
                 if not failure:
                     break
                 refused += ((name, failure),)
-        _log.info("group %s: transport %s: %s", member.name, name, reason)
-        _warn_if_shm_is_lost(member, name, device, rejected)
-        return Transport(name, reason, device.type, member.world, rejected), channel
+        _log.info("group %s: transport %s: %s", group.name, name, reason)
+        _warn_if_shm_is_lost(group, name, device, rejected)
+        return Transport(name, reason, device.type, group.world, rejected), channel
     except BaseException:
-        if not member.transports:
-            member.facts = None
+        if not group.transports:
+            group.peer_info = None
         raise
 
 
@@ -67,81 +67,81 @@ def _host_id() -> bytes:
 
 
 def _warn_if_shm_is_lost(
-    member: Member, name: str, device: torch.device, rejected: tuple[tuple[str, str], ...]
+    group: GroupState, name: str, device: torch.device, rejected: tuple[tuple[str, str], ...]
 ) -> None:
     """Warn on rank 0 that ranks of one host lost shared memory by a failure, not by SPAR_TRANSPORT."""
     why, wanted = dict(rejected).get("shm"), _C.env("transport") or "^"
-    if why is None or device.type != "cpu" or member.rank != 0 or not member.share_host:
+    if why is None or device.type != "cpu" or group.rank != 0 or not group.shares_host:
         return
     if wanted == "^shm" or wanted[0] != "^":
         return
-    processes = [process for process in _C.processes(member.facts or b"") if process[0]]
+    processes = [process for process in _C.processes(group.peer_info or b"") if process[0]]
     if len(set(processes)) < len(processes):  # ranks that are threads of one process
         return
     _log.warning(
         "group %r: its %d ranks share this host, but the set-up of shm failed, and %s, which is slower, "
         "moves their tensors: %s. Remove the cause (docs/errors.md, TransportError), or set "
         "SPAR_TRANSPORT=%s",
-        member.name,
-        member.world,
+        group.name,
+        group.world,
         name,
         why,
         name,
     )
 
 
-def _read_settings(member: Member, facts: bytes) -> None:
+def _read_settings(group: GroupState, facts: bytes) -> None:
     """What the environment sets, which is equal on all ranks where it must be, and this rank's cores."""
-    member.check = _C.env("check") != "0"
-    member.synchronous = _C.env("check") == "1"
-    member.own_output = _C.env("output") == "torch"
-    member.local_ranks = _C.env("local_ranks") or member.world
+    group.compares = _C.env("check") != "0"
+    group.synchronous = _C.env("check") == "1"
+    group.own_output = _C.env("output") == "torch"
+    group.local_ranks = _C.env("local_ranks") or group.world
     _C.plan_limit(_C.env("plan_cache"))
-    member.core_share = _C.core_share(facts, member.rank, member.local_ranks)
-    _C.threads(torch.get_num_threads(), member.core_share)
-    _read_log_setting(member.rank)
+    group.core_share = _C.core_share(facts, group.rank, group.local_ranks)
+    _C.threads(torch.get_num_threads(), group.core_share)
+    _read_log_setting(group.rank)
 
 
-def known_rejections(member: Member, device: str) -> tuple[tuple[str, str], ...]:
+def known_rejections(group: GroupState, device: str) -> tuple[tuple[str, str], ...]:
     """Transports known not to serve a device's tensors; before the set-up, as far as this rank knows."""
     if device == "cpu":  # whether ranks share memory, they find out together
         return ()
     cuda.find_libraries()
     try:
-        if member.facts is None:
-            return _C.choose(_C.peer_info(), device, (), member.rank)[2]
-        return _C.choose(member.facts, device, ())[2]
+        if group.peer_info is None:
+            return _C.choose(_C.peer_info(), device, (), group.rank)[2]
+        return _C.choose(group.peer_info, device, ())[2]
     except (ValueError, SparError):  # settings that the first exchange will report
         return ()
 
 
 def _choose(
-    member: Member, facts: bytes, device: torch.device, refused: tuple[tuple[str, str], ...]
+    group: GroupState, facts: bytes, device: torch.device, refused: tuple[tuple[str, str], ...]
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     """The transport, by what all ranks know: where none can serve, every rank raises the same error."""
     try:
         return _C.choose(facts, device.type, refused)
     except (ValueError, SparError) as error:
-        mark_reported(error)
-        member.progress = OVER
+        mark_reported(error, group)
+        group.progress = OVER
         raise
 
 
-def _connect(member: Member, core: _C.Comm, device: torch.device, op: str, deadline: float) -> str:
+def _connect(group: GroupState, core: _C.Comm, device: torch.device, op: str, deadline: float) -> str:
     """Set up a communicator of the C core on all ranks; return why it failed on one, or "" on all ranks."""
-    member.connecting = core
+    group.connecting = core
     failure = "it raised"
     try:
-        results = b"".join(_all_gather(member, core.setup_result, "opened", op, device, deadline))
+        results = b"".join(_all_gather(group, core.setup_result, "opened", op, device, deadline))
         failure = _failure(results)
         if not failure:
-            member.progress = SHARED
+            group.progress = SHARED
             core.connect(results, deadline)
-            member.progress = LOCAL
-            rows = _all_gather(member, core.setup_result, "connected", op, device, deadline)
+            group.progress = LOCAL
+            rows = _all_gather(group, core.setup_result, "connected", op, device, deadline)
             failure = _failure(b"".join(rows))
     finally:
-        member.connecting = None
+        group.connecting = None
         if failure:
             core.close()
     return failure
@@ -154,13 +154,13 @@ def _failure(results: bytes) -> str:
 
 
 def _all_gather(
-    member: Member, own: bytes, stage: str, op: str, device: torch.device, deadline: float
+    group: GroupState, own: bytes, stage: str, op: str, device: torch.device, deadline: float
 ) -> list[bytes]:
     """Gather the bytes that each rank sends in one stage of the set-up, which all ranks must have reached."""
     step = zlib.crc32(f"{stage} {device.type}".encode())
     described = f"sets up its {device.type} transport ({stage})"
-    rows = agree(member, op, step, lambda: (described, None), deadline, own)
-    member.progress = LOCAL
+    rows = agree(group, op, step, lambda: (described, None), deadline, own)
+    group.progress = LOCAL
     return rows
 
 

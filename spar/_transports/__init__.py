@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import torch as _torch
 
-from .._group.member import Member
+from .._control.state import GroupState
 from . import nccl, shm, torch
 from .channel import Channel
 
 # Each call is the first stage of a set-up, for a device of this rank and the operation that needs it.
-CHANNELS: dict[str, Callable[[Member, _torch.device, str, float], Channel]] = {
+CHANNELS: dict[str, Callable[[GroupState, _torch.device, str, float], Channel]] = {
     "shm": shm.ShmChannel,
     "nccl": nccl.NcclChannel,
     "torch": torch.TorchChannel,

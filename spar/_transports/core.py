@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from .. import _C
-from .._group import status as peer_status
-from .._group.agreement import mismatch
-from .._group.hints import Gathered, gathered_sizes
-from .._group.member import Member
-from .._group.status import CallStatus
-from ..errors import ExchangeTimeoutError, MismatchError, SparError
+from .._control.state import LOCAL, GroupState
+from ..errors import SparError
 
 
 class CoreChannel:
@@ -22,18 +19,20 @@ class CoreChannel:
 
     enqueues = False
     overlaps = True
+    progress = LOCAL
 
-    def __init__(self, core: _C.Comm) -> None:
+    def __init__(self, group: GroupState, core: _C.Comm) -> None:
+        self.group: GroupState = weakref.proxy(group)
         self.core: _C.Comm = core
         self.name = core.transport
 
-    def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    def allocate(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
+    def report(self, op: str, why: str, memory: bool, deadline: float) -> None:
         self.core.fail(op, why, memory, False, deadline)
 
-    def can_report(self, member: Member) -> bool:
+    def can_report(self) -> bool:
         return True
 
     def give_up(self, op: str, why: str) -> None:
@@ -45,23 +44,3 @@ class CoreChannel:
 
     def close(self) -> None:
         self.core.close()
-
-    def explain(self, member: Member, op: str, error: SparError) -> SparError:
-        """An error of the C core with what only this side knows."""
-        core = self.core
-        text, rows, sizes = str(error), "", None
-        if isinstance(error, MismatchError):
-            calls = [call for rank in range(member.world) if (call := core.description(rank)) is not None]
-            if len(calls) == member.world:
-                sizes = gathered_sizes([Gathered(*gathered) for _, gathered in calls])
-                if all(text for text, _ in calls):
-                    return mismatch(member, op, [text for text, _ in calls], sizes)
-        if isinstance(error, ExchangeTimeoutError):
-            text += f" (limit {member.timeout:g} s, SPAR_TIMEOUT)"
-            last = [core.last_call(rank) for rank in range(member.world)]
-            known = [str(CallStatus.of(*call)) for call in last if call is not None]
-            rows = peer_status.listing(known) if len(known) == member.world else ""
-        result = type(error)(f"{member.title(op)}: {text}{rows}", **member.where(op), ranks=error.ranks)
-        if isinstance(result, MismatchError):
-            result._gathered_sizes = sizes
-        return result

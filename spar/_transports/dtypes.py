@@ -1,8 +1,7 @@
-"""Dtypes as the core knows them, the factor that an exchange applies, and a call's signature in words."""
+"""Dtypes as the core knows them, and what is done here for those that it does not know."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +9,8 @@ import torch
 
 from .. import _C
 
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_C.use_torch(
-    PLAIN_TYPES, torch._C._from_dlpack, torch.uint8, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-)
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_C.use_torch(torch._C._from_dlpack, torch.uint8, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 # codes of the dtypes that a copy can scale: csrc/devices/scale.def
 SCALE_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.scale_types()}
@@ -85,21 +82,12 @@ def add_rows(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-def plain(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return tensors of one dtype whose memory holds their items: none is a view that changes them."""
-    _, _, _, conjugates, negates = ITEM_TYPES[inputs[0].dtype]
-    if negates:  # for other dtypes torch is not asked: its answer releases the GIL
-        for x in inputs:
-            if x.is_neg() or (conjugates and x.is_conj()):
-                return [each.resolve_conj().resolve_neg() for each in inputs]
-    return inputs
-
-
-@functools.lru_cache(256)
-def call_text(
-    dtype: torch.dtype, device: str, factor: float, divide: bool, gradient: str, note: str = ""
-) -> str:
-    """What must be equal on all ranks besides the plan."""
-    scale = f" {'/' if divide else '*'} {factor:.17g}" if factor != 1 else ""
-    gradient = f", gradient {gradient}" if gradient else ""
-    return f" of {dtype} on {device}{scale}{gradient}{f', {note}' if note else ''}"
+def sums_of(
+    rows: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
+) -> list[torch.Tensor] | list[None]:
+    """Sum each tensor over its dim 0: to `outs`, then None is returned for each, or to new tensors."""
+    if outs is None:
+        return [add_rows(each) for each in rows]
+    for out, each in zip(outs, rows, strict=True):
+        out.copy_(add_rows(each))
+    return [None] * len(outs)

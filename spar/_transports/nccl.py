@@ -18,15 +18,13 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .._group import pg_wait
-from .._group.agreement import announce_failure
-from .._group.member import LOCAL, OVER, SHARED, Member
+from .._control import collectives
+from .._control.agreement import announce_failure, compare
+from .._control.state import LOCAL, OVER, SHARED, GroupState
 from ..errors import SparError
-from .channel import Operation
 from .core import CoreChannel
 from .cuda import empty, is_capturing, is_current, on_device, refuse_open_group, stream_of, torch_shares_nccl
-from .dtypes import ITEM_TYPES, call_text
-from .planned import PlannedExchange, finish, sums_of
+from .dtypes import sums_of
 
 _WATCH_INTERVAL = 0.1  # seconds
 _GRACE = 10  # intervals: by then a call has left NCCL, unless only an abort ends its wait for a full queue
@@ -35,13 +33,13 @@ _GRACE = 10  # intervals: by then a call has left NCCL, unless only an abort end
 class Device:
     """This rank's device in a group, and torch's communicator on it, if it has one."""
 
-    def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
+    def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         """Collective: torch makes its communicator in a group's first collective, so there is one here."""
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.place = torch.device("cuda", self.index)
-        self._backend = _nccl_backend(member.group)
+        self._backend = _nccl_backend(group.process_group)
         if self._backend is not None:
-            pg_wait.first_collective(member, self.place, op, deadline)
+            collectives.first_collective(group, self.place, op, deadline)
 
     def native(self) -> int:
         """Return torch's current ncclComm_t of the thread's current device, or 0."""
@@ -77,19 +75,19 @@ class NcclChannel(CoreChannel):
 
     enqueues = True
 
-    def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
-        assert member.facts is not None
-        member.progress = SHARED  # torch's first collective on the device
-        self.device = Device(member, device, op, deadline)
-        member.progress = LOCAL
-        place = member.facts, member.rank, member.local_ranks, member.name
+    def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
+        assert group.peer_info is not None
+        group.progress = SHARED  # torch's first collective on the device
+        self.device = Device(group, device, op, deadline)
+        group.progress = LOCAL
+        place = group.peer_info, group.rank, group.local_ranks, group.name
         native = self.device.native()
-        super().__init__(_C.comm("nccl", *place, self.device.index, native))
+        super().__init__(group, _C.comm("nccl", *place, self.device.index, native))
         self.has_native = native != 0
         self.inside = False  # of a call
         self._grace = _GRACE
 
-    def watch(self, member: Member) -> None:
+    def watch(self) -> None:
         """Abort torch's communicator when a call does not end, as the core finds; it aborts its own."""
         if self.has_native:
             _watch(self)
@@ -108,88 +106,68 @@ class NcclChannel(CoreChannel):
 
     def exchange(
         self,
-        member: Member,
-        operation: Operation,
+        core: _C.Exchange,
         inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+        forward: int,
+        number: int,
         deadline: float,
-        outs: list[torch.Tensor] | None = None,
-        forward: int = 0,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         index = inputs[0].get_device()
         if index != self.device.index:
+            group = self.group
             raise SparError(
-                f"{operation.op} on rank {member.rank}: the tensor is on cuda:{index}; "
-                f"group {member.name!r} was set up on cuda:{self.device.index}",
-                **member.where(operation.op),
+                f"{core.op} on rank {group.rank}: the tensor is on cuda:{index}; "
+                f"group {group.name!r} was set up on cuda:{self.device.index}",
+                **group.where(core.op),
             )
-        try:
-            if is_current(index):
-                return self._enqueue(member, operation, inputs, deadline, outs, forward)
-            with on_device(self.device.place):
-                return self._enqueue(member, operation, inputs, deadline, outs, forward)
-        except SparError as error:
-            raise error if error.op is not None else self.explain(member, operation.op, error) from None
+        if is_current(index):
+            return self._enqueue(core, inputs, outs, forward, number, deadline)
+        with on_device(self.device.place):
+            return self._enqueue(core, inputs, outs, forward, number, deadline)
 
     def _enqueue(
         self,
-        member: Member,
-        operation: Operation,
+        core: _C.Exchange,
         inputs: Sequence[torch.Tensor],
-        deadline: float,
-        outs: list[torch.Tensor] | None,
+        outs: Sequence[torch.Tensor] | None,
         forward: int,
-    ) -> list[torch.Tensor]:
+        number: int,
+        deadline: float,
+    ) -> list[Any]:
         """Return when the exchange is in the current stream."""
-        op, args, factor, divide, gradient, sums, note = operation
-        device, core, dtype = self.device, self.core, inputs[0].dtype
-        size, kind, _, _, _ = ITEM_TYPES[dtype]
-        targets = None if sums else outs
-        check = member.synchronous and not is_capturing(device.place)
-        if check:
-            call = PlannedExchange.of(member, operation, inputs, "cuda", deadline, outs, forward)
-            call.compare(member)
-            targets = call.outputs
-        refuse_open_group(op, device.place)
-        text = call_text(dtype, "cuda", factor, divide, gradient, note)
+        group, device = self.group, self.device
+        compares = group.synchronous and not is_capturing(device.place)
+        if compares:
+            plan, _ = core.plan(inputs, _C.SIDE_PULL)
+            compare(group, core, plan, forward, number, deadline)
+        refuse_open_group(core.op, device.place)
         self.inside = True  # before torch's communicator is asked for: it is not aborted meanwhile
         try:
             stream, native = stream_of(device.index), device.native()
-            member.progress = OVER  # the core reports whatever fails in it
-            outputs = core.enqueue(
-                op,
-                size,
-                inputs,
-                args,
-                kind,
-                divide,
-                factor,
-                text,
-                forward,
-                deadline,
-                stream,
-                native,
-                dtype,
-                empty,
-                targets,
+            group.progress = OVER  # the core reports whatever fails in it
+            targets, dtype = None if core.sums else outs, inputs[0].dtype
+            outputs = self.core.enqueue(
+                core, inputs, targets, forward, deadline, stream, native, dtype, empty
             )
         except BaseException:
-            if member.progress == OVER and not core.begun:  # the peers know nothing of the call
-                member.progress = LOCAL
+            if group.progress == OVER and not self.core.begun:  # the peers know nothing of the call
+                group.progress = LOCAL
             raise
         finally:
             self.inside = False
-        if kind == 0:
-            finish(outputs, kind, divide, factor)
-        if check:
-            core.wait(deadline)
-        return sums_of(outputs, outs) if sums else outputs
+        if compares:
+            self.core.wait(deadline)
+        if core.sums:
+            return sums_of(outputs, outs)
+        return outputs if outs is None else [None] * len(outs)
 
-    def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
-        if member.synchronous:
+    def report(self, op: str, why: str, memory: bool, deadline: float) -> None:
+        if self.group.synchronous:
             with on_device(self.device.place):
-                announce_failure(member, op, why, memory, deadline)
+                announce_failure(self.group, op, why, memory, deadline)
         else:
-            super().report(member, op, why, memory, deadline)
+            super().report(op, why, memory, deadline)
 
     def close(self) -> None:
         _watched.discard(self)

@@ -4,40 +4,48 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .. import _C
-from .._group import pg_wait, status as peer_status
-from .._group.agreement import announce_failure
-from .._group.member import OVER, SHARED, Member
-from .._group.pg_info import wire_device
-from .channel import Operation
+from .._control import collectives, status
+from .._control.agreement import announce_failure, compare
+from .._control.process_group import wire_device
+from .._control.state import LOCAL, OVER, SHARED, GroupState
 from .cuda import refuse_capture
-from .dtypes import ITEMS, apply_scale
-from .planned import PlannedExchange
+from .dtypes import ITEMS, apply_scale, sums_of
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Packer(Protocol):
-    """Fills `sent` from a call's input, and a call's output from `received`: flat uint8 tensors."""
+    """Fills `sent` from a call's inputs, and a call's outputs from `received`: flat uint8 tensors."""
 
-    def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None: ...
-    def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None: ...
+    def pack(self, plan: _C.Plan, inputs: Tensors, sent: torch.Tensor) -> None: ...
+    def unpack(
+        self, core: _C.Exchange, plan: _C.Plan, inputs: Tensors, outputs: Tensors, received: torch.Tensor
+    ) -> None: ...
+
+
+def _addresses(tensors: Tensors) -> tuple[int, ...]:
+    return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 class HostPacker:
     """The C core's copies, with the factor fused where C knows the dtype."""
 
-    def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None:
-        call.plan.pack(call.addresses, sent.data_ptr())
+    def pack(self, plan: _C.Plan, inputs: Tensors, sent: torch.Tensor) -> None:
+        plan.pack(_addresses(inputs), sent.data_ptr())
 
-    def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None:
-        outputs = call.output_addresses
-        call.plan.copy_own(call.addresses, outputs, *call.scale)
-        call.plan.unpack(received.data_ptr(), outputs, *call.scale)
-        call.finish()
+    def unpack(
+        self, core: _C.Exchange, plan: _C.Plan, inputs: Tensors, outputs: Tensors, received: torch.Tensor
+    ) -> None:
+        addresses = _addresses(outputs)
+        plan.copy_own(_addresses(inputs), addresses, *core.scale)
+        plan.unpack(received.data_ptr(), addresses, *core.scale)
 
 
 class TorchPacker:
@@ -46,23 +54,25 @@ class TorchPacker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def pack(self, call: PlannedExchange, sent: torch.Tensor) -> None:
-        starts = _starts(call.plan.push_bytes)
-        for peer, t, src, dst, run, loops in call.plan.blocks("pack"):
+    def pack(self, plan: _C.Plan, inputs: Tensors, sent: torch.Tensor) -> None:
+        starts = _starts(plan.push_bytes)
+        for peer, t, src, dst, run, loops in plan.blocks("pack"):
             if peer != self.rank:
-                _move(call.inputs[t], src, sent, starts[peer] + dst, run, loops, call.dtype.itemsize)
+                _move(inputs[t], src, sent, starts[peer] + dst, run, loops, inputs[t].dtype.itemsize)
 
-    def unpack(self, call: PlannedExchange, received: torch.Tensor) -> None:
-        starts = _starts(call.plan.pull_bytes)
-        size = call.dtype.itemsize
-        for peer, t, src, dst, run, loops in call.plan.blocks("push"):
+    def unpack(
+        self, core: _C.Exchange, plan: _C.Plan, inputs: Tensors, outputs: Tensors, received: torch.Tensor
+    ) -> None:
+        starts = _starts(plan.pull_bytes)
+        size = inputs[0].dtype.itemsize
+        for peer, t, src, dst, run, loops in plan.blocks("push"):
             if peer == self.rank:
-                _move(call.inputs[t], src, call.outputs[t], dst, run, loops, size)
-        for peer, t, src, dst, run, loops in call.plan.blocks("pull"):
+                _move(inputs[t], src, outputs[t], dst, run, loops, size)
+        for peer, t, src, dst, run, loops in plan.blocks("pull"):
             if peer != self.rank:
-                _move(received, starts[peer] + src, call.outputs[t], dst, run, loops, size)
-        _, divide, factor = call.scale
-        for output in call.outputs:
+                _move(received, starts[peer] + src, outputs[t], dst, run, loops, size)
+        kind, divide, factor = core.scale
+        for output in outputs if kind else ():  # the caller scales the dtypes that the core does not know
             apply_scale(output, factor, divide)
 
 
@@ -100,64 +110,67 @@ class TorchChannel:
     core = None
     enqueues = False
     overlaps = True
+    progress = LOCAL
 
-    def __init__(self, member: Member, device: torch.device, op: str, deadline: float) -> None:
-        pass
+    def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
+        self.group: GroupState = weakref.proxy(group)
 
-    def watch(self, member: Member) -> None:
+    def watch(self) -> None:
         """Notice the end of the peers' processes."""
-        peer_status.watch(member)
+        status.watch(self.group)
 
     def exchange(
         self,
-        member: Member,
-        operation: Operation,
-        inputs: Sequence[torch.Tensor],
+        core: _C.Exchange,
+        inputs: Tensors,
+        outs: Tensors | None,
+        forward: int,
+        number: int,
         deadline: float,
-        outs: list[torch.Tensor] | None = None,
-        forward: int = 0,
-    ) -> list[torch.Tensor]:
-        kind = inputs[0].device.type
-        call = PlannedExchange.of(member, operation, inputs, kind, deadline, outs, forward)
-        refuse_capture(call.op, call.device, "the torch transport waits for the device")
-        begin = time.monotonic_ns()
-        self._run(member, call)
-        _C.count_traffic("torch", sum(call.plan.push_bytes), time.monotonic_ns() - begin)
-        return call.results()
-
-    def _run(self, member: Member, call: PlannedExchange) -> None:
+    ) -> list[Any]:
         """Whatever can fail on one rank alone comes first; then ranks compare; then bytes move."""
-        device = call.device
-        via = wire_device(member.group, device)
-        sent_sizes, received_sizes = call.plan.push_bytes, call.plan.pull_bytes
+        group, first = self.group, inputs[0]
+        device = first.device
+        refuse_capture(core.op, device, "the torch transport waits for the device")
+        begin = time.monotonic_ns()
+        plan, _ = core.plan(inputs, _C.SIDE_PULL)
+        rows = core.sums or outs is None
+        outputs = [first.new_empty(shape) for shape in plan.out_shapes] if rows else outs
+        assert outputs is not None
+        via = wire_device(group.process_group, device)
+        sent_sizes, received_sizes = plan.push_bytes, plan.pull_bytes
         sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=device)
         received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=via)
-        copies = packer(device, member.rank)
-        copies.pack(call, sent)
+        copies = packer(device, group.rank)
+        copies.pack(plan, inputs, sent)
         sent = sent.to(via)
-        if member.check:
-            call.compare(member)
-        member.progress = SHARED
-        pg_wait.all_to_all(
-            member, call.op, received, sent, list(received_sizes), list(sent_sizes), call.deadline
+        if group.compares:
+            compare(group, core, plan, forward, number, deadline)
+        group.progress = SHARED
+        collectives.all_to_all(
+            group, core.op, received, sent, list(received_sizes), list(sent_sizes), deadline
         )
-        member.progress = OVER
-        copies.unpack(call, received.to(device))
+        group.progress = OVER
+        copies.unpack(core, plan, inputs, outputs, received.to(device))
+        _C.count_traffic("torch", sum(sent_sizes), time.monotonic_ns() - begin)
+        if core.sums:
+            return sums_of(outputs, outs)
+        return list(outputs) if outs is None else [None] * len(outs)
 
-    def allocate(self, member: Member, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    def allocate(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def report(self, member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
-        announce_failure(member, op, why, memory, deadline)
+    def report(self, op: str, why: str, memory: bool, deadline: float) -> None:
+        announce_failure(self.group, op, why, memory, deadline)
 
-    def can_report(self, member: Member) -> bool:
-        return member.check
+    def can_report(self) -> bool:
+        return self.group.compares
 
     def give_up(self, op: str, why: str) -> None:
         """The peers reach their limit: there is no way to reach them."""
 
     def abort(self) -> None:
-        """A wait on the ProcessGroup polls the member."""
+        """A wait on the ProcessGroup polls the group."""
 
     def close(self) -> None:
-        pass
+        """It holds nothing."""

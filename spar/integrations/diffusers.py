@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .._exchange.exchange import report_failure
-from .._group.agreement import is_reported
+from .._control.agreement import is_reported
+from .._exchange.arguments import ranks_of
+from .._group.group import Call
 from ..topology.resolve import Group, process_group
 from ._diffusers.attention import JointProcessor, ShardedAttention, register_backend, unregister_backend
 from ._diffusers.inputs import check_equal
@@ -21,7 +22,7 @@ __all__ = ["disable", "enable"]
 
 _STATE = "_spar_sharded"  # the attribute of a model that is enabled
 _PROCESSOR = "processor"  # the attribute of an attention module
-_LAST = 2**62  # the peers may wait for any later exchange of a rank that fails
+_MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 
 def enable(model: torch.nn.Module, group: Group = None, plan: Any = None) -> None:
@@ -201,14 +202,14 @@ class _Sharded:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks."""
-        try:
-            return self._run(args, kwargs)
-        except BaseException as error:
-            device = next((p.device.type for p in self.model.parameters()), None)
-            report_failure([(self.attention.place, _LAST)], "a sharded model's forward", device, error)
-            raise
-        finally:
-            self.attention.sequences = None
+        with Call(ranks_of(self.group, ""), "a sharded model's forward", _MOST_EXCHANGES) as call:
+            try:
+                return self._run(args, kwargs)
+            except BaseException:
+                call.device = next((p.device.type for p in self.model.parameters()), None)
+                raise
+            finally:
+                self.attention.sequences = None
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_unchanged()

@@ -97,11 +97,8 @@ def shard(
     given = layout.group if group is None and isinstance(layout, SequenceLayout) else group
     real = process_group(given, "transformers.shard")
     sharding = Sharding(stock(model), real, token_group)
-    try:
+    with sharding.reported():
         return sharding.run(batch, layout, method, check)
-    except BaseException as error:
-        sharding.report(error)
-        raise
 
 
 def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = None) -> torch.Tensor:
@@ -122,8 +119,5 @@ def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = 
         MismatchError: another rank failed.
     """
     sharding = Sharding(None, process_group(group, _TOTAL), token_group, _TOTAL)
-    try:
+    with sharding.reported():
         return sharding.total(loss)
-    except BaseException as error:
-        sharding.report(error)
-        raise

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from types import NoneType
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from .._exchange.arguments import Call, Sizes, apply_steps
-from .._exchange.exchange import ONE
-from .._exchange.layouts import EVEN, Args, Layout, pair
-from .._exchange.move import Move
+from .._exchange.arguments import Arguments, Key, Sizes, apply_together
+from .._exchange.exchange import ONE, Exchange
+from .._exchange.layouts import EVEN, Args, Layout
 from .._exchange.outputs import write_to
 from .._exchange.repeated import repeat
 from .._exchange.together import checked_together, entries
@@ -129,26 +129,27 @@ def all_to_all(
     """
     if group is not None:
         if process_group is not None:
-            call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
-            error = TypeError(f"{call.where}: process_group and group are passed; expected one of them")
-            call.fail(error)
-            raise error
+            with Arguments("all_to_all", input_, process_group) as call:  # type: ignore[arg-type]
+                raise TypeError(f"{call.where}: process_group and group are passed; expected one of them")
         process_group = group
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)
-    dims, how = (scatter_dim, gather_dim, gather_size), (scatter_sizes, gather_sizes, layout, scatter_layout)
-    key = _key(input_, dims, how) if out is None and not async_op else None
-    output = repeat("all_to_all", input_, process_group, key)
+    dims, how = (scatter_dim, gather_dim, gather_size), None
+    if not (scatter_sizes is gather_sizes is layout is scatter_layout is None):
+        how = How(scatter_sizes, gather_sizes, layout, scatter_layout)
+    if out is not None or async_op:
+        return _together("all_to_all", input_, process_group, dims, how, async_op, out)
+    if how is None and gather_size is None and type(scatter_dim) is type(gather_dim) is int:  # most calls
+        arguments: Key = dims
+    else:
+        arguments = _remembered(input_, dims, how)
+    output, key = repeat("all_to_all", input_, process_group, arguments)
     if output is not None:
         return output
-    if out is not None or async_op or isinstance(input_, (list, tuple)):
-        return _exchange("all_to_all", input_, process_group, dims, how, async_op, out, key)
-    call = Call("all_to_all", input_, process_group)  # type: ignore[arg-type]
-    try:
-        return call.apply(*_transposed(call, dims, how), ONE, key)
-    except BaseException as error:
-        call.fail(error)
-        raise
+    if isinstance(input_, (list, tuple)):
+        return _together("all_to_all", input_, process_group, dims, how, False, None, key)
+    with Arguments("all_to_all", input_, process_group) as call:  # type: ignore[arg-type]
+        return apply_together((call,), (_layouts(call, dims, how),), ONE, key)[0]
 
 
 def _group_of(*layouts: Any) -> Group:
@@ -161,127 +162,124 @@ def _group_of(*layouts: Any) -> Group:
 
 
 Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
-How = tuple[Any, Any, Any, Any]  # scatter_sizes, gather_sizes, layout, scatter_layout
 
 
-def _key(inputs: object, dims: Dims, how: How) -> tuple[object, ...] | None:
+class How(NamedTuple):
+    """How the two dims are cut; of a list of tensors each may be a list. None: by the size rule."""
+
+    scatter_sizes: Any
+    gather_sizes: Any
+    layout: Any
+    scatter_layout: Any
+
+
+def _remembered(inputs: object, dims: Dims, how: How | None, note: str = "") -> Key:
     """Return by what `repeat` finds such calls; None: it does not."""
-    scatter_dim, gather_dim, size = dims
-    if not (type(scatter_dim) is type(gather_dim) is int and (size is None or type(size) is int)):
+    scatter, gather, size = dims
+    if not (type(scatter) is type(gather) is int and type(size) in (int, NoneType)):
         return None  # True is not a dim, and equals 1
-    if how[0] is how[1] is how[2] is how[3] is None:
-        return dims
-    parts = kept(inputs, *how)
-    return None if parts is None else (dims, parts)
+    parts = () if how is None else kept(inputs, *how)
+    return None if parts is None else (dims, parts, note)
 
 
-def all_to_all_for(
+def all_to_all_for(name: str, inputs: Any, group: Group, dims: Dims, how: How | None, note: str = "") -> Any:
+    """Run an all_to_all for the operation `name`, which its errors name; `note` is as in Exchange."""
+    output, key = repeat(name, inputs, group, _remembered(inputs, dims, how, note))
+    return _together(name, inputs, group, dims, how, False, None, key, note) if output is None else output
+
+
+def _together(
     name: str,
-    inputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: Any,
     group: Group,
     dims: Dims,
-    how: How,
-    note: str = "",
-) -> Any:
-    """Run an all_to_all for the operation `name`, which its errors name; `note` is as in Operation."""
-    key = _key(inputs, dims, how)
-    key = None if key is None else (key, note)
-    output = repeat(name, inputs, group, key)
-    return _exchange(name, inputs, group, dims, how, False, None, key, note) if output is None else output
-
-
-def _exchange(
-    name: str,
-    inputs: torch.Tensor | Sequence[torch.Tensor],
-    group: Group,
-    dims: Dims,
-    how: How,
+    how: How | None,
     async_op: bool,
     out: Any,
-    key: tuple[object, ...] | None,
+    key: Key = None,
     note: str = "",
 ) -> Any:
-    """Run an all_to_all with all options; `key` is as for `apply_steps`."""
+    """Run an all_to_all of one tensor or several, with all options; `key` is as for `apply_together`."""
     works: list[Work] = []
 
-    def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
-        first, each = calls[0], None
+    def run(calls: list[Arguments], at: list[str]) -> Sequence[torch.Tensor]:
+        first = calls[0]
         first.note = note
-        if not (how[0] is how[1] is how[2] is how[3] is None):
-            each = _for_each(first, how, at)
+        each: Sequence[Any] = [None] * len(calls) if how is None else _for_each(first, how, at)
         pairs: list[Args] = []
         for i, call in enumerate(calls):
             like = i > 0 and call.shape == calls[i - 1].shape  # the tensor before it
-            if like and (each is None or all(map(operator.is_, each[i], each[i - 1]))):
+            if like and (how is None or all(map(operator.is_, each[i], each[i - 1]))):
                 pairs.append(pairs[-1])
             else:
-                pairs.append(pair(*_transposed(call, dims, each[i] if each else how, at[i])))
+                pairs.append(_layouts(call, dims, each[i], at[i]))
         args = tuple(pairs)
-        place = first.place
-        if async_op:
-            outputs, work = launch(calls, at, Move(first.name, place, args), out, async_op)
-            works.append(work)
-            return outputs
-        if out is not None:
-            return write_to(out, calls, at, Move(first.name, place, args))
-        if place.world == 1:
-            return [call.input for call in calls]
-        return apply_steps(calls, ((place, args),), ONE, key)
+        if out is None and not async_op:
+            return apply_together(calls, args, ONE, key)
+        exchange = Exchange(first.name, first.group, args, note=note)
+        if not async_op:
+            return write_to(out, calls, at, exchange)
+        outputs, work = launch(calls, at, exchange, out, async_op)
+        works.append(work)
+        return outputs
 
     result = checked_together(name, inputs, group, run)
     return (result, works[0]) if async_op else result
 
 
-def _for_each(call: Call, how: How, at: list[str]) -> list[How]:
+def _for_each(call: Arguments, how: How, at: list[str]) -> list[How]:
     """Return the sizes and layouts of each tensor."""
     if at == [""]:
         return [how]
-    scatter_sizes, gather_sizes, layout, scatter_layout = how
-    return list(
-        zip(
-            entries(call, "scatter_sizes", scatter_sizes, at),
-            entries(call, "gather_sizes", gather_sizes, at),
-            entries(call, "layout", _repeated(layout, len(at)), at),
-            entries(call, "scatter_layout", _repeated(scatter_layout, len(at)), at),
-            strict=True,
-        )
+    columns = (
+        entries(call, "scatter_sizes", how.scatter_sizes, at),
+        entries(call, "gather_sizes", how.gather_sizes, at),
+        entries(call, "layout", _repeated(how.layout, len(at)), at),
+        entries(call, "scatter_layout", _repeated(how.scatter_layout, len(at)), at),
     )
+    return [How(*row) for row in zip(*columns, strict=True)]
 
 
 def _repeated(layout: Any, count: int) -> Any:
     return layout if layout is None or isinstance(layout, (list, tuple)) else [layout] * count
 
 
-def _transposed(call: Call, dims: Dims, how: How, at: str = "") -> tuple[Layout, Layout]:
+def _layouts(call: Arguments, dims: Dims, how: How | None, at: str = "") -> Args:
     """Check the arguments of an all_to_all; return its layouts. `at` names the tensor: `checked_together`."""
-    scatter_dim, gather_dim, gather_size = dims
-    scatter_sizes, gather_sizes, layout, scatter_layout = how
-    scatter = call.dim("scatter_dim", scatter_dim)
-    gather = call.dim("gather_dim", gather_dim)
+    scatter, gather, size = dims
+    ndim, shape = call.ndim, call.shape
+    if not (type(scatter) is int and 0 <= scatter < ndim):
+        scatter = call.dim("scatter_dim", scatter)
+    if not (type(gather) is int and 0 <= gather < ndim):
+        gather = call.dim("gather_dim", gather)
     if scatter == gather:
         raise call.error(
             "scatter_dim",
-            f"{scatter_dim} and gather_dim is {gather_dim}",
-            f"two different dims of an input with {call.ndim}",
+            f"{dims[0]} and gather_dim is {dims[1]}",
+            f"two different dims of an input with {ndim}",
         )
-    shape = call.shape
-    if gather_sizes is None and layout is None:
-        before: Layout = (gather, EVEN, _gather_size(call, gather, shape[gather], gather_size))
+    if how is None or how.gather_sizes is how.layout is None:
+        total = shape[gather] * call.world
+        if size is not None or total >= 2**62:
+            total = _gather_size(call, gather, shape[gather], size)
+        before: Layout = (gather, EVEN, total)
     else:
-        before = _gathered(call, gather, gather_size, gather_sizes, layout, at)
-    if scatter_sizes is None and scatter_layout is None:
-        return before, (scatter, EVEN, shape[scatter])
-    return before, _scattered(call, scatter, scatter_sizes, scatter_layout, at)
+        before = _gathered(call, gather, size, how.gather_sizes, how.layout, at)
+    if how is None or how.scatter_sizes is how.scatter_layout is None:
+        after: Layout = (scatter, EVEN, shape[scatter])
+    else:
+        after = _scattered(call, scatter, how.scatter_sizes, how.scatter_layout, at)
+    return len(before), *before, *after
 
 
-def _scattered(call: Call, dim: int, sizes: Any, layout: Any, at: str) -> Layout:
+def _scattered(call: Arguments, dim: int, sizes: Any, layout: Any, at: str) -> Layout:
     if layout is None:
         return call.parts("scatter_sizes" + at, dim, sizes)
     call.one_of(**{f"scatter_sizes{at}": sizes, f"scatter_layout{at}": layout})
     return checked_numbers(call, "scatter_layout" + at, layout, dim, True, at)
 
 
-def _gathered(call: Call, dim: int, size: int | None, sizes: Any, layout: Any, at: str) -> Layout:
+def _gathered(call: Arguments, dim: int, size: int | None, sizes: Any, layout: Any, at: str) -> Layout:
     call.one_of(**{"gather_size": size, f"gather_sizes{at}": sizes, f"layout{at}": layout})
     if layout is not None:
         return checked_numbers(call, "layout" + at, layout, dim, False, at)
@@ -290,7 +288,7 @@ def _gathered(call: Call, dim: int, size: int | None, sizes: Any, layout: Any, a
     return shards
 
 
-def _gather_size(call: Call, dim: int, local: int, total: int | None) -> int:
+def _gather_size(call: Arguments, dim: int, local: int, total: int | None) -> int:
     """Return the global size of the gather dim, of which this rank holds `local`."""
     world, rank = call.world, call.rank
     if total is None:

@@ -11,14 +11,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .._exchange.arguments import Call, Sizes
-from .._exchange.exchange import must_record
-from .._exchange.layouts import Layout, even
-from .._exchange.move import Move
+from .._exchange.arguments import Arguments, Key, Sizes, apply_together, check_summable
+from .._exchange.exchange import GATHER, ONE, SUM, Exchange
+from .._exchange.layouts import Layout, even, shards_pair
 from .._exchange.outputs import write_to
-from .._exchange.repeated import key_of, repeat
+from .._exchange.repeated import repeat
 from .._exchange.together import checked_together, entries
-from .._exchange.transpose import check_dtype, transpose
+from .._exchange.watch import must_record
 from .._exchange.work import Work, launch
 from ..sequence_layout import SequenceLayout, checked_numbers, kept
 from ..topology.resolve import Group
@@ -196,31 +195,29 @@ def transpose_for(
     out: Any = None,
     note: str = "",
 ) -> Any:
-    """Gather, or sum and scatter, for the operation `name`, which its errors name; note: as in Operation."""
+    """Gather, or sum and scatter, for the operation `name`, which its errors name; note: as in Exchange."""
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group
-    key = None
-    if out is None and not async_op:
-        arguments = () if sizes is layout is None else kept(input_, sizes, layout)
-        key = key_of(input_, dim, None if arguments is None else (arguments, note))
-    output = repeat(name, input_, group, key)
+    if out is not None or async_op:
+        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out, None, note)
+    arguments: Key = None
+    if type(dim) is int:
+        parts = () if sizes is layout is None else kept(input_, sizes, layout)
+        arguments = None if parts is None else (dim, parts, note)
+    output, key = repeat(name, input_, group, arguments)
     if output is not None:
         return output
-    if out is not None or async_op or not isinstance(input_, torch.Tensor):
-        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out, key, note)
-    call = Call(name, input_, group)
-    try:
+    if not isinstance(input_, torch.Tensor):
+        return _together(name, sums, input_, group, dim, sizes, layout, False, None, key, note)
+    with Arguments(name, input_, group) as call:
         call.one_of(sizes=sizes, layout=layout)
-        shard = _shard(call, sums, dim, sizes, layout)
-        (output,) = transpose((call,), (shard,), sums, key)
-        return output
-    except BaseException as error:
-        call.fail(error)
-        raise
+        call.note = note
+        args = shards_pair(_shard(call, sums, dim, sizes, layout), call.world, sums)
+        return apply_together((call,), (args,), ONE, key, SUM if sums else GATHER)[0]
 
 
 def _shard(
-    call: Call, sums: bool, dim: int, sizes: Any, layout: SequenceLayout | None, at: str = ""
+    call: Arguments, sums: bool, dim: int, sizes: Any, layout: SequenceLayout | None, at: str = ""
 ) -> Layout:
     """Check the arguments; return which part each rank holds. `at` names the tensor: `checked_together`."""
     of = call.dim("dim", dim)
@@ -241,31 +238,30 @@ def _together(
     layout: SequenceLayout | None,
     async_op: bool,
     out: Any,
-    key: tuple[object, ...] | None,
+    key: Key,
     note: str,
 ) -> Any:
-    """Exchange one tensor or several, with all options; `key` is as for `transpose`."""
+    """Exchange one tensor or several, with all options; `key` is as for `apply_together`."""
     works: list[Work] = []
 
-    def run(calls: list[Call], at: list[str]) -> Sequence[torch.Tensor]:
+    def run(calls: list[Arguments], at: list[str]) -> Sequence[torch.Tensor]:
         first = calls[0]
         first.note = note
         if layout is not None:
             first.one_of(sizes=sizes, layout=layout)
         given = zip(calls, entries(first, "sizes", sizes, at), at, strict=True)
-        shares = [_shard(call, sums, dim, each, layout, which) for call, each, which in given]
-        if async_op:
-            if sums or must_record([call.input for call in calls]):
-                check_dtype(first, sums)
-            move = Move.of_shards(first.name, first.place, shares, sums)
-            outputs, work = launch(calls, at, move, out, async_op)
-            works.append(work)
-            return outputs
-        if out is not None:
-            if sums:
-                check_dtype(first, sums)
-            return write_to(out, calls, at, Move.of_shards(first.name, first.place, shares, sums))
-        return transpose(calls, shares, sums, key)
+        shards = [_shard(call, sums, dim, each, layout, which) for call, each, which in given]
+        args = tuple([shards_pair(shard, first.world, sums) for shard in shards])
+        kind = SUM if sums else GATHER
+        if out is None and not async_op:
+            return apply_together(calls, args, ONE, key, kind)
+        check_summable(first, sums, async_op and must_record([call.input for call in calls]))
+        exchange = Exchange(first.name, first.group, args, kind=kind, note=note)
+        if not async_op:
+            return write_to(out, calls, at, exchange)
+        outputs, work = launch(calls, at, exchange, out, async_op)
+        works.append(work)
+        return outputs
 
     result = checked_together(name, input_, group, run)
     return (result, works[0]) if async_op else result

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from .._exchange.arguments import Call, apply_steps, cumulative_hint, from_cumulative
+from .._control.state import ALONE, Place
+from .._exchange.arguments import Arguments, apply_chain, cumulative_hint, from_cumulative, ranks_of
 from .._exchange.exchange import Scale
 from .._exchange.layouts import WHOLE, Args, Layout, even, packed, pair, zigzag
-from .._group.member import ALONE, Place
-from .._group.registry import place_of
+from .._group.group import Call, Group as Group_, place_of
 from .._tracing import constant
 from ..sizes import share, totals_of_share
 from ..topology.groups_by_name import ParallelState
@@ -38,36 +38,48 @@ def _places(name: str, state: ParallelState | None) -> tuple[Place, Place, Place
     return in_ring, in_ulysses, place_of(cp) if cp is not None and both else ALONE
 
 
-class _Hybrid(Call):
+class _Hybrid(Arguments):
     """A call over the cp group if there is one, else over the ring group, the ulysses group, or both."""
 
-    __slots__ = ("in_ring", "in_ulysses", "inner", "ring", "ulysses")
+    __slots__ = ("in_ring", "in_ulysses", "inner", "inner_block", "ring", "ulysses")
 
     def __init__(self, name: str, x: torch.Tensor, what: str, exchanges: int = 1) -> None:
         self.in_ring, self.in_ulysses, in_cp = _places(name, current().state)
         self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
         self.inner = self.ulysses if in_cp.world > 1 else 1
         outer = in_cp if in_cp.world > 1 else self.in_ring
-        two = self.ring > 1 and self.ulysses > self.inner
-        places = (self.in_ulysses, self.in_ring) if two else ()
-        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what, exchanges, places)
+        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what, exchanges)
+        self.inner_block: Call | None = None  # where a call has an exchange in each of two groups
+
+    def __enter__(self) -> _Hybrid:
+        if self.ring > 1 and self.ulysses > self.inner and not torch.compiler.is_compiling():
+            self.inner_block = Call(ranks_of(self.in_ulysses, self.name), self.name, self.exchanges, None)
+            self.inner_block.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        if self.inner_block is not None:
+            self.inner_block.device = self.device
+            self.inner_block.__exit__(kind, error, trace)
 
     def split(self, by_ring: Layout, held: int) -> torch.Tensor:
         """Shard by the ring; then shard the ring rank's `held` items among its ulysses ranks."""
-        steps = tuple((place, (pair(WHOLE, shards),)) for place, shards in self._steps(by_ring, held))
-        return apply_steps((self,), steps, self._scale(divide=True))[0] if steps else self.input
+        steps = [(group, pair(WHOLE, shards)) for group, shards in self._steps(by_ring, held)]
+        return apply_chain(self, steps, self._scale(divide=True)) if steps else self.input
 
     def gather(self, by_ring: Layout, held: int) -> torch.Tensor:
         """Undo `split`."""
-        steps = tuple((place, (pair(shards, WHOLE),)) for place, shards in self._steps(by_ring, held)[::-1])
-        return apply_steps((self,), steps, self._scale(divide=False))[0] if steps else self.input
+        steps = [(group, pair(shards, WHOLE)) for group, shards in self._steps(by_ring, held)[::-1]]
+        return apply_chain(self, steps, self._scale(divide=False)) if steps else self.input
 
-    def _steps(self, by_ring: Layout, held: int) -> list[tuple[Place, Layout]]:
-        steps: list[tuple[Place, Layout]] = []
+    def _steps(self, by_ring: Layout, held: int) -> list[tuple[Group_ | Place, Layout]]:
+        steps: list[tuple[Group_ | Place, Layout]] = []
         if self.ring > 1:
-            steps.append((self.place, by_ring))
+            steps.append((self.group, by_ring))
         if self.ulysses > self.inner:
-            steps.append((self.in_ulysses, even(by_ring[0], held)))
+            steps.append((ranks_of(self.in_ulysses, self.name), even(by_ring[0], held)))
         return steps
 
     def fitting_totals(self, local: int) -> Sequence[int]:
@@ -114,12 +126,12 @@ def split_forward_gather_backward_with_cp(input_: torch.Tensor, dim: int) -> tor
     Raises:
         ValueError: dim is out of range, or its size is not a multiple of 2 * ring.
     """
-    call = _Hybrid("split_forward_gather_backward_with_cp", input_, "input_", exchanges=0)
-    dim = call.dim("dim", dim)
-    total = input_.size(dim)
-    if call.ring > 1:
-        call.zigzag("input_", total, call.ring)
-    return call.split(zigzag(dim, total, call.inner), total // call.ring)
+    with _Hybrid("split_forward_gather_backward_with_cp", input_, "input_", exchanges=0) as call:
+        dim = call.dim("dim", dim)
+        total = input_.size(dim)
+        if call.ring > 1:
+            call.zigzag("input_", total, call.ring)
+        return call.split(zigzag(dim, total, call.inner), total // call.ring)
 
 
 def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather_size: int) -> torch.Tensor:
@@ -141,8 +153,7 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
             local size.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    call = _Hybrid("gather_forward_split_backward_with_cp", input_, "input_")
-    try:
+    with _Hybrid("gather_forward_split_backward_with_cp", input_, "input_") as call:
         dim = call.dim("dim", dim)
         gather_size, local = call.integer("gather_size", gather_size), input_.size(dim)
         held = gather_size // call.ring
@@ -151,9 +162,6 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
         if call.ring > 1:
             call.zigzag("gather_size", gather_size, call.ring)
         return call.gather(zigzag(dim, gather_size, call.inner), held)
-    except BaseException as error:
-        call.fail(error)
-        raise
 
 
 def packed_data_split_forward_gather_backward_with_cp(
@@ -176,11 +184,11 @@ def packed_data_split_forward_gather_backward_with_cp(
         ValueError: dim is out of range, a length is negative, or they do not sum to the size of `dim`.
         TypeError: the lengths are not ints.
     """
-    call = _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x", exchanges=0)
-    dim = call.dim("dim", dim)
-    lengths = call.lengths("seq_lens", seq_lens)
-    call.check_sum("seq_lens", lengths, dim)
-    return call.split(packed(dim, len(lengths), lengths, call.inner), call.held(lengths))
+    with _Hybrid("packed_data_split_forward_gather_backward_with_cp", x, "x", exchanges=0) as call:
+        dim = call.dim("dim", dim)
+        lengths = call.lengths("seq_lens", seq_lens)
+        call.check_sum("seq_lens", lengths, dim)
+        return call.split(packed(dim, len(lengths), lengths, call.inner), call.held(lengths))
 
 
 def packed_data_gather_forward_split_backward_with_cp(
@@ -204,8 +212,7 @@ def packed_data_gather_forward_split_backward_with_cp(
         TypeError: the lengths are not ints.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    call = _Hybrid("packed_data_gather_forward_split_backward_with_cp", x, "x")
-    try:
+    with _Hybrid("packed_data_gather_forward_split_backward_with_cp", x, "x") as call:
         dim = call.dim("dim", dim)
         lengths = call.lengths("seq_lens", seq_lens)
         if call.ring == call.ulysses == 1:
@@ -213,6 +220,3 @@ def packed_data_gather_forward_split_backward_with_cp(
         elif not torch.compiler.is_compiling():
             call.check_cumulative("seq_lens", lengths, dim)
         return call.gather(packed(dim, len(lengths), lengths, call.inner), call.held(lengths))
-    except BaseException as error:
-        call.fail(error)
-        raise

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._exchange.arguments import Call, cumulative_hint, from_cumulative
+from .._exchange.arguments import Arguments, cumulative_hint, from_cumulative
 from .._exchange.layouts import WHOLE, packed
 from ..sizes import share
 from ..topology.resolve import Group
@@ -39,11 +39,11 @@ def packed_data_split_forward_gather_backward(
         TypeError: the lengths are not ints.
     """
     name = "packed_data_split_forward_gather_backward"
-    call = Call(name, hidden_states, process_group, "hidden_states", exchanges=0)
-    dim = call.dim("dim", dim)
-    lengths = call.lengths("sequence_lengths", sequence_lengths)
-    call.check_sum("sequence_lengths", lengths, dim)
-    return call.apply(WHOLE, packed(dim, len(lengths), lengths), (float(call.world), True))
+    with Arguments(name, hidden_states, process_group, "hidden_states", exchanges=0) as call:
+        dim = call.dim("dim", dim)
+        lengths = call.lengths("sequence_lengths", sequence_lengths)
+        call.check_sum("sequence_lengths", lengths, dim)
+        return call.apply(WHOLE, packed(dim, len(lengths), lengths), (float(call.world), True))
 
 
 def packed_data_gather_forward_split_backward(
@@ -75,8 +75,7 @@ def packed_data_gather_forward_split_backward(
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     name = "packed_data_gather_forward_split_backward"
-    call = Call(name, local_hidden_states, process_group, "local_hidden_states")
-    try:
+    with Arguments(name, local_hidden_states, process_group, "local_hidden_states") as call:
         dim = call.dim("dim", dim)
         sequences, own, numbers = call.table("all_split_sizes", all_split_sizes)
         local = local_hidden_states.size(dim)
@@ -87,6 +86,3 @@ def packed_data_gather_forward_split_backward(
                 expected += cumulative_hint(lengths)
             raise call.error("all_split_sizes", f"a table whose row {call.rank} sums to {own}", expected)
         return call.apply(packed(dim, sequences, numbers), WHOLE, (float(call.world), False))
-    except BaseException as error:
-        call.fail(error)
-        raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
-from .._exchange.arguments import Call
+from .._exchange.arguments import Arguments
 from .._exchange.layouts import WHOLE, even, zigzag
-from .._exchange.repeated import kept_scale, key_of, repeat
+from .._exchange.repeated import kept_scale, repeat
 from ..topology.resolve import Group
 
 
@@ -41,10 +42,10 @@ def split_forward_gather_backward(
         ValueError: dim is out of range, the sizes do not sum to its size, or grad_scale is unknown.
         TypeError: the sizes are not ints, or the dtype of a recorded gradient cannot be scaled.
     """
-    call = Call("split_forward_gather_backward", input_, process_group, exchanges=0)
-    dim = call.dim("dim", dim)
-    shards = call.parts("split_sizes", dim, split_sizes)
-    return call.apply(WHOLE, shards, call.grad_scale(grad_scale))
+    with Arguments("split_forward_gather_backward", input_, process_group, exchanges=0) as call:
+        dim = call.dim("dim", dim)
+        shards = call.parts("split_sizes", dim, split_sizes)
+        return call.apply(WHOLE, shards, call.grad_scale(grad_scale))
 
 
 def gather_forward_split_backward(
@@ -77,20 +78,16 @@ def gather_forward_split_backward(
         TypeError: the sizes are not ints, or the dtype of a recorded gradient cannot be scaled.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    name, key = "gather_forward_split_backward", None
-    if gather_sizes is None and isinstance(input_, torch.Tensor):
-        key = key_of(input_, dim, (), kept_scale(grad_scale))
-    output: torch.Tensor | None = repeat(name, input_, process_group, key)
+    name, arguments = "gather_forward_split_backward", None
+    if gather_sizes is None and type(dim) is int and (scale := kept_scale(grad_scale)) is not None:
+        arguments = dim, scale
+    output, key = repeat(name, input_, process_group, arguments)
     if output is not None:
-        return output
-    call = Call(name, input_, process_group)
-    try:
+        return cast(torch.Tensor, output)
+    with Arguments(name, input_, process_group) as call:
         dim = call.dim("dim", dim)
         shards = call.shards("gather_sizes", dim, gather_sizes) or even(dim, call.gathered_size(dim))
         return call.apply(shards, WHOLE, call.grad_scale(grad_scale), key)
-    except BaseException as error:
-        call.fail(error)
-        raise
 
 
 def load_balanced_split_forward_gather_backward(
@@ -113,10 +110,10 @@ def load_balanced_split_forward_gather_backward(
     Raises:
         ValueError: dim is out of range, or its size is not a multiple of 2P.
     """
-    call = Call("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=0)
-    dim = call.dim("dim", dim)
-    total = call.zigzag("input_", input_.size(dim), call.world)
-    return call.apply(WHOLE, zigzag(dim, total), (float(call.world), True))
+    with Arguments("load_balanced_split_forward_gather_backward", input_, process_group, exchanges=0) as call:
+        dim = call.dim("dim", dim)
+        total = call.zigzag("input_", input_.size(dim), call.world)
+        return call.apply(WHOLE, zigzag(dim, total), (float(call.world), True))
 
 
 def load_balanced_gather_forward_split_backward(
@@ -140,11 +137,7 @@ def load_balanced_gather_forward_split_backward(
         ValueError: dim is out of range, or its size is odd.
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
-    call = Call("load_balanced_gather_forward_split_backward", input_, process_group)
-    try:
+    with Arguments("load_balanced_gather_forward_split_backward", input_, process_group) as call:
         dim = call.dim("dim", dim)
         total = call.zigzag("input_", input_.size(dim) * call.world, call.world)
         return call.apply(zigzag(dim, total), WHOLE, (float(call.world), False))
-    except BaseException as error:
-        call.fail(error)
-        raise

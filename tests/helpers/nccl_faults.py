@@ -30,9 +30,9 @@ from helpers.nccl_ranks import (
     wait,
     within,
 )
-from spar._group.communicator import Communicator
+from spar._exchange.exchange import Exchange
+from spar._group.group import Group
 from spar._transports import nccl
-from spar._transports.channel import Operation
 
 
 def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
@@ -73,7 +73,7 @@ def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
-def expect_abort(comm: Communicator, stream: Stream, text: str) -> None:
+def expect_abort(comm: Group, stream: Stream, text: str) -> None:
     """After a peer aborted, check that this rank's call ends within 0.5 s and the next raises why."""
     with contextlib.suppress(spar.GroupBrokenError):  # if the peer aborted earlier
         enqueue(comm, "gather", (0,), torch.zeros(2))
@@ -163,8 +163,8 @@ def check_failure_before_set_up(rank: int, world: int, group: dist.ProcessGroup)
         comm.fail("gather", "cuda", ValueError("no such dim"))
     else:
         failed = pytest.raises(spar.MismatchError, match="rank 0 failed: ValueError: no such dim")
-        with failed, comm.turn("gather"):
-            comm.set_up("gather", DEVICE, comm.deadline())
+        with failed:
+            comm.channel("gather", DEVICE)
     assert time.monotonic() - begin < 2
     check_works(comm, rank, world)
 
@@ -177,23 +177,22 @@ def check_failure_in_set_up(rank: int, world: int, group: dist.ProcessGroup) -> 
         if rank == 0:
             patch.setattr(nccl.Device, "native", lambda self: 1 // 0)
         kind: type[Exception] = ZeroDivisionError if rank == 0 else spar.MismatchError
-        with pytest.raises(kind) as caught, comm.turn("gather"):
-            comm.set_up("gather", DEVICE, comm.deadline())
+        with pytest.raises(kind) as caught:
+            comm.channel("gather", DEVICE)
         if rank != 0:
             assert "rank 0 failed: ZeroDivisionError" in str(caught.value), caught.value
     assert time.monotonic() - begin < 2
     check_works(comm, rank, world)
 
 
-def check_works(comm: Communicator, rank: int, world: int) -> None:
-    with comm.turn("gather"):
-        comm.set_up("gather", DEVICE, comm.deadline())
+def check_works(comm: Group, rank: int, world: int) -> None:
+    comm.channel("gather", DEVICE)
     assert comm.transport("cuda").name == "nccl"
     with Stream() as stream:
         got = enqueue(comm, "gather", (0,), torch.full((2,), float(rank)))
         stream.synchronize()
     assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
-    dist.barrier(comm.group)
+    dist.barrier(comm.process_group)
     comm.close()
 
 
@@ -344,11 +343,11 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
             get_device=lambda: 0,
             data_ptr=lambda: 4096,
         )
-        gather = Operation("gather", (numbers("gather", (0,), x.shape, world),), 1.0, False, "")
+        gather = Exchange("gather", comm, (numbers("gather", (0,), x.shape, world),))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nccl, "empty", lambda shape, strides, dtype: torch.zeros(-1))
             with pytest.raises(RuntimeError, match=r"non-negative|negative dimension"):
-                comm.exchange(gather, [x])
+                gather.run([x], traced=False)
     dist.barrier(group)
     if rank != 0:
         with Stream(), pytest.raises(spar.MismatchError, match=r"rank 0: failed: RuntimeError"):
@@ -357,13 +356,17 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
+def interrupted(deadline: float) -> None:
+    raise KeyboardInterrupt
+
+
 def check_interrupt(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Ctrl-C on one rank ends the others' calls, with the reason."""
     comm = set_up(group)
     with Stream() as stream:
         if rank == 0:
-            with pytest.raises(KeyboardInterrupt), comm.turn("gather"):
-                raise KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt):
+                comm.in_turn("gather", "cuda", interrupted)
         else:
             expect_abort(comm, stream, "was interrupted on rank 0")
     dist.barrier(group)

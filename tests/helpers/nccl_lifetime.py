@@ -17,10 +17,10 @@ import torch.distributed as dist
 import spar
 from helpers.nccl_ranks import Stream, communicator, core_of, driver, enqueue, set_up, stalled, wait, within
 from helpers.torch_nccl import torch_nccl
+from spar._exchange.exchange import Exchange
 from spar._exchange.layouts import even, pair
-from spar._group.communicator import Communicator
+from spar._group.group import Group
 from spar._transports import nccl
-from spar._transports.channel import Operation
 
 
 @contextlib.contextmanager
@@ -89,8 +89,8 @@ def check_abandoned_setup(rank: int, world: int, group: dist.ProcessGroup) -> No
     comm = communicator(group)
     comm.timeout = 0.4
     failed = pytest.raises(spar.ExchangeTimeoutError)
-    with setting(STANDIN_NCCL_SLOW_MS=900), failed, comm.turn("init"):
-        comm.set_up("init", torch.device("cuda", 0), comm.deadline())
+    with setting(STANDIN_NCCL_SLOW_MS=900), failed:
+        comm.channel("init", torch.device("cuda", 0))
     time.sleep(0.8)
     dist.barrier(group)
 
@@ -166,7 +166,7 @@ def check_no_staging(rank: int, world: int, group: dist.ProcessGroup) -> None:
     channel.device.index = -1  # CPU tensors take the way of CUDA's
     comm.channels["cpu"], comm.transports["cpu"] = channel, comm.transports["cuda"]
     args = pair(even(0, 2 * world), even(1, 10000 * world))  # more than the group keeps
-    operation, x = Operation("all_to_all", (args,), 1.0, False, ""), torch.zeros(2, 10000 * world)
+    exchange, x = Exchange("all_to_all", comm, (args,)), torch.zeros(2, 10000 * world)
 
     def fail(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype is torch.uint8:
@@ -179,7 +179,7 @@ def check_no_staging(rank: int, world: int, group: dist.ProcessGroup) -> None:
         begin = time.monotonic()
         with pytest.raises((torch.OutOfMemoryError, spar.SparError)) as caught:
             for _ in range(2):  # a rank that was earlier raises in its next call
-                comm.exchange(operation, [x])
+                exchange.run([x])
                 wait(comm)
         assert "no " in str(caught.value) and "bytes" in str(caught.value)
         assert isinstance(caught.value, torch.OutOfMemoryError) == (rank == 0)
@@ -203,7 +203,7 @@ def check_exit(rank: int, world: int, group: dist.ProcessGroup) -> None:
 # ---- torch's communicator ----
 
 
-def expect(comm: Communicator, kind: type[spar.SparError], text: str) -> None:
+def expect(comm: Group, kind: type[spar.SparError], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
         enqueue(comm, "gather", (0,), torch.zeros(2))
     assert type(caught.value) is kind
@@ -265,8 +265,8 @@ def check_open_group(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm = communicator(group)
     text = "was called inside torch's _coalescing_manager"
     rejected = pytest.raises(spar.SparError, match=text)
-    with dist.distributed_c10d._coalescing_manager(group), rejected, comm.turn("init"):
-        comm.set_up("init", torch.device("cuda", 0), comm.deadline())
+    with dist.distributed_c10d._coalescing_manager(group), rejected:
+        comm.channel("init", torch.device("cuda", 0))
     ready = set_up(group)
     with dist.distributed_c10d._coalescing_manager(group), pytest.raises(spar.SparError, match=text):
         enqueue(ready, "gather", (0,), torch.zeros(2))

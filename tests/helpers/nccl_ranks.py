@@ -23,9 +23,9 @@ import spar
 from helpers.exchanges import numbers
 from helpers.torch_nccl import torch_nccl
 from spar import _C
-from spar._group.communicator import Communicator
+from spar._group.group import Group
 from spar._transports import cuda, nccl
-from spar._transports.channel import Operation
+from spar._transports.dtypes import ITEM_TYPES
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -99,19 +99,18 @@ class Allocator:
 allocator = nccl.empty = Allocator()
 
 
-def communicator(group: dist.ProcessGroup) -> Communicator:
+def communicator(group: dist.ProcessGroup) -> Group:
     """Return a communicator that chooses its transport by itself."""
     os.environ.pop("SPAR_TRANSPORT", None)
-    return Communicator(group)
+    return Group(group)
 
 
-def set_up(group: dist.ProcessGroup, device: torch.device = DEVICE, **environment: object) -> Communicator:
+def set_up(group: dist.ProcessGroup, device: torch.device = DEVICE, **environment: object) -> Group:
     """Return a communicator that is set up for CUDA tensors, with these settings."""
     comm = communicator(group)
     os.environ.update({name: str(value) for name, value in environment.items()})
     try:
-        with comm.turn("init"):
-            comm.set_up("init", device, comm.deadline())
+        comm.channel("init", device)
     finally:
         for name in environment:
             os.environ.pop(name)
@@ -122,7 +121,7 @@ _kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 def enqueue(
-    comm: Communicator,
+    comm: Group,
     op: str,
     args: tuple[int, ...],
     x: torch.Tensor,
@@ -144,19 +143,22 @@ def enqueue(
         get_device=lambda: channel.device.index,
     )
     _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
-    comm.calls += 1
-    operation = Operation(op, (layouts,), factor, divide, "")
-    channel.exchange(comm, operation, [on_device], comm.deadline(), [output])
+    codes = ITEM_TYPES[x.dtype].scale, divide, factor, 0
+    core = _C.Exchange(
+        op, f" of {x.dtype} on cuda", comm.world, comm.rank, x.element_size(), (layouts,), *codes
+    )
+    arguments = core, [on_device], [output], 0
+    comm.in_turn(op, "cuda", channel.exchange, *arguments, progress=channel.progress)
     return output
 
 
-def core_of(comm: Communicator) -> _C.Comm:
+def core_of(comm: Group) -> _C.Comm:
     core = comm.channels["cuda"].core
     assert core is not None
     return core
 
 
-def wait(comm: Communicator) -> None:
+def wait(comm: Group) -> None:
     core_of(comm).wait(time.monotonic() + 30)
 
 
@@ -214,7 +216,7 @@ def stalled(how: str = "stall") -> Iterator[None]:
         os.environ.pop("STANDIN_NCCL_LATER")
 
 
-def expect_broken(comm: Communicator, error: type[spar.SparError], text: str) -> None:
+def expect_broken(comm: Group, error: type[spar.SparError], text: str) -> None:
     """Check that the next call raises what broke the group, and later ones that it is broken."""
     for kind in (error, spar.GroupBrokenError, spar.GroupBrokenError):
         with pytest.raises(kind, match=text if kind is error else text.split(" \\(limit")[0]) as caught:
@@ -296,9 +298,7 @@ def check_all_gather(rank: int, world: int, group: dist.ProcessGroup) -> None:
     library, on = ctypes.CDLL("libnccl.so.2"), f"host of {rank // 2}"
     far, near = set_up(group, NCCL_HOSTID=on), set_up(group)
 
-    def gather(
-        comm: Communicator, x: torch.Tensor, rows: int, factor: float = 1.0
-    ) -> tuple[torch.Tensor, int]:
+    def gather(comm: Group, x: torch.Tensor, rows: int, factor: float = 1.0) -> tuple[torch.Tensor, int]:
         before = library.standin_nccl_gathers()
         got = enqueue(comm, "gather", (0, rows), x, factor)
         stream.synchronize()
@@ -361,12 +361,11 @@ def check_uncapturable(rank: int, world: int, group: dist.ProcessGroup) -> None:
             with pytest.raises(
                 spar.SparError, match=r"init cannot be captured .* not set up yet; call spar.init"
             ):
-                comm.set_up("init", DEVICE, comm.deadline())
+                comm._set_up("init", DEVICE, comm.deadline())
             assert comm.transport("cuda").name is None
     finally:
         cuda._capturing = capturing
-    with comm.turn("init"):  # no peer waited, and the group is not broken
-        comm.set_up("init", DEVICE, comm.deadline())
+    comm.channel("init", DEVICE)  # no peer waited, and the group is not broken
     with Stream():
         got = enqueue(comm, "gather", (0,), torch.full((2,), float(rank)))
         wait(comm)

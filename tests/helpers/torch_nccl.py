@@ -72,7 +72,7 @@ def torch_nccl(group: dist.ProcessGroup, index: int = 0) -> Iterator[ProcessGrou
     backend = ProcessGroupNCCL(group, index)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "_nccl_backend", lambda group: backend)
-        patch.setattr(nccl.pg_wait, "first_collective", lambda *args: None)
+        patch.setattr(nccl.collectives, "first_collective", lambda *args: None)
         for module in (cuda, nccl):
             patch.setattr(module, "on_device", backend.on_device)
         patch.setenv("STANDIN_NCCL_FAIL", "CommInitRank:1")  # no other is made

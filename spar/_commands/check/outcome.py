@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 import spar
 
-from ..._group.agreement import is_reported
+from ..._control.agreement import is_reported
 from .trial import NO_GRADIENT, Case, Setting, Trial, difference, expected_of, listed
 
 POLL = 0.002  # seconds between looks at the store

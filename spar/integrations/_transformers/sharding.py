@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..._checks import digest
-from ..._group.member import ALONE, Place
-from ..._group.registry import by_handle, place_of
+from ..._group.group import group_of, place_of
 from ...errors import MismatchError
 from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout
@@ -25,6 +25,7 @@ _SEQUENCES = ("token_type_ids",)  # [B, S], besides those that have a meaning be
 _OTHERS = ("position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch")
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _PLAIN = ("return_dict", "output_hidden_states")  # the same for each token
+_MOST_EXCHANGES = 100  # of one call on a group
 _IGNORED = -100  # the label of a token that does not count
 
 
@@ -37,7 +38,6 @@ class Sharding:
         self.group = group
         self.place = place_of(group)
         self.tokens = None if token_group is None else process_group(token_group, name)
-        self.under_way: Place | None = None
 
     def error(self, what: str, value: Any, expected: str) -> ValueError:
         return ValueError(f"{self.where}: {what} is {value}; expected {expected}")
@@ -46,18 +46,16 @@ class Sharding:
     def where(self) -> str:
         return f"{self.name} on rank {self.place.rank} of {self.place.world}"
 
-    def report(self, error: BaseException) -> None:
-        """Report a failure to the ranks that wait for this one, but for those of the exchange that failed."""
-        for place in (self.place, ALONE if self.tokens is None else place_of(self.tokens)):
-            if place.world > 1 and place != self.under_way:
-                by_handle(place.handle).fail(self.name, None, error)
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Report what fails to the ranks of each group."""
+        groups = [group_of(group) for group in (self.group, self.tokens or self.group)]
+        with groups[0].call(self.name, _MOST_EXCHANGES), groups[1].call(self.name, _MOST_EXCHANGES):
+            yield
 
     def gathered(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Gather a tensor of one size [n] as [ranks, n]."""
-        self.under_way = place_of(group)
-        rows = all_gather(x[None], group)
-        self.under_way = None
-        return rows
+        return all_gather(x[None], group)
 
     def run(
         self, batch: Mapping[str, Any], layout: SequenceLayout | None, method: str | None, check: bool

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..._checks import check_int
-from ..._exchange.arguments import Call
+from ..._control.state import Place
+from ..._exchange.arguments import Arguments
 from ..._exchange.exchange import ONE
 from ..._exchange.layouts import WHOLE, by_sizes, even
-from ..._group.member import Place
 from ...topology.resolve import Group
 from ...topology.topology import sequence_group
 from .vllm_omni import gather_sizes, sequence_place, shard_with_padding
@@ -116,12 +116,8 @@ class _Unpickler(pickle.Unpickler):
 
 def _gather_data(data: Any, place: Place) -> list[Any]:
     """Return each rank's data. Two exchanges for the pickles, and one per device type for the tensors."""
-    call = Call(_NAME, torch.empty(0, device="cpu"), place, exchanges=_MAX_EXCHANGES)
-    try:
-        rows = _exchange(data, call)
-    except BaseException as error:
-        call.fail(error)
-        raise
+    with Arguments(_NAME, torch.empty(0, device="cpu"), place, exchanges=_MAX_EXCHANGES) as call:
+        rows = _exchange(data, place, call)
     return [
         _Unpickler(pickled, [next(tensors[signature[0]]) for signature in signatures]).load()
         for tensors, signatures, pickled in rows
@@ -129,10 +125,10 @@ def _gather_data(data: Any, place: Place) -> list[Any]:
 
 
 def _exchange(
-    data: Any, call: Call
+    data: Any, place: Place, call: Arguments
 ) -> list[tuple[dict[str, Iterator[torch.Tensor]], list[_Signature], bytes]]:
     """Return for each rank: its tensors by device type, their signatures, and the pickle of the rest."""
-    file, place = io.BytesIO(), call.place
+    file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(data)
@@ -157,7 +153,8 @@ def _exchange(
 
 
 def _gather(own: torch.Tensor, sizes: list[int], place: Place) -> list[torch.Tensor]:
-    whole = Call(_NAME, own, place).apply(by_sizes(0, sizes), WHOLE, ONE)
+    with Arguments(_NAME, own, place) as call:
+        whole = call.apply(by_sizes(0, sizes), WHOLE, ONE)
     return [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
@@ -259,20 +256,20 @@ def sp_slice_and_pad_input(
         TypeError: input_ids is not a tensor, or position_ids is neither a tensor nor None.
     """
     name = "sp_slice_and_pad_input"
-    call = Call(name, input_ids, sequence_place(name), "input_ids", exchanges=0)
-    if call.ndim != 2:
-        raise call.error("input_ids", f"of shape {list(input_ids.shape)}", "[bsz, seqlen]")
-    if position_ids is not None:
-        if not isinstance(position_ids, torch.Tensor):
-            raise call.type_error("position_ids", f"a {type(position_ids).__name__}", "a tensor or None")
-        if tuple(position_ids.shape) != (1, input_ids.size(1)):
-            shape = list(position_ids.shape)
-            raise call.error("position_ids", f"of shape {shape}", f"[1, {input_ids.size(1)}]")
-    part, padding = shard_with_padding(call, 1, 0)
-    if padding and position_ids is not None:
-        extra = torch.arange(padding, dtype=position_ids.dtype, device=position_ids.device)
-        position_ids = torch.cat([position_ids, extra[None]], 1)
-    return part, position_ids, padding
+    with Arguments(name, input_ids, sequence_place(name), "input_ids", exchanges=0) as call:
+        if call.ndim != 2:
+            raise call.error("input_ids", f"of shape {list(input_ids.shape)}", "[bsz, seqlen]")
+        if position_ids is not None:
+            if not isinstance(position_ids, torch.Tensor):
+                raise call.type_error("position_ids", f"a {type(position_ids).__name__}", "a tensor or None")
+            if tuple(position_ids.shape) != (1, input_ids.size(1)):
+                shape = list(position_ids.shape)
+                raise call.error("position_ids", f"of shape {shape}", f"[1, {input_ids.size(1)}]")
+        part, padding = shard_with_padding(call, 1, 0)
+        if padding and position_ids is not None:
+            extra = torch.arange(padding, dtype=position_ids.dtype, device=position_ids.device)
+            position_ids = torch.cat([position_ids, extra[None]], 1)
+        return part, position_ids, padding
 
 
 def gather_forward_split_backward_and_unpad(
@@ -299,8 +296,7 @@ def gather_forward_split_backward_and_unpad(
         TypeError: padding_size is not an int, or it is not 0 and unpad_dim is None.
         MismatchError: calls differ between ranks. Every rank raises, and nothing is exchanged.
     """
-    call = Call("gather_forward_split_backward_and_unpad", input_, group)
-    try:
+    with Arguments("gather_forward_split_backward_and_unpad", input_, group) as call:
         dim = call.dim("dim", dim)
         padding_size = check_int(call.where, "padding_size", padding_size)
         shards = even(dim, input_.size(dim) * call.world)
@@ -314,8 +310,4 @@ def gather_forward_split_backward_and_unpad(
             raise call.error(
                 "padding_size", padding_size, f"0 to {kept + padding_size}, the size of unpad_dim"
             )
-        whole = call.apply(shards, WHOLE, ONE)
-    except BaseException as error:
-        call.fail(error)
-        raise
-    return whole.narrow(unpad_dim, 0, kept)
+        return call.apply(shards, WHOLE, ONE).narrow(unpad_dim, 0, kept)

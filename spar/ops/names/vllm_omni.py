@@ -16,11 +16,11 @@ from numbers import Integral
 import torch
 
 from ..._checks import check_bool, check_str, check_type
-from ..._exchange.arguments import Call
+from ..._control.state import ALONE, Place
+from ..._exchange.arguments import Arguments
 from ..._exchange.exchange import ONE
 from ..._exchange.layouts import WHOLE, by_sizes, even
-from ..._group.member import ALONE, Place
-from ..._group.registry import by_handle, place_of
+from ..._group.group import group_at, place_of
 from ..._tracing import constant
 from ...errors import SparError
 from ...topology.topology import sequence_group, warn_if_unsharded
@@ -42,13 +42,12 @@ def _alone(name: str) -> Place:
 
 def gather_sizes(name: str, place: Place, size: int) -> list[int]:
     """Gather one int from each rank: its local size."""
-    sizes: list[int] = (
-        Call(name, torch.tensor([size], device="cpu"), place).apply(even(0, place.world), WHOLE, ONE).tolist()
-    )
-    return sizes
+    with Arguments(name, torch.tensor([size], device="cpu"), place) as call:
+        sizes: list[int] = call.apply(even(0, place.world), WHOLE, ONE).tolist()
+        return sizes
 
 
-def shard_with_padding(call: Call, dim: int, pad_value: float) -> tuple[torch.Tensor, int]:
+def shard_with_padding(call: Arguments, dim: int, pad_value: float) -> tuple[torch.Tensor, int]:
     """Pad the input at its end and return this rank's part, and the padding. Copies only this rank's part."""
     total, scale = call.input.size(dim), call.grad_scale("down")
     padding = -total % call.world
@@ -87,16 +86,16 @@ def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Ten
         ValueError: `dim` is out of range, or with `validate` its size is not a multiple of P.
         TypeError: a gradient is required, but the dtype cannot be scaled.
     """
-    call = Call("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=0)
-    dim = call.dim("dim", dim)
-    check_bool(call.where, "validate", validate)
-    if validate and tensor.size(dim) % call.world:
-        raise call.error(
-            "tensor",
-            f"of shape {list(tensor.shape)} with size {tensor.size(dim)} in dim {dim}",
-            f"a multiple of {call.world}, the ranks; pass validate=False or use sp_shard_with_padding",
-        )
-    return call.apply(WHOLE, even(dim, tensor.size(dim)), call.grad_scale("down"))
+    with Arguments("sp_shard", tensor, sequence_place("sp_shard"), "tensor", exchanges=0) as call:
+        dim = call.dim("dim", dim)
+        check_bool(call.where, "validate", validate)
+        if validate and tensor.size(dim) % call.world:
+            raise call.error(
+                "tensor",
+                f"of shape {list(tensor.shape)} with size {tensor.size(dim)} in dim {dim}",
+                f"a multiple of {call.world}, the ranks; pass validate=False or use sp_shard_with_padding",
+            )
+        return call.apply(WHOLE, even(dim, tensor.size(dim)), call.grad_scale("down"))
 
 
 def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Tensor:
@@ -120,18 +119,15 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
         TypeError: a gradient is required, but the dtype cannot be scaled.
         MismatchError: calls differ between ranks. Every rank raises, and nothing is exchanged.
     """
-    call = Call("sp_gather", tensor, sequence_place("sp_gather"), "tensor", exchanges=1 + (validate is True))
-    try:
+    place = sequence_place("sp_gather")
+    with Arguments("sp_gather", tensor, place, "tensor", exchanges=1 + (validate is True)) as call:
         dim = call.dim("dim", dim)
         check_bool(call.where, "validate", validate)
         sizes: list[int] = []
         if validate and call.world > 1 and not tensor.is_meta:
-            sizes = gather_sizes("sp_gather", call.place, tensor.size(dim))
+            sizes = gather_sizes("sp_gather", place, tensor.size(dim))
         shards = by_sizes(dim, sizes) if sizes else even(dim, tensor.size(dim) * call.world)
         return call.apply(shards, WHOLE, call.grad_scale("up"))
-    except BaseException as error:
-        call.fail(error)
-        raise
 
 
 def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0) -> tuple[torch.Tensor, int]:
@@ -153,10 +149,12 @@ def sp_shard_with_padding(tensor: torch.Tensor, dim: int, pad_value: float = 0.0
         TypeError: `pad_value` is not a number, or a gradient is required, but the dtype cannot be scaled.
     """
     name = "sp_shard_with_padding"
-    call = Call(name, tensor, sequence_place(name), "tensor", exchanges=0)
-    dim = call.dim("dim", dim)
-    check_type(call.where, "pad_value", pad_value, (int, float, Integral), "a number")  # includes numpy ints
-    return shard_with_padding(call, dim, pad_value)
+    with Arguments(name, tensor, sequence_place(name), "tensor", exchanges=0) as call:
+        dim = call.dim("dim", dim)
+        check_type(
+            call.where, "pad_value", pad_value, (int, float, Integral), "a number"
+        )  # includes numpy ints
+        return shard_with_padding(call, dim, pad_value)
 
 
 _VALIDATOR = "ShardingValidator"
@@ -250,7 +248,7 @@ def _describe(split: _Split) -> str:
         return f"dim {dim} without a group"
     name = "(destroyed)"
     with suppress(SparError):
-        name = repr(by_handle(place.handle).name)
+        name = repr(group_at(place.handle).name)
     return f"dim {dim} of group {name} ({place.world} ranks)"
 
 

@@ -1,4 +1,4 @@
-"""What a rank knows of one process group: its place in it, its transports, its calls, and what broke it."""
+"""What a rank knows of one process group, for messages and for what runs below the group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..errors import GroupBrokenError, SparError
-from . import inherited, pg_info
+from . import fork, process_group
 
 # How far a rank's call has come, which decides what an exception in it means for the peers.
 LOCAL = 0  # the peers know nothing of it: the failure must be reported to them
@@ -26,7 +26,7 @@ _handles = itertools.count(1)
 class Place(NamedTuple):
     """A rank's place in a group, as ints, which a compiled function may keep."""
 
-    handle: int  # the communicator's; never reused in this process
+    handle: int  # of the group; never reused in this process
     world: int
     rank: int
 
@@ -53,41 +53,54 @@ class Transport:
     rejected: tuple[tuple[str, str], ...] = ()
 
 
-class Member:
-    """One rank's state in one process group. It refers to the ProcessGroup weakly."""
+class GroupState:
+    """One rank's state in one process group, to which it refers weakly.
+
+    Attributes:
+        handle, world, rank: see Place.
+        process: the process that made the group; a forked child cannot use it.
+        calls: the number of this rank's newest call.
+        progress: how far that call has come.
+        broken: why the group is broken for good; None: it is not.
+        peer_info: what each rank sent about itself in the set-up; None before.
+        shares_host: whether all ranks run on this host.
+        compares: whether ranks compare their calls where that is a step of its own (SPAR_CHECK).
+        synchronous: whether nccl's calls are compared before they are issued (SPAR_CHECK=1).
+        own_output: whether outputs lie outside of shared memory (SPAR_OUTPUT).
+        local_ranks: ranks of all groups on this host, as far as the launcher says.
+        core_share: cores that are this rank's own.
+        transports: by device type.
+        connecting: the core's communicator during its set-up.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        self._registry = pg_info.registry(group)
-        self.process = inherited.maker(group)
-        self.world = group.size()
-        self.rank = group.rank()
-        self.place = Place(next(_handles), self.world, self.rank)
-        self.name = pg_info.group_name(group)
+        self._process_group = weakref.ref(group)
+        self._registry = process_group.registry(group)
+        self.process = fork.maker(group)
+        self.handle, self.world, self.rank = next(_handles), group.size(), group.rank()
+        self.place = Place(self.handle, self.world, self.rank)
+        self.name = process_group.group_name(group)
         self.calls = 0
-        self.progress = OVER  # of the newest call
+        self.progress = OVER
         self.broken: str | None = None
-        self.closing = False  # by a thread that found a call under way, which closes when it ends
-        self.check = True
-        self.synchronous = False  # the nccl transport's comparisons
-        self.own_output = False
         self.timeout: float | None = None
-        self.facts: bytes | None = None
-        self.share_host = False
-        self.local_ranks = self.world  # of all groups on this host, as far as the launcher says
-        self.core_share = 0  # cores that are this rank's own
-        self.transports: dict[str, Transport] = {}  # by device type
-        self.connecting: _C.Comm | None = None  # in its set-up
+        self.peer_info: bytes | None = None
+        self.shares_host = False
+        self.compares = True
+        self.synchronous = self.own_output = False
+        self.local_ranks, self.core_share = self.world, 0
+        self.transports: dict[str, Transport] = {}
+        self.connecting: _C.Comm | None = None
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
+    def process_group(self) -> dist.ProcessGroup:
+        group = self._process_group()
         if group is None:
             raise self.destroyed_error("a call")
         return group
 
     def where(self, op: str, call: int | None = None) -> dict[str, Any]:
-        """The details that spar's errors carry; call: another than the newest one."""
+        """Return the details that spar's errors carry; call: another than the newest one."""
         return {
             "op": op,
             "group": self.name,
@@ -96,11 +109,11 @@ class Member:
         }
 
     def moment(self, op: str) -> str:
-        """When something happened, for a message."""
+        """Return when something happened, for a message."""
         return f"call {self.calls} ({op})" if self.calls else f"the group's set-up ({op})"
 
     def title(self, op: str, call: int | None = None) -> str:
-        """What an error's message begins with; call: as for `where`."""
+        """Return what an error's message begins with; call: as for `where`."""
         call = self.calls if call is None else call
         when = f"call {call} on" if call else "set-up of"
         return f"{op}, {when} group {self.name!r}, rank {self.rank} of {self.world}"
@@ -119,14 +132,14 @@ class Member:
         )
 
     def processes(self) -> list[tuple[int, int]]:
-        """(id, nonce) of each rank's process; empty before the set-up, or where some are not known."""
-        found = _C.processes(self.facts) if self.facts is not None else []
-        return found if all(process for process, _ in found) else []
+        """Return (id, nonce) of each rank's process; empty before the set-up, or where some are not known."""
+        processes = _C.processes(self.peer_info) if self.peer_info is not None else []
+        return processes if all(process for process, _ in processes) else []
 
     def deadline(self) -> float:
-        """When a call that starts now must have ended (time.monotonic)."""
+        """Return when a call that starts now must have ended (time.monotonic)."""
         if self.timeout is None:
             with contextlib.suppress(ValueError):  # the set-up reports an invalid value on all ranks
                 self.timeout = _C.env("timeout")
-            self.timeout = self.timeout or pg_info.group_timeout(self.group)
+            self.timeout = self.timeout or process_group.group_timeout(self.process_group)
         return time.monotonic() + self.timeout

@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import MismatchError, OutOfMemoryError, by_rank
-from . import pg_wait
-from .differences import first_difference
-from .hints import Gathered, gathered_sizes
-from .member import OVER, SHARED, Member
+from .. import _C
+from ..errors import MismatchError, OutOfMemoryError
+from . import collectives
+from .mismatch import Gathered, gathered_sizes, mismatch
+from .state import OVER, SHARED, GroupState
 
-TEXT = 1024  # bytes of a description or a reason
-ROOM = 576  # bytes that a rank can send with a step: a spar_peer_info, and its host's id
+TEXT = _C.TEXT_BYTES
+ROOM = _C.PEER_INFO_BYTES + 16  # bytes that a rank can send with a step: its peer info, and its host's id
 # calls, step, status, forward, own: of one size, because a rank that failed does not know its peers' step
 _HEADER = struct.Struct(f"=4q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)
@@ -32,7 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def agree(
-    member: Member,
+    group: GroupState,
     op: str,
     step: int,
     describe: Callable[[], tuple[str, Gathered | None]],
@@ -45,7 +45,7 @@ def agree(
     The caller must have done before what can fail on one rank alone.
 
     Args:
-        member: this rank's state in the group.
+        group: this rank's state in the group.
         op: the operation's name, for messages.
         step: an int that must be equal on all ranks: a call's signature, or a stage of the set-up.
         describe: returns this rank's step in words, and what it holds of the gathered dim if the step is a
@@ -58,39 +58,51 @@ def agree(
         MismatchError: ranks differ, or one failed. Every rank that did not fail raises it.
         OutOfMemoryError: a rank ran out of memory.
     """
-    member.progress = SHARED
-    pg_wait.settle(member, op, deadline)
-    sent = pg_wait.all_gather(member, _header(member, step, _OK, own, forward), op, deadline)
+    group.progress = SHARED
+    collectives.settle(group, op, deadline)
+    sent = collectives.all_gather(group, _header(group, step, _OK, own, forward), op, deadline)
     rows = [row[:3].tolist() for row in sent]
     forwards = {int(row[3]) for row in sent} - {0}
     if all(row == rows[0] for row in rows) and len(forwards) <= 1:
         return [bytes(row[4:].view(torch.uint8)[: len(own)].tolist()) for row in sent] if own else []
-    told = pg_wait.all_gather(member, _row(*describe()), op, deadline)
+    told = collectives.all_gather(group, _row(*describe()), op, deadline)
     texts = [bytes(row[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in told]
-    member.progress = OVER
+    group.progress = OVER
     for rank, (*_, status) in enumerate(rows):
         if status != _OK:
             kind = OutOfMemoryError if status == _OUT_OF_MEMORY else MismatchError
-            text = f"{member.title(op)}: rank {rank} failed: {texts[rank]}"
-            raise kind(text, **member.where(op), ranks=(rank,))
+            text = f"{group.title(op)}: rank {rank} failed: {texts[rank]}"
+            raise kind(text, **group.where(op), ranks=(rank,))
     gathered = [Gathered(*row[TEXT:].view(torch.int64).tolist()) for row in told]
-    raise mismatch(member, op, texts, gathered_sizes(gathered))
+    raise mismatch(group, op, texts, gathered_sizes(gathered))
 
 
-def announce_failure(member: Member, op: str, why: str, memory: bool, deadline: float) -> None:
+def compare(
+    group: GroupState, core: _C.Exchange, plan: _C.Plan, forward: int, number: int, deadline: float
+) -> None:
+    """Raise on all ranks if they do not make the same call, or one failed."""
+
+    def describe() -> tuple[str, Gathered]:
+        text, gathered = plan.describe(core.op, core.text, number, forward)
+        return text, Gathered(*gathered)
+
+    agree(group, core.op, plan.signature(core.text), describe, deadline, forward=forward)
+
+
+def announce_failure(group: GroupState, op: str, why: str, memory: bool, deadline: float) -> None:
     """Take part in the peers' next agreement with a failure, without waiting for them.
 
     memory: whether this rank ran out of memory.
     """
-    member.progress = SHARED
-    pg_wait.settle(member, op, deadline)
+    group.progress = SHARED
+    collectives.settle(group, op, deadline)
     status = _OUT_OF_MEMORY if memory else _FAILED
-    pg_wait.announce(member, [_header(member, 0, status), _row(why)], op, deadline)
-    member.progress = OVER
+    collectives.announce(group, [_header(group, 0, status), _row(why)], op, deadline)
+    group.progress = OVER
 
 
-def _header(member: Member, step: int, status: int, own: bytes = b"", forward: int = 0) -> torch.Tensor:
-    packed = bytearray(_HEADER.pack(member.calls, step, status, forward, own))
+def _header(group: GroupState, step: int, status: int, own: bytes = b"", forward: int = 0) -> torch.Tensor:
+    packed = bytearray(_HEADER.pack(group.calls, step, status, forward, own))
     return torch.frombuffer(packed, dtype=torch.int64)
 
 
@@ -98,19 +110,6 @@ def _row(text: str, gathered: Gathered | None = None) -> torch.Tensor:
     shown = bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0"))
     numbers = torch.tensor(gathered or (0, 0, 0), device="cpu")
     return torch.cat((torch.frombuffer(shown, dtype=torch.uint8), numbers.view(torch.uint8)))
-
-
-def mismatch(member: Member, op: str, texts: list[str], sizes: tuple[int, list[int]] | None) -> MismatchError:
-    """Return the error that shows each rank's call: texts in rank order, and what gathered_sizes returns."""
-    fewest = min(texts, key=texts.count)
-    error = MismatchError(
-        f"{op} on rank {member.rank}: calls differ between the ranks of group {member.name!r}"
-        f"{first_difference(texts)}; nothing was exchanged:\n{by_rank(texts)}",
-        **member.where(op),
-        ranks=tuple(rank for rank, text in enumerate(texts) if text == fewest),
-    )
-    error._gathered_sizes = sizes
-    return error
 
 
 def failure_text(error: BaseException) -> str:
@@ -122,11 +121,13 @@ def failure_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".replace("\0", "?").encode(errors="replace").decode()
 
 
-def mark_reported(error: BaseException) -> None:
-    """Note that the exception was reported to the peers of the call that raised it."""
+def mark_reported(error: BaseException, group: GroupState) -> None:
+    """Note that the exception was reported to the peers of a group."""
     with contextlib.suppress(AttributeError):
-        error._spar_reported = True  # type: ignore[attr-defined]
+        error._spar_reported = (*getattr(error, "_spar_reported", ()), group.handle)  # type: ignore[attr-defined]
 
 
-def is_reported(error: BaseException) -> bool:
-    return getattr(error, "_spar_reported", False)
+def is_reported(error: BaseException, group: GroupState | None = None) -> bool:
+    """Whether the exception was reported to the peers of the group, or of any group."""
+    handles: tuple[int, ...] = getattr(error, "_spar_reported", ())
+    return bool(handles) if group is None else group.handle in handles

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..errors import by_rank
-from .member import Member
+from .state import GroupState
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -75,17 +75,17 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         return listing([str(place or "published no call") for place in self.places])
 
-    def absent(self, member: Member, states: tuple[CallState, ...]) -> tuple[int, ...]:
+    def absent(self, group: GroupState, states: tuple[CallState, ...]) -> tuple[int, ...]:
         """Return the ranks that did not publish the group's current call in one of these states."""
         return tuple(
             rank
             for rank, place in enumerate(self.places)
-            if place is None or place.state not in states or place[2:] != (member.calls, member.name)
+            if place is None or place.state not in states or place[2:] != (group.calls, group.name)
         )
 
-    def has(self, member: Member, *states: CallState) -> bool:
+    def has(self, group: GroupState, *states: CallState) -> bool:
         """Whether a rank gave up on the group like this: in this call, or in one before or behind it."""
-        return any(place and place.state in states and place.group == member.name for place in self.places)
+        return any(place and place.state in states and place.group == group.name for place in self.places)
 
 
 def listing(rows: list[str]) -> str:
@@ -101,12 +101,12 @@ def _shared_store(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
     return None
 
 
-def publish(member: Member, op: str, state: CallState) -> None:
+def publish(group: GroupState, op: str, state: CallState) -> None:
     """Publish this rank's call, without waiting."""
-    found = _shared_store(member.group)
+    found = _shared_store(group.process_group)
     if found is not None:
-        place = CallStatus(state, op, member.calls, member.name)
-        threading.Thread(target=_put, args=(*found, member.rank, place), daemon=True).start()
+        place = CallStatus(state, op, group.calls, group.name)
+        threading.Thread(target=_put, args=(*found, group.rank, place), daemon=True).start()
 
 
 def _keys(rank: int, group: str) -> tuple[str, str]:
@@ -122,21 +122,21 @@ def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
         store.set(last, json.dumps(place))
 
 
-def report(member: Member, op: str, state: CallState) -> Report | None:
+def report(group: GroupState, op: str, state: CallState) -> Report | None:
     """Publish that this rank gives up; return what the peers published, or None if the store is silent."""
-    found = _shared_store(member.group)
+    found = _shared_store(group.process_group)
     if found is None:
         return None
     store, ranks = found
-    places: list[CallStatus | None] = [None] * member.world
+    places: list[CallStatus | None] = [None] * group.world
     answered, over = threading.Event(), threading.Event()
 
     def ask() -> None:
         with contextlib.suppress(Exception):
-            _put(store, ranks, member.rank, CallStatus(state, op, member.calls, member.name))
+            _put(store, ranks, group.rank, CallStatus(state, op, group.calls, group.name))
             while not over.is_set():
                 for rank, other in enumerate(ranks):
-                    key = next((key for key in _keys(other, member.name) if store.check([key])), None)
+                    key = next((key for key in _keys(other, group.name) if store.check([key])), None)
                     if key is not None:
                         places[rank] = CallStatus.of(*json.loads(store.get(key)))
                 answered.set()
@@ -144,40 +144,40 @@ def report(member: Member, op: str, state: CallState) -> Report | None:
 
     threading.Thread(target=ask, daemon=True).start()
     begin = time.monotonic()
-    while time.monotonic() < begin + _patience(member, state, Report(list(places))):
+    while time.monotonic() < begin + _patience(group, state, Report(list(places))):
         time.sleep(0.01)
     over.set()
     return Report(list(places)) if answered.is_set() else None
 
 
-def _patience(member: Member, state: CallState, said: Report) -> float:
+def _patience(group: GroupState, state: CallState, said: Report) -> float:
     """Return how many seconds to wait in all for the peers' last calls, which so far are `said`."""
-    if not said.absent(member, (state,)):
+    if not said.absent(group, (state,)):
         return 0.0
-    everybody = tuple(range(member.world))
-    if state is not CallState.PEER_LOST or unreachable(member, everybody):
+    everybody = tuple(range(group.world))
+    if state is not CallState.PEER_LOST or unreachable(group, everybody):
         return _PATIENCE
-    return _PATIENCE if said.has(member, CallState.TIMED_OUT, CallState.ABORTED) else _LONGER
+    return _PATIENCE if said.has(group, CallState.TIMED_OUT, CallState.ABORTED) else _LONGER
 
 
-def named(member: Member, ranks: tuple[int, ...]) -> str:
+def named(group: GroupState, ranks: tuple[int, ...]) -> str:
     """ "rank 2 (process 71), rank 3 (process 72)" """
-    processes = member.processes()
+    processes = group.processes()
     return ", ".join(
         f"rank {rank} (process {processes[rank][0]})" if processes else f"rank {rank}" for rank in ranks
     )
 
 
-def watch(member: Member) -> None:
+def watch(group: GroupState) -> None:
     """Open a pidfd for each of the group's processes on this host, so that their deaths are noticed."""
-    for process in member.processes():
+    for process in group.processes():
         if process not in _pidfds:
             _pidfds[process] = _C.open_pidfd(*process)  # the death of an _UNKNOWN process is not noticed
 
 
-def dead(member: Member) -> tuple[int, ...]:
+def dead(group: GroupState) -> tuple[int, ...]:
     """Return the ranks whose process on this host has ended since the group's set-up."""
-    return tuple(rank for rank, process in enumerate(member.processes()) if _ended(process))
+    return tuple(rank for rank, process in enumerate(group.processes()) if _ended(process))
 
 
 def _ended(process: tuple[int, int]) -> bool:
@@ -192,9 +192,9 @@ def _ended(process: tuple[int, int]) -> bool:
     return bool(poll.poll(0))
 
 
-def unreachable(member: Member, ranks: tuple[int, ...]) -> tuple[int, ...]:
+def unreachable(group: GroupState, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Return those of the ranks that are dead, or not reachable on this host."""
-    processes = member.processes()
+    processes = group.processes()
     found = [(rank, processes[rank]) for rank in ranks if processes]
     unseen = (_ELSEWHERE, _UNKNOWN)
     return tuple(rank for rank, p in found if _ended(p) or _pidfds.get(p, _ELSEWHERE) in unseen)

@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 
 from .. import _C
 from ..errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
-from . import status as peer_status
-from .member import Member
-from .pg_info import uses_gloo, wire_device
-from .status import CallState
+from . import status
+from .process_group import uses_gloo, wire_device
+from .state import GroupState
+from .status import CallState, Report
 
 # how a rank that gave up with these errors ended its call
 _STATES: dict[type[SparError], CallState] = {
@@ -41,7 +41,7 @@ _PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call an
 class Unfinished:
     """A collective that this rank issued and did not wait for; the backend's threads still use it."""
 
-    group: dist.ProcessGroup
+    process_group: dist.ProcessGroup
     work: dist.Work | None  # None: an exception interrupted its issue
     buffers: tuple[torch.Tensor, ...]
 
@@ -68,42 +68,40 @@ def _outlive_the_process() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(collective))
 
 
-def _give_up(member: Member, op: str, error: type[SparError], text: str) -> SparError:
+def _give_up(group: GroupState, op: str, error: type[SparError], text: str) -> SparError:
     """Break the group for good; return the error, with the last call that each peer published."""
-    said = peer_status.report(member, op, _STATES.get(error, CallState.ABORTED))
-    if error is PeerLostError and said is not None and said.has(member, CallState.TIMED_OUT):
+    said = status.report(group, op, _STATES.get(error, CallState.ABORTED))
+    if error is PeerLostError and said is not None and said.has(group, CallState.TIMED_OUT):
         error = ExchangeTimeoutError  # a peer timed out and disconnected
-    why, ranks = _causes(member, error, said)
+    why, ranks = _causes(group, error, said)
     words = f"{why}: {text}" if text else why
-    member.broken = f"{member.moment(op)}: {words}"
-    limit = f" (limit {member.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
+    group.broken = f"{group.moment(op)}: {words}"
+    limit = f" (limit {group.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
     rows = str(said) if said is not None and error is ExchangeTimeoutError else ""
-    return error(f"{member.title(op)}: {words}{limit}{rows}", **member.where(op), ranks=ranks)
+    return error(f"{group.title(op)}: {words}{limit}{rows}", **group.where(op), ranks=ranks)
 
 
-def _causes(
-    member: Member, error: type[SparError], said: peer_status.Report | None
-) -> tuple[str, tuple[int, ...]]:
+def _causes(group: GroupState, error: type[SparError], said: Report | None) -> tuple[str, tuple[int, ...]]:
     """Return why a call does not end, and the ranks that cause it."""
     if error is ExchangeTimeoutError:
-        ranks = said.absent(member, (CallState.RUNNING, *_STATES.values())) if said is not None else ()
-        return f"{peer_status.named(member, ranks) or 'a rank'} did not make this call in time", ranks
+        ranks = said.absent(group, (CallState.RUNNING, *_STATES.values())) if said is not None else ()
+        return f"{status.named(group, ranks) or 'a rank'} did not make this call in time", ranks
     if error is PeerLostError:
-        everybody = tuple(range(member.world))
-        silent = said.absent(member, tuple(_STATES.values())) if said is not None else everybody
-        ranks = peer_status.unreachable(member, silent)
-        return f"{peer_status.named(member, ranks) or 'a rank'} is gone", ranks
+        everybody = tuple(range(group.world))
+        silent = said.absent(group, tuple(_STATES.values())) if said is not None else everybody
+        ranks = status.unreachable(group, silent)
+        return f"{status.named(group, ranks) or 'a rank'} is gone", ranks
     return "the process group failed", ()
 
 
-def _translate(member: Member, op: str, error: Exception) -> SparError:
+def _translate(group: GroupState, op: str, error: Exception) -> SparError:
     text = str(error)
     lowered = text.lower()
     if "timed out" in lowered or "timeout" in lowered:
-        return _give_up(member, op, ExchangeTimeoutError, text)
+        return _give_up(group, op, ExchangeTimeoutError, text)
     if any(word in lowered for word in ("closed by peer", "connection reset", "broken pipe", "closed")):
-        return _give_up(member, op, PeerLostError, text)
-    return _give_up(member, op, TransportError, text)
+        return _give_up(group, op, PeerLostError, text)
+    return _give_up(group, op, TransportError, text)
 
 
 def _is_from_handler(error: Exception) -> bool:
@@ -111,7 +109,7 @@ def _is_from_handler(error: Exception) -> bool:
     return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
-def _ended(member: Member, op: str, work: dist.Work, on_cpu: bool) -> bool:
+def _ended(group: GroupState, op: str, work: dist.Work, on_cpu: bool) -> bool:
     """Wait for one slice of time; raise the work's failure as an error of spar's."""
     if not on_cpu and not work.is_completed():
         time.sleep(_DEVICE_SLICE)
@@ -126,11 +124,11 @@ def _ended(member: Member, op: str, work: dist.Work, on_cpu: bool) -> bool:
         try:
             work.wait()  # it ended with the slice: now it reports how
         except RuntimeError as reason:
-            raise _translate(member, op, reason) from reason
+            raise _translate(group, op, reason) from reason
     return True
 
 
-def _wait(member: Member, op: str, collective: Unfinished, deadline: float, enqueue: bool = False) -> None:
+def _wait(group: GroupState, op: str, collective: Unfinished, deadline: float, enqueue: bool = False) -> None:
     """Wait for one collective; whatever ends the wait early breaks the group and keeps the buffers alive.
 
     enqueue: if it runs on a device, only make the current stream wait for it.
@@ -138,38 +136,38 @@ def _wait(member: Member, op: str, collective: Unfinished, deadline: float, enqu
     work = collective.work
     if work is None:
         raise _give_up(
-            member, op, TransportError, "an exception interrupted an earlier collective of this group"
+            group, op, TransportError, "an exception interrupted an earlier collective of this group"
         )
     begun, published, publish_at = 0, False, time.monotonic() + _PUBLISH_AFTER
     try:
-        begun = _C.last_call_begin(member.name, op, member.calls)
+        begun = _C.last_call_begin(group.name, op, group.calls)
         on_cpu = collective.buffers[0].device.type == "cpu"
         if enqueue and not on_cpu:
             work.wait()
             return
         patience = 1.0 if on_cpu else 0.0  # of a backend that has the time limit itself
-        while not _ended(member, op, work, on_cpu):
-            if member.broken is not None:  # another thread closed the group, or was interrupted
-                raise member.broken_error(op)
+        while not _ended(group, op, work, on_cpu):
+            if group.broken is not None:  # another thread closed the group, or was interrupted
+                raise group.broken_error(op)
             if time.monotonic() > deadline + patience:
-                raise _give_up(member, op, ExchangeTimeoutError, "")
+                raise _give_up(group, op, ExchangeTimeoutError, "")
             if not published and time.monotonic() > publish_at:
-                peer_status.publish(member, op, CallState.RUNNING)
+                status.publish(group, op, CallState.RUNNING)
                 published = True
-            if published and peer_status.dead(member):  # gloo reports a death to the neighbours only
-                raise _give_up(member, op, PeerLostError, "")
+            if published and status.dead(group):  # gloo reports a death to the neighbours only
+                raise _give_up(group, op, PeerLostError, "")
         if published:
-            peer_status.publish(member, op, CallState.ENDED)
+            status.publish(group, op, CallState.ENDED)
     except BaseException:
         if not work.is_completed() and collective not in _unfinished:
             _unfinished.append(collective)
         raise
     finally:
-        _C.last_call_end(begun, member.broken is not None)
+        _C.last_call_end(begun, group.broken is not None)
 
 
 def _issue(
-    member: Member,
+    group: GroupState,
     op: str,
     deadline: float,
     buffers: tuple[torch.Tensor, ...],
@@ -183,74 +181,74 @@ def _issue(
     """
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise _give_up(member, op, ExchangeTimeoutError, "timed out before anything was sent")
+        raise _give_up(group, op, ExchangeTimeoutError, "timed out before anything was sent")
     options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
-    group, work = member.group, None
+    process_group, work = group.process_group, None
     try:
         work = start(*args, options)
     except RuntimeError as error:
-        raise error if _is_from_handler(error) else _translate(member, op, error) from error
+        raise error if _is_from_handler(error) else _translate(group, op, error) from error
     finally:
         if work is None:
-            _unfinished.append(Unfinished(group, None, buffers))
-    return Unfinished(group, work, buffers)
+            _unfinished.append(Unfinished(process_group, None, buffers))
+    return Unfinished(process_group, work, buffers)
 
 
 def _issue_all_gather(
-    member: Member, own: torch.Tensor, op: str, deadline: float
+    group: GroupState, own: torch.Tensor, op: str, deadline: float
 ) -> tuple[Unfinished, list[torch.Tensor]]:
     """Gather a tensor of a few bytes from every rank.
 
     gloo's all_gather takes world - 1 steps one after another, and several times the CPU time of an
     all_to_all, which takes one step.
     """
-    group, world = member.group, member.world
-    own = own.to(wire_device(group))
-    if uses_gloo(group, own.device):
+    process_group, world = group.process_group, group.world
+    own = own.to(wire_device(process_group))
+    if uses_gloo(process_group, own.device):
         sent = own.repeat(world)
         received = torch.empty_like(sent)
-        args: tuple[Any, ...] = group.alltoall_base, received, sent, [], []
-        collective = _issue(member, op, deadline, (sent, received), AllToAllOptions(), *args)
+        args: tuple[Any, ...] = process_group.alltoall_base, received, sent, [], []
+        collective = _issue(group, op, deadline, (sent, received), AllToAllOptions(), *args)
         return collective, list(received.chunk(world))
     rows = [torch.empty_like(own) for _ in range(world)]
     buffers, options = (own, *rows), AllgatherOptions()
-    return _issue(member, op, deadline, buffers, options, group.allgather, [rows], [own]), rows
+    return _issue(group, op, deadline, buffers, options, process_group.allgather, [rows], [own]), rows
 
 
-def announce(member: Member, rows: list[torch.Tensor], op: str, deadline: float) -> None:
+def announce(group: GroupState, rows: list[torch.Tensor], op: str, deadline: float) -> None:
     """Take part in an all_gather of each row without waiting for the peers; `settle` waits later."""
-    _unfinished.extend(_issue_all_gather(member, own, op, deadline)[0] for own in rows)
+    _unfinished.extend(_issue_all_gather(group, own, op, deadline)[0] for own in rows)
 
 
-def settle(member: Member, op: str, deadline: float) -> None:
+def settle(group: GroupState, op: str, deadline: float) -> None:
     """Wait for the group's collectives that this rank issued without waiting."""
     if not _unfinished:
         return
-    group = member.group
-    for collective in [found for found in list(_unfinished) if found.group is group]:
-        _wait(member, op, collective, deadline)
+    process_group = group.process_group
+    for collective in [each for each in list(_unfinished) if each.process_group is process_group]:
+        _wait(group, op, collective, deadline)
     forget_finished()
 
 
-def all_gather(member: Member, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
+def all_gather(group: GroupState, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
     """Gather `own` of every rank (same shape and dtype) on the CPU, in rank order."""
-    collective, rows = _issue_all_gather(member, own, op, deadline)
-    _wait(member, op, collective, deadline)
+    collective, rows = _issue_all_gather(group, own, op, deadline)
+    _wait(group, op, collective, deadline)
     return [row.cpu() for row in rows]
 
 
-def first_collective(member: Member, device: torch.device, op: str, deadline: float) -> None:
+def first_collective(group: GroupState, device: torch.device, op: str, deadline: float) -> None:
     """Run a small collective on a device, in which torch creates the group's communicator there."""
     with torch.cuda.device(device):
         one = torch.zeros(1, device=device)
-        start = member.group.allreduce
-        collective = _issue(member, op, deadline, (one,), AllreduceOptions(), start, [one])
-        _wait(member, op, collective, deadline)
+        start = group.process_group.allreduce
+        collective = _issue(group, op, deadline, (one,), AllreduceOptions(), start, [one])
+        _wait(group, op, collective, deadline)
         one.cpu()
 
 
 def all_to_all(
-    member: Member,
+    group: GroupState,
     op: str,
     received: torch.Tensor,
     sent: torch.Tensor,
@@ -259,7 +257,7 @@ def all_to_all(
     deadline: float,
 ) -> None:
     """Exchange bytes of any sizes between all ranks: flat uint8 tensors, one size per rank."""
-    buffers, start = (received, sent), member.group.alltoall_base
+    buffers, start = (received, sent), group.process_group.alltoall_base
     sizes = received_sizes, sent_sizes
-    collective = _issue(member, op, deadline, buffers, AllToAllOptions(), start, *buffers, *sizes)
-    _wait(member, op, collective, deadline, enqueue=True)
+    collective = _issue(group, op, deadline, buffers, AllToAllOptions(), start, *buffers, *sizes)
+    _wait(group, op, collective, deadline, enqueue=True)

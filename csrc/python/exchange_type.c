@@ -1,0 +1,335 @@
+/* spar._C.Exchange: what all ranks agree on about an exchange, and the newest plan for it. */
+#include "python/binding.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_KEPT_BYTES = 64 << 10 }; /* of a plan; the bounded cache has larger ones */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *op_object, *text_object; /* they hold the memory of the next two */
+    const char *op, *text;
+    int world, rank, ntensors;
+    int64_t item_size;
+    int nargs[SPAR_GROUP_TENSORS];
+    int64_t *args; /* of all tensors, one behind the other */
+    int dtype;     /* a row of spar_scale_types, or 0 */
+    int divide;    /* with the factor, as they were passed: `scale` has none for other dtypes */
+    double factor;
+    spar_scale scale;
+    spar_sum_kind sum;
+    /* The newest plan, or NULL, and the tensors that it is for: their dims, extents and strides. */
+    spar_plan *plan;
+    int ndims[SPAR_GROUP_TENSORS];
+    int64_t *numbers;
+} exchange_object;
+
+static PyTypeObject *exchange_type;
+
+/* ---- making one ---- */
+
+static int read_args(exchange_object *self, PyObject *layouts)
+{
+    Py_ssize_t count = PyTuple_Check(layouts) ? PyTuple_Size(layouts) : -1, total = 0;
+    if (count < 1 || count > SPAR_GROUP_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "args of %zd tensors; expected a tuple of 1 to %d", count,
+                     SPAR_GROUP_TENSORS);
+        return -1;
+    }
+    for (Py_ssize_t t = 0; t < count; t++) {
+        PyObject *each = PyTuple_GetItem(layouts, t);
+        if (!PyTuple_Check(each)) {
+            PyErr_SetString(PyExc_TypeError, "the args of a tensor must be a tuple");
+            return -1;
+        }
+        total += self->nargs[t] = (int)PyTuple_Size(each);
+    }
+    self->ntensors = (int)count;
+    int64_t *next = self->args = malloc((size_t)total * sizeof *self->args + 1);
+    if (!next) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t t = 0; t < count; next += self->nargs[t++])
+        if (spar_read_ints(PyTuple_GetItem(layouts, t), next, self->nargs[t]) < 0)
+            return -1;
+    return 0;
+}
+
+static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
+{
+    PyObject *op, *text, *layouts;
+    int world, rank, divide, dtype, sum;
+    long long item_size;
+    double factor;
+    if (!PyArg_ParseTuple(args, "UUiiLOipdi", &op, &text, &world, &rank, &item_size, &layouts, &dtype,
+                          &divide, &factor, &sum))
+        return NULL;
+    if (sum < SPAR_NO_SUM || sum >= SPAR_SUM_KINDS)
+        return PyErr_Format(PyExc_ValueError, "a sum of kind %d; expected 0 to %d", sum, SPAR_SUM_KINDS - 1);
+    exchange_object *self = (exchange_object *)PyType_GenericAlloc(type, 0);
+    if (!self)
+        return NULL;
+    self->op_object = Py_NewRef(op);
+    self->text_object = Py_NewRef(text);
+    self->op = PyUnicode_AsUTF8AndSize(op, NULL);
+    self->text = PyUnicode_AsUTF8AndSize(text, NULL);
+    self->world = world;
+    self->rank = rank;
+    self->item_size = item_size;
+    self->dtype = dtype;
+    self->divide = divide;
+    self->factor = factor;
+    self->sum = (spar_sum_kind)sum;
+    if (self->op && self->text && spar_read_scale(dtype, divide, factor, &self->scale) == 0 &&
+        read_args(self, layouts) == 0)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void exchange_dealloc(PyObject *object)
+{
+    exchange_object *self = (exchange_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->plan)
+        spar_plan_release(self->plan);
+    free(self->numbers);
+    free(self->args);
+    Py_XDECREF(self->op_object);
+    Py_XDECREF(self->text_object);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+/* ---- its plan for the tensors of a call ---- */
+
+/* Whether the newest plan is for tensors of these extents and strides. */
+static int is_newest(const exchange_object *self, const spar_request *request)
+{
+    const int64_t *next = self->numbers;
+    for (int t = 0; self->plan && t < request->ntensors; t++) {
+        const spar_tensor *tensor = &request->tensors[t];
+        size_t size = 2 * (size_t)tensor->ndim * sizeof *next;
+        if (self->ndims[t] != tensor->ndim || memcmp(next, tensor->extents, size) != 0)
+            return 0;
+        next += 2 * tensor->ndim;
+    }
+    return self->plan != NULL;
+}
+
+int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, spar_py_bound *bound)
+{
+    exchange_object *self = (exchange_object *)exchange;
+    bound->exchange = NULL;
+    bound->plan = NULL;
+    bound->asked.owned = 0;
+    if (Py_TYPE(exchange) != exchange_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a spar._C.Exchange");
+        return -1;
+    }
+    bound->exchange = Py_NewRef(exchange);
+    bound->call->op = self->op;
+    bound->call->text = self->text;
+    bound->call->scale = self->scale;
+    bound->call->sum = self->sum;
+    bound->call->inputs = (const void *const *)bound->inputs;
+    if (spar_read_inputs(self->op, inputs, self->ntensors, self->nargs, self->args, self->item_size,
+                         self->world, self->rank, sides, &bound->asked, bound->inputs) < 0)
+        return -1;
+    bound->is_new = !is_newest(self, &bound->asked.request) || (sides && !self->plan->pull);
+    if (!bound->is_new)
+        bound->plan = spar_plan_keep(self->plan);
+    return 0;
+}
+
+spar_status spar_py_find_plan(spar_py_bound *bound)
+{
+    spar_status status = SPAR_OK;
+    if (!bound->plan)
+        status = spar_plan_get_named(bound->call->op, &bound->asked.request, &bound->plan);
+    bound->call->plan = bound->plan;
+    return status;
+}
+
+/* Remembers the plan, unless it takes much memory. */
+static void keep(exchange_object *self, const spar_py_bound *bound)
+{
+    const spar_request *request = &bound->asked.request;
+    size_t count = 0;
+    for (int t = 0; t < request->ntensors; t++)
+        count += 2 * (size_t)request->tensors[t].ndim;
+    int64_t *numbers = bound->plan->footprint > MOST_KEPT_BYTES ? NULL : malloc(count * sizeof *numbers + 1);
+    if (!numbers)
+        return;
+    free(self->numbers);
+    self->numbers = numbers;
+    for (int t = 0; t < request->ntensors; t++) {
+        const spar_tensor *tensor = &request->tensors[t];
+        memcpy(numbers, tensor->extents, 2 * (size_t)tensor->ndim * sizeof *numbers);
+        numbers += 2 * tensor->ndim;
+        self->ndims[t] = tensor->ndim;
+    }
+    if (self->plan)
+        spar_plan_release(self->plan);
+    self->plan = spar_plan_keep(bound->plan);
+}
+
+void spar_py_unbind(spar_py_bound *bound)
+{
+    if (bound->plan && bound->is_new)
+        keep((exchange_object *)bound->exchange, bound);
+    if (bound->plan)
+        spar_plan_release(bound->plan);
+    spar_free_request(&bound->asked);
+    Py_XDECREF(bound->exchange);
+}
+
+int spar_py_dtype(const spar_py_bound *bound)
+{
+    return ((exchange_object *)bound->exchange)->dtype;
+}
+
+/* ---- methods ---- */
+
+/* Binds the tensors and finds their plan; -1 and an exception on failure. Unbind in both cases. */
+static int plan_inputs(PyObject *self, PyObject *inputs, int sides, spar_py_bound *bound)
+{
+    if (spar_py_bind(self, inputs, sides, bound) < 0)
+        return -1;
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_py_find_plan(bound);
+    Py_END_ALLOW_THREADS;
+    if (status != SPAR_OK)
+        spar_raise(status);
+    return status == SPAR_OK ? 0 : -1;
+}
+
+PyDoc_STRVAR(plan_doc, "plan(inputs, sides) -> (Plan, addresses of the inputs)\n\n"
+                       "inputs: a tuple or list of tensors. sides: SIDE_PULL where packed bytes arrive.");
+
+static PyObject *exchange_plan(PyObject *self, PyObject *args)
+{
+    PyObject *inputs, *result = NULL;
+    int sides;
+    spar_call call = {0};
+    spar_py_bound bound = {.call = &call};
+    if (!PyArg_ParseTuple(args, "Oi", &inputs, &sides))
+        return NULL;
+    if (plan_inputs(self, inputs, sides, &bound) == 0) {
+        int count = bound.plan->ntensors;
+        PyObject *addresses = PyTuple_New(count);
+        for (int t = 0; addresses && t < count; t++)
+            addresses = spar_tuple_set(addresses, t, PyLong_FromVoidPtr(bound.inputs[t]));
+        PyObject *plan = addresses ? spar_py_plan_object(bound.plan) : NULL;
+        result = plan ? Py_BuildValue("NN", plan, addresses) : NULL;
+        if (!plan)
+            Py_XDECREF(addresses);
+    }
+    spar_py_unbind(&bound);
+    return result;
+}
+
+PyDoc_STRVAR(
+    select_doc,
+    "select(inputs) -> the output\n\n"
+    "inputs: a tuple of one tensor that every rank holds whole. None where there is no arena, or half\n"
+    "of it is in use: exchanges need the rest.");
+
+static PyObject *exchange_select(PyObject *self, PyObject *inputs)
+{
+    PyObject *result = NULL;
+    spar_arena_stats stats;
+    spar_memory *block = NULL;
+    spar_call call = {0};
+    spar_py_bound bound = {.call = &call};
+    spar_status status = SPAR_OK;
+    if (plan_inputs(self, inputs, 0, &bound) < 0)
+        goto done;
+    if (bound.plan->ntensors != 1) {
+        PyErr_Format(PyExc_ValueError, "%d tensors; expected 1", bound.plan->ntensors);
+        goto done;
+    }
+    const spar_plan_tensor *tensor = &bound.plan->tensors[0];
+    Py_BEGIN_ALLOW_THREADS;
+    spar_arena_read_stats(&stats);
+    if (spar_arena_is_own() && tensor->out_bytes <= stats.cap / 2 - stats.allocated &&
+        spar_arena_take(tensor->out_bytes, &block) == SPAR_OK) {
+        void *output = spar_memory_address(block);
+        status = spar_copy_own(bound.plan, &spar_device_cpu, call.inputs, &output, &call.scale);
+    }
+    Py_END_ALLOW_THREADS;
+    if (status == SPAR_OK)
+        result = block ? spar_output_tensor(block, tensor, 0, spar_py_dtype(&bound)) : Py_NewRef(Py_None);
+    else if (block)
+        spar_memory_free(block);
+    if (status != SPAR_OK)
+        spar_raise(status);
+done:
+    spar_py_unbind(&bound);
+    return result;
+}
+
+PyDoc_STRVAR(
+    exchange_type_doc,
+    "Exchange(op, text, world, rank, item size, args, scale_type, divide, factor, sum_kind)\n\n"
+    "What all ranks agree on about an exchange of tensors of one dtype. It keeps the newest plan.\n\n"
+    "op: a name for messages. text: what must be equal on all ranks besides the plan. args: a tuple\n"
+    "of each tensor's layouts. scale_type 0: the outputs are of unsigned integers, unscaled.\n"
+    "sum_kind: 0, or of sum_types: the outputs' first dim has a row for each rank, and is summed.");
+
+static PyObject *exchange_op(PyObject *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(((exchange_object *)self)->op_object);
+}
+
+static PyObject *exchange_text(PyObject *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(((exchange_object *)self)->text_object);
+}
+
+static PyObject *exchange_sums(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((exchange_object *)self)->sum != SPAR_NO_SUM);
+}
+
+static PyObject *exchange_scale(PyObject *object, void *Py_UNUSED(closure))
+{
+    const exchange_object *self = (exchange_object *)object;
+    return Py_BuildValue("iNd", self->dtype, PyBool_FromLong(self->divide), self->factor);
+}
+
+static PyGetSetDef exchange_getset[] = {
+    {"op", exchange_op, NULL, "the operation's name", NULL},
+    {"text", exchange_text, NULL, "what must be equal on all ranks besides the plan", NULL},
+    {"sums", exchange_sums, NULL, "whether the outputs are summed over their first dim", NULL},
+    {"scale", exchange_scale, NULL, "(scale_type, divide, factor)", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef exchange_methods[] = {
+    {"plan", exchange_plan, METH_VARARGS, plan_doc},
+    {"select", exchange_select, METH_O, select_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot exchange_slots[] = {
+    {Py_tp_doc, (void *)exchange_type_doc}, {Py_tp_new, exchange_new},
+    {Py_tp_dealloc, exchange_dealloc},      {Py_tp_getset, exchange_getset},
+    {Py_tp_methods, exchange_methods},      {0, NULL},
+};
+
+static PyType_Spec exchange_spec = {
+    .name = "spar._C.Exchange",
+    .basicsize = sizeof(exchange_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = exchange_slots,
+};
+
+PyObject *spar_exchange_type(void)
+{
+    exchange_type = (PyTypeObject *)PyType_FromSpec(&exchange_spec);
+    return (PyObject *)exchange_type;
+}

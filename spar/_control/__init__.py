@@ -1,0 +1,1 @@
+"""How ranks agree on each call, learn of failures, and know who is missing. Private."""

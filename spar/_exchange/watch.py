@@ -1,0 +1,60 @@
+"""Who must see an exchange: a tracer, a mode, a transform, or autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling  # half of is_compiling's time
+
+from .._transports.dtypes import PLAIN_TYPES
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_transforms = torch._C._are_functorch_transforms_active
+
+
+def is_any_traced(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a tracer or a mode must see an exchange as a dispatched op.
+
+    Otherwise it is called directly: the dispatcher costs as much as a small exchange.
+    """
+    return (
+        is_dynamo_compiling()  # other tracers have a mode
+        or not PLAIN_TYPES.issuperset(map(type, tensors))
+        or _dispatch_modes() > 0
+        or _functorch_transforms()
+    )
+
+
+def is_watched() -> bool:
+    """`is_any_traced` of plain tensors outside of torch.compile."""
+    return _dispatch_modes() > 0 or _functorch_transforms()
+
+
+def must_record(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether autograd records what is computed from the inputs, or they have tangents."""
+    for x in inputs:
+        if x.requires_grad:
+            return torch.is_grad_enabled() or have_tangents(inputs)
+    return forward_ad._current_level >= 0 and have_tangents(inputs)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of functorch is active, outside of torch.compile."""
+    return not is_dynamo_compiling() and _functorch_transforms()
+
+
+def have_tangents(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether forward mode computes a derivative of the inputs.
+
+    Each may have one under a transform of functorch, which shows the tangents of the innermost level alone.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    any_may = is_transformed()
+    return any(
+        (x.is_floating_point() or x.is_complex())
+        and (any_may or forward_ad.unpack_dual(x).tangent is not None)
+        for x in inputs
+    )

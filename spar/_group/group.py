@@ -1,0 +1,454 @@
+"""A process group on this rank: its calls run one at a time, in one order on all ranks.
+
+Whatever ends a call early is reported to the peers, or breaks the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._control import collectives, fork
+from .._control.agreement import announce_failure, failure_text, is_out_of_memory, is_reported, mark_reported
+from .._control.mismatch import add_advice, explained
+from .._control.state import LOCAL, OVER, SHARED, GroupState, Place, Transport
+from .._tracing import constant
+from .._transports.channel import Channel
+from ..errors import SparError, TransportError
+from . import setup
+from .queue import Job, Queue
+
+_MOST_EXCHANGES = 256  # that a group remembers
+
+
+class Group(GroupState):
+    """What spar does with one process group on this rank.
+
+    Attributes:
+        channels: the transport of each device type.
+        exchanges: what calls decided from their arguments, by these: it takes longer than an exchange.
+        queue: while calls are in flight, those.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.channels: dict[str, Channel] = {}
+        self.exchanges: dict[tuple[object, ...], Any] = {}
+        self.queue: Queue | None = None
+        self._newest_queue: Queue | None = None
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread whose call it is
+        self._closes = False  # when the call under way ends
+
+    # ---- calls ----
+
+    def call(self, name: str, exchanges: int = 1, device: str | None = None) -> Call:
+        """Return the block around one operation, which reports to the peers what ends it early.
+
+        Args:
+            name: of the operation.
+            exchanges: how many the peers wait for, if this rank makes fewer.
+            device: the type of the device where the call's tensors lie; None: not known.
+        """
+        return Call(self, name, exchanges, device)
+
+    def count(self) -> int:
+        """Return how many calls this rank has made, those in flight included."""
+        return self.calls if self.queue is None else self.queue.count()
+
+    def remember(self, key: tuple[object, ...], exchange: Any) -> None:
+        if len(self.exchanges) >= _MOST_EXCHANGES:
+            self.exchanges.clear()
+        self.exchanges[key] = exchange
+
+    def in_turn(
+        self,
+        op: str,
+        device: str | None,
+        action: Callable[..., Any],
+        *args: Any,
+        progress: int | None = None,
+        queued: bool = False,
+    ) -> Any:
+        """Return action(*args, deadline), once it is its turn among the calls of this rank on the group.
+
+        An exception is reported to the peers as the failure of this rank's call, or breaks the group.
+
+        Args:
+            op: the operation's name.
+            device: the type of the device where the call's tensors lie; None: not known.
+            progress: for an exchange: how far the call has come when the action begins. It counts as a call,
+                and the action gets the call's number before the deadline.
+            queued: it is the turn of a call in flight; others wait until none is before them.
+        """
+        thread = threading.get_ident()
+        registry = self._registry
+        if (
+            self.process != fork.process
+            or self._owner == thread
+            or (registry is not None and not queued and self._process_group() not in registry)
+        ):
+            raise self._refusal(op)
+        timeout = self.timeout
+        deadline = self.deadline() if timeout is None else time.monotonic() + timeout
+        before = None
+        try:
+            if self.queue is not None and not queued:
+                self.queue.drain()
+            with self._lock:  # Python runs signal handlers after it, once its release is sure
+                before = self.calls
+                try:
+                    self._owner = thread
+                    self.progress = LOCAL
+                    if self.broken is not None:
+                        raise self.broken_error(op)
+                    if progress is None:
+                        return action(*args, deadline)
+                    self.calls = number = before + 1
+                    self.progress = progress
+                    return action(*args, number, deadline)
+                except BaseException as error:
+                    result = self._explained(op, device, error)
+                    try:
+                        self._account(op, device, result, before, "", deadline)
+                        if result is error:
+                            raise
+                        raise result from None
+                    finally:
+                        del result  # its traceback has this frame, which would keep the tensors
+                finally:
+                    self._owner = None
+        except BaseException as error:
+            if before is None:
+                self._interrupt(op, error)
+            raise
+        finally:
+            if self._closes:
+                self._close_when_idle()
+
+    def enqueue(self, op: str, action: Callable[[], None]) -> Job:
+        """Run an action that makes one queued exchange, in its turn, on the group's own thread.
+
+        The group is set up for the device.
+        """
+        self.check(op)
+        if self._newest_queue is None:
+            self._newest_queue = Queue()
+        return self._newest_queue.add(self, op, action)
+
+    def check(self, op: str) -> None:
+        """Raise where no call can be made."""
+        if self.process != fork.process or self._owner == threading.get_ident() or self._is_destroyed():
+            raise self._refusal(op)
+        if self.broken is not None:
+            raise self.broken_error(op)
+
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a call of the group: in a signal handler, say."""
+        return self._owner == threading.get_ident()
+
+    # ---- transports ----
+
+    def transport(self, device: str) -> Transport:
+        """Return the transport for a device type, as far as it is known; never communicates."""
+        if self.world == 1:
+            return Transport(None, "a group of one exchanges nothing", device, 1)
+        if device in self.transports:
+            return self.transports[device]
+        reason = "the group has not exchanged anything yet"
+        return Transport(None, reason, device, self.world, setup.known_rejections(self, device))
+
+    def channel(self, op: str, device: torch.device, queued: bool = False) -> Channel:
+        """Return the channel for a device type; set it up with all ranks if there is none."""
+        kind = device.type
+        if kind not in self.channels:
+            self.in_turn(op, kind, self._set_up, op, device, queued=queued)
+            if self.broken is not None:  # closed meanwhile
+                raise self.broken_error(op)
+        return self.channels[kind]
+
+    def _set_up(self, op: str, device: torch.device, deadline: float) -> None:
+        kind = device.type
+        if kind in self.transports:
+            return
+        chosen, channel = setup.set_up(self, op, device, deadline)
+        self.transports[kind] = chosen  # and nothing between that a signal's handler could interrupt
+        self.channels[kind] = channel
+        channel.watch()
+        self.progress = LOCAL
+
+    # ---- what ends a call early ----
+
+    def report(
+        self,
+        op: str,
+        device: str | None,
+        error: BaseException,
+        last: int,
+    ) -> None:
+        """Report an error to the peers that wait for this rank's next call, unless they know.
+
+        last: the number of the operation's last call; once it is made, no peer waits.
+        """
+        if self.world > 1 and not is_reported(error, self) and self.count() < last:
+            why = f"the exchange before it failed: {failure_text(error)}" if is_reported(error) else ""
+            with contextlib.suppress(SparError):  # a broken group must not hide what is wrong here
+                self.fail(op, device, error, why)
+
+    def fail(
+        self, op: str, device: str | None, error: BaseException, why: str = "", queued: bool = False
+    ) -> None:
+        """Report that this rank fails before its next call on the group, which counts as that call.
+
+        It does not wait for the peers, unless an earlier failure has not reached them yet. Behind calls in
+        flight the report is queued.
+
+        Args:
+            op: the operation's name.
+            device: the type of the device where the call's tensors lie; None: not known.
+            error: what this rank raises.
+            why: what the peers read instead of the error's text.
+        """
+        queue = self.queue if self.process == fork.process else None
+        if queue is not None and not queued:
+            mark_reported(error, self)
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                queue.add(self, op, lambda: self.fail(op, device, error, why, queued=True))
+            return
+        with contextlib.suppress(SparError):
+            self.in_turn(op, None, self._account, op, device, error, None, why, queued=queued)
+
+    def _explained(self, op: str, device: str | None, error: BaseException) -> BaseException:
+        """Return an error of the C core with what only this side knows; other errors as they are."""
+        core = self.channels[device].core if device in self.channels else None
+        if core is None or not isinstance(error, SparError) or error.op is not None:
+            return error
+        return explained(self, core, op, error)
+
+    def _account(
+        self,
+        op: str,
+        device: str | None,
+        error: BaseException,
+        before: int | None,
+        why: str,
+        deadline: float,
+    ) -> None:
+        """Report this rank's exception to the peers as the failure of its call, or break the group.
+
+        before: how many calls there were before this one; None: as many as now.
+        """
+        if self.broken is None and self.progress == OVER and not isinstance(error, SparError):
+            if isinstance(error, Exception):
+                mark_reported(error, self)  # by the core; or the peers have made this call, and go on
+            return
+        mark_reported(error, self)
+        if self.broken is not None or self.progress == OVER:
+            return
+        if device is None and len(self.transports) == 1:
+            device = next(iter(self.transports))
+        is_set_up = device in self.transports or (device is None and self.transports)
+        if is_set_up and before in (None, self.calls):
+            self.calls += 1
+        if self.progress == SHARED or not isinstance(error, Exception) or not self._can_report(device):
+            self._break(op, error)
+            return
+        channel, why = self.channels.get(device or ""), why or failure_text(error)
+        with contextlib.suppress(SparError):
+            if channel is not None:
+                channel.report(op, why, is_out_of_memory(error), deadline)
+            else:  # the peers are in the set-up
+                announce_failure(self, op, why, is_out_of_memory(error), deadline)
+
+    def _can_report(self, device: str | None) -> bool:
+        """Whether the peers would notice a failure, on the way by which they wait for this call."""
+        if device is None and self.transports:
+            return False  # by several transports, and it is not known which
+        channel = self.channels.get(device or "")
+        return channel is None or channel.can_report()
+
+    def _break(self, op: str, error: BaseException) -> None:
+        """Break the group for good, on all ranks that can be reached; the others time out."""
+        if isinstance(error, Exception):
+            self.broken = f"{self.moment(op)} failed on rank {self.rank}: {failure_text(error)}"
+        else:
+            self.broken = f"{self.moment(op)} was interrupted on rank {self.rank}"
+        for channel in self.channels.values():
+            channel.give_up(op, self.broken)
+
+    def _interrupt(self, op: str, error: BaseException) -> None:
+        """Break the group from a thread that a signal handler's exception took out of the wait for its turn.
+
+        The peers wait for its call. It cannot be reported before the other thread's call ends, which may take
+        until the timeout: so that call is aborted.
+        """
+        mark_reported(error, self)
+        if self.broken is None:
+            self.broken = (
+                f"{op} was interrupted on rank {self.rank} while another thread's call was in progress"
+            )
+        self._abort()
+
+    def _is_destroyed(self) -> bool:
+        return self._registry is not None and self._process_group() not in self._registry
+
+    def _refusal(self, op: str) -> SparError:
+        """Return why this thread cannot make a call now.
+
+        A call from inside a call on the same group, by a signal handler, say, could never end. A call on a
+        destroyed group is refused although shared memory could serve it.
+        """
+        if self.process != fork.process:
+            return TransportError(
+                f"{op} on rank {self.rank}: a forked child cannot exchange on group {self.name!r}, which its "
+                f"parent, process {self.process}, made; exchange in the parent, or make a group here",
+                **self.where(op),
+            )
+        if self._is_destroyed():
+            self.close()  # so that peers which still call raise, too
+            return self.destroyed_error(op)
+        return SparError(
+            f"{op} on rank {self.rank}: called from inside a call on the same group {self.name!r}"
+        )
+
+    # ---- its end ----
+
+    def _abort(self) -> None:
+        for channel in tuple(self.channels.values()):
+            channel.abort()
+        if self.connecting is not None:
+            self.connecting.abort()
+
+    def close(self) -> None:
+        """End spar's use of the group, without waiting; a call under way raises GroupBrokenError."""
+        if self.process != fork.process:  # a thread of the parent may have held the lock at the fork
+            return
+        self.broken = "it was closed"
+        self._closes = True
+        self.exchanges.clear()
+        self._abort()
+        self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        """Close what the group has in C, unless a call uses it: that call then does so at its end."""
+        while self._closes and self._lock.acquire(blocking=False):
+            try:
+                for channel in self.channels.values():
+                    channel.close()
+                self.channels.clear()
+                self._closes = False
+            finally:
+                self._lock.release()
+        collectives.forget_finished()
+
+
+class Call:
+    """The block around one operation on a group; see `Group.call`. It does nothing under torch.compile."""
+
+    __slots__ = ("before", "device", "exchanges", "group", "name", "tensors")
+
+    def __init__(
+        self, group: Group | Place, name: str, exchanges: int = 1, device: str | None = None
+    ) -> None:
+        self.group, self.name, self.exchanges, self.device = group, name, exchanges, device
+        self.tensors = 0  # of a list
+
+    def __enter__(self) -> Call:
+        if self.exchanges and isinstance(self.group, Group):
+            self.before = self.group.count()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and isinstance(self.group, Group):
+            if self.exchanges and self.device != "meta" and not is_faking():
+                self.group.report(self.name, self.device, error, self.before + self.exchanges)
+            add_advice(error, self.tensors)
+
+
+is_faking: Callable[[], Any] = functools.partial(
+    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+)
+
+
+# ---- the groups of this process ----
+# State hangs on the ProcessGroup object, weakly; names are reused after destroy and init.
+
+_creation = threading.RLock()  # a signal's handler may close a group, or use another
+by_process_group: dict[int, Group] = {}  # by the ProcessGroup's id, until that is gone
+_by_handle: dict[int, Group] = {}
+_finalizers: dict[int, weakref.finalize[..., Any]] = {}  # by handle
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: a thread of the parent may hold it."""
+    global _creation
+    _creation = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def group_of(process_group: dist.ProcessGroup) -> Group:
+    """Return spar's state of a process group; create it at its first use."""
+    group = by_process_group.get(id(process_group))
+    if group is None:
+        process_group = _unwrapped(process_group)
+        with _creation:
+            group = by_process_group.get(id(process_group))
+            if group is None:
+                group = Group(process_group)
+                key = id(process_group), group.handle
+                _finalizers[group.handle] = weakref.finalize(process_group, _forget, *key)
+                _finalizers[group.handle].atexit = False
+                _by_handle[group.handle] = group
+                by_process_group[id(process_group)] = group
+    return group
+
+
+def _unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the real group of the object that torch.compile passes."""
+    return getattr(group, "real_obj", group)
+
+
+def _forget(key: int, handle: int) -> None:
+    """Close and forget a group that was destroyed or closed; its id may be reused, its handle is not."""
+    by_process_group.pop(key, None)
+    _finalizers.pop(handle, None)
+    if (group := _by_handle.pop(handle, None)) is not None:
+        group.close()  # recorded exchanges may hold it for longer
+
+
+def group_at(handle: int) -> Group:
+    """Return the group of a handle; raise if it is gone."""
+    group = _by_handle.get(handle)
+    if group is None:
+        raise SparError(
+            "the process group of this call was destroyed, or closed; "
+            "make each call, and its backward, before"
+        )
+    return group
+
+
+@constant
+def place_of(process_group: dist.ProcessGroup) -> Place:
+    """Return this rank's place in a group; a constant for torch.compile."""
+    group = by_process_group.get(id(process_group))
+    return (group_of(process_group) if group is None else group).place
+
+
+def close(process_group: dist.ProcessGroup) -> None:
+    """End spar's use of a group on this rank; its next use makes a new state."""
+    real = _unwrapped(process_group)
+    with _creation:
+        group = by_process_group.get(id(real))
+        if group is not None:
+            _finalizers[group.handle]()
