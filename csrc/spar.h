@@ -5,8 +5,8 @@
  *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
  *   transports/  move the bytes
  *     transport     the interface, the ordered table, the choice
- *     host/         ranks of one host exchange their mailboxes (rendezvous), and push into the peers' outputs
- *                   in shared memory (shm)
+ *     rendezvous    ranks of one host exchange their mailboxes
+ *     shm           pushes into the peers' outputs in shared memory
  *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
  *                   staging buffers and side streams (pipeline), comparison of calls (call_ring), errors and
  *                   deadlines on GPUs (watchdog)
@@ -16,7 +16,7 @@
  *     group, mailbox, wait                        the order of a group's calls, publishing, waiting, aborting
  *     last_call     each process's newest call, for messages
  *     affinity      SPAR_AFFINITY=1: balances ranks over cores
- *   not_linux/   what other systems build in place of ipc/, transports/host/ and transports/nccl/
+ *   not_linux/   what other systems build in place of ipc/, shm and transports/nccl/
  *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a
  *                copy scales; sum.def, those that are summed
  *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats (vectors), the

@@ -1,6 +1,6 @@
 #include "transports/nccl/call_ring.h"
 
-#include "transports/host/rendezvous.h"
+#include "transports/rendezvous.h"
 #include "base/shared_text.h"
 #include "base/util.h"
 #include "ipc/last_call.h"

@@ -5,7 +5,7 @@
 #include "base/env.h"
 #include "base/util.h"
 #include "transports/nccl/state.h"
-#include "transports/host/rendezvous.h"
+#include "transports/rendezvous.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-#include "transports/host/rendezvous.h"
+#include "transports/rendezvous.h"
 
 #include "base/env.h"
 

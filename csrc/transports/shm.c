@@ -2,7 +2,7 @@
  * arenas.
  *
  * One read and one write per byte, the permutation included; no staging. */
-#include "transports/host/rendezvous.h"
+#include "transports/rendezvous.h"
 #include "devices/execute.h"
 #include "ipc/last_call.h"
 
