@@ -19,10 +19,11 @@ from setuptools.command.build_ext import build_ext
 from distutils.ccompiler import new_compiler  # isort: skip  # setuptools', which is imported by now
 from distutils.sysconfig import customize_compiler  # isort: skip
 
-# What of csrc is built for Linux only, and what other systems have instead: the same functions, which say that
-# there is no shared memory. The system is the target's: release/cross.py.
+# What of csrc is built for Linux only, and what other systems have instead: the same functions, which say
+# that there is no shared memory. The system is the target's: release/cross.py.
 SYSTEM = sysconfig.get_platform().partition("-")[0]
-LINUX = ("csrc/ipc/", "csrc/transports/rendezvous.c", "csrc/transports/shm.c", "csrc/transports/nccl/")
+LINUX = ("csrc/ipc/", "csrc/control/", "csrc/transports/nccl/")
+LINUX += ("csrc/transports/rendezvous.c", "csrc/transports/shm.c")
 LEFT_OUT = ("csrc/not_linux/",) if SYSTEM == "linux" else LINUX
 SOURCES = [path for path in sorted(glob("csrc/**/*.c", recursive=True)) if not path.startswith(LEFT_OUT)]
 

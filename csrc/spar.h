@@ -10,13 +10,14 @@
  *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
  *                   staging buffers and side streams (pipeline), comparison of calls (call_ring), errors and
  *                   deadlines on GPUs (watchdog)
+ *   control/     the order of a group's calls: who makes which, who failed, who is missing
+ *     group, mailbox, wait                        publishing, comparing, waiting, aborting
+ *     last_call     each process's newest call, for messages
+ *     affinity      SPAR_AFFINITY=1: balances ranks over cores
  *   ipc/         processes of one host
  *     arena         the memory that they share
  *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
- *     group, mailbox, wait                        the order of a group's calls, publishing, waiting, aborting
- *     last_call     each process's newest call, for messages
- *     affinity      SPAR_AFFINITY=1: balances ranks over cores
- *   not_linux/   what other systems build in place of ipc/, shm and transports/nccl/
+ *   not_linux/   what other systems build in place of ipc/, control/, shm and transports/nccl/
  *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a
  *                copy scales; sum.def, those that are summed
  *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats (vectors), the

@@ -401,11 +401,11 @@ def test_version() -> None:
 
 def test_only_publish_stores_futex_words() -> None:
     """Non-temporal stores may be reordered: only publish(), which fences, stores words that peers await."""
-    for path in [CSRC / "ipc/group.c", *(CSRC / "transports").glob("*.c")]:
+    for path in [CSRC / "control/group.c", *(CSRC / "transports").glob("*.c")]:
         stores = re.findall(r"__atomic_store_n\((.+?),", path.read_text())
         expected = ["word", "&g->boxes[rank]->detached[g->rank]"] if path.name == "group.c" else []
         assert stores == expected, path
-    publish = (CSRC / "ipc/group.c").read_text().split("static void publish(")[1].split("\n}")[0]
+    publish = (CSRC / "control/group.c").read_text().split("static void publish(")[1].split("\n}")[0]
     assert publish.index("nontemporal_fence()") < publish.index(
         "__atomic_store_n(word, value, __ATOMIC_SEQ_CST)"
     )

@@ -12,7 +12,7 @@ SPAR = ROOT / "spar"
 
 # Folders of csrc, lowest first ("." is the root). A file includes headers of its own folder or lower.
 FOLDERS = ["base", "ops", "plan", "devices", "devices/cpu", "devices/cuda"]
-FOLDERS += ["ipc", "transports", "transports/nccl", "not_linux", ".", "python"]
+FOLDERS += ["ipc", "control", "transports", "transports/nccl", "not_linux", ".", "python"]
 
 
 # Folders of spar below its operations, lowest first: a module imports from its own folder or lower ones.

@@ -1,6 +1,6 @@
-/* In place of ipc/ on systems other than Linux: there is no arena, and no peer process is known. */
+/* In place of ipc/ and control/ on systems other than Linux: there is no arena, and no peer is known. */
+#include "control/last_call.h"
 #include "ipc/arena.h"
-#include "ipc/last_call.h"
 #include "ipc/peers.h"
 #include "base/fork.h"
 

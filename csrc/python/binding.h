@@ -8,7 +8,7 @@
 #endif
 #include <Python.h>
 
-#include "ipc/group.h"
+#include "control/control.h"
 #include "spar.h"
 
 /* Sets the exception that belongs to a status, but keeps a signal handler's for SPAR_INTERRUPTED; returns

@@ -6,7 +6,7 @@
 #include "transports/nccl/pipeline.h"
 #include "base/dynlib.h"
 #include "devices/cpu/threads.h"
-#include "ipc/last_call.h"
+#include "control/last_call.h"
 
 #include <limits.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
 #ifndef SPAR_RENDEZVOUS_H
 #define SPAR_RENDEZVOUS_H
 
-#include "ipc/group.h"
+#include "control/control.h"
 #include "transports/transport.h"
 
 /* Whether each rank is a process of its own with an endpoint; else the reason. */

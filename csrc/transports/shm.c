@@ -4,7 +4,7 @@
  * One read and one write per byte, the permutation included; no staging. */
 #include "transports/rendezvous.h"
 #include "devices/execute.h"
-#include "ipc/last_call.h"
+#include "control/last_call.h"
 
 #include <stdio.h>
 #include <stdlib.h>

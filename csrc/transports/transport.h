@@ -7,8 +7,8 @@
 #define SPAR_TRANSPORT_H
 
 #include "ipc/arena.h"
-#include "ipc/group.h"
-#include "ipc/last_call.h"
+#include "control/control.h"
+#include "control/last_call.h"
 #include "devices/device.h"
 #include "devices/sum.h"
 #include "base/cores.h"

@@ -2,7 +2,7 @@
 
 A rank that fails takes part in the next agreement with its failure instead of a step, and does not wait. So
 its peers learn the reason, and all ranks issue the same collectives. The shm transport has the same protocol
-in C (csrc/ipc/group.h).
+in C (csrc/control/control.h).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 #define sched_getaffinity affinity_of_test
 #define sched_setaffinity set_affinity_of_test
 #define clock_gettime affinity_clock_of_test
-#include "../../csrc/ipc/affinity.c"
+#include "../../csrc/control/affinity.c"
 
 #include <stdio.h>
 #include <stdlib.h>

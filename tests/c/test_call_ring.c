@@ -4,7 +4,7 @@
  * test_call_ring WORLD CALLS */
 #include "transports/nccl/call_ring.h"
 
-#include "ipc/mailbox.h"
+#include "control/mailbox.h"
 #include "processes.h"
 
 #include <sched.h>

@@ -6,7 +6,7 @@
  * of two processes, first one, then the other has no descriptor left. test_peers hang_up: the answerer hangs
  * up on the dialer before its first message. test_peers all WORLD: each process connects to all others; an
  * answerer holds fewer callers than dial it. */
-#include "ipc/group.h"
+#include "control/control.h"
 #include "ipc/handshake.h"
 #include "processes.h"
 #include "spar.h"

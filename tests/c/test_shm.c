@@ -4,7 +4,7 @@
  *
  * test_shm processes|threads WORLD CALLS: prints the median and the 99th percentile of a call in
  * microseconds. */
-#include "ipc/group.h"
+#include "control/control.h"
 #include "processes.h"
 #include "spar.h"
 

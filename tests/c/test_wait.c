@@ -3,7 +3,7 @@
 #define spar_group_await await_of_test
 #define sched_yield yield_of_test
 #define clock_gettime wait_clock_of_test
-#include "../../csrc/ipc/wait.c"
+#include "../../csrc/control/wait.c"
 
 #include <stdlib.h>
 

@@ -3,7 +3,7 @@
 #include "transports/rendezvous.h"
 #include "base/shared_text.h"
 #include "base/util.h"
-#include "ipc/last_call.h"
+#include "control/last_call.h"
 
 #include <stdio.h>
 #include <stdlib.h>

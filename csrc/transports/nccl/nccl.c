@@ -1,7 +1,7 @@
 /* NCCL: sends and receives of device memory, on any number of hosts. setup.c sets a group up, pipeline.h
  * moves the bytes, watchdog.h detects errors, timeouts and deaths without waiting for the device. */
 #include "base/util.h"
-#include "ipc/last_call.h"
+#include "control/last_call.h"
 #include "transports/nccl/state.h"
 
 #include <stdio.h>

@@ -11,7 +11,7 @@
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
-#include "ipc/group.h"
+#include "control/control.h"
 #include "transports/nccl/call_ring.h"
 #include "transports/nccl/api.h"
 

@@ -1,4 +1,4 @@
-#include "ipc/mailbox.h"
+#include "control/mailbox.h"
 
 #include "devices/cpu/nontemporal.h"
 

@@ -1,6 +1,6 @@
 /* Waiting for the peers of a group, and what aborts it: a death, a peer that aborted, Ctrl-C, the
  * deadline. */
-#include "ipc/mailbox.h"
+#include "control/mailbox.h"
 
 #include "base/util.h"
 

@@ -1,4 +1,4 @@
-#include "ipc/last_call.h"
+#include "control/last_call.h"
 
 #include "base/shared_text.h"
 

@@ -1,6 +1,6 @@
 /* SPAR_AFFINITY=1: spreads ranks that share cores over them. A spinning rank looks busy to the scheduler,
  * which may leave three ranks on one core and one on another for hundreds of calls. */
-#include "ipc/mailbox.h"
+#include "control/mailbox.h"
 
 #include "base/cores.h"
 

@@ -4,7 +4,7 @@
 #ifndef SPAR_MAILBOX_H
 #define SPAR_MAILBOX_H
 
-#include "ipc/group.h"
+#include "control/control.h"
 
 typedef struct {
     char magic[8];

@@ -3,8 +3,8 @@
  * Call n: everything that can fail on one rank comes first. Each rank then publishes n, reads all headers,
  * moves bytes, publishes done n and waits for every done n. A rank writes its own mailbox only (except for
  * peers' waiter counts and `detached` flags), and validates each value that it reads from a peer's. */
-#ifndef SPAR_GROUP_H
-#define SPAR_GROUP_H
+#ifndef SPAR_CONTROL_H
+#define SPAR_CONTROL_H
 
 #include "ipc/arena.h"
 #include "plan/plan.h"
