@@ -8,10 +8,10 @@
  *     rendezvous    ranks of one host exchange their mailboxes
  *     shm           pushes into the peers' outputs in shared memory
  *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
- *                   staging buffers and side streams (pipeline), comparison of calls (call_ring), errors and
- *                   deadlines on GPUs (watchdog)
+ *                   staging buffers and side streams (pipeline), errors and deadlines on GPUs (watchdog)
  *   control/     the order of a group's calls: who makes which, who failed, who is missing
  *     group, mailbox, wait                        publishing, comparing, waiting, aborting
+ *     ring          comparison of calls without waiting
  *     last_call     each process's newest call, for messages
  *     affinity      SPAR_AFFINITY=1: balances ranks over cores
  *   ipc/         processes of one host

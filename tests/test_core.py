@@ -168,9 +168,9 @@ def test_dialer_dials_again_after_hang_up(program: Builder, kind: str) -> None:
 
 
 @each("plain", "address", "thread")
-def test_call_ring(program: Builder, kind: str) -> None:
+def test_ring(program: Builder, kind: str) -> None:
     """Entries that are read while they are overwritten; different calls, corrupt entries, a death."""
-    done = run(program(kind), "call_ring", "3", "20000" if kind == "plain" else "5000")
+    done = run(program(kind), "ring", "3", "20000" if kind == "plain" else "5000")
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -6,10 +6,11 @@
 #ifndef SPAR_CONTROL_H
 #define SPAR_CONTROL_H
 
-#include "ipc/arena.h"
-#include "plan/plan.h"
 #include "base/deadline.h"
+#include "control/last_call.h"
+#include "ipc/arena.h"
 #include "ipc/peers.h"
+#include "plan/plan.h"
 
 #include <pthread.h>
 
@@ -23,6 +24,9 @@ typedef struct {
     char text[SPAR_GROUP_TEXT];
     spar_gathered gathered;
 } spar_description;
+
+/* Writes a rank's call for its peers, in at most `size` bytes. */
+typedef void (*spar_describe)(const void *call, char *text, size_t size, spar_gathered *gathered);
 
 /* What a rank publishes in call n. */
 typedef struct {
@@ -57,12 +61,10 @@ spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_
 spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, uint32_t *call);
 
 /* Publishes this rank's header and reads all [world]. If a rank failed, or signatures or known
- * `forward` numbers differ, every rank
- * returns the same SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then ended, and no bytes may be moved.
- * `describe` writes this rank's call for its peers, if calls differ. */
-spar_status spar_group_publish(spar_group *group, const spar_call_header *own,
-                               void (*describe)(void *context, spar_description *own), void *context,
-                               spar_call_header *all, const spar_deadline *deadline);
+ * `forward` numbers differ, every rank returns the same SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then
+ * ended, and no bytes may be moved. If calls differ, describe(call) writes this rank's for its peers. */
+spar_status spar_group_publish(spar_group *group, const spar_call_header *own, spar_describe describe,
+                               const void *call, spar_call_header *all, const spar_deadline *deadline);
 
 /* Publishes that this rank has moved its bytes; returns when all ranks have. */
 spar_status spar_group_finish(spar_group *group, const spar_deadline *deadline);
@@ -97,6 +99,9 @@ spar_peer *spar_group_peer(const spar_group *group, int rank);
 /* Whether a rank has closed or aborted the group. */
 int spar_group_has_aborted(const spar_group *group, int rank);
 
+/* The last call of a rank's process, on any group. */
+spar_last_call spar_group_last_call(const spar_group *group, int rank);
+
 /* The base and length of a rank's arena. */
 char *spar_group_arena(const spar_group *group, int rank, int64_t *length);
 
@@ -104,7 +109,8 @@ char *spar_group_arena(const spar_group *group, int rank, int64_t *length);
 extern const spar_quarantine spar_group_quarantine;
 void spar_group_hold(spar_group *group); /* adds a reference for such a block */
 
-/* Closes the group. Neither waits nor is collective; the mailbox is reused when every peer has detached. */
+/* Closes the group, which may be NULL. Neither waits nor is collective; the mailbox is reused when every peer
+ * has detached. Does nothing in a forked child, which leaves its parent's mailbox alone. */
 void spar_group_close(spar_group *group);
 
 /* For tests, which start near the wrap of call numbers: the same on all ranks, before the first call. */

@@ -83,8 +83,8 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
 }
 
 /* Compares all headers, with the same result on all ranks; on a mismatch collects all descriptions. */
-static spar_status compare_headers(spar_group *g, void (*describe)(void *context, spar_description *own),
-                                   void *context, spar_call_header *all, const spar_deadline *deadline)
+static spar_status compare_headers(spar_group *g, spar_describe describe, const void *call,
+                                   spar_call_header *all, const spar_deadline *deadline)
 {
     int differs = 0;
     int64_t forward = 0;
@@ -103,7 +103,8 @@ static spar_status compare_headers(spar_group *g, void (*describe)(void *context
     }
     if (!differs)
         return SPAR_OK;
-    describe(context, &g->own->description);
+    spar_description *own = &g->own->description;
+    describe(call, own->text, sizeof own->text, &own->gathered);
     publish(g->own, &g->own->described, g->call);
     SPAR_TRY(spar_group_await(g, SPAR_DESCRIBED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
@@ -114,9 +115,8 @@ static spar_status compare_headers(spar_group *g, void (*describe)(void *context
     return spar_fail(SPAR_MISMATCH, "calls differ between ranks");
 }
 
-spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
-                               void (*describe)(void *context, spar_description *own), void *context,
-                               spar_call_header *all, const spar_deadline *deadline)
+spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_describe describe,
+                               const void *call, spar_call_header *all, const spar_deadline *deadline)
 {
     g->own->signature = own->signature;
     g->own->forward = own->forward;
@@ -133,7 +133,7 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own,
         memcpy(all[rank].offsets, box->offsets, sizeof box->offsets);
     }
     spar_group_balance_cores(g);
-    spar_status status = compare_headers(g, describe, context, all, deadline);
+    spar_status status = compare_headers(g, describe, call, all, deadline);
     if (status != SPAR_MISMATCH && status != SPAR_NO_MEMORY)
         return status;
     spar_status end = spar_group_finish(g, deadline);
@@ -278,6 +278,13 @@ char *spar_group_arena(const spar_group *g, int rank, int64_t *length)
     return g->peers[rank] ? g->peers[rank]->base : spar_arena_base();
 }
 
+spar_last_call spar_group_last_call(const spar_group *g, int rank)
+{
+    int64_t length;
+    const char *base = spar_group_arena(g, rank, &length);
+    return spar_last_call_read(base, length);
+}
+
 void spar_group_spin(spar_group *g, int64_t spin_ns)
 {
     g->spin_ns = spin_ns;
@@ -377,6 +384,8 @@ static void unmap_dead(spar_group *g)
 
 void spar_group_close(spar_group *g)
 {
+    if (!g || !spar_arena_is_own())
+        return;
     spar_group_end_set_up(g);
     spar_group_break(g, "a rank closed the group");
     spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);

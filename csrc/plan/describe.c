@@ -3,6 +3,9 @@
 
 #include "base/util.h"
 
+#include <stdio.h>
+#include <string.h>
+
 static void put_list(char *text, size_t size, const int64_t *values, int count)
 {
     for (int i = 0; i < count; i++)
@@ -60,4 +63,23 @@ void spar_plan_describe(const spar_plan *plan, char *text, size_t size)
         spar_append(text, size, " -> ");
         put_layout(text, size, shape->out_dim, shape->out_sizes, plan->world, shape->out_how);
     }
+}
+
+void spar_plan_describe_call(const spar_plan *plan, const char *op, const char *text, int64_t number,
+                             int64_t forward, char *line, size_t size)
+{
+    char rest[512];
+    size_t limit = sizeof rest < size / 2 ? sizeof rest : size / 2;
+    snprintf(rest, limit, "%s", text);
+    if (number)
+        spar_append(rest, limit, " (call %lld%s", (long long)number, forward ? "" : ")");
+    if (number && forward)
+        spar_append(rest, limit, ", gradient of call %lld)", (long long)forward);
+    size_t room = size - strlen(rest);
+    snprintf(line, room, "%s ", op ? op : "a call");
+    size_t used = strlen(line);
+    spar_plan_describe(plan, line + used, room - used);
+    if (room > 4 && strlen(line) + 1 == room)
+        memcpy(line + room - 4, "...", 3);
+    spar_append(line, size, "%s", rest);
 }

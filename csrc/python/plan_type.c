@@ -113,8 +113,7 @@ static PyObject *plan_describe(PyObject *self, PyObject *args)
         return NULL;
     call.number = number;
     call.forward = forward;
-    spar_call_describe(&call, description.text, sizeof description.text);
-    description.gathered = spar_call_gathered(&call);
+    spar_call_describe(&call, description.text, sizeof description.text, &description.gathered);
     return spar_py_description(&description);
 }
 

@@ -4,7 +4,6 @@
  * One read and one write per byte, the permutation included; no staging. */
 #include "transports/rendezvous.h"
 #include "devices/execute.h"
-#include "control/last_call.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,12 +43,6 @@ static spar_status connect_all(spar_comm *comm, const spar_setup_result *results
                                const spar_deadline *deadline)
 {
     return spar_rendezvous_end(comm, comm->state, results, deadline);
-}
-
-static void describe(void *context, spar_description *own)
-{
-    spar_call_describe(context, own->text, sizeof own->text);
-    own->gathered = spar_call_gathered(context);
 }
 
 /* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its
@@ -234,7 +227,7 @@ static spar_status run_call(spar_comm *comm, spar_call *call, const all_headers 
         drop_sums(&results);
         return status;
     }
-    status = spar_group_publish(group, &header, describe, call, all->headers, &call->deadline);
+    status = spar_group_publish(group, &header, spar_call_describe, call, all->headers, &call->deadline);
     if (status == SPAR_OK)
         status = push(comm, call, all, results.own_stays);
     if (status == SPAR_OK)
@@ -307,16 +300,13 @@ static int description(const spar_comm *comm, int rank, spar_description *result
 
 static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 {
-    int64_t length;
-    const char *base = spar_group_arena(comm->state, rank, &length);
-    *last = spar_last_call_read(base, length);
+    *last = spar_group_last_call(comm->state, rank);
     return 1;
 }
 
 static void close_comm(spar_comm *comm)
 {
-    if (comm->state && spar_arena_is_own()) /* a forked child leaves its parent's mailbox alone */
-        spar_group_close(comm->state);
+    spar_group_close(comm->state);
     comm->state = NULL;
 }
 

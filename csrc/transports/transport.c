@@ -132,37 +132,18 @@ static spar_status find(const char *name, const spar_transport **found)
                      name, known);
 }
 
-void spar_call_describe(const spar_call *call, char *text, size_t size)
+void spar_call_describe(const void *context, char *text, size_t size, spar_gathered *gathered)
 {
-    char rest[512];
-    size_t limit = sizeof rest < size / 2 ? sizeof rest : size / 2;
-    *text = 0;
+    const spar_call *call = context;
+    *gathered = (spar_gathered){0};
     if (call->failed != SPAR_OK) {
-        spar_append(text, size, "failed: %s", call->why);
+        snprintf(text, size, "failed: %s", call->why);
         return;
     }
-    snprintf(rest, limit, "%s", call->text);
-    if (call->number)
-        spar_append(rest, limit, " (call %lld%s", (long long)call->number, call->forward ? "" : ")");
-    if (call->number && call->forward)
-        spar_append(rest, limit, ", gradient of call %lld)", (long long)call->forward);
-    size_t room = size - strlen(rest), used;
-    spar_append(text, room, "%s ", call->op ? call->op : "a call");
-    used = strlen(text);
-    spar_plan_describe(call->plan, text + used, room - used);
-    if (room > 4 && strlen(text) + 1 == room)
-        memcpy(text + room - 4, "...", 3);
-    spar_append(text, size, "%s", rest);
-}
-
-spar_gathered spar_call_gathered(const spar_call *call)
-{
-    spar_gathered result = {0};
-    if (call->failed == SPAR_OK)
-        result = spar_plan_gathered(call->plan, call->text);
-    if (result.rest) /* keeps its lowest bit */
-        result.rest ^= call->number << 1;
-    return result;
+    spar_plan_describe_call(call->plan, call->op, call->text, call->number, call->forward, text, size);
+    *gathered = spar_plan_gathered(call->plan, call->text);
+    if (gathered->rest) /* keeps its lowest bit */
+        gathered->rest ^= call->number << 1;
 }
 
 /* Whether a row was rejected because its set-up failed on some rank. */

@@ -6,14 +6,10 @@
 #ifndef SPAR_TRANSPORT_H
 #define SPAR_TRANSPORT_H
 
-#include "ipc/arena.h"
+#include "base/cores.h"
 #include "control/control.h"
-#include "control/last_call.h"
 #include "devices/device.h"
 #include "devices/sum.h"
-#include "base/cores.h"
-#include "base/deadline.h"
-#include "ipc/peers.h"
 
 /* What a rank sends to all ranks about itself, once per group. */
 typedef struct {
@@ -65,12 +61,9 @@ typedef struct {
     const char *group, *op; /* names for messages */
 } spar_call;
 
-/* One line about a call for messages: its op, plan, text and, unless 0, number; or why it failed. A plan that
- * is too long for `size` ends in "...", and the rest is whole: up to half of `size`. */
-void spar_call_describe(const spar_call *call, char *text, size_t size);
-
-/* What this rank holds of the dim that the call gathers. */
-spar_gathered spar_call_gathered(const spar_call *call);
+/* The spar_describe of a spar_call: one line (spar_plan_describe_call), or why the call failed; and what this
+ * rank holds of the dim that the call gathers. */
+void spar_call_describe(const void *call, char *text, size_t size, spar_gathered *gathered);
 
 /* What a rank has on its device. */
 typedef struct {

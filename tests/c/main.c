@@ -5,7 +5,7 @@
 int test_arena(int argc, char **argv);
 int test_core(int argc, char **argv);
 int test_cuda(int argc, char **argv);
-int test_call_ring(int argc, char **argv);
+int test_ring(int argc, char **argv);
 int test_peers(int argc, char **argv);
 int test_scale(int argc, char **argv);
 int test_shm(int argc, char **argv);
@@ -22,7 +22,7 @@ int main(int argc, char **argv)
         const char *name;
         int (*run)(int argc, char **argv);
     } tests[] = {{"arena", test_arena},       {"core", test_core},
-                 {"cuda", test_cuda},         {"call_ring", test_call_ring},
+                 {"cuda", test_cuda},         {"ring", test_ring},
                  {"peers", test_peers},       {"scale", test_scale},
                  {"shm", test_shm},           {"siphash", test_siphash},
                  {"affinity", test_affinity}, {"nontemporal", test_nontemporal},

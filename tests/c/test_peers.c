@@ -58,10 +58,11 @@ static spar_deadline soon(void)
 
 /* ---- groups ---- */
 
-static void describe_call(void *context, spar_description *own)
+static void describe_call(const void *call, char *text, size_t size, spar_gathered *gathered)
 {
-    (void)context;
-    snprintf(own->text, sizeof own->text, "a call");
+    (void)call;
+    (void)gathered;
+    snprintf(text, size, "a call");
 }
 
 static void one_call(spar_group *group, int world, int rank, int round)

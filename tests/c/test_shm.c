@@ -222,10 +222,11 @@ static void fail_together(spar_comm *comm)
         EXPECT(strcmp(spar_last_error(), "rank 1 failed: an injected failure") == 0);
 }
 
-static void describe_call(void *context, spar_description *own)
+static void describe_call(const void *call, char *text, size_t size, spar_gathered *gathered)
 {
-    (void)context;
-    snprintf(own->text, sizeof own->text, "a corrupt call");
+    (void)call;
+    (void)gathered;
+    snprintf(text, size, "a corrupt call");
 }
 
 /* Rank 0 publishes an invalid offset: no peer writes there. */

@@ -55,7 +55,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "wait",
         "affinity",
         "core",
-        "call_ring 3 5000",
+        "ring 3 5000",
         "peers groups 3 6 20",
         "peers refused",
         "shm processes 2 2000",

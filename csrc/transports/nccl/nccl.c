@@ -1,7 +1,6 @@
 /* NCCL: sends and receives of device memory, on any number of hosts. setup.c sets a group up, pipeline.h
  * moves the bytes, watchdog.h detects errors, timeouts and deaths without waiting for the device. */
 #include "base/util.h"
-#include "control/last_call.h"
 #include "transports/nccl/state.h"
 
 #include <stdio.h>
@@ -45,18 +44,29 @@ static spar_status check_call(const spar_nccl_state *s, const spar_call *call)
     return SPAR_OK;
 }
 
+/* Publishes call n, or that this rank cannot make it, to the ranks of this host. */
+static spar_status publish(const spar_nccl_state *s, uint64_t n, const spar_call *call)
+{
+    const spar_call_header own = {
+        .signature = call->failed == SPAR_OK ? spar_plan_signature(call->plan, call->text) : 0,
+        .forward = call->forward,
+        .status = call->failed,
+    };
+    return s->ring ? spar_ring_begin(s->ring, n, &own, spar_call_describe, call, s->compare) : SPAR_OK;
+}
+
 /* Reports to the peers that this rank cannot make call n. */
 static spar_status fail_alone(spar_nccl_state *s, uint64_t n, const spar_call *call, spar_status status)
 {
     char why[SPAR_GROUP_TEXT];
-    spar_call told = *call;
+    spar_call failed = *call;
     spar_ranks ranks = *spar_last_error_ranks();
     snprintf(why, sizeof why, "%s", spar_last_error());
-    told.failed = status;
-    told.why = why;
+    failed.failed = status;
+    failed.why = why;
     if (status == SPAR_INTERRUPTED)
         spar_watchdog_break(s->watchdog, SPAR_BROKEN);
-    else if (s->ring && spar_call_ring_begin(s->ring, n, &told, s->compare) != SPAR_OK)
+    else if (publish(s, n, &failed) != SPAR_OK)
         spar_watchdog_break(s->watchdog, SPAR_MISMATCH);
     return spar_fail_ranks(status, &ranks, "%s", why);
 }
@@ -74,8 +84,7 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     if (status != SPAR_OK)
         return fail_alone(s, n, call, status);
     SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline));
-    if (s->ring)
-        status = spar_call_ring_begin(s->ring, n, call, s->compare);
+    status = publish(s, n, call);
     if (status == SPAR_OK && !s->own) { /* the watchdog does not check torch's communicator */
         status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), "ncclCommGetAsyncError");
         if (status == SPAR_OK)
@@ -147,15 +156,15 @@ static int description(const spar_comm *comm, int rank, spar_description *result
 {
     const spar_nccl_state *s = comm->state;
     *result->text = 0;
-    return s->ring && spar_call_ring_gathered(s->ring, rank, &result->gathered);
+    return s->ring && spar_ring_gathered(s->ring, rank, &result->gathered);
 }
 
 static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
 {
     const spar_nccl_state *s = comm->state;
-    if (s->ring)
-        *last = spar_call_ring_last_call(s->ring, rank);
-    return s->ring != NULL;
+    if (s->group)
+        *last = spar_group_last_call(s->group, rank);
+    return s->group != NULL;
 }
 
 static const char *broken(const spar_comm *comm)

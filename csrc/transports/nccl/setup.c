@@ -32,7 +32,8 @@ void spar_nccl_release(void *state)
         return;
     if (s->has_pipeline)
         spar_pipeline_close(&s->pipeline);
-    spar_call_ring_close(s->ring);
+    spar_ring_close(s->ring);
+    spar_group_close(s->group);
     pthread_cond_destroy(&s->connected);
     pthread_mutex_destroy(&s->lock);
     free(s);
@@ -73,12 +74,20 @@ static spar_status make(spar_nccl_state *s, const spar_native *native, token *ow
     return SPAR_OK;
 }
 
+/* Opens the ring if all ranks share this host. It is optional: *offset is -1 without one. */
+static void open_ring(spar_nccl_state *s, const spar_comm *comm, const spar_peer_info *info, int64_t *offset)
+{
+    char reason[96];
+    if (!spar_rendezvous_possible(info, s->world, 0, reason, sizeof reason) ||
+        spar_rendezvous_begin(comm, info, spar_ring_room(), &s->group, offset) != SPAR_OK ||
+        spar_ring_open(s->group, &s->ring) != SPAR_OK)
+        *offset = -1;
+}
+
 spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
 {
     token own = {0};
     spar_entered before;
-    char reason[96];
-    result->offset = -1;
     SPAR_TRY(spar_device_cuda.open());
     SPAR_TRY(spar_nccl_open());
     SPAR_TRY(spar_device_cuda.prepare(comm->native.ordinal));
@@ -92,9 +101,7 @@ spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_se
     s->rank = comm->rank;
     s->ordinal = comm->native.ordinal;
     comm->state = s;
-    if (spar_rendezvous_possible(info, s->world, 0, reason, sizeof reason) &&
-        spar_call_ring_open(comm, info, &s->ring, &result->offset) != SPAR_OK)
-        result->offset = -1; /* the call ring is optional */
+    open_ring(s, comm, info, &result->offset);
     SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
     spar_device_cuda.leave(&before);
@@ -153,7 +160,7 @@ static void *rendezvous_thread(void *context)
 static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *deadline)
 {
     SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
-    spar_status status = s->ring ? spar_call_ring_poll(s->ring, 1) : SPAR_OK;
+    spar_status status = s->ring ? spar_ring_poll(s->ring, 1) : SPAR_OK;
     if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fall back together */
         return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, spar_last_error_ranks(),
                                "%s", spar_last_error());
@@ -256,11 +263,14 @@ static spar_status connect_ring(spar_nccl_state *s, const spar_comm *comm, const
     int all = s->ring != NULL;
     for (int rank = 0; rank < s->world; rank++)
         all = all && results[rank].offset >= 0;
-    spar_status status = all ? spar_call_ring_connect(s->ring, comm, results, deadline) : SPAR_TRANSPORT;
+    spar_status status = all ? spar_rendezvous_end(comm, s->group, results, deadline) : SPAR_TRANSPORT;
     if (status == SPAR_OK)
         return SPAR_OK;
-    spar_call_ring_close(s->ring);
+    spar_ring_close(s->ring);
+    if (!all)
+        spar_group_close(s->group); /* else the mailbox stays: peers that connected may still read it */
     s->ring = NULL;
+    s->group = NULL;
     return spar_ends_wait(status) ? status : SPAR_OK;
 }
 
@@ -295,6 +305,6 @@ spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
         status = spar_watchdog_open(&what, &s->watchdog);
     spar_device_cuda.leave(&before);
     if (status != SPAR_OK && s->ring)
-        spar_call_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
+        spar_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
     return status;
 }

@@ -16,7 +16,8 @@ typedef struct {
     spar_nccl_id id;
     spar_pipeline pipeline;
     int has_pipeline;
-    spar_call_ring *ring; /* NULL: the ranks are not all on one host */
+    spar_group *group; /* of the ranks, if all are on one host; else NULL, as is its ring */
+    spar_ring *ring;
     int compare;
     uint64_t calls;
     struct ncclComm *own, *native; /* native: torch's, at the set-up */

@@ -61,7 +61,7 @@ static void fail_watchdog(spar_watchdog *w, spar_status status)
     snprintf(w->reason, sizeof w->reason, "%s", spar_last_error());
     __atomic_store_n(&w->status, status, __ATOMIC_RELEASE);
     if (w->what.ring)
-        spar_call_ring_abort(w->what.ring, status, &w->ranks, w->reason);
+        spar_ring_abort(w->what.ring, status, &w->ranks, w->reason);
     pthread_cond_broadcast(&all.changed);
 }
 
@@ -85,7 +85,7 @@ static spar_status retire_calls(spar_watchdog *w)
         over = w->slots[w->first].call;
     }
     if (over && w->what.ring)
-        spar_call_ring_complete(w->what.ring, over);
+        spar_ring_complete(w->what.ring, over);
     return status;
 }
 
@@ -110,7 +110,7 @@ static spar_status check_limits(const spar_watchdog *w)
     if (!late)
         return SPAR_OK;
     if (w->what.ring)
-        spar_call_ring_absent(w->what.ring, late, &ranks, absent, sizeof absent);
+        spar_ring_absent(w->what.ring, late, &ranks, absent, sizeof absent);
     return spar_fail_ranks(SPAR_TIMEOUT, &ranks, "call %llu of this group on the GPU did not end in time%s%s",
                            (unsigned long long)late, *absent ? "; not called by " : "", absent);
 }
@@ -125,7 +125,7 @@ static void poll_once(spar_watchdog *w)
         status = check_nccl(w);
     int under_way = w->count || w->inside_ns;
     if (status == SPAR_OK && under_way && w->what.ring)
-        status = spar_call_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call);
+        status = spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call);
     if (status == SPAR_OK && under_way)
         status = check_limits(w);
     if (status != SPAR_OK)

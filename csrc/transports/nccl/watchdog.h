@@ -11,8 +11,7 @@
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
-#include "control/control.h"
-#include "transports/nccl/call_ring.h"
+#include "control/ring.h"
 #include "transports/nccl/api.h"
 
 typedef struct spar_watchdog spar_watchdog;
@@ -20,7 +19,7 @@ typedef struct spar_watchdog spar_watchdog;
 typedef struct {
     struct ncclComm *comm; /* aborted when the watchdog breaks or closes; NULL: torch's, not touched */
     int ordinal;           /* device */
-    spar_call_ring *ring;  /* of the ranks of one host; NULL: none */
+    spar_ring *ring;       /* of the ranks of one host; NULL: none */
     /* Frees what the calls use, when none is under way any more; on a thread of its own, with the device
      * entered. */
     void (*release)(void *context);

@@ -1,15 +1,14 @@
-#include "transports/nccl/call_ring.h"
+#include "control/ring.h"
 
-#include "transports/rendezvous.h"
 #include "base/shared_text.h"
 #include "base/util.h"
-#include "control/last_call.h"
+#include "control/mailbox.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { ENTRIES = 1024, WORDS = 30, TEXT = WORDS * sizeof(uint64_t), KNOWN = 16 };
+enum { ENTRIES = 1024, WORDS = 30, TEXT = WORDS * sizeof(uint64_t), CACHED = 16 };
 static const int64_t POLL_NS = 50000000, GRACE_NS = 1000000000;
 
 typedef struct {
@@ -36,96 +35,77 @@ typedef struct {
     spar_gathered gathered;
 } description;
 
-struct spar_call_ring {
+struct spar_ring {
     int world, rank;
-    int stranded; /* this rank failed to connect; peers may have connected */
     spar_group *group;
     int aborted;
     int64_t polled_ns;
-    int64_t *gone_ns;         /* [world] when a rank was found dead; 0: it is not */
-    description known[KNOWN]; /* by signature: describing a call takes longer than all other steps */
+    description cache[CACHED]; /* by signature */
+    int64_t gone_ns[];         /* [world] when a rank was found dead; 0: it is not */
 };
 
-static call_log *log_of(const spar_call_ring *r, int rank)
+static call_log *log_of(const spar_ring *r, int rank)
 {
     return spar_group_room(r->group, rank);
 }
 
-static uint64_t newest_of(const spar_call_ring *r, int rank)
+static uint64_t newest_of(const spar_ring *r, int rank)
 {
     return __atomic_load_n(&log_of(r, rank)->newest, __ATOMIC_ACQUIRE);
 }
 
-/* ---- set-up ---- */
-
-spar_status spar_call_ring_open(const spar_comm *comm, const spar_peer_info *info, spar_call_ring **result,
-                                int64_t *offset)
+int64_t spar_ring_room(void)
 {
-    spar_call_ring *r = calloc(1, sizeof *r);
-    int64_t *gone = calloc((size_t)comm->world, sizeof *gone);
-    spar_status status =
-        r && gone ? SPAR_OK : spar_fail(SPAR_NO_MEMORY, "no memory for %d ranks", comm->world);
-    if (status == SPAR_OK)
-        status = spar_rendezvous_begin(comm, info, sizeof(call_log), &r->group, offset);
-    if (status != SPAR_OK) {
-        free(gone);
-        free(r);
-        return status;
-    }
-    r->world = comm->world;
-    r->rank = comm->rank;
-    r->gone_ns = gone;
+    return sizeof(call_log);
+}
+
+spar_status spar_ring_open(spar_group *group, spar_ring **result)
+{
+    spar_ring *r = calloc(1, sizeof *r + (size_t)group->world * sizeof *r->gone_ns);
+    if (!r)
+        return spar_fail(SPAR_NO_MEMORY, "no memory for %d ranks", group->world);
+    r->world = group->world;
+    r->rank = group->rank;
+    r->group = group;
     *result = r;
     return SPAR_OK;
 }
 
-spar_status spar_call_ring_connect(spar_call_ring *r, const spar_comm *comm, const spar_setup_result *results,
-                                   const spar_deadline *deadline)
+void spar_ring_close(spar_ring *r)
 {
-    spar_status status = spar_rendezvous_end(comm, r->group, results, deadline);
-    r->stranded = status != SPAR_OK;
-    return status;
-}
-
-void spar_call_ring_close(spar_call_ring *r)
-{
-    if (!r)
-        return;
-    if (!r->stranded && spar_arena_is_own()) /* else the mailbox stays: peers may still read it */
-        spar_group_close(r->group);
-    free(r->gone_ns);
     free(r);
 }
 
 /* ---- a call ---- */
 
-/* A call's description, cached by its signature. */
-static const description *describe(spar_call_ring *r, const spar_call *call, uint64_t signature)
+/* A call's description, cached by its signature: describing takes longer than all other steps. */
+static const description *describe_cached(spar_ring *r, uint64_t signature, spar_describe describe,
+                                          const void *call)
 {
-    description *known = &r->known[signature % KNOWN];
-    if (known->signature != signature || !*known->text) {
-        spar_call_describe(call, known->text, TEXT);
-        known->gathered = spar_call_gathered(call);
-        known->signature = signature;
+    description *cached = &r->cache[signature % CACHED];
+    if (cached->signature != signature || !*cached->text) {
+        describe(call, cached->text, TEXT, &cached->gathered);
+        cached->signature = signature;
     }
-    return known;
+    return cached;
 }
 
-static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
+static void record(spar_ring *r, uint64_t n, const spar_call_header *header, spar_describe describe,
+                   const void *call)
 {
     call_log *own = log_of(r, r->rank);
     entry *e = &own->entries[n % ENTRIES];
     description failure = {0};
-    const description *known = &failure;
-    if (call->failed != SPAR_OK)
-        spar_call_describe(call, failure.text, TEXT);
+    const description *shown = &failure;
+    if (header->status != SPAR_OK)
+        describe(call, failure.text, TEXT, &failure.gathered);
     else
-        known = describe(r, call, spar_plan_signature(call->plan, call->text) | 1);
-    const int64_t gathered[] = {known->gathered.rest, known->gathered.dim, known->gathered.size};
+        shown = describe_cached(r, header->signature | 1, describe, call);
+    const int64_t gathered[] = {shown->gathered.rest, shown->gathered.dim, shown->gathered.size};
     __atomic_store_n(&e->call, 0, __ATOMIC_RELAXED); /* readers see it before what follows */
-    __atomic_store_n(&e->signature, known->signature, __ATOMIC_RELEASE);
-    __atomic_store_n(&e->forward, call->forward, __ATOMIC_RELEASE);
-    spar_shared_text_write(e->text, WORDS, known->text);
+    __atomic_store_n(&e->signature, shown->signature, __ATOMIC_RELEASE);
+    __atomic_store_n(&e->forward, header->forward, __ATOMIC_RELEASE);
+    spar_shared_text_write(e->text, WORDS, shown->text);
     for (int i = 0; i < 3; i++)
         __atomic_store_n(&e->gathered[i], gathered[i], __ATOMIC_RELAXED);
     /* seq_cst: of two ranks that each write and then read, at least one sees the other's entry */
@@ -135,7 +115,7 @@ static void record(spar_call_ring *r, uint64_t n, const spar_call *call)
 
 /* Whether the log holds a rank's call n, complete and not overwritten. `whole` 0: not its
  * description. */
-static int read_entry(const spar_call_ring *r, int rank, uint64_t n, description *call, int whole)
+static int read_entry(const spar_ring *r, int rank, uint64_t n, description *call, int whole)
 {
     const entry *e = &log_of(r, rank)->entries[n % ENTRIES];
     if (__atomic_load_n(&e->call, __ATOMIC_SEQ_CST) != n)
@@ -152,7 +132,7 @@ static int read_entry(const spar_call_ring *r, int rank, uint64_t n, description
 }
 
 /* The status and reason of the first rank that aborted. */
-static spar_status check_aborts(const spar_call_ring *r)
+static spar_status check_aborts(const spar_ring *r)
 {
     for (int i = 1; i < r->world; i++) {
         int rank = (r->rank + i) % r->world;
@@ -176,7 +156,7 @@ static spar_status check_aborts(const spar_call_ring *r)
 }
 
 /* A rank that closed the group before call n will not make it. */
-static spar_status check_closed(const spar_call_ring *r, uint64_t n)
+static spar_status check_closed(const spar_ring *r, uint64_t n)
 {
     for (int rank = 0; rank < r->world; rank++)
         if (rank != r->rank && spar_group_has_aborted(r->group, rank) && newest_of(r, rank) < n)
@@ -198,7 +178,7 @@ static void append_call(char *text, size_t size, int rank, const description *ca
 }
 
 /* Describes call n of all ranks; calls that are equal are described once. */
-static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
+static spar_status fail_mismatch(const spar_ring *r, uint64_t n, int other)
 {
     char text[SPAR_GROUP_TEXT];
     description calls[2] = {0}, call;
@@ -221,19 +201,20 @@ static spar_status fail_mismatch(const spar_call_ring *r, uint64_t n, int other)
     return spar_fail_rank(SPAR_MISMATCH, r->rank, "%s", text);
 }
 
-spar_status spar_call_ring_begin(spar_call_ring *r, uint64_t n, const spar_call *call, int compare)
+spar_status spar_ring_begin(spar_ring *r, uint64_t n, const spar_call_header *header, spar_describe describe,
+                            const void *call, int compare)
 {
     description own, theirs;
-    record(r, n, call);
+    record(r, n, header, describe, call);
     SPAR_TRY(check_aborts(r));
     if (compare && read_entry(r, r->rank, n, &own, 0))
         for (int rank = 0; rank < r->world; rank++)
             if (rank != r->rank && read_entry(r, rank, n, &theirs, 0) && differ(&own, &theirs))
                 return fail_mismatch(r, n, rank);
-    return call->failed == SPAR_OK ? check_closed(r, n) : SPAR_OK;
+    return header->status == SPAR_OK ? check_closed(r, n) : SPAR_OK;
 }
 
-int spar_call_ring_gathered(const spar_call_ring *r, int rank, spar_gathered *gathered)
+int spar_ring_gathered(const spar_ring *r, int rank, spar_gathered *gathered)
 {
     description call;
     int known = read_entry(r, rank, newest_of(r, r->rank), &call, 1);
@@ -244,12 +225,12 @@ int spar_call_ring_gathered(const spar_call_ring *r, int rank, spar_gathered *ga
 
 /* ---- for the watchdog ---- */
 
-void spar_call_ring_complete(spar_call_ring *r, uint64_t n)
+void spar_ring_complete(spar_ring *r, uint64_t n)
 {
     __atomic_store_n(&log_of(r, r->rank)->over, n, __ATOMIC_RELEASE);
 }
 
-spar_status spar_call_ring_poll(spar_call_ring *r, uint64_t n)
+spar_status spar_ring_poll(spar_ring *r, uint64_t n)
 {
     SPAR_TRY(check_aborts(r));
     int64_t now = spar_now_ns();
@@ -271,7 +252,7 @@ spar_status spar_call_ring_poll(spar_call_ring *r, uint64_t n)
     return SPAR_OK;
 }
 
-void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, spar_ranks *ranks, char *text, size_t size)
+void spar_ring_absent(const spar_ring *r, uint64_t n, spar_ranks *ranks, char *text, size_t size)
 {
     *text = 0;
     for (int rank = 0; rank < r->world; rank++) {
@@ -284,7 +265,7 @@ void spar_call_ring_absent(const spar_call_ring *r, uint64_t n, spar_ranks *rank
     }
 }
 
-void spar_call_ring_abort(spar_call_ring *r, spar_status status, const spar_ranks *ranks, const char *reason)
+void spar_ring_abort(spar_ring *r, spar_status status, const spar_ranks *ranks, const char *reason)
 {
     call_log *own = log_of(r, r->rank);
     if (__atomic_exchange_n(&r->aborted, 1, __ATOMIC_ACQ_REL))
@@ -292,11 +273,4 @@ void spar_call_ring_abort(spar_call_ring *r, spar_status status, const spar_rank
     own->ranks = *ranks;
     snprintf(own->reason, sizeof own->reason, "%s", reason);
     __atomic_store_n(&own->abort_status, (uint32_t)status, __ATOMIC_RELEASE);
-}
-
-spar_last_call spar_call_ring_last_call(const spar_call_ring *r, int rank)
-{
-    int64_t length;
-    const char *base = spar_group_arena(r->group, rank, &length);
-    return spar_last_call_read(base, length);
 }

@@ -1,10 +1,11 @@
 /* The call ring between processes: entries that are read while they change, calls that differ, a rank that
  * dies, and a rank whose memory is corrupt.
  *
- * test_call_ring WORLD CALLS */
-#include "transports/nccl/call_ring.h"
+ * test_ring WORLD CALLS */
+#include "control/ring.h"
 
 #include "control/mailbox.h"
+#include "transports/rendezvous.h"
 #include "processes.h"
 
 #include <sched.h>
@@ -27,7 +28,8 @@ typedef struct {
 typedef struct {
     rendezvous *m;
     int rank;
-    spar_call_ring *ring;
+    spar_group *group;
+    spar_ring *ring;
     char *entries; /* what the peers read */
     uint64_t n;
     int64_t forward; /* of its next call */
@@ -48,13 +50,20 @@ static void join(rank_state *r)
     const spar_comm comm = {.world = m->world, .rank = r->rank, .local_ranks = m->world, .info = m->info};
     EXPECT(!spar_peers_listen(&m->info[r->rank].endpoint, &m->info[r->rank].secret));
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_call_ring_open(&comm, m->info, &r->ring, &m->opened[r->rank].offset));
+    EXPECT(!spar_rendezvous_begin(&comm, m->info, spar_ring_room(), &r->group, &m->opened[r->rank].offset));
+    EXPECT(!spar_ring_open(r->group, &r->ring));
     pthread_barrier_wait(&m->barrier);
-    EXPECT(!spar_call_ring_connect(r->ring, &comm, m->opened, &deadline));
+    EXPECT(!spar_rendezvous_end(&comm, r->group, m->opened, &deadline));
     int64_t mailbox_length = ((int64_t)sizeof(mailbox) + m->world + 63) / 64 * 64;
     r->entries = spar_arena_base() + m->opened[r->rank].offset + mailbox_length;
     r->n = 0;
     pthread_barrier_wait(&m->barrier);
+}
+
+static void leave(rank_state *r)
+{
+    spar_ring_close(r->ring);
+    spar_group_close(r->group);
 }
 
 /* Begins a gather of `items` items; `why`: NULL, or the reason why this rank cannot make the call. */
@@ -71,7 +80,9 @@ static spar_status begin_call(rank_state *r, int64_t items, const char *text, co
                       .failed = why ? SPAR_INVALID : SPAR_OK,
                       .why = why,
                       .op = "gather"};
-    spar_status status = spar_call_ring_begin(r->ring, ++r->n, &call, 1);
+    const spar_call_header own = {
+        .signature = why ? 0 : spar_plan_signature(plan, text), .forward = r->forward, .status = call.failed};
+    spar_status status = spar_ring_begin(r->ring, ++r->n, &own, spar_call_describe, &call, 1);
     spar_plan_release(plan);
     return status;
 }
@@ -84,10 +95,10 @@ static void *watchdog(void *argument)
     const struct timespec moment = {0, 100000};
     char text[300];
     for (uint64_t n = 1; !__atomic_load_n(&r->stop, __ATOMIC_ACQUIRE); n += 7) {
-        EXPECT(!spar_call_ring_poll(r->ring, n));
-        spar_call_ring_absent(r->ring, n, &(spar_ranks){0}, text, sizeof text);
-        spar_call_ring_last_call(r->ring, (r->rank + 1) % r->m->world);
-        spar_call_ring_complete(r->ring, n);
+        EXPECT(!spar_ring_poll(r->ring, n));
+        spar_ring_absent(r->ring, n, &(spar_ranks){0}, text, sizeof text);
+        spar_group_last_call(r->group, (r->rank + 1) % r->m->world);
+        spar_ring_complete(r->ring, n);
         nanosleep(&moment, NULL);
     }
     return NULL;
@@ -126,7 +137,7 @@ static void agree(rank_state *r)
     pthread_barrier_wait(&r->m->barrier);
     __atomic_store_n(&r->stop, 1, __ATOMIC_RELEASE);
     EXPECT(pthread_join(r->watcher, NULL) == 0);
-    spar_call_ring_close(r->ring);
+    leave(r);
 }
 
 /* ---- faults ---- */
@@ -147,8 +158,8 @@ static void differ(rank_state *r)
     EXPECT(status == (last ? SPAR_MISMATCH : SPAR_OK));
     if (last) {
         EXPECT(strstr(spar_last_error(), " equal\n") && strstr(spar_last_error(), " different"));
-        spar_call_ring_abort(r->ring, SPAR_MISMATCH, spar_last_error_ranks(), spar_last_error());
-        spar_call_ring_abort(r->ring, SPAR_TIMEOUT, &(spar_ranks){0}, "a second reason");
+        spar_ring_abort(r->ring, SPAR_MISMATCH, spar_last_error_ranks(), spar_last_error());
+        spar_ring_abort(r->ring, SPAR_TIMEOUT, &(spar_ranks){0}, "a second reason");
     }
 }
 
@@ -156,7 +167,7 @@ static void expect_abort(rank_state *r)
 {
     if (r->rank == r->m->world - 1)
         return;
-    EXPECT(spar_call_ring_poll(r->ring, 1) == SPAR_MISMATCH);
+    EXPECT(spar_ring_poll(r->ring, 1) == SPAR_MISMATCH);
     EXPECT(strstr(spar_last_error(), " different"));
     EXPECT(begin_call(r, 4, " equal", NULL) == SPAR_MISMATCH);
 }
@@ -176,7 +187,7 @@ static void cross(rank_state *r)
 static void fail_alone(rank_state *r)
 {
     char text[100];
-    spar_call_ring_absent(r->ring, 1, &(spar_ranks){0}, text, sizeof text);
+    spar_ring_absent(r->ring, 1, &(spar_ranks){0}, text, sizeof text);
     EXPECT((r->rank == r->m->world - 1) == !strstr(text, "(process"));
     EXPECT(begin_call(r, 4, "", r->rank ? NULL : "no room") == (r->rank ? SPAR_MISMATCH : SPAR_OK));
     EXPECT(!r->rank || strstr(spar_last_error(), "rank 0: failed: no room"));
@@ -212,13 +223,13 @@ static void corrupt(rank_state *r, unsigned seed)
             EXPECT(strchr(spar_last_error(), '\xff') || seed > 1);
         if (i == 0)
             EXPECT(strlen(spar_last_error()) < 1200);
-        EXPECT((spar_call_ring_poll(r->ring, r->n) == SPAR_OK) == (seed == 0));
-        spar_call_ring_absent(r->ring, r->n, &(spar_ranks){0}, text, sizeof text);
+        EXPECT((spar_ring_poll(r->ring, r->n) == SPAR_OK) == (seed == 0));
+        spar_ring_absent(r->ring, r->n, &(spar_ranks){0}, text, sizeof text);
         EXPECT(strlen(text) < sizeof text);
-        spar_call_ring_last_call(r->ring, 0);
+        spar_group_last_call(r->group, 0);
     }
     pthread_barrier_wait(&r->m->barrier);
-    spar_call_ring_close(r->ring);
+    leave(r);
     pthread_barrier_wait(&r->m->barrier);
 }
 
@@ -230,23 +241,23 @@ static void die(rank_state *r)
     spar_status status;
     join(r);
     EXPECT(!begin_call(r, 4, "", NULL) && !begin_call(r, 4, "", NULL));
-    spar_call_ring_complete(r->ring, 1);
+    spar_ring_complete(r->ring, 1);
     pthread_barrier_wait(&r->m->barrier);
     if (r->rank == 0)
         exit(0);
     for (int i = 0; i < 10; i++, nanosleep(&moment, NULL))
-        EXPECT(!spar_call_ring_poll(r->ring, 1));
+        EXPECT(!spar_ring_poll(r->ring, 1));
     int64_t begin = spar_now_ns();
-    while ((status = spar_call_ring_poll(r->ring, 2)) == SPAR_OK && spar_now_ns() - begin < 5000000000)
+    while ((status = spar_ring_poll(r->ring, 2)) == SPAR_OK && spar_now_ns() - begin < 5000000000)
         nanosleep(&moment, NULL);
     EXPECT(status == SPAR_PEER_LOST && strstr(spar_last_error(), "died before the end of call 2"));
     EXPECT(spar_now_ns() - begin > 500000000);
     nanosleep(&(struct timespec){0, 60000000}, NULL);
-    EXPECT(spar_call_ring_poll(r->ring, 3) == SPAR_PEER_LOST);
+    EXPECT(spar_ring_poll(r->ring, 3) == SPAR_PEER_LOST);
     __atomic_add_fetch(&r->m->ended, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&r->m->ended, __ATOMIC_SEQ_CST) < r->m->world - 1)
         nanosleep(&moment, NULL);
-    spar_call_ring_close(r->ring);
+    leave(r);
 }
 
 static void work(void *context, int rank)
@@ -256,19 +267,19 @@ static void work(void *context, int rank)
     join(&r);
     one_after_another(&r, differ);
     one_after_another(&r, expect_abort);
-    spar_call_ring_close(r.ring);
+    leave(&r);
     join(&r);
     one_after_another(&r, cross);
-    spar_call_ring_close(r.ring);
+    leave(&r);
     join(&r);
     one_after_another(&r, fail_alone);
-    spar_call_ring_close(r.ring);
+    leave(&r);
     for (unsigned seed = 0; seed < 5; seed++)
         corrupt(&r, seed);
     die(&r);
 }
 
-int test_call_ring(int argc, char **argv)
+int test_ring(int argc, char **argv)
 {
     rendezvous *m = shared_memory(sizeof *m);
     EXPECT(m && argc == 3);
