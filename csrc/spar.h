@@ -10,7 +10,8 @@
  *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
  *                   staging buffers and side streams (pipeline), errors and deadlines on GPUs (watchdog)
  *   control/     the order of a group's calls: who makes which, who failed, who is missing
- *     group, mailbox, wait                        publishing, comparing, waiting, aborting
+ *     group         a group's calls, and its life
+ *     mailbox       what ranks publish: storing it, waiting for it, aborting
  *     ring          comparison of calls without waiting
  *     last_call     each process's newest call, for messages
  *     affinity      SPAR_AFFINITY=1: balances ranks over cores
@@ -28,8 +29,8 @@
  *   ops/         which part of a tensor each rank holds (layout); an exchange is a pair of layouts (exchange)
  *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines
  *                (deadline), libraries opened at run time (dynlib), locks around fork (fork), cores and
- *                cgroup limits (cores, cgroup), text in shared memory (shared_text), message authentication
- *                (siphash), utilities (util)
+ *                cgroup limits (cores, cgroup), the fence after non-temporal stores (fence), text in shared
+ *                memory (shared_text), message authentication (siphash), utilities (util)
  *
  * A file includes headers of its own folder or of folders below it in this list. */
 #ifndef SPAR_H

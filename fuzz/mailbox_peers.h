@@ -2,8 +2,8 @@
 #ifndef FUZZ_MAILBOX_PEERS_H
 #define FUZZ_MAILBOX_PEERS_H
 
-#include "../csrc/control/group.c" /* for its MAGIC */
-#include "../csrc/control/wait.c"  /* for its SLICE_NS */
+#include "../csrc/control/group.c"   /* for its MAGIC */
+#include "../csrc/control/mailbox.c" /* for its SLICE_NS */
 
 #include "fuzz.h"
 

@@ -1,65 +1,13 @@
 #include "control/mailbox.h"
 
-#include "devices/cpu/nontemporal.h"
-
-#include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 static const char MAGIC[8] = {'s', 'p', 'a', 'r', ' ', 'b', 'o', 'x'};
 /* Twice the wake-up latency: with less, two ranks may keep sleeping alternately. */
 static const int64_t SPIN_NS = 200000;
-
-static void wake(uint32_t *word)
-{
-    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
-}
-
-/* The only function that makes a word visible: after all stores of this thread, non-temporal ones too. */
-static void publish(mailbox *box, uint32_t *word, uint32_t value)
-{
-    spar_nontemporal_fence();
-    /* seq_cst: the word before the count, as a sleeper writes the count before it reads the word */
-    __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&box->waiters, __ATOMIC_SEQ_CST))
-        wake(word);
-}
-
-/* ---- aborting ---- */
-
-void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const spar_ranks *ranks,
-                      const char *reason)
-{
-    if (__atomic_exchange_n(&g->aborted, 1, __ATOMIC_RELAXED))
-        return;
-    g->own->broken_call = call;
-    g->own->ranks = *ranks;
-    snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
-    publish(g->own, &g->own->broken, (uint32_t)status);
-    wake(&g->own->published);
-    wake(&g->own->done);
-    wake(&g->own->described);
-}
-
-void spar_group_break(spar_group *g, const char *reason)
-{
-    spar_group_abort(g, SPAR_BROKEN, g->call, &(spar_ranks){0}, reason);
-}
-
-spar_ranks spar_group_read_ranks(const spar_group *g, const spar_ranks *ranks)
-{
-    spar_ranks known = {0};
-    int count = ranks->count, most = (int)(sizeof ranks->rank / sizeof *ranks->rank);
-    for (int i = 0; i < count && i < most; i++)
-        if (ranks->rank[i] >= 0 && ranks->rank[i] < g->world)
-            spar_ranks_add(&known, ranks->rank[i]);
-    return known;
-}
 
 /* ---- a call ---- */
 
@@ -105,7 +53,7 @@ static spar_status compare_headers(spar_group *g, spar_describe describe, const 
         return SPAR_OK;
     spar_description *own = &g->own->description;
     describe(call, own->text, sizeof own->text, &own->gathered);
-    publish(g->own, &g->own->described, g->call);
+    spar_mailbox_publish(g->own, &g->own->described, g->call);
     SPAR_TRY(spar_group_await(g, SPAR_DESCRIBED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
         g->descriptions[rank] = g->boxes[rank]->description;
@@ -123,7 +71,7 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
     spar_group_publish_core(g);
-    publish(g->own, &g->own->published, g->call);
+    spar_mailbox_publish(g->own, &g->own->published, g->call);
     SPAR_TRY(spar_group_await(g, SPAR_PUBLISHED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
         const mailbox *box = g->boxes[rank];
@@ -142,7 +90,7 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
 
 spar_status spar_group_finish(spar_group *g, const spar_deadline *deadline)
 {
-    publish(g->own, &g->own->done, g->call);
+    spar_mailbox_publish(g->own, &g->own->done, g->call);
     return spar_group_await(g, SPAR_DONE, g->call, deadline);
 }
 
@@ -150,9 +98,14 @@ void spar_group_fail(spar_group *g, spar_status status, const char *text)
 {
     snprintf(g->own->description.text, sizeof g->own->description.text, "%s", text);
     g->own->status = (uint32_t)status;
-    publish(g->own, &g->own->published, g->call);
-    publish(g->own, &g->own->done, g->call);
+    spar_mailbox_publish(g->own, &g->own->published, g->call);
+    spar_mailbox_publish(g->own, &g->own->done, g->call);
     g->failed = 1;
+}
+
+void spar_group_break(spar_group *g, const char *reason)
+{
+    spar_group_abort(g, SPAR_BROKEN, g->call, &(spar_ranks){0}, reason);
 }
 
 /* ---- life ---- */

@@ -1,4 +1,4 @@
-/* Private to group.c, wait.c and affinity.c: mailboxes, and a group's state.
+/* Private to control/: mailboxes, and a group's state.
  *
  * A rank writes its own mailbox only, except for peers' waiter counts and `detached` flags. */
 #ifndef SPAR_MAILBOX_H
@@ -53,6 +53,10 @@ static inline int spar_has_reached(const uint32_t *word, uint32_t call)
 {
     return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - call) >= 0;
 }
+
+/* Stores a word of this rank's mailbox and wakes the ranks that wait for it. The only function that makes a
+ * word visible: after all stores of this thread, non-temporal ones too. */
+void spar_mailbox_publish(mailbox *own, uint32_t *word, uint32_t value);
 
 /* Breaks the group in `call`: peers in that call raise the same status. Keeps the first reason. */
 void spar_group_abort(spar_group *group, spar_status status, uint32_t call, const spar_ranks *ranks,

@@ -2,7 +2,6 @@
  * written. */
 #define spar_nontemporal_min min_of_test
 #define spar_nontemporal_copy copy_of_test
-#define spar_nontemporal_fence fence_of_test
 #include "../../csrc/devices/cpu/nontemporal.c"
 
 #include <stdio.h>
@@ -60,7 +59,7 @@ int test_nontemporal(int argc, char **argv)
         int64_t n = rand_r(&seed) % (round % 2 ? ROOM - EDGE : 200);
         memset(to, 'x', sizeof to);
         copy_of_test(to + to_at, from + from_at, n);
-        fence_of_test();
+        spar_nontemporal_fence();
         check("a copy", to_at, from_at, n, to, from);
 #ifdef SPAR_NONTEMPORAL
         n &= ~(int64_t)(EDGE - 1);
@@ -69,7 +68,7 @@ int test_nontemporal(int argc, char **argv)
             if (!line_copies[i].serves())
                 continue;
             line_copies[i].copy(to + EDGE, from + from_at, n < ROOM - 2 * EDGE ? n : 0);
-            fence_of_test();
+            spar_nontemporal_fence();
             check(line_copies[i].name, EDGE, from_at, n < ROOM - 2 * EDGE ? n : 0, to, from);
         }
 #endif

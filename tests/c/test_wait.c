@@ -1,9 +1,12 @@
 /* How long a rank polls before it blocks, when each yield takes some time. */
 #define spar_group_check check_of_test
 #define spar_group_await await_of_test
+#define spar_group_abort abort_of_test
+#define spar_group_read_ranks read_ranks_of_test
+#define spar_mailbox_publish publish_of_test
 #define sched_yield yield_of_test
 #define clock_gettime wait_clock_of_test
-#include "../../csrc/control/wait.c"
+#include "../../csrc/control/mailbox.c"
 
 #include <stdlib.h>
 

@@ -83,11 +83,6 @@ void spar_nontemporal_copy(char *to, const char *from, int64_t n)
     memcpy(to + head + lines, from + head + lines, (size_t)(n - head - lines));
 }
 
-void spar_nontemporal_fence(void)
-{
-    _mm_sfence();
-}
-
 #else
 
 int64_t spar_nontemporal_min(void)
@@ -98,10 +93,6 @@ int64_t spar_nontemporal_min(void)
 void spar_nontemporal_copy(char *to, const char *from, int64_t n)
 {
     memcpy(to, from, (size_t)n);
-}
-
-void spar_nontemporal_fence(void)
-{
 }
 
 #endif

@@ -4,23 +4,10 @@
 #ifndef SPAR_NONTEMPORAL_H
 #define SPAR_NONTEMPORAL_H
 
+#include "base/fence.h"
+
 #include <stdint.h>
 #include <string.h>
-
-/* Sanitizers do not see non-temporal stores: sanitized builds use ordinary ones. Only shared memory needs
- * them, and that needs Linux. */
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define SPAR_SANITIZED
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SPAR_SANITIZED
-#endif
-#if defined(__x86_64__) && defined(__linux__) && !defined(SPAR_SANITIZED)
-#define SPAR_NONTEMPORAL
-#include <immintrin.h>
-#endif
 
 enum { SPAR_CACHE_LINE = 64 };
 
@@ -53,8 +40,5 @@ __attribute__((target("avx512f"))) static inline void spar_nontemporal_line_avx5
 #else
 #define spar_nontemporal_line_avx512 spar_nontemporal_line
 #endif
-
-/* Orders this thread's non-temporal stores before its later stores. */
-void spar_nontemporal_fence(void);
 
 #endif

@@ -1,9 +1,11 @@
-/* Waiting for the peers of a group, and what aborts it: a death, a peer that aborted, Ctrl-C, the
- * deadline. */
+/* The words of mailboxes: publishing them, waiting for those of the peers, and what aborts a group: a death, a
+ * peer that aborted, Ctrl-C, the deadline. */
 #include "control/mailbox.h"
 
+#include "base/fence.h"
 #include "base/util.h"
 
+#include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdio.h>
@@ -22,6 +24,44 @@ static const int64_t SLICE_NS = 50000000;
 /* Duration of one poll: from YIELDED_NS on another process had the core; from PREEMPTED_NS on it was no
  * waiting rank. */
 static const int64_t YIELDED_NS = 3000, PREEMPTED_NS = 1000000;
+
+static void wake(uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void spar_mailbox_publish(mailbox *box, uint32_t *word, uint32_t value)
+{
+    spar_nontemporal_fence();
+    /* seq_cst: the word before the count, as a sleeper writes the count before it reads the word */
+    __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&box->waiters, __ATOMIC_SEQ_CST))
+        wake(word);
+}
+
+spar_ranks spar_group_read_ranks(const spar_group *g, const spar_ranks *ranks)
+{
+    spar_ranks valid = {0};
+    int count = ranks->count, most = (int)(sizeof ranks->rank / sizeof *ranks->rank);
+    for (int i = 0; i < count && i < most; i++)
+        if (ranks->rank[i] >= 0 && ranks->rank[i] < g->world)
+            spar_ranks_add(&valid, ranks->rank[i]);
+    return valid;
+}
+
+void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const spar_ranks *ranks,
+                      const char *reason)
+{
+    if (__atomic_exchange_n(&g->aborted, 1, __ATOMIC_RELAXED))
+        return;
+    g->own->broken_call = call;
+    g->own->ranks = *ranks;
+    snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
+    spar_mailbox_publish(g->own, &g->own->broken, (uint32_t)status);
+    wake(&g->own->published);
+    wake(&g->own->done);
+    wake(&g->own->described);
+}
 
 static uint32_t *progress_of(mailbox *box, enum spar_progress which)
 {
