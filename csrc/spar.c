@@ -33,7 +33,7 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
                         .world = world,
                         .rank = rank,
                         .local_ranks = local_ranks,
-                        .core_share = spar_core_share(copy, world, rank, local_ranks),
+                        .core_share = spar_core_share(&copy->cores, sizeof *copy, world, rank, local_ranks),
                         .info = copy};
     if (native)
         made->native = *native;

@@ -19,8 +19,8 @@
  *     arena         the memory that they share
  *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
  *   not_linux/   what other systems build in place of ipc/, control/, shm and transports/nccl/
- *   devices/     device.h, the interface; execute, copies and packs by a plan; scale.def, the dtypes that a
- *                copy scales; sum.def, those that are summed
+ *   devices/     device.h, the interface; execute, copies and packs by a plan; dtypes, those that a copy
+ *                scales (scale.def), and those that are summed (sum.def)
  *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats (vectors), the
  *                   instruction sets (processor), non-temporal stores (nontemporal), copy threads (threads)
  *     cuda/         the driver API (driver), NVRTC (nvrtc), compiled kernels on disk (cubin_cache), the

@@ -392,7 +392,8 @@ def shares(masks: Sequence[int], local_ranks: int) -> list[int]:
     for own, mask in zip(ranks, masks, strict=True):
         own.cores[3] = mask  # cores 192 to 255
     share = core.library().spar_core_share
-    return [share(ranks, len(masks), rank, local_ranks) for rank in range(len(masks))]
+    sets, stride = ctypes.addressof(ranks) + core.PeerInfo.cores.offset, ctypes.sizeof(core.PeerInfo)
+    return [share(sets, stride, len(masks), rank, local_ranks) for rank in range(len(masks))]
 
 
 def test_ranks_bound_apart_have_their_own_cores() -> None:

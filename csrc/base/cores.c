@@ -26,7 +26,12 @@ int spar_core_set_count(const spar_core_set *set)
     return count;
 }
 
-int spar_core_sets_intersect(const spar_core_set *a, const spar_core_set *b)
+static const spar_core_set *set_of(const spar_core_set *sets, size_t stride, int rank)
+{
+    return (const void *)((const char *)sets + (size_t)rank * stride);
+}
+
+static int intersect(const spar_core_set *a, const spar_core_set *b)
 {
     for (size_t i = 0; i < sizeof a->words / sizeof *a->words; i++)
         if (a->words[i] & b->words[i])
@@ -48,7 +53,27 @@ int spar_cores(void)
     return at_most_quota(cores ? cores : (int)sysconf(_SC_NPROCESSORS_ONLN));
 }
 
-int spar_equal_share(int local_ranks)
+/* Whether a launcher bound each rank to cores of its own. */
+static int are_bound_apart(const spar_core_set *sets, size_t stride, int world)
 {
-    return at_most_quota((int)sysconf(_SC_NPROCESSORS_ONLN)) / local_ranks;
+    for (int rank = 0; rank < world; rank++) {
+        const spar_core_set *set = set_of(sets, stride, rank);
+        if (!spar_core_set_count(set))
+            return 0;
+        for (int other = 0; other < rank; other++)
+            if (intersect(set, set_of(sets, stride, other)))
+                return 0;
+    }
+    return world > 1;
+}
+
+int spar_core_share(const spar_core_set *sets, size_t stride, int world, int rank, int local_ranks)
+{
+    int ranks = local_ranks < 1 ? 1 : local_ranks, share = spar_cores() / ranks;
+    if (!are_bound_apart(sets, stride, world))
+        return share;
+    int usable = spar_core_set_count(set_of(sets, stride, rank));
+    int equal = at_most_quota((int)sysconf(_SC_NPROCESSORS_ONLN)) / ranks;
+    int bound = usable < equal ? usable : equal; /* ranks of other groups may have the same cores */
+    return bound > share ? bound : share;
 }

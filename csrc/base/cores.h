@@ -2,6 +2,7 @@
 #ifndef SPAR_CORES_H
 #define SPAR_CORES_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 /* Logical cores, a bit each; empty: not known. */
@@ -14,14 +15,13 @@ void spar_core_set_read(spar_core_set *set);
 
 int spar_core_set_count(const spar_core_set *set);
 
-int spar_core_sets_intersect(const spar_core_set *a, const spar_core_set *b);
-
 /* Returns the number of cores this process may use: the minimum of its affinity (on Linux; elsewhere, of all
  * cores) and its cgroup's quota. */
 int spar_cores(void);
 
-/* Returns how many cores each of the ranks on this host would have if all of its cores, or the cgroup's quota
- * if lower, were shared out equally. */
-int spar_equal_share(int local_ranks);
+/* Returns how many cores a rank may count as its own; 0: it shares one. Ranks that were bound to different
+ * cores * have those, others an equal share of what this process may use. sets: of each rank of a group,
+ * `stride` bytes * apart. local_ranks: of this job on this host, in this group or not. */
+int spar_core_share(const spar_core_set *sets, size_t stride, int world, int rank, int local_ranks);
 
 #endif

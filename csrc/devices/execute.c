@@ -39,9 +39,7 @@ static spar_status pack_block(void *context, const spar_block *block, const spar
 {
     pack_context *c = context;
     spar_block alone = *block;
-    spar_range range = {0, 1, block->run};
-    for (int k = 0; k < block->ndim; k++)
-        range.bytes *= dims[k].extent;
+    spar_range range = {0, 1, spar_block_bytes(block->run, block->ndim, dims)};
     alone.tensor = 0;
     void *const *to = &c->wire;
     return c->device->copy_blocks(&(spar_copies){.blocks = &alone,

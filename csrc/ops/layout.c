@@ -84,6 +84,31 @@ static spar_status zigzag(spar_layout *layout, int dim, int64_t total, int world
     return SPAR_OK;
 }
 
+static int64_t saturating_sum(int64_t a, int64_t b)
+{
+    int64_t sum;
+    return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
+}
+
+int spar_packed_lengths(const int64_t *table, int world, int64_t sequences, int rank, int64_t *lengths,
+                        int64_t *least, int64_t *held)
+{
+    int by_rule = 1;
+    *least = *held = 0;
+    for (int64_t s = 0; s < sequences; s++) {
+        lengths[s] = 0;
+        for (int r = 0; r < world; r++) {
+            int64_t part = table[r * sequences + s];
+            *least = part < *least ? part : *least;
+            lengths[s] = saturating_sum(lengths[s], part);
+            *held = r == rank ? saturating_sum(*held, part) : *held;
+        }
+        for (int r = 0; by_rule && r < world; r++)
+            by_rule = table[r * sequences + s] == spar_shard_size(lengths[s], world, r);
+    }
+    return by_rule;
+}
+
 /* Shards each of several concatenated sequences on its own; a rank holds its part of each. `numbers` are the
  * lengths [sequences], sharded by the size rule; or, if `table` is set, each rank's extent of each sequence
  * [world][sequences]. */

@@ -24,6 +24,14 @@ typedef struct {
     int32_t tensor, ndim;
 } spar_block;
 
+/* The bytes of a block: its run, in each iteration of its loops. */
+static inline int64_t spar_block_bytes(int64_t run, int ndim, const spar_dim *dims)
+{
+    for (int i = 0; i < ndim; i++)
+        run *= dims[i].extent;
+    return run;
+}
+
 /* Blocks first to first + count, which move `bytes` bytes. */
 typedef struct {
     int64_t first, count, bytes;

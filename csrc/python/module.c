@@ -55,9 +55,10 @@ static PyObject *module_core_share(PyObject *Py_UNUSED(module), PyObject *args)
     if (!info)
         return NULL;
     int world = (int)(size / (Py_ssize_t)sizeof *info);
-    PyObject *share = rank < 0 || rank >= world
-                          ? PyErr_Format(PyExc_ValueError, "rank %d of %d", rank, world)
-                          : PyLong_FromLong(spar_core_share(info, world, rank, local_ranks));
+    PyObject *share =
+        rank < 0 || rank >= world
+            ? PyErr_Format(PyExc_ValueError, "rank %d of %d", rank, world)
+            : PyLong_FromLong(spar_core_share(&info->cores, sizeof *info, world, rank, local_ranks));
     free(info);
     return share;
 }
@@ -182,13 +183,6 @@ static PyObject *module_count_traffic(PyObject *Py_UNUSED(module), PyObject *arg
     return PyErr_Format(PyExc_ValueError, "no transport is called '%s'", name);
 }
 
-/* a + b, saturating: no tensor is that large. */
-static int64_t sum(int64_t a, int64_t b)
-{
-    int64_t result;
-    return __builtin_add_overflow(a, b, &result) ? INT64_MAX : result;
-}
-
 PyDoc_STRVAR(table_doc,
              "table(address, world, sequences, rank) -> (least, own, numbers)\n\n"
              "Of what each rank holds of each of several packed sequences, int64 [world][sequences]:\n"
@@ -198,29 +192,20 @@ PyDoc_STRVAR(table_doc,
 static PyObject *module_table(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long address;
-    int world, rank, by_rule = 1;
-    long long sequences, count;
-    int64_t least = 0, own = 0;
+    int world, rank;
+    long long sequences;
+    int64_t least, held;
     if (!PyArg_ParseTuple(args, "KiLi", &address, &world, &sequences, &rank))
         return NULL;
     const int64_t *table = (const int64_t *)(uintptr_t)address;
     int64_t *lengths = calloc((size_t)sequences + 1, sizeof *lengths);
     if (!lengths)
         return PyErr_NoMemory();
-    for (int r = 0; r < world; r++)
-        for (int64_t s = 0; s < sequences; s++) {
-            int64_t held = table[r * sequences + s];
-            least = held < least ? held : least;
-            lengths[s] = sum(lengths[s], held);
-            own = r == rank ? sum(own, held) : own;
-        }
-    for (int r = 0; by_rule && r < world; r++)
-        for (int64_t s = 0; by_rule && s < sequences; s++)
-            by_rule = table[r * sequences + s] == spar_shard_size(lengths[s], world, r);
-    count = by_rule ? sequences : world * sequences;
-    PyObject *tuple = spar_ints_to_tuple(by_rule ? lengths : table, (Py_ssize_t)count);
+    int by_rule = spar_packed_lengths(table, world, sequences, rank, lengths, &least, &held);
+    PyObject *tuple =
+        spar_ints_to_tuple(by_rule ? lengths : table, (Py_ssize_t)(by_rule ? sequences : world * sequences));
     free(lengths);
-    return tuple ? Py_BuildValue("LLN", (long long)least, (long long)own, tuple) : NULL;
+    return tuple ? Py_BuildValue("LLN", (long long)least, (long long)held, tuple) : NULL;
 }
 
 static PyObject *module_plan_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))

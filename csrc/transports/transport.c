@@ -86,29 +86,6 @@ void spar_peer_info_read(spar_peer_info *info)
             (*row)->probe(info);
 }
 
-/* Whether a launcher bound each rank to cores of its own. */
-static int are_bound_apart(const spar_peer_info *info, int world)
-{
-    for (int rank = 0; rank < world; rank++) {
-        if (!spar_core_set_count(&info[rank].cores))
-            return 0;
-        for (int other = 0; other < rank; other++)
-            if (spar_core_sets_intersect(&info[rank].cores, &info[other].cores))
-                return 0;
-    }
-    return world > 1;
-}
-
-int spar_core_share(const spar_peer_info *info, int world, int rank, int local_ranks)
-{
-    int ranks = local_ranks < 1 ? 1 : local_ranks, share = spar_cores() / ranks;
-    if (!are_bound_apart(info, world))
-        return share;
-    int own = spar_core_set_count(&info[rank].cores), equal = spar_equal_share(ranks);
-    int bound = own < equal ? own : equal; /* ranks of other groups may have the same cores */
-    return bound > share ? bound : share;
-}
-
 static spar_status agree(const char *what, int rank, const char *first, const char *other)
 {
     if (strcmp(first, other) == 0)

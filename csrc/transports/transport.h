@@ -141,11 +141,6 @@ typedef struct {
  * fail alike. */
 void spar_peer_info_read(spar_peer_info *info);
 
-/* Returns how many cores this rank may count as its own; 0: it shares one. Ranks that were bound to different
- * cores have those, others an equal share of what this process may use. local_ranks: of this job on this
- * host, in this group or not. */
-int spar_core_share(const spar_peer_info *info, int world, int rank, int local_ranks);
-
 /* Transports whose set-up failed, known to all ranks: name and reason. */
 typedef struct {
     int count;

@@ -349,7 +349,7 @@ _FUNCTIONS = {  # name: (result, arguments)
         [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale)],
     ),
     "peer_info_read": (None, [POINTER(PeerInfo)]),
-    "core_share": (c_int, [POINTER(PeerInfo), c_int, c_int, c_int]),
+    "core_share": (c_int, [c_void_p, ctypes.c_size_t, c_int, c_int, c_int]),
     "choose": (c_int, [POINTER(PeerInfo), c_int, c_int, c_char_p, POINTER(Refusal), POINTER(Choice)]),
     "env_get": (c_int, [POINTER(EnvRow), POINTER(EnvValue)]),
     "env_field": (c_int, [c_char_p, POINTER(EnvValue)]),

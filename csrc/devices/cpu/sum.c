@@ -4,13 +4,6 @@
 #include "devices/cpu/threads.h"
 #include "devices/cpu/vectors.h"
 
-const spar_sum_type spar_sum_types[] = {
-#define SPAR_SUM_TYPE(torch_name, KIND) {torch_name, SPAR_SUM_##KIND},
-#include "devices/sum.def"
-#undef SPAR_SUM_TYPE
-    {NULL, SPAR_NO_SUM},
-};
-
 /* Numbers (a complex item has two) that are added at a time, from the L1 cache: with fewer, clang unrolls
  * loops instead of making vectors of them. */
 enum { SOME = 256 };

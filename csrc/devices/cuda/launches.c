@@ -100,19 +100,11 @@ static spar_status add_part(spar_launches *l, const piece *p, int64_t low, int64
     return SPAR_OK;
 }
 
-static int64_t length(const piece *p)
-{
-    int64_t bytes = p->run;
-    for (int i = 0; i < p->ndim; i++)
-        bytes *= p->dims[i].extent;
-    return bytes;
-}
-
 /* Adds bytes low to high of a piece, some of whose bytes may be outside of it. Splits it along the outermost
  * loop, or the run, until it is small enough. */
 static spar_status add_piece(spar_launches *l, piece p, int64_t low, int64_t high)
 {
-    int64_t bytes = length(&p);
+    int64_t bytes = spar_block_bytes(p.run, p.ndim, p.dims);
     spar_dim loops[SPAR_MAX_DIMS];
     low = low > 0 ? low : 0;
     high = high < bytes ? high : bytes;
@@ -185,8 +177,7 @@ spar_status spar_launches_add(spar_launches *l, const spar_plan *plan, const spa
         walked = range;
         for (; block < range->count; block++) {
             const spar_block *b = &plan->blocks[range->first + block];
-            const piece whole = {.run = b->run, .ndim = b->ndim, .dims = plan->dims + b->dims};
-            int64_t end = start + length(&whole);
+            int64_t end = start + spar_block_bytes(b->run, b->ndim, plan->dims + b->dims);
             if (start >= span->high)
                 break;
             if (end > span->low)

@@ -51,14 +51,6 @@ static int64_t row_bytes(const spar_plan_tensor *tensor)
     return bytes;
 }
 
-static int64_t block_bytes(const spar_plan *plan, const spar_block *block)
-{
-    int64_t bytes = block->run;
-    for (int k = 0; k < block->ndim; k++)
-        bytes *= plan->dims[block->dims + k].extent;
-    return bytes;
-}
-
 /* Whether ranks whose inputs are contiguous stage nothing. Equal on all ranks: it depends on global shapes
  * and layouts alone. */
 static int is_direct(const spar_plan *plan)
@@ -72,9 +64,11 @@ static int is_direct(const spar_plan *plan)
     }
     for (int rank = 0; rank < plan->world; rank++) { /* what each rank sends to all others */
         const spar_range *range = rank == plan->rank ? &plan->push[rank] : &plan->pull[rank];
-        for (int64_t i = 0; range->count > 1 && i < range->count; i++)
-            if (block_bytes(plan, &plan->blocks[range->first + i]) < ALONE)
+        for (int64_t i = 0; range->count > 1 && i < range->count; i++) {
+            const spar_block *block = &plan->blocks[range->first + i];
+            if (spar_block_bytes(block->run, block->ndim, plan->dims + block->dims) < ALONE)
                 return 0;
+        }
     }
     return 1;
 }
