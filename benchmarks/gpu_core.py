@@ -151,15 +151,15 @@ class Gpu:
     """The core's CUDA device, on the machine's current stream."""
 
     def __init__(self) -> None:
-        self.device = core_abi.Device.in_dll(core.library(), "spar_device_cuda")
         find_nvrtc()
         ordinal = torch.cuda.current_device() if machine.device == "cuda" else 0
-        core_abi.check(self.device.open())
+        library = core.library()
+        core_abi.check(library.spar_cuda_open())
         begin = time.perf_counter()
-        core_abi.check(self.device.prepare(ordinal))
+        core_abi.check(library.spar_cuda_prepare(ordinal))
         self.seconds = time.perf_counter() - begin
         self.before = core_abi.Entered()
-        core_abi.check(self.device.enter(ordinal, ctypes.byref(self.before)))
+        core_abi.check(library.spar_cuda_enter(ordinal, ctypes.byref(self.before)))
 
     def copy(
         self,
@@ -176,9 +176,9 @@ class Gpu:
         sources, targets = core.addresses(inputs), core.addresses(outputs)
 
         def run() -> None:
-            stream = ctypes.c_void_p(machine.stream())
+            stream = machine.stream()
             core_abi.check(
-                self.device.copy_spans(
+                core.library().spar_cuda_copy_spans(
                     plan.handle, rows, len(spans), sources, targets, ctypes.byref(scale), stream
                 )
             )

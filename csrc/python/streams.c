@@ -86,7 +86,7 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
 {
     void *outputs[SPAR_GROUP_TENSORS];
     PyObject *results = NULL, *staging = NULL;
-    spar_call call = {.outputs = outputs, .device = &spar_device_cuda, .group = group};
+    spar_call call = {.outputs = outputs, .group = group};
     spar_py_bound bound = {.call = &call};
     if (nargs != COUNT)
         return PyErr_Format(PyExc_TypeError, "enqueue takes %d arguments, and got %zd", COUNT, nargs);

@@ -44,7 +44,8 @@ typedef struct {
     /* [plan->ntensors], or NULL: the caller's own memory for each output. An output that the transport can
      * write there has no block; the caller copies the others. */
     void *const *targets;
-    const spar_device *device; /* whose memory they lie in */
+    const spar_device
+        *device; /* whose memory they lie in; NULL where the transport has one of its own: nccl */
     spar_scale scale;
     /* Unless SPAR_NO_SUM: the plan's outputs have a row from each rank, and `blocks` receive the sums of the
      * rows instead. Only for transports that have memory of their own for outputs. */

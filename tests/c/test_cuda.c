@@ -3,6 +3,7 @@
  *
  *   test_cuda THREADS PLANS   each thread runs PLANS plans; all threads run the same ones at about the same
  *   time */
+#include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
 #include "devices/execute.h"
 #include "random_call.h"
@@ -14,7 +15,6 @@
 
 enum { SPANS = 3 * WORLD, MOST_SHIFT = 16 };
 
-static const spar_device *const gpu = &spar_device_cuda;
 static const spar_driver *cu;
 static CUresult (*begin_capture)(CUstream stream, int mode);
 static CUresult (*end_capture)(CUstream stream, void **graph);
@@ -111,8 +111,8 @@ static void copy(run_state *t, const spar_span *spans, int count, void *const *o
     if (captures)
         EXPECT(begin_capture(t->stream, 0) == 0);
     for (int i = 0; i < count; i += step)
-        EXPECT(!gpu->copy_spans(t->plan, spans + i, count - i < step ? count - i : step, t->inputs, outputs,
-                                &t->scale, t->stream));
+        EXPECT(!spar_cuda_copy_spans(t->plan, spans + i, count - i < step ? count - i : step, t->inputs,
+                                     outputs, &t->scale, t->stream));
     if (captures) {
         EXPECT(end_capture(t->stream, &graph) == 0);
         EXPECT(launch_graph(graph, t->stream) == 0);
@@ -229,7 +229,7 @@ static void *run(void *argument)
     const arguments *a = argument;
     CUstream streams[2];
     spar_entered before;
-    EXPECT(!gpu->enter(0, &before) && !before.context);
+    EXPECT(!spar_cuda_enter(0, &before) && !before.context);
     for (int i = 0; i < 2; i++)
         EXPECT(cu->StreamCreate(&streams[i], SPAR_CU_STREAM_NON_BLOCKING) == 0);
     for (int i = 0; i < a->plans; i++) {
@@ -238,7 +238,7 @@ static void *run(void *argument)
     }
     for (int i = 0; i < 2; i++)
         EXPECT(cu->StreamDestroy(streams[i]) == 0);
-    gpu->leave(&before);
+    spar_cuda_leave(&before);
     return NULL;
 }
 
@@ -351,13 +351,13 @@ static void test_graph_outlives_its_plan(void)
     spar_entered before;
     spar_plan *plan = NULL;
     CUstream stream;
-    EXPECT(!gpu->enter(0, &before) && !spar_plan_build(&request, &plan));
+    EXPECT(!spar_cuda_enter(0, &before) && !spar_plan_build(&request, &plan));
     EXPECT(cu->StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
     EXPECT(begin_capture(stream, 0) == 0);
-    EXPECT(!gpu->copy_spans(plan, &whole, 1, inputs, outputs, &unscaled, stream));
+    EXPECT(!spar_cuda_copy_spans(plan, &whole, 1, inputs, outputs, &unscaled, stream));
     EXPECT(end_capture(stream, &graph) == 0);
     whole.high++;
-    EXPECT(gpu->copy_spans(plan, &whole, 1, inputs, outputs, &unscaled, stream) == SPAR_INVALID);
+    EXPECT(spar_cuda_copy_spans(plan, &whole, 1, inputs, outputs, &unscaled, stream) == SPAR_INVALID);
     spar_plan_release(plan);
     inputs[0] = outputs[0] = NULL;
     for (int i = 0; i < ROWS * ROW; i++)
@@ -366,7 +366,7 @@ static void test_graph_outlives_its_plan(void)
     for (int i = 0; i < ROWS * ROW; i++)
         EXPECT(to[i] == i % ROW * ROWS + i / ROW);
     EXPECT(destroy_graph(graph) == 0 && cu->StreamDestroy(stream) == 0);
-    gpu->leave(&before);
+    spar_cuda_leave(&before);
 }
 
 int test_cuda(int argc, char **argv)
@@ -377,7 +377,7 @@ int test_cuda(int argc, char **argv)
     pthread_t others[WORLD];
     test_large_blocks();
     test_blocks_of_a_launch();
-    EXPECT(!spar_driver_open(&cu) && !gpu->open() && !gpu->prepare(0));
+    EXPECT(!spar_driver_open(&cu) && !spar_cuda_open() && !spar_cuda_prepare(0));
     find("cuStreamBeginCapture", &begin_capture);
     find("cuStreamEndCapture", &end_capture);
     find("cuGraphLaunch", &launch_graph);

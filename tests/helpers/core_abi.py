@@ -148,32 +148,6 @@ class Entered(ctypes.Structure):
     _fields_ = (("context", c_void_p), ("mode", c_int))
 
 
-class Device(ctypes.Structure):
-    _fields_ = (
-        ("name", c_char_p),
-        ("copy_blocks", c_void_p),
-        ("open", ctypes.CFUNCTYPE(c_int)),
-        ("prepare", ctypes.CFUNCTYPE(c_int, c_int)),
-        ("enter", ctypes.CFUNCTYPE(c_int, c_int, POINTER(Entered))),
-        ("leave", ctypes.CFUNCTYPE(None, POINTER(Entered))),
-        (
-            "copy_spans",
-            ctypes.CFUNCTYPE(
-                c_int,
-                POINTER(PlanStruct),
-                POINTER(Span),
-                c_int,
-                POINTER(c_void_p),
-                POINTER(c_void_p),
-                POINTER(Scale),
-                c_void_p,
-            ),
-        ),
-        ("alloc", c_void_p),
-        ("free", c_void_p),
-    )
-
-
 class Route(enum.IntEnum):
     PUSH, PACK, UNPACK = range(3)
 
@@ -312,7 +286,7 @@ _STRUCTS = {
     "plan_stats": PlanStats,
     "scale": Scale,
     "span": Span,
-    "device": Device,
+    "entered": Entered,
     "endpoint": Endpoint,
     "deadline": Deadline,
     "peer_info": PeerInfo,
@@ -347,6 +321,16 @@ _FUNCTIONS = {  # name: (result, arguments)
     "copy_own": (
         c_int,
         [POINTER(PlanStruct), c_void_p, POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale)],
+    ),
+    "cuda_open": (c_int, []),
+    "cuda_prepare": (c_int, [c_int]),
+    "cuda_enter": (c_int, [c_int, POINTER(Entered)]),
+    "cuda_copy_spans": (
+        c_int,
+        [
+            *(POINTER(PlanStruct), POINTER(Span), c_int, POINTER(c_void_p), POINTER(c_void_p)),
+            *(POINTER(Scale), c_void_p),
+        ],
     ),
     "peer_info_read": (None, [POINTER(PeerInfo)]),
     "core_share": (c_int, [c_void_p, ctypes.c_size_t, c_int, c_int, c_int]),
@@ -391,7 +375,8 @@ def library() -> ctypes.CDLL:
     def fill(folder: Path) -> None:
         table = folder / "abi.c"
         table.write_text(
-            '#include "base/env.h"\n#include "base/dynlib.h"\n#include "spar.h"\n'
+            '#include "base/env.h"\n#include "base/dynlib.h"\n'
+            '#include "devices/cuda/cuda.h"\n#include "spar.h"\n'
             f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
         )
         compile_core(folder / "core.so", "-O2", "-fPIC", "-shared", table)

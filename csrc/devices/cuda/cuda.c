@@ -1,9 +1,10 @@
-/* Strided copies in CUDA device memory, in a stream, by the kernels of kernels.cu. */
-#include "devices/cuda/nvrtc.h"
+/* The copies are made by the kernels of kernels.cu. */
+#include "devices/cuda/cuda.h"
+
 #include "devices/cuda/cubin_cache.h"
-#include "devices/device.h"
 #include "devices/cuda/driver.h"
 #include "devices/cuda/launches.h"
+#include "devices/cuda/nvrtc.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -29,7 +30,7 @@ static struct {
     gpu *by_ordinal[GPUS]; /* atomic; never freed */
 } gpus = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static spar_status open_libraries(void)
+spar_status spar_cuda_open(void)
 {
     const spar_driver *driver;
     SPAR_TRY(spar_driver_open(&driver));
@@ -89,9 +90,9 @@ static spar_status launch(void *context, spar_kernel_copy *k, uint64_t bits)
                              "cuLaunchKernel");
 }
 
-static spar_status copy_spans(const spar_plan *plan, const spar_span *spans, int count,
-                              const void *const *inputs, void *const *outputs, const spar_scale *scale,
-                              void *stream)
+spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, int count,
+                                 const void *const *inputs, void *const *outputs, const spar_scale *scale,
+                                 void *stream)
 {
     copy c = {NULL, spar_scale_simple(scale), stream};
     spar_launches launches;
@@ -167,7 +168,7 @@ static spar_status enter_context(CUcontext context, spar_entered *before)
     return SPAR_OK;
 }
 
-static void leave(const spar_entered *before)
+void spar_cuda_leave(const spar_entered *before)
 {
     CUcontext context;
     CUstreamCaptureMode mode = (CUstreamCaptureMode)before->mode;
@@ -188,24 +189,24 @@ static spar_status prepare_first(int ordinal)
     TRY_CU(DevicePrimaryCtxRetain, &context, device); /* kept until the process ends */
     SPAR_TRY(enter_context(context, &before));
     spar_status status = make_ready(device, context, &g);
-    leave(&before);
+    spar_cuda_leave(&before);
     if (status == SPAR_OK)
         __atomic_store_n(&gpus.by_ordinal[ordinal], g, __ATOMIC_RELEASE);
     return status;
 }
 
-static spar_status prepare(int ordinal)
+spar_status spar_cuda_prepare(int ordinal)
 {
     if (ordinal < 0 || ordinal >= GPUS)
         return spar_fail(SPAR_INVALID, "CUDA device %d; expected 0 to %d", ordinal, GPUS - 1);
-    SPAR_TRY(open_libraries());
+    SPAR_TRY(spar_cuda_open());
     pthread_mutex_lock(&gpus.lock);
     spar_status status = gpus.by_ordinal[ordinal] ? SPAR_OK : prepare_first(ordinal);
     pthread_mutex_unlock(&gpus.lock);
     return status;
 }
 
-static spar_status enter(int ordinal, spar_entered *before)
+spar_status spar_cuda_enter(int ordinal, spar_entered *before)
 {
     gpu *g =
         ordinal < 0 || ordinal >= GPUS ? NULL : __atomic_load_n(&gpus.by_ordinal[ordinal], __ATOMIC_ACQUIRE);
@@ -214,7 +215,7 @@ static spar_status enter(int ordinal, spar_entered *before)
     return enter_context(g->context, before);
 }
 
-static spar_status alloc(int64_t bytes, void **memory)
+spar_status spar_cuda_alloc(int64_t bytes, void **memory)
 {
     CUdeviceptr address;
     TRY_CU(MemAlloc, &address, (size_t)bytes);
@@ -222,18 +223,7 @@ static spar_status alloc(int64_t bytes, void **memory)
     return SPAR_OK;
 }
 
-static void give(void *memory)
+void spar_cuda_free(void *memory)
 {
     cu->MemFree((CUdeviceptr)(uintptr_t)memory);
 }
-
-const spar_device spar_device_cuda = {
-    .name = "cuda",
-    .open = open_libraries,
-    .prepare = prepare,
-    .enter = enter,
-    .leave = leave,
-    .copy_spans = copy_spans,
-    .alloc = alloc,
-    .free = give,
-};

@@ -3,7 +3,7 @@
 #define SPAR_LAUNCHES_H
 
 #include "devices/cuda/kernels.h"
-#include "devices/device.h"
+#include "devices/cuda/cuda.h"
 
 /* The launches of one copy. Begin with `launch` and `context`, add spans, and end. */
 typedef struct {
@@ -20,7 +20,7 @@ void spar_launches_begin(spar_launches *launches, spar_status (*launch)(void *, 
                          void *context);
 
 /* Adds a plan's spans, which are ordered by `low` for each peer. `inputs` and `outputs` are as in
- * spar_device.copy_spans. */
+ * spar_cuda_copy_spans. */
 spar_status spar_launches_add(spar_launches *launches, const spar_plan *plan, const spar_span *spans,
                               int count, const void *const *inputs, void *const *outputs);
 

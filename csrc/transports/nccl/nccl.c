@@ -8,7 +8,7 @@
 
 static void probe(spar_peer_info *info)
 {
-    if (spar_device_cuda.open() != SPAR_OK || spar_nccl_open() != SPAR_OK)
+    if (spar_cuda_open() != SPAR_OK || spar_nccl_open() != SPAR_OK)
         snprintf(info->no_nccl, sizeof info->no_nccl, "%s", spar_last_error());
 }
 
@@ -115,13 +115,13 @@ static spar_status run(spar_comm *comm, spar_call *call)
     spar_entered before;
     if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
-    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
+    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     pthread_mutex_lock(&s->lock);
     uint32_t begun = spar_last_call_begin(call->group, call->op, (uint32_t)s->calls + 1);
     spar_status status = enqueue(s, call);
     spar_last_call_end(begun, status != SPAR_OK);
     pthread_mutex_unlock(&s->lock);
-    spar_device_cuda.leave(&before);
+    spar_cuda_leave(&before);
     return status;
 }
 
@@ -130,12 +130,12 @@ static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *byte
     spar_nccl_state *s = comm->state;
     spar_entered before;
     *bytes = 0;
-    if (!s->watchdog || !call->plan->pull || spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
+    if (!s->watchdog || !call->plan->pull || spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
         return SPAR_OK; /* run reports it */
     pthread_mutex_lock(&s->lock);
     spar_status status = spar_pipeline_prepare(&s->pipeline, call, bytes);
     pthread_mutex_unlock(&s->lock);
-    spar_device_cuda.leave(&before);
+    spar_cuda_leave(&before);
     return status;
 }
 
@@ -145,9 +145,9 @@ static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
     spar_entered before;
     if (!s->watchdog)
         return spar_fail(SPAR_TRANSPORT, "the group was not set up");
-    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
+    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     spar_status status = spar_watchdog_wait(s->watchdog, deadline);
-    spar_device_cuda.leave(&before);
+    spar_cuda_leave(&before);
     return status;
 }
 
@@ -179,10 +179,10 @@ static void *release_entered(void *context)
 {
     spar_nccl_state *s = context;
     spar_entered before;
-    if (spar_device_cuda.enter(s->ordinal, &before) != SPAR_OK)
+    if (spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
         return NULL; /* the device is gone, with its memory */
     spar_nccl_release(s);
-    spar_device_cuda.leave(&before);
+    spar_cuda_leave(&before);
     return NULL;
 }
 

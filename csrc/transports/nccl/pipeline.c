@@ -43,7 +43,7 @@ spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int
     if (cap < least)
         return spar_fail(SPAR_INVALID, "SPAR_STAGING_MAX is %lld; %d ranks need at least %lld",
                          (long long)cap, world, (long long)least);
-    SPAR_TRY(spar_device_cuda.alloc(SPAR_PIPELINE_KEPT + 2 * world, &memory));
+    SPAR_TRY(spar_cuda_alloc(SPAR_PIPELINE_KEPT + 2 * world, &memory));
     pipeline->memory = memory;
     spar_status status = open_side_stream(&pipeline->side_streams[0]);
     if (status == SPAR_OK)
@@ -66,7 +66,7 @@ void spar_pipeline_close(spar_pipeline *pipeline)
         if (s->to_caller)
             spar_driver_functions()->EventDestroy(s->to_caller);
     }
-    spar_device_cuda.free(pipeline->memory);
+    spar_cuda_free(pipeline->memory);
     spar_schedule_free(&pipeline->push);
     spar_schedule_free(&pipeline->pull);
 }
@@ -194,8 +194,8 @@ static char *buffer_of(const spar_pipeline *pipeline, const spar_call *call, int
 static spar_status copy_spans(const spar_call *call, const spar_schedule *side, const spar_scale *scale,
                               void *stream)
 {
-    return side->nspans ? call->device->copy_spans(call->plan, side->spans, (int)side->nspans, call->inputs,
-                                                   call->outputs, scale, stream)
+    return side->nspans ? spar_cuda_copy_spans(call->plan, side->spans, (int)side->nspans, call->inputs,
+                                               call->outputs, scale, stream)
                         : SPAR_OK;
 }
 
@@ -215,9 +215,8 @@ static spar_status copy_own(const spar_call *call, void *stream)
 {
     const spar_plan *plan = call->plan;
     const spar_span own = {plan->rank, SPAR_PUSH, 0, plan->push[plan->rank].bytes, NULL};
-    return own.high
-               ? call->device->copy_spans(plan, &own, 1, call->inputs, call->outputs, &call->scale, stream)
-               : SPAR_OK;
+    return own.high ? spar_cuda_copy_spans(plan, &own, 1, call->inputs, call->outputs, &call->scale, stream)
+                    : SPAR_OK;
 }
 
 /* After a failed call the caller's stream waits for the side stream, which may still use the call's

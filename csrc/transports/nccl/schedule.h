@@ -11,7 +11,7 @@
 #ifndef SPAR_SCHEDULE_H
 #define SPAR_SCHEDULE_H
 
-#include "devices/device.h"
+#include "devices/cuda/cuda.h"
 
 /* To or from `peer`, at byte `at` of this rank's tensor, or of its staging buffer if tensor is -1. */
 typedef struct {

@@ -88,9 +88,9 @@ spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_se
 {
     token own = {0};
     spar_entered before;
-    SPAR_TRY(spar_device_cuda.open());
+    SPAR_TRY(spar_cuda_open());
     SPAR_TRY(spar_nccl_open());
-    SPAR_TRY(spar_device_cuda.prepare(comm->native.ordinal));
+    SPAR_TRY(spar_cuda_prepare(comm->native.ordinal));
     spar_nccl_state *s = calloc(1, sizeof *s);
     if (!s)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", comm->world);
@@ -102,9 +102,9 @@ spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_se
     s->ordinal = comm->native.ordinal;
     comm->state = s;
     open_ring(s, comm, info, &result->offset);
-    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
+    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
-    spar_device_cuda.leave(&before);
+    spar_cuda_leave(&before);
     memcpy(result->token, &own, sizeof own);
     return status;
 }
@@ -137,7 +137,7 @@ static void *rendezvous_thread(void *context)
 {
     spar_nccl_state *s = context;
     spar_entered before;
-    spar_status status = spar_device_cuda.enter(s->ordinal, &before);
+    spar_status status = spar_cuda_enter(s->ordinal, &before);
     int entered = status == SPAR_OK;
     if (entered)
         status = init_communicator(s);
@@ -150,7 +150,7 @@ static void *rendezvous_thread(void *context)
     pthread_mutex_unlock(&s->lock);
     if (entered) { /* else the device is gone, with its memory */
         spar_nccl_release(s);
-        spar_device_cuda.leave(&before);
+        spar_cuda_leave(&before);
     }
     return NULL;
 }
@@ -298,12 +298,12 @@ spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
     spar_entered before;
     SPAR_TRY(agree_on_communicator(s, results));
     SPAR_TRY(connect_ring(s, comm, results, deadline));
-    SPAR_TRY(spar_device_cuda.enter(s->ordinal, &before));
+    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     spar_status status = init_and_await(s, deadline);
     const spar_watchdog_target what = {s->own, s->ordinal, s->ring, spar_nccl_release, s};
     if (status == SPAR_OK)
         status = spar_watchdog_open(&what, &s->watchdog);
-    spar_device_cuda.leave(&before);
+    spar_cuda_leave(&before);
     if (status != SPAR_OK && s->ring)
         spar_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
     return status;

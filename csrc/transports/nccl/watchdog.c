@@ -1,6 +1,6 @@
 #include "transports/nccl/watchdog.h"
 
-#include "devices/device.h"
+#include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
 #include "base/fork.h"
 #include "base/util.h"
@@ -159,9 +159,9 @@ static void *revoke_communicator(void *watchdog)
 {
     spar_watchdog *w = watchdog;
     spar_entered before;
-    if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) {
+    if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) {
         spar_nccl.CommRevoke(w->what.comm, 0);
-        spar_device_cuda.leave(&before);
+        spar_cuda_leave(&before);
     }
     end_worker(&w->busy);
     return NULL;
@@ -172,9 +172,9 @@ static void *abort_communicator(void *watchdog)
 {
     spar_watchdog *w = watchdog;
     spar_entered before;
-    if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) {
+    if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) {
         spar_nccl.CommAbort(w->aborted);
-        spar_device_cuda.leave(&before);
+        spar_cuda_leave(&before);
     }
     end_worker(&w->busy);
     return NULL;
@@ -215,12 +215,12 @@ static void *dispose(void *watchdog)
 {
     spar_watchdog *w = watchdog;
     spar_entered before;
-    if (spar_device_cuda.enter(w->what.ordinal, &before) == SPAR_OK) { /* else it is gone, with its memory */
+    if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) { /* else it is gone, with its memory */
         for (int i = 0; i < SLOTS; i++)
             if (w->slots[i].event)
                 spar_driver_functions()->EventDestroy(w->slots[i].event);
         w->what.release(w->what.context);
-        spar_device_cuda.leave(&before);
+        spar_cuda_leave(&before);
         free(w);
     }
     end_worker(NULL);
@@ -232,14 +232,14 @@ static int poll_and_close(spar_watchdog **link)
 {
     spar_watchdog *w = *link;
     spar_entered before;
-    if (spar_device_cuda.enter(w->what.ordinal, &before) != SPAR_OK) {
+    if (spar_cuda_enter(w->what.ordinal, &before) != SPAR_OK) {
         fail_watchdog(w, SPAR_TRANSPORT);
         return 0;
     }
     poll_once(w);
     end_communicator(w);
     int over = w->closing && !w->what.comm && !w->busy && is_idle(w);
-    spar_device_cuda.leave(&before);
+    spar_cuda_leave(&before);
     spar_watchdog *next = w->next; /* dispose frees it */
     if (!over || !start_worker(dispose, w))
         return 0;

@@ -1,0 +1,54 @@
+/* CUDA devices: copies of a plan's blocks in device memory, in a stream. */
+#ifndef SPAR_CUDA_H
+#define SPAR_CUDA_H
+
+#include "devices/scale.h"
+#include "plan/plan.h"
+
+/* A span's source and destination. */
+typedef enum {
+    SPAR_PUSH,   /* this rank's inputs -> the peer's outputs; for the rank itself: its own part */
+    SPAR_PACK,   /* this rank's inputs -> wire, as packed for the peer (plan->push) */
+    SPAR_UNPACK, /* wire, as packed by the peer (plan->pull) -> this rank's outputs */
+} spar_route;
+
+/* Bytes low to high of what is sent to or received from one peer, in packed order: 0 to push[peer].bytes or
+ * pull[peer].bytes. Bounds may be any byte (of scaled items: their first); multiples of 16 are fast. */
+typedef struct {
+    int peer;
+    spar_route route;
+    int64_t low, high;
+    void *wire; /* where byte `low` lies, on the wire's side; NULL for SPAR_PUSH */
+} spar_span;
+
+/* A thread's state before it entered a device. */
+typedef struct {
+    void *context;
+    int mode; /* of captures */
+} spar_entered;
+
+/* Opens the driver and NVRTC. Cheap: touches no device, compiles nothing. The error names what is missing. */
+spar_status spar_cuda_open(void);
+
+/* Prepares device `ordinal`: compiles the kernels or reads them from disk, loads them, and launches each once
+ * as a no-op. Done once; takes seconds the first time. Not during a capture. */
+spar_status spar_cuda_prepare(int ordinal);
+
+/* Makes a prepared device current on this thread, and puts the thread into the relaxed capture mode, in which
+ * it invalidates no capture. spar_cuda_leave restores both. The functions below require it. */
+spar_status spar_cuda_enter(int ordinal, spar_entered *before);
+void spar_cuda_leave(const spar_entered *before);
+
+/* Copies spans of any number of peers and routes in the stream, those of a peer and route in order: one
+ * launch * for about 60 blocks, of a bounded number of CTAs. inputs and outputs are [plan->ntensors].
+ * Every route can * scale. Neither allocates nor waits for the device. A graph keeps what a captured copy
+ * needs, besides the * tensors. */
+spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, int count,
+                                 const void *const *inputs, void *const *outputs, const spar_scale *scale,
+                                 void *stream);
+
+/* Allocate and free staging memory, aligned to 256 bytes; free waits for the device. Not during a capture. */
+spar_status spar_cuda_alloc(int64_t bytes, void **memory);
+void spar_cuda_free(void *memory);
+
+#endif
