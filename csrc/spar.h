@@ -24,7 +24,8 @@
  *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats (vectors), the
  *                   instruction sets (processor), non-temporal stores (nontemporal), copy threads (threads)
  *     cuda/         the interface (cuda), the driver API (driver), NVRTC (nvrtc), compiled kernels on disk
- *                   (cubin_cache), the kernels (kernels.cu, .h, .c), copies cut into their parameters (launches)
+ *                   (cubin_cache), the kernels (kernels.cu, .h, .c), copies cut into their parameters
+ *                   (launches)
  *   plan/        blocks of bytes (plan), their cache (cache), their description (describe)
  *   ops/         which part of a tensor each rank holds (layout); an exchange is a pair of layouts (exchange)
  *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines

@@ -27,13 +27,14 @@ static FILE *open_joined(const char *before, const char *middle, const char *aft
 static int read_numbers(const char *directory, const char *name, int count, long long *numbers)
 {
     FILE *file = open_joined(directory, "/", name);
-    int found = 0;
+    int numbers_read = 0;
     if (!file)
         return 0;
-    while (found < count && fscanf(file, "%lld", &numbers[found]) == 1 && numbers[found] > 0)
-        found++;
+    while (numbers_read < count && fscanf(file, "%lld", &numbers[numbers_read]) == 1 &&
+           numbers[numbers_read] > 0)
+        numbers_read++;
     fclose(file);
-    return found;
+    return numbers_read;
 }
 
 static int64_t memory_of(const char *directory)
@@ -75,7 +76,7 @@ static char *unescape(char *text)
 }
 
 /* Reads a line of mountinfo; 0 where it is not of a hierarchy that may have the controller. */
-static int read_mount(char *line, const char *controller, mount *found)
+static int read_mount(char *line, const char *controller, mount *hierarchy)
 {
     char *save = NULL, *fields[5] = {NULL}, *type, *options = NULL;
     char *end = strstr(line, " - ");
@@ -89,11 +90,11 @@ static int read_mount(char *line, const char *controller, mount *found)
         options = strtok_r(NULL, " \n", &save);
     if (!fields[4] || !type)
         return 0;
-    *found = (mount){.root = unescape(fields[3]),
-                     .point = unescape(fields[4]),
-                     .has_controllers = strcmp(type, "cgroup") == 0};
-    return found->has_controllers ? options && spar_lists(options, ',', controller)
-                                  : strcmp(type, "cgroup2") == 0;
+    *hierarchy = (mount){.root = unescape(fields[3]),
+                         .point = unescape(fields[4]),
+                         .has_controllers = strcmp(type, "cgroup") == 0};
+    return hierarchy->has_controllers ? options && spar_lists(options, ',', controller)
+                                      : strcmp(type, "cgroup2") == 0;
 }
 
 /* The process's cgroup in the hierarchy of `controller`, "" for v2; "" where it is not listed. */
@@ -136,16 +137,16 @@ static int64_t least(const char *root, const char *controller, int64_t (*limit_o
     char *line = NULL, own[PATH], path[2 * PATH];
     size_t room = 0;
     int64_t result = INT64_MAX;
-    mount found;
+    mount hierarchy;
     FILE *file = open_joined(root, "/proc/self/mountinfo", "");
     while (file && getline(&line, &room, file) >= 0) {
-        if (!read_mount(line, controller, &found))
+        if (!read_mount(line, controller, &hierarchy))
             continue;
-        read_own(root, found.has_controllers ? controller : "", own, sizeof own);
-        int top = snprintf(path, sizeof path, "%s%s", root, found.point);
+        read_own(root, hierarchy.has_controllers ? controller : "", own, sizeof own);
+        int top = snprintf(path, sizeof path, "%s%s", root, hierarchy.point);
         if (top >= PATH)
             continue;
-        snprintf(path + top, sizeof path - (size_t)top, "%s", below(own, found.root));
+        snprintf(path + top, sizeof path - (size_t)top, "%s", below(own, hierarchy.root));
         for (char *end = path + strlen(path); end; end = strrchr(path + top, '/')) {
             *end = 0;
             int64_t limit = limit_of(path);

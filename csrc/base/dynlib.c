@@ -14,30 +14,30 @@ static struct {
     pthread_mutex_t lock;
     char *names[MOST], *paths[MOST];
     spar_dynlib_once *tried; /* list of all opened or failed */
-} found = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} libraries = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 void spar_dynlib_set_path(const char *library, const char *path)
 {
     int i = 0;
-    pthread_mutex_lock(&found.lock);
-    while (i < MOST - 1 && found.names[i] && strcmp(found.names[i], library) != 0)
+    pthread_mutex_lock(&libraries.lock);
+    while (i < MOST - 1 && libraries.names[i] && strcmp(libraries.names[i], library) != 0)
         i++;
-    if (!found.names[i])
-        found.names[i] = strdup(library);
-    char *before = found.paths[i];
-    found.paths[i] = path ? strdup(path) : NULL;
+    if (!libraries.names[i])
+        libraries.names[i] = strdup(library);
+    char *before = libraries.paths[i];
+    libraries.paths[i] = path ? strdup(path) : NULL;
     free(before);
-    pthread_mutex_unlock(&found.lock);
+    pthread_mutex_unlock(&libraries.lock);
 }
 
-static void *open_found(const char *library)
+static void *open_from_path(const char *library)
 {
     void *handle = NULL;
-    pthread_mutex_lock(&found.lock);
+    pthread_mutex_lock(&libraries.lock);
     for (int i = 0; i < MOST && !handle; i++)
-        if (found.names[i] && found.paths[i] && strcmp(found.names[i], library) == 0)
-            handle = dlopen(found.paths[i], RTLD_NOW | RTLD_LOCAL);
-    pthread_mutex_unlock(&found.lock);
+        if (libraries.names[i] && libraries.paths[i] && strcmp(libraries.names[i], library) == 0)
+            handle = dlopen(libraries.paths[i], RTLD_NOW | RTLD_LOCAL);
+    pthread_mutex_unlock(&libraries.lock);
     return handle;
 }
 
@@ -49,7 +49,7 @@ spar_status spar_dynlib_open(const char *library, const char *const *names, void
     for (int i = 0; names[i] && !*handle; i++)
         *handle = dlopen(names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     if (!*handle)
-        *handle = open_found(library);
+        *handle = open_from_path(library);
     for (int i = 0; names[i] && !*handle; i++) {
         *handle = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
         const char *why = *handle ? "" : dlerror();
@@ -72,13 +72,13 @@ spar_status spar_dynlib_function(void *handle, const char *library, const char *
 spar_status spar_dynlib_open_once(spar_dynlib_once *once)
 {
     void *handle;
-    pthread_mutex_lock(&found.lock);
+    pthread_mutex_lock(&libraries.lock);
     if (!once->listed) {
         once->listed = 1;
-        once->next = found.tried;
-        found.tried = once;
+        once->next = libraries.tried;
+        libraries.tried = once;
     }
-    pthread_mutex_unlock(&found.lock);
+    pthread_mutex_unlock(&libraries.lock);
     pthread_mutex_lock(&once->lock);
     if (!once->tried) {
         once->status = spar_dynlib_open(once->library, once->names, &handle);
@@ -97,7 +97,7 @@ void spar_dynlib_fork(spar_fork_stage stage)
 {
     if (stage != SPAR_FORK_CHILD)
         return;
-    pthread_mutex_init(&found.lock, NULL);
-    for (spar_dynlib_once *once = found.tried; once; once = once->next)
+    pthread_mutex_init(&libraries.lock, NULL);
+    for (spar_dynlib_once *once = libraries.tried; once; once = once->next)
         pthread_mutex_init(&once->lock, NULL);
 }

@@ -20,7 +20,7 @@ typedef struct {
 /* A variable's value, or its default. UNSET: both are empty; `text` is "" and the numbers are 0. */
 typedef struct {
     enum { SPAR_ENV_UNSET, SPAR_ENV_TEXT, SPAR_ENV_SECONDS, SPAR_ENV_COUNT } holds;
-    const char *text; /* of every value */
+    const char *text; /* set for every kind of value */
     double seconds;
     int64_t count;
 } spar_env_value;

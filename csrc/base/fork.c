@@ -4,7 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* In lock order. */
+/* The handlers, in the order in which their locks are taken. */
 static void (*const files[])(spar_fork_stage stage) = {
     spar_plan_cache_fork, spar_arena_fork, spar_peers_fork,
     spar_dynlib_fork,     spar_nccl_fork,  spar_watchdog_fork,
@@ -17,10 +17,10 @@ static uint32_t *current = &newest; /* in a page that the kernel clears in each 
 
 uint32_t spar_generation(void)
 {
-    uint32_t found = __atomic_load_n(current, __ATOMIC_RELAXED);
-    if (found)
-        return found;
-    __atomic_compare_exchange_n(current, &found, newest + 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    uint32_t number = __atomic_load_n(current, __ATOMIC_RELAXED);
+    if (number)
+        return number;
+    __atomic_compare_exchange_n(current, &number, newest + 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     newest = __atomic_load_n(current, __ATOMIC_RELAXED);
     return newest;
 }

@@ -33,7 +33,7 @@ typedef struct {
     uint64_t signature;
     int64_t forward;    /* the number of the call whose gradient it moves; 0: not known, equal to any */
     spar_status status; /* other than SPAR_OK: it failed, and moves no bytes */
-    int64_t offsets[SPAR_GROUP_TENSORS]; /* of its outputs in its arena */
+    int64_t offsets[SPAR_GROUP_TENSORS]; /* where its outputs lie in its arena */
 } spar_call_header;
 
 /* Whether two exchanges move the gradients of different calls; a number that is not known equals any. */
@@ -87,7 +87,7 @@ void spar_group_spin(spar_group *group, int64_t spin_ns);
 /* SPAR_AFFINITY=1: where ranks share cores, calls may move the calling thread to another core. */
 void spar_group_allow_moves(spar_group *group);
 
-/* Held during a whole call; take it without the GIL. */
+/* Returns the lock that is held during a whole call. Take it without the GIL. */
 pthread_mutex_t *spar_group_lock(spar_group *group);
 
 /* The `room` bytes behind a rank's mailbox, aligned to 64 and initially zero. */
@@ -113,7 +113,8 @@ void spar_group_hold(spar_group *group); /* adds a reference for such a block */
  * has detached. Does nothing in a forked child, which leaves its parent's mailbox alone. */
 void spar_group_close(spar_group *group);
 
-/* For tests, which start near the wrap of call numbers: the same on all ranks, before the first call. */
+/* Sets the call number from which tests start, near its wrap: the same on all ranks, before the first
+ * call. */
 void spar_group_start_at(spar_group *group, uint32_t call);
 
 #endif

@@ -217,10 +217,10 @@ spar_status spar_ring_begin(spar_ring *r, uint64_t n, const spar_call_header *he
 int spar_ring_gathered(const spar_ring *r, int rank, spar_gathered *gathered)
 {
     description call;
-    int known = read_entry(r, rank, newest_of(r, r->rank), &call, 1);
-    if (known)
+    int recorded = read_entry(r, rank, newest_of(r, r->rank), &call, 1);
+    if (recorded)
         *gathered = call.gathered;
-    return known;
+    return recorded;
 }
 
 /* ---- for the watchdog ---- */

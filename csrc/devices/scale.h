@@ -15,11 +15,11 @@ typedef enum {
 
 typedef struct {
     const char *name, *torch_name;
-    uint8_t bytes; /* of an item */
+    uint8_t bytes; /* an item's size */
     uint8_t dlpack_code;
 } spar_scale_type;
 
-/* By code; SPAR_UNSCALED is {"as_is", NULL, 1, 0}. */
+/* The dtypes by code; SPAR_UNSCALED is {"as_is", NULL, 1, 0}. */
 extern const spar_scale_type spar_scale_types[SPAR_SCALE_TYPES];
 
 /* Each item becomes x * factor or x / factor. */
@@ -36,7 +36,7 @@ spar_scale spar_scale_simple(const spar_scale *scale);
 /* Scales n items with destination stride `ds` and source stride `ss`, in bytes; may be in place. */
 void spar_scale_items(const spar_scale *scale, char *to, const char *from, int64_t n, int64_t ds, int64_t ss);
 
-/* The same for contiguous items, to each of the targets, with non-temporal stores. */
+/* Scales contiguous items to each of the targets, with non-temporal stores. */
 void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int targets, const char *from,
                             int64_t bytes);
 

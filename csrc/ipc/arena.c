@@ -39,7 +39,7 @@ struct spar_memory {
 
 static struct {
     pthread_mutex_t lock;
-    pid_t pid; /* of the owner */
+    pid_t pid; /* the owner's */
     uint32_t owner;
     int fd;
     char *base;
@@ -63,7 +63,7 @@ static int64_t default_cap(int local_ranks)
     return spar_usable_memory() / 2 / local_ranks;
 }
 
-/* With the lock held. */
+/* Requires the lock. */
 static spar_status make(int64_t max_bytes, int local_ranks)
 {
     int64_t most = ((int64_t)1 << 45) / local_ranks; /* so that all arenas fit into the address space */
@@ -164,7 +164,7 @@ int spar_arena_is_own(void)
     return arena.owner == spar_generation();
 }
 
-/* Faults the pages of [offset, offset + size) in, and marks them as used. With the lock held. */
+/* Faults the pages of [offset, offset + size) in, and marks them as used. Requires the lock. */
 static spar_status populate(int64_t offset, int64_t size)
 {
     int64_t last = (offset + size - 1) >> GRANULE_BITS;
@@ -193,8 +193,8 @@ static spar_status populate(int64_t offset, int64_t size)
     return SPAR_OK;
 }
 
-/* Returns pages of free blocks that were last used before `before` to the system, at most `most` bytes. With
- * the lock held. */
+/* Returns pages of free blocks that were last used before `before` to the system, at most `most` bytes.
+ * Requires * the lock. */
 static int64_t give_back(uint32_t before, int64_t most)
 {
     int64_t returned = 0;
@@ -220,7 +220,7 @@ static int64_t give_back(uint32_t before, int64_t most)
     return returned;
 }
 
-/* Called inside allocations, at most once a second: there is no thread for it. With the lock held. */
+/* Called inside allocations, at most once a second: there is no thread for it. Requires the lock. */
 static void give_back_idle(void)
 {
     uint32_t now = now_s();
@@ -237,7 +237,7 @@ void spar_arena_idle(uint32_t seconds)
     pthread_mutex_unlock(&arena.lock);
 }
 
-/* Merges a block with the free block behind it. With the lock held. */
+/* Merges a block with the free block behind it. Requires the lock. */
 static void merge_with_next(spar_memory *block)
 {
     spar_memory *next = block->after;
@@ -263,7 +263,7 @@ static void make_free(spar_memory *block)
         merge_with_next(block->before);
 }
 
-/* Frees quarantined blocks that are settled. With the lock held. */
+/* Frees quarantined blocks that are settled. Requires the lock. */
 static void release_settled(void)
 {
     for (spar_memory *block = arena.first; block && arena.quarantined_blocks; block = block->after) {
@@ -279,7 +279,7 @@ static void release_settled(void)
     }
 }
 
-/* Leaves `size` bytes in a free block, and makes another of the rest. With the lock held. */
+/* Leaves `size` bytes in a free block, and makes another of the rest. Requires the lock. */
 static spar_status split(spar_memory *block, int64_t size)
 {
     if (block->size == size)

@@ -58,7 +58,7 @@ static void close_in_child(void)
         spar_close_fd(&table.callers[--table.ncallers].socket);
 }
 
-/* With the lock held, as all below but what peers.h declares. */
+/* Requires the lock, as all functions below do but those of peers.h. */
 static spar_status start_listening(void)
 {
     struct sockaddr_un address;

@@ -7,7 +7,11 @@ static spar_status read_layout(const spar_tensor *tensor, int which, int world, 
 {
     const int64_t *args = tensor->args;
     if (tensor->nargs < 1 || args[0] < 1 || args[0] > tensor->nargs - 2)
-        return spar_fail(SPAR_INVALID, "%d numbers do not hold two layouts", tensor->nargs);
+        return spar_fail(
+            SPAR_INVALID,
+            "the layouts are %d ints; expected n, the n ints of the input's layout, and those of the "
+            "output's, at least one each",
+            tensor->nargs);
     int first = (int)args[0];
     return which ? spar_layout_read(layout, args + 1 + first, tensor->nargs - 1 - first, tensor->ndim, world)
                  : spar_layout_read(layout, args + 1, first, tensor->ndim, world);

@@ -26,7 +26,7 @@ typedef struct {
  * remainder. */
 int64_t spar_shard_size(int64_t total, int world, int rank);
 
-/* How a dim is sharded, and the numbers that say it; spar/_exchange/layouts.py has the same. With `inner`
+/* The kinds of layouts, and the ints that describe each; spar/_exchange/layouts.py has the same. With `inner`
  * ranks, each of R = world / inner ranks' part is sharded once more by the size rule: rank u * R + r holds
  * part u of what rank r of R holds. If `inner` is negative, -inner ranks are neighbours: rank r * -inner + u
  * holds it. */

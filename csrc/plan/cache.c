@@ -73,7 +73,7 @@ static void make_newest(entry *e)
     cache.newest = e;
 }
 
-/* Returns the entry of this key and makes it the newest; NULL: a miss. With the lock held. */
+/* Returns the entry of this key and makes it the newest; NULL: a miss. Requires the lock. */
 static entry *find(uint64_t hash, const int64_t *words, size_t size)
 {
     for (entry *e = cache.buckets[hash % BUCKETS]; e; e = e->next_in_bucket) {
@@ -94,7 +94,7 @@ static int64_t footprint(const entry *e)
 }
 
 /* Evicts the oldest entries until at most `keep` entries and `bytes` bytes are left; returns them, chained.
- * With the lock held. */
+ * Requires the lock. */
 static entry *evict(int64_t keep, int64_t bytes)
 {
     entry *chain = NULL;

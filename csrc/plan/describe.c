@@ -13,7 +13,7 @@ static void put_list(char *text, size_t size, const int64_t *values, int count)
     spar_append(text, size, "]");
 }
 
-static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, int world, const char *how)
+static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, int world, const char *words)
 {
     if (dim < 0) {
         spar_append(text, size, "whole");
@@ -21,8 +21,8 @@ static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, i
     }
     spar_append(text, size, "dim %d in ", dim);
     put_list(text, size, sizes, world);
-    if (*how)
-        spar_append(text, size, " (%s)", how);
+    if (*words)
+        spar_append(text, size, " (%s)", words);
 }
 
 spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text)
@@ -59,9 +59,9 @@ void spar_plan_describe(const spar_plan *plan, char *text, size_t size)
         spar_append(text, size, "%s", t ? "; " : "");
         put_list(text, size, shape->global, shape->ndim);
         spar_append(text, size, ": ");
-        put_layout(text, size, shape->in_dim, shape->in_sizes, plan->world, shape->in_how);
+        put_layout(text, size, shape->in_dim, shape->in_sizes, plan->world, shape->in_words);
         spar_append(text, size, " -> ");
-        put_layout(text, size, shape->out_dim, shape->out_sizes, plan->world, shape->out_how);
+        put_layout(text, size, shape->out_dim, shape->out_sizes, plan->world, shape->out_words);
     }
 }
 

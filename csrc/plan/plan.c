@@ -167,22 +167,22 @@ static spar_status add_pair(builder *b, spar_range *range, int tensor, const spa
         for (int64_t j = 0; j < nz; j++) {
             const placement *source = from;
             int64_t src = 0, dst = 0;
-            spar_piece sent = a[i], kept = z[j]; /* local: in the sender's tensor, in the receiver's */
-            if (in->dim == out->dim && !intersect(&sent, &kept))
+            spar_piece sent = a[i], received = z[j]; /* local: in the sender's tensor, in the receiver's */
+            if (in->dim == out->dim && !intersect(&sent, &received))
                 continue;
             if (in->dim >= 0)
                 extents[in->dim] = sent.extent;
             if (out->dim >= 0)
-                extents[out->dim] = kept.extent;
+                extents[out->dim] = received.extent;
             if (has_zero(shape->ndim, extents))
                 continue;
             if (in->dim >= 0 && in->dim != out->dim)
                 dst += sent.global * to.strides[in->dim];
             if (out->dim >= 0)
-                dst += kept.local * to.strides[out->dim];
+                dst += received.local * to.strides[out->dim];
             if (from) {
                 src += in->dim >= 0 ? sent.local * from->strides[in->dim] : 0;
-                src += out->dim >= 0 && out->dim != in->dim ? kept.global * from->strides[out->dim] : 0;
+                src += out->dim >= 0 && out->dim != in->dim ? received.global * from->strides[out->dim] : 0;
             } else {
                 SPAR_TRY(place_contiguous(shape->ndim, extents, shape->item_size, &packed));
                 src = range->bytes;
@@ -245,9 +245,9 @@ static spar_status set_shape(spar_plan *plan, int which, const spar_layout *in, 
     shape->in_order = order_of(in);
     shape->out_order = order_of(out);
     if (shape->in_order)
-        spar_layout_describe(in, shape->in_how, sizeof shape->in_how);
+        spar_layout_describe(in, shape->in_words, sizeof shape->in_words);
     if (shape->out_order)
-        spar_layout_describe(out, shape->out_how, sizeof shape->out_how);
+        spar_layout_describe(out, shape->out_words, sizeof shape->out_words);
     shape->in_sizes = malloc((size_t)plan->world * 3 * sizeof(int64_t));
     if (!shape->in_sizes)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", plan->world);

@@ -43,11 +43,11 @@ typedef struct {
     int ndim;
     int64_t global[SPAR_MAX_DIMS], out[SPAR_MAX_DIMS]; /* extents of the whole, of this rank's output */
     int64_t out_bytes;
-    int in_dim, out_dim;           /* the dims that the layouts cut, or -1 */
-    uint32_t in_order, out_order;  /* which pieces each rank holds; 0: one each, in rank order */
-    char in_how[64], out_how[64];  /* the same in words; empty where the order is 0 */
-    int64_t *in_sizes, *out_sizes; /* [world] what each rank holds of them */
-    int64_t *rank_bytes;           /* [world] of each rank's output */
+    int in_dim, out_dim;              /* the dims that the layouts cut, or -1 */
+    uint32_t in_order, out_order;     /* which pieces each rank holds; 0: one each, in rank order */
+    char in_words[64], out_words[64]; /* the orders in words; empty where the order is 0 */
+    int64_t *in_sizes, *out_sizes;    /* [world] what each rank holds of these dims */
+    int64_t *rank_bytes;              /* [world] the size of each rank's output */
 } spar_plan_tensor;
 
 typedef struct spar_plan {
@@ -82,7 +82,7 @@ spar_status spar_request_check(const spar_request *request);
 /* Builds a plan. SPAR_INVALID: the message names the value, the rank and what is expected. */
 spar_status spar_plan_build(const spar_request *request, spar_plan **plan);
 
-/* The same, through a bounded LRU cache: SPAR_PLAN_CACHE plans of 64 MiB in total. */
+/* Returns a plan of the bounded LRU cache (SPAR_PLAN_CACHE plans of 64 MiB in total), or builds it. */
 spar_status spar_plan_get(const spar_request *request, spar_plan **plan);
 
 /* Adds an owner to a plan that this thread holds; returns the plan. */

@@ -68,11 +68,11 @@ static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, co
 typedef struct {
     spar_call_header *headers;
     void *(*outputs)[SPAR_GROUP_TENSORS];
-    void *const **rows; /* of outputs */
-    const char **parts; /* that a sum adds */
+    void *const **rows; /* the rows of `outputs` */
+    const char **parts; /* the buffers that a sum adds */
 } all_headers;
 
-/* Of a call that sums: where the sums go, and whether this rank's own part stays in its input. */
+/* Where the sums of a call go, and whether this rank's own part stays in its input. */
 typedef struct {
     spar_memory *blocks[SPAR_GROUP_TENSORS]; /* NULL: to memory of the caller */
     void *to[SPAR_GROUP_TENSORS];
@@ -131,7 +131,7 @@ static spar_status place_sum(const spar_call *call, int t, sums *results)
     return SPAR_OK;
 }
 
-/* All steps that can fail on this rank alone. */
+/* Takes all steps that can fail on this rank alone. */
 static spar_status prepare(const spar_call *call, spar_call_header *header, sums *results)
 {
     if (call->failed != SPAR_OK)
@@ -155,7 +155,7 @@ static spar_status prepare(const spar_call *call, spar_call_header *header, sums
     return SPAR_OK;
 }
 
-/* Once the caller frees it, it is not reused while a slow peer may still push into it. */
+/* Quarantines the caller's block: once freed, it is not reused while a slow peer may still push into it. */
 static void guard_target(spar_group *group, spar_memory *block, uint32_t n)
 {
     if (!block || spar_group_quarantine.settled(group, n))
@@ -181,7 +181,7 @@ static void drop_blocks(spar_group *group, const spar_call *call, int published,
     }
 }
 
-/* Replaces the parts by their sums. */
+/* Adds the parts of all ranks, and replaces them by their sums. */
 static void sum_parts(const spar_call *call, const sums *results, const char **parts)
 {
     const spar_plan *plan = call->plan;
@@ -292,10 +292,10 @@ static spar_status run(spar_comm *comm, spar_call *call)
 
 static int description(const spar_comm *comm, int rank, spar_description *result)
 {
-    const spar_description *known = spar_group_description(comm->state, rank);
-    if (known)
-        *result = *known;
-    return known != NULL;
+    const spar_description *theirs = spar_group_description(comm->state, rank);
+    if (theirs)
+        *result = *theirs;
+    return theirs != NULL;
 }
 
 static int last_call(const spar_comm *comm, int rank, spar_last_call *last)

@@ -95,18 +95,18 @@ static spar_status agree(const char *what, int rank, const char *first, const ch
 }
 
 /* Finds the row that SPAR_TRANSPORT names, with or without a leading ^. */
-static spar_status find(const char *name, const spar_transport **found)
+static spar_status find(const char *name, const spar_transport **result)
 {
-    char known[128] = "";
+    char names[128] = "";
     for (const spar_transport *const *row = spar_transports; *row; row++) {
         if (strcmp((*row)->name, name) == 0) {
-            *found = *row;
+            *result = *row;
             return SPAR_OK;
         }
-        spar_append(known, sizeof known, "%s%s", *known ? ", " : "", (*row)->name);
+        spar_append(names, sizeof names, "%s%s", *names ? ", " : "", (*row)->name);
     }
     return spar_fail(SPAR_INVALID, "SPAR_TRANSPORT is '%s'; known: %s, or ^ and one of them to exclude it",
-                     name, known);
+                     name, names);
 }
 
 void spar_call_describe(const void *context, char *text, size_t size, spar_gathered *gathered)

@@ -1,8 +1,8 @@
 /* Transports execute plans.
  *
- * A transport is one file in transports/ that ends in one const struct; the ordered table in transport.c
- * holds a row for each. The first that can serve a group moves its bytes: a pure function of the facts that
- * all ranks exchanged, so that every rank comes to the same choice, for the same reason. */
+ * A transport is a file or a folder in transports/ that ends in one const struct; the ordered table in
+ * transport.c has a row for each. The first that can serve a group moves its bytes. The choice depends on the
+ * peer info of all ranks alone, so every rank makes the same choice, for the same reason. */
 #ifndef SPAR_TRANSPORT_H
 #define SPAR_TRANSPORT_H
 
@@ -13,7 +13,7 @@
 
 /* What a rank sends to all ranks about itself, once per group. */
 typedef struct {
-    char version[24];       /* of spar */
+    char version[24];       /* spar's */
     char error[160];        /* why this rank cannot exchange; empty: it can */
     char transport[40];     /* SPAR_TRANSPORT */
     char check[8];          /* SPAR_CHECK */
@@ -68,7 +68,7 @@ void spar_call_describe(const void *call, char *text, size_t size, spar_gathered
 
 /* What a rank has on its device. */
 typedef struct {
-    int ordinal; /* of the device in this process */
+    int ordinal; /* the device's number in this process */
     void *comm;  /* a communicator of the caller's that may be used (torch's ncclComm_t), or NULL */
 } spar_native;
 
@@ -76,7 +76,7 @@ typedef struct spar_comm spar_comm;
 
 typedef struct {
     const char *name;
-    /* Writes into this rank's facts what the others must know to choose it. NULL: nothing. */
+    /* Writes into this rank's peer info what the others need to choose the transport. NULL: nothing. */
     void (*probe)(spar_peer_info *info);
     /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, and the reason.
      * Pure; any rank may ask. */
@@ -108,7 +108,7 @@ typedef struct {
 struct spar_comm {
     const spar_transport *transport;
     int world, rank;
-    int local_ranks; /* of this job on this host */
+    int local_ranks; /* the number of this job's ranks on this host */
     int core_share;  /* see spar_core_share */
     spar_native native;
     spar_peer_info *info; /* [world] */
@@ -133,7 +133,7 @@ spar_traffic spar_traffic_of(const spar_transport *transport);
 typedef struct {
     const spar_transport *transport;
     char reason[192];
-    int rejected; /* rows that were looked at before it */
+    int rejected; /* the number of rows before it, which cannot serve */
     const char *rejected_names[16];
     char rejected_reasons[16][192];
 } spar_choice;

@@ -7,7 +7,7 @@
 
 #ifdef SPAR_NONTEMPORAL
 
-/* Both: n is a multiple of SPAR_CACHE_LINE, `to` is aligned to it. */
+/* Copy whole cache lines: n is a multiple of SPAR_CACHE_LINE, and `to` is aligned to it. */
 __attribute__((target("avx512f"))) static void copy_lines_avx512(char *to, const char *from, int64_t n)
 {
     int64_t at = 0;
@@ -59,13 +59,13 @@ static const struct {
 int64_t spar_nontemporal_min(void)
 {
     static int64_t least; /* racing threads find the same */
-    int64_t found = __atomic_load_n(&least, __ATOMIC_RELAXED);
-    if (!found) {
+    int64_t bytes = __atomic_load_n(&least, __ATOMIC_RELAXED);
+    if (!bytes) {
         long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
-        found = cache > 0 ? cache / 8 : 256 << 10;
-        __atomic_store_n(&least, found, __ATOMIC_RELAXED);
+        bytes = cache > 0 ? cache / 8 : 256 << 10;
+        __atomic_store_n(&least, bytes, __ATOMIC_RELAXED);
     }
-    return found;
+    return bytes;
 }
 
 void spar_nontemporal_copy(char *to, const char *from, int64_t n)

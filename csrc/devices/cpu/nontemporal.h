@@ -32,7 +32,7 @@ static inline void spar_nontemporal_line(char *to, const char *line)
 }
 
 #ifdef SPAR_NONTEMPORAL
-/* The same in one store. */
+/* Copies one line in one store. */
 __attribute__((target("avx512f"))) static inline void spar_nontemporal_line_avx512(char *to, const char *line)
 {
     _mm512_stream_si512((void *)to, _mm512_load_si512(line));

@@ -36,13 +36,13 @@ static int find_sets(void)
 
 int spar_processor_has(int sets)
 {
-    static int known; /* racing threads find the same */
-    int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
-    if (!found) {
-        found = find_sets();
-        __atomic_store_n(&known, found, __ATOMIC_RELAXED);
+    static int cached; /* racing threads find the same */
+    int available = __atomic_load_n(&cached, __ATOMIC_RELAXED);
+    if (!available) {
+        available = find_sets();
+        __atomic_store_n(&cached, available, __ATOMIC_RELAXED);
     }
-    return (found & sets) == sets;
+    return (available & sets) == sets;
 }
 
 #else

@@ -56,7 +56,7 @@ typedef struct {
     uint16_t lowest, span, more;
 } shift;
 
-/* Of a product with `by`: a positive power of two has no bits but the exponent's. */
+/* Computes the shift that a product with `by` is: a positive power of two has exponent bits only. */
 INLINE shift shift_of(float by)
 {
     const int bits = (int)to_bits(by), more = (bits >> 23) - 127;
@@ -251,13 +251,13 @@ static const scaler scalers[] = {
 static const scaler *widest(void)
 {
     static const scaler *chosen; /* racing threads choose the same */
-    const scaler *found = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
-    if (!found) {
-        for (found = scalers; !found->serves(); found++)
+    const scaler *best = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    if (!best) {
+        for (best = scalers; !best->serves(); best++)
             ;
-        __atomic_store_n(&chosen, found, __ATOMIC_RELAXED);
+        __atomic_store_n(&chosen, best, __ATOMIC_RELAXED);
     }
-    return found;
+    return best;
 }
 
 /* Complex items have a division of their own. */

@@ -11,7 +11,8 @@ enum {
     PERIOD = 512, /* later */
 };
 
-/* Of a class. Threads may mix their samples: a choice is then made once by another copy's time. */
+/* What was learned about a class of copies. Threads may mix their samples: one choice is then made by another
+ * copy's time. */
 static struct {
     uint32_t copies;
     uint32_t ps[SPAR_FASTER_STORES]; /* for each byte; the shortest of the latest tries of each kind */

@@ -44,7 +44,7 @@ void spar_threads_min_bytes(int64_t bytes)
     __atomic_store_n(&pool.min_bytes, bytes, __ATOMIC_RELAXED);
 }
 
-/* Runs parts while any are left. With the lock held. */
+/* Runs parts while any are left. Requires the lock. */
 static void take_parts(void)
 {
     while (pool.next < pool.parts) {

@@ -41,19 +41,19 @@ spar_status spar_cuda_open(void)
 /* ---- launches ---- */
 
 /* Finds the prepared device whose context is current. */
-static spar_status current(const gpu **found)
+static spar_status current(const gpu **result)
 {
     CUcontext context = NULL;
     if (cu)
         TRY_CU(CtxGetCurrent, &context);
     for (int i = 0; i < GPUS && context; i++)
-        if ((*found = __atomic_load_n(&gpus.by_ordinal[i], __ATOMIC_ACQUIRE)) != NULL &&
-            (*found)->context == context)
+        if ((*result = __atomic_load_n(&gpus.by_ordinal[i], __ATOMIC_ACQUIRE)) != NULL &&
+            (*result)->context == context)
             return SPAR_OK;
     return spar_fail(SPAR_INTERNAL, "no prepared CUDA device is this thread's current one");
 }
 
-/* Common to all launches of a copy. */
+/* What all launches of a copy share. */
 typedef struct {
     const gpu *gpu;
     spar_scale scale;
@@ -140,7 +140,7 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     return status;
 }
 
-/* With the device's primary context current; torch uses the same. */
+/* Requires that the device's primary context is current; torch uses the same. */
 static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
 {
     gpu *g = calloc(1, sizeof *g);
@@ -177,7 +177,7 @@ void spar_cuda_leave(const spar_entered *before)
         cu->CtxSetCurrent(before->context);
 }
 
-/* With the lock held. */
+/* Requires the lock. */
 static spar_status prepare_first(int ordinal)
 {
     CUdevice device;

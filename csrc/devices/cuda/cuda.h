@@ -24,7 +24,7 @@ typedef struct {
 /* A thread's state before it entered a device. */
 typedef struct {
     void *context;
-    int mode; /* of captures */
+    int mode; /* its capture mode */
 } spar_entered;
 
 /* Opens the driver and NVRTC. Cheap: touches no device, compiles nothing. The error names what is missing. */

@@ -36,7 +36,7 @@ typedef struct {
     int width; /* per factor, the widest first */
 } spar_kernel_row;
 
-/* In the order of SPAR_KERNELS. */
+/* The kernels, in the order of SPAR_KERNELS. */
 enum { SPAR_KERNEL_COUNT = 18 };
 extern const spar_kernel_row spar_kernel_rows[SPAR_KERNEL_COUNT];
 extern const char spar_kernel_source[];

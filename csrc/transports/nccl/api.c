@@ -61,3 +61,10 @@ spar_status spar_nccl_check(spar_nccl_result result, const char *what)
     return spar_fail(SPAR_TRANSPORT, "%.*s: %s%s%s", (int)strcspn(what, "("), what,
                      spar_nccl.GetErrorString(result), last && *last ? ": " : "", last && *last ? last : "");
 }
+
+spar_status spar_nccl_check_async(struct ncclComm *comm, const char *what)
+{
+    spar_nccl_result error = SPAR_NCCL_SUCCESS;
+    SPAR_NCCL_TRY(CommGetAsyncError(comm, &error));
+    return spar_nccl_check(error, what);
+}

@@ -70,6 +70,9 @@ spar_status spar_nccl_open(void);
 /* SPAR_OK, also for ncclInProgress; else SPAR_TRANSPORT with NCCL's text. */
 spar_status spar_nccl_check(spar_nccl_result result, const char *what);
 
+/* Checks for an error that the communicator reports after a call has returned. */
+spar_status spar_nccl_check_async(struct ncclComm *comm, const char *what);
+
 #define SPAR_NCCL_TRY(call) SPAR_TRY(spar_nccl_check(spar_nccl.call, "nccl" #call))
 
 #endif

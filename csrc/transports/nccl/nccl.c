@@ -74,7 +74,6 @@ static spar_status fail_alone(spar_nccl_state *s, uint64_t n, const spar_call *c
 static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
 {
     struct ncclComm *comm = s->own ? s->own : call->native;
-    spar_nccl_result error = SPAR_NCCL_SUCCESS;
     uint64_t n = ++s->calls;
     int captured = s->pipeline.captured;
     SPAR_TRY(spar_watchdog_check(s->watchdog)); /* why it broke, rather than what followed from it */
@@ -85,11 +84,8 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
         return fail_alone(s, n, call, status);
     SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline));
     status = publish(s, n, call);
-    if (status == SPAR_OK && !s->own) { /* the watchdog does not check torch's communicator */
-        status = spar_nccl_check(spar_nccl.CommGetAsyncError(comm, &error), "ncclCommGetAsyncError");
-        if (status == SPAR_OK)
-            status = spar_nccl_check(error, "NCCL, later");
-    }
+    if (status == SPAR_OK && !s->own) /* the watchdog does not check torch's communicator */
+        status = spar_nccl_check_async(comm, "an earlier call of NCCL");
     if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
         status = spar_watchdog_order(s->watchdog, call->stream); /* the watchdog's calls end in order */
     if (status == SPAR_OK) {
@@ -151,7 +147,7 @@ static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
     return status;
 }
 
-/* The error has the texts. */
+/* Returns no text: the error has the texts of all ranks. */
 static int description(const spar_comm *comm, int rank, spar_description *result)
 {
     const spar_nccl_state *s = comm->state;

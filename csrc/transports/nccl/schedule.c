@@ -218,7 +218,7 @@ static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64
     const spar_range *range = &(side->pulls ? side->plan->pull : side->plan->push)[peer];
     spar_stream *stream = &side->streams[peer];
     int64_t joined = low; /* start of the blocks that share the next message */
-    int64_t place = area; /* of that message in the staging buffer */
+    int64_t place = area; /* that message's offset in the staging buffer */
     for (int64_t at = low, until; at < high; at = until) {
         const spar_block *block = &side->plan->blocks[range->first + stream->block];
         int in_one_piece;

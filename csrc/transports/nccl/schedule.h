@@ -13,7 +13,8 @@
 
 #include "devices/cuda/cuda.h"
 
-/* To or from `peer`, at byte `at` of this rank's tensor, or of its staging buffer if tensor is -1. */
+/* A message to or from `peer`, at byte `at` of this rank's tensor, or of its staging buffer if tensor is
+ * -1. */
 typedef struct {
     int peer, tensor;
     int64_t at, bytes;
@@ -21,8 +22,8 @@ typedef struct {
 
 /* One peer's stream. */
 typedef struct {
-    int64_t chunk;        /* bytes of it in a step */
-    int64_t area;         /* of its part of a staging buffer */
+    int64_t chunk;        /* bytes that a step moves */
+    int64_t area;         /* its part's offset in a staging buffer */
     int64_t block, start; /* at which the next step begins, and the block's offset in the stream */
 } spar_stream;
 

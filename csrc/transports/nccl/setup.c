@@ -133,7 +133,7 @@ static spar_status init_communicator(spar_nccl_state *s)
     return spar_pipeline_connect(&s->pipeline, comm);
 }
 
-static void *rendezvous_thread(void *context)
+static void *set_up_thread(void *context)
 {
     spar_nccl_state *s = context;
     spar_entered before;
@@ -170,8 +170,9 @@ static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *dea
     return SPAR_OK;
 }
 
-/* After a failure, makes the thread that is inside NCCL return, since an abort would free what it uses. With
- * the lock held. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the abort. */
+/* After a failure, makes the thread that is inside NCCL return, since an abort would free what it uses.
+ * Requires * the lock. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the
+ * abort. */
 static void end_first_exchange(spar_nccl_state *s)
 {
     if (s->own && spar_nccl.CommRevoke) {
@@ -214,15 +215,12 @@ static spar_status await_communicator(spar_nccl_state *s, const spar_deadline *d
 static spar_status await_first_exchange(const spar_nccl_state *s, const spar_deadline *deadline)
 {
     const struct timespec moment = {0, 200000};
-    for (int looks = 1;; looks++) {
+    for (int polls = 1;; polls++) {
         CUresult result = spar_driver_functions()->StreamQuery(s->pipeline.side_streams[0].stream);
         if (result != SPAR_CU_NOT_READY)
             return spar_driver_check(result, "the first exchange over NCCL");
-        if (looks % 100 == 0) {
-            spar_nccl_result error = SPAR_NCCL_SUCCESS;
-            struct ncclComm *comm = s->own ? s->own : s->native;
-            SPAR_NCCL_TRY(CommGetAsyncError(comm, &error));
-            SPAR_TRY(spar_nccl_check(error, "the first exchange over NCCL"));
+        if (polls % 100 == 0) {
+            SPAR_TRY(spar_nccl_check_async(s->own ? s->own : s->native, "the first exchange over NCCL"));
             SPAR_TRY(poll_setup(s, deadline));
         }
         nanosleep(&moment, NULL);
@@ -277,7 +275,7 @@ static spar_status connect_ring(spar_nccl_state *s, const spar_comm *comm, const
 static spar_status init_and_await(spar_nccl_state *s, const spar_deadline *deadline)
 {
     __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
-    int error = spar_thread_start(rendezvous_thread, s);
+    int error = spar_thread_start(set_up_thread, s);
     if (error) {
         spar_nccl_release(s);
         return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s", strerror(error));

@@ -11,7 +11,7 @@
 typedef struct {
     pthread_mutex_t lock; /* held during a call; protects what follows */
     pthread_cond_t connected;
-    int refs; /* atomic: held by the comm or its watchdog, and by the rendezvous thread */
+    int refs; /* atomic: held by the comm or its watchdog, and by the thread that sets NCCL up */
     int world, rank, ordinal;
     spar_nccl_id id;
     spar_pipeline pipeline;
@@ -22,9 +22,10 @@ typedef struct {
     uint64_t calls;
     struct ncclComm *own, *native; /* native: torch's, at the set-up */
     spar_watchdog *watchdog;
-    void *stream; /* of the newest call */
+    void *stream; /* in which the newest call runs */
     int called;
-    /* the rendezvous: over is 1 once it ended, with status and text; abandoned: no thread waits for it */
+    /* The thread that sets NCCL up sets `finished`, with status and text. `abandoned`: no thread waits for
+     * it. */
     int finished, abandoned;
     spar_status status;
     char text[256];

@@ -33,7 +33,7 @@ struct spar_watchdog {
     int64_t inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
     int grace;         /* polls that have waited for that call to return */
     slot slots[SLOTS];
-    int first, count;   /* of the slots in use */
+    int first, count;   /* the slots in use */
     spar_status status; /* atomic; other than SPAR_OK: broken, with the reason */
     char reason[SPAR_GROUP_TEXT];
     spar_ranks ranks; /* that caused it */
@@ -52,7 +52,7 @@ static struct {
     uint32_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* With the last error as the reason. */
+/* Breaks the watchdog; the last error is the reason. */
 static void fail_watchdog(spar_watchdog *w, spar_status status)
 {
     if (w->status != SPAR_OK)
@@ -91,11 +91,9 @@ static spar_status retire_calls(spar_watchdog *w)
 
 static spar_status check_nccl(spar_watchdog *w)
 {
-    spar_nccl_result error = SPAR_NCCL_SUCCESS;
     if (!w->what.comm) /* torch's, or about to be freed */
         return SPAR_OK;
-    SPAR_NCCL_TRY(CommGetAsyncError(w->what.comm, &error));
-    return spar_nccl_check(error, "NCCL, later");
+    return spar_nccl_check_async(w->what.comm, "an earlier call of NCCL");
 }
 
 static spar_status check_limits(const spar_watchdog *w)
@@ -115,7 +113,7 @@ static spar_status check_limits(const spar_watchdog *w)
                            (unsigned long long)late, *absent ? "; not called by " : "", absent);
 }
 
-/* Polls once, with the lock held and the device entered. */
+/* Polls once. Requires the lock, and the device entered. */
 static void poll_once(spar_watchdog *w)
 {
     if (w->status != SPAR_OK)
@@ -135,7 +133,7 @@ static void poll_once(spar_watchdog *w)
 /* ---- the end of a communicator ---- */
 
 /* Starts a thread for work that may wait for the device, which may wait for the end of another communicator.
- * At exit nothing is started: it could outlive the driver. With the lock held. */
+ * At exit nothing is started: it could outlive the driver. Requires the lock. */
 static int start_worker(void *(*work)(void *watchdog), spar_watchdog *w)
 {
     if (all.stop || spar_thread_start(work, w) != 0)
@@ -189,7 +187,7 @@ static int is_idle(spar_watchdog *w)
     return !w->count && !w->inside_ns;
 }
 
-/* Ends the communicator of a broken or unused watchdog. With the lock held and the device entered. */
+/* Ends the communicator of a broken or unused watchdog. Requires the lock, and the device entered. */
 static void end_communicator(spar_watchdog *w)
 {
     int broken = w->status != SPAR_OK;
@@ -210,7 +208,7 @@ static void end_communicator(spar_watchdog *w)
         w->what.comm = w->aborted;
 }
 
-/* On a thread of its own: freeing device memory waits for the device. */
+/* Frees the watchdog, on a thread of its own: freeing device memory waits for the device. */
 static void *dispose(void *watchdog)
 {
     spar_watchdog *w = watchdog;
@@ -227,7 +225,7 @@ static void *dispose(void *watchdog)
     return NULL;
 }
 
-/* Polls once and acts on the result; returns whether the watchdog left the list. With the lock held. */
+/* Polls once and acts on the result; returns whether the watchdog left the list. Requires the lock. */
 static int poll_and_close(spar_watchdog **link)
 {
     spar_watchdog *w = *link;
@@ -267,7 +265,7 @@ static void *watchdog_thread(void *unused)
     return NULL;
 }
 
-/* At exit, before the driver shuts down. */
+/* Stops the thread and the workers at exit, before the driver shuts down. */
 static void stop(void)
 {
     int64_t end = spar_now_ns() + EXIT_NS;
@@ -281,7 +279,7 @@ static void stop(void)
     pthread_mutex_unlock(&all.lock);
 }
 
-/* With the lock held. */
+/* Requires the lock. */
 static spar_status start_thread(void)
 {
     if (all.running)
@@ -326,7 +324,7 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
     return status;
 }
 
-/* With the lock held. */
+/* Requires the lock. */
 static spar_status report(spar_watchdog *w)
 {
     if (w->status == SPAR_OK)
@@ -408,7 +406,7 @@ spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
 spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
 {
     const struct timespec moment = {0, 20000};
-    for (int looks = 1;; looks++) {
+    for (int polls = 1;; polls++) {
         pthread_mutex_lock(&all.lock);
         poll_once(w);
         spar_status status = report(w);
@@ -419,7 +417,7 @@ spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
         if (spar_deadline_passed(deadline))
             return spar_fail(SPAR_TIMEOUT, "the GPU did not finish call %llu in time",
                              (unsigned long long)w->call);
-        if (looks % 2500 == 0)
+        if (polls % 2500 == 0)
             SPAR_TRY(spar_deadline_poll(deadline, "while the GPU was awaited"));
         nanosleep(&moment, NULL);
     }
