@@ -75,9 +75,6 @@ void spar_group_fail(spar_group *group, spar_status status, const char *text);
 /* Breaks the group for good, on all ranks, with this reason. */
 void spar_group_break(spar_group *group, const char *reason);
 
-/* A copy of the ranks in another process's memory: only those that the group has. */
-spar_ranks spar_group_read_ranks(const spar_group *group, const spar_ranks *ranks);
-
 /* A rank's description of its call if the newest call ended in a mismatch; else NULL. */
 const spar_description *spar_group_description(const spar_group *group, int rank);
 
@@ -89,15 +86,6 @@ void spar_group_allow_moves(spar_group *group);
 
 /* Returns the lock that is held during a whole call. Take it without the GIL. */
 pthread_mutex_t *spar_group_lock(spar_group *group);
-
-/* The `room` bytes behind a rank's mailbox, aligned to 64 and initially zero. */
-void *spar_group_room(const spar_group *group, int rank);
-
-/* A rank's process; NULL: this one. */
-spar_peer *spar_group_peer(const spar_group *group, int rank);
-
-/* Whether a rank has closed or aborted the group. */
-int spar_group_has_aborted(const spar_group *group, int rank);
 
 /* The last call of a rank's process, on any group. */
 spar_last_call spar_group_last_call(const spar_group *group, int rank);

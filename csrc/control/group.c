@@ -215,16 +215,6 @@ void *spar_group_room(const spar_group *g, int rank)
     return (char *)g->boxes[rank] + own_length(g->world);
 }
 
-spar_peer *spar_group_peer(const spar_group *g, int rank)
-{
-    return g->peers[rank];
-}
-
-int spar_group_has_aborted(const spar_group *g, int rank)
-{
-    return __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) != 0;
-}
-
 char *spar_group_arena(const spar_group *g, int rank, int64_t *length)
 {
     *length = g->peers[rank] ? g->peers[rank]->length : spar_arena_length();
@@ -262,8 +252,7 @@ static int call_settled(void *group, uint32_t call)
     pthread_mutex_lock(&g->closing);
     for (int rank = 0; settled && rank < g->world; rank++)
         if (g->peers[rank] && !g->unmapped[rank])
-            settled = spar_has_reached(&g->boxes[rank]->done, call) ||
-                      __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE) ||
+            settled = spar_has_reached(&g->boxes[rank]->done, call) || spar_group_has_aborted(g, rank) ||
                       spar_peer_is_dead(g->peers[rank]);
     pthread_mutex_unlock(&g->closing);
     return settled;

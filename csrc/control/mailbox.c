@@ -90,6 +90,13 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
     return SPAR_OK;
 }
 
+void spar_group_list(const spar_group *g, int rank, spar_ranks *ranks, char *text, size_t size)
+{
+    spar_append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank,
+                (long long)g->peers[rank]->endpoint.pid);
+    spar_ranks_add(ranks, rank);
+}
+
 /* Aborts because of all peers whose word is missing, or only those that also hung up: "rank 2 (process 71),
  * rank 3 (process 72) died ...". SPAR_OK: there is none. */
 static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up, enum spar_progress which,
@@ -103,9 +110,7 @@ static spar_status fail_missing(spar_group *g, spar_status status, int only_hung
         if (!g->peers[rank] || (only_hung_up && (aborted || !spar_peer_hung_up(g->peers[rank]))) ||
             spar_has_reached(progress_of(g->boxes[rank], which), call)) /* it finished, and may have exited */
             continue;
-        spar_append(text, sizeof text, "%srank %d (process %lld)", *text ? ", " : "", rank,
-                    (long long)g->peers[rank]->endpoint.pid);
-        spar_ranks_add(&ranks, rank);
+        spar_group_list(g, rank, &ranks, text, sizeof text);
     }
     if (!*text)
         return SPAR_OK;

@@ -54,6 +54,12 @@ static inline int spar_has_reached(const uint32_t *word, uint32_t call)
     return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - call) >= 0;
 }
 
+/* Whether a rank has closed or aborted the group. */
+static inline int spar_group_has_aborted(const spar_group *group, int rank)
+{
+    return __atomic_load_n(&group->boxes[rank]->broken, __ATOMIC_ACQUIRE) != 0;
+}
+
 /* Stores a word of this rank's mailbox and wakes the ranks that wait for it. The only function that makes a
  * word visible: after all stores of this thread, non-temporal ones too. */
 void spar_mailbox_publish(mailbox *own, uint32_t *word, uint32_t value);
@@ -68,6 +74,15 @@ enum spar_progress { SPAR_PUBLISHED, SPAR_DONE, SPAR_DESCRIBED };
  * rank's own. */
 spar_status spar_group_await(spar_group *group, enum spar_progress which, uint32_t call,
                              const spar_deadline *deadline);
+
+/* Adds a peer to a list of ranks and to its text: "rank 2 (process 71), rank 3 (process 72)". */
+void spar_group_list(const spar_group *group, int rank, spar_ranks *ranks, char *text, size_t size);
+
+/* Copies the ranks in another process's memory: only those that the group has. */
+spar_ranks spar_group_read_ranks(const spar_group *group, const spar_ranks *ranks);
+
+/* Returns the `room` bytes behind a rank's mailbox, aligned to 64 and initially zero. */
+void *spar_group_room(const spar_group *group, int rank);
 
 /* Computes how the ranks of this host, of all groups, share its cores. */
 void spar_group_share_cores(spar_group *group, int local_ranks, int core_share);

@@ -21,8 +21,8 @@ typedef struct {
 
 /* Each rank writes its own log, in its arena. */
 typedef struct {
-    _Alignas(64) uint64_t newest, over; /* calls */
-    uint32_t abort_status;              /* the status with which the rank aborted; 0: it did not */
+    _Alignas(64) uint64_t newest, ended; /* calls */
+    uint32_t abort_status;               /* the status with which the rank aborted; 0: it did not */
     char reason[SPAR_GROUP_TEXT];
     spar_ranks ranks; /* that caused it */
     _Alignas(64) entry entries[ENTRIES];
@@ -227,7 +227,7 @@ int spar_ring_gathered(const spar_ring *r, int rank, spar_gathered *gathered)
 
 void spar_ring_complete(spar_ring *r, uint64_t n)
 {
-    __atomic_store_n(&log_of(r, r->rank)->over, n, __ATOMIC_RELEASE);
+    __atomic_store_n(&log_of(r, r->rank)->ended, n, __ATOMIC_RELEASE);
 }
 
 spar_status spar_ring_poll(spar_ring *r, uint64_t n)
@@ -238,9 +238,9 @@ spar_status spar_ring_poll(spar_ring *r, uint64_t n)
         return SPAR_OK;
     r->polled_ns = now;
     for (int rank = 0; rank < r->world; rank++) {
-        spar_peer *peer = spar_group_peer(r->group, rank);
+        spar_peer *peer = r->group->peers[rank];
         if (!peer || !spar_peer_hung_up(peer) ||
-            __atomic_load_n(&log_of(r, rank)->over, __ATOMIC_ACQUIRE) >= n)
+            __atomic_load_n(&log_of(r, rank)->ended, __ATOMIC_ACQUIRE) >= n)
             continue;
         if (!r->gone_ns[rank])
             r->gone_ns[rank] = now;
@@ -255,14 +255,9 @@ spar_status spar_ring_poll(spar_ring *r, uint64_t n)
 void spar_ring_absent(const spar_ring *r, uint64_t n, spar_ranks *ranks, char *text, size_t size)
 {
     *text = 0;
-    for (int rank = 0; rank < r->world; rank++) {
-        const spar_peer *peer = spar_group_peer(r->group, rank);
-        if (peer && newest_of(r, rank) < n) {
-            spar_append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank,
-                        (long long)peer->endpoint.pid);
-            spar_ranks_add(ranks, rank);
-        }
-    }
+    for (int rank = 0; rank < r->world; rank++)
+        if (rank != r->rank && newest_of(r, rank) < n)
+            spar_group_list(r->group, rank, ranks, text, size);
 }
 
 void spar_ring_abort(spar_ring *r, spar_status status, const spar_ranks *ranks, const char *reason)

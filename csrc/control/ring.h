@@ -10,7 +10,7 @@
 
 typedef struct spar_ring spar_ring;
 
-/* The bytes that a rank's ring needs behind its mailbox (spar_group_room). */
+/* The bytes that a rank's ring needs behind its mailbox. */
 int64_t spar_ring_room(void);
 
 /* Opens the ring of a group, which the caller connects before the first call and closes after the ring. */

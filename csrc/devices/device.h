@@ -20,7 +20,6 @@ typedef struct {
 } spar_copies;
 
 typedef struct {
-    const char *name; /* torch's device type */
     /* Copies blocks; they are copied on return. */
     spar_status (*copy_blocks)(const spar_copies *copies);
 } spar_device;

@@ -9,8 +9,8 @@
 int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_rank, char *reason,
                              size_t size);
 
-/* First stage: allocates this rank's mailbox with `room` bytes behind it (spar_group_room), and expects and
- * dials the peers. Does not wait. Keeps nothing on failure. */
+/* First stage: allocates this rank's mailbox with `room` bytes behind it, and expects and dials
+ * the peers. Does not wait. Keeps nothing on failure. */
 spar_status spar_rendezvous_begin(const spar_comm *comm, const spar_peer_info *info, int64_t room,
                                   spar_group **group, int64_t *offset);
 

@@ -2,6 +2,7 @@
 #define spar_group_check check_of_test
 #define spar_group_await await_of_test
 #define spar_group_abort abort_of_test
+#define spar_group_list list_of_test
 #define spar_group_read_ranks read_ranks_of_test
 #define spar_mailbox_publish publish_of_test
 #define sched_yield yield_of_test

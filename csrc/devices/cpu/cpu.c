@@ -360,4 +360,4 @@ static spar_status copy_blocks(const spar_copies *all)
     return SPAR_OK;
 }
 
-const spar_device spar_device_cpu = {.name = "cpu", .copy_blocks = copy_blocks};
+const spar_device spar_device_cpu = {.copy_blocks = copy_blocks};

@@ -39,7 +39,7 @@ struct spar_watchdog {
     spar_ranks ranks; /* that caused it */
     int reported, closing, captured;
     int revoked;              /* a revocation of the communicator was tried */
-    int busy;                 /* a thread revokes it */
+    int busy;                 /* a thread revokes or aborts it */
     struct ncclComm *aborted; /* by a thread; what.comm is NULL then */
 };
 
@@ -152,26 +152,17 @@ static void end_worker(int *done)
     pthread_mutex_unlock(&all.lock);
 }
 
-/* Ends the communicator's kernels. Frees nothing, so that a call may be inside NCCL. */
-static void *revoke_communicator(void *watchdog)
+/* Ends the communicator's kernels. An abort frees the communicator; a revocation frees nothing, so that a
+ * call * may be inside NCCL. */
+static void *end_kernels(void *watchdog)
 {
     spar_watchdog *w = watchdog;
     spar_entered before;
     if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) {
-        spar_nccl.CommRevoke(w->what.comm, 0);
-        spar_cuda_leave(&before);
-    }
-    end_worker(&w->busy);
-    return NULL;
-}
-
-/* Ends the communicator's kernels, and frees it. */
-static void *abort_communicator(void *watchdog)
-{
-    spar_watchdog *w = watchdog;
-    spar_entered before;
-    if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) {
-        spar_nccl.CommAbort(w->aborted);
+        if (w->aborted)
+            spar_nccl.CommAbort(w->aborted);
+        else
+            spar_nccl.CommRevoke(w->what.comm, 0);
         spar_cuda_leave(&before);
     }
     end_worker(&w->busy);
@@ -194,7 +185,7 @@ static void end_communicator(spar_watchdog *w)
     if (!w->what.comm || w->busy)
         return;
     if (broken && !w->revoked && spar_nccl.CommRevoke)
-        w->revoked = w->busy = start_worker(revoke_communicator, w);
+        w->revoked = w->busy = start_worker(end_kernels, w);
     if (w->busy || (broken ? w->inside_ns && w->grace++ < GRACE : !w->closing || !is_idle(w)))
         return;
     if (w->captured && !broken) { /* a graph may still be replayed */
@@ -203,9 +194,17 @@ static void end_communicator(spar_watchdog *w)
     }
     w->aborted = w->what.comm;
     w->what.comm = NULL; /* nobody uses it any more */
-    w->busy = start_worker(abort_communicator, w);
-    if (!w->busy)
+    w->busy = start_worker(end_kernels, w);
+    if (!w->busy) { /* the next poll tries again */
         w->what.comm = w->aborted;
+        w->aborted = NULL;
+    }
+}
+
+static void destroy_events(spar_watchdog *w)
+{
+    for (int i = 0; i < SLOTS && w->slots[i].event; i++)
+        spar_driver_functions()->EventDestroy(w->slots[i].event);
 }
 
 /* Frees the watchdog, on a thread of its own: freeing device memory waits for the device. */
@@ -214,9 +213,7 @@ static void *dispose(void *watchdog)
     spar_watchdog *w = watchdog;
     spar_entered before;
     if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) { /* else it is gone, with its memory */
-        for (int i = 0; i < SLOTS; i++)
-            if (w->slots[i].event)
-                spar_driver_functions()->EventDestroy(w->slots[i].event);
+        destroy_events(w);
         w->what.release(w->what.context);
         spar_cuda_leave(&before);
         free(w);
@@ -318,8 +315,7 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
         *watchdog = w;
         return SPAR_OK;
     }
-    for (int i = 0; i < SLOTS && w->slots[i].event; i++)
-        spar_driver_functions()->EventDestroy(w->slots[i].event);
+    destroy_events(w);
     free(w);
     return status;
 }
