@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* spar in C: the whole library, without Python. This header is its API.
  *
  *   python/      the extension spar._C: module, request, plan_type, comm_type, streams, dlpack, convert;

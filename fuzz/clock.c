@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* System calls as the library sees them under a fuzzer: see fuzz.h. */
 #include "fuzz.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Shared by the fuzzers: numbers drawn from the input, and a simulated clock that only waits advance.
  *
  * The library is compiled with its clock, sleeps and futexes renamed (see run). A wait returns at once,

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Fuzzes the mailbox protocol: one real rank, and simulated peers that the input controls.
  *
  * A peer is an arena between guard pages, and a shadow copy of its expected contents. Whenever the rank

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The peers of mailbox.c: their arenas, what the rank may write there, and what they do while it waits. */
 #ifndef FUZZ_MAILBOX_PEERS_H
 #define FUZZ_MAILBOX_PEERS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Fuzzes the planner with valid calls, and with valid calls some of whose numbers were changed.
  *
  * An unchanged call runs on all ranks, and each byte must arrive at its place. The planner may reject a

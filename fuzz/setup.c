@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Fuzzes a group's set-up: one real rank, and simulated processes that the input controls.
  *
  * The input changes bytes of the peer info and the setup results. It sends handshake messages with any

@@ -399,7 +399,7 @@ def test_version() -> None:
 
 
 def test_only_publish_stores_futex_words() -> None:
-    """Non-temporal stores may be reordered: only one function, which fences, stores words that peers await."""
+    """Non-temporal stores may be reordered: only one function stores words that peers await. It fences."""
     expected = {"mailbox.c": ["word"], "group.c": ["&g->boxes[rank]->detached[g->rank]"]}
     paths = [CSRC / "control" / name for name in expected]
     for path in [*paths, *(CSRC / "transports").glob("*.c")]:
@@ -427,3 +427,16 @@ def test_lines_are_at_most_110_wide() -> None:
     for path in [*paths, *CSRC.rglob("*.cu")]:
         long = [n for n, line in enumerate(path.read_text().split("\n"), 1) if len(line) > 110]
         assert not long, f"{path.relative_to(ROOT)}: lines {long}"
+
+
+LICENSE = "SPDX-License-Identifier: Apache-2.0"
+FIRST_LINES = dict.fromkeys((".c", ".h", ".cc", ".cu", ".def"), f"/* {LICENSE} */\n")
+
+
+def test_source_files_name_their_license() -> None:
+    """Tools that list licenses read the first lines, after a shebang."""
+    tops = ("benchmarks", "csrc", "docs", "examples", "fuzz", "release", "spar", "tests")
+    paths = [path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in FIRST_LINES]
+    for path in paths:
+        text = re.sub(r"\A#!.*\n", "", path.read_text(encoding="utf-8"))
+        assert text.startswith(FIRST_LINES[path.suffix]), path.relative_to(ROOT)

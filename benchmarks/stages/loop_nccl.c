@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A libnccl.so.2 for ranks that share one GPU, so that streams, events and captures run on hardware where
  * NCCL itself refuses two ranks on a device (before 2.30).
  *

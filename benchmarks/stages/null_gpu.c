@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A libcuda.so.1 and a libnccl.so.2 whose functions do nothing and return success: what a call costs over
  * them is spar's own cost. NULL_RANK and NULL_WORLD are those of each communicator.
  *

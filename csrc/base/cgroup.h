@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Limits of the process's cgroup and its parents, up to the root of each mount, v1 and v2.
  *
  * `root` is prepended to every path; it is "" except in tests. A missing or unreadable file sets no limit. If

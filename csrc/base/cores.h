@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The logical cores that this process may use. Reads files. */
 #ifndef SPAR_CORES_H
 #define SPAR_CORES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Deadlines of waits for other ranks, and their cancellation. */
 #ifndef SPAR_DEADLINE_H
 #define SPAR_DEADLINE_H

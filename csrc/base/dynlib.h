@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Third-party libraries, opened at run time by name. The build needs neither them nor their headers. */
 #ifndef SPAR_DYNLIB_H
 #define SPAR_DYNLIB_H

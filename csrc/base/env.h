@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Parses the environment variables of env.def; Python receives numbers, not text. */
 #ifndef SPAR_ENV_H
 #define SPAR_ENV_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Status codes and the last error. Functions that can fail return a status. The text and the ranks of this
  * thread's newest failure are kept here; only spar_fail_ranks writes them. */
 #ifndef SPAR_ERROR_H

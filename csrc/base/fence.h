@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Whether this build has non-temporal stores (SPAR_NONTEMPORAL), and the fence that follows them. */
 #ifndef SPAR_FENCE_H
 #define SPAR_FENCE_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The process-wide locks around a fork.
  *
  * Each file with a process-wide lock has a function here:

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Text in memory that ranks share; a peer may read it while it changes.
  *
  * It is stored word by word with release order: a reader that sees a new word also sees what the writer

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* J.-P. Aumasson, D. J. Bernstein: SipHash, a fast short-input PRF (2012), and its 128-bit variant of the
  * reference code. */
 #include "base/siphash.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* SipHash-2-4 with 128 bits of output: a message authentication code. */
 #ifndef SPAR_SIPHASH_H
 #define SPAR_SIPHASH_H

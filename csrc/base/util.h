@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Small utilities that several layers use. */
 #ifndef SPAR_UTIL_H
 #define SPAR_UTIL_H

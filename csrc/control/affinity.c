@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* SPAR_AFFINITY=1: spreads ranks that share cores over them. A spinning rank looks busy to the scheduler,
  * which may leave three ranks on one core and one on another for hundreds of calls. */
 #include "control/mailbox.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The control plane of a group whose ranks share a host: a mailbox per rank, the order of calls, waiting.
  *
  * Call n: everything that can fail on one rank comes first. Each rank then publishes n, reads all headers,

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "control/last_call.h"
 
 #include "base/shared_text.h"

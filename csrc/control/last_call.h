@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Each process's newest call, on any group, stored behind its arena. Peers read it for the message of a call
  * that it did not make; it is informational, and never trusted. */
 #ifndef SPAR_LAST_CALL_H

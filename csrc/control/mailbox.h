@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Private to control/: mailboxes, and a group's state.
  *
  * A rank writes its own mailbox only, except for peers' waiter counts and `detached` flags. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "control/ring.h"
 
 #include "base/shared_text.h"

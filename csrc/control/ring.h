@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The asynchronous mode of the control plane: it compares calls between the ranks of one host without
  * waiting, * where another transport, such as NCCL, moves their bytes. * * Each rank records its newest
  * 1,024 calls in a ring in shared memory, before it makes them. A later rank * compares its call with the

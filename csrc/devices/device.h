@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Devices whose memory the host addresses: the memory that a plan's blocks lie in, and the copies there.
  *
  * A device with streams has an interface of its own, such as cuda/cuda.h, because a transport that uses its

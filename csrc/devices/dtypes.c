@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The dtypes that copies scale, and those that are summed. */
 #include "devices/scale.h"
 #include "devices/sum.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Execute a plan: push straight into all ranks' outputs if the transport can write there; else pack one run
  * of bytes for each peer.
  *

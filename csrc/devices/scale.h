@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Scaling during a copy, bit-identical to torch for each dtype. */
 #ifndef SPAR_SCALE_H
 #define SPAR_SCALE_H

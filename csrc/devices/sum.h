@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Sums of several buffers, item by item, in their order, bit-identical to torch's for each dtype. */
 #ifndef SPAR_SUM_H
 #define SPAR_SUM_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "ipc/arena.h"
 
 #include "base/cgroup.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The arena: this process's part of the memory that the ranks of one host share.
  *
  * One sparse memfd per process, mapped once at full length by its owner and by every peer: it never grows,

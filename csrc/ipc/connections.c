@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Connects processes of this host: the listener, the processes that set-ups expect, and the callers. */
 #include "base/fork.h"
 #include "ipc/handshake.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The handshake over one connection between two processes, for connections.c.
  *
  *     dialer   -> CALL      both endpoints, the dialer's challenge

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The connected peers, for connections.c. All functions require the lock. */
 #ifndef SPAR_PEER_TABLE_H
 #define SPAR_PEER_TABLE_H

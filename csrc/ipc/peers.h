@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The peer processes of this host: their mapped arenas and their liveness.
  *
  * Each process listens on an abstract Unix socket, whose name is public. One connection per pair of processes

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* In place of ipc/ and control/ on systems other than Linux: there is no arena, and no peer is known. */
 #include "control/last_call.h"
 #include "ipc/arena.h"

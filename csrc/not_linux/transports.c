@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* In place of transports/shm.c and transports/nccl on systems other than Linux: rows that say why they cannot
  * serve, to this rank and, where some ranks of a group run on Linux, to those. */
 #include "transports/nccl/pipeline.h"

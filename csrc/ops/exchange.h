@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* An exchange is a pair of layouts of one global tensor: what each rank holds before, and after.
  *
  * They may shard the same dim. Shapes, plans, signatures and transports follow from the two layouts; so does

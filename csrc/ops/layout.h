@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A layout states which part of a global tensor each rank holds: all of it, or pieces of one dim. Extents are
  * in elements. */
 #ifndef SPAR_LAYOUT_H

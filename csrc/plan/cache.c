@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The bounded LRU cache of plans. The key is the request itself, as an array of words. */
 #include "plan/plan.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Describes plans in messages. */
 #include "plan/plan.h"
 

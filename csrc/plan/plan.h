@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The exchange plan: which strided region of one rank's input becomes which strided region of another's
  * output.
  *

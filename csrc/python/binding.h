@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The binding: parse, release the GIL, run, raise. Only this folder includes Python.h; it uses the limited
  * API of CPython 3.10. Addresses are passed as ints. */
 #ifndef SPAR_BINDING_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* spar._C.Comm: one rank's part of a group. */
 #include "python/binding.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Python's objects of the core's values, and the exception of a status. */
 #include "python/binding.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* torch's tensors: read, and made over shared memory.
  *
  * A torch that offers DLPack's exchange API does both in one C function each. An older one is asked for a

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* spar._C.Exchange: what all ranks agree on about an exchange, and the newest plan for it. */
 #include "python/binding.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The module spar._C. */
 #include "python/binding.h"
 #include "base/cgroup.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* spar._C.Plan: a plan, as a Python object. */
 #include "python/binding.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Reads what Python passes of a call: tensors, or what there is to know of them, layouts and addresses. */
 #include "python/binding.h"
 

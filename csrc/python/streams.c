@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Calls of a spar._C.Comm that are enqueued in a device's stream; torch allocates what they need. */
 #include "python/binding.h"
 

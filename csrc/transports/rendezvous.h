@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Exchanges mailboxes between the ranks of a group that share a host, in a transport's set-up. */
 #ifndef SPAR_RENDEZVOUS_H
 #define SPAR_RENDEZVOUS_H

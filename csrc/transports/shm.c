@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Shared memory: each rank pushes its regions straight into its peers' outputs, which are blocks of their
  * arenas.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Transports execute plans.
  *
  * A transport is a file or a folder in transports/ that ends in one const struct; the ordered table in

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A transport between ranks that are threads of one process, for tests (-DSPAR_LOCAL).
  *
  * Its protocol is that of every pushing transport: publish the call; read the peers' calls; compare; push

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The state that the ranks of the local transport share; it outlives their comms. */
 #ifndef SPAR_LOCAL_H
 #define SPAR_LOCAL_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* tests NAME [ARGUMENTS]: runs one of the tests in this folder; exit status 0 if it passes. */
 #include <stdio.h>
 #include <string.h>

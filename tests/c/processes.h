@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Runs the ranks of a test as forked processes that share memory. */
 #ifndef PROCESSES_H
 #define PROCESSES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Random calls: the request, and what each rank holds before and after. */
 #ifndef RANDOM_CALL_H
 #define RANDOM_CALL_H

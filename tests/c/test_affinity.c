@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* SPAR_AFFINITY, over simulated cores: ranks spread evenly from any start, whatever their peers publish. */
 #define spar_group_share_cores share_cores_of_test
 #define spar_group_allow_moves allow_moves_of_test

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The arena: which block is allocated, which is quarantined, and which pages return to the system. */
 #include "ipc/arena.h"
 

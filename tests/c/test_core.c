@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Random calls on ranks that are threads, for the sanitizers.
  *
  *   test_core         runs all tests; aborts on a failure

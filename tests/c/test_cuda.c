@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Compares the CUDA device with the CPU's copies, over the stand-ins of tests/standin: random plans, spans
  * with any bounds, every factor, streams that run later, captured graphs.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Non-temporal copies: all alignments and lengths, with each width that this CPU has; nothing else is
  * written. */
 #define spar_nontemporal_min min_of_test

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Connections between processes: the peer table under many threads, and handshakes that fail for lack of
  * descriptors, or are put off.
  *

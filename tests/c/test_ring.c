@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The call ring between processes: entries that are read while they change, calls that differ, a rank that
  * dies, and a rank whose memory is corrupt.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Scaling with each width that this CPU has, and with non-temporal stores: the same bits at all alignments
  * and lengths, and nothing else is written. test_scales.py compares the bits with torch's. */
 #include "../../csrc/devices/cpu/scale.c"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The shm transport without Python: call numbers that wrap, wake-ups that must not be lost, calls that fail,
  * and the latency of the slowest calls. Ranks are processes, or threads for the sanitizers, which see one
  * process only.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Which stores copies use: learned from a clock of the test's own. */
 #include "../../csrc/base/deadline.h"
 #include "../../csrc/devices/cpu/nontemporal.h"

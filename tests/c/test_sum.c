@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Sums with each width that this CPU has, and shared by threads: the same bits at all alignments, lengths and
  * numbers of parts, and nothing else is written. test_sums.py compares the bits with torch's. */
 #include "../../csrc/devices/cpu/sum.c"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* How long a rank polls before it blocks, when each yield takes some time. */
 #define spar_group_check check_of_test
 #define spar_group_await await_of_test

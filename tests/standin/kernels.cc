@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The copy kernels as host code: the CUDA names that they use, and a function that runs one CTA. */
 #include <cmath>
 #include <cstdint>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A stand-in for libcuda.so.1 over host memory: device pointers are host pointers, each stream is a thread
  * that runs its work asynchronously, kernels are the host build of kernels.cu.
  *

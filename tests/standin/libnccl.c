@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A stand-in for libnccl.so.2: groups of sends and receives between processes, over shared host memory,
  * executed asynchronously by the stand-in libcuda's streams.
  *

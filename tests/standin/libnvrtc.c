@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A stand-in for libnvrtc: its "machine code" is a text that the stand-in for libcuda accepts. */
 #include <locale.h>
 #include <stdlib.h>

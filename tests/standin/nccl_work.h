@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The stand-in's communicators, and the work of their groups in streams. */
 #ifndef NCCL_WORK_H
 #define NCCL_WORK_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The stand-in's streams: each is a thread that runs its work asynchronously, in order. */
 #ifndef STREAMS_H
 #define STREAMS_H

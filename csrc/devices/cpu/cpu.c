@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Strided copies in host memory. */
 #include "devices/device.h"
 #include "devices/cpu/nontemporal.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Copies with non-temporal stores: above the cache size, a store that does not read its line first takes half
  * the time. They are weakly ordered: a thread that made some calls spar_nontemporal_fence before it
  * publishes. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The instruction sets that the processor has and the system enables. Compilers have a test of their own,
  * __builtin_cpu_supports, but with zig's runtime library it is always false. */
 #ifndef SPAR_PROCESSOR_H

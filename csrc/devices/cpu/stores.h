@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Whether a copy or a sum uses ordinary or non-temporal stores, learned from those like it.
  *
  * Ordinary ones take half the time while the output's memory is in a cache that the ranks share: in short

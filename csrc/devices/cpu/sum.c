@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "devices/sum.h"
 #include "devices/cpu/nontemporal.h"
 #include "devices/cpu/stores.h"

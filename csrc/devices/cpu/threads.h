@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Copy threads: a small pool, started when first needed, absent after a fork. */
 #ifndef SPAR_THREADS_H
 #define SPAR_THREADS_H

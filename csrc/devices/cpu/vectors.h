@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What kernels of several instruction sets share: their targets, and conversions of 16-bit floats. */
 #ifndef SPAR_VECTORS_H
 #define SPAR_VECTORS_H

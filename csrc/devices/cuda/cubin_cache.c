@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "devices/cuda/cubin_cache.h"
 #include "devices/cuda/nvrtc.h"
 

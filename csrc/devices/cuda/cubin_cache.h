@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Compiled kernels on disk: $XDG_CACHE_HOME/spar, else ~/.cache/spar.
  *
  * A file's name has the architecture and a hash of the source, the options and NVRTC's version. A file is

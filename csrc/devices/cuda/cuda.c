@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The copies are made by the kernels of kernels.cu. */
 #include "devices/cuda/cuda.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* CUDA devices: copies of a plan's blocks in device memory, in a stream. */
 #ifndef SPAR_CUDA_H
 #define SPAR_CUDA_H

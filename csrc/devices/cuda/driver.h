@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The functions of the CUDA driver, libcuda.so.1, that spar calls: declared here, opened at run time.
  *
  * Each is looked up by its name and the CUDA version that introduced the parameters below (cuGetProcAddress),

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "devices/cuda/kernels.h"
 
 _Static_assert(sizeof(spar_kernel_copy) <= 4096, "a kernel's parameters, on every architecture");

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The copy kernels, one source: NVRTC compiles it for the device, C reads the structs, tests run it as host
  * code. Each includer defines three macros, which select sections. kernels.c also includes it as text, so it
  * has no directives; kernels.h has SPAR_KERNEL_THREADS and SPAR_KERNEL_UNITS.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The kernels of kernels.cu: structs shared with C, their names, and their source as text for NVRTC. */
 #ifndef SPAR_KERNELS_H
 #define SPAR_KERNELS_H

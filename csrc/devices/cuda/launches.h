@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Cuts copies into launches: blocks become parts in the parameters of kernels. Pure arithmetic. */
 #ifndef SPAR_LAUNCHES_H
 #define SPAR_LAUNCHES_H

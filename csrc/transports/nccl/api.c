@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "transports/nccl/api.h"
 
 #include "base/fork.h"

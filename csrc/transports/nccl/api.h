@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The NCCL functions that spar calls, declared here: the build needs neither NCCL nor its headers. The
  * library is opened once, at run time. Tests compare the declarations with nccl.h. */
 #ifndef SPAR_NCCL_API_H

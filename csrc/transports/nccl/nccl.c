@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* NCCL: sends and receives of device memory, on any number of hosts. setup.c sets a group up, pipeline.h
  * moves the bytes, watchdog.h detects errors, timeouts and deaths without waiting for the device. */
 #include "base/util.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "transports/nccl/pipeline.h"
 
 #include <sched.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Send/recv pipeline: staging memory and side streams.
  *
  * A call runs in steps (schedule.h). Contiguous regions are sent from and received into the tensors directly.

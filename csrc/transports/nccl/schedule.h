@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One rank's side of an exchange over sends and receives of contiguous bytes, step by step.
  *
  * The bytes from one rank to another are a stream: packed as plan->push[receiver] on the sender and as

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Set-up of the NCCL transport: ranks agree on a communicator, and make a first exchange.
  *
  * All ranks use torch's communicator if every rank has one; else they make one, which allocates buffers

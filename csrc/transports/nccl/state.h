@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The state of one group's NCCL transport on this rank, shared by its set-up and its calls. */
 #ifndef SPAR_NCCL_STATE_H
 #define SPAR_NCCL_STATE_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Watches calls that run on GPUs, without blocking their callers.
  *
  * A call on a GPU returns before its bytes have moved. One thread per process polls every 100 ms while there
