@@ -15,7 +15,6 @@
  *     mailbox       what ranks publish: storing it, waiting for it, aborting
  *     ring          comparison of calls without waiting
  *     last_call     each process's newest call, for messages
- *     affinity      SPAR_AFFINITY=1: balances ranks over cores
  *   ipc/         processes of one host
  *     arena         the memory that they share
  *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness

@@ -200,7 +200,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     now.world = 2 + (int)(next_byte(&input) % (RANKS - 1));
     now.rank = (int)(next_byte(&input) % (unsigned)now.world);
     int honest = create_peers(offsets);
-    EXPECT(!spar_group_open(now.world, now.rank, now.world, 0, 0, &now.group, &own));
+    EXPECT(!spar_group_open(now.world, now.rank, 0, 0, &now.group, &own));
     spar_group_spin(now.group, next_byte(&input) % 4 ? 0 : 50000);
     for (int rank = 0; rank < now.world; rank++)
         if (is_peer(rank)) {

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
-import platform
-import signal
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,59 +86,6 @@ def exchange_often(rank: int, folder: Path) -> None:
 def test_exchanges_with_any_spin_time(tmp_path: Path, microseconds: str) -> None:
     ranks = start(exchange_often, 3, tmp_path, SPAR_SPIN_US=microseconds, SPAR_TRANSPORT="shm")
     assert finish(ranks, 60) == [0, 0, 0]
-
-
-SET_AFFINITY = {"x86_64": 203, "aarch64": 122}  # sched_setaffinity's number
-
-
-def die_on_set_affinity() -> None:
-    """Let the kernel kill this process if the calling thread, or one it starts, calls sched_setaffinity."""
-    number = SET_AFFINITY[platform.machine()]
-    load, equal, result = 0x20, 0x15, 0x06  # BPF instructions; SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ALLOW
-    steps = [(load, 0, 0, 0), (equal, 0, 1, number), (result, 0, 0, 1 << 31), (result, 0, 0, 0x7FFF0000)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    program = struct.pack("HP", len(steps), ctypes.addressof(code))
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    assert prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
-    assert prctl(22, 2, program) == 0, os.strerror(ctypes.get_errno())  # PR_SET_SECCOMP, a filter
-
-
-def affinities() -> dict[str, set[int]]:
-    """Return the affinity mask of each thread of this process."""
-    return {thread: os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
-
-
-def share_cores(rank: int, folder: Path, cores: set[int]) -> None:
-    """Move all ranks to one core, restore their masks and exchange, 100 times."""
-    os.sched_setaffinity(0, cores)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    helper = ThreadPoolExecutor(1)  # its thread, started before the filter, may set affinities
-    helper.submit(os.sched_setaffinity, os.getpid(), cores).result()
-    die_on_set_affinity()
-    gather(torch.zeros(1), None, 0)  # sets up, with both cores
-    before = affinities()
-    for _ in range(100):
-        helper.submit(os.sched_setaffinity, os.getpid(), {min(cores)}).result()
-        gather(torch.zeros(1), None, 0)
-        helper.submit(os.sched_setaffinity, os.getpid(), cores).result()
-        for _ in range(30):
-            gather(torch.zeros(1), None, 0)
-    assert spar.transport().name == "shm"
-    after = affinities()
-    assert {thread: after[thread] for thread in before if thread in after} == before
-
-
-@pytest.mark.skipif(platform.machine() not in SET_AFFINITY, reason="the system call's number is not known")
-@pytest.mark.parametrize("setting", ["", "0", "1"])
-def test_threads_move_only_on_request(tmp_path: Path, setting: str) -> None:
-    """Without SPAR_AFFINITY=1 no call sets a thread's affinity, even if 4 ranks run on one of two cores."""
-    cores = set(sorted(os.sched_getaffinity(0))[:2])
-    if len(cores) < 2:
-        pytest.skip("needs two cores")
-    settings = {"SPAR_AFFINITY": setting, "SPAR_TRANSPORT": "shm"}
-    codes = finish(start(share_cores, 4, tmp_path, cores, initialize=False, **settings), 60)
-    assert (-signal.SIGSYS in codes) == (setting == "1")
-    assert setting == "1" or codes == [0] * 4
 
 
 def count_own_cores(rank: int, folder: Path, cores: list[set[int]], counts: list[int]) -> None:

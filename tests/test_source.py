@@ -69,6 +69,10 @@ def test_nontemporal_stores_are_fenced() -> None:
     assert functions_with("put_lines") == {"scale.c:put_lines", "scale.c:scale_lines", "scale.c:f16_lines"}
 
 
+def test_calls_keep_the_affinity_of_threads() -> None:
+    assert functions_with(r"setaffinity") == set()
+
+
 SIGNATURES = {
     "all_to_all": "input_, process_group=None, scatter_dim=2, gather_dim=1, gather_size=None, "
     "scatter_sizes=None, gather_sizes=None, layout=None, scatter_layout=None, group=None, async_op=False, "

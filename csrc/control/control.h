@@ -45,8 +45,8 @@ static inline int spar_forward_differs(int64_t a, int64_t b)
 
 /* Allocates a rank's mailbox in its own arena, with `room` bytes behind it; peers need *offset. core_share:
  * how many cores are this rank's own. */
-spar_status spar_group_open(int world, int rank, int local_ranks, int core_share, int64_t room,
-                            spar_group **group, int64_t *offset);
+spar_status spar_group_open(int world, int rank, int core_share, int64_t room, spar_group **group,
+                            int64_t *offset);
 
 /* Expects a rank's process (spar_peers_expect) until spar_group_end_set_up or spar_group_close. */
 spar_status spar_group_expect(spar_group *group, int rank, const spar_endpoint *endpoint,
@@ -81,9 +81,6 @@ const spar_description *spar_group_description(const spar_group *group, int rank
 
 /* Sets the spin time before sleeping. */
 void spar_group_spin(spar_group *group, int64_t spin_ns);
-
-/* SPAR_AFFINITY=1: where ranks share cores, calls may move the calling thread to another core. */
-void spar_group_allow_moves(spar_group *group);
 
 /* Returns the lock that is held during a whole call. Take it without the GIL. */
 pthread_mutex_t *spar_group_lock(spar_group *group);

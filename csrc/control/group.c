@@ -71,7 +71,6 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
     g->own->forward = own->forward;
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
-    spar_group_publish_core(g);
     spar_mailbox_publish(g->own, &g->own->published, g->call);
     SPAR_TRY(spar_group_await(g, SPAR_PUBLISHED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
@@ -81,7 +80,6 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
         all[rank].status = (spar_status)box->status;
         memcpy(all[rank].offsets, box->offsets, sizeof box->offsets);
     }
-    spar_group_balance_cores(g);
     spar_status status = compare_headers(g, describe, call, all, deadline);
     if (status != SPAR_MISMATCH && status != SPAR_NO_MEMORY)
         return status;
@@ -129,8 +127,8 @@ static void free_group(spar_group *g)
     free(g);
 }
 
-spar_status spar_group_open(int world, int rank, int local_ranks, int core_share, int64_t room,
-                            spar_group **result, int64_t *offset)
+spar_status spar_group_open(int world, int rank, int core_share, int64_t room, spar_group **result,
+                            int64_t *offset)
 {
     spar_group *g = calloc(1, sizeof *g);
     if (g) {
@@ -157,12 +155,11 @@ spar_status spar_group_open(int world, int rank, int local_ranks, int core_share
     g->refs = 2;
     g->uses = 1;
     spar_group_spin(g, SPIN_NS);
-    spar_group_share_cores(g, local_ranks, core_share);
+    g->own_core = core_share > 0;
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, (size_t)(own_length(world) + room));
     g->own->world = world;
     g->own->rank = rank;
-    g->own->core = -1;
     memcpy(g->own->magic, MAGIC, sizeof MAGIC);
     g->boxes[rank] = g->own;
     *offset = spar_memory_offset(g->memory);

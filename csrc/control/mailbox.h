@@ -16,7 +16,6 @@ typedef struct {
     _Alignas(64) uint64_t signature;
     int64_t forward;
     uint32_t status;
-    int32_t core; /* on which the rank runs, if it may move; else -1 */
     int64_t offsets[SPAR_GROUP_TENSORS];
     spar_description description; /* valid once described; its text, the failure's, once failed */
     char reason[SPAR_GROUP_TEXT]; /* of `broken` */
@@ -36,9 +35,6 @@ struct spar_group {
     int mismatched;                   /* the newest call ended in a mismatch: see descriptions */
     int64_t spin_ns, current_spin_ns; /* spin time: the most; the current one, if ranks share cores */
     int own_core;                     /* this rank has one */
-    int may_move;                     /* whether ranks share cores, with SPAR_AFFINITY=1 */
-    int fair_share;                   /* ranks on a core, where it has more than one */
-    int64_t rests_until_ns;           /* before it moves to another core again */
     spar_memory *memory;
     mailbox *own;
     spar_endpoint *expected;        /* [world] processes expected during the set-up; pid 0: none */
@@ -84,16 +80,6 @@ spar_ranks spar_group_read_ranks(const spar_group *group, const spar_ranks *rank
 
 /* Returns the `room` bytes behind a rank's mailbox, aligned to 64 and initially zero. */
 void *spar_group_room(const spar_group *group, int rank);
-
-/* Computes how the ranks of this host, of all groups, share its cores. */
-void spar_group_share_cores(spar_group *group, int local_ranks, int core_share);
-
-/* Before this rank's words are published: stores its core, if it may move. */
-void spar_group_publish_core(spar_group *group);
-
-/* After all ranks' words were read: moves this thread, if it may move, off a core with more ranks than its
- * fair share. Restores the thread's affinity mask. */
-void spar_group_balance_cores(spar_group *group);
 
 /* Returns the status, reason and call of a rank that aborted, and aborts this rank too; SPAR_OK: none did. */
 spar_status spar_group_check(spar_group *group, uint32_t *call);

@@ -29,17 +29,13 @@ int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_ra
 spar_status spar_rendezvous_begin(const spar_comm *comm, const spar_peer_info *info, int64_t room,
                                   spar_group **group, int64_t *offset)
 {
-    spar_env_value arena_max, spin, affinity;
+    spar_env_value arena_max, spin;
     SPAR_TRY(spar_env_field("arena_max", &arena_max));
     SPAR_TRY(spar_env_field("spin_us", &spin));
-    SPAR_TRY(spar_env_field("affinity", &affinity));
     SPAR_TRY(spar_arena_open(arena_max.count, comm->local_ranks));
-    SPAR_TRY(
-        spar_group_open(comm->world, comm->rank, comm->local_ranks, comm->core_share, room, group, offset));
+    SPAR_TRY(spar_group_open(comm->world, comm->rank, comm->core_share, room, group, offset));
     if (spin.holds)
         spar_group_spin(*group, spin.count * 1000);
-    if (*affinity.text == '1')
-        spar_group_allow_moves(*group);
     for (int rank = 0; rank < comm->world; rank++) {
         spar_status status = rank == comm->rank
                                  ? SPAR_OK

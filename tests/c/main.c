@@ -13,7 +13,6 @@ int test_shm(int argc, char **argv);
 int test_siphash(int argc, char **argv);
 int test_stores(int argc, char **argv);
 int test_sum(int argc, char **argv);
-int test_affinity(int argc, char **argv);
 int test_nontemporal(int argc, char **argv);
 int test_wait(int argc, char **argv);
 
@@ -22,13 +21,10 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         int (*run)(int argc, char **argv);
-    } tests[] = {{"arena", test_arena},       {"core", test_core},
-                 {"cuda", test_cuda},         {"ring", test_ring},
-                 {"peers", test_peers},       {"scale", test_scale},
-                 {"shm", test_shm},           {"siphash", test_siphash},
-                 {"affinity", test_affinity}, {"nontemporal", test_nontemporal},
-                 {"wait", test_wait},         {"sum", test_sum},
-                 {"stores", test_stores}};
+    } tests[] = {{"arena", test_arena}, {"core", test_core},       {"cuda", test_cuda},
+                 {"ring", test_ring},   {"peers", test_peers},     {"scale", test_scale},
+                 {"shm", test_shm},     {"siphash", test_siphash}, {"nontemporal", test_nontemporal},
+                 {"wait", test_wait},   {"sum", test_sum},         {"stores", test_stores}};
     for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
         if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
             return tests[i].run(argc - 1, argv + 1);

@@ -53,7 +53,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "scale",
         "sum 600",
         "wait",
-        "affinity",
         "core",
         "ring 3 5000",
         "peers groups 3 6 20",
