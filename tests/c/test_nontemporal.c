@@ -2,6 +2,7 @@
 /* Non-temporal copies: all alignments and lengths, with each width that this CPU has; nothing else is
  * written. */
 #define spar_nontemporal_min min_of_test
+#define spar_nontemporal_use_min use_min_of_test
 #define spar_nontemporal_copy copy_of_test
 #include "../../csrc/devices/cpu/nontemporal.c"
 
@@ -74,7 +75,14 @@ int test_nontemporal(int argc, char **argv)
         }
 #endif
     }
-    if (min_of_test() < INT64_MAX && (min_of_test() < 4096 || min_of_test() > 64 << 20))
+    int64_t least = min_of_test();
+    if (least < INT64_MAX && (least < 4096 || least > 64 << 20))
         return 1;
-    return 0;
+#ifdef SPAR_NONTEMPORAL
+    use_min_of_test(1);
+    if (min_of_test() != 1)
+        return 1;
+    use_min_of_test(0);
+#endif
+    return min_of_test() != least;
 }

@@ -312,6 +312,7 @@ _FUNCTIONS = {  # name: (result, arguments)
     "plan_describe": (None, [POINTER(PlanStruct), c_char_p, ctypes.c_size_t]),
     "plan_cache_stats": (None, [POINTER(PlanStats)]),
     "plan_cache_limit": (None, [c_int64]),
+    "nontemporal_use_min": (None, [c_int64]),
     "sum": (None, [c_int, c_void_p, POINTER(c_void_p), c_int, c_int64]),
     "pack": (c_int, [POINTER(PlanStruct), c_void_p, c_int, POINTER(c_void_p), c_void_p]),
     "unpack": (

@@ -2,7 +2,6 @@
 /* Strided copies in host memory. */
 #include "devices/device.h"
 #include "devices/cpu/nontemporal.h"
-#include "devices/cpu/stores.h"
 #include "devices/cpu/threads.h"
 
 #include <string.h>
@@ -268,11 +267,10 @@ static void copy_part(void *context, int part, int parts)
 }
 
 /* Copies c->bytes: `each` bytes for each target. */
-static void copy_all(copy *c, spar_writes writes, int64_t each)
+static void copy_all(copy *c, int64_t each)
 {
     int parts = spar_threads_share(c->bytes);
-    spar_stores stores = spar_stores_begin(writes, each);
-    c->nontemporal = stores.kind == SPAR_NONTEMPORAL_STORES;
+    c->nontemporal = each >= spar_nontemporal_min();
     if (parts > 1) {
         spar_threads_run(copy_part, c, parts);
     } else if (c->in_turn) {
@@ -285,7 +283,6 @@ static void copy_all(copy *c, spar_writes writes, int64_t each)
         if (c->nontemporal)
             spar_nontemporal_fence();
     }
-    spar_stores_end(&stores);
 }
 
 /* Whether the targets' i-th blocks have equal loops, of short steps that hold one run of each. */
@@ -339,14 +336,14 @@ static spar_status copy_blocks(const spar_copies *all)
     copy c = {all->blocks, all->dims, all->ranges, all->targets, all->from, all->to, all->scale, 0, 0, 0};
     if (receive_the_same(all)) {
         c.bytes = all->ranges->bytes;
-        copy_all(&c, SPAR_THE_SAME, c.bytes);
+        copy_all(&c, c.bytes);
         return SPAR_OK;
     }
     for (int target = 0; target < c.targets; target++)
         c.bytes += c.ranges[target].bytes;
     if (gains_in_turn(&c)) {
         c.in_turn = 1;
-        copy_all(&c, SPAR_IN_TURN, c.bytes / c.targets);
+        copy_all(&c, c.bytes / c.targets);
         return SPAR_OK;
     }
     c.targets = 1;
@@ -356,7 +353,7 @@ static spar_status copy_blocks(const spar_copies *all)
         c.to = &all->to[target];
         c.bytes = c.ranges->bytes;
         if (*c.to)
-            copy_all(&c, SPAR_ONE_TARGET, c.bytes);
+            copy_all(&c, c.bytes);
     }
     return SPAR_OK;
 }

@@ -56,6 +56,13 @@ static const struct {
     void (*copy)(char *to, const char *from, int64_t n);
 } line_copies[] = {{"avx512", has_avx512, copy_lines_avx512}, {"sse2", has_sse2, copy_lines_sse2}};
 
+static int64_t least; /* 0: not computed yet; racing threads find the same */
+
+void spar_nontemporal_use_min(int64_t bytes)
+{
+    __atomic_store_n(&least, bytes, __ATOMIC_RELAXED);
+}
+
 /* An eighth of the L2 cache: callers ask for one peer's part of a call. */
 int64_t spar_nontemporal_min(void)
 {
@@ -85,6 +92,11 @@ void spar_nontemporal_copy(char *to, const char *from, int64_t n)
 }
 
 #else
+
+void spar_nontemporal_use_min(int64_t bytes)
+{
+    (void)bytes;
+}
 
 int64_t spar_nontemporal_min(void)
 {

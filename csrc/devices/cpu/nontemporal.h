@@ -18,6 +18,9 @@ enum { SPAR_NONTEMPORAL_RUN = 256 };
 /* Returns the least bytes of a copy that gains; INT64_MAX if the processor has no such stores. */
 int64_t spar_nontemporal_min(void);
 
+/* Sets that number of bytes; 0: what the L2 cache's size gives. For tests. */
+void spar_nontemporal_use_min(int64_t bytes);
+
 /* Copies n bytes. */
 void spar_nontemporal_copy(char *to, const char *from, int64_t n);
 

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "devices/sum.h"
 #include "devices/cpu/nontemporal.h"
-#include "devices/cpu/stores.h"
 #include "devices/cpu/threads.h"
 #include "devices/cpu/vectors.h"
 
@@ -317,9 +316,7 @@ static void sum_share(void *context, int share, int shares)
 
 void spar_sum(spar_sum_kind kind, char *to, const char *const *parts, int count, int64_t bytes)
 {
-    spar_stores stores = spar_stores_begin(SPAR_SUMS, bytes);
-    sum all = {kind, to, parts, count, bytes, stores.kind == SPAR_NONTEMPORAL_STORES};
+    sum all = {kind, to, parts, count, bytes, bytes >= spar_nontemporal_min()};
     int threads = bytes > INT64_MAX / count ? 1 : spar_threads_share(bytes * count);
     spar_threads_run(sum_share, &all, threads);
-    spar_stores_end(&stores);
 }
