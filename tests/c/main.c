@@ -15,18 +15,18 @@ int test_sum(int argc, char **argv);
 int test_nontemporal(int argc, char **argv);
 int test_wait(int argc, char **argv);
 
-int main(int argc, char **argv){static const struct {const char *name;
-int (*run)(int argc, char **argv);
-}
-tests[] = {{"arena", test_arena}, {"core", test_core},       {"cuda", test_cuda},
-           {"ring", test_ring},   {"peers", test_peers},     {"scale", test_scale},
-           {"shm", test_shm},     {"siphash", test_siphash}, {"nontemporal", test_nontemporal},
-           {"wait", test_wait},   {"sum", test_sum}}
-}
-;
-for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
-    if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
-        return tests[i].run(argc - 1, argv + 1);
-fprintf(stderr, "%s: no test of this name\n", argc > 1 ? argv[1] : "");
-return 2;
+int main(int argc, char **argv)
+{
+    static const struct {
+        const char *name;
+        int (*run)(int argc, char **argv);
+    } tests[] = {{"arena", test_arena}, {"core", test_core},       {"cuda", test_cuda},
+                 {"ring", test_ring},   {"peers", test_peers},     {"scale", test_scale},
+                 {"shm", test_shm},     {"siphash", test_siphash}, {"nontemporal", test_nontemporal},
+                 {"wait", test_wait},   {"sum", test_sum}};
+    for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
+        if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
+            return tests[i].run(argc - 1, argv + 1);
+    fprintf(stderr, "%s: no test of this name\n", argc > 1 ? argv[1] : "");
+    return 2;
 }

@@ -52,51 +52,11 @@ INLINE void scale_bf16_pairs(char *d, const char *s, int64_t pairs, float by, in
     }
 }
 
-/* bf16 that become other bf16 by as much more in the exponent: those of the span, and 0. */
-typedef struct {
-    uint16_t lowest, span, more;
-} shift;
-
-/* Computes the shift that a product with `by` is: a positive power of two has exponent bits only. */
-INLINE shift shift_of(float by)
-{
-    const int bits = (int)to_bits(by), more = (bits >> 23) - 127;
-    if (bits & 0x7fffff || more < -126 || more > 127)
-        return (shift){0, 0, 0};
-    const int lowest = more < 0 ? 1 - more : 1, past = more < 0 ? 255 : 255 - more;
-    const int span = past > lowest ? past - lowest : 0;
-    return (shift){(uint16_t)(lowest << 7), (uint16_t)(span << 7), (uint16_t)((unsigned)more << 7)};
-}
-
-/* Two lines of them; 0, and nothing is written, where there are others. */
-INLINE int shift_bf16(char *d, const char *s, shift by)
-{
-    uint16_t done[STEP / 2], others = 0;
-    for (int i = 0; i < STEP / 2; i++) {
-        uint16_t item;
-        memcpy(&item, s + 2 * i, sizeof item);
-        uint16_t size = item & 0x7fff;
-        others |= (size != 0) & ((uint16_t)(size - by.lowest) >= by.span);
-        done[i] = size ? (uint16_t)(item + by.more) : item;
-    }
-    if (others)
-        return 0;
-    memcpy(d, done, sizeof done);
-    return 1;
-}
-
 INLINE void scale_bf16(char *d, const char *s, int64_t n, int64_t ds, int64_t ss, double factor, int divide)
 {
     int64_t pairs = ds == 2 && ss == 2 ? n / 2 : 0;
-    const shift by = shift_of((float)factor);
     if (divide)
         scale_bf16_pairs(d, s, pairs, (float)factor, 1);
-    else if (by.span)
-        for (int64_t i = 0; i < pairs; i += STEP / 4) {
-            int64_t some = pairs - i < STEP / 4 ? pairs - i : STEP / 4;
-            if (some < STEP / 4 || !shift_bf16(d + 4 * i, s + 4 * i, by))
-                scale_bf16_pairs(d + 4 * i, s + 4 * i, some, (float)factor, 0);
-        }
     else
         scale_bf16_pairs(d, s, pairs, (float)factor, 0);
     scale_bf16_items(d + 4 * pairs, s + 4 * pairs, n - 2 * pairs, ds, ss, factor, divide);
