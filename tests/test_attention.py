@@ -312,7 +312,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
             gc.collect()
             received.extend(weakref.ref(x) for x in self.received if x.numel())
             most[0] = max(most[0], sum(each() is not None for each in received))
-            in_flight.append(self.work._job is not None)
+            in_flight.append(self.work is not None and self.work._job is not None)
 
     layout = SequenceLayout.even(8 * world, group)
     q, k, v, upper = [x[:, layout.index()] for x in inputs(layout.total, 2, 2, torch.float32)]

@@ -65,13 +65,12 @@ int test_nontemporal(int argc, char **argv)
         check("a copy", to_at, from_at, n, to, from);
 #ifdef SPAR_NONTEMPORAL
         n &= ~(int64_t)(EDGE - 1);
-        for (int i = 0; i < (int)(sizeof line_copies / sizeof *line_copies); i++) {
+        n = n < ROOM - 2 * EDGE ? n : 0;
+        for (int wide = 0; wide <= has_avx512(); wide++) {
             memset(to, 'x', sizeof to);
-            if (!line_copies[i].serves())
-                continue;
-            line_copies[i].copy(to + EDGE, from + from_at, n < ROOM - 2 * EDGE ? n : 0);
+            (wide ? copy_lines_avx512 : copy_lines_sse2)(to + EDGE, from + from_at, n);
             spar_nontemporal_fence();
-            check(line_copies[i].name, EDGE, from_at, n < ROOM - 2 * EDGE ? n : 0, to, from);
+            check(wide ? "avx512" : "sse2", EDGE, from_at, n, to, from);
         }
 #endif
     }

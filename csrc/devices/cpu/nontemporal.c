@@ -44,17 +44,13 @@ static int has_avx512(void)
     return spar_processor_has(SPAR_AVX512F);
 }
 
-static int has_sse2(void)
+static void copy_lines(char *to, const char *from, int64_t n)
 {
-    return 1;
+    if (has_avx512())
+        copy_lines_avx512(to, from, n);
+    else
+        copy_lines_sse2(to, from, n);
 }
-
-/* The widest comes first. */
-static const struct {
-    const char *name;
-    int (*serves)(void);
-    void (*copy)(char *to, const char *from, int64_t n);
-} line_copies[] = {{"avx512", has_avx512, copy_lines_avx512}, {"sse2", has_sse2, copy_lines_sse2}};
 
 static int64_t least; /* 0: not computed yet; racing threads find the same */
 
@@ -66,7 +62,6 @@ void spar_nontemporal_use_min(int64_t bytes)
 /* An eighth of the L2 cache: callers ask for one peer's part of a call. */
 int64_t spar_nontemporal_min(void)
 {
-    static int64_t least; /* racing threads find the same */
     int64_t bytes = __atomic_load_n(&least, __ATOMIC_RELAXED);
     if (!bytes) {
         long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -80,14 +75,14 @@ void spar_nontemporal_copy(char *to, const char *from, int64_t n)
 {
     int64_t head = -(intptr_t)to & (SPAR_CACHE_LINE - 1);
     if (head == 0 && (n & (SPAR_CACHE_LINE - 1)) == 0) {
-        line_copies[!has_avx512()].copy(to, from, n);
+        copy_lines(to, from, n);
         return;
     }
     if (head > n)
         head = n;
     int64_t lines = (n - head) & ~(int64_t)(SPAR_CACHE_LINE - 1);
     memcpy(to, from, (size_t)head);
-    line_copies[!has_avx512()].copy(to + head, from + head, lines);
+    copy_lines(to + head, from + head, lines);
     memcpy(to + head + lines, from + head + lines, (size_t)(n - head - lines));
 }
 
