@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
-from helpers.exchanges import numbers
 from helpers.reference import assert_same, rule
+from helpers.tables import numbers
 from test_faults import finish, start
 
 import spar

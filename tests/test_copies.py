@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers import core
-from helpers.cases import Case, Cut, Move, Part, by_rule
+from helpers.cases import Case, Part
 from helpers.core import Scale, ScaleType
-from helpers.exchanges import by_sizes, even, pair, zigzag as zigzag_layout
 from helpers.reference import in_runs, zigzag
+from helpers.tables import Cut, Move, by_rule
+
+from spar._exchange.layouts import by_sizes, even, pair, zigzag as zigzag_layout
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_torch", "stores")
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers import core
-from helpers.cases import GENERATORS, MAX, Case, Cut, Move, Part, check_content, every_op, items
+from helpers.cases import MAX, Case, Part, check_content, every_op, items
 from helpers.core import CoreError, Plan, Spec, Status, World, contiguous, request
-from helpers.exchanges import numbers
 from helpers.reference import in_runs
+from helpers.tables import EXCHANGES, Cut, Move, numbers
 
 # ---- Hostile numbers --------------------------------------------------------------------------------------
 
@@ -22,7 +22,7 @@ LOW = -(2**63)
 def valid(op: str, world: int = 3, ndim: int = 2) -> Spec:
     """Return rank 0's tensor of a valid call."""
     shape = [6] * ndim
-    move = GENERATORS[op].move(lambda first, last: first, shape, world)
+    move = EXCHANGES[op].move(lambda first, last: first, shape, world)
     whole = torch.empty(*shape, 1, dtype=torch.uint8)
     return contiguous(move.before.parts(whole, world)[0].shape[:-1], move.args, 1)
 
@@ -87,7 +87,7 @@ def test_hostile_negatives(op: str, dim: int, field: str, value: int) -> None:
 @pytest.mark.parametrize("dim", [-1, 2, 2**31, 2**32, 2**32 + 1, MAX, LOW])
 @every_op
 def test_hostile_dims(op: str, dim: int) -> None:
-    for which in {"all_to_all": (0, 1), "exchange": (1,)}.get(op, (0,)):
+    for which in EXCHANGES[op].dims:
         spec = valid(op)
         args = list(spec.args)
         args[which] = dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, WORLDS, Ranks
 from helpers.reference import assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
+from helpers.tables import KINDS, draw_layout
 
 import spar
+from spar._exchange import layouts
 
 Group = dist.ProcessGroup
 DTYPES = (torch.bfloat16, torch.float32, torch.complex64, torch.int64, torch.uint8)
@@ -289,6 +292,23 @@ def test_reorder_output() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             spar.reorder_output(*arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_in_python_match_the_owners(kind: str) -> None:
+    """What traces with symbolic sizes: extents, runs and selections."""
+    draw = random.Random(kind).randint
+    for _ in range(200):
+        world, total = draw(1, 8), draw(0, 40)
+        layout, owners = draw_layout(draw, kind, 0, total, world)
+        assert layouts.total_of(layout) == total
+        for rank in range(world):
+            own = [index for index, owner in enumerate(owners) if owner == rank]
+            assert layouts.extent(layout, world, rank) == len(own), layout
+            runs = layouts.pieces(layout, world, rank)
+            assert [index for start, size, _ in runs for index in range(start, start + size)] == own, layout
+            part = layouts.select(torch.arange(total), layout, world, rank)
+            assert part is None or part.tolist() == own, layout
 
 
 def test_packed_split_by_index_select() -> None:

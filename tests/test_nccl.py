@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers import cases, nccl_faults, nccl_in_flight, nccl_ranks, standins
-from helpers.cases import OPS, Cut
 from helpers.nccl_ranks import Cell
 from helpers.reference import in_runs, zigzag
+from helpers.tables import EXCHANGES, Cut, by_rule
 
 import spar
 from spar import _C
@@ -69,7 +69,7 @@ def cells_of(op: str, world: int, seed: int) -> list[Cell]:
 @pytest.mark.parametrize("chunk", [256, 4096])
 def test_all_ops(gpus: Ranks, world: int, chunk: int) -> None:
     """Uneven shapes, all item sizes, strided inputs; many steps, or few."""
-    cells = [cell for op in OPS for seed in range(6) for cell in cells_of(op, world, seed)]
+    cells = [cell for op in EXCHANGES for seed in range(6) for cell in cells_of(op, world, seed)]
     (reason,) = set(gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * (chunk + 1024), cells))
     assert f"{world} ranks" in reason
 
@@ -78,11 +78,11 @@ def large_cells(world: int) -> list[Cell]:
     """Blocks long enough to be messages of their own: sent in place where they are contiguous."""
     total = 64 * world + 3
     ways = {
-        "gather": ((0, total), Cut(0, in_runs(cases.by_rule(total, world))), Cut()),
+        "gather": ((0, total), Cut(0, in_runs(by_rule(total, world))), Cut()),
         "all_to_all": (
             (1, 0, total),
-            Cut(0, in_runs(cases.by_rule(total, world))),
-            Cut(1, in_runs(cases.by_rule(19, world))),
+            Cut(0, in_runs(by_rule(total, world))),
+            Cut(1, in_runs(by_rule(19, world))),
         ),
         "zigzag_gather": ((0, 1, 128 * world), Cut(0, zigzag(128 * world, world, 1)), Cut()),
     }

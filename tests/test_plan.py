@@ -13,10 +13,8 @@ import torch
 from helpers import core
 from helpers.cases import (
     EXAMPLES,
-    GENERATORS,
     ITEMS,
     LAYOUTS,
-    OPS,
     WORLDS,
     Case,
     Part,
@@ -27,18 +25,15 @@ from helpers.cases import (
     seeded_case,
 )
 from helpers.core import Plan, Spec, contiguous, request
+from helpers.tables import EXCHANGES
 from hypothesis import given, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
 
 
-def test_every_op_has_a_generator() -> None:
-    assert set(GENERATORS) == set(OPS), "a new op needs a generator of valid arguments here"
-
-
 def test_every_op_has_an_inverse() -> None:
-    assert {OPS[inverse] for inverse in OPS.values()} == set(OPS)
-    assert all(OPS[inverse] == name for name, inverse in OPS.items())
+    for name, exchange in EXCHANGES.items():
+        assert EXCHANGES[exchange.inverse].inverse == name
 
 
 def for_examples(op: str, check: Callable[[Case], object]) -> None:
@@ -95,7 +90,7 @@ def test_special_shapes(op: str, shape: tuple[int, ...], check: Callable[[Case],
     draw = random.Random(f"{op} {shape}").randint
     for item, layout in zip(ITEMS, (*LAYOUTS, *LAYOUTS), strict=False):
         extents = list(shape)
-        move = GENERATORS[op].move(draw, extents, 7)
+        move = EXCHANGES[op].move(draw, extents, 7)
         check(Case(op, 7, [Part(item, tuple(extents), layout, move)]))
 
 
@@ -108,16 +103,11 @@ def blocks_of(op: str, args: Sequence[int], *inputs: torch.Tensor) -> list[core.
     return list(plans[0].blocks(len(inputs) - 1))
 
 
-ALONE = {  # with one rank every op is the identity
-    "all_to_all": [1, 0, 4],
-    "split": [1],
-    "gather": [1],
-    "zigzag_split": [1, 1, 6],
-    "zigzag_gather": [1, 1, 6],
-    "packed_split": [1, 1, 3, 2, 0, 4],
-    "packed_gather": [1, 1, 3, 2, 0, 4],
-    "exchange": [3, 1, 0, 6, 0, 0, 4],
-}
+def alone(op: str) -> tuple[str, list[int], torch.Tensor, int]:
+    """Return a call of one rank, for which every op is the identity."""
+    shape = [4, 6, 5]
+    move = EXCHANGES[op].move(lambda first, last: last, shape, 1)
+    return op, move.args, items(*shape), 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +119,7 @@ ALONE = {  # with one rank every op is the identity
         pytest.param("all_to_all", [0, 1, 12], items(3, 4, 5), 3, id="one row for each rank"),
         pytest.param("all_to_all", [1, 2, 12], items(1, 3, 4, 5), 3, id="one head for each rank"),
         pytest.param("all_to_all", [1, 0, 3], items(1, 4, 5), 3, id="one row from each rank"),
-        *(pytest.param(op, ALONE[op], items(4, 6, 5), 1, id=f"{op} alone") for op in OPS),
+        *(pytest.param(*alone(op), id=f"{op} alone") for op in EXCHANGES),
     ],
 )
 def test_contiguous_copy_is_one_block(op: str, args: list[int], x: torch.Tensor, world: int) -> None:
@@ -182,7 +172,7 @@ def test_expanded_input_is_one_loop() -> None:
 
 
 def test_signatures_are_equal_on_all_ranks() -> None:
-    for op in OPS:
+    for op in EXCHANGES:
         for world in WORLDS:
             case = seeded_case(op, world, 1)
             plans = case.plans()

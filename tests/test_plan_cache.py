@@ -15,7 +15,8 @@ import torch
 from helpers import core
 from helpers.cases import every_op, items
 from helpers.core import CoreError, Plan, Spec, contiguous, request
-from helpers.exchanges import even, pair, zigzag
+
+from spar._exchange.layouts import even, pair, zigzag
 
 # ---- The time to build a plan ---------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 from helpers import core
 from helpers.launched import launch
+from helpers.tables import KINDS
 from test_faults import TEARDOWN
 
 import spar
@@ -313,7 +314,7 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
         (ROOT / name).read_text()
         for name in ("docs/architecture.md", "docs/ops.md", "docs/operations.md", "README.md")
     )
-    for kind in ("even", "sizes", "zigzag", "packed", "rotated"):
+    for kind in KINDS:
         assert f"`{kind}`" in architecture, kind
     for name in set(SIGNATURES) - {"transport", "init", "close", "empty_cache", "memory_stats"}:
         assert f"`{name}(" in ops, name
@@ -415,9 +416,10 @@ def test_only_publish_stores_futex_words() -> None:
     )
 
 
-def test_layout_kinds_are_equal_in_c_and_python() -> None:
+def test_layout_kinds_are_equal_in_c_and_python_and_drawn_by_tests() -> None:
     numbered = re.findall(r"^    SPAR_([A-Z]+), +/\*", (CSRC / "ops/layout.h").read_text(), re.M)
-    assert [getattr(layouts, name) for name in numbered] == list(range(5)), numbered
+    assert [getattr(layouts, name) for name in numbered] == list(range(len(numbered)))
+    assert [name.lower() for name in numbered] == list(KINDS), "each kind is a row of tests/helpers/tables.py"
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "README.md", "spar/py.typed"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,17 +13,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 
 from helpers import core
 from helpers.core import Plan
-from helpers.exchanges import (
-    OPS as OPS,
-    WHOLE,
-    Layout,
-    by_sizes,
-    even,
-    packed as packed_layout,
-    pair,
-    zigzag as zigzag_layout,
-)
-from helpers.reference import among, in_runs, zigzag
+from helpers.tables import EXCHANGES, Draw, Move
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 64)
 ITEMS = (1, 2, 3, 4, 8, 12, 16)
@@ -36,155 +25,6 @@ EXAMPLES = settings(
     derandomize="EXPLORE" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-
-
-Draw = Callable[[int, int], int]  # an int from the first to the last
-
-# ---- Valid arguments for each op --------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """Which rank owns each index of one dim, in ascending order. None: every rank holds the whole tensor."""
-
-    dim: int = 0
-    owners: Sequence[int] | None = None
-
-    def parts(self, x: torch.Tensor, world: int) -> Sequence[torch.Tensor]:
-        if self.owners is None:
-            return [x] * world
-        own: list[list[int]] = [[] for _ in range(world)]
-        for index, owner in enumerate(self.owners):
-            own[owner].append(index)
-        return [x.index_select(self.dim, torch.tensor(indices, dtype=torch.int64)) for indices in own]
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """The arguments of an op and of its inverse, and which rank holds what before and after."""
-
-    args: list[int]
-    inverse_args: list[int]
-    before: Cut
-    after: Cut
-
-
-def by_rule(total: int, world: int) -> tuple[int, ...]:
-    """The size rule, by torch."""
-    return tuple(len(part) for part in torch.empty(total, 0).tensor_split(world))
-
-
-def any_sizes(draw: Draw, total: int, world: int) -> tuple[int, ...]:
-    ends = [0, *sorted(draw(0, total) for _ in range(world - 1)), total]
-    return tuple(b - a for a, b in itertools.pairwise(ends))
-
-
-def all_to_all(draw: Draw, shape: Sequence[int], world: int) -> Move:
-    scatter = draw(0, len(shape) - 1)
-    gather = (scatter + draw(1, len(shape) - 1)) % len(shape)
-    return Move(
-        [scatter, gather, shape[gather]],
-        [gather, scatter, shape[scatter]],
-        Cut(gather, in_runs(by_rule(shape[gather], world))),
-        Cut(scatter, in_runs(by_rule(shape[scatter], world))),
-    )
-
-
-def split(draw: Draw, shape: Sequence[int], world: int) -> Move:
-    dim = draw(0, len(shape) - 1)
-    if draw(0, 1):
-        sizes = any_sizes(draw, shape[dim], world)
-        return Move([dim, *sizes], [dim, *sizes], Cut(), Cut(dim, in_runs(sizes)))
-    return Move([dim], [dim, shape[dim]], Cut(), Cut(dim, in_runs(by_rule(shape[dim], world))))
-
-
-def gather(draw: Draw, shape: Sequence[int], world: int) -> Move:
-    move = split(draw, shape, world)
-    args = move.inverse_args
-    if shape[args[0]] % world == 0 and len(args) == 2 and draw(0, 1):
-        args = args[:1]
-    return Move(args, move.args, move.after, move.before)
-
-
-def inner_ranks(draw: Draw, world: int) -> int:
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
-    return divisors[draw(0, len(divisors) - 1)] * (-1) ** draw(0, 1)
-
-
-def zigzag_split(draw: Draw, shape: list[int], world: int) -> Move:
-    dim, inner = draw(0, len(shape) - 1), inner_ranks(draw, world)
-    outer = world // abs(inner)
-    chunk = draw(0, max(1, shape[dim] // world))
-    shape[dim] = 2 * outer * chunk
-    args = [dim, inner, shape[dim]]
-    return Move(args, args, Cut(), Cut(dim, zigzag(shape[dim], outer, inner)))
-
-
-def packed_split(draw: Draw, shape: list[int], world: int) -> Move:
-    dim, inner = draw(0, len(shape) - 1), inner_ranks(draw, world)
-    outer = world // abs(inner)
-    lengths = [draw(0, shape[dim]) for _ in range(draw(0, 4))]
-    shape[dim] = sum(lengths)
-    if draw(0, 1):
-        sizes, numbers = [by_rule(length, outer) for length in lengths], lengths
-    else:
-        sizes = [any_sizes(draw, length, outer) for length in lengths]
-        numbers = [size[rank] for rank in range(outer) for size in sizes]
-    owners = [owner for size in sizes for owner in in_runs(size)]
-    args = [dim, inner, len(lengths), *numbers]
-    return Move(args, args, Cut(), Cut(dim, among(owners, outer, inner)))
-
-
-def any_layout(draw: Draw, dim: int, total: int, world: int) -> tuple[Layout, Cut]:
-    """Shard a dim in any way."""
-    inner = inner_ranks(draw, world)
-    outer, kind = world // abs(inner), draw(0, 3)
-    if kind == 0:
-        return even(dim, total), Cut(dim, in_runs(by_rule(total, world)))
-    if kind == 1:
-        sizes = any_sizes(draw, total, world)
-        return by_sizes(dim, sizes), Cut(dim, in_runs(sizes))
-    if kind == 2:
-        return zigzag_layout(dim, total, inner), Cut(dim, zigzag(total, outer, inner))
-    lengths = any_sizes(draw, total, 1 + draw(0, 3))
-    owners = [owner for length in lengths for owner in in_runs(by_rule(length, outer))]
-    return packed_layout(dim, len(lengths), lengths, inner), Cut(dim, among(owners, outer, inner))
-
-
-def exchange(draw: Draw, shape: list[int], world: int) -> Move:
-    dims = draw(0, len(shape) - 1), draw(0, len(shape) - 1)
-    (before, held), (after, gets) = (any_layout(draw, dim, shape[dim], world) for dim in dims)
-    if dims[0] == dims[1]:
-        after, gets = WHOLE, Cut()
-    return Move(list(pair(before, after)), list(pair(after, before)), held, gets)
-
-
-def inverted(split: Callable[[Draw, list[int], int], Move]) -> Callable[[Draw, list[int], int], Move]:
-    def move(draw: Draw, shape: list[int], world: int) -> Move:
-        forward = split(draw, shape, world)
-        return Move(forward.inverse_args, forward.args, forward.after, forward.before)
-
-    return move
-
-
-@dataclasses.dataclass(frozen=True)
-class Generator:
-    """move(draw, shape, world) may change an extent if the op restricts it."""
-
-    move: Callable[[Draw, list[int], int], Move]
-    min_dims: int = 1
-
-
-GENERATORS = {
-    "all_to_all": Generator(all_to_all, min_dims=2),
-    "split": Generator(split),
-    "gather": Generator(gather),
-    "zigzag_split": Generator(zigzag_split),
-    "zigzag_gather": Generator(inverted(zigzag_split)),
-    "packed_split": Generator(packed_split),
-    "packed_gather": Generator(inverted(packed_split)),
-    "exchange": Generator(exchange),
-}
 
 
 # ---- Cases ------------------------------------------------------------------------------------------------
@@ -258,11 +98,11 @@ LARGEST = {1: 150, 2: 40, 3: 13, 4: 7, 5: 4, 6: 3}  # extents by ndim: about a t
 def make_case(op: str, world: int, draw: Draw) -> Case:
     parts = []
     for _ in range(draw(1, 3)):
-        ndim = draw(GENERATORS[op].min_dims, 6)
+        ndim = draw(EXCHANGES[op].min_dims, 6)
         shape = [draw(0, LARGEST[ndim]) for _ in range(ndim)]
         item = ITEMS[draw(0, len(ITEMS) - 1)]
         layout = LAYOUTS[draw(0, len(LAYOUTS) - 1)]
-        move = GENERATORS[op].move(draw, shape, world)
+        move = EXCHANGES[op].move(draw, shape, world)
         parts.append(Part(item, tuple(shape), layout, move))
     return Case(op, world, parts)
 
@@ -351,7 +191,7 @@ def check_inverse(case: Case) -> None:
     inputs, shared = case.inputs(), core.world(case.world)
     outputs = shared.exchange(case.plans(), inputs)
     args = [part.move.inverse_args for part in case.parts]
-    back = shared.exchange(core.build_plans(OPS[case.op], outputs, args), outputs)
+    back = shared.exchange(core.build_plans(EXCHANGES[case.op].inverse, outputs, args), outputs)
     for ours, theirs in zip(back, inputs, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
@@ -362,4 +202,4 @@ def items(*shape: int, item: int = 2) -> torch.Tensor:
 
 CHECKS = [check_content, check_writes, check_packed, check_inverse]
 every_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-every_op = pytest.mark.parametrize("op", OPS)
+every_op = pytest.mark.parametrize("op", EXCHANGES)

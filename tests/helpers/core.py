@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-from helpers import exchanges
 from helpers.core_abi import (  # tests import some of these names from here
     MAX_WORLD,
     SIDE_PULL as SIDE_PULL,
@@ -48,6 +47,7 @@ from helpers.core_abi import (  # tests import some of these names from here
     last_error,
     library,
 )
+from helpers.tables import numbers
 
 
 def _table(name: str, row: type) -> list:
@@ -107,7 +107,7 @@ def _ints(values: Sequence[int]) -> ctypes.Array[c_int64]:
 def request(
     op: str, world: int, rank: int, specs: Sequence[Spec], sides: int = 0, **overrides: int
 ) -> Request:
-    """Build a request of an op of `exchanges`.
+    """Build a request of an exchange of the table.
 
     overrides: values of ndim, nargs or ntensors that contradict the specs.
     """
@@ -116,7 +116,7 @@ def request(
         tensor.item_size = spec.item
         tensor.ndim = overrides.get("ndim", len(spec.extents))
         tensor.extents, tensor.strides = _ints(spec.extents), _ints(spec.strides)
-        layouts = exchanges.numbers(op, spec.args, spec.extents, world)
+        layouts = numbers(op, spec.args, spec.extents, world)
         tensor.nargs, tensor.args = overrides.get("nargs", len(layouts)), _ints(layouts)
     return Request(world, rank, sides, overrides.get("ntensors", len(specs)), tensors)
 

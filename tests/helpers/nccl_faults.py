@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import spar
-from helpers.exchanges import numbers
 from helpers.nccl_ranks import (
     DEVICE,
     Stream,
@@ -32,6 +31,7 @@ from helpers.nccl_ranks import (
 )
 from spar._exchange.exchange import Exchange
 from spar._group.group import Group
+from helpers.tables import numbers
 from spar._transports import nccl
 
 

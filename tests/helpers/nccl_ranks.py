@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import spar
-from helpers.exchanges import numbers
+from helpers.tables import numbers
 from helpers.torch_nccl import torch_nccl
 from spar import _C
 from spar._group.group import Group

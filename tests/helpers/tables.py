@@ -1,0 +1,248 @@
+"""The tables from which generic tests draw: kinds of layouts and exchanges.
+
+A new one is a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from helpers.reference import among, in_runs, zigzag
+from spar._exchange import layouts
+from spar._exchange.layouts import WHOLE, Args, Layout, by_sizes, even, pair
+
+Draw = Callable[[int, int], int]  # an int from the first to the last
+
+
+def by_rule(total: int, world: int) -> tuple[int, ...]:
+    """The size rule, by torch."""
+    return tuple(len(part) for part in torch.empty(total, 0).tensor_split(world))
+
+
+def any_sizes(draw: Draw, total: int, world: int) -> tuple[int, ...]:
+    ends = [0, *sorted(draw(0, total) for _ in range(world - 1)), total]
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+# ---- Kinds of layouts, as the core reads them --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layout, named as in csrc/ops/layout.h.
+
+    draw: from a total and the number of ranks, ints after the kind, and the rank that owns each index.
+    inner: whether there are inner ranks; then `draw` gets the number of ring ranks, and returns their ints.
+    """
+
+    draw: Callable[[Draw, int, int], tuple[Sequence[int], Sequence[int]]]
+    inner: bool = False
+
+
+def _sizes(draw: Draw, total: int, world: int) -> tuple[Sequence[int], Sequence[int]]:
+    sizes = any_sizes(draw, total, world)
+    return sizes, in_runs(sizes)
+
+
+def _packed(draw: Draw, total: int, world: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Draw sequences by their lengths, or by each rank's size of each."""
+    count = draw(1 if total else 0, 4)
+    lengths = any_sizes(draw, total, count) if count else ()
+    sizes, numbers = [by_rule(length, world) for length in lengths], lengths
+    if draw(0, 1):
+        sizes = [any_sizes(draw, length, world) for length in lengths]
+        numbers = tuple(size[rank] for rank in range(world) for size in sizes)
+    return (len(lengths), *numbers), [owner for size in sizes for owner in in_runs(size)]
+
+
+def _rotated(draw: Draw, total: int, world: int) -> tuple[Sequence[int], Sequence[int]]:
+    shift, sizes = draw(0, world - 1), any_sizes(draw, total, world)
+    return (shift, *sizes), [(chunk + shift) % world for chunk in in_runs(sizes)]
+
+
+KINDS = {
+    "even": Kind(lambda draw, total, world: ((total,), in_runs(by_rule(total, world)))),
+    "sizes": Kind(_sizes),
+    "zigzag": Kind(lambda draw, total, world: ((total,), zigzag(total, world)), inner=True),
+    "packed": Kind(_packed, inner=True),
+    "rotated": Kind(_rotated),
+}
+
+
+def inner_ranks(draw: Draw, world: int) -> int:
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    return divisors[draw(0, len(divisors) - 1)] * (-1) ** draw(0, 1)
+
+
+def draw_layout(draw: Draw, name: str, dim: int, total: int, world: int) -> tuple[Layout, Sequence[int]]:
+    """Draw a layout of a kind, and the rank that owns each index."""
+    kind, number = KINDS[name], getattr(layouts, name.upper())
+    if not kind.inner:
+        numbers, owners = kind.draw(draw, total, world)
+        return (dim, number, *numbers), owners
+    inner = inner_ranks(draw, world)
+    outer = world // abs(inner)
+    numbers, owners = kind.draw(draw, total, outer)
+    return (dim, number, inner, *numbers), among(owners, outer, inner)
+
+
+# ---- Exchanges of one tensor, with short arguments ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which rank owns each index of one dim, in ascending order. None: every rank holds the whole tensor."""
+
+    dim: int = 0
+    owners: Sequence[int] | None = None
+
+    def parts(self, x: torch.Tensor, world: int) -> Sequence[torch.Tensor]:
+        if self.owners is None:
+            return [x] * world
+        own: list[list[int]] = [[] for _ in range(world)]
+        for index, owner in enumerate(self.owners):
+            own[owner].append(index)
+        return [x.index_select(self.dim, torch.tensor(indices, dtype=torch.int64)) for indices in own]
+
+
+@dataclass(frozen=True)
+class Move:
+    """The arguments of an exchange and of its inverse, and which rank holds what before and after."""
+
+    args: list[int]
+    inverse_args: list[int]
+    before: Cut
+    after: Cut
+
+    def inverted(self) -> Move:
+        return Move(self.inverse_args, self.args, self.after, self.before)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange, by its name in the tests.
+
+    inverse: the name of its inverse.
+    numbers: the core's numbers, from the arguments, the extents of a rank's input and the number of ranks.
+    move: draws arguments for a shape and a number of ranks; may change an extent that the exchange restricts.
+    dims: the places of dims in the arguments.
+    """
+
+    inverse: str
+    numbers: Callable[[Sequence[int], Sequence[int], int], Args]
+    move: Callable[[Draw, list[int], int], Move]
+    dims: tuple[int, ...] = (0,)
+    min_dims: int = 1
+
+
+def _extent(extents: Sequence[int], dim: int) -> int:
+    return extents[dim] if 0 <= dim < len(extents) else 0  # the core rejects the dim
+
+
+def _all_to_all_numbers(args: Sequence[int], extents: Sequence[int], world: int) -> Args:
+    """args: the scatter dim, the gather dim, the gather size."""
+    scatter, gather, total = args
+    return pair(even(gather, total), even(scatter, _extent(extents, scatter)))
+
+
+def _all_to_all(draw: Draw, shape: Sequence[int], world: int) -> Move:
+    scatter = draw(0, len(shape) - 1)
+    gather = (scatter + draw(1, len(shape) - 1)) % len(shape)
+    return Move(
+        [scatter, gather, shape[gather]],
+        [gather, scatter, shape[scatter]],
+        Cut(gather, in_runs(by_rule(shape[gather], world))),
+        Cut(scatter, in_runs(by_rule(shape[scatter], world))),
+    )
+
+
+def _split_numbers(args: Sequence[int], extents: Sequence[int], world: int) -> Args:
+    """args: the dim, and the size of each rank, or nothing for the size rule."""
+    dim, *sizes = args
+    total = sizes[0] if sizes else _extent(extents, dim)
+    return pair(WHOLE, by_sizes(dim, sizes) if len(sizes) == world else even(dim, total))
+
+
+def _gather_numbers(args: Sequence[int], extents: Sequence[int], world: int) -> Args:
+    """args: the dim, and the size of each rank, or for the size rule the total, or nothing."""
+    dim, *sizes = args
+    total = sizes[0] if sizes else _extent(extents, dim) * world
+    return pair(by_sizes(dim, sizes) if len(sizes) == world > 1 else even(dim, total), WHOLE)
+
+
+def _split(draw: Draw, shape: Sequence[int], world: int) -> Move:
+    dim = draw(0, len(shape) - 1)
+    if draw(0, 1):
+        sizes = any_sizes(draw, shape[dim], world)
+        return Move([dim, *sizes], [dim, *sizes], Cut(), Cut(dim, in_runs(sizes)))
+    return Move([dim], [dim, shape[dim]], Cut(), Cut(dim, in_runs(by_rule(shape[dim], world))))
+
+
+def _gather(draw: Draw, shape: Sequence[int], world: int) -> Move:
+    move = _split(draw, shape, world).inverted()
+    if shape[move.args[0]] % world == 0 and len(move.args) == 2 and draw(0, 1):
+        return replace(move, args=move.args[:1])
+    return move
+
+
+def _zigzag_split(draw: Draw, shape: list[int], world: int) -> Move:
+    """Draw a multiple of the number of chunks."""
+    dim, inner = draw(0, len(shape) - 1), inner_ranks(draw, world)
+    outer = world // abs(inner)
+    shape[dim] = 2 * outer * draw(0, max(1, shape[dim] // world))
+    args = [dim, inner, shape[dim]]
+    return Move(args, args, Cut(), Cut(dim, zigzag(shape[dim], outer, inner)))
+
+
+def _packed_split(draw: Draw, shape: list[int], world: int) -> Move:
+    """Draw sequences that are together up to four times as long as the dim, or none."""
+    dim = draw(0, len(shape) - 1)
+    shape[dim] = sum(draw(0, shape[dim]) for _ in range(draw(0, 4)))
+    (_, _, *ints), owners = draw_layout(draw, "packed", dim, shape[dim], world)
+    return Move([dim, *ints], [dim, *ints], Cut(), Cut(dim, owners))
+
+
+def _exchange(draw: Draw, shape: list[int], world: int) -> Move:
+    """Draw two layouts of different dims, or one of which every rank receives the whole."""
+    names, dims = list(KINDS), (draw(0, len(shape) - 1), draw(0, len(shape) - 1))
+    (before, held), (after, received) = (
+        draw_layout(draw, names[draw(0, len(names) - 1)], dim, shape[dim], world) for dim in dims
+    )
+    gets = Cut(dims[1], received)
+    if dims[0] == dims[1]:
+        after, gets = WHOLE, Cut()
+    return Move(list(pair(before, after)), list(pair(after, before)), Cut(dims[0], held), gets)
+
+
+def _by_kind(name: str, move: Callable[[Draw, list[int], int], Move]) -> dict[str, Exchange]:
+    """Return the split and the gather by a kind of layout; args: the dim, and the layout's ints."""
+    number: int = getattr(layouts, name.upper())
+    return {
+        f"{name}_split": Exchange(
+            f"{name}_gather", lambda args, *_: pair(WHOLE, (args[0], number, *args[1:])), move
+        ),
+        f"{name}_gather": Exchange(
+            f"{name}_split",
+            lambda args, *_: pair((args[0], number, *args[1:]), WHOLE),
+            lambda *drawn: move(*drawn).inverted(),
+        ),
+    }
+
+
+EXCHANGES = {
+    "all_to_all": Exchange("all_to_all", _all_to_all_numbers, _all_to_all, dims=(0, 1), min_dims=2),
+    "split": Exchange("gather", _split_numbers, _split),
+    "gather": Exchange("split", _gather_numbers, _gather),
+    **_by_kind("zigzag", _zigzag_split),
+    **_by_kind("packed", _packed_split),
+    "exchange": Exchange("exchange", lambda args, *_: tuple(args), _exchange, dims=(1,)),  # args: the numbers
+}
+
+
+def numbers(name: str, args: Sequence[int], extents: Sequence[int], world: int) -> Args:
+    """Return the core's numbers of an exchange for a rank's input with these extents."""
+    return EXCHANGES[name].numbers(args, extents, world)
