@@ -420,6 +420,8 @@ def test_layout_kinds_are_equal_in_c_and_python_and_drawn_by_tests() -> None:
     numbered = re.findall(r"^    SPAR_([A-Z]+), +/\*", (CSRC / "ops/layout.h").read_text(), re.M)
     assert [getattr(layouts, name) for name in numbered] == list(range(len(numbered)))
     assert [name.lower() for name in numbered] == list(KINDS), "each kind is a row of tests/helpers/tables.py"
+    drawn = re.findall(r"^    \[SPAR_([A-Z]+)\] = ", (ROOT / "tests/c/random_call.h").read_text(), re.M)
+    assert drawn == numbered, "and of tests/c/random_call.h"
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "README.md", "spar/py.typed"])

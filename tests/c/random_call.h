@@ -139,6 +139,20 @@ static void draw_rotated(uint64_t *seed, int world, part *p, cut *c, int64_t *to
     }
 }
 
+/* How each kind draws its numbers, the owner of each index, and with them the dim's extent. */
+static const struct {
+    void (*draw)(uint64_t *seed, int ranks, part *p, cut *c, int64_t *total);
+    int inner; /* whether there are inner ranks; `ranks` are then ring ranks */
+} KINDS[] = {
+    /* clang-format off */
+    [SPAR_EVEN] = {draw_even, 0},
+    [SPAR_SIZES] = {draw_sizes, 0},
+    [SPAR_ZIGZAG] = {draw_zigzag, 1},
+    [SPAR_PACKED] = {draw_packed, 1},
+    [SPAR_ROTATED] = {draw_rotated, 0},
+    /* clang-format on */
+};
+
 /* Draws a layout that shards a dim of `extent`, too. */
 static cut draw_other_layout(uint64_t *seed, int world, part *p, int dim, int64_t extent)
 {
@@ -168,22 +182,18 @@ static cut draw_other_layout(uint64_t *seed, int world, part *p, int dim, int64_
 static cut draw_layout(uint64_t *seed, int world, part *p, int dim)
 {
     cut c = {.dim = dim};
-    int kind = draw(seed, 5), inner = 1, neighbours = 0;
+    int kind = draw(seed, sizeof KINDS / sizeof *KINDS), inner = 1, neighbours = 0;
     int64_t total = 0;
     put_number(p, dim);
     put_number(p, kind);
-    if (kind == SPAR_ZIGZAG || kind == SPAR_PACKED) {
+    if (KINDS[kind].inner) {
         inner += draw(seed, world);
         while (world % inner)
             inner--;
         neighbours = draw(seed, 2);
         put_number(p, neighbours ? -inner : inner);
     }
-    (kind == SPAR_EVEN      ? draw_even
-     : kind == SPAR_SIZES   ? draw_sizes
-     : kind == SPAR_ZIGZAG  ? draw_zigzag
-     : kind == SPAR_ROTATED ? draw_rotated
-                            : draw_packed)(seed, world / inner, p, &c, &total);
+    KINDS[kind].draw(seed, world / inner, p, &c, &total);
     p->whole[dim] = total;
     refine(&c, total, world / inner, inner, neighbours);
     return c;
