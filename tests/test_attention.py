@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
 from helpers.orders import ORDERS
+from helpers.tables import MAKERS
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whole_attention
 from test_faults import finish, start
 from torch import Tensor, nn
@@ -34,12 +35,10 @@ from spar._group.group import group_of
 pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
-DOCUMENTS = [5, 0, 9, 1, 4]
+TOTAL = 19
+(DOCUMENTS,) = MAKERS["packed"].of(TOTAL, 1)
 LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
-    "even": lambda group: SequenceLayout.even(13, group),
-    "zigzag": lambda group: SequenceLayout.zigzag(23, group),
-    "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
-    "joint": lambda group: SequenceLayout.joint(7, 12, group),
+    **{name: partial(maker.of_total, TOTAL) for name, maker in MAKERS.items()},
     "few tokens": lambda group: SequenceLayout.even(2, group),
     "holes": lambda group: SequenceLayout("local", (*(0, 5, 0, 2)[: group.size() - 1], 6), group),
 }

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.launched import launch
+from helpers.tables import MAKERS
 from test_faults import finish, start
 
 import spar
@@ -189,8 +190,7 @@ def test_check_covers_every_operation() -> None:
     no_operations = {"transport", "close", "empty_cache", "memory_stats"}
     sizes = {"cal_split_sizes", "cal_split_sizes_multi"}  # of which the splits above are made
     assert functions - no_operations - sizes - names == set()
-    kinds = ("even", "zigzag", "packed", "joint", "from_local", "hybrid")
-    assert {f"SequenceLayout.{kind}" for kind in kinds} <= names
+    assert {f"SequenceLayout.{name}" for name in (*MAKERS, "hybrid")} <= names
     others = set(sharding.__all__) - {"get_sharding_validator"}  # returns a ShardingValidator
     assert {f"sharding.{name}" for name in others} <= names
     assert {"data.SPDataProcessor", "data.sp_slice_and_pad_input"} <= names

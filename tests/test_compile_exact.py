@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.orders import ORDERS
 from helpers.reference import assert_same, cells
+from helpers.tables import MAKERS
 from test_faults import finish, start
 
 import spar
@@ -26,13 +27,6 @@ pytestmark = pytest.mark.one_transport
 Group = dist.ProcessGroup
 Function = Callable[..., torch.Tensor]
 LENGTHS = (8, 10, 13, 14, 17)
-MAKERS: dict[str, Callable[[int, Group], SequenceLayout]] = {
-    "even": SequenceLayout.even,
-    "zigzag": SequenceLayout.zigzag,
-    "packed": lambda n, group: SequenceLayout.packed([3, n - 5, 2], group),
-    "joint": lambda n, group: SequenceLayout.joint(3, n - 3, group),
-    "local": lambda n, group: SequenceLayout("local", (n - 3, 3, *[0] * (group.size() - 2)), group),
-}
 
 
 def check_graphs(
@@ -75,12 +69,13 @@ def there_and_back(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
 
 
 def check_layout(rank: int, world: int, group: Group, kind: str) -> None:
-    make = MAKERS[kind]
+    maker = MAKERS[kind]
     inputs = {n: cells((n, 2), torch.float64) for n in LENGTHS}
     # the operations take a layout's pieces as numbers: those of one kind are enough, besides hybrid ones
     function = by_layout if kind == "packed" else there_and_back
-    check_graphs(function, lambda n: (inputs[n], make(n, group)), rank == 0)
-    check_graphs(lambda x, n: there_and_back(x, make(n, group)), lambda n: (inputs[n], n), rank == 1)
+    make = lambda n: maker.in_graph(group, *maker.of(n, world))  # noqa: E731
+    check_graphs(function, lambda n: (inputs[n], make(n)), rank == 0)
+    check_graphs(lambda x, n: there_and_back(x, make(n)), lambda n: (inputs[n], n), rank == 1)
 
 
 @pytest.mark.parametrize("kind", MAKERS)

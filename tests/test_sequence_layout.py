@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.orders import ORDERS
-from helpers.reference import assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
+from helpers.reference import assert_same, cells, joined, owned, rule, zigzag
+from helpers.tables import MAKERS, TOTALS
 from test_faults import finish, start
 
 import spar
@@ -26,8 +27,6 @@ from spar.parallel_state import ParallelState, Topology, init_parallel_state
 
 Group = dist.ProcessGroup
 WORLDS = (1, 2, 3, 4)
-TOTALS = (37, 16, 5, 1, 0)  # odd, a multiple of 2P, fewer tokens than 2P, none
-DOCUMENTS = ([5, 0, 9, 1, 14], [2], [0, 0, 3], [])
 
 
 def exchanges() -> int:
@@ -36,19 +35,12 @@ def exchanges() -> int:
 
 def layouts(group: Group) -> list[tuple[SequenceLayout, list[int], list[int]]]:
     """Return layouts, the owner of each token, and the lengths between which positions restart."""
-    world, found = group.size(), []
-    for total in TOTALS:
-        found.append((SequenceLayout.even(total, group), in_runs(rule(total, world)), [total]))
-        found.append((SequenceLayout.zigzag(total, group), zigzag(total, world), [total]))
-    for lengths in DOCUMENTS:
-        found.append((SequenceLayout.packed(lengths, group), packed(lengths, world), lengths))
-    for text, image in ((7, 25), (0, 6), (3, 0)):
-        joint = SequenceLayout.joint(text, image, group)
-        found.append((joint, packed([text, image], world), [text + image]))
-    sizes = [3 * (world - rank) % 4 for rank in range(world)]
-    local = SequenceLayout.from_local(sizes[group.rank()], group)
-    found.append((local, in_runs(sizes), [sum(sizes)]))
-    return found
+    world = group.size()
+    return [
+        (maker.make(group, *given), list(maker.owners(world, *given)), maker.documents(*given))
+        for maker in MAKERS.values()
+        for given in maker.examples(world)
+    ]
 
 
 def check_numbers(layout: SequenceLayout, owners: list[int], lengths: list[int], rank: int) -> None:

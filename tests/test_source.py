@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 from helpers import core
 from helpers.launched import launch
-from helpers.tables import KINDS
+from helpers.tables import KINDS, MAKERS
 from test_faults import TEARDOWN
 
 import spar
@@ -107,11 +107,7 @@ SIGNATURES = {
     "rank_seed": "seed, group=None",
 }
 LAYOUT = {
-    "SequenceLayout.even": "total, group=None",
-    "SequenceLayout.zigzag": "total, group=None",
-    "SequenceLayout.packed": "lengths, group=None",
-    "SequenceLayout.joint": "text, image, group=None",
-    "SequenceLayout.from_local": "size, group=None",
+    **{f"SequenceLayout.{name}": maker.parameters for name, maker in MAKERS.items()},
     "SequenceLayout.hybrid": "total, state=None",
     "SequenceLayout.index": "self",
     "SequenceLayout.positions": "self",
@@ -422,6 +418,12 @@ def test_layout_kinds_are_equal_in_c_and_python_and_drawn_by_tests() -> None:
     assert [name.lower() for name in numbered] == list(KINDS), "each kind is a row of tests/helpers/tables.py"
     drawn = re.findall(r"^    \[SPAR_([A-Z]+)\] = ", (ROOT / "tests/c/random_call.h").read_text(), re.M)
     assert drawn == numbered, "and of tests/c/random_call.h"
+
+
+def test_makers_of_layouts_are_drawn_by_tests() -> None:
+    """A row of tests/helpers/tables.py for each but `hybrid`, which a parallel state decides."""
+    makers = {name for name, value in vars(spar.SequenceLayout).items() if isinstance(value, classmethod)}
+    assert makers == {*MAKERS, "hybrid"}
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "README.md", "spar/py.typed"])

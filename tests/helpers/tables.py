@@ -1,4 +1,4 @@
-"""The tables from which generic tests draw: kinds of layouts and exchanges.
+"""The tables from which generic tests draw: layouts, makers of SequenceLayout and exchanges.
 
 A new one is a row.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from helpers.reference import among, in_runs, zigzag
+from helpers.reference import among, in_runs, packed, rule, zigzag
+from spar import SequenceLayout
 from spar._exchange import layouts
 from spar._exchange.layouts import WHOLE, Args, Layout, by_sizes, even, pair
 
 Draw = Callable[[int, int], int]  # an int from the first to the last
+Group = dist.ProcessGroup
 
 
 def by_rule(total: int, world: int) -> tuple[int, ...]:
@@ -88,6 +92,93 @@ def draw_layout(draw: Draw, name: str, dim: int, total: int, world: int) -> tupl
     outer = world // abs(inner)
     numbers, owners = kind.draw(draw, total, outer)
     return (dim, number, inner, *numbers), among(owners, outer, inner)
+
+
+# ---- Makers of SequenceLayout ------------------------------------------------------------------------------
+
+TOTALS = (37, 16, 5, 1, 0)  # odd, a multiple of 2P, fewer tokens than 2P, none
+DOCUMENTS = ([5, 0, 9, 1, 14], [2], [0, 0, 3], [])
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A class method of SequenceLayout whose layout the arguments and the group decide.
+
+    parameters: its signature.
+    examples: arguments for a number of ranks.
+    of: arguments for a total of at least 8 and a number of ranks.
+    owners: the rank that owns each token, from the number of ranks and the arguments.
+    documents: the lengths between which positions restart, from the arguments.
+    make: the layout, from the group and the arguments.
+    traced: the same in a compiled function.
+    """
+
+    parameters: str
+    examples: Callable[[int], list[tuple[Any, ...]]]
+    of: Callable[[int, int], tuple[Any, ...]]
+    owners: Callable[..., Sequence[int]]
+    documents: Callable[..., list[int]]
+    make: Callable[..., SequenceLayout]
+    traced: Callable[..., SequenceLayout] | None = None
+
+    def of_total(self, total: int, group: Group) -> SequenceLayout:
+        return self.make(group, *self.of(total, group.size()))
+
+    def in_graph(self, group: Group, *arguments: Any) -> SequenceLayout:
+        return (self.traced or self.make)(group, *arguments)
+
+
+def _ramp(world: int) -> tuple[list[int]]:
+    return ([3 * (world - rank) % 4 for rank in range(world)],)
+
+
+def _of_total(total: int, world: int) -> tuple[int]:
+    return (total,)
+
+
+MAKERS = {
+    "even": Maker(
+        "total, group=None",
+        lambda world: [(total,) for total in TOTALS],
+        _of_total,
+        lambda world, total: in_runs(rule(total, world)),
+        lambda total: [total],
+        lambda group, total: SequenceLayout.even(total, group),
+    ),
+    "zigzag": Maker(
+        "total, group=None",
+        lambda world: [(total,) for total in TOTALS],
+        _of_total,
+        lambda world, total: zigzag(total, world),
+        lambda total: [total],
+        lambda group, total: SequenceLayout.zigzag(total, group),
+    ),
+    "packed": Maker(
+        "lengths, group=None",
+        lambda world: [(lengths,) for lengths in DOCUMENTS],
+        lambda total, world: ([3, 0, total - 6, 1, 2],),
+        lambda world, lengths: packed(lengths, world),
+        lambda lengths: lengths,
+        lambda group, lengths: SequenceLayout.packed(lengths, group),
+    ),
+    "joint": Maker(
+        "text, image, group=None",
+        lambda world: [(7, 25), (0, 6), (3, 0)],
+        lambda total, world: (3, total - 3),
+        lambda world, text, image: packed([text, image], world),
+        lambda text, image: [text + image],
+        lambda group, text, image: SequenceLayout.joint(text, image, group),
+    ),
+    "from_local": Maker(
+        "size, group=None",
+        lambda world: [_ramp(world)],
+        lambda total, world: ([total] if world == 1 else [total - 3, 3, *[0] * (world - 2)],),
+        lambda world, sizes: in_runs(sizes),
+        lambda sizes: [sum(sizes)],
+        lambda group, sizes: SequenceLayout.from_local(sizes[group.rank()], group),
+        traced=lambda group, sizes: SequenceLayout("local", tuple(sizes), group),  # from_local communicates
+    ),
+}
 
 
 # ---- Exchanges of one tensor, with short arguments ---------------------------------------------------------
