@@ -8,11 +8,14 @@ import os
 from collections.abc import Sequence
 from ctypes import byref
 
+import conftest
 import pytest
-from helpers import core
+from helpers import core, tables
 from helpers.core import CoreError, Status
+from helpers.fault_cases import FAULTS
 
 from spar import _C
+from spar._transports import CHANNELS
 
 TRANSPORTS = ["local", *_C.transports()]
 
@@ -107,12 +110,20 @@ def test_the_core_of_the_tests_adds_a_transport() -> None:
     assert core.transports() == TRANSPORTS
 
 
+def test_each_transport_is_a_row_on_the_side_of_python_and_of_the_tests() -> None:
+    rows = tables.TRANSPORTS
+    assert _C.transports() == [*CHANNELS] == [*rows]
+    assert {*conftest.TRANSPORTS} <= {name for name, row in rows.items() if "cpu" in row.devices}
+    for row in rows.values():
+        assert {*row.instead} <= {*FAULTS}
+
+
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_forced_transport_is_chosen(name: str) -> None:
     ranks = make_info(local_world=5, transport=name.encode())
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
-    choice = Choice(ranks, "cuda" if name == "nccl" else "cpu")
+    choice = Choice(ranks, tables.TRANSPORTS[name].devices[0] if name in tables.TRANSPORTS else "cpu")
     assert choice.name == name
     earlier = TRANSPORTS[: TRANSPORTS.index(name)]
     assert choice.rejected == dict.fromkeys(earlier, f"SPAR_TRANSPORT={name}")

@@ -23,15 +23,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TRANSPORTS
+from helpers import tables
 from helpers.fault_cases import (
     CAP,
     DEATHS,
     FAULTS,
     LIMIT,
     LOST_WITHIN,
-    NOT_APPLICABLE,
     SIZES,
-    TRANSPORTS,
     Scene,
     gather,
     odd_of,
@@ -64,7 +64,7 @@ def run_faults(rank: int, folder: Path, world: int, transport: str) -> None:
     dist.all_gather_object(processes, os.getpid())
     other, fresh = (dist.new_group(list(range(world))) for _ in range(2))  # each for one fault
     for name, fault in FAULTS.items():
-        if fault.only not in ("", transport):
+        if name in tables.TRANSPORTS[transport].instead:
             continue
         group = dist.new_group(list(range(world)))
         os.environ["SPAR_TIMEOUT"] = "30" if fault.usable else str(LIMIT)
@@ -195,8 +195,8 @@ def test_fault(
 ) -> None:
     fault, column = FAULTS[name], columns[transport, world]
     assert column.codes == [0] * world, "the processes must have ended"
-    if fault.only not in ("", transport):
-        note(record_property, name, transport, world, NOT_APPLICABLE[name])
+    if name in tables.TRANSPORTS[transport].instead:
+        note(record_property, name, transport, world, tables.TRANSPORTS[transport].instead[name])
         return
     results = [report[name] for report in column.reports]
     pids = [process.pid for process in column.processes]

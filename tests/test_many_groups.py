@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TRANSPORTS
 from helpers.growth import Growth
 from helpers.reference import assert_same
 from test_faults import finish, start
@@ -97,7 +98,7 @@ def use_many_groups(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_groups_and_threads(tmp_path: Path, transport: str) -> None:
     """On most machines with more ranks than cores."""
     assert finish(start(use_many_groups, 3, tmp_path, SPAR_TRANSPORT=transport), 120) == [0, 0, 0]

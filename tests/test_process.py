@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TRANSPORTS
 from helpers.reference import assert_same
 from test_faults import finish, start
 
@@ -55,7 +56,7 @@ def recompute(rank: int, folder: Path) -> None:
     assert_same(w.grad, 2 * gradients[0])
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_recompute_and_retained_graphs(tmp_path: Path, transport: str) -> None:
     assert finish(start(recompute, 2, tmp_path, SPAR_TRANSPORT=transport), 40) == [0, 0]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TRANSPORTS
 from helpers import core
 from helpers.reference import assert_same
 from test_faults import finish, start
@@ -96,7 +97,7 @@ def count_own_cores(rank: int, folder: Path, cores: list[set[int]], counts: list
     assert group_of(dist.group.WORLD).core_share == counts[rank]
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_know_whether_a_core_is_their_own(tmp_path: Path, transport: str) -> None:
     first, second, *_ = [*sorted(os.sched_getaffinity(0)), None]
     if second is None or _C.limits()[0] < 2:
@@ -123,7 +124,7 @@ def wait_for_late_rank(rank: int, folder: Path) -> None:
         assert_same(gather(torch.full((1,), float(rank)), group, 0), torch.tensor([0.0, 1.0]))
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("timeout", ["", "31536000"])
 def test_longest_timeouts(tmp_path: Path, transport: str, timeout: str) -> None:
     settings = {"SPAR_TIMEOUT": timeout, "SPAR_TRANSPORT": transport, "LOCAL_WORLD_SIZE": ""}

@@ -306,9 +306,12 @@ def test_errors_are_documented() -> None:
 
 
 def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
-    architecture, ops, operations, readme = (
+    architecture, ops, operations, performance, readme = (
         (ROOT / name).read_text()
-        for name in ("docs/architecture.md", "docs/ops.md", "docs/operations.md", "README.md")
+        for name in (
+            *("docs/architecture.md", "docs/ops.md", "docs/operations.md", "docs/performance.md"),
+            "README.md",
+        )
     )
     for kind in KINDS:
         assert f"`{kind}`" in architecture, kind
@@ -319,6 +322,7 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
         assert f"`{name}(" in ops or f"`{name.removeprefix('SequenceLayout.')}(" in ops, name
     for name in _C.transports():
         assert f"| {name} |" in readme, name
+        assert re.search(rf"^\| {name}\b", performance, re.M), name
 
 
 @pytest.fixture

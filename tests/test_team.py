@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TRANSPORTS
 from helpers import core
 from helpers.core import Scale, ScaleType
 from test_faults import finish, start
@@ -72,7 +73,7 @@ def copy_with_threads(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_spar_threads_sets_the_number_of_copy_threads(tmp_path: Path, transport: str) -> None:
     counts = []
     for wanted in ("1", "3"):

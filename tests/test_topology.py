@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TRANSPORTS
 from helpers.launched import launch
 from helpers.reference import assert_same, cells, owned, zigzag
 from test_faults import finish, start
@@ -173,7 +174,7 @@ def check_nested_topologies(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nested_and_concurrent_topologies(tmp_path: Path, transport: str) -> None:
     assert finish(start(check_nested_topologies, 4, tmp_path, SPAR_TRANSPORT=transport), 60) == [0] * 4
 

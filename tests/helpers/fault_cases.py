@@ -18,7 +18,6 @@ from helpers.reference import rule
 
 Group = dist.ProcessGroup
 
-TRANSPORTS = ("shm", "torch")
 SIZES = (2, 3, 4)
 LIMIT = 1.0  # timeout in seconds of groups that a fault breaks
 CAP = 32 << 20
@@ -38,7 +37,6 @@ class Fault:
     odd: str = ""  # the odd rank's class if it differs; "-": it does not raise
     usable: bool = False  # whether the group stays usable
     seconds: tuple[float, float] = (0.0, OVER)  # bounds of the time until the error
-    only: str = ""  # the only transport with this fault; NOT_APPLICABLE has the table's entry for the other
 
 
 class Scene:
@@ -292,9 +290,8 @@ FAULTS = {
         "GroupBrokenError",
         (r"rank {odd} closed the group in call \d",),
         "GroupBrokenError",
-        only="shm",
     ),
-    "out of memory": Fault(exceed_cap, "OutOfMemoryError", ("SPAR_ARENA_MAX",), usable=True, only="shm"),
+    "out of memory": Fault(exceed_cap, "OutOfMemoryError", ("SPAR_ARENA_MAX",), usable=True),
     "short pause": Fault(pause, "", (), usable=True, seconds=(0, 20)),
     "another group": Fault(
         call_on_another_group,
@@ -322,26 +319,16 @@ FAULTS = {
         "GroupBrokenError",
         (r"rank {odd} was interrupted in call \d",),
         "KeyboardInterrupt",
-        only="shm",
     ),
     "handler raises": Fault(
-        raise_in_handler, "GroupBrokenError", (r"rank {odd} was interrupted in call \d",), "Alarm", only="shm"
+        raise_in_handler, "GroupBrokenError", (r"rank {odd} was interrupted in call \d",), "Alarm"
     ),
-    "group closed": Fault(close, "GroupBrokenError", ("a rank closed the group",), "-", only="shm"),
+    "group closed": Fault(close, "GroupBrokenError", ("a rank closed the group",), "-"),
     "group closed in a call": Fault(
         close_in_call,
         "GroupBrokenError",
         (r"rank {odd} closed the group in call \d",),
         "GroupBrokenError",
-        only="shm",
     ),
-}
-NOT_APPLICABLE = {
-    "out of memory": "none",  # no cap; test_local_failures.py covers torch's allocator
-    "interrupted": "timeout",  # its peers time out: test_faults.py
-    "handler raises": "timeout",  # the same: test_local_failures.py
-    "group closed": "new set-up",  # without shared memory, a group holds nothing open
-    "group closed in flight": "timeout",  # the same: test_async.py
-    "group closed in a call": "timeout",  # the closing rank raises at once: test_local_failures.py
 }
 DEATHS = ("killed waiting", "killed copying", "exits")

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from conftest import TRANSPORTS
 from test_faults import finish, start
 
 import spar
@@ -361,7 +362,7 @@ def shared_files() -> set[str]:
 def run_world(seed: int, counts: collections.Counter[str], failures: dict[str, list[str]]) -> None:
     """Run one world until its last process ends."""
     rng = random.Random(seed)
-    world, transport = rng.randint(2, 4), rng.choice(("shm", "torch"))
+    world, transport = rng.randint(2, 4), rng.choice(TRANSPORTS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks = start(run_rank, world, folder, world, transport, seed, SPAR_TRANSPORT=transport)

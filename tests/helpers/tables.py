@@ -1,4 +1,4 @@
-"""The tables from which generic tests draw: layouts, makers of SequenceLayout and exchanges.
+"""The tables from which generic tests draw: layouts, makers of SequenceLayout, exchanges and transports.
 
 A new one is a row.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -337,3 +337,35 @@ EXCHANGES = {
 def numbers(name: str, args: Sequence[int], extents: Sequence[int], world: int) -> Args:
     """Return the core's numbers of an exchange for a rank's input with these extents."""
     return EXCHANGES[name].numbers(args, extents, world)
+
+
+# ---- Transports --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A transport, selected by SPAR_TRANSPORT; in the order of csrc/transports/transport.c.
+
+    devices: whose tensors it serves.
+    instead: by fault of helpers/fault_cases.py that cannot occur over it, what occurs instead.
+    """
+
+    devices: tuple[str, ...]
+    instead: dict[str, str] = field(default_factory=dict)
+
+
+TRANSPORTS = {
+    "shm": Transport(("cpu",)),
+    "nccl": Transport(("cuda",)),
+    "torch": Transport(
+        ("cpu", "cuda"),
+        {
+            "out of memory": "none",  # no cap; test_local_failures.py covers torch's allocator
+            "interrupted": "timeout",  # its peers time out: test_faults.py
+            "handler raises": "timeout",  # the same: test_local_failures.py
+            "group closed": "new set-up",  # without shared memory, a group holds nothing open
+            "group closed in flight": "timeout",  # the same: test_async.py
+            "group closed in a call": "timeout",  # the closing rank raises at once: test_local_failures.py
+        },
+    ),
+}
