@@ -1,8 +1,9 @@
 """Random operations under random faults: make soak SECONDS=60 ARGS=SEED.
 
-One world after another, of 2 to 4 ranks over shm or torch, makes random calls; each rank checks its results
-by itself. Injected faults: calls that differ, a rank that is stopped (shorter or longer than the timeout), a
-rank that makes no call. Each world ends with a death; its survivors must raise, close their groups and exit.
+One world after another, of 2 to 4 ranks over each transport for CPU tensors, makes random calls, and those of
+`spar check`; each rank checks its results by itself. Injected faults: calls that differ, a rank that is
+stopped (shorter or longer than the timeout), a rank that makes no call. Each world ends with a death; its
+survivors must raise, close their groups and exit.
 
 The last line counts calls, faults and failures. The exit status is 1 if anything hung, was wrong or leaked.
 """
@@ -30,7 +31,9 @@ from conftest import TRANSPORTS
 from test_faults import finish, start
 
 import spar
+from helpers.operations import failures, prepared
 from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
+from helpers.tables import MAKERS
 
 Group = dist.ProcessGroup
 LIMIT = 1.5  # timeout in seconds of groups that a fault breaks
@@ -100,10 +103,12 @@ def all_gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
 
 
 def reduce_scatter(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
-    total = rng.randint(0, 300)
-    layout, whole = spar.SequenceLayout.zigzag(total, group), cells((total, 3), rng.choice(DTYPES[2:]))
-    found = spar.reduce_scatter(whole, group, layout=layout)
-    return found, owned(whole * world, zigzag(total, world), 0, rank)
+    maker = rng.choice(list(MAKERS.values()))
+    arguments = rng.choice([maker.of(rng.randint(8, 300), world), *maker.examples(world)])
+    owners = maker.owners(world, *arguments)
+    whole = cells((len(owners), 3), rng.choice(DTYPES[2:]))
+    found = spar.reduce_scatter(whole, group, layout=maker.make(group, *arguments))
+    return found, owned(whole * world, owners, 0, rank)
 
 
 def gather(rng: random.Random, rank: int, world: int, group: Group) -> Pair:
@@ -290,17 +295,21 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
     for group in steps:
         tiny(group)
     os.environ["SPAR_TIMEOUT"] = "30"
+    trials = {name: (trial, setting) for name, trial, setting in prepared()}
     before = descriptors()
     begin = time.monotonic()
     broken, done = 0, False
     while not done:
         for _ in range(rng.randint(20, 200)):
-            op = rng.choice(list(CALLS))
-            got, expected = CALLS[op](rng, rank, world, all_ranks)
             counts["calls"] += 1
-            if not same_bits(got, expected):
-                where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
-                report["wrong"].append(f"{op} on {where}")
+            if rng.random() < 0.1:
+                op = rng.choice(list(trials))
+                wrong = list(failures(*trials[op]))
+            else:
+                op = rng.choice(list(CALLS))
+                wrong = [] if same_bits(*CALLS[op](rng, rank, world, all_ranks)) else ["wrong bytes"]
+            where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
+            report["wrong"] += [f"{op} on {where}: {text}" for text in wrong]
         fault, odd = rng.choice(FAULTS), rng.randrange(world)
         if fault in (absence, stop):
             if broken < 2:
@@ -318,6 +327,10 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
             )[0]
         )
     spar.close(steps[2])
+    setting = trials["init"][1]
+    for subgroup in (setting.state.get_group(name) for name in ("ring", "ulysses", "cp")):
+        if subgroup is not None:
+            spar.close(subgroup)
     end = time.monotonic() + 8  # timers end soon, and a group's thread when it had no call for 5 s
     while (more := descriptors() - before) and time.monotonic() < end:
         time.sleep(0.05)

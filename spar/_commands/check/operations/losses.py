@@ -36,7 +36,7 @@ def loss_cases() -> list[Case]:
     def seeded(s: Setting) -> Trial:
         def draw() -> Tensor:
             with spar.rank_seed(7, s.group):
-                return torch.rand(4)
+                return torch.rand(4, device="cpu")
 
         def run() -> Tensors:
             """Return whether numbers repeat, whether the generator is restored, and how many ranks differ."""
@@ -44,7 +44,7 @@ def loss_cases() -> list[Case]:
             first, again = draw(), draw()
             ranks = spar.all_gather(first[None].to(s.device), s.group).unique(dim=0)
             found = (torch.equal(first, again), torch.equal(state, torch.get_rng_state()), len(ranks))
-            return [torch.tensor(found)]
+            return [torch.tensor(found, device="cpu")]
 
         return Trial(
             [[]] * s.world, run, lambda inputs: [[torch.tensor((1, 1, s.world))]] * s.world, NO_GRADIENT

@@ -56,7 +56,8 @@ def sequence_group_cases() -> list[Case]:
             with s.topology, SPDataProcessor() as processor:
                 everything = processor.preprocess({"x": x, "names": [f"{s.rank}"] * 2})
                 own = processor.postprocess(everything)
-            return [everything["x"], own["x"], torch.tensor([int(name) for name in own["names"]])]
+            names = torch.tensor([int(name) for name in own["names"]], device="cpu")
+            return [everything["x"], own["x"], names]
 
         def reference(inputs: list[Tensors]) -> list[Tensors]:
             whole = torch.cat([own[0] for own in inputs])

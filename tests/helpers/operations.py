@@ -1,0 +1,55 @@
+"""The public operations as the cases of `spar check`, which is the table of them: it ships, and has all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spar._commands.check.cases import cases
+from spar._commands.check.run import make_setting
+from spar._commands.check.trial import NO_GRADIENT, Setting, Trial, difference, expected_of, listed
+from spar._commands.ranks import Ranks
+
+
+def setting_of_world() -> Setting:
+    """Return the setting of all ranks, on CPU tensors. Collective."""
+    store = dist.HashStore()  # not used: the outcomes stay on their ranks
+    return make_setting(Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", store))
+
+
+def failures(
+    trial: Trial, setting: Setting, context: Callable[[], Any] = contextlib.nullcontext
+) -> Iterator[str]:
+    """Run a case, forward and backward, within a context; yield what differs from the reference."""
+    expected = expected_of(trial, setting)
+    recorded = trial.gradient != NO_GRADIENT
+    inputs = [x.detach().clone().requires_grad_(recorded) for x in trial.inputs[setting.rank]]
+    try:
+        with context():
+            outputs = listed(trial.run(*inputs))
+            gradients = torch.autograd.grad(outputs, inputs, expected.upper) if recorded else ()
+    except Exception as error:
+        yield f"{type(error).__name__}: {error}"
+        return
+    if any(not torch.equal(x, before) for x, before in zip(inputs, trial.inputs[setting.rank], strict=True)):
+        yield "an input was modified"
+    for kind, ours, theirs in (
+        ("output", outputs, expected.outputs),
+        ("gradient", gradients, expected.gradients),
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            if one.device != other.device:
+                yield f"{kind} on {one.device}"
+            elif text := difference(one, other, trial.tolerance):
+                yield f"{kind}: {text}"
+
+
+def prepared() -> Iterator[tuple[str, Trial, Setting]]:
+    """Yield each case's name, its trial and its setting. Collective."""
+    setting = setting_of_world()
+    for case in cases(setting.world):
+        yield case.name, case.make(setting), setting

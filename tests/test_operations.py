@@ -1,0 +1,58 @@
+"""Every public operation, by the cases of `spar check`, in settings that must not change its results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TRANSPORTS
+from helpers.operations import failures, prepared
+from test_faults import finish, start
+from torch.profiler import profile
+
+import spar
+
+
+def exchanges() -> int:
+    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[None]:
+    """Each exchange must be one event of its operation, none of the dispatcher's op."""
+    before = exchanges()
+    with profile() as profiler:
+        yield
+    names = [event.name for event in profiler.events() if event.name.startswith("spar::")]
+    assert "spar::exchange" not in names
+    assert len(names) == exchanges() - before, names
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "first call": contextlib.nullcontext,
+    "repeated call": contextlib.nullcontext,
+    "default device": lambda: torch.device("meta"),
+    "profiled": profiled,
+}
+
+
+def run_operations(rank: int, folder: Path) -> None:
+    found = [
+        f"{case}, {name}: {text}"
+        for case, trial, setting in prepared()
+        for name, context in SETTINGS.items()
+        for text in failures(trial, setting, context)
+    ]
+    (folder / f"{rank}.wrong").write_text("\n".join(found))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_operations_in_each_setting(tmp_path: Path, transport: str) -> None:
+    processes = start(run_operations, 4, tmp_path, SPAR_TRANSPORT=transport)
+    codes = finish(processes, 150)
+    assert [(tmp_path / f"{rank}.wrong").read_text() for rank in range(4)] == [""] * 4
+    assert codes == [0] * 4
