@@ -67,6 +67,23 @@ def test_contributing_lists_all_make_targets() -> None:
     assert len(targets) >= 20 and set(targets) <= listed
 
 
+def test_files_to_add_something_exist() -> None:
+    sections = (ROOT / "CONTRIBUTING.md").read_text().split("\n### ")
+    for title in ("A layout", "An operation", "A transport"):
+        (section,) = (text for text in sections if text.startswith(f"{title}\n"))
+        files = re.findall(r"^\| `(.+?)` \|", section, re.M)
+        assert len(files) >= 8, title
+        for name in files:  # NAME stands for what is added
+            assert (ROOT / name).exists() or ((ROOT / name).parent.is_dir() and "NAME" in name), name
+
+
+def test_tests_list_no_transports() -> None:
+    """They draw from helpers/tables.py or from the transports that conftest.py finds."""
+    listed = re.compile(r"""[\[(]["']shm["'], ["']torch["'][\])]""")
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not listed.search(path.read_text()), path
+
+
 def test_figures_are_those_of_their_script() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "_site" / "figures.py"))
     figures = {f"{figure.name}.svg": figure.write() for figure in (draw() for draw in script["FIGURES"])}
