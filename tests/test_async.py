@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.operations import DIRECT
 from helpers.reference import assert_same, rule
 from torch.utils.checkpoint import checkpoint
 
@@ -21,22 +22,17 @@ from spar._group.group import group_of
 
 Group = dist.ProcessGroup
 TOTAL, HEADS = 10, 7
-NAMES = ("all_to_all", "all_gather", "reduce_scatter")
 
 
 def call(name: str, x: Any, group: Group, world: int, **more: Any) -> Any:
     """Run an operation on a tensor, or a list, of [2, this rank's part of 10, 7]."""
-    seq: Any = rule(TOTAL, world)
-    seq = [seq] * len(x) if isinstance(x, list) else seq
-    if name == "all_to_all":
-        return spar.all_to_all(x, group, 2, 1, gather_sizes=seq, **more)
-    return getattr(spar, name)(x, group, 1, seq, **more)
+    return DIRECT[name](x, group, rule(TOTAL, world), **more)
 
 
 def draw(name: str, world: int, rank: int, salt: int = 0) -> torch.Tensor:
     """Return small ints, so that sums are exact in any order."""
     generator = torch.manual_seed(100 * salt + rank)
-    length = TOTAL if name == "reduce_scatter" else rule(TOTAL, world)[rank]
+    length = TOTAL if DIRECT[name].whole else rule(TOTAL, world)[rank]
     return torch.randint(-8, 8, (2, length, HEADS), generator=generator).float()
 
 
@@ -66,7 +62,7 @@ def check_values(rank: int, world: int, group: Group, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DIRECT)
 def test_async_equals_sync(ranks: Ranks, world: int, name: str) -> None:
     ranks(world, check_values, name)
 
@@ -241,7 +237,7 @@ def check_gradients(rank: int, world: int, group: Group, name: str, late: bool) 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DIRECT)
 def test_gradients_equal_those_of_sync_calls(ranks: Ranks, world: int, name: str, late: bool) -> None:
     ranks(world, check_gradients, name, late)
 

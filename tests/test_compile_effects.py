@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.operations import DIRECT
 from helpers.reference import assert_same, cells, rule
 from test_compile import INDUCTOR
 
@@ -30,11 +31,12 @@ TOTAL = 10
 def operations(x: torch.Tensor, layout: SequenceLayout) -> list[torch.Tensor]:
     """Call each operation, and two of equal shapes, which a tracer could swap without a mismatch."""
     group, sizes = layout.group, list(layout.sizes)
-    whole = spar.all_gather(x, group, 1, sizes)
-    found = [whole, spar.all_gather(x + 1, group, 1, sizes)]
-    found.append(spar.all_to_all(x, group, 2, 1, gather_sizes=sizes))
+    found = []
+    for direct in DIRECT.values():
+        given = x.repeat(1, len(sizes), 1, 1) if direct.whole else x
+        found += [direct(given, group, sizes), direct(given + 1, group, sizes)]
+        found += direct([given, given * 2], group, sizes)
     found += spar.all_to_all([x, x * 2], group, 2, 1, layout=layout)
-    found.append(spar.reduce_scatter(x.repeat(1, 2, 1, 1), group, 1))
     found.append(layout.gather(x, 1, "up"))
     found += layout.all_gather([x, x - 1], 1)
     found.append(spar.gather_forward_split_backward(x, group, 1, sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TRANSPORTS
-from helpers.operations import failures, prepared
+from helpers.operations import DIRECT, failures, prepared
 from test_faults import finish, start
 from torch.profiler import profile
 
@@ -48,6 +49,12 @@ def run_operations(rank: int, folder: Path) -> None:
         for text in failures(trial, setting, context)
     ]
     (folder / f"{rank}.wrong").write_text("\n".join(found))
+
+
+def test_operations_with_out_and_async_op_are_in_one_table() -> None:
+    functions = {name: value for name, value in vars(spar).items() if inspect.isfunction(value)}
+    takes = {name for name, value in functions.items() if "async_op" in inspect.signature(value).parameters}
+    assert takes == {*DIRECT}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.operations import DIRECT
 from torch.profiler import profile
 
 import spar
@@ -48,12 +50,12 @@ def test_events_show_bytes_group_transport_and_layouts(ranks: Ranks) -> None:
 def check_each(rank: int, world: int, group: Group) -> None:
     x = torch.ones(2, 2 * world)
     out = torch.empty(2 * world, 2)
+    own, whole = (torch.ones(1, size, world) for size in (2, 2 * world))
     calls = {
-        "all_to_all": lambda: spar.all_to_all(x, group, 1, 0),
-        "all_gather": lambda: spar.all_gather(x, group),
-        "reduce_scatter": lambda: spar.reduce_scatter(x, group, 1),
-        "gather_forward_split_backward": lambda: spar.gather_forward_split_backward(x, group, 0),
+        name: partial(direct, whole if direct.whole else own, group, [2] * world)
+        for name, direct in DIRECT.items()
     }
+    calls["gather_forward_split_backward"] = lambda: spar.gather_forward_split_backward(x, group, 0)
     for name, call in calls.items():
         expected = call()
         with profile() as profiled:

@@ -1,18 +1,47 @@
-"""The public operations as the cases of `spar check`, which is the table of them: it ships, and has all."""
+"""The public operations: the cases of `spar check`, and a table of those with lists, `out` and `async_op`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import spar
 from spar._commands.check.cases import cases
 from spar._commands.check.run import make_setting
 from spar._commands.check.trial import NO_GRADIENT, Setting, Trial, difference, expected_of, listed
 from spar._commands.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Direct:
+    """An operation that takes lists, `out` and `async_op`.
+
+    run: it, for a [B, S, H, ...], the group, each rank's size of S, and more arguments.
+    whole: whether each rank's input has all of S.
+    """
+
+    run: Callable[..., Any]
+    whole: bool = False
+
+    def __call__(self, x: Any, group: dist.ProcessGroup, sizes: list[int], **more: Any) -> Any:
+        """Run it on a tensor, or on a list of tensors that share the sizes."""
+        return self.run(x, group, [sizes] * len(x) if isinstance(x, list) else sizes, **more)
+
+
+DIRECT = {
+    "all_to_all": Direct(
+        lambda x, group, sizes, **more: spar.all_to_all(x, group, 2, 1, gather_sizes=sizes, **more)
+    ),
+    "all_gather": Direct(lambda x, group, sizes, **more: spar.all_gather(x, group, 1, sizes, **more)),
+    "reduce_scatter": Direct(
+        lambda x, group, sizes, **more: spar.reduce_scatter(x, group, 1, sizes, **more), whole=True
+    ),
+}
 
 
 def setting_of_world() -> Setting:
