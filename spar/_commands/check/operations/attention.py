@@ -11,8 +11,9 @@ from torch import Tensor
 
 import spar
 
-from ..shards import DOCUMENTS, Indexed, Total, any_total, documents, even, hybrid, joined, packed, zigzag
+from ..shards import DOCUMENTS, joined
 from ..trial import SUMMED, Case, Setting, Tensors, Trial
+from .layouts import LAYOUTS
 
 WIDTH = 8
 TOLERANCE = 1e-4  # of float32
@@ -38,14 +39,9 @@ def _forbidden(total: int, causal: bool, key_mask: Tensor | None, separate: bool
     return found if key_mask is None else found | ~key_mask[:, None, None]
 
 
-def _trial(
-    layout: Callable[[Setting, int], spar.SequenceLayout],
-    index: Indexed,
-    total: Total,
-    method: str | None,
-    causal: bool,
-    masked: bool,
-) -> Callable[[Setting], Trial]:
+def _trial(name: str, method: str | None, causal: bool, masked: bool = False) -> Callable[[Setting], Trial]:
+    layout, index, total = LAYOUTS[name]
+
     def make(s: Setting) -> Trial:
         size = total(s.world)
         heads = 2 * s.world + 2, s.world + 1  # of q, and of k and v
@@ -54,7 +50,7 @@ def _trial(
         wholes = [torch.randn(shape, generator=generator) for shape in shapes]
         key_mask = torch.arange(size).expand(2, -1) % 4 != 1 if masked else None
         places = index(size, s)
-        forbidden = _forbidden(size, causal, key_mask, index is packed)
+        forbidden = _forbidden(size, causal, key_mask, name == "packed")
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             mask = None if key_mask is None else key_mask.to(s.device)
@@ -73,26 +69,14 @@ def _trial(
 
 
 def attention_cases(world: int) -> list[Case]:
-    def zigzagged(s: Setting, total: int) -> spar.SequenceLayout:
-        return spar.SequenceLayout.zigzag(total, s.group)
-
-    def evenly(s: Setting, total: int) -> spar.SequenceLayout:
-        return spar.SequenceLayout.even(total, s.group)
-
-    def packing(s: Setting, total: int) -> spar.SequenceLayout:
-        return spar.SequenceLayout.packed(DOCUMENTS, s.group)
-
-    def in_rings(s: Setting, total: int) -> spar.SequenceLayout:
-        return spar.SequenceLayout.hybrid(total, s.state)
-
     found = []
     for method in ("ulysses", "gather", "ring"):
         found += [
-            (method, _trial(evenly, even, any_total, method, False, False)),
-            (f"{method}, causal, zigzag", _trial(zigzagged, zigzag, any_total, method, True, False)),
-            (f"{method}, causal, packed", _trial(packing, packed, documents, method, True, False)),
-            (f"{method}, key mask", _trial(evenly, even, any_total, method, False, True)),
+            (method, _trial("even", method, causal=False)),
+            (f"{method}, causal, zigzag", _trial("zigzag", method, causal=True)),
+            (f"{method}, causal, packed", _trial("packed", method, causal=True)),
+            (f"{method}, key mask", _trial("even", method, causal=False, masked=True)),
         ]
     if world > 1:  # a parallel state of one rank has no groups
-        found.append(("ring x ulysses, causal", _trial(in_rings, hybrid, any_total, None, True, False)))
+        found.append(("ring x ulysses, causal", _trial("hybrid", None, causal=True)))
     return [Case("attention", variant, make) for variant, make in found]

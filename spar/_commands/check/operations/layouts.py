@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -27,31 +28,17 @@ from ..shards import (
 )
 from ..trial import NO_GRADIENT, Case, Setting, Trial
 
-Maker = Callable[[Setting, int], spar.SequenceLayout]  # of a total
+
+class Layout(NamedTuple):
+    """A maker of SequenceLayout: the layout of a total, where each rank's tokens lie, and a total."""
+
+    make: Callable[[Setting, int], spar.SequenceLayout]
+    places: Indexed
+    total: Total = any_total
 
 
-def layout_cases() -> list[Case]:
-    def own_size(s: Setting, total: int) -> int:
-        return len(even(total, s)[s.rank])
-
-    kinds: dict[str, tuple[Maker, Indexed, Total]] = {
-        "even": (lambda s, total: spar.SequenceLayout.even(total, s.group), even, any_total),
-        "zigzag": (lambda s, total: spar.SequenceLayout.zigzag(total, s.group), zigzag, any_total),
-        "packed": (lambda s, total: spar.SequenceLayout.packed(DOCUMENTS, s.group), packed, documents),
-        "joint": (lambda s, total: spar.SequenceLayout.joint(5, total - 5, s.group), _joint, any_total),
-        "from_local": (
-            lambda s, total: spar.SequenceLayout.from_local(own_size(s, total), s.group),
-            even,
-            any_total,
-        ),
-        "hybrid": (lambda s, total: spar.SequenceLayout.hybrid(total, s.state), hybrid, any_total),
-    }
-    found = []
-    for kind, (layout, index, total) in kinds.items():
-        found += [
-            Case(f"SequenceLayout.{kind}", way, make) for way, make in _ways(layout, index, total).items()
-        ]
-    return found
+def _own_size(s: Setting, total: int) -> int:
+    return len(even(total, s)[s.rank])
 
 
 def _joint(total: int, s: Setting) -> Index:
@@ -60,7 +47,27 @@ def _joint(total: int, s: Setting) -> Index:
     return [torch.cat(part) for part in parts]
 
 
-def _ways(layout: Maker, index: Indexed, total: Total) -> dict[str, Make]:
+LAYOUTS = {
+    "even": Layout(lambda s, total: spar.SequenceLayout.even(total, s.group), even),
+    "zigzag": Layout(lambda s, total: spar.SequenceLayout.zigzag(total, s.group), zigzag),
+    "packed": Layout(lambda s, total: spar.SequenceLayout.packed(DOCUMENTS, s.group), packed, documents),
+    "joint": Layout(lambda s, total: spar.SequenceLayout.joint(5, total - 5, s.group), _joint),
+    "from_local": Layout(lambda s, total: spar.SequenceLayout.from_local(_own_size(s, total), s.group), even),
+    "hybrid": Layout(lambda s, total: spar.SequenceLayout.hybrid(total, s.state), hybrid),
+}
+
+
+def layout_cases() -> list[Case]:
+    return [
+        Case(f"SequenceLayout.{name}", way, make)
+        for name, layout in LAYOUTS.items()
+        for way, make in _ways(*layout).items()
+    ]
+
+
+def _ways(
+    layout: Callable[[Setting, int], spar.SequenceLayout], index: Indexed, total: Total
+) -> dict[str, Make]:
     """Return what each method of a layout must do."""
 
     def places(s: Setting) -> Trial:
