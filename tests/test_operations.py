@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import TRANSPORTS
-from helpers.operations import DIRECT, failures, prepared
+from helpers.operations import DIRECT, failures, setting_of_world
 from test_faults import finish, start
 from torch.profiler import profile
 
 import spar
+from spar._commands.check.cases import cases
 
 
 def exchanges() -> int:
@@ -42,11 +43,12 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 
 
 def run_operations(rank: int, folder: Path) -> None:
+    setting = setting_of_world()
     found = [
-        f"{case}, {name}: {text}"
-        for case, trial, setting in prepared()
+        f"{case.name}, {name}: {text}"
+        for case in cases(setting.world)
         for name, context in SETTINGS.items()
-        for text in failures(trial, setting, context)
+        for text in failures(case, setting, context)
     ]
     (folder / f"{rank}.wrong").write_text("\n".join(found))
 

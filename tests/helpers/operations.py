@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 import spar
-from spar._commands.check.cases import cases
 from spar._commands.check.run import make_setting
-from spar._commands.check.trial import NO_GRADIENT, Setting, Trial, difference, expected_of, listed
+from spar._commands.check.trial import NO_GRADIENT, Case, Setting, difference, expected_of, listed
 from spar._commands.ranks import Ranks
 
 
@@ -51,9 +50,10 @@ def setting_of_world() -> Setting:
 
 
 def failures(
-    trial: Trial, setting: Setting, context: Callable[[], Any] = contextlib.nullcontext
+    case: Case, setting: Setting, context: Callable[[], Any] = contextlib.nullcontext
 ) -> Iterator[str]:
     """Run a case, forward and backward, within a context; yield what differs from the reference."""
+    trial = case.make(setting)
     expected = expected_of(trial, setting)
     recorded = trial.gradient != NO_GRADIENT
     inputs = [x.detach().clone().requires_grad_(recorded) for x in trial.inputs[setting.rank]]
@@ -75,10 +75,3 @@ def failures(
                 yield f"{kind} on {one.device}"
             elif text := difference(one, other, trial.tolerance):
                 yield f"{kind}: {text}"
-
-
-def prepared() -> Iterator[tuple[str, Trial, Setting]]:
-    """Yield each case's name, its trial and its setting. Collective."""
-    setting = setting_of_world()
-    for case in cases(setting.world):
-        yield case.name, case.make(setting), setting

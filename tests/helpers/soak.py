@@ -31,9 +31,10 @@ from conftest import TRANSPORTS
 from test_faults import finish, start
 
 import spar
-from helpers.operations import failures, prepared
+from helpers.operations import failures, setting_of_world
 from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
 from helpers.tables import MAKERS
+from spar._commands.check.cases import cases
 
 Group = dist.ProcessGroup
 LIMIT = 1.5  # timeout in seconds of groups that a fault breaks
@@ -295,16 +296,16 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
     for group in steps:
         tiny(group)
     os.environ["SPAR_TIMEOUT"] = "30"
-    trials = {name: (trial, setting) for name, trial, setting in prepared()}
+    setting = setting_of_world()
     before = descriptors()
     begin = time.monotonic()
     broken, done = 0, False
     while not done:
         for _ in range(rng.randint(20, 200)):
             counts["calls"] += 1
-            if rng.random() < 0.1:
-                op = rng.choice(list(trials))
-                wrong = list(failures(*trials[op]))
+            if rng.random() < 0.03:  # some take milliseconds
+                case = rng.choice(cases(world))
+                op, wrong = case.name, list(failures(case, setting))
             else:
                 op = rng.choice(list(CALLS))
                 wrong = [] if same_bits(*CALLS[op](rng, rank, world, all_ranks)) else ["wrong bytes"]
@@ -327,7 +328,6 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
             )[0]
         )
     spar.close(steps[2])
-    setting = trials["init"][1]
     for subgroup in (setting.state.get_group(name) for name in ("ring", "ulysses", "cp")):
         if subgroup is not None:
             spar.close(subgroup)
