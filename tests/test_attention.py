@@ -208,9 +208,10 @@ def test_layers_hold_the_key_heads_of_each_rank(most: int) -> None:
             layers = layers_of(plan, most)
             assert len(layers) <= most
             if most == 7:
-                assert all(layer.of(x, 0).data_ptr() - x.data_ptr() == 8 * layer.heads[0] for layer in layers)
+                begins = [layer.select(x, 0).data_ptr() - x.data_ptr() for layer in layers]
+                assert begins == [8 * layer.heads[0] for layer in layers]
             for rank, (first, count) in enumerate(zip(plan.first, plan.keys, strict=True)):
-                found = [layer.of(x, 0).split(layer.sizes)[rank].tolist() for layer in layers]
+                found = [layer.select(x, 0).split(layer.sizes)[rank].tolist() for layer in layers]
                 held = list(itertools.chain(*found))
                 assert held == list(range(first, first + count)), (heads, key_heads, world)
                 assert sum(map(bool, found)) == (count > 0), "one layer has all of them"
@@ -291,12 +292,12 @@ def test_ring_sends_the_keys_that_are_attended_to(
 ) -> None:
     """Of each rank to the next, ...: half a zigzag shard to later ranks, all of it to earlier ones."""
     rounds = [_round(layout, 4, rank, causal, documents, True) for rank in range(4)]
-    assert [shift.keys for _, shifts in rounds for shift in shifts] == keys
-    for rank, (steps, shifts) in enumerate(rounds):
-        for step, (blocks, shift) in enumerate(zip(steps[1:], shifts, strict=True), 1):
+    assert [shift.keys for each in rounds for shift in each.shifts] == keys
+    for rank, mine in enumerate(rounds):
+        for step, (blocks, shift) in enumerate(zip(mine.steps[1:], mine.shifts, strict=True), 1):
             received = extent(shift.shard[1 + shift.shard[0] :], 4, rank)
             assert documents or received == max([block.key + block.keys for block in blocks], default=1)
-            assert received == rounds[rank - step][1][step - 1].keys
+            assert received == rounds[rank - step].shifts[step - 1].keys
             assert extent(shift.gradient[1 + shift.gradient[0] :], 4, rank) == shift.keys
 
 

@@ -23,6 +23,8 @@ MOST = {  # functions entered, crossings into C
     "recorded": (14, 2),
     "recorded, repeated": (7, 1),
     "backward": (6, 1),
+    "ring attention": (60, 2),
+    "its backward": (70, 4),
 }
 
 
@@ -69,22 +71,29 @@ def fits(counts: tuple[int, int], name: str) -> bool:
 def check_calls(rank: int, world: int, group: dist.ProcessGroup) -> None:
     x = torch.zeros(1, 3, 2 * world, 5)
     learned = x.clone().requires_grad_()
-    spar.init(group)
+    layout = spar.SequenceLayout.zigzag(8 * world, group)
+    q = torch.zeros(1, 8, 4, 8, requires_grad=True)
+
+    def attend() -> torch.Tensor:
+        return spar.attention(q, q, q, layout, causal=True, method="ring")
+
+    def measured(name: str, call: Callable[[], Any]) -> Any:
+        counts, result, names = count(call)
+        assert fits(counts, name), (name, counts, names)
+        return result
+
     spar.all_to_all(torch.zeros(1, 2, world, 2), group, 2, 1)  # what is imported or set up once
-    found = {}
-    for name in ("first", "repeated"):
-        found[name], _, names = count(lambda: spar.all_to_all(x, group, 2, 1))
-        assert fits(found[name], name), (name, found[name], names)
-    y = None
-    for name in ("recorded", "recorded, repeated"):
-        found[name], y, names = count(lambda: spar.all_to_all(learned, group, 2, 1))
-        assert fits(found[name], name), (name, found[name], names)
-        assert y is not None
-        if name == "recorded":
-            y.backward(torch.ones_like(y))
-    assert y is not None
-    found["backward"], _, names = count(lambda: y.backward(torch.ones_like(y)))
-    assert fits(found["backward"], "backward"), (found["backward"], names)
+    attend().sum().backward()
+    measured("first", lambda: spar.all_to_all(x, group, 2, 1))
+    measured("repeated", lambda: spar.all_to_all(x, group, 2, 1))
+    y = measured("recorded", lambda: spar.all_to_all(learned, group, 2, 1))
+    ones = torch.ones_like(y)
+    y.backward(ones)
+    y = measured("recorded, repeated", lambda: spar.all_to_all(learned, group, 2, 1))
+    measured("backward", lambda: y.backward(ones))
+    y = measured("ring attention", attend)
+    ones = torch.ones_like(y)
+    measured("its backward", lambda: y.backward(ones))
 
 
 @pytest.mark.one_transport

@@ -9,10 +9,14 @@ from .._exchange.layouts import Piece
 
 
 class Block(NamedTuple):
-    """Queries and keys that attend to each other: where they are in the local tensors and in the sequence.
+    """Queries and keys that attend to each other.
 
-    `causal`: both are the same run, and a query attends to the keys up to its own place. Otherwise every
-    query attends to every key.
+    Attributes:
+        query, queries: the first query in the local tensor [B, H, S, D], and their number.
+        key, keys: likewise of the keys in the shard [B, K, T, D].
+        causal: whether both are the same run, and a query attends to the keys up to its own place.
+            Otherwise every query attends to every key.
+        query_start, key_start: where the first query and key are in the sequence.
     """
 
     query: int
@@ -20,7 +24,7 @@ class Block(NamedTuple):
     key: int
     keys: int
     causal: bool
-    query_start: int  # in the sequence
+    query_start: int
     key_start: int
 
 
@@ -35,18 +39,17 @@ def blocks_of(
         documents: whether a query attends to the keys of its own packed document only.
         joined: whether blocks may span runs that are apart in the sequence: there is no mask to slice.
     """
-    found: list[Block] = []
+    blocks: list[Block] = []
     query = 0
     for run in queries:
-        own: list[Block] = []
+        row: list[Block] = []
         key = 0
         for other in keys:
-            kept = _pair(run, other, query, key, causal, documents)
-            own += kept
+            row += _pair(run, other, query, key, causal, documents)
             key += other.size
-        found += _merged(own, 2) if joined else own
+        blocks += _merged(row, 2) if joined else row
         query += run.size
-    return _merged(found, 0) if joined else found
+    return _merged(blocks, 0) if joined else blocks
 
 
 def own_block(runs: Sequence[Piece]) -> list[Block]:
@@ -63,14 +66,14 @@ def blocks_before(runs: Sequence[Piece]) -> list[Block]:
 
     The shard's runs are in the order of the sequence: keys between two of them are before all runs behind.
     """
-    found, query, end, size = [], 0, 0, sum([run.size for run in runs])
+    blocks, query, end, size = [], 0, 0, sum([run.size for run in runs])
     for run in runs:
         if run.size == 0:
             continue
         if run.start > end:
-            found.append(Block(query, size - query, end, run.start - end, False, run.start, end))
+            blocks.append(Block(query, size - query, end, run.start - end, False, run.start, end))
         query, end = query + run.size, run.start + run.size
-    return found
+    return blocks
 
 
 def keys_before(keys: Sequence[Piece], queries: Sequence[Piece] | None) -> int:
@@ -80,12 +83,12 @@ def keys_before(keys: Sequence[Piece], queries: Sequence[Piece] | None) -> int:
     its peers would wait for it.
     """
     ends = [run.start + run.size for run in queries or () if run.size > 0]
-    found = size = 0
+    needed = size = 0
     for run in keys:
         size += run.size
         if queries is None or any(run.start < end for end in ends):
-            found = size
-    return 1 if found == 0 and size > 0 else found
+            needed = size
+    return 1 if needed == 0 and size > 0 else needed
 
 
 def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
@@ -96,13 +99,14 @@ def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, document
         return [Block(query, run.size, key, other.size, False, run.start, other.start)]
     if other.start >= run.start + run.size:
         return []
-    # they overlap: keys before the run, and the run itself
+    # They overlap: keys before the run, and the run itself.
     before = run.start - other.start
     both = min(run.size, other.size - before)
     blocks = [Block(query, both, key + before, both, True, run.start, run.start)]
     if before > 0:
         blocks.append(Block(query, run.size, key, before, False, run.start, other.start))
-    if both < run.size:  # queries behind the last key
+    if both < run.size:
+        # Queries behind the last key.
         behind = run.start + both
         blocks.append(Block(query + both, run.size - both, key + before, both, False, behind, run.start))
     return blocks
@@ -111,17 +115,17 @@ def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, document
 def _merged(blocks: list[Block], side: int) -> list[Block]:
     """Join full blocks that adjoin in the keys (side 2) or queries (side 0) and are equal in the other."""
     other = 2 - side
-    found: list[Block] = []
+    merged: list[Block] = []
     for block in blocks:
-        for i, last in enumerate(found):
+        for i, last in enumerate(merged):
             if last.causal or block.causal or last[other : other + 2] != block[other : other + 2]:
                 continue
             if last[side] + last[side + 1] == block[side]:
                 if side == 0:
-                    found[i] = last._replace(queries=last.queries + block.queries)
+                    merged[i] = last._replace(queries=last.queries + block.queries)
                 else:
-                    found[i] = last._replace(keys=last.keys + block.keys)
+                    merged[i] = last._replace(keys=last.keys + block.keys)
                 break
         else:
-            found.append(block)
-    return found
+            merged.append(block)
+    return merged

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..sizes import share
 
@@ -14,11 +15,13 @@ class Heads(NamedTuple):
 
     Query head h of H attends to key head h // (H / key heads), as in torch's enable_gqa. Neighbouring ranks
     can need the same key head.
+
+    queries, first, keys: each rank's number of query heads, its first key head, its number of key heads.
     """
 
-    queries: tuple[int, ...]  # each rank's number of query heads
-    first: tuple[int, ...]  # each rank's first key head
-    keys: tuple[int, ...]  # each rank's number of key heads
+    queries: tuple[int, ...]
+    first: tuple[int, ...]
+    keys: tuple[int, ...]
 
 
 def heads_of_ranks(heads: int, key_heads: int, world: int) -> Heads:
@@ -33,15 +36,19 @@ def heads_of_ranks(heads: int, key_heads: int, world: int) -> Heads:
 
 
 class Layer(NamedTuple):
-    """A part of the key heads, each of which one rank receives: what an exchange can scatter."""
+    """A part of the key heads, each of which one rank receives: what an exchange can scatter.
 
-    heads: tuple[int, ...]  # one behind the other
-    sizes: tuple[int, ...]  # each rank's number of them
+    heads, sizes: the key heads, one behind the other, and each rank's number of them.
+    """
 
-    def of(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    heads: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def select(self, x: Tensor, dim: int) -> Tensor:
+        """Return these heads of a tensor whose heads are in `dim`."""
         first, count = self.heads[0], len(self.heads)
         if self.heads == tuple(range(first, first + count)):
-            # another tensor for each layer: dynamo traces no Function that has one twice
+            # Another tensor for each layer: dynamo traces no Function that has one twice.
             return x.view_as(x) if count == x.size(dim) else x.narrow(dim, first, count)
         return x.index_select(dim, torch.tensor(self.heads, dtype=torch.int64, device=x.device))
 
@@ -56,14 +63,14 @@ def layers_of(plan: Heads, most: int) -> list[Layer]:
     for rank, (first, count) in enumerate(zip(plan.first, plan.keys, strict=True)):
         if count == 0:
             continue
-        own = next((i for i, layer in enumerate(heads) if layer[-1] + 1 == first), len(heads))
-        if own == len(heads) and own < most:
+        index = next((i for i, layer in enumerate(heads) if layer[-1] + 1 == first), len(heads))
+        if index == len(heads) and index < most:
             heads.append([])
             sizes.append([0] * len(plan.keys))
-        own = min(own, most - 1)
-        heads[own] += range(first, first + count)
-        sizes[own][rank] = count
-    return [Layer(tuple(held), tuple(parts)) for held, parts in zip(heads, sizes, strict=True)]
+        index = min(index, most - 1)
+        heads[index] += range(first, first + count)
+        sizes[index][rank] = count
+    return [Layer(*map(tuple, parts)) for parts in zip(heads, sizes, strict=True)]
 
 
 def key_of_each(plan: Heads, group: int, rank: int) -> list[int]:
@@ -72,7 +79,7 @@ def key_of_each(plan: Heads, group: int, rank: int) -> list[int]:
     return [head // group - plan.first[rank] for head in range(begin, begin + plan.queries[rank])]
 
 
-def is_uniform(owners: list[int]) -> bool:
-    """Whether every key head has equally many query heads, in order: torch's enable_gqa."""
-    each = len(owners) // (owners[-1] + 1)
-    return owners == [i // each for i in range(len(owners))]
+def is_uniform(key_heads: list[int]) -> bool:
+    """Whether the key heads of all query heads are in order, and equally often: torch's enable_gqa."""
+    group = len(key_heads) // (key_heads[-1] + 1)
+    return key_heads == [query_head // group for query_head in range(len(key_heads))]

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from .._control.state import Place
 from .._exchange.exchange import Exchange
-from .._exchange.layouts import WHOLE, Args, Layout, pair
+from .._exchange.layouts import Args
 from .._exchange.watch import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
@@ -25,14 +28,16 @@ from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, accumulated, finite
 from .masks import added, causal_mask, joined, sliced
-from .merged import Merged, Runs, Sum, forward_of, run_of
+from .merged import Merged, Sum
 
 
 class Shift(NamedTuple):
     """How a step gets its keys [B, K, T, D] from their owner.
 
-    `keys`: how many of this rank's own go to the rank that needs them in this step, from the first. `shard`,
-    `gradient`: the layouts of the keys, and of their gradient, before and after the exchange.
+    Attributes:
+        keys: how many of this rank's keys, from the first, go to the rank that attends to them in this step.
+        shard: the layouts of the keys before and after the exchange.
+        gradient: likewise those of their gradient, which goes back.
     """
 
     keys: int
@@ -40,28 +45,48 @@ class Shift(NamedTuple):
     gradient: Args
 
 
-class Ring(NamedTuple):
-    """One attention: where, the blocks with the shard of each step, how shards come round, the scale.
+@dataclass(frozen=True)
+class Round:
+    """What a rank computes and exchanges while the shards of keys [B, K, T, D] go round.
 
-    `shifts`: of each step but the first, whose keys are this rank's own. `kernel`: its name; None chooses. A
-    failure in backward is reported to the ranks of `told`, which wait for `exchanges` of this rank. `layout`
-    of the sequence, and `note`, must be equal on all ranks.
+    Attributes:
+        steps: the blocks of each step, of this rank's queries and the step's shard.
+        shifts: how the shard of each step but the first, which is this rank's, comes from its owner.
+        layout: of the whole sequence, as ranks compare it; shards do not say where they lie in it.
+    """
+
+    steps: tuple[tuple[Block, ...], ...]
+    shifts: tuple[Shift, ...] = ()
+    layout: Args = ()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention by blocks.
+
+    Attributes:
+        place: this rank's among those whose shards go round; `ALONE` if no shard does.
+        scale: of the scores.
+        kernel: its name; None chooses one.
+        told: the ranks that wait for `exchanges` of this rank in backward, and are told of its failure.
+        note: what all ranks must pass alike, besides the layout.
     """
 
     place: Group | Place
-    steps: tuple[tuple[Block, ...], ...]
-    shifts: tuple[Shift, ...]
+    round: Round
     scale: float
     kernel: str | None
     told: Group | Place
     exchanges: int
-    layout: Layout = ()
     note: str = ""
 
 
-def exchanges_of(world: int) -> tuple[int, int]:
-    """Return how many exchanges a ring makes, in forward and in backward."""
-    return (max(world - 2, 1), max(world - 1, 2)) if world > 1 else (0, 0)
+def forward_exchanges(world: int) -> int:
+    return max(world - 2, 1) if world > 1 else 0
+
+
+def backward_exchanges(world: int) -> int:
+    return max(world - 1, 2) if world > 1 else 0
 
 
 class _Sending:
@@ -80,7 +105,7 @@ class _Sending:
         note: str = "",
         forward: int = 0,
     ) -> None:
-        """note, forward: as in Operation, and in Channel.exchange."""
+        """note, forward: as in Exchange, and its run."""
         self.work: Work | None = None
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
@@ -89,7 +114,7 @@ class _Sending:
             self.received = exchange.run(tensors)
         else:
             self.received, self.work = begin(exchange, tensors, None, True, forward)
-            if self.work.is_completed():
+            if self.work is None or self.work.is_completed():
                 self.sent = ()
 
     def wait(self) -> Sequence[torch.Tensor]:
@@ -107,38 +132,55 @@ def _coming(step: int, world: int) -> tuple[int, ...]:
     return (step + 1,) if 2 <= step < world - 1 else ()
 
 
-def _needed(
-    ring: Ring, steps: Sequence[int], k: torch.Tensor, v: torch.Tensor
-) -> tuple[list[torch.Tensor], tuple[Args, ...]]:
-    """Return what other ranks need of this rank's keys in the steps, and its layouts."""
-    shifts = [ring.shifts[step - 1] for step in steps]
-    tensors = [run_of(x, 0, shift.keys) for shift in shifts for x in (k, v)]
-    return tensors, tuple([shift.shard for shift in shifts for _ in (k, v)])
+def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[list[Tensor], tuple[Args, ...]]:
+    """Return the parts of this rank's shard to which other ranks attend in the steps, and their layouts."""
+    tensors: list[Tensor] = []
+    layouts: tuple[Args, ...] = ()
+    for step in steps:
+        keys, shard, _ = ring.round.shifts[step - 1]
+        tensors += (k.narrow(2, 0, keys), v.narrow(2, 0, keys))
+        layouts += (shard, shard)
+    return tensors, layouts
+
+
+def _inputs(ring: Ring, block: Block, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> BlockInputs:
+    """Return a block's part of q [B, H, S, D], k and v [B, K, T, D], and the mask as added to the scores."""
+    q = q.narrow(2, block.query, block.queries)
+    k, v = k.narrow(2, block.key, block.keys), v.narrow(2, block.key, block.keys)
+    if mask is None:
+        return BlockInputs(q, k, v, block.causal, None, ring.scale)
+    mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
+    if block.causal:
+        # A query may have no key left only by both together, which the kernel must see.
+        mask = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device))
+    return BlockInputs(q, k, v, False, added(mask, q.dtype), ring.scale)
 
 
 def _forward(
     ring: Ring,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    gathered: Sequence[torch.Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    gathered: Sequence[Tensor],
     records: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, S, E] and the log-sum-exp [B, H, S]."""
     merged, kernel, name = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask), "attention"
-    queries, world, own = Runs(q), ring.place.world, (k, v)
-    ahead = list(gathered)  # the shards of the next steps
-    for step, blocks in enumerate(ring.steps):
+    shard = k, v
+    # The shards of the next steps.
+    ahead = list(gathered)
+    for step, blocks in enumerate(ring.round.steps):
         sending = None
-        if coming := _coming(step, world):
-            tensors, args = _needed(ring, coming, *own)
-            if step == 0:  # an empty tensor shows the layout to the peers: shards say nothing of their order
+        if coming := _coming(step, ring.place.world):
+            tensors, args = _needed(ring, coming, *shard)
+            if step == 0:
+                # An empty tensor shows the layout of the sequence to the peers.
                 tensors.append(k.new_empty(k.size(2), 0))
-                args = (*args, pair(ring.layout, WHOLE))
+                args = (*args, ring.round.layout)
             sending = _Sending(tensors, args, ring, name, records, ring.note)
         for block in blocks:
-            (mine,) = queries.of(block.query, block.queries)
-            merged.add(block.query, *forward_of(kernel, _inputs(ring, block, mine, k, v, mask)))
+            merged.add(block.query, *kernel.forward(_inputs(ring, block, q, k, v, mask)))
         if sending is not None:
             ahead += sending.wait()[: 2 * len(coming)]
         if ahead:
@@ -147,101 +189,95 @@ def _forward(
     return out.to(q.dtype), lse
 
 
-def _inputs(
-    ring: Ring, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> BlockInputs:
-    """Return a block's part of the tensors, q being its queries; the mask as what is added to the scores."""
-    k, v = run_of(k, block.key, block.keys), run_of(v, block.key, block.keys)
-    if mask is None:
-        return BlockInputs(q, k, v, block.causal, None, ring.scale)
-    mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
-    if block.causal:  # a query may have no key left only by both together: `forward_of` must see it
-        mask = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device))
-    return BlockInputs(q, k, v, False, added(mask, q.dtype), ring.scale)
+class _Backward:
+    """The gradients of one attention of q [B, H, S, D] to k and v [B, K, T, D]."""
 
+    def __init__(self, ring: Ring, call: int, grad: Tensor, saved: Sequence[Any]) -> None:
+        """call: `forward` of Exchange.run. saved: by `SparAttention.forward`."""
+        self.ring, self.call = ring, call
+        q, k, v, out, lse, mask, *self.gathered = saved
+        self.q, self.k, self.v, self.mask = q, k, v, mask
+        self.kernel, self.dtype = kernel_for(ring.kernel, q, v, mask), accumulated(q.dtype)
+        # The weights of a query whose keys are all masked are then 0.
+        self.of_output = grad, out, lse if mask is None else finite(lse)
+        self.dq, self.dk, self.dv = Sum(q, self.dtype), Sum(k, self.dtype), Sum(v, self.dtype)
+        # Of other ranks' shards: the layouts in which they go back, and the sums.
+        self.unsent: list[tuple[Args, Tensor]] = []
 
-def _backward(
-    ring: Ring,
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    gathered: Sequence[torch.Tensor],
-    forward: int,
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k, v, and of gathered keys and values; forward: as in Channel.exchange."""
-    kernel, dq = kernel_for(ring.kernel, q, v, mask), Sum(q)
-    if mask is not None:
-        lse = finite(lse)  # a query whose keys are all masked: their weights become 0
-    queries = Runs(q, grad, out, lse)
-
-    def add_gradients(step: int, k: torch.Tensor, v: torch.Tensor, dk: Sum, dv: Sum) -> None:
-        for block in ring.steps[step]:
-            mine, *of = queries.of(block.query, block.queries)
-            parts = kernel.backward(_inputs(ring, block, mine, k, v, mask), of[0], of[1], of[2])
-            for whole, at, part in zip((dq, dk, dv), (block.query, block.key, block.key), parts, strict=True):
-                whole.add(at, part)
-
-    name, world = "backward of attention", ring.place.world
-    own = Sum(k), Sum(v)
-    unsent: list[tuple[int, torch.Tensor]] = []  # gradients of other ranks' keys, with their steps
-
-    def send(steps: Sequence[int]) -> _Sending:
-        """Send this rank's keys for the steps, and what is unsent to its owners."""
-        tensors, args = _needed(ring, steps, k, v)
-        tensors += [_as_items(x, k.dtype) for _, x in unsent]
-        args += tuple([ring.shifts[step - 1].gradient for step, _ in unsent])
-        unsent.clear()
-        return _Sending(tensors, args, ring, name, False, forward=forward)
-
-    def receive(sending: _Sending, steps: Sequence[int]) -> list[torch.Tensor]:
-        """Return the keys of the steps; add gradients of this rank's own."""
-        found = sending.wait()
-        for i, part in enumerate(found[2 * len(steps) :]):
-            own[i % 2].add(0, _as_items(part, accumulated(k.dtype)))
-        return list(found[: 2 * len(steps)])
-
-    keys, values = k, v
-    ahead: list[torch.Tensor] = []  # the shards of the next steps
-    if coming := _coming(0, world):
-        ahead = receive(send(coming), coming)
-    for step in range(1, world):
-        keys, values, *ahead = ahead
-        coming = _coming(step, world)
-        sending = send(coming) if coming else None
-        parts = Sum(keys), Sum(values)
-        add_gradients(step, keys, values, *parts)
+    def run(self) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, and of gathered keys and values."""
+        world = self.ring.place.world
+        # The shards of the next steps.
+        ahead: list[Tensor] = []
+        if coming := _coming(0, world):
+            ahead = self.receive(self.send(coming), coming)
+        for step in range(1, world):
+            k, v, *ahead = ahead
+            coming = _coming(step, world)
+            sending = self.send(coming) if coming else None
+            dk, dv = Sum(k, self.dtype), Sum(v, self.dtype)
+            self.add_blocks(step, k, v, dk, dv)
+            if sending is not None:
+                ahead += self.receive(sending, coming)
+            layout = self.ring.round.shifts[step - 1].gradient
+            self.unsent += ((layout, dk.total()), (layout, dv.total()))
+            # Another rank's shard and its gradients must not stay while the next are computed.
+            del k, v, dk, dv
+        # The last blocks are those of this rank's shard: its gradients from other ranks arrive meanwhile.
+        sending = self.send(()) if world > 1 else None
+        self.add_blocks(0, self.k, self.v, self.dk, self.dv)
         if sending is not None:
-            ahead += receive(sending, coming)
-        unsent += [(step, part.total()) for part in parts]
-        del parts  # not to be kept while the next are computed
-    del keys, values
-    # this rank's own shard is the last: meanwhile the gradients of it arrive
-    sending = send(()) if world > 1 else None
-    add_gradients(0, k, v, *own)
-    if sending is not None:
-        receive(sending, ())
-    found = [part.total() for part in own]
-    if gathered:
-        others = Sum(gathered[0]), Sum(gathered[1])
-        add_gradients(1, gathered[0], gathered[1], *others)
-        found += [part.total() for part in others]
-    return dq.total().to(q.dtype), *[x.to(q.dtype) for x in found]
+            self.receive(sending, ())
+        sums = [self.dq, self.dk, self.dv]
+        if self.gathered:
+            k, v = self.gathered
+            sums += (Sum(k, self.dtype), Sum(v, self.dtype))
+            self.add_blocks(1, k, v, sums[3], sums[4])
+        return tuple([x.total().to(self.q.dtype) for x in sums])
+
+    def add_blocks(self, step: int, k: Tensor, v: Tensor, dk: Sum, dv: Sum) -> None:
+        """Add the gradients of a step's blocks to those of q and of the step's shard, k and v."""
+        grad, out, lse = self.of_output
+        for block in self.ring.round.steps[step]:
+            begin, size = block.query, block.queries
+            dq_part, dk_part, dv_part = self.kernel.backward(
+                _inputs(self.ring, block, self.q, k, v, self.mask),
+                grad.narrow(2, begin, size),
+                out.narrow(2, begin, size),
+                lse.narrow(2, begin, size),
+            )
+            self.dq.add(begin, dq_part)
+            dk.add(block.key, dk_part)
+            dv.add(block.key, dv_part)
+
+    def send(self, steps: Sequence[int]) -> _Sending:
+        """Send this rank's keys for the steps, and gradients of other ranks' keys to their owners."""
+        tensors, args = _needed(self.ring, steps, self.k, self.v)
+        for layout, x in self.unsent:
+            tensors.append(_as_items(x, self.k.dtype))
+            args = (*args, layout)
+        self.unsent.clear()
+        return _Sending(tensors, args, self.ring, "backward of attention", False, forward=self.call)
+
+    def receive(self, sending: _Sending, steps: Sequence[int]) -> list[Tensor]:
+        """Return the keys of the steps; add gradients that other ranks computed for this rank's keys."""
+        received = list(sending.wait())
+        count = 2 * len(steps)
+        for i in range(count, len(received), 2):
+            self.dk.add(0, _as_items(received[i], self.dtype))
+            self.dv.add(0, _as_items(received[i + 1], self.dtype))
+        return received[:count]
 
 
-def _as_items(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _as_items(x: Tensor, dtype: torch.dtype) -> Tensor:
     """View sums as items of the shards' dtype, or the reverse: the tensors of one exchange have one dtype."""
     if x.dtype == dtype:
         return x
     return (x if x.stride(-1) == 1 else x.contiguous()).view(dtype)
 
 
-def _no_autocast(x: torch.Tensor) -> AbstractContextManager[None]:
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+def _no_autocast(device: str) -> AbstractContextManager[None]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class SparAttention(torch.autograd.Function):
@@ -249,55 +285,44 @@ class SparAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        ring: Ring,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        *gathered: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *gathered: Tensor
+    ) -> Tensor:
         ctx.ring = ring
-        with _no_autocast(q):
+        with _no_autocast(q.device.type):
             out, lse = _forward(ring, q, k, v, mask, gathered, True)
         ctx.call = ring.place.calls if isinstance(ring.place, Group) else 0
         ctx.save_for_backward(q, k, v, out, lse, mask, *gathered)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ring = ctx.ring
-        q, k, v, out, lse, mask, *gathered = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ring, saved = ctx.ring, ctx.saved_tensors
         with Call(ring.told, "backward of attention", ring.exchanges, grad.device.type):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
-            with _no_autocast(grad):
-                dq, dk, dv, *others = _backward(ring, grad, q, k, v, out, lse, mask, gathered, ctx.call)
+            with _no_autocast(grad.device.type):
+                dq, dk, dv, *others = _Backward(ring, ctx.call, grad, saved).run()
                 return None, dq, dk, dv, None, *others
 
 
 def attend_round(
-    ring: Ring,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    *gathered: torch.Tensor,
-) -> torch.Tensor:
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *gathered: Tensor
+) -> Tensor:
     """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D].
 
     gathered: the k and v of all ranks, for the ring's second step; then its first has this rank's own.
     """
-    if is_transformed() or have_tangents((q, k, v)):
+    if is_transformed() or (forward_ad._current_level >= 0 and have_tangents((q, k, v))):
         raise NotImplementedError(
             "attention: blocks that are merged have no forward-mode derivative, and none under torch.func; "
             'pass method="ulysses", and as attend None or a function, whose derivatives it then has'
         )
-    q, k, v, *gathered_ = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *gathered))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return cast(torch.Tensor, SparAttention.apply(ring, q, k, v, mask, *gathered_))  # type: ignore[no-untyped-call]
-    with _no_autocast(q):
-        return _forward(ring, q, k, v, mask, gathered_, False)[0]
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return cast(Tensor, SparAttention.apply(ring, q, k, v, mask, *gathered))  # type: ignore[no-untyped-call]
+    with _no_autocast(q.device.type):
+        return _forward(ring, q, k, v, mask, gathered, False)[0]

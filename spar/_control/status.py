@@ -1,7 +1,7 @@
 """The last call of each rank and the state of its process, for the error of a call that does not end.
 
-The shm transport reads them from shared memory (csrc/control/last_call.h). Elsewhere each rank publishes them in
-torch.distributed's store, once a call has waited for half a second and when it gives up. Threads use the
+The shm transport reads them from shared memory (csrc/control/last_call.h). Elsewhere each rank publishes them
+in torch.distributed's store, once a call has waited for half a second and when it gives up. Threads use the
 store, since one whose server is stopped or gone does not answer.
 """
 

@@ -113,8 +113,8 @@ def begin(
     outs: list[torch.Tensor] | None,
     may_block: bool = False,
     forward: int = 0,
-) -> tuple[Tensors, Work]:
-    """Start an exchange; return its outputs, which are not complete, and what waits for them.
+) -> tuple[Tensors, Work | None]:
+    """Start an exchange; return its outputs, and what waits for them; None: they are complete.
 
     may_block: make the exchange at once where it would take its time from what the rank computes meanwhile.
     forward: as in `Exchange.run`.
@@ -129,14 +129,16 @@ def begin(
 
 def _issue(
     exchange: Exchange, inputs: Tensors, outs: list[torch.Tensor] | None, may_block: bool, forward: int
-) -> tuple[Tensors, Work]:
+) -> tuple[Tensors, Work | None]:
     first = inputs[0]
     if first.is_meta or is_any_traced(inputs):
-        return exchange.run(inputs), Work()
+        return exchange.run(inputs), None
     group = exchange.group if isinstance(exchange.group, Group) else group_at(exchange.group.handle)
-    channel = group.channel(exchange.name, first.device)
+    channel = group.channels.get("cpu" if first.is_cpu else first.device.type)
+    if channel is None:
+        channel = group.channel(exchange.name, first.device)
     if may_block and not channel.overlaps:
-        return exchange.run(inputs, forward, traced=False), Work()
+        return exchange.run(inputs, forward, traced=False), None
     given = outs is not None
     if outs is None:
         try:
@@ -174,7 +176,7 @@ class _Begun(NamedTuple):
     grads: Tensors
     versions: list[int]
     outputs: Tensors
-    work: Work
+    work: Work | None
 
 
 class _Flight:
@@ -223,7 +225,8 @@ class _Flight:
         if begun is None or begun.run != _autograd_run():
             self.run = _autograd_run()
             return None
-        begun.work.wait()
+        if begun.work is not None:
+            begun.work.wait()
         changed = [a is not b for a, b in zip(begun.grads, grads, strict=True)]
         if any(changed) or [grad._version for grad in grads] != begun.versions:
             raise SparError(
@@ -307,16 +310,15 @@ def _launch(
         if inputs[0].is_meta or is_any_traced([*inputs, *outs]):
             return write_to(out, calls, at, exchange), Work()
         _, work = begin(exchange, inputs, outs)
-        return outs, work
+        return outs, work or Work()
     if not must_record(inputs):
         outputs, work = begin(exchange, inputs, None)
-        return list(outputs), work
+        return list(outputs), work or Work()
     if is_transformed() or have_tangents(inputs):
         return list(apply(exchange.recorded(), inputs)), Work()
     flight = _Flight(exchange.recorded())
     outputs = _recorded(flight, inputs)
-    job_work = cast(Work, flight.work)
-    flight.work = None
+    job_work, flight.work = flight.work or Work(), None
     if job_work._job is not None or job_work._beside is not None:
         job_work._finish = lambda: _rebase(flight, outputs)
     return list(outputs), job_work

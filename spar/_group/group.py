@@ -363,8 +363,9 @@ class Call:
         self.tensors = 0  # of a list
 
     def __enter__(self) -> Call:
-        if self.exchanges and isinstance(self.group, Group):
-            self.before = self.group.count()
+        group = self.group
+        if self.exchanges and isinstance(group, Group):
+            self.before = group.calls if group.queue is None else group.count()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -29,9 +29,9 @@ from helpers.nccl_ranks import (
     wait,
     within,
 )
+from helpers.tables import numbers
 from spar._exchange.exchange import Exchange
 from spar._group.group import Group
-from helpers.tables import numbers
 from spar._transports import nccl
 
 

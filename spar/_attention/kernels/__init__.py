@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from .aten import FlashCpu, FlashCuda
 from .blockwise import Blockwise
@@ -12,30 +12,33 @@ from .kernel import Kernel
 
 _BLOCKWISE: Kernel = Blockwise()
 _FLEX: Kernel = Flex()
-# by device type and name; the first that does not refuse a call computes it, those after blockwise if named
+# By device type and name. The first that does not refuse a call computes it; those after blockwise, if named.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "cpu": {"flash": FlashCpu(), "blockwise": _BLOCKWISE, "flex": _FLEX},
     "cuda": {"flash": FlashCuda(), "flash_attn": FlashAttn(), "blockwise": _BLOCKWISE, "flex": _FLEX},
 }
 _OTHERS = {"blockwise": _BLOCKWISE}
-NAMES = tuple(sorted({name for known in KERNELS.values() for name in known}))
+NAMES = tuple(sorted({name for kernels in KERNELS.values() for name in kernels}))
 
 
-def reason_against(name: str, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+def reason_against(name: str, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """Return why the kernel of this name cannot compute blocks of these tensors; empty if it can."""
     kernel = KERNELS.get(q.device.type, _OTHERS).get(name)
     return f"it does not run on {q.device.type}" if kernel is None else _refusal(kernel, q, v, mask)
 
 
-def kernel_for(name: str | None, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
+def kernel_for(name: str | None, q: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
     """Return the named kernel, or the first that can compute blocks of these tensors."""
-    known = KERNELS.get(q.device.type, _OTHERS)
+    kernels = KERNELS.get(q.device.type, _OTHERS)
     if name is not None:
-        return known[name]
-    return next(kernel for kernel in known.values() if not _refusal(kernel, q, v, mask))
+        return kernels[name]
+    for kernel in kernels.values():
+        if not _refusal(kernel, q, v, mask):
+            return kernel
+    raise AssertionError("blockwise refuses nothing")
 
 
-def _refusal(kernel: Kernel, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+def _refusal(kernel: Kernel, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     if kernel is not _BLOCKWISE and 0 in (q.size(3), v.size(3)):
         return f"heads of q or v have width 0: {q.size(3)} and {v.size(3)}"
     return kernel.refuses(q, v, mask)

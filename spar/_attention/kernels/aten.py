@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from .kernel import BlockInputs, Gradients
 
@@ -12,7 +13,7 @@ _aten = torch.ops.aten
 
 
 class FlashCpu:
-    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
         if not hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return f"torch {torch.__version__} does not have it"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -21,44 +22,46 @@ class FlashCpu:
             return f"heads of q and v differ in width: {q.size(3)} and {v.size(3)}"
         return ""
 
-    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v, causal, mask, scale = block
-        found = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return cast(tuple[torch.Tensor, torch.Tensor], found)
+        if mask is None:
+            return out, lse
+        # It returns 0 as the log-sum-exp of a query without keys.
+        empty = (mask == -torch.inf).all(-1)
+        return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
 
-    def backward(
-        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Gradients:
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, causal, mask, scale = block
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return cast(Gradients, found)
+        return cast(Gradients, gradients)
 
 
 class FlashCuda:
     """Not verified on hardware."""
 
-    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
         if torch.cuda.get_device_capability(q.device) < (8, 0):
             return "the GPU is older than Ampere"
         if not torch.backends.cuda.flash_sdp_enabled():
             return "torch.backends.cuda.enable_flash_sdp(False) was called"
         return refuses_16_bits(q, v, mask)
 
-    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v, causal, _, scale = block
         k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
-    def backward(
-        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Gradients:
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, causal, _, scale = block
-        heads, none = k.size(1), torch.empty((), dtype=torch.int64, device=q.device)  # without dropout
+        heads = k.size(1)
+        # The state of the random numbers, of which dropout would use some.
+        none = torch.empty((), dtype=torch.int64, device=q.device)
         k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, none, none, scale=scale
@@ -66,7 +69,7 @@ class FlashCuda:
         return dq, _summed(dk, heads), _summed(dv, heads)
 
 
-def refuses_16_bits(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+def refuses_16_bits(q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """Return why a flash attention kernel for GPUs cannot compute this; empty if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the tensors are {q.dtype}"
@@ -77,10 +80,10 @@ def refuses_16_bits(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None)
     return ""
 
 
-def _expanded(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _expanded(x: Tensor, heads: int) -> Tensor:
     """Repeat key heads, so that each query head has one."""
     return x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1)
 
 
-def _summed(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _summed(x: Tensor, heads: int) -> Tensor:
     return x if x.size(1) == heads else x.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .kernel import BlockInputs, Gradients, accumulated, finite
 
-_SCORES = 1 << 24  # so many scores at a time at most, unless one query alone has more
+# So many scores at a time at most, unless one query alone has more.
+_SCORES = 1 << 24
 
 
 class Blockwise:
-    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
         return ""
 
-    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         block = _grouped(block)
         outs, sums = [], []
         for begin, size in _runs(block):
@@ -27,18 +29,16 @@ class Blockwise:
             sums.append((most + total.log()).squeeze(-1))
         return torch.cat(outs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
 
-    def backward(
-        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Gradients:
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         block, heads = _grouped(block), block.k.size(1)
         grad, out = (x.to(block.q.dtype).unflatten(1, (heads, -1)) for x in (grad, out))
-        lse, own = lse.unflatten(1, (heads, -1)), (grad * out).sum(-1, keepdim=True)
+        lse, row_sum = lse.unflatten(1, (heads, -1)), (grad * out).sum(-1, keepdim=True)
         dqs, dk, dv = [], torch.zeros_like(block.k), torch.zeros_like(block.v)
         for begin, size in _runs(block):
             q, upper = block.q.narrow(3, begin, size), grad.narrow(3, begin, size)
             weights = torch.exp(_scores(block, begin, size) - lse.narrow(3, begin, size)[..., None])
             dv = dv + (weights.transpose(-1, -2) @ upper).sum(2, keepdim=True)
-            inner = upper @ block.v.transpose(-1, -2) - own.narrow(3, begin, size)
+            inner = upper @ block.v.transpose(-1, -2) - row_sum.narrow(3, begin, size)
             inner = weights * inner * block.scale
             dqs.append(inner @ block.k)
             dk = dk + (inner.transpose(-1, -2) @ q).sum(2, keepdim=True)
@@ -61,7 +61,7 @@ def _runs(block: BlockInputs) -> list[tuple[int, int]]:
     return [(begin, min(most, queries - begin)) for begin in range(0, queries, most)]
 
 
-def _scores(block: BlockInputs, begin: int, size: int) -> torch.Tensor:
+def _scores(block: BlockInputs, begin: int, size: int) -> Tensor:
     """Return the masked scores of `size` queries, [B, K, H / K, size, T]."""
     q, k, mask = block.q, block.k, block.mask
     scores = (q.narrow(3, begin, size) @ k.transpose(-1, -2)) * block.scale

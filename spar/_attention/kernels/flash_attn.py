@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .aten import refuses_16_bits
 from .kernel import BlockInputs, Gradients
@@ -30,31 +31,30 @@ def _interface() -> tuple[Any, str]:
     """Return the package's module, or None and the reason."""
     try:
         version = importlib.import_module("flash_attn").__version__
-        found = importlib.import_module("flash_attn.flash_attn_interface")
-    except Exception as error:  # an extension built for another torch raises ImportError or others
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+    except Exception as error:
+        # An extension built for another torch raises ImportError or others.
         return None, f"flash_attn cannot be imported: {type(error).__name__}: {error}"
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         return None, f"flash_attn is {version}, and must be 2.7 or newer"
-    return found, ""
+    return interface, ""
 
 
 class FlashAttn:
-    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
         why = "it cannot be inside compiled code" if torch.compiler.is_compiling() else ""
         return why or refuses_16_bits(q, v, mask) or _interface()[1]
 
-    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in block[:3])
         out, lse, *_ = _interface()[0]._flash_attn_forward(
             q, k, v, softmax_scale=block.scale, causal=block.causal, return_softmax=False, **_PLAIN
         )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Gradients:
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, *block[:3], out))
-        found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         _interface()[0]._flash_attn_backward(
             grad,
             q,
@@ -62,11 +62,11 @@ class FlashAttn:
             v,
             out,
             lse.contiguous(),
-            *found,
+            *gradients,
             softmax_scale=block.scale,
             causal=block.causal,
             deterministic=False,
             **_PLAIN,
         )
-        dq, dk, dv = (x.transpose(1, 2) for x in found)
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         return dq, dk, dv

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .kernel import BlockInputs, Gradients, accumulated, finite
 
@@ -25,48 +26,46 @@ def _compiled() -> Callable[..., Any]:
 
 
 class Flex:
-    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
         if q.is_cpu:
             return _ON_A_CPU
         if q.dtype == torch.float64:
             return f"its log-sum-exp is in float32, and the tensors are {q.dtype}"
         return "it cannot be inside compiled code" if torch.compiler.is_compiling() else ""
 
-    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             return _attend(block)
 
-    def backward(
-        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Gradients:
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         kind = accumulated(block.q.dtype)
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in block[:3]]
-            own, sums = _attend(block._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
-        # out = sum over blocks of exp(sums - lse) * own, and so on for lse
-        weight = torch.exp(sums.detach() - finite(lse))
-        inner = (grad.to(kind) * (own.detach().to(kind) - out.to(kind))).sum(-1)
-        upper = (grad * weight[..., None]).to(own.dtype), weight * inner
-        dq, dk, dv = torch.autograd.grad((own, sums), leaves, upper)
+            out_of_block, lse_of_block = _attend(block._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+        # out is the sum over blocks of exp(lse_of_block - lse) * out_of_block, and so on for lse.
+        weight = torch.exp(lse_of_block.detach() - finite(lse))
+        inner = (grad.to(kind) * (out_of_block.detach().to(kind) - out.to(kind))).sum(-1)
+        upper = (grad * weight[..., None]).to(out_of_block.dtype), weight * inner
+        dq, dk, dv = torch.autograd.grad((out_of_block, lse_of_block), leaves, upper)
         return dq, dk, dv
 
 
-def _attend(block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:
     q, k, v, causal, mask, scale = block
     change = None if mask is None else _added(mask)
     if causal:
         change = _causal
-    found: tuple[torch.Tensor, torch.Tensor] = _compiled()(
+    outputs: tuple[Tensor, Tensor] = _compiled()(
         q, k, v, score_mod=change, scale=scale, enable_gqa=q.size(1) != k.size(1), return_lse=True
     )
-    return found
+    return outputs
 
 
 def _causal(score: Any, b: Any, h: Any, query: Any, key: Any) -> Any:
     return torch.where(query >= key, score, -torch.inf)
 
 
-def _added(mask: torch.Tensor) -> Callable[..., Any]:
+def _added(mask: Tensor) -> Callable[..., Any]:
     """Return a function that adds a mask, of which dims of size 1 broadcast, to a score."""
     wide = [int(size > 1) for size in mask.shape]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 
 class BlockInputs(NamedTuple):
@@ -14,15 +15,15 @@ class BlockInputs(NamedTuple):
     dims of size 1 broadcast.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     causal: bool
-    mask: torch.Tensor | None
+    mask: Tensor | None
     scale: float
 
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
@@ -31,15 +32,16 @@ class Kernel(Protocol):
     Blockwise also computes heads of width 0; `reason_against` refuses them for all others.
     """
 
-    def refuses(self, q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
         """Return the reason why the kernel cannot compute blocks of these tensors; empty if it can."""
 
-    def forward(self, block: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [B, H, S, E] and the log-sum-exp [B, H, S] in `accumulated(q.dtype)`."""
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
+        """Return the output [B, H, S, E] and the log-sum-exp [B, H, S] in `accumulated(q.dtype)`.
 
-    def backward(
-        self, block: BlockInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Gradients:
+        They are 0 and -inf for a query to which the mask leaves no key.
+        """
+
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return this block's part of the gradients of q, k and v.
 
         out, lse: the output and the log-sum-exp of all blocks.
@@ -51,6 +53,6 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def finite(lse: torch.Tensor) -> torch.Tensor:
+def finite(lse: Tensor) -> Tensor:
     """Replace the -inf of a query without keys: exp(-inf - 0) is 0, and exp(-inf + inf) is not a number."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
