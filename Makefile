@@ -41,7 +41,7 @@ help:
 	@echo 'make bench-attention  time attention against one process and the usual code (RANKS=2, ARGS=...)'
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
-	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups'
+	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups and exits'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy, codespell, actionlint and zizmor'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make docs    build the site of documents into build/site; a broken link fails'
@@ -80,7 +80,8 @@ bring-up-kit: build
 SECONDS ?= 60
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
-	@SOAK_GROUPS=10000 $(BIN)/pytest -q tests/test_many_groups.py -k groups_do_not_leak
+	@SOAK_GROUPS=10000 SOAK_EXITS=40 $(BIN)/pytest -q tests/test_many_groups.py tests/test_process.py \
+	-k 'groups_do_not_leak or exit_waits_for_threads'
 
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)

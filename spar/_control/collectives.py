@@ -11,9 +11,11 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ _STATES: dict[type[SparError], CallState] = {
 }
 _SLICE = datetime.timedelta(milliseconds=50)
 _DEVICE_SLICE = 0.0005  # seconds
+_EXIT_S = 10.0  # that the process's exit waits for gloo's threads
 _PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call and checks the peers' processes
 
 
@@ -66,6 +69,31 @@ def _outlive_the_process() -> None:
     for collective in _unfinished:
         if not collective.is_over():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(collective))
+
+
+@atexit.register
+def _wait_for_releases() -> None:
+    """Wait until gloo's threads have released the tensors of collectives that ended, whoever issued them.
+
+    A thread that releases the last reference to a tensor takes the GIL. While Python finalizes, that ends the
+    thread (hangs it from 3.14 on): C++ then terminates the process, or a group's destructor waits forever.
+    Threads outlive destroy_process_group while a variable holds the group.
+    """
+    end = time.monotonic() + _EXIT_S
+    while _is_gloo_running() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _is_gloo_running() -> bool:
+    """Whether a thread of gloo runs, or waits for a core; where there is no /proc, none is seen.
+
+    To read a thread's state releases the GIL, so that a thread which waits for the GIL is awake by then.
+    """
+    for task in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread ended
+            if re.match(r"\d+ \(pt_gloo_runloop\) [RD] ", task.read_text()):
+                return True
+    return False
 
 
 def _give_up(group: GroupState, op: str, error: type[SparError], text: str) -> SparError:
