@@ -1,9 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The control plane of a group whose ranks share a host: a mailbox per rank, the order of calls, waiting.
+/* The control plane of a group whose ranks share a host: do all ranks make the same call, which failed, which
+ * is missing? Transports move the bytes between publish and finish.
  *
- * Call n: everything that can fail on one rank comes first. Each rank then publishes n, reads all headers,
- * moves bytes, publishes done n and waits for every done n. A rank writes its own mailbox only (except for
- * peers' waiter counts and `detached` flags), and validates each value that it reads from a peer's. */
+ * publish    this rank makes call n; returns when every rank does, or one failed
+ * finish     this rank has moved its bytes of call n; returns when every rank has
+ * fail       this rank cannot make call n; the group stays usable
+ * break      the group ends on all ranks, for good
+ * last call  the newest call of a rank's process, on any group (last_call.h)
+ *
+ * All that can fail on one rank alone comes before publish. A rank writes its own mailbox only, except for
+ * peers' waiter counts and `detached` flags, and validates what it reads from a peer's. ring.h publishes
+ * without waiting, for calls that run on a GPU. */
 #ifndef SPAR_CONTROL_H
 #define SPAR_CONTROL_H
 
@@ -37,25 +44,10 @@ typedef struct {
     int64_t offsets[SPAR_GROUP_TENSORS]; /* where its outputs lie in its arena */
 } spar_call_header;
 
-/* Whether two exchanges move the gradients of different calls; a number that is not known equals any. */
-static inline int spar_forward_differs(int64_t a, int64_t b)
-{
-    return a && b && a != b;
-}
+/* ---- a call ---- */
 
-/* Allocates a rank's mailbox in its own arena, with `room` bytes behind it; peers need *offset. core_share:
- * how many cores are this rank's own. */
-spar_status spar_group_open(int world, int rank, int core_share, int64_t room, spar_group **group,
-                            int64_t *offset);
-
-/* Expects a rank's process (spar_peers_expect) until spar_group_end_set_up or spar_group_close. */
-spar_status spar_group_expect(spar_group *group, int rank, const spar_endpoint *endpoint,
-                              const spar_key *secret);
-void spar_group_end_set_up(spar_group *group);
-
-/* Attaches the peers' processes and the offsets of their mailboxes [world]; takes over the peers, also on
- * failure. */
-spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_t *offsets);
+/* Returns the lock that is held during a whole call. Take it without the GIL. */
+pthread_mutex_t *spar_group_lock(spar_group *group);
 
 /* Begins the next call; SPAR_BROKEN if the group is broken. First awaits the end of a call that this rank
  * failed. */
@@ -79,11 +71,9 @@ void spar_group_break(spar_group *group, const char *reason);
 /* A rank's description of its call if the newest call ended in a mismatch; else NULL. */
 const spar_description *spar_group_description(const spar_group *group, int rank);
 
-/* Sets the spin time before sleeping. */
-void spar_group_spin(spar_group *group, int64_t spin_ns);
-
-/* Returns the lock that is held during a whole call. Take it without the GIL. */
-pthread_mutex_t *spar_group_lock(spar_group *group);
+/* Quarantines a block of this rank, to which peers may write in a call: once freed, it is not reused until
+ * the call has ended on every rank. */
+void spar_group_quarantine(spar_group *group, spar_memory *block, uint32_t call);
 
 /* The last call of a rank's process, on any group. */
 spar_last_call spar_group_last_call(const spar_group *group, int rank);
@@ -91,9 +81,24 @@ spar_last_call spar_group_last_call(const spar_group *group, int rank);
 /* The base and length of a rank's arena. */
 char *spar_group_arena(const spar_group *group, int rank, int64_t *length);
 
-/* Quarantines blocks whose offsets were published in a call until it has ended. */
-extern const spar_quarantine spar_group_quarantine;
-void spar_group_hold(spar_group *group); /* adds a reference for such a block */
+/* ---- life ---- */
+
+/* Allocates a rank's mailbox in its own arena, with `room` bytes behind it; peers need *offset. core_share:
+ * how many cores are this rank's own. */
+spar_status spar_group_open(int world, int rank, int core_share, int64_t room, spar_group **group,
+                            int64_t *offset);
+
+/* Expects a rank's process (spar_peers_expect) until spar_group_end_set_up or spar_group_close. */
+spar_status spar_group_expect(spar_group *group, int rank, const spar_endpoint *endpoint,
+                              const spar_key *secret);
+void spar_group_end_set_up(spar_group *group);
+
+/* Attaches the peers' processes and the offsets of their mailboxes [world]; takes over the peers, also on
+ * failure. */
+spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_t *offsets);
+
+/* Sets the spin time before sleeping. */
+void spar_group_spin(spar_group *group, int64_t spin_ns);
 
 /* Closes the group, which may be NULL. Neither waits nor is collective; the mailbox is reused when every peer
  * has detached. Does nothing in a forked child, which leaves its parent's mailbox alone. */

@@ -300,13 +300,16 @@ static void leave(void *group)
     forget(group);
 }
 
-const spar_quarantine spar_group_quarantine = {call_settled, leave};
+static const spar_quarantine call_quarantine = {call_settled, leave};
 static const spar_quarantine mailbox_quarantine = {mailbox_settled, forget};
 
-void spar_group_hold(spar_group *g)
+void spar_group_quarantine(spar_group *g, spar_memory *block, uint32_t call)
 {
+    if (call_settled(g, call))
+        return;
     __atomic_add_fetch(&g->refs, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&g->uses, 1, __ATOMIC_RELAXED);
+    spar_memory_publish(block, &call_quarantine, g, call);
 }
 
 /* Unmaps the arenas of dead ranks: our blocks may hold the group for as long as other peers live. */

@@ -45,6 +45,12 @@ struct spar_group {
     spar_peer **peers;       /* [world]; NULL: oneself */
 };
 
+/* Whether two exchanges move the gradients of different calls; a number that is not known equals any. */
+static inline int spar_forward_differs(int64_t a, int64_t b)
+{
+    return a && b && a != b;
+}
+
 /* Whether a progress word has reached `call`; call numbers wrap. */
 static inline int spar_has_reached(const uint32_t *word, uint32_t call)
 {

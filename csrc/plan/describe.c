@@ -81,6 +81,6 @@ void spar_plan_describe_call(const spar_plan *plan, const char *op, const char *
     size_t used = strlen(line);
     spar_plan_describe(plan, line + used, room - used);
     if (room > 4 && strlen(line) + 1 == room)
-        memcpy(line + room - 4, "...", 3);
+        strcpy(line + room - 4, "...");
     spar_append(line, size, "%s", rest);
 }

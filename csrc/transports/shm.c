@@ -156,28 +156,14 @@ static spar_status prepare(const spar_call *call, spar_call_header *header, sums
     return SPAR_OK;
 }
 
-/* Quarantines the caller's block: once freed, it is not reused while a slow peer may still push into it. */
-static void guard_target(spar_group *group, spar_memory *block, uint32_t n)
-{
-    if (!block || spar_group_quarantine.settled(group, n))
-        return;
-    spar_group_hold(group);
-    spar_memory_publish(block, &spar_group_quarantine, group, n);
-}
-
 static void drop_blocks(spar_group *group, const spar_call *call, int published, uint32_t n)
 {
     for (int t = 0; call->plan && t < call->plan->ntensors; t++) {
-        if (!call->blocks[t]) {
-            if (published)
-                guard_target(group, target_block(call, t), n);
-            continue;
-        }
-        if (published) { /* a slow peer may still push into it */
-            spar_group_hold(group);
-            spar_memory_publish(call->blocks[t], &spar_group_quarantine, group, n);
-        }
-        spar_memory_free(call->blocks[t]);
+        spar_memory *block = call->blocks[t] ? call->blocks[t] : target_block(call, t);
+        if (block && published) /* a slow peer may still push into it */
+            spar_group_quarantine(group, block, n);
+        if (call->blocks[t])
+            spar_memory_free(block);
         call->blocks[t] = NULL;
     }
 }
