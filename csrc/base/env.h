@@ -14,7 +14,7 @@
 
 typedef struct {
     const char *field, *variable, *kind;
-    int64_t least, most; /* of a count; of seconds `most` alone, as the limit above 0 */
+    int64_t least, most; /* the bounds of a count; seconds have `most` alone, above 0 */
     const char *fallback, *help;
 } spar_env_row;
 

@@ -18,7 +18,7 @@ typedef struct {
     uint32_t status;
     int64_t offsets[SPAR_GROUP_TENSORS];
     spar_description description; /* valid once described; its text, the failure's, once failed */
-    char reason[SPAR_GROUP_TEXT]; /* of `broken` */
+    char reason[SPAR_GROUP_TEXT]; /* why `broken` is set */
     spar_ranks ranks;             /* that caused it */
     unsigned char detached[];     /* [world] each peer's last write here; then the extra bytes */
 } mailbox;

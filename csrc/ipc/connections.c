@@ -25,7 +25,7 @@ typedef struct {
     spar_key key;
     int setups;               /* that expect it */
     spar_handshake handshake; /* this side's, if it dials */
-    char failure[80];         /* of the newest handshake; empty: running or not begun */
+    char failure[80];         /* why the newest handshake failed; empty: running or not begun */
 } expected;
 
 static struct {

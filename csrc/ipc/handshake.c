@@ -28,7 +28,7 @@ typedef struct {
     uint64_t kind;
     spar_endpoint from, to;
     spar_key challenge; /* the sender's, in CALL and CHALLENGE */
-    int64_t length;     /* of the sender's arena, in ARENA */
+    int64_t length;     /* the length of the sender's arena, in ARENA */
     char refusal[80];   /* the reason, in REFUSAL */
     spar_key proof;     /* last: over what precedes it; not in CALL and LATER */
 } message;

@@ -27,12 +27,12 @@ typedef struct {
 typedef struct {
     spar_endpoint endpoint;
     char *base;     /* the peer's arena, as it is mapped here; NULL: unmapped */
-    int64_t length; /* of it, in bytes */
+    int64_t length; /* the arena's bytes */
     /* the rest is private to peers.c and connections.c */
     spar_key key;
     int socket, pidfd;
-    int groups;  /* that hold it */
-    int readers; /* of them, those that may still touch its arena */
+    int groups;  /* the number of groups that hold it */
+    int readers; /* the number of those that may still touch its arena */
 } spar_peer;
 
 /* Gets this process's endpoint and the secret that authenticates its groups' peers to it; listens from the

@@ -17,8 +17,8 @@ typedef struct {
     int ndim;               /* 1 to SPAR_MAX_DIMS */
     const int64_t *extents; /* [ndim] of this rank's input, in elements */
     const int64_t *strides; /* [ndim] of this rank's input, in elements, at least 0 */
-    int nargs; /* of the two layouts: n, the n numbers of the input's layout, those of the output's */
-    const int64_t *args; /* see spar_layout_read */
+    int nargs;              /* the two layouts: n, the n ints of the input's layout, those of the output's */
+    const int64_t *args;    /* see spar_layout_read */
 } spar_tensor;
 
 /* Reads both layouts, checks them against the extents that `rank` holds, and sets the global extents [ndim].

@@ -15,7 +15,7 @@ typedef struct entry {
     struct entry *next_in_bucket, *newer, *older;
     spar_plan *plan;
     uint64_t hash;
-    size_t size; /* of words, in bytes */
+    size_t size; /* the bytes of the words */
     int64_t words[];
 } entry;
 

@@ -15,7 +15,7 @@ static struct {
     uint32_t owner;        /* a forked child has no threads */
     int64_t min_bytes;     /* bytes */
     int limit, threads;    /* most, with the caller; started, without */
-    int parts, next, left; /* of the copy: all, next, not done */
+    int parts, next, left; /* the parts of the copy: all, the next one, those not done */
     void (*work)(void *context, int part, int parts);
     void *context;
 } pool = {.in_use = PTHREAD_MUTEX_INITIALIZER,

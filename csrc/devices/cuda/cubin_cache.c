@@ -17,7 +17,7 @@ enum { MOST = 64 << 20 }; /* most bytes of a valid file */
 /* The header of a file. */
 typedef struct {
     char magic[8];
-    uint64_t key, size, hash; /* of what made it; of what follows */
+    uint64_t key, size, hash; /* key: what made it; size and hash: what follows */
 } header;
 
 static const char magic[8] = {'s', 'p', 'a', 'r', 'c', 'u', '0', '1'};

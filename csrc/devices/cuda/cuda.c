@@ -13,7 +13,7 @@
 
 enum {
     GPUS = 64,
-    MOST_CTAS = 96, /* of a launch: enough to outrun the wire */
+    MOST_CTAS = 96, /* the CTAs of a launch: enough to outrun the wire */
 };
 
 static const spar_driver *cu;
@@ -23,7 +23,7 @@ static const spar_driver *cu;
 typedef struct {
     CUcontext context;
     CUfunction kernels[SPAR_KERNEL_COUNT];
-    int ctas; /* of a launch, at most */
+    int ctas; /* the most CTAs of a launch */
 } gpu;
 
 static struct {

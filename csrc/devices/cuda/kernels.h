@@ -8,7 +8,7 @@
 #define SPAR_KERNEL_THREADS 256 /* per CTA */
 #endif
 #ifndef SPAR_KERNEL_UNITS
-#define SPAR_KERNEL_UNITS 4 /* of a kernel's width, per thread and tile */
+#define SPAR_KERNEL_UNITS 4 /* each thread copies so many units, as wide as the kernel, of a tile */
 #endif
 
 #define SPAR_SHARED(...) __VA_ARGS__

@@ -78,7 +78,7 @@ static spar_status add_part(spar_launches *l, const piece *p, int64_t low, int64
         int64_t extent = i < p->ndim ? p->dims[i].extent : p->run;
         loops[i] = i < p->ndim ? (spar_kernel_loop){.src = p->dims[i].src, .dst = p->dims[i].dst}
                                : (spar_kernel_loop){.src = 1, .dst = 1};
-        if (i > 0) /* of the outermost one, kernels need no extent */
+        if (i > 0) /* kernels do not need the outermost extent */
             loops[i].extent = divisor(extent);
         if (i < p->ndim)
             bits |= (uint64_t)loops[i].src | (uint64_t)loops[i].dst;

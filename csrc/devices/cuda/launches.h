@@ -12,8 +12,8 @@ typedef struct {
      * and bounds: its lowest set bit is their alignment. */
     spar_status (*launch)(void *context, spar_kernel_copy *copy, uint64_t bits);
     void *context;
-    int loops;     /* in use, of the copy's */
-    uint64_t bits; /* of its parts */
+    int loops;     /* the copy's loops in use */
+    uint64_t bits; /* the bits of its parts */
     spar_kernel_copy copy;
 } spar_launches;
 

@@ -58,7 +58,7 @@ spar_status spar_nccl_check(spar_nccl_result result, const char *what)
 {
     if (result == SPAR_NCCL_SUCCESS || result == SPAR_NCCL_IN_PROGRESS)
         return SPAR_OK;
-    const char *last = spar_nccl.GetLastError(NULL); /* of the process; the communicator may be gone */
+    const char *last = spar_nccl.GetLastError(NULL); /* the process's, since the communicator may be gone */
     return spar_fail(SPAR_TRANSPORT, "%.*s: %s%s%s", (int)strcspn(what, "("), what,
                      spar_nccl.GetErrorString(result), last && *last ? ": " : "", last && *last ? last : "");
 }

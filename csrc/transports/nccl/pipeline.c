@@ -7,7 +7,7 @@ static const int64_t LARGE = 1 << 20; /* bytes of a rank's own part that are cop
 
 static struct {
     int64_t peak, total;
-} staging; /* of all calls; atomic */
+} staging; /* the staging memory of all calls; atomic */
 
 void spar_staging_stats(int64_t *peak, int64_t *total)
 {

@@ -9,7 +9,7 @@
 /* A block of at least this many bytes is its own message, without packing if it is contiguous. Smaller blocks
  * share a message, whose overhead is about the time to move this many bytes. */
 static const int64_t ALONE = 1 << 16;
-static const int64_t ALIGNMENT = 16; /* of what NCCL copies at full speed */
+static const int64_t ALIGNMENT = 16; /* NCCL copies at full speed what is aligned so */
 
 static const int64_t STEP = 32 << 20; /* bytes of a rank's tensors in a step, at least */
 enum { STEPS = 4 };

@@ -25,7 +25,7 @@ typedef struct {
 typedef struct {
     int64_t chunk;        /* bytes that a step moves */
     int64_t area;         /* its part's offset in a staging buffer */
-    int64_t block, start; /* at which the next step begins, and the block's offset in the stream */
+    int64_t block, start; /* where the next step begins, and that block's offset in the stream */
 } spar_stream;
 
 /* One side of a call. The arrays are reused by later calls and grow on demand. */
@@ -36,8 +36,8 @@ typedef struct {
     int64_t size;               /* bytes of a step's staging buffer; 0: nothing is staged */
     const void *const *tensors; /* this rank's inputs, or outputs */
     char *staging;              /* `size` bytes, for the next step */
-    spar_message *messages;     /* of the newest step; each peer's are in its stream's order */
-    spar_span *spans;           /* of the newest step: what to pack before it, or to unpack after it */
+    spar_message *messages;     /* the newest step's; each peer's are in its stream's order */
+    spar_span *spans;           /* what to pack before the newest step, or to unpack after it */
     spar_stream *streams;       /* [world] */
     int64_t nmessages, nspans;
     int64_t message_room, span_room, stream_room;

@@ -17,7 +17,7 @@ typedef struct {
     spar_nccl_id id;
     spar_pipeline pipeline;
     int has_pipeline;
-    spar_group *group; /* of the ranks, if all are on one host; else NULL, as is its ring */
+    spar_group *group; /* joins the ranks if all are on one host; else NULL, as is its ring */
     spar_ring *ring;
     int compare;
     uint64_t calls;

@@ -17,7 +17,7 @@ enum {
     POLL_NS = 100000000,
     GRACE =
         10, /* polls: by then a call has left NCCL, unless only an abort can end its wait for a full queue */
-    EXIT_NS = 2000000000, /* at exit: the time for what is under way */
+    EXIT_NS = 2000000000, /* the time that work under way has at exit */
 };
 
 /* A call in progress. */
@@ -41,7 +41,7 @@ struct spar_watchdog {
     int reported, closing, captured;
     int revoked;              /* a revocation of the communicator was tried */
     int busy;                 /* a thread revokes or aborts it */
-    struct ncclComm *aborted; /* by a thread; what.comm is NULL then */
+    struct ncclComm *aborted; /* what a thread aborts; what.comm is NULL then */
 };
 
 static struct {

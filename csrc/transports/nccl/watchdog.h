@@ -20,7 +20,7 @@ typedef struct spar_watchdog spar_watchdog;
 typedef struct {
     struct ncclComm *comm; /* aborted when the watchdog breaks or closes; NULL: torch's, not touched */
     int ordinal;           /* device */
-    spar_ring *ring;       /* of the ranks of one host; NULL: none */
+    spar_ring *ring;       /* NULL: the ranks are not all on one host */
     /* Frees what the calls use, when none is under way any more; on a thread of its own, with the device
      * entered. */
     void (*release)(void *context);
