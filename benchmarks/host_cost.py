@@ -46,7 +46,7 @@ def exchanges(group: Any) -> dict[str, Callable[[], Any]]:
     import torch
 
     import spar
-    from spar._group.group import group_of
+    from spar._group.registry import group_of
     from spar._transports import nccl
 
     comm = group_of(group)

@@ -69,7 +69,14 @@ class Exchange:
     def sums(self) -> bool: ...
     @property
     def scale(self) -> tuple[int, bool, float]: ...
-    def plan(self, inputs: Sequence[torch.Tensor], sides: int, /) -> tuple[Plan, tuple[int, ...]]: ...
+    @overload
+    def plan(
+        self, inputs: Sequence[torch.Tensor], sides: int, alike: Literal[False] = False, /
+    ) -> tuple[Plan, tuple[int, ...]]: ...
+    @overload
+    def plan(
+        self, inputs: Sequence[torch.Tensor], sides: int, alike: bool, /
+    ) -> tuple[Plan, tuple[int, ...]] | None: ...
     def select(self, inputs: Sequence[torch.Tensor], /) -> torch.Tensor | None: ...
 
 class Comm:
@@ -88,23 +95,25 @@ class Comm:
         inputs: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor] | None,
         forward: int,
+        alike: bool,
         number: int,
         deadline: float,
         /,
-    ) -> list[Any]: ...  # tensors; None where a target was written to
+    ) -> list[Any] | None: ...  # tensors; None where a target was written to
     def enqueue(
         self,
         exchange: Exchange,
         inputs: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor] | None,
         forward: int,
+        alike: bool,
         deadline: float,
         stream: int,
         native: int,
         dtype: torch.dtype,
         empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor],
         /,
-    ) -> list[torch.Tensor]: ...
+    ) -> list[torch.Tensor] | None: ...
     def wait(self, deadline: float, /) -> None: ...
     def fail(self, op: str, why: str, memory: bool, for_good: bool, deadline: float, /) -> None: ...
     def abort(self) -> None: ...

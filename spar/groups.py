@@ -6,8 +6,8 @@ import torch
 
 from . import _C
 from ._control.state import Transport
-from ._group import group as groups
-from ._group.group import group_of
+from ._group import registry
+from ._group.registry import group_of
 from .topology.resolve import Group, process_group
 
 __all__ = ["Group", "close", "empty_cache", "init", "memory_stats", "process_group", "transport"]
@@ -48,7 +48,7 @@ def close(group: Group = None) -> None:
     GroupBrokenError. So do later calls of peers that have not closed it. Once all ranks have closed the
     group, it can be used again.
     """
-    groups.close(process_group(group, "close"))
+    registry.close(process_group(group, "close"))
 
 
 def empty_cache() -> None:

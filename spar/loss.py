@@ -9,7 +9,7 @@ import torch
 from ._checks import check_number
 from ._exchange.arguments import Arguments
 from ._exchange.layouts import WHOLE, even
-from ._group.group import place_of
+from ._group.registry import place_of
 from ._tracing import constant
 from ._transports.dtypes import add_rows
 from .topology.resolve import Group, process_group

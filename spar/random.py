@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ._checks import check_int
-from ._group.group import place_of
+from ._group.registry import place_of
 from .topology.resolve import Group, process_group
 
 

@@ -32,7 +32,7 @@ from ._exchange.layouts import (
 from ._exchange.repeated import kept_scale, repeat
 from ._exchange.together import checked_together
 from ._exchange.watch import must_record
-from ._group.group import place_of
+from ._group.registry import place_of
 from .topology import topology
 from .topology.groups_by_name import ParallelState
 from .topology.resolve import Group, process_group

@@ -11,7 +11,7 @@ import torch
 
 from ._checks import check_int
 from ._control.state import Place
-from ._group.group import group_of
+from ._group.registry import group_of
 from .ops.gather import all_gather, reduce_scatter
 from .random import preserved
 from .sequence_layout import SequenceLayout

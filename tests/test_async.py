@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar._group import queue
-from spar._group.group import group_of
+from spar._group.registry import group_of
 
 Group = dist.ProcessGroup
 TOTAL, HEADS = 10, 7

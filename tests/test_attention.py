@@ -30,7 +30,7 @@ from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
 from spar._attention.methods import _round
 from spar._exchange.layouts import Layout, even, extent, packed, zigzag
-from spar._group.group import group_of
+from spar._group.registry import group_of
 
 pytestmark = pytest.mark.one_transport
 

@@ -125,7 +125,7 @@ def test_compiled_function_after_destroy_and_init(tmp_path: Path) -> None:
 
 def check_opcheck(rank: int, world: int, group: Group) -> None:
     """The dispatcher op passes torch.library.opcheck; its fake returns the real op's shapes."""
-    from spar._group.group import place_of
+    from spar._group.registry import place_of
 
     place = place_of(group)
     whole = torch.arange(9 * 5, dtype=torch.float32).reshape(9, 5)

@@ -19,7 +19,7 @@ from test_compile import INDUCTOR
 
 import spar
 from spar import SequenceLayout
-from spar._group.group import group_of
+from spar._group.registry import group_of
 
 pytestmark = pytest.mark.one_transport
 

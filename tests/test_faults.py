@@ -19,7 +19,7 @@ import torch.distributed as dist
 from conftest import PRELOAD, TRANSPORTS
 
 import spar
-from spar._group.group import group_of
+from spar._group.registry import group_of
 
 # torch's threads sometimes abort a process at its exit (seen without spar, under load)
 TEARDOWN = "terminate called without an active exception"

@@ -19,7 +19,7 @@ from helpers.reference import assert_same, rule
 
 import spar
 from spar._control.mismatch import first_difference
-from spar._group.group import group_at, group_of, place_of
+from spar._group.registry import group_at, group_of, place_of
 
 Group = dist.ProcessGroup
 ALL = 7

@@ -64,7 +64,7 @@ def test_hostile_counts_of_args(op: str, nargs: int | None) -> None:
     layouts = numbers(op, spec.args, spec.extents, 3)
     spec = spec._replace(args=[*layouts, *[0] * 64])
     refused("", "exchange", 3, 0, [spec], nargs=len(layouts) - 1 if nargs is None else nargs)
-    assert re.search("numbers|sizes|a dim is -1|inner ranks", core.last_error())
+    assert re.search("ints|numbers|sizes|a dim is -1|inner ranks", core.last_error())
 
 
 @pytest.mark.parametrize("item", [0, -1, LOW, 4097, HUGE, MAX])

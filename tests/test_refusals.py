@@ -28,7 +28,7 @@ from test_faults import await_report, finish, report, start
 import spar
 from spar import _C
 from spar._group import setup
-from spar._group.group import group_of
+from spar._group.registry import group_of
 from spar.groups import process_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")

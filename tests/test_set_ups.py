@@ -22,7 +22,7 @@ import spar
 from spar import _C
 from spar._control import agreement, collectives
 from spar._group import setup as rendezvous
-from spar._group.group import group_of
+from spar._group.registry import group_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
 

@@ -23,7 +23,7 @@ from helpers.reference import assert_same
 from test_faults import await_report, finish, report, start
 
 import spar
-from spar._group import group as registry
+from spar._group import registry
 
 Group = dist.ProcessGroup
 gather = spar.gather_forward_split_backward

@@ -46,6 +46,7 @@ typedef struct {
     int ndim;
     const int64_t *extents, *strides;
     PyObject *shape, *stride; /* tuples, instead of these; NULL: none */
+    uint64_t kind;            /* of its dtype and device; 0: not known, or no strided tensor */
 } spar_py_tensor;
 
 /* Returns 0, or -1 and an exception; call spar_py_forget_tensor in both cases. */
@@ -72,6 +73,7 @@ typedef struct {
     int64_t *own[SPAR_GROUP_TENSORS]; /* of tensors for which there was no room left */
     Py_ssize_t used;
     int owned;
+    uint64_t kind; /* of all tensors; 0: not known, or they differ */
 } spar_py_request;
 
 /* Reads a tuple of tensors, each (item size, extents, strides, args). Returns 0, or -1 and an exception; call
@@ -134,8 +136,9 @@ typedef struct {
 } spar_py_bound;
 
 /* Binds a spar._C.Exchange to a tuple or list of tensors, and takes its newest plan if that is for their
- * extents and strides. Returns 0, or -1 and an exception; call spar_py_unbind in both cases. */
-int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, spar_py_bound *bound);
+ * extents and strides. Returns 0; 1 if `alike` is set, and the tensors have not the dtype, device and extents
+ * of those of the newest plan; or -1 and an exception. Call spar_py_unbind in all cases. */
+int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spar_py_bound *bound);
 
 /* Finds or builds the plan; without the GIL. */
 spar_status spar_py_find_plan(spar_py_bound *bound);

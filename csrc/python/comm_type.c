@@ -178,11 +178,12 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 PyDoc_STRVAR(
     exchange_doc,
-    "exchange(Exchange, inputs, targets, forward, number, deadline) -> a list of the outputs\n\n"
+    "exchange(Exchange, inputs, targets, forward, alike, number, deadline) -> a list of the outputs\n\n"
     "inputs: tensors of one dtype. targets: a list of contiguous tensors for the outputs, or None. None\n"
     "is returned for those that were written there: sums, and outputs whose target lies in the arena;\n"
     "copy the others. number: of the call, by the group's own count. forward: that of the call whose\n"
-    "gradient it moves, or 0. deadline: in seconds of time.monotonic.");
+    "gradient it moves, or 0. alike: do nothing and return None unless the inputs have the dtype, device and\n"
+    "extents of those before. deadline: in seconds of time.monotonic.");
 
 /* A list of all outputs, None for those without a block; it owns the blocks, also on failure. */
 static PyObject *output_tensors(const spar_call *call, int dtype)
@@ -216,7 +217,7 @@ static int read_targets(PyObject *tensors, int count, void **addresses)
 
 static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { EXCHANGE, INPUTS, TARGETS, FORWARD, NUMBER, DEADLINE, COUNT };
+    enum { EXCHANGE, INPUTS, TARGETS, FORWARD, ALIKE, NUMBER, DEADLINE, COUNT };
     spar_comm *comm = open_comm(self);
     if (!comm)
         return NULL;
@@ -224,6 +225,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
         return PyErr_Format(PyExc_TypeError, "exchange takes %d arguments, not %zd", COUNT, nargs);
     long long forward = PyLong_AsLongLong(args[FORWARD]), number = PyLong_AsLongLong(args[NUMBER]);
     double deadline_s = PyFloat_AsDouble(args[DEADLINE]);
+    int alike = PyObject_IsTrue(args[ALIKE]);
     if (PyErr_Occurred())
         return NULL;
     PyObject *result = NULL;
@@ -238,7 +240,12 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group};
     spar_py_bound bound = {.call = &call};
-    if (spar_py_bind(args[EXCHANGE], args[INPUTS], 0, &bound) < 0 ||
+    int other = spar_py_bind(args[EXCHANGE], args[INPUTS], 0, alike, &bound);
+    if (other > 0) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
+    if (other < 0 ||
         (call.targets && read_targets(args[TARGETS], bound.asked.request.ntensors, targets) < 0)) {
         report_exception(comm, &call);
         goto done;

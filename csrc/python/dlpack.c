@@ -101,6 +101,12 @@ static int read_by_api(PyObject *tensor, dl_tensor *result)
     return 0;
 }
 
+static uint64_t kind_of(const dl_tensor *tensor)
+{
+    uint64_t device = (uint64_t)tensor->device.type << 16 | (uint16_t)tensor->device.id;
+    return device << 32 | (uint64_t)tensor->dtype.lanes << 16 | tensor->dtype.bits << 8 | tensor->dtype.code;
+}
+
 int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result)
 {
     dl_tensor found;
@@ -109,7 +115,8 @@ int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result)
         *result = (spar_py_tensor){.address = (char *)found.data + found.byte_offset,
                                    .ndim = found.ndim,
                                    .extents = found.shape,
-                                   .strides = found.strides};
+                                   .strides = found.strides,
+                                   .kind = kind_of(&found)};
         return 0;
     }
     PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);

@@ -20,10 +20,12 @@ typedef struct {
     double factor;
     spar_scale scale;
     spar_sum_kind sum;
-    /* The newest plan, or NULL, and the tensors that it is for: their dims, extents and strides. */
+    /* The newest plan, or NULL, and the tensors that it is for: their dims, extents and strides, and their
+     * kind, as in spar_py_request. */
     spar_plan *plan;
     int ndims[SPAR_GROUP_TENSORS];
     int64_t *numbers;
+    uint64_t kind;
 } exchange_object;
 
 static PyTypeObject *exchange_type;
@@ -120,7 +122,21 @@ static int is_newest(const exchange_object *self, const spar_request *request)
     return self->plan != NULL;
 }
 
-int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, spar_py_bound *bound)
+/* Whether the tensors have the dtype, device and extents of those of the newest plan. */
+static int are_alike(const exchange_object *self, const spar_py_request *asked)
+{
+    const int64_t *next = self->numbers;
+    for (int t = 0; self->plan && t < asked->request.ntensors; t++) {
+        const spar_tensor *tensor = &asked->tensors[t];
+        if (self->ndims[t] != tensor->ndim ||
+            memcmp(next, tensor->extents, (size_t)tensor->ndim * sizeof *next) != 0)
+            return 0;
+        next += 2 * tensor->ndim;
+    }
+    return self->plan != NULL && asked->kind && asked->kind == self->kind;
+}
+
+int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spar_py_bound *bound)
 {
     exchange_object *self = (exchange_object *)exchange;
     bound->exchange = NULL;
@@ -137,8 +153,13 @@ int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, spar_py_bound 
     bound->call->sum = self->sum;
     bound->call->inputs = (const void *const *)bound->inputs;
     if (spar_read_inputs(self->op, inputs, self->ntensors, self->nargs, self->args, self->item_size,
-                         self->world, self->rank, sides, &bound->asked, bound->inputs) < 0)
-        return -1;
+                         self->world, self->rank, sides, &bound->asked, bound->inputs) < 0) {
+        if (alike)
+            PyErr_Clear();
+        return alike ? 1 : -1;
+    }
+    if (alike && !are_alike(self, &bound->asked))
+        return 1;
     bound->is_new = !is_newest(self, &bound->asked.request) || (sides && !self->plan->pull);
     if (!bound->is_new)
         bound->plan = spar_plan_keep(self->plan);
@@ -166,6 +187,7 @@ static void keep(exchange_object *self, const spar_py_bound *bound)
         return;
     free(self->numbers);
     self->numbers = numbers;
+    self->kind = bound->asked.kind;
     for (int t = 0; t < request->ntensors; t++) {
         const spar_tensor *tensor = &request->tensors[t];
         memcpy(numbers, tensor->extents, 2 * (size_t)tensor->ndim * sizeof *numbers);
@@ -194,11 +216,12 @@ int spar_py_dtype(const spar_py_bound *bound)
 
 /* ---- methods ---- */
 
-/* Binds the tensors and finds their plan; -1 and an exception on failure. Unbind in both cases. */
-static int plan_inputs(PyObject *self, PyObject *inputs, int sides, spar_py_bound *bound)
+/* Binds the tensors and finds their plan; returns as spar_py_bind. Unbind in all cases. */
+static int plan_inputs(PyObject *self, PyObject *inputs, int sides, int alike, spar_py_bound *bound)
 {
-    if (spar_py_bind(self, inputs, sides, bound) < 0)
-        return -1;
+    int other = spar_py_bind(self, inputs, sides, alike, bound);
+    if (other)
+        return other;
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = spar_py_find_plan(bound);
@@ -208,18 +231,24 @@ static int plan_inputs(PyObject *self, PyObject *inputs, int sides, spar_py_boun
     return status == SPAR_OK ? 0 : -1;
 }
 
-PyDoc_STRVAR(plan_doc, "plan(inputs, sides) -> (Plan, addresses of the inputs)\n\n"
-                       "inputs: a tuple or list of tensors. sides: SIDE_PULL where packed bytes arrive.");
+PyDoc_STRVAR(
+    plan_doc,
+    "plan(inputs, sides, alike=False) -> (Plan, addresses of the inputs)\n\n"
+    "inputs: a tuple or list of tensors. sides: SIDE_PULL where packed bytes arrive. alike: return None\n"
+    "unless they have the dtype, device and extents of those of the newest plan.");
 
 static PyObject *exchange_plan(PyObject *self, PyObject *args)
 {
     PyObject *inputs, *result = NULL;
-    int sides;
+    int sides, alike = 0;
     spar_call call = {0};
     spar_py_bound bound = {.call = &call};
-    if (!PyArg_ParseTuple(args, "Oi", &inputs, &sides))
+    if (!PyArg_ParseTuple(args, "Oi|p", &inputs, &sides, &alike))
         return NULL;
-    if (plan_inputs(self, inputs, sides, &bound) == 0) {
+    int other = plan_inputs(self, inputs, sides, alike, &bound);
+    if (other > 0) {
+        result = Py_NewRef(Py_None);
+    } else if (other == 0) {
         int count = bound.plan->ntensors;
         PyObject *addresses = PyTuple_New(count);
         for (int t = 0; addresses && t < count; t++)
@@ -247,7 +276,7 @@ static PyObject *exchange_select(PyObject *self, PyObject *inputs)
     spar_call call = {0};
     spar_py_bound bound = {.call = &call};
     spar_status status = SPAR_OK;
-    if (plan_inputs(self, inputs, 0, &bound) < 0)
+    if (plan_inputs(self, inputs, 0, 0, &bound) != 0)
         goto done;
     if (bound.plan->ntensors != 1) {
         PyErr_Format(PyExc_ValueError, "%d tensors; expected 1", bound.plan->ntensors);

@@ -114,6 +114,7 @@ static int add_object(spar_py_request *asked, const char *op, int64_t item_size,
         }
     }
     *address = read.address;
+    asked->kind = asked->request.ntensors == 1 || asked->kind == read.kind ? read.kind : 0;
     spar_py_forget_tensor(&read);
     if (!tensor || *address)
         return tensor ? 0 : -1;
@@ -124,6 +125,7 @@ static void begin(int world, int rank, int sides, spar_py_request *asked)
 {
     asked->request = (spar_request){world, rank, sides, 0, asked->tensors};
     asked->used = asked->owned = 0;
+    asked->kind = 0;
 }
 
 int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked)

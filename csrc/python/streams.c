@@ -3,11 +3,11 @@
 #include "python/binding.h"
 
 /* The arguments of enqueue, in their order. */
-enum { EXCHANGE, INPUTS, OUTS, FORWARD, DEADLINE, STREAM, NATIVE, DTYPE, EMPTY, COUNT };
+enum { EXCHANGE, INPUTS, OUTS, FORWARD, ALIKE, DEADLINE, STREAM, NATIVE, DTYPE, EMPTY, COUNT };
 
 const char spar_py_enqueue_doc[] = PyDoc_STR(
-    "enqueue(Exchange, inputs, outs, forward, deadline, stream, native, dtype, empty)\n"
-    "    -> a list of the outputs\n\n"
+    "enqueue(Exchange, inputs, outs, forward, alike, deadline, stream, native, dtype, empty)\n"
+    "    -> a list of the outputs; None if `alike`, as of exchange, does not hold\n\n"
     "One exchange of tensors of one dtype, given to the stream: returns before its bytes have moved. outs:\n"
     "contiguous tensors to write to, or None. native as of comm(), now. empty(shape, strides, dtype)\n"
     "allocates a tensor in the order of the stream: outputs, and memory that is freed on return. If `begun`\n"
@@ -93,7 +93,11 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
         return PyErr_Format(PyExc_TypeError, "enqueue takes %d arguments, and got %zd", COUNT, nargs);
     if (read_call(args, &call, self) < 0)
         return NULL;
-    if (spar_py_bind(args[EXCHANGE], args[INPUTS], SPAR_SIDE_PULL, &bound) < 0)
+    int other =
+        spar_py_bind(args[EXCHANGE], args[INPUTS], SPAR_SIDE_PULL, PyObject_IsTrue(args[ALIKE]), &bound);
+    if (other > 0)
+        results = Py_NewRef(Py_None);
+    if (other != 0)
         goto done;
     spar_status status = spar_py_find_plan(&bound);
     if (status != SPAR_OK) {

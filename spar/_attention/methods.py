@@ -14,7 +14,8 @@ from .._C import MOST_TENSORS
 from .._control.state import ALONE, Place
 from .._exchange.arguments import ranks_of
 from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, pair, pieces, rotated
-from .._group.group import Group, place_of
+from .._group.group import Group
+from .._group.registry import place_of
 from ..ops.all_to_all import How, all_to_all_for
 from ..ops.gather import transpose_for
 from ..sequence_layout import SequenceLayout, numbers_of

@@ -13,7 +13,7 @@ from .. import _C
 from .._checks import digest
 from .._exchange.arguments import Arguments
 from .._exchange.layouts import extent, total_of
-from .._group.group import place_of
+from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from .kernels import NAMES, reason_against
 from .masks import checked_mask

@@ -12,7 +12,8 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._control.state import Place
-from .._group.group import Call, Group as Group_, by_process_group, group_at, group_of, place_of
+from .._group.group import Call, Group as Group_
+from .._group.registry import by_process_group, group_at, group_of, place_of
 from .._transports.dtypes import PLAIN_TYPES
 from ..sizes import as_int, swapped_hint
 from ..topology.resolve import Group, process_group
@@ -354,8 +355,10 @@ def apply_together(
         records = must_record(inputs)
     if kind != MOVE:
         check_summable(first, kind == SUM, records)
-    if first.world == 1 and (not records or grad_scale[0] == 1.0):
-        return inputs
+    if first.world == 1:
+        key = None  # there is no exchange to repeat
+        if not records or grad_scale[0] == 1.0:
+            return inputs
     if records and grad_scale[0] != 1.0:
         _check_scalable(first)
     exchange = Exchange(first.name, first.group, args, ONE, grad_scale, kind, records, first.note, key=key)

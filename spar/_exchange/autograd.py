@@ -18,14 +18,18 @@ from torch.compiler import is_dynamo_compiling
 from .exchange import Chain, Exchange, Tensors
 from .watch import _functorch_transforms, must_record
 
+# what is recorded, and what runs it: one argument, because torch spends time on each
+Recorded = tuple[Exchange | Chain, Callable[[Tensors], Tensors]]
+
 
 class SparExchange(torch.autograd.Function):
     """Compute y = scale * exchange(x); the gradient of x is grad_scale * transpose(gradient of y)."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange | Chain, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        exchange, run = call
         ctx.exchange = exchange
-        outputs = tuple(exchange.run(inputs))
+        outputs = tuple(run(inputs))
         ctx.forward = exchange.number()
         return outputs
 
@@ -50,13 +54,13 @@ class SparTransformed(SparExchange):
     """
 
     @staticmethod
-    def forward(exchange: Exchange | Chain, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return SparExchange.forward(SimpleNamespace(), exchange, *inputs)
+    def forward(call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return SparExchange.forward(SimpleNamespace(), call, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.exchange = inputs[0]
-        ctx.forward = () if isinstance(inputs[0], Chain) else 0
+        ctx.exchange, _ = inputs[0]
+        ctx.forward = () if isinstance(ctx.exchange, Chain) else 0
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -81,7 +85,7 @@ def apply(exchange: Exchange | Chain, inputs: Tensors) -> Tensors:
         return exchange.run(inputs)
     compiles = is_dynamo_compiling()
     if forward_ad._current_level >= 0 or (not compiles and _functorch_transforms()):
-        return cast(Tensors, SparTransformed.apply(exchange, *inputs))  # type: ignore[no-untyped-call]
+        return cast(Tensors, SparTransformed.apply((exchange, exchange.run), *inputs))  # type: ignore[no-untyped-call]
     if compiles:  # which must see torch's own apply
-        return cast(Tensors, SparExchange.apply(exchange, *inputs))  # type: ignore[no-untyped-call]
-    return apply_plain(exchange, *inputs)
+        return cast(Tensors, SparExchange.apply((exchange, exchange.run), *inputs))  # type: ignore[no-untyped-call]
+    return apply_plain((exchange, exchange.run), *inputs)

@@ -17,8 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._control.state import Place
-from .._group.group import Group, group_at, is_faking
-from .._group.profiling import is_profiled, profiled
+from .._group.group import Group, is_faking
+from .._group.registry import group_at
 from .._transports.dtypes import (
     ITEM_TYPES,
     PLAIN_TYPES,
@@ -51,6 +51,10 @@ _GRADIENTS = {MOVE: "recorded", GATHER: "summed", SUM: "gathered"}  # in words, 
 _type_of = functools.cache(operator.attrgetter("type"))
 
 
+class Unlike(Exception):
+    """The tensors are not like those for which a group remembers an exchange: see `Exchange.again`."""
+
+
 class Exchange:
     """One exchange of tensors on a group, or one selection. Immutable.
 
@@ -67,11 +71,12 @@ class Exchange:
         note: other arguments of the operation that must be equal on all ranks, in words.
         then: handles of the groups whose next exchange depends on this one.
         core: what the C core knows of it, for tensors of `dtype` on `device`; made when it first runs.
+        is_known: whether the core can scale this dtype.
     """
 
     __slots__ = (
-        *("args", "core", "device", "dtype", "grad_scale", "gradient", "group", "kind", "name", "note"),
-        *("scale", "then", "_transposed"),
+        *("args", "core", "device", "dtype", "grad_scale", "gradient", "group", "is_known", "kind", "name"),
+        *("note", "scale", "then", "_transposed"),
     )
 
     def __init__(
@@ -92,7 +97,7 @@ class Exchange:
         self.scale, self.grad_scale, self.note = scale, grad_scale, note
         self.gradient = _GRADIENTS[kind] if records else gradient
         self.core: _C.Exchange | None = None
-        self.device, self.dtype = "", torch.float32
+        self.device, self.dtype, self.is_known = "", torch.float32, True
         self.then: tuple[int, ...] = ()
         self._transposed: Exchange | None = None
         if key is not None and isinstance(group, Group):
@@ -216,21 +221,27 @@ class Exchange:
             codes = kind, divide, factor, sums if self.kind == SUM else 0
             core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
             self.core, self.dtype, self.device = core, first.dtype, device
-        channel = group.channels.get(device)
-        if channel is None:
-            channel = group.channel(self.name, first.device, queued)
-        exchange: Any = channel.exchange
-        if is_profiled():
-            exchange = functools.partial(profiled, group, channel)
-        arguments = self.name, device, exchange, core, inputs, outs, forward
-        outputs: list[Any] = group.in_turn(*arguments, progress=channel.progress, queued=queued)
-        if outs is not None or kind == 0:
-            return self._finish(outputs, outs, first.dtype, kind)
-        return outputs
+            self.is_known = kind != 0
+        outputs = group.in_turn(self.name, device, None, core, inputs, outs, forward, False, queued)
+        return cast(Tensors, outputs) if outs is None and kind else self._finish(outputs, outs, first.dtype)
 
-    def _finish(
-        self, outputs: list[Any], outs: Tensors | None, dtype: torch.dtype, kind: int
-    ) -> list[torch.Tensor]:
+    def again(self, inputs: Tensors) -> Tensors:
+        """Run it for plain tensors that no tracer must see.
+
+        Raises:
+            Unlike: they do not have the dtype, device and shapes of the newest ones; nothing was exchanged.
+        """
+        if self.core is None:
+            raise Unlike
+        if self.kind == SUM:
+            inputs = [x.unsqueeze(0) for x in inputs]
+        group: Any = self.group
+        outputs = group.in_turn(self.name, self.device, None, self.core, inputs, None, 0, True)
+        if outputs is None:
+            raise Unlike
+        return cast(Tensors, outputs) if self.is_known else self._finish(outputs, None, self.dtype)
+
+    def _finish(self, outputs: list[Any], outs: Tensors | None, dtype: torch.dtype) -> list[torch.Tensor]:
         """Copy outputs that could not be written to `outs`; scale those of dtypes that the core cannot."""
         if outs is None:
             outs = [output if output.dtype == dtype else output.view(dtype) for output in outputs]
@@ -238,7 +249,7 @@ class Exchange:
             for out, output in zip(outs, outputs, strict=True):
                 if output is not None:
                     copy_items(out, output)
-        for out in outs if kind == 0 else ():
+        for out in outs if dtype not in SCALE_TYPES else ():
             apply_scale(out, *self.scale)
         return list(outs)
 
@@ -356,7 +367,7 @@ class Chain:
             return ()
         return tuple([exchange.number() for exchange in self.exchanges])[::-1]
 
-    def run(self, inputs: Tensors, forward: tuple[Number, ...] = (), traced: bool | None = None) -> Tensors:
+    def run(self, inputs: Tensors, forward: tuple[Number, ...] = ()) -> Tensors:
         """Run the exchanges; forward: for each, as in `Exchange.run`."""
         with contextlib.ExitStack() as blocks:
             for exchange in self.exchanges:

@@ -25,9 +25,10 @@ import torch
 
 from .._checks import check_number
 from .._control.mismatch import add_advice
-from .._group.group import Group, group_at
+from .._group.group import Group
 from .._group.profiling import event, is_profiled
 from .._group.queue import Job
+from .._group.registry import group_at
 from .._transports.cuda import Beside
 from ..errors import ExchangeTimeoutError, SparError
 from .arguments import Arguments

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +19,10 @@ from .._control import collectives, fork
 from .._control.agreement import announce_failure, failure_text, is_out_of_memory, is_reported, mark_reported
 from .._control.mismatch import add_advice, explained
 from .._control.state import LOCAL, OVER, SHARED, GroupState, Place, Transport
-from .._tracing import constant
 from .._transports.channel import Channel
 from ..errors import SparError, TransportError
 from . import setup
+from .profiling import is_profiled, profiled
 from .queue import Job, Queue
 
 _MOST_EXCHANGES = 256  # that a group remembers
@@ -74,20 +72,24 @@ class Group(GroupState):
         self,
         op: str,
         device: str | None,
-        action: Callable[..., Any],
-        *args: Any,
-        progress: int | None = None,
+        action: Callable[[float], Any] | None,
+        core: Any = None,
+        inputs: Sequence[torch.Tensor] = (),
+        outs: Sequence[torch.Tensor] | None = None,
+        forward: Any = 0,
+        alike: bool = False,
         queued: bool = False,
     ) -> Any:
-        """Return action(*args, deadline), once it is its turn among the calls of this rank on the group.
+        """Return action(deadline), or run an exchange, in its turn among this rank's calls on the group.
 
         An exception is reported to the peers as the failure of this rank's call, or breaks the group.
 
         Args:
             op: the operation's name.
             device: the type of the device where the call's tensors lie; None: not known.
-            progress: for an exchange: how far the call has come when the action begins. It counts as a call,
-                and the action gets the call's number before the deadline.
+            action: None for an exchange, for which the group is set up if it is not yet.
+            core, inputs, outs, forward, alike: of an exchange, as in `Channel.exchange`. Where that returns
+                None, it was no call.
             queued: it is the turn of a call in flight; others wait until none is before them.
         """
         thread = threading.get_ident()
@@ -111,11 +113,20 @@ class Group(GroupState):
                     self.progress = LOCAL
                     if self.broken is not None:
                         raise self.broken_error(op)
-                    if progress is None:
-                        return action(*args, deadline)
+                    if action is not None:
+                        return action(deadline)
+                    channel = self.channels.get(device)  # type: ignore[arg-type]
+                    if channel is None:
+                        channel = self._set_up(op, inputs[0].device, deadline)
                     self.calls = number = before + 1
-                    self.progress = progress
-                    return action(*args, number, deadline)
+                    self.progress = channel.progress
+                    run: Any = channel.exchange
+                    if is_profiled():
+                        run = functools.partial(profiled, self, channel)
+                    outputs = run(core, inputs, outs, forward, alike, number, deadline)
+                    if outputs is None:
+                        self.calls = before
+                    return outputs
                 except BaseException as error:
                     result = self._explained(op, device, error)
                     try:
@@ -167,24 +178,24 @@ class Group(GroupState):
         reason = "the group has not exchanged anything yet"
         return Transport(None, reason, device, self.world, setup.known_rejections(self, device))
 
-    def channel(self, op: str, device: torch.device, queued: bool = False) -> Channel:
+    def channel(self, op: str, device: torch.device) -> Channel:
         """Return the channel for a device type; set it up with all ranks if there is none."""
-        kind = device.type
-        if kind not in self.channels:
-            self.in_turn(op, kind, self._set_up, op, device, queued=queued)
-            if self.broken is not None:  # closed meanwhile
-                raise self.broken_error(op)
-        return self.channels[kind]
+        channel = self.channels.get(device.type)
+        if channel is None:
+            channel = self.in_turn(op, device.type, functools.partial(self._set_up, op, device))
+        return channel
 
-    def _set_up(self, op: str, device: torch.device, deadline: float) -> None:
+    def _set_up(self, op: str, device: torch.device, deadline: float) -> Channel:
         kind = device.type
-        if kind in self.transports:
-            return
-        chosen, channel = setup.set_up(self, op, device, deadline)
-        self.transports[kind] = chosen  # and nothing between that a signal's handler could interrupt
-        self.channels[kind] = channel
-        channel.watch()
-        self.progress = LOCAL
+        if kind not in self.transports:
+            chosen, channel = setup.set_up(self, op, device, deadline)
+            self.transports[kind] = chosen  # and nothing between that a signal's handler could interrupt
+            self.channels[kind] = channel
+            channel.watch()
+            self.progress = LOCAL
+        if self.broken is not None:  # closed meanwhile
+            raise self.broken_error(op)
+        return self.channels[kind]
 
     # ---- what ends a call early ----
 
@@ -225,7 +236,8 @@ class Group(GroupState):
                 queue.add(self, op, lambda: self.fail(op, device, error, why, queued=True))
             return
         with contextlib.suppress(SparError):
-            self.in_turn(op, None, self._account, op, device, error, None, why, queued=queued)
+            action = functools.partial(self._account, op, device, error, None, why)
+            self.in_turn(op, None, action, queued=queued)
 
     def _explained(self, op: str, device: str | None, error: BaseException) -> BaseException:
         """Return an error of the C core with what only this side knows; other errors as they are."""
@@ -378,78 +390,3 @@ class Call:
 is_faking: Callable[[], Any] = functools.partial(
     torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 )
-
-
-# ---- the groups of this process ----
-# State hangs on the ProcessGroup object, weakly; names are reused after destroy and init.
-
-_creation = threading.RLock()  # a signal's handler may close a group, or use another
-by_process_group: dict[int, Group] = {}  # by the ProcessGroup's id, until that is gone
-_by_handle: dict[int, Group] = {}
-_finalizers: dict[int, weakref.finalize[..., Any]] = {}  # by handle
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked child: a thread of the parent may hold it."""
-    global _creation
-    _creation = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
-
-
-def group_of(process_group: dist.ProcessGroup) -> Group:
-    """Return spar's state of a process group; create it at its first use."""
-    group = by_process_group.get(id(process_group))
-    if group is None:
-        process_group = _unwrapped(process_group)
-        with _creation:
-            group = by_process_group.get(id(process_group))
-            if group is None:
-                group = Group(process_group)
-                key = id(process_group), group.handle
-                _finalizers[group.handle] = weakref.finalize(process_group, _forget, *key)
-                _finalizers[group.handle].atexit = False
-                _by_handle[group.handle] = group
-                by_process_group[id(process_group)] = group
-    return group
-
-
-def _unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the real group of the object that torch.compile passes."""
-    return getattr(group, "real_obj", group)
-
-
-def _forget(key: int, handle: int) -> None:
-    """Close and forget a group that was destroyed or closed; its id may be reused, its handle is not."""
-    by_process_group.pop(key, None)
-    _finalizers.pop(handle, None)
-    if (group := _by_handle.pop(handle, None)) is not None:
-        group.close()  # recorded exchanges may hold it for longer
-
-
-def group_at(handle: int) -> Group:
-    """Return the group of a handle; raise if it is gone."""
-    group = _by_handle.get(handle)
-    if group is None:
-        raise SparError(
-            "the process group of this call was destroyed, or closed; "
-            "make each call, and its backward, before"
-        )
-    return group
-
-
-@constant
-def place_of(process_group: dist.ProcessGroup) -> Place:
-    """Return this rank's place in a group; a constant for torch.compile."""
-    group = by_process_group.get(id(process_group))
-    return (group_of(process_group) if group is None else group).place
-
-
-def close(process_group: dist.ProcessGroup) -> None:
-    """End spar's use of a group on this rank; its next use makes a new state."""
-    real = _unwrapped(process_group)
-    with _creation:
-        group = by_process_group.get(id(real))
-        if group is not None:
-            _finalizers[group.handle]()

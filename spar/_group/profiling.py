@@ -25,7 +25,7 @@ def event(name: str, tensors: Sequence[torch.Tensor] = (), **inputs: Any) -> Abs
 
 def profiled(
     group: GroupState, channel: Channel, core: _C.Exchange, inputs: Sequence[torch.Tensor], *args: Any
-) -> list[Any]:
+) -> list[Any] | None:
     """Run an exchange on a channel as an event of the profile.
 
     The event's inputs are the tensors, and by name the bytes that this rank sends to others, the group, the

@@ -9,6 +9,9 @@ import torch
 
 from .. import _C
 
+Tensors = Sequence[torch.Tensor]
+Run = Callable[[_C.Exchange, Tensors, Tensors | None, int, bool, int, float], list[Any] | None]
+
 
 class Channel(Protocol):
     """A transport of one group for the tensors of one device type.
@@ -22,13 +25,15 @@ class Channel(Protocol):
         enqueues: whether a call only gives work to the device's current stream.
         overlaps: whether an exchange in flight leaves this process's cores to what the rank computes.
         progress: of a call when `exchange` begins: OVER if that reports by itself whatever fails in it.
-        exchange: `exchange(core, inputs, outs, forward, number, deadline)` runs one exchange and returns its
-            outputs, new contiguous tensors in whatever memory the transport uses. `core` is what all ranks
-            agree on. `inputs` have one dtype and device. `outs`: contiguous tensors to write the outputs to,
-            or None; the list that is returned has None for those that were written there, and tensors to
-            copy for others. `forward` is the number of the call whose gradient the exchange moves: ranks
-            that know it must agree; 0 is not known. `number` counts the group's calls, this one included.
-            CPU outputs are complete on return; those on a GPU when the current stream reaches this point.
+        exchange: `exchange(core, inputs, outs, forward, alike, number, deadline)` runs one exchange and
+            returns its outputs, new contiguous tensors in whatever memory the transport uses. `core` is what
+            all ranks agree on. `inputs` have one dtype and device. `outs`: contiguous tensors to write the
+            outputs to, or None; the list that is returned has None for those that were written there, and
+            tensors to copy for others. `forward` is the number of the call whose gradient the exchange
+            moves: ranks that know it must agree; 0 is not known. With `alike` it does nothing and returns
+            None unless the inputs have the dtype, device and extents of those of `core`'s newest call.
+            `number` counts the group's calls, this one included. CPU outputs are complete on return; those
+            on a GPU when the current stream reaches this point.
     """
 
     name: str
@@ -37,11 +42,7 @@ class Channel(Protocol):
     progress: int
 
     @property
-    def exchange(
-        self,
-    ) -> Callable[
-        [_C.Exchange, Sequence[torch.Tensor], Sequence[torch.Tensor] | None, int, int, float], list[Any]
-    ]: ...
+    def exchange(self) -> Run: ...
 
     @property
     def core(self) -> _C.Comm | None: ...

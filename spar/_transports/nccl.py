@@ -110,9 +110,10 @@ class NcclChannel(CoreChannel):
         inputs: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor] | None,
         forward: int,
+        alike: bool,
         number: int,
         deadline: float,
-    ) -> list[Any]:
+    ) -> list[Any] | None:
         index = inputs[0].get_device()
         if index != self.device.index:
             group = self.group
@@ -122,9 +123,9 @@ class NcclChannel(CoreChannel):
                 **group.where(core.op),
             )
         if is_current(index):
-            return self._enqueue(core, inputs, outs, forward, number, deadline)
+            return self._enqueue(core, inputs, outs, forward, alike, number, deadline)
         with on_device(self.device.place):
-            return self._enqueue(core, inputs, outs, forward, number, deadline)
+            return self._enqueue(core, inputs, outs, forward, alike, number, deadline)
 
     def _enqueue(
         self,
@@ -132,15 +133,18 @@ class NcclChannel(CoreChannel):
         inputs: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor] | None,
         forward: int,
+        alike: bool,
         number: int,
         deadline: float,
-    ) -> list[Any]:
+    ) -> list[Any] | None:
         """Return when the exchange is in the current stream."""
         group, device = self.group, self.device
         compares = group.synchronous and not is_capturing(device.place)
         if compares:
-            plan, _ = core.plan(inputs, _C.SIDE_PULL)
-            compare(group, core, plan, forward, number, deadline)
+            planned = core.plan(inputs, _C.SIDE_PULL, alike)
+            if planned is None:
+                return None
+            compare(group, core, planned[0], forward, number, deadline)
         refuse_open_group(core.op, device.place)
         self.inside = True  # before torch's communicator is asked for: it is not aborted meanwhile
         try:
@@ -148,7 +152,7 @@ class NcclChannel(CoreChannel):
             group.progress = OVER  # the core reports whatever fails in it
             targets, dtype = None if core.sums else outs, inputs[0].dtype
             outputs = self.core.enqueue(
-                core, inputs, targets, forward, deadline, stream, native, dtype, empty
+                core, inputs, targets, forward, alike, deadline, stream, native, dtype, empty
             )
         except BaseException:
             if group.progress == OVER and not self.core.begun:  # the peers know nothing of the call
@@ -156,6 +160,8 @@ class NcclChannel(CoreChannel):
             raise
         finally:
             self.inside = False
+        if outputs is None:
+            return None
         if compares:
             self.core.wait(deadline)
         if core.sums:

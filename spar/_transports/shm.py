@@ -26,9 +26,11 @@ class ShmChannel(CoreChannel):
         # an exchange in flight copies and polls: without a core of its own it takes its time from the kernel
         self.overlaps = group.core_share > torch.get_num_threads()
 
-    def _exchange_and_copy(self, *arguments: Any) -> list[Any]:
+    def _exchange_and_copy(self, *arguments: Any) -> list[Any] | None:
         """Exchange, and copy what lies in shared memory to torch's own (SPAR_OUTPUT=torch)."""
         outputs = self.core.exchange(*arguments)
+        if outputs is None:
+            return None
         return [None if output is None else output.clone() for output in outputs]
 
     def watch(self) -> None:

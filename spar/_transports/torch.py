@@ -125,15 +125,19 @@ class TorchChannel:
         inputs: Tensors,
         outs: Tensors | None,
         forward: int,
+        alike: bool,
         number: int,
         deadline: float,
-    ) -> list[Any]:
+    ) -> list[Any] | None:
         """Whatever can fail on one rank alone comes first; then ranks compare; then bytes move."""
         group, first = self.group, inputs[0]
         device = first.device
         refuse_capture(core.op, device, "the torch transport waits for the device")
         begin = time.monotonic_ns()
-        plan, _ = core.plan(inputs, _C.SIDE_PULL)
+        planned = core.plan(inputs, _C.SIDE_PULL, alike)
+        if planned is None:
+            return None
+        plan, _ = planned
         rows = core.sums or outs is None
         outputs = [first.new_empty(shape) for shape in plan.out_shapes] if rows else outs
         assert outputs is not None

@@ -15,7 +15,8 @@ from .._control.state import ALONE, Place
 from .._exchange.arguments import Arguments, apply_chain, cumulative_hint, from_cumulative, ranks_of
 from .._exchange.exchange import Scale
 from .._exchange.layouts import WHOLE, Args, Layout, even, packed, pair, zigzag
-from .._group.group import Call, Group as Group_, place_of
+from .._group.group import Call, Group as Group_
+from .._group.registry import place_of
 from .._tracing import constant
 from ..sizes import share, totals_of_share
 from ..topology.groups_by_name import ParallelState

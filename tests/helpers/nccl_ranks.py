@@ -147,8 +147,7 @@ def enqueue(
     core = _C.Exchange(
         op, f" of {x.dtype} on cuda", comm.world, comm.rank, x.element_size(), (layouts,), *codes
     )
-    arguments = core, [on_device], [output], 0
-    comm.in_turn(op, "cuda", channel.exchange, *arguments, progress=channel.progress)
+    comm.in_turn(op, "cuda", None, core, [on_device], [output])
     return output
 
 

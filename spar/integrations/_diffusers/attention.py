@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..._attention.attention import attention
-from ..._group.group import place_of
+from ..._group.registry import place_of
 from ...sequence_layout import SequenceLayout
 from .names import Names
 from .sequences import Sequences

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._group.group import place_of
+from ..._group.registry import place_of
 from ...ops.gather import all_gather
 
 _SIZES, _SAMPLES = 8, 120  # numbers that stand for each tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from ..._group.group import place_of
+from ..._group.registry import place_of
 from ...sequence_layout import SequenceLayout
 
 _STREAM = "hidden_states"  # the end of the names of features, as against their positions and masks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..._checks import digest
-from ..._group.group import group_of, place_of
+from ..._group.registry import group_of, place_of
 from ...errors import MismatchError
 from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout

@@ -20,7 +20,7 @@ from ..._control.state import ALONE, Place
 from ..._exchange.arguments import Arguments
 from ..._exchange.exchange import ONE
 from ..._exchange.layouts import WHOLE, by_sizes, even
-from ..._group.group import group_at, place_of
+from ..._group.registry import group_at, place_of
 from ..._tracing import constant
 from ...errors import SparError
 from ...topology.topology import sequence_group, warn_if_unsharded
