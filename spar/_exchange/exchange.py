@@ -70,13 +70,13 @@ class Exchange:
         gradient: what backward will do, in words; empty if no gradient is recorded.
         note: other arguments of the operation that must be equal on all ranks, in words.
         then: handles of the groups whose next exchange depends on this one.
-        core: what the C core knows of it, for tensors of `dtype` on `device`; made when it first runs.
-        is_known: whether the core can scale this dtype.
+        prepared: what the C core knows of it for tensors of a dtype on a device, these two, and the core's
+            code of the dtype, by which it scales; of the newest ones, None before it runs.
     """
 
     __slots__ = (
-        *("args", "core", "device", "dtype", "grad_scale", "gradient", "group", "is_known", "kind", "name"),
-        *("note", "scale", "then", "_transposed"),
+        *("args", "grad_scale", "gradient", "group", "kind", "name", "note", "prepared", "scale", "then"),
+        "_transposed",
     )
 
     def __init__(
@@ -96,8 +96,7 @@ class Exchange:
         self.name, self.group, self.args, self.kind = name, group, args, kind
         self.scale, self.grad_scale, self.note = scale, grad_scale, note
         self.gradient = _GRADIENTS[kind] if records else gradient
-        self.core: _C.Exchange | None = None
-        self.device, self.dtype, self.is_known = "", torch.float32, True
+        self.prepared: tuple[_C.Exchange, torch.dtype, str, int] | None = None
         self.then: tuple[int, ...] = ()
         self._transposed: Exchange | None = None
         if key is not None and isinstance(group, Group):
@@ -211,8 +210,8 @@ class Exchange:
             if x.is_neg() or (conjugates and x.is_conj()):
                 inputs = [x.resolve_conj().resolve_neg() for x in inputs]
                 break
-        core = self.core
-        if core is None or self.dtype is not first.dtype or self.device != device:
+        prepared = self.prepared
+        if prepared is None or prepared[1] is not first.dtype or prepared[2] != device:
             factor, divide = self.scale
             text = f" of {first.dtype} on {device}"
             text += f" {'/' if divide else '*'} {factor:.17g}" if factor != 1.0 else ""
@@ -220,9 +219,8 @@ class Exchange:
             text += f", {self.note}" if self.note else ""
             codes = kind, divide, factor, sums if self.kind == SUM else 0
             core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
-            self.core, self.dtype, self.device = core, first.dtype, device
-            self.is_known = kind != 0
-        outputs = group.in_turn(self.name, device, None, core, inputs, outs, forward, False, queued)
+            self.prepared = prepared = core, first.dtype, device, kind
+        outputs = group.in_turn(self.name, device, None, prepared[0], inputs, outs, forward, False, queued)
         return cast(Tensors, outputs) if outs is None and kind else self._finish(outputs, outs, first.dtype)
 
     def again(self, inputs: Tensors) -> Tensors:
@@ -231,15 +229,16 @@ class Exchange:
         Raises:
             Unlike: they do not have the dtype, device and shapes of the newest ones; nothing was exchanged.
         """
-        if self.core is None:
+        if self.prepared is None:
             raise Unlike
+        core, dtype, device, kind = self.prepared
         if self.kind == SUM:
             inputs = [x.unsqueeze(0) for x in inputs]
         group: Any = self.group
-        outputs = group.in_turn(self.name, self.device, None, self.core, inputs, None, 0, True)
+        outputs = group.in_turn(self.name, device, None, core, inputs, None, 0, True)
         if outputs is None:
             raise Unlike
-        return cast(Tensors, outputs) if self.is_known else self._finish(outputs, None, self.dtype)
+        return cast(Tensors, outputs) if kind else self._finish(outputs, None, dtype)
 
     def _finish(self, outputs: list[Any], outs: Tensors | None, dtype: torch.dtype) -> list[torch.Tensor]:
         """Copy outputs that could not be written to `outs`; scale those of dtypes that the core cannot."""

@@ -25,8 +25,6 @@ from . import setup
 from .profiling import is_profiled, profiled
 from .queue import Job, Queue
 
-_MOST_EXCHANGES = 256  # that a group remembers
-
 
 class Group(GroupState):
     """What spar does with one process group on this rank.
@@ -62,11 +60,6 @@ class Group(GroupState):
     def count(self) -> int:
         """Return how many calls this rank has made, those in flight included."""
         return self.calls if self.queue is None else self.queue.count()
-
-    def remember(self, key: tuple[object, ...], exchange: Any) -> None:
-        if len(self.exchanges) >= _MOST_EXCHANGES:
-            self.exchanges.clear()
-        self.exchanges[key] = exchange
 
     def in_turn(
         self,
