@@ -26,6 +26,7 @@ from .watch import must_record
 Sizes = Sequence[int] | torch.Tensor
 Key = tuple[object, ...] | None  # by which a group remembers an exchange; None: it does not
 _STRIDED = torch.strided
+_LONG = 256  # numbers of a layout, which take longer to compare than what a remembered exchange saves
 
 
 def ranks_of(group: Group | Group_ | Place, name: str) -> Group_ | Place:
@@ -361,9 +362,16 @@ def apply_together(
             return inputs
     if records and grad_scale[0] != 1.0:
         _check_scalable(first)
-    exchange = Exchange(first.name, first.group, args, ONE, grad_scale, kind, records, first.note, key=key)
+    group, rest = first.group, (ONE, grad_scale, kind, records, first.note)
     if compiles:
-        return in_graph(exchange, inputs)
+        return in_graph(Exchange(first.name, group, args, *rest), inputs)
+    if isinstance(group, Place) or len(args[0]) > _LONG:
+        exchange = Exchange(first.name, group, args, *rest)
+    else:
+        decided = first.name, args, rest
+        exchange = group.exchanges.get(decided) or Exchange(first.name, group, args, *rest, key=decided)
+        if key is not None:
+            group.exchanges[key] = exchange
     return apply(exchange, inputs) if records else exchange.run(inputs)
 
 

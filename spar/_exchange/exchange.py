@@ -70,8 +70,8 @@ class Exchange:
         gradient: what backward will do, in words; empty if no gradient is recorded.
         note: other arguments of the operation that must be equal on all ranks, in words.
         then: handles of the groups whose next exchange depends on this one.
-        prepared: what the C core knows of it for tensors of a dtype on a device, these two, and the core's
-            code of the dtype, by which it scales; of the newest ones, None before it runs.
+        prepared: what the C core knows of it for tensors of a dtype on a device; these two; the core's code
+            of the dtype, by which it scales; whether views may negate. Of the newest; None before it runs.
     """
 
     __slots__ = (
@@ -96,7 +96,7 @@ class Exchange:
         self.name, self.group, self.args, self.kind = name, group, args, kind
         self.scale, self.grad_scale, self.note = scale, grad_scale, note
         self.gradient = _GRADIENTS[kind] if records else gradient
-        self.prepared: tuple[_C.Exchange, torch.dtype, str, int] | None = None
+        self.prepared: tuple[_C.Exchange, torch.dtype, str, int, bool] | None = None
         self.then: tuple[int, ...] = ()
         self._transposed: Exchange | None = None
         if key is not None and isinstance(group, Group):
@@ -219,7 +219,7 @@ class Exchange:
             text += f", {self.note}" if self.note else ""
             codes = kind, divide, factor, sums if self.kind == SUM else 0
             core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
-            self.prepared = prepared = core, first.dtype, device, kind
+            self.prepared = prepared = core, first.dtype, device, kind, negates
         outputs = group.in_turn(self.name, device, None, prepared[0], inputs, outs, forward, False, queued)
         return cast(Tensors, outputs) if outs is None and kind else self._finish(outputs, outs, first.dtype)
 
@@ -231,7 +231,12 @@ class Exchange:
         """
         if self.prepared is None:
             raise Unlike
-        core, dtype, device, kind = self.prepared
+        core, dtype, device, kind, negates = self.prepared
+        for (
+            x
+        ) in inputs:  # the core tells dtypes apart by DLPack's names, which some share, such as int2 and int3
+            if x.dtype is not dtype or (negates and (x.is_neg() or x.is_conj())):
+                raise Unlike
         if self.kind == SUM:
             inputs = [x.unsqueeze(0) for x in inputs]
         group: Any = self.group
