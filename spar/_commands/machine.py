@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .._group.setup import unknown_settings
+from .._group.log import unknown_settings
 from .._version import __version__
 
 Facts = dict[str, Any]  # what json.dumps accepts

@@ -67,6 +67,7 @@ class GroupState:
         compares: whether ranks compare their calls where that is a step of its own (SPAR_CHECK).
         synchronous: whether nccl's calls are compared before they are issued (SPAR_CHECK=1).
         own_output: whether outputs lie outside of shared memory (SPAR_OUTPUT).
+        logs_calls: whether each call is logged (SPAR_LOG=debug).
         local_ranks: ranks of all groups on this host, as far as the launcher says.
         core_share: cores that are this rank's own.
         transports: by device type.
@@ -87,7 +88,7 @@ class GroupState:
         self.peer_info: bytes | None = None
         self.shares_host = False
         self.compares = True
-        self.synchronous = self.own_output = False
+        self.synchronous = self.own_output = self.logs_calls = False
         self.local_ranks, self.core_share = self.world, 0
         self.transports: dict[str, Transport] = {}
         self.connecting: _C.Comm | None = None

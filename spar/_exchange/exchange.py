@@ -232,9 +232,8 @@ class Exchange:
         if self.prepared is None:
             raise Unlike
         core, dtype, device, kind, negates = self.prepared
-        for (
-            x
-        ) in inputs:  # the core tells dtypes apart by DLPack's names, which some share, such as int2 and int3
+        # The core knows DLPack's names of dtypes, which some share, such as int2 and int3.
+        for x in inputs:
             if x.dtype is not dtype or (negates and (x.is_neg() or x.is_conj())):
                 raise Unlike
         if self.kind == SUM:

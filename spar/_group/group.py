@@ -15,13 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _C
 from .._control import collectives, fork
 from .._control.agreement import announce_failure, failure_text, is_out_of_memory, is_reported, mark_reported
 from .._control.mismatch import add_advice, explained
 from .._control.state import LOCAL, OVER, SHARED, GroupState, Place, Transport
 from .._transports.channel import Channel
-from ..errors import SparError, TransportError
+from ..errors import GroupBrokenError, SparError, TransportError
 from . import setup
+from .log import failed, logged
 from .profiling import is_profiled, profiled
 from .queue import Job, Queue
 
@@ -116,6 +118,8 @@ class Group(GroupState):
                     run: Any = channel.exchange
                     if is_profiled():
                         run = functools.partial(profiled, self, channel)
+                    if self.logs_calls:
+                        run = functools.partial(logged, self, channel, run)
                     outputs = run(core, inputs, outs, forward, alike, number, deadline)
                     if outputs is None:
                         self.calls = before
@@ -234,10 +238,13 @@ class Group(GroupState):
 
     def _explained(self, op: str, device: str | None, error: BaseException) -> BaseException:
         """Return an error of the C core with what only this side knows; other errors as they are."""
-        core = self.channels[device].core if device in self.channels else None
+        core = self._core(device)
         if core is None or not isinstance(error, SparError) or error.op is not None:
             return error
         return explained(self, core, op, error)
+
+    def _core(self, device: str | None) -> _C.Comm | None:
+        return self.channels[device].core if device in self.channels else None
 
     def _account(
         self,
@@ -252,13 +259,30 @@ class Group(GroupState):
 
         before: how many calls there were before this one; None: as many as now.
         """
+        outcome = self._reported(op, device, error, before, why, deadline)
+        if self.logs_calls:
+            failed(self, op, error, outcome)
+
+    def _reported(
+        self,
+        op: str,
+        device: str | None,
+        error: BaseException,
+        before: int | None,
+        why: str,
+        deadline: float,
+    ) -> str:
+        """Do what `_account` does; return how the peers learn of the exception, in words."""
         if self.broken is None and self.progress == OVER and not isinstance(error, SparError):
             if isinstance(error, Exception):
                 mark_reported(error, self)  # by the core; or the peers have made this call, and go on
-            return
+            return "reported by this rank" if self._core(device) is not None else "after its exchange"
         mark_reported(error, self)
-        if self.broken is not None or self.progress == OVER:
-            return
+        if self.broken is not None:
+            return "the group is broken"
+        if self.progress == OVER and isinstance(error, SparError):
+            caused = error.ranks or isinstance(error, GroupBrokenError) or self._core(device) is None
+            return "known to all ranks" if caused else "reported by this rank"
         if device is None and len(self.transports) == 1:
             device = next(iter(self.transports))
         is_set_up = device in self.transports or (device is None and self.transports)
@@ -266,13 +290,14 @@ class Group(GroupState):
             self.calls += 1
         if self.progress == SHARED or not isinstance(error, Exception) or not self._can_report(device):
             self._break(op, error)
-            return
+            return "this rank broke the group"
         channel, why = self.channels.get(device or ""), why or failure_text(error)
         with contextlib.suppress(SparError):
             if channel is not None:
                 channel.report(op, why, is_out_of_memory(error), deadline)
             else:  # the peers are in the set-up
                 announce_failure(self, op, why, is_out_of_memory(error), deadline)
+        return "reported by this rank"
 
     def _can_report(self, device: str | None) -> bool:
         """Whether the peers would notice a failure, on the way by which they wait for this call."""
@@ -302,6 +327,8 @@ class Group(GroupState):
                 f"{op} was interrupted on rank {self.rank} while another thread's call was in progress"
             )
         self._abort()
+        if self.logs_calls:
+            failed(self, op, error, "this rank broke the group")
 
     def _is_destroyed(self) -> bool:
         return self._registry is not None and self._process_group() not in self._registry

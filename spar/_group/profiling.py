@@ -23,6 +23,11 @@ def event(name: str, tensors: Sequence[torch.Tensor] = (), **inputs: Any) -> Abs
     return made
 
 
+def plan_of(channel: Channel, core: _C.Exchange, inputs: Sequence[torch.Tensor]) -> _C.Plan:
+    """Return the plan that the exchange itself uses on a channel."""
+    return core.plan(inputs, _C.SIDE_PULL if channel.name == "torch" else 0)[0]
+
+
 def profiled(
     group: GroupState, channel: Channel, core: _C.Exchange, inputs: Sequence[torch.Tensor], *args: Any
 ) -> list[Any] | None:
@@ -31,8 +36,7 @@ def profiled(
     The event's inputs are the tensors, and by name the bytes that this rank sends to others, the group, the
     number of its ranks, the transport, and the layouts before and after.
     """
-    sides = _C.SIDE_PULL if channel.name == "torch" else 0  # of the plan that the exchange itself uses
-    plan, _ = core.plan(inputs, sides)
+    plan = plan_of(channel, core, inputs)
     layouts, sent = plan.describe("", "", 0, 0)[0].strip(), sum(plan.push_bytes)
     shown = {"bytes": sent, "group": group.name, "ranks": group.world, "transport": channel.name}
     with event(core.op, inputs, **shown, layouts=layouts):

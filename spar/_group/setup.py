@@ -6,7 +6,6 @@ A rank that fails reports that to its peers, which raise, too. The next call sta
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import zlib
 from pathlib import Path
@@ -19,9 +18,7 @@ from .._control.state import LOCAL, OVER, SHARED, GroupState, Transport
 from .._transports import CHANNELS, cuda
 from .._transports.channel import Channel
 from ..errors import SparError
-
-_log = logging.getLogger("spar")
-_BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE", "SPAR_REPOSITORY"}
+from .log import log, read_settings
 
 
 def set_up(group: GroupState, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
@@ -48,7 +45,7 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 if not failure:
                     break
                 refused += ((name, failure),)
-        _log.info("group %s: transport %s: %s", group.name, name, reason)
+        log.info("group %s: transport %s: %s", group.name, name, reason)
         _warn_if_shm_is_lost(group, name, device, rejected)
         return Transport(name, reason, device.type, group.world, rejected), channel
     except BaseException:
@@ -78,7 +75,7 @@ def _warn_if_shm_is_lost(
     processes = [process for process in _C.processes(group.peer_info or b"") if process[0]]
     if len(set(processes)) < len(processes):  # ranks that are threads of one process
         return
-    _log.warning(
+    log.warning(
         "group %r: its %d ranks share this host, but the set-up of shm failed, and %s, which is slower, "
         "moves their tensors: %s. Remove the cause (docs/errors.md, TransportError), or set "
         "SPAR_TRANSPORT=%s",
@@ -99,7 +96,7 @@ def _read_settings(group: GroupState, facts: bytes) -> None:
     _C.plan_limit(_C.env("plan_cache"))
     group.core_share = _C.core_share(facts, group.rank, group.local_ranks)
     _C.threads(torch.get_num_threads(), group.core_share)
-    _read_log_setting(group.rank)
+    read_settings(group)
 
 
 def known_rejections(group: GroupState, device: str) -> tuple[tuple[str, str], ...]:
@@ -162,25 +159,3 @@ def _all_gather(
     rows = agree(group, op, step, lambda: (described, None), deadline, own)
     group.progress = LOCAL
     return rows
-
-
-def _read_log_setting(rank: int) -> None:
-    """SPAR_LOG, and a word about variables that look like a setting and are none."""
-    wanted = _C.env("log")
-    level = logging.CRITICAL + 1 if wanted == "off" else getattr(logging, wanted.upper())
-    if _log.level != level:  # setLevel clears the caches of all loggers
-        _log.setLevel(level)
-    if not _log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"spar rank {rank} %(levelname)s: %(message)s"))
-        _log.addHandler(handler)
-        _log.propagate = False
-        known = sorted(variable for _, variable, *_ in _C.env_rows())
-        for name in unknown_settings():
-            _log.warning("%s is no setting of spar; known: %s", name, ", ".join(known))
-
-
-def unknown_settings() -> list[str]:
-    """Return the names of environment variables that look like a setting of spar, and are none."""
-    known = {variable for _, variable, *_ in _C.env_rows()} | _BUILD_SETTINGS
-    return sorted(name for name in os.environ if name.startswith("SPAR_") and name not in known)

@@ -1,0 +1,139 @@
+"""What shows how calls go, and where they hang: SPAR_LOG=debug, SPAR_LOG_FILE and spar.debug."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+
+import spar
+
+Group = dist.ProcessGroup
+
+
+# ---- the log ----
+
+
+@contextlib.contextmanager
+def log_to(file: Path, group: Group, level: str = "debug") -> Iterator[None]:
+    """Use a group with other settings of the log, which this process and the group have read before."""
+
+    def restart() -> None:
+        spar.close(group)
+        for handler in logging.getLogger("spar").handlers[:]:
+            logging.getLogger("spar").removeHandler(handler)
+            handler.close()
+        dist.barrier(group)
+
+    restart()
+    try:
+        with mock.patch.dict(os.environ, SPAR_LOG=level, SPAR_LOG_FILE=str(file)):
+            yield
+    finally:
+        restart()
+
+
+def lines_of(file: Path, words: str = "") -> list[str]:
+    return [line for line in file.read_text().splitlines() if words in line]
+
+
+def check_lines(rank: int, world: int, group: Group, folder: Path) -> None:
+    sizes = list(range(1, world + 1))
+    with log_to(folder / "rank %r.log", group):
+        x = torch.zeros(3, 2 * world, requires_grad=True)
+        spar.all_to_all(x, group, 1, 0).sum().backward()
+        spar.reduce_scatter(torch.zeros(2 * world), group)
+        with torch.profiler.profile() as profiled:
+            spar.all_gather(torch.zeros(rank + 1), group, sizes=sizes)
+        spar.all_gather(torch.zeros(rank + 1), group, sizes=sizes, async_op=True)[1].wait()
+        name = spar.transport(group).name
+    assert "spar::all_gather" in {event.name for event in profiled.events()}
+    rows, columns = f"dim 0 in {[3] * world}", f"dim 1 in {[2] * world}"
+    before, after, dtype = f"[3, {2 * world}]", f"[{3 * world}, 2]", "of torch.float32 on cpu"
+    whole, sums = f"[{3 * world}, {2 * world}]", f"[{world}, {2 * world}]: dim 0 in {[1] * world}"
+    gathers = f"[6]: dim 0 in [1, 2, 3] -> whole {dtype}; here [{rank + 1}] -> [6], {4 * (rank + 1)}"
+    expected = [  # with the bytes to each other rank
+        f"all_to_all: {whole}: {rows} -> {columns} {dtype}, gradient recorded; here {before} -> {after}, 24",
+        f"backward of all_to_all: {whole}: {columns} -> {rows} {dtype}, gradient of call 1; "
+        f"here {after} -> {before}, 24",
+        f"reduce_scatter: {sums} -> dim 1 in {[2] * world} {dtype}; here [{2 * world}] -> [2], 8",
+        *(f"all_gather: {gathers}", f"all_gather: {gathers}"),
+    ]
+    text = (
+        rf"\d.* spar rank {rank} DEBUG: (.*), call (\d) on group {group.group_name!r}, rank {rank} of {world}"
+    )
+    text += rf"(: .*, )(\d+) bytes to others over {name}, \d+ us"
+    for i, line in enumerate(lines_of(folder / f"rank {rank}.log", " us")):
+        op, number, what, sent = re.fullmatch(text, line).groups()  # type: ignore[union-attr]
+        assert (int(number), f"{op}{what}{int(sent) // (world - 1)}") == (i + 1, expected[i])
+    assert i + 1 == len(expected)
+
+
+def test_debug_log_has_a_line_for_each_call_in_a_file_for_each_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, check_lines, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"rank {rank}.log" for rank in range(3)]
+
+
+def check_failures(rank: int, world: int, group: Group, folder: Path) -> None:
+    with log_to(folder / "%r", group):
+        spar.init(group)
+        with pytest.raises(ValueError if rank == 1 else spar.MismatchError):
+            spar.all_gather(torch.zeros(2), group, 7 if rank == 1 else 0)
+        with pytest.raises(spar.MismatchError):
+            spar.all_gather(torch.zeros(2 + (rank == 2)), group)
+        with pytest.raises((spar.OutOfMemoryError, RuntimeError)):
+            spar.all_gather(torch.zeros(1).expand(1 << 42), group)
+        spar.all_gather(torch.zeros(2), group)
+    own, differs, memory = lines_of(folder / str(rank), ": failed")
+    where = f"on group {group.group_name!r}, rank {rank} of {world}: failed"
+    if rank == 1:
+        assert f"all_gather, call 1 {where}, reported by this rank: ValueError: all_gather on" in own
+    else:
+        cause = "because of rank 1, known to all ranks: MismatchError: all_gather, call 1 on"
+        assert f"all_gather, call 1 {where} {cause}" in own
+        assert "rank 1 failed: ValueError: " in own
+    cause = "because of rank 2, known to all ranks: MismatchError: "
+    assert f"all_gather, call 2 {where} {cause}" in differs
+    assert f"all_gather, call 3 {where}, reported by this rank: " in memory
+    assert len(lines_of(folder / str(rank), "call 4 ")) == 1
+
+
+def test_debug_log_has_a_line_for_a_call_that_fails_on_each_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, check_failures, tmp_path)
+
+
+def check_quiet(rank: int, world: int, group: Group, folder: Path) -> None:
+    with log_to(folder / "all", group, "info"):
+        spar.all_gather(torch.zeros(2), group)
+        dist.barrier(group)
+        lines = lines_of(folder / "all")
+        dist.barrier(group)
+    assert sorted(re.findall(r"spar rank (\d) INFO: group .*: transport", "\n".join(lines))) == ["0", "1"]
+    assert len(lines) == 2
+
+
+def test_log_file_is_shared_without_a_rank_in_its_name_and_info_logs_no_calls(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2, check_quiet, tmp_path)
+
+
+def check_no_folder(rank: int, world: int, group: Group, folder: Path) -> None:
+    with log_to(folder / str(rank) / "log", group):  # rank 1 has the folder
+        kind, text = (spar.MismatchError, "rank 0 failed: ValueError: ") if rank else (ValueError, "")
+        with pytest.raises(kind, match=f"{text}SPAR_LOG_FILE is '.*' on rank 0, .*opened: No such file"):
+            spar.all_gather(torch.zeros(2), group)
+
+
+def test_log_file_that_cannot_be_opened_raises_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    ranks(2, check_no_folder, tmp_path)
