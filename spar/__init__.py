@@ -27,7 +27,7 @@ SequenceLayout: how a sequence lies on the ranks; it shards and gathers in natur
 attention: over a sequence that is sharded by a layout.
 
 Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
-empty_cache.
+empty_cache, debug.
 
 Modules:
 
@@ -63,7 +63,7 @@ from .errors import (
     SparError,
     TransportError,
 )
-from .groups import close, empty_cache, init, memory_stats, transport
+from .groups import close, debug, empty_cache, init, memory_stats, transport
 from .loss import mean_loss
 from .ops.all_to_all import all_to_all
 from .ops.gather import all_gather, reduce_scatter
@@ -106,6 +106,7 @@ __all__ = [
     "cal_split_sizes",
     "cal_split_sizes_multi",
     "close",
+    "debug",
     "empty_cache",
     "gather_forward_split_backward",
     "gather_forward_split_backward_and_unpad",

@@ -7,10 +7,11 @@ import torch
 from . import _C
 from ._control.state import Transport
 from ._group import registry
+from ._group.debug import described
 from ._group.registry import group_of
 from .topology.resolve import Group, process_group
 
-__all__ = ["Group", "close", "empty_cache", "init", "memory_stats", "process_group", "transport"]
+__all__ = ["Group", "close", "debug", "empty_cache", "init", "memory_stats", "process_group", "transport"]
 
 
 def transport(group: Group = None, device: torch.device | str | None = None) -> Transport:
@@ -26,6 +27,21 @@ def transport(group: Group = None, device: torch.device | str | None = None) -> 
     """
     kind = torch.device(device).type if device is not None else "cpu"
     return group_of(process_group(group, "transport")).transport(kind)
+
+
+def debug(group: Group = None) -> str:
+    """Describe what this rank knows of a group, as text for a person. Never communicates.
+
+    Any thread may call it, and a signal handler, while a call hangs. It shows:
+
+    - the number of calls, and whether one is under way or broke the group;
+    - each transport, and where ranks share memory how far each one is, and its process's last call;
+    - the newest exchange, with the blocks of its plan.
+
+    Args:
+        group: as in `transport`.
+    """
+    return described(group_of(process_group(group, "debug")))
 
 
 def init(group: Group = None, device: torch.device | str | None = None) -> Transport:

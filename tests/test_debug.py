@@ -6,7 +6,10 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -137,3 +140,145 @@ def check_no_folder(rank: int, world: int, group: Group, folder: Path) -> None:
 def test_log_file_that_cannot_be_opened_raises_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     ranks(2, check_no_folder, tmp_path)
+
+
+# ---- spar.debug ----
+
+
+def shown_in_thread(group: Group, call: Callable[[], object], words: str, file: Path) -> str:
+    """Make a call that hangs; return what spar.debug shows on another thread.
+
+    That creates the file once the words are shown.
+    """
+    found: list[str] = []
+
+    def watch() -> None:
+        found.append(until(lambda: spar.debug(group), words))
+        file.touch()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    call()
+    thread.join()
+    return found[0]
+
+
+def shown_in_handler(group: Group, call: Callable[[], object], words: str, file: Path) -> str:
+    """The same in a signal's handler."""
+    found = [""]
+
+    def handle(*_: object) -> None:
+        if not file.exists() and words in (text := spar.debug(group)):
+            found[0] = text
+            file.touch()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return found[0]
+
+
+def until(read: Callable[[], str], words: str) -> str:
+    deadline = time.monotonic() + 60
+    while words not in (text := read()):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.01)
+    return text
+
+
+def check_hang(rank: int, world: int, group: Group, folder: Path) -> None:
+    spar.close(group)  # call numbers begin at 1
+    dist.barrier(group)
+    x = torch.zeros(2, 2 * world)
+    spar.all_gather(x, group)
+    has_mailboxes = spar.transport(group).name == "shm"
+    missing = "call 2 is not made by rank 1 (process " if has_mailboxes else "the newest: its peers count"
+
+    def call() -> None:
+        spar.all_to_all(x, group, 1, 0)
+
+    if rank == 1:
+        before = spar.debug(group)
+        until(lambda: "".join(sorted(file.name for file in folder.iterdir())), "02")
+        call()
+        assert (
+            f"group {group.group_name!r}, rank 1 of 3\ncalls: 1, 0 in flight; no call is under way" in before
+        )
+        assert "newest exchange: all_gather [6, 6]: dim 0 in [2, 2, 2] -> whole of torch.float32" in before
+        return
+    show = shown_in_thread if rank == 0 else shown_in_handler
+    lines = show(group, call, missing, folder / str(rank)).splitlines()
+    name, reason = spar.transport(group).name, spar.transport(group).reason
+    assert re.fullmatch(r"calls: 2, 0 in flight; thread \d+ is in a call; the newest: its .*", lines[1])
+    assert lines[2:4] == ["broken: no", f"cpu over {name}: {reason}"]
+    if has_mailboxes:
+        assert lines[4:6] == [
+            "  rank 0, 2: published call 2; done call 1",
+            "  rank 1: published call 1; done call 1",
+        ]
+        assert lines[6].startswith(f"  {missing}")
+        assert lines[7:10] == [
+            "last call of each rank, on any group:",
+            f"  rank 0, 2: is in all_to_all, call 2 on group {group.group_name!r}",
+            f"  rank 1: has ended all_gather, call 1 on group {group.group_name!r}",
+        ]
+    else:
+        assert lines[4] == "  no mailboxes: how far each rank is cannot be read without communication"
+    assert lines[-5:] == [
+        "newest exchange: all_to_all [6, 6]: dim 0 in [2, 2, 2] -> dim 1 in [2, 2, 2] of torch.float32 "
+        "on cpu",
+        "  32 bytes to others; blocks: 3",
+        *(
+            f"  to rank {peer}: tensor 0, 8 bytes from {8 * peer} to {16 * rank}, 2 times each 24 -> 8"
+            for peer in range(3)
+        ),
+    ]
+
+
+def test_debug_shows_who_is_missing_while_a_call_hangs(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, check_hang, tmp_path)
+
+
+def check_ends(rank: int, world: int, group: Group) -> None:
+    lengths = [4 * world] * 10
+    layout = spar.SequenceLayout.packed(lengths, group)
+    layout.all_gather(torch.zeros(layout.sizes[rank], 2), 0)
+    blocks = spar.debug(group).split("blocks: ")[1].splitlines()
+    assert blocks[0] == str(10 * world)
+    assert blocks[-1] == f"  and {10 * world - 20} more"
+    assert len(blocks) == 22
+    with pytest.raises(ValueError if rank == 1 else spar.MismatchError):
+        spar.all_gather(torch.zeros(2), group, 7 if rank == 1 else 0)
+    dist.barrier(group)
+    text = spar.debug(group)
+    if spar.transport(group).name == "shm":
+        assert re.search(
+            r"^  rank 1: published call (\d), which failed with ValueError; done call \1$", text, re.M
+        )
+        assert re.search(r"^  call \d is over on all ranks$", text, re.M)
+    child, parent = os.pipe()
+    if (process := os.fork()) == 0:
+        os.write(parent, spar.debug(group).encode())
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert re.search(rf"process {os.getpid()} made it; this forked child", os.read(child, 1000).decode())
+    spar.close(group)
+    assert "no transport: the group has not exchanged anything yet" in spar.debug(group)
+
+
+def test_debug_shows_failures_and_blocks_and_runs_at_any_time(ranks: Ranks) -> None:
+    ranks(3, check_ends)
+
+
+def check_alone(rank: int, world: int, group: Group) -> None:
+    spar.all_gather(torch.zeros(2), group)
+    assert "no transport: a group of one exchanges nothing" in spar.debug(group)
+
+
+@pytest.mark.one_transport
+def test_debug_of_a_group_of_one(ranks: Ranks) -> None:
+    ranks(1, check_alone)

@@ -98,6 +98,7 @@ SIGNATURES = {
     "transport": "group=None, device=None",
     "init": "group=None, device=None",
     "close": "group=None",
+    "debug": "group=None",
     "empty_cache": "",
     "memory_stats": "",
     "gather_forward_split_backward_and_unpad": "input_, group, dim, padding_size=0, unpad_dim=None",
@@ -315,7 +316,7 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
     )
     for kind in KINDS:
         assert f"`{kind}`" in architecture, kind
-    for name in set(SIGNATURES) - {"transport", "init", "close", "empty_cache", "memory_stats"}:
+    for name in set(SIGNATURES) - {"transport", "init", "close", "debug", "empty_cache", "memory_stats"}:
         assert f"`{name}(" in ops, name
         assert f"`{name}`" in operations or "." in name, name
     for name in LAYOUT:

@@ -78,6 +78,16 @@ void spar_group_quarantine(spar_group *group, spar_memory *block, uint32_t call)
 /* The last call of a rank's process, on any group. */
 spar_last_call spar_group_last_call(const spar_group *group, int rank);
 
+/* How far a rank is, for spar.debug. Statuses: SPAR_OK if it did not. */
+typedef struct {
+    uint64_t published, done; /* its newest calls */
+    uint32_t broken;          /* the status with which it broke the group */
+    uint32_t status;          /* with which it failed the published call */
+} spar_words;
+
+/* Any thread may read them, also during a call; 0: the rank's mailbox is not attached yet. */
+int spar_group_words(const spar_group *group, int rank, spar_words *words);
+
 /* The base and length of a rank's arena. */
 char *spar_group_arena(const spar_group *group, int rank, int64_t *length);
 

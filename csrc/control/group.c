@@ -226,6 +226,18 @@ spar_last_call spar_group_last_call(const spar_group *g, int rank)
     return spar_last_call_read(base, length);
 }
 
+int spar_group_words(const spar_group *g, int rank, spar_words *words)
+{
+    const mailbox *box = g->boxes[rank];
+    if (!box)
+        return 0;
+    words->published = __atomic_load_n(&box->published, __ATOMIC_ACQUIRE);
+    words->done = __atomic_load_n(&box->done, __ATOMIC_RELAXED);
+    words->broken = __atomic_load_n(&box->broken, __ATOMIC_RELAXED);
+    words->status = __atomic_load_n(&box->status, __ATOMIC_RELAXED);
+    return 1;
+}
+
 void spar_group_spin(spar_group *g, int64_t spin_ns)
 {
     g->spin_ns = spin_ns;

@@ -261,6 +261,17 @@ void spar_ring_absent(const spar_ring *r, uint64_t n, spar_ranks *ranks, char *t
             spar_group_list(r->group, rank, ranks, text, size);
 }
 
+int spar_ring_words(const spar_ring *r, int rank, spar_words *words)
+{
+    if (!spar_group_words(r->group, rank, words)) /* `broken`: the rank closed the group */
+        return 0;
+    uint32_t aborted = __atomic_load_n(&log_of(r, rank)->abort_status, __ATOMIC_ACQUIRE);
+    words->published = newest_of(r, rank);
+    words->done = __atomic_load_n(&log_of(r, rank)->ended, __ATOMIC_RELAXED);
+    words->broken = aborted ? aborted : words->broken;
+    return 1;
+}
+
 void spar_ring_abort(spar_ring *r, spar_status status, const spar_ranks *ranks, const char *reason)
 {
     call_log *own = log_of(r, r->rank);

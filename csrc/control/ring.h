@@ -39,6 +39,9 @@ spar_status spar_ring_poll(spar_ring *ring, uint64_t n);
 /* Lists the ranks that have not made call n: "rank 2 (process 71), ..."; empty: all have. */
 void spar_ring_absent(const spar_ring *ring, uint64_t n, spar_ranks *ranks, char *text, size_t size);
 
+/* The same as spar_group_words, of the calls over the device; a failed call has no status here. */
+int spar_ring_words(const spar_ring *ring, int rank, spar_words *words);
+
 /* Aborts this rank for good; keeps the first reason. */
 void spar_ring_abort(spar_ring *ring, spar_status status, const spar_ranks *ranks, const char *reason);
 

@@ -16,6 +16,9 @@
  * NULL. */
 PyObject *spar_raise(spar_status status);
 
+/* The name of the exception that belongs to a status; NULL for SPAR_OK, and for what is no status. */
+const char *spar_exception_name(uint32_t status);
+
 /* None, or NULL and the exception of a status. */
 PyObject *spar_result(spar_status status);
 
@@ -131,7 +134,6 @@ typedef struct {
     PyObject *exchange;
     spar_py_request asked;
     spar_plan *plan;
-    int is_new; /* the plan is not the exchange's newest */
     void *inputs[SPAR_GROUP_TENSORS];
 } spar_py_bound;
 
@@ -140,10 +142,10 @@ typedef struct {
  * of those of the newest plan; or -1 and an exception. Call spar_py_unbind in all cases. */
 int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spar_py_bound *bound);
 
-/* Finds or builds the plan; without the GIL. */
+/* Finds or builds the plan, without the GIL, and remembers it as the exchange's newest. */
 spar_status spar_py_find_plan(spar_py_bound *bound);
 
-/* Remembers the plan as the exchange's newest; releases what is bound. */
+/* Releases what is bound. */
 void spar_py_unbind(spar_py_bound *bound);
 
 /* The exchange's row of spar_scale_types; 0: none. */

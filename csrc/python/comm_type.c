@@ -251,9 +251,9 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
         goto done;
     }
     spar_status status;
-    Py_BEGIN_ALLOW_THREADS;
     call.failed = spar_py_find_plan(&bound);
     call.why = spar_last_error();
+    Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
@@ -315,6 +315,21 @@ static PyObject *comm_last_call(PyObject *self, PyObject *args)
                          spar_text(last.group));
 }
 
+static PyObject *comm_words(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    const spar_comm *comm = ((comm_object *)self)->comm;
+    PyObject *list = PyList_New(0);
+    for (int rank = 0; list && comm && comm->transport->words && rank < comm->world; rank++) {
+        spar_words words;
+        if (!comm->transport->words(comm, rank, &words))
+            break;
+        list = spar_list_add(
+            list, Py_BuildValue("KKzz", (unsigned long long)words.published, (unsigned long long)words.done,
+                                spar_exception_name(words.broken), spar_exception_name(words.status)));
+    }
+    return list;
+}
+
 static PyObject *comm_enqueue(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     comm_object *object = (comm_object *)self;
@@ -371,6 +386,10 @@ static PyMethodDef comm_methods[] = {
     {"last_call", comm_last_call, METH_VARARGS,
      "last_call(rank) -> (state, op, call, group) of the newest call that the rank's process began, on any\n"
      "group; None where that cannot be known. state is one of the CALL_ constants."},
+    {"words", comm_words, METH_NOARGS,
+     "words() -> [(published, done, broken, status), ...] of each rank: its newest calls, and the names of\n"
+     "the exceptions with which it broke the group, or failed the published call, or None. Empty where they\n"
+     "cannot be known. Any thread may call it, also during a call."},
     {"close", comm_close_method, METH_NOARGS, "Says goodbye; never waits."},
     {NULL, NULL, 0, NULL},
 };

@@ -40,14 +40,20 @@ static PyObject *ranks_to_tuple(const spar_ranks *ranks)
     return spar_ints_to_tuple(numbers, ranks->count);
 }
 
-PyObject *spar_raise(spar_status status)
+const char *spar_exception_name(uint32_t status)
 {
-    static const char *const classes[] = {
+    static const char *const names[] = {
+        [SPAR_INVALID] = "ValueError",           [SPAR_TYPE] = "TypeError",
         [SPAR_NO_MEMORY] = "OutOfMemoryError",   [SPAR_MISMATCH] = "MismatchError",
         [SPAR_TIMEOUT] = "ExchangeTimeoutError", [SPAR_PEER_LOST] = "PeerLostError",
-        [SPAR_BROKEN] = "GroupBrokenError",      [SPAR_TRANSPORT] = "TransportError",
-        [SPAR_INTERNAL] = "SparError",
+        [SPAR_BROKEN] = "GroupBrokenError",      [SPAR_INTERRUPTED] = "KeyboardInterrupt",
+        [SPAR_TRANSPORT] = "TransportError",     [SPAR_INTERNAL] = "SparError",
     };
+    return status < sizeof names / sizeof *names ? names[status] : NULL;
+}
+
+PyObject *spar_raise(spar_status status)
+{
     if (status == SPAR_INTERRUPTED && PyErr_Occurred())
         return NULL;
     PyObject *text = spar_text(spar_last_error());
@@ -57,7 +63,7 @@ PyObject *spar_raise(spar_status status)
         PyErr_SetObject(status == SPAR_TYPE ? PyExc_TypeError : PyExc_ValueError, text);
     } else {
         PyObject *errors = PyImport_ImportModule("spar.errors");
-        PyObject *class = errors ? PyObject_GetAttrString(errors, classes[status]) : NULL;
+        PyObject *class = errors ? PyObject_GetAttrString(errors, spar_exception_name(status)) : NULL;
         PyObject *error = class ? PyObject_CallFunctionObjArgs(class, text, NULL) : NULL;
         PyObject *ranks = error ? ranks_to_tuple(spar_last_error_ranks()) : NULL;
         if (ranks && PyObject_SetAttrString(error, "ranks", ranks) == 0)

@@ -160,19 +160,9 @@ int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spa
     }
     if (alike && !are_alike(self, &bound->asked))
         return 1;
-    bound->is_new = !is_newest(self, &bound->asked.request) || (sides && !self->plan->pull);
-    if (!bound->is_new)
+    if (is_newest(self, &bound->asked.request) && (!sides || self->plan->pull))
         bound->plan = spar_plan_keep(self->plan);
     return 0;
-}
-
-spar_status spar_py_find_plan(spar_py_bound *bound)
-{
-    spar_status status = SPAR_OK;
-    if (!bound->plan)
-        status = spar_plan_get_named(bound->call->op, &bound->asked.request, &bound->plan);
-    bound->call->plan = bound->plan;
-    return status;
 }
 
 /* Remembers the plan, unless it takes much memory. */
@@ -199,10 +189,22 @@ static void keep(exchange_object *self, const spar_py_bound *bound)
     self->plan = spar_plan_keep(bound->plan);
 }
 
+spar_status spar_py_find_plan(spar_py_bound *bound)
+{
+    spar_status status = SPAR_OK;
+    if (!bound->plan) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = spar_plan_get_named(bound->call->op, &bound->asked.request, &bound->plan);
+        Py_END_ALLOW_THREADS;
+        if (status == SPAR_OK)
+            keep((exchange_object *)bound->exchange, bound);
+    }
+    bound->call->plan = bound->plan;
+    return status;
+}
+
 void spar_py_unbind(spar_py_bound *bound)
 {
-    if (bound->plan && bound->is_new)
-        keep((exchange_object *)bound->exchange, bound);
     if (bound->plan)
         spar_plan_release(bound->plan);
     spar_free_request(&bound->asked);
@@ -222,10 +224,7 @@ static int plan_inputs(PyObject *self, PyObject *inputs, int sides, int alike, s
     int other = spar_py_bind(self, inputs, sides, alike, bound);
     if (other)
         return other;
-    spar_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = spar_py_find_plan(bound);
-    Py_END_ALLOW_THREADS;
+    spar_status status = spar_py_find_plan(bound);
     if (status != SPAR_OK)
         spar_raise(status);
     return status == SPAR_OK ? 0 : -1;
@@ -331,11 +330,19 @@ static PyObject *exchange_scale(PyObject *object, void *Py_UNUSED(closure))
     return Py_BuildValue("iNd", self->dtype, PyBool_FromLong(self->divide), self->factor);
 }
 
+static PyObject *exchange_newest(PyObject *object, void *Py_UNUSED(closure))
+{
+    const exchange_object *self = (exchange_object *)object;
+    return self->plan ? spar_py_plan_object(self->plan) : Py_NewRef(Py_None);
+}
+
 static PyGetSetDef exchange_getset[] = {
     {"op", exchange_op, NULL, "the operation's name", NULL},
     {"text", exchange_text, NULL, "what must be equal on all ranks besides the plan", NULL},
     {"sums", exchange_sums, NULL, "whether the outputs are summed over their first dim", NULL},
     {"scale", exchange_scale, NULL, "(scale_type, divide, factor)", NULL},
+    {"newest", exchange_newest, NULL, "the newest plan, from its call's begin on; None: none, or it is large",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -291,6 +291,11 @@ static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
     return 1;
 }
 
+static int words(const spar_comm *comm, int rank, spar_words *result)
+{
+    return spar_group_words(comm->state, rank, result);
+}
+
 static void close_comm(spar_comm *comm)
 {
     spar_group_close(comm->state);
@@ -306,5 +311,6 @@ const spar_transport spar_transport_shm = {
     .run = run,
     .description = description,
     .last_call = last_call,
+    .words = words,
     .close = close_comm,
 };

@@ -100,6 +100,8 @@ typedef struct {
     int (*description)(const spar_comm *comm, int rank, spar_description *description);
     /* The last call of `rank`'s process, on any group; 0: it cannot be known. NULL: it never can. */
     int (*last_call)(const spar_comm *comm, int rank, spar_last_call *last);
+    /* How far `rank` is, on any thread; 0: it cannot be known. NULL: it never can. */
+    int (*words)(const spar_comm *comm, int rank, spar_words *words);
     /* Why the group broke outside a call, or NULL. A NULL slot: that cannot happen. */
     const char *(*broken)(const spar_comm *comm);
     /* Frees what setup made. Never waits. */

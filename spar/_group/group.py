@@ -35,6 +35,7 @@ class Group(GroupState):
         channels: the transport of each device type.
         exchanges: what calls decided from their arguments, by these: it takes longer than an exchange.
         queue: while calls are in flight, those.
+        newest: what the C core knows of the newest exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -42,6 +43,7 @@ class Group(GroupState):
         self.channels: dict[str, Channel] = {}
         self.exchanges: dict[tuple[object, ...], Any] = {}
         self.queue: Queue | None = None
+        self.newest: _C.Exchange | None = None
         self._newest_queue: Queue | None = None
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose call it is
@@ -114,6 +116,7 @@ class Group(GroupState):
                     if channel is None:
                         channel = self._set_up(op, inputs[0].device, deadline)
                     self.calls = number = before + 1
+                    self.newest = core
                     self.progress = channel.progress
                     run: Any = channel.exchange
                     if is_profiled():

@@ -105,6 +105,10 @@ class Queue:
         """Return how many calls the group has, those in flight included."""
         return self._before + self._issued
 
+    def in_flight(self) -> int:
+        """Return how many calls are in flight; takes no lock."""
+        return self._issued - self._ended
+
     def add(self, group: _Group, op: str, action: Callable[[], None]) -> Job:
         """Append a call; start the thread if there is none."""
         job = Job(group, op, action)

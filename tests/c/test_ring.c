@@ -95,10 +95,12 @@ static void *watchdog(void *argument)
     rank_state *r = argument;
     const struct timespec moment = {0, 100000};
     char text[300];
+    spar_words words;
     for (uint64_t n = 1; !__atomic_load_n(&r->stop, __ATOMIC_ACQUIRE); n += 7) {
         EXPECT(!spar_ring_poll(r->ring, n));
         spar_ring_absent(r->ring, n, &(spar_ranks){0}, text, sizeof text);
         spar_group_last_call(r->group, (r->rank + 1) % r->m->world);
+        EXPECT(spar_ring_words(r->ring, (r->rank + 1) % r->m->world, &words) && !words.broken);
         spar_ring_complete(r->ring, n);
         nanosleep(&moment, NULL);
     }
@@ -170,6 +172,8 @@ static void expect_abort(rank_state *r)
         return;
     EXPECT(spar_ring_poll(r->ring, 1) == SPAR_MISMATCH);
     EXPECT(strstr(spar_last_error(), " different"));
+    spar_words words;
+    EXPECT(spar_ring_words(r->ring, r->m->world - 1, &words) && words.broken == SPAR_MISMATCH);
     EXPECT(begin_call(r, 4, " equal", NULL) == SPAR_MISMATCH);
 }
 
@@ -244,6 +248,10 @@ static void die(rank_state *r)
     EXPECT(!begin_call(r, 4, "", NULL) && !begin_call(r, 4, "", NULL));
     spar_ring_complete(r->ring, 1);
     pthread_barrier_wait(&r->m->barrier);
+    for (int rank = 0; rank < r->m->world; rank++) {
+        spar_words words;
+        EXPECT(spar_ring_words(r->ring, rank, &words) && words.published == 2 && words.done == 1);
+    }
     if (r->rank == 0)
         exit(0);
     for (int i = 0; i < 10; i++, nanosleep(&moment, NULL))

@@ -232,6 +232,7 @@ class Transport(ctypes.Structure):
         ("wait", c_void_p),
         ("description", c_void_p),
         ("last_call", c_void_p),
+        ("words", c_void_p),
         ("broken", c_void_p),
         ("close", c_void_p),
     )

@@ -164,6 +164,12 @@ static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
     return s->group != NULL;
 }
 
+static int words(const spar_comm *comm, int rank, spar_words *result)
+{
+    const spar_nccl_state *s = comm->state;
+    return s->ring && spar_ring_words(s->ring, rank, result);
+}
+
 static const char *broken(const spar_comm *comm)
 {
     const spar_nccl_state *s = comm->state;
@@ -206,6 +212,7 @@ const spar_transport spar_transport_nccl = {
     .wait = wait_for,
     .description = description,
     .last_call = last_call,
+    .words = words,
     .broken = broken,
     .close = close_comm,
 };

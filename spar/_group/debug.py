@@ -1,0 +1,103 @@
+"""What this rank knows of a group while a call hangs, as text. It takes no lock, and never communicates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from .._control import fork, status
+from .._control.state import LOCAL, OVER, SHARED, Transport
+from ..errors import SparError, by_rank
+from .group import Group
+
+_MOST_BLOCKS = 20
+_PROGRESS = {
+    LOCAL: "its peers know nothing of it yet",
+    SHARED: "its peers count on this rank",
+    OVER: "its transport has it, or it is over",
+}
+
+
+def described(group: Group) -> str:
+    """Return the state of a group on this rank, of its transports, and of its newest exchange."""
+    title = f"group {group.name!r}, rank {group.rank} of {group.world}"
+    if group.process != fork.process:
+        return f"{title}: process {group.process} made it; this forked child cannot use it"
+    lines = [title, *_calls(group)]
+    lines += [] if group.transports else [f"no transport: {group.transport('cpu').reason}"]
+    for transport in tuple(group.transports.values()):
+        lines += _transport(group, transport)
+    if dead := status.dead(group):
+        lines.append(f"processes that have ended: {status.named(group, dead)}")
+    return "\n".join([*lines, *_newest(group)])
+
+
+def _calls(group: Group) -> Iterator[str]:
+    owner, queue = group._owner, group.queue
+    where = "no call is under way" if owner is None else f"thread {owner} is in a call"
+    flight = 0 if queue is None else queue.in_flight()
+    yield f"calls: {group.calls}, {flight} in flight; {where}; the newest: {_PROGRESS[group.progress]}"
+    yield f"broken: {group.broken or 'no'}"
+
+
+def _transport(group: Group, transport: Transport) -> Iterator[str]:
+    yield f"{transport.device} over {transport.name}: {transport.reason}"
+    channel = group.channels.get(transport.device)
+    core = None if channel is None else channel.core
+    if core is None:
+        yield "  no mailboxes: how far each rank is cannot be read without communication"
+        return
+    if core.broken is not None:
+        yield f"  broken: {core.broken}"
+    if words := core.words():
+        yield by_rank([_word(*row) for row in words])
+        yield f"  {_missing(group, words)}"
+    with contextlib.suppress(SparError):  # another thread closes it
+        last = [core.last_call(rank) for rank in range(group.world)]
+        known = [str(status.CallStatus.of(*call)) for call in last if call is not None]
+        if len(known) == group.world:
+            yield status.listing(known).strip()
+
+
+def _word(published: int, done: int, broken: str | None, failed: str | None) -> str:
+    text = f"published call {published}" + (f", which failed with {failed}" if failed else "")
+    return f"{text}; done call {done}" + (f"; broke the group with {broken}" if broken else "")
+
+
+def _missing(group: Group, words: list[tuple[int, int, str | None, str | None]]) -> str:
+    """Return which ranks have not reached the newest call of any rank, or not its end."""
+
+    def place(number: int) -> int:  # call numbers wrap, at 32 bits
+        return (number - words[group.rank][0] + (1 << 31)) % (1 << 32)
+
+    published, done = [row[0] for row in words], [row[1] for row in words]
+    newest = max(published, key=place)
+    for calls, verb in ((published, "made"), (done, "ended")):
+        ranks = tuple(rank for rank, call in enumerate(calls) if place(call) < place(newest))
+        if ranks:
+            return f"call {newest} is not {verb} by {status.named(group, ranks)}"
+    return f"call {newest} is over on all ranks"
+
+
+def _newest(group: Group) -> Iterator[str]:
+    core = group.newest
+    if core is None:
+        return
+    plan = core.newest
+    if plan is None:
+        yield f"newest exchange: {core.op}{core.text}, without a plan yet, or with one too large to keep"
+        return
+    blocks = plan.blocks("push")
+    yield f"newest exchange: {plan.describe(core.op, core.text, 0, 0)[0]}"
+    yield f"  {sum(plan.push_bytes)} bytes to others; blocks: {len(blocks)}"
+    for block in blocks[:_MOST_BLOCKS]:
+        yield f"  {_block(*block)}"
+    if len(blocks) > _MOST_BLOCKS:
+        yield f"  and {len(blocks) - _MOST_BLOCKS} more"
+
+
+def _block(
+    peer: int, tensor: int, source: int, target: int, run: int, loops: tuple[tuple[int, int, int], ...]
+) -> str:
+    times = "".join(f", {extent} times each {src} -> {dst}" for extent, src, dst in loops)
+    return f"to rank {peer}: tensor {tensor}, {run} bytes from {source} to {target}{times}"
