@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
@@ -72,6 +73,18 @@ def check_each(rank: int, world: int, group: Group) -> None:
 
 def test_each_exchange_is_one_event_and_no_dispatched_op(ranks: Ranks) -> None:
     ranks(2, check_each)
+
+
+def check_failure(rank: int, world: int, group: Group) -> None:
+    spar.init(group)
+    x = torch.empty(1).expand(1 << 61) if rank == 1 else torch.zeros(2)
+    with profile(), pytest.raises(ValueError if rank == 1 else spar.MismatchError, match=r"more than 2\^63"):
+        spar.all_gather(x, group)
+    assert spar.all_gather(torch.zeros(2), group).shape == (2 * world,)
+
+
+def test_failure_of_one_rank_is_reported_to_its_peers(ranks: Ranks) -> None:
+    ranks(2, check_failure, timeout=30)
 
 
 def check_attention(rank: int, world: int, group: Group) -> None:

@@ -36,7 +36,10 @@ def profiled(
     The event's inputs are the tensors, and by name the bytes that this rank sends to others, the group, the
     number of its ranks, the transport, and the layouts before and after.
     """
-    plan = plan_of(channel, core, inputs)
+    try:
+        plan = plan_of(channel, core, inputs)
+    except Exception:  # the exchange itself then fails likewise, and reports that to the peers
+        return channel.exchange(core, inputs, *args)
     layouts, sent = plan.describe("", "", 0, 0)[0].strip(), sum(plan.push_bytes)
     shown = {"bytes": sent, "group": group.name, "ranks": group.world, "transport": channel.name}
     with event(core.op, inputs, **shown, layouts=layouts):
