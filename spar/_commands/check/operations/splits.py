@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import spar
 
-from ..shards import (
-    DOCUMENTS,
-    Call,
-    documents,
-    even,
-    gather,
-    hybrid,
-    multiple,
-    packed,
-    packed_hybrid,
-    split,
-    zigzag,
-)
+from .. import shards
 from ..trial import OWN, Case, Setting, Tensors, Trial, numbers
+
+LENGTHS = list(shards.DOCUMENTS)
+
+
+def _sizes(s: Setting, total: int) -> list[int]:
+    return [len(part) for part in shards.even(total, s)]
+
+
+def _table(s: Setting) -> Tensor:
+    return spar.cal_split_sizes_multi(LENGTHS, s.world)
+
+
+Arguments = Callable[[Setting, int], Sequence[object]]
+Shards = tuple[str, shards.Indexed, shards.Total]  # their name, where the elements lie, and a total
+UNEVEN: Shards = ("uneven", shards.even, shards.any_total)
+ZIGZAG: Shards = ("zigzag", shards.zigzag, shards.multiple)
+PACKED: Shards = ("uneven", shards.packed, shards.documents)
+HYBRID: Shards = ("ring x ulysses", shards.hybrid, shards.multiple)
+PACKED_HYBRID: Shards = ("ring x ulysses", shards.packed_hybrid, shards.documents)
+# the shards of each operation, and what it takes after the tensor
+OPERATIONS: dict[str, tuple[Shards, Arguments]] = {
+    "split_forward_gather_backward": (UNEVEN, lambda s, total: (s.group, 1)),
+    "gather_forward_split_backward": (UNEVEN, lambda s, total: (s.group, 1, _sizes(s, total))),
+    "load_balanced_split_forward_gather_backward": (ZIGZAG, lambda s, total: (s.group, 1)),
+    "load_balanced_gather_forward_split_backward": (ZIGZAG, lambda s, total: (s.group, 1)),
+    "packed_data_split_forward_gather_backward": (PACKED, lambda s, total: (s.group, LENGTHS, 1)),
+    "packed_data_gather_forward_split_backward": (PACKED, lambda s, total: (_table(s), s.group, 1)),
+    "split_forward_gather_backward_with_cp": (HYBRID, lambda s, total: (1,)),
+    "gather_forward_split_backward_with_cp": (HYBRID, lambda s, total: (1, total)),
+    "packed_data_split_forward_gather_backward_with_cp": (PACKED_HYBRID, lambda s, total: (1, LENGTHS)),
+    "packed_data_gather_forward_split_backward_with_cp": (PACKED_HYBRID, lambda s, total: (1, LENGTHS)),
+}
+
+
+def _case(name: str, variant: str, index: shards.Indexed, total: shards.Total, arguments: Arguments) -> Case:
+    def call(s: Setting, size: int, x: Tensor) -> Tensor:
+        with s.topology:  # it has the groups of ring x ulysses
+            y: Tensor = getattr(spar, name)(x, *arguments(s, size))
+            return y
+
+    make = shards.split if "split_forward" in name else shards.gather
+    return Case(name, variant, make(call, index, total))
 
 
 def split_cases() -> list[Case]:
-    def in_topology(function: Callable[..., Tensor]) -> Call:
-        def call(s: Setting, total: int, x: Tensor) -> Tensor:
-            with s.topology:
-                return function(x, total)
-
-        return call
-
-    def own_sizes(total: int, s: Setting) -> list[int]:
-        return [len(i) for i in even(total, s)]
-
     def unpadded(s: Setting) -> Trial:
-        each, padding = 4, 2
-        parts = [[numbers(2, each, 3, seed=rank)] for rank in range(s.world)]
+        size, padding = 4, 2
+        parts = [[numbers(2, size, 3, seed=rank)] for rank in range(s.world)]
 
         def reference(inputs: list[Tensors]) -> list[Tensors]:
-            return [[torch.cat([own[0] for own in inputs], 1)[:, : each * s.world - padding]]] * s.world
+            whole = torch.cat([own[0] for own in inputs], 1)
+            return [[whole[:, : size * s.world - padding]]] * s.world
 
         return Trial(
             parts,
@@ -51,8 +72,8 @@ def split_cases() -> list[Case]:
         )
 
     def reordered(s: Setting) -> Trial:
-        total = multiple(s.world)
-        order = torch.cat(zigzag(total, s)).argsort()
+        total = shards.multiple(s.world)
+        order = torch.cat(shards.zigzag(total, s)).argsort()
         x = numbers(2, total, 3)
         return Trial(
             [[x]] * s.world,
@@ -61,99 +82,8 @@ def split_cases() -> list[Case]:
             OWN,
         )
 
-    lengths = list(DOCUMENTS)
     return [
-        Case(
-            "split_forward_gather_backward",
-            "uneven",
-            split(lambda s, total, x: spar.split_forward_gather_backward(x, s.group, 1), even),
-        ),
-        Case(
-            "gather_forward_split_backward",
-            "uneven",
-            gather(
-                lambda s, total, x: spar.gather_forward_split_backward(x, s.group, 1, own_sizes(total, s)),
-                even,
-            ),
-        ),
-        Case(
-            "load_balanced_split_forward_gather_backward",
-            "zigzag",
-            split(
-                lambda s, total, x: spar.load_balanced_split_forward_gather_backward(x, s.group, 1),
-                zigzag,
-                multiple,
-            ),
-        ),
-        Case(
-            "load_balanced_gather_forward_split_backward",
-            "zigzag",
-            gather(
-                lambda s, total, x: spar.load_balanced_gather_forward_split_backward(x, s.group, 1),
-                zigzag,
-                multiple,
-            ),
-        ),
-        Case(
-            "packed_data_split_forward_gather_backward",
-            "uneven",
-            split(
-                lambda s, total, x: spar.packed_data_split_forward_gather_backward(x, s.group, lengths, 1),
-                packed,
-                documents,
-            ),
-        ),
-        Case(
-            "packed_data_gather_forward_split_backward",
-            "uneven",
-            gather(
-                lambda s, total, x: spar.packed_data_gather_forward_split_backward(
-                    x, spar.cal_split_sizes_multi(lengths, s.world), s.group, 1
-                ),
-                packed,
-                documents,
-            ),
-        ),
-        Case(
-            "split_forward_gather_backward_with_cp",
-            "ring x ulysses",
-            split(
-                in_topology(lambda x, total: spar.split_forward_gather_backward_with_cp(x, 1)),
-                hybrid,
-                multiple,
-            ),
-        ),
-        Case(
-            "gather_forward_split_backward_with_cp",
-            "ring x ulysses",
-            gather(
-                in_topology(lambda x, total: spar.gather_forward_split_backward_with_cp(x, 1, total)),
-                hybrid,
-                multiple,
-            ),
-        ),
-        Case(
-            "packed_data_split_forward_gather_backward_with_cp",
-            "ring x ulysses",
-            split(
-                in_topology(
-                    lambda x, total: spar.packed_data_split_forward_gather_backward_with_cp(x, 1, lengths)
-                ),
-                packed_hybrid,
-                documents,
-            ),
-        ),
-        Case(
-            "packed_data_gather_forward_split_backward_with_cp",
-            "ring x ulysses",
-            gather(
-                in_topology(
-                    lambda x, total: spar.packed_data_gather_forward_split_backward_with_cp(x, 1, lengths)
-                ),
-                packed_hybrid,
-                documents,
-            ),
-        ),
+        *(_case(name, *held, arguments) for name, (held, arguments) in OPERATIONS.items()),
         Case("gather_forward_split_backward_and_unpad", "", unpadded),
         Case("reorder_output", "", reordered),
     ]
