@@ -1,10 +1,15 @@
-"""A benchmark's figures as a table, and as a heat map of the ratios."""
+"""A benchmark's figures as a table, as JSON, and as a heat map of the ratios."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import spar
 
 from ..printing import size_text, table
 from .rows import Row
@@ -54,11 +59,19 @@ def table_of(rows: Sequence[Row]) -> str:
     return f"{table(lines, right=range(1, len(titles) - 1))}\n{legend}"
 
 
-NOT_DRAWN = "no PNG, because matplotlib is not installed"
+def save(
+    out: Path, title: str, rows: Sequence[Any], draw: Callable[[Path, Any, str], None], **more: Any
+) -> str:
+    """Write the rows, which are dataclasses, as JSON, and draw them if matplotlib is installed.
 
-
-def can_draw() -> bool:
-    return find_spec("matplotlib") is not None
+    Returns the names of the files, to print.
+    """
+    facts = {"title": title, "spar": spar.__version__, "rows": [asdict(row) for row in rows], **more}
+    Path(f"{out}.json").write_text(json.dumps(facts, indent=1))
+    if find_spec("matplotlib") is None:
+        return f"{out}.json, no PNG, because matplotlib is not installed"
+    draw(Path(f"{out}.png"), rows, title)
+    return f"{out}.json, {out}.png"
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import spar
 
 from .timing import Time
 
@@ -30,13 +28,8 @@ class Row:
     libraries: dict[str, Time] = field(default_factory=dict)  # other libraries' time, by their names
 
 
-def write(path: Path, title: str, rows: Sequence[Row]) -> None:
-    facts = {"title": title, "spar": spar.__version__, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(facts, indent=1))
-
-
 def read(path: Path) -> tuple[str, list[Row]]:
-    """Return the title and the rows of a file that `write` made.
+    """Return the title and the rows of a file that `report.save` made.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: it is not such a file.

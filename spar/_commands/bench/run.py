@@ -20,8 +20,8 @@ from .binding import bind
 from .libraries import find
 from .measure import measure
 from .operations import SMALLEST, operations
-from .report import NOT_DRAWN, can_draw, draw, table_of
-from .rows import Row, median_of, read, write
+from .report import draw, save, table_of
+from .rows import Row, median_of, read
 
 SIZES = (SMALLEST, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
 
@@ -169,7 +169,4 @@ def _median(paths: Sequence[Path]) -> tuple[str, list[Row]]:
 
 def _report(out: Path, title: str, rows: Sequence[Row]) -> None:
     print(table_of(rows))
-    write(Path(f"{out}.json"), title, rows)
-    if can_draw():
-        draw(Path(f"{out}.png"), rows, title)
-    print(f"{title}: {out}.json, {f'{out}.png' if can_draw() else NOT_DRAWN}")
+    print(f"{title}: {save(out, title, rows, draw)}")

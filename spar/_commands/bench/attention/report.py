@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-import spar
-
 from ...printing import MIB
-from ..report import NOT_DRAWN, can_draw
+from ..report import save
 from .rows import Row
 from .ways import GATHER, RING, ULYSSES, USUAL, WHOLE
 
@@ -89,8 +85,4 @@ def report(out: Path, title: str, rows: list[Row], world: int) -> None:
     held = bars(rows, world)
     for what, found, most in held:
         print(f"{what}: {found:.3f}, of at most {most}: {'held' if found <= most else 'MISSED'}")
-    facts = {"title": title, "spar": spar.__version__, "rows": [asdict(row) for row in rows], "bars": held}
-    Path(f"{out}.json").write_text(json.dumps(facts, indent=1))
-    if can_draw():
-        draw(Path(f"{out}.png"), rows, title)
-    print(f"{out}.json, {f'{out}.png' if can_draw() else NOT_DRAWN}")
+    print(save(out, title, rows, draw, bars=held))
