@@ -8,6 +8,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,24 @@ import spar
 
 from ..timing import least, timed
 from .kernels import counted, no_kernel
-from .rows import Row
 from .ways import GATHER, RING, WHOLE, Way, ways
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Row:
+    """What is measured of one way to attend: times in seconds, memory in bytes."""
+
+    tokens: int
+    way: str
+    step: float
+    error: float
+    outside: float = 0.0
+    peak: float = 0.0
+    keys: float = 0.0
+    products: float = 0.0  # of the slowest rank, divided by the mean; `seconds` likewise
+    seconds: float = 0.0
 
 
 class Layer:

@@ -5,30 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ...printing import MIB
+from ...printing import MIB, table
 from ..report import save
-from .rows import Row
+from .measure import Row
 from .ways import GATHER, RING, ULYSSES, USUAL, WHOLE
 
 OUTSIDE, SLOWEST, KEYS = 0.25, 1.1, 0.6  # the bars
 
 
-def print_table(rows: list[Row]) -> None:
-    titles = {"tokens": 6, "way": 14, "step": 19, "outside": 18, "peak": 9, "K/V": 9, "slowest": 13}
-    print(*(f"{title:{width}}" for title, width in titles.items()), "error")
+def table_of(rows: list[Row]) -> str:
+    lines = [["tokens", "way", "step", "outside", "peak", "K/V", "slowest", "error"]]
     steps = {(row.tokens, row.way): row for row in rows}
     for row in rows:
         alone = steps[row.tokens, WHOLE].step
         usual = steps.get((row.tokens, USUAL.get(row.way, "")))
-        cells = [f"{row.step * 1e3:9.1f} ms " + (f"({alone / row.step:.2f})" if row.way != WHOLE else "")]
+        faster = f" ({alone / row.step:.2f})" if row.way != WHOLE else ""
         outside = f"{row.outside * 1e3:8.2f} ms" if row.outside else ""
-        cells.append(outside + (f" ({row.outside / usual.outside:4.2f})" if usual else ""))
-        cells.append(f"{row.peak / MIB:6.1f} MB")
-        cells.append(f"{row.keys / MIB:6.1f} MB" if row.keys else "")
-        cells.append(f"{row.products:.3f}, {row.seconds:.2f}" if row.products else "")
-        widths = list(titles.values())[2:]
-        shown = " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
-        print(f"{row.tokens:6} {row.way:14} {shown} {row.error:.1e}")
+        lines.append(
+            [
+                f"{row.tokens:6}",
+                row.way,
+                f"{row.step * 1e3:9.1f} ms{faster}",
+                outside + (f" ({row.outside / usual.outside:4.2f})" if usual else ""),
+                f"{row.peak / MIB:6.1f} MB",
+                f"{row.keys / MIB:6.1f} MB" if row.keys else "",
+                f"{row.products:.3f}, {row.seconds:.2f}" if row.products else "",
+                f"{row.error:.1e}",
+            ]
+        )
+    return table(lines)
 
 
 def bars(rows: list[Row], world: int) -> list[tuple[str, float, float]]:
@@ -81,7 +86,7 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
 def report(out: Path, title: str, rows: list[Row], world: int) -> None:
     """Print a table and whether the bars hold; write JSON and, with matplotlib, a plot."""
     print(title)
-    print_table(rows)
+    print(table_of(rows))
     held = bars(rows, world)
     for what, found, most in held:
         print(f"{what}: {found:.3f}, of at most {most}: {'held' if found <= most else 'MISSED'}")

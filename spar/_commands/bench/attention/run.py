@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from ...printing import Progress
 from ...ranks import Ranks, UsageError
-from .measure import DTYPES, Layer, measure_balance, measure_memory, measure_outside, measure_steps
+from .measure import DTYPES, Layer, Row, measure_balance, measure_memory, measure_outside, measure_steps
 from .report import report
-from .rows import Row
 
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 SECONDS = 10.0  # by default, for each number of tokens and figure
