@@ -198,61 +198,23 @@ def transpose_for(
     """Gather, or sum and scatter, for the operation `name`, which its errors name; note: as in Exchange."""
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group
-    if out is not None or async_op:
-        return _together(name, sums, input_, group, dim, sizes, layout, async_op, out, None, note)
     arguments: Key = None
-    if type(dim) is int:
+    if out is None and not async_op and type(dim) is int:
         parts = () if sizes is layout is None else kept(input_, sizes, layout)
         arguments = None if parts is None else (dim, parts, note)
     output, key = repeat(name, input_, group, arguments)
     if output is not None:
         return output
-    if not isinstance(input_, torch.Tensor):
-        return _together(name, sums, input_, group, dim, sizes, layout, False, None, key, note)
-    with Arguments(name, input_, group) as call:
-        call.one_of(sizes=sizes, layout=layout)
-        call.note = note
-        args = shards_pair(_shard(call, sums, dim, sizes, layout), call.world, sums)
-        return apply_together((call,), (args,), ONE, key, SUM if sums else GATHER)[0]
-
-
-def _shard(
-    call: Arguments, sums: bool, dim: int, sizes: Any, layout: SequenceLayout | None, at: str = ""
-) -> Layout:
-    """Check the arguments; return which part each rank holds. `at` names the tensor: `checked_together`."""
-    of = call.dim("dim", dim)
-    if layout is not None:
-        return checked_numbers(call, "layout", layout, of, sums, at)
-    if sums:
-        return call.parts(f"sizes{at}", of, sizes)
-    return call.shards(f"sizes{at}", of, sizes) or even(of, call.gathered_size(of))
-
-
-def _together(
-    name: str,
-    sums: bool,
-    input_: Any,
-    group: Group,
-    dim: int,
-    sizes: Any,
-    layout: SequenceLayout | None,
-    async_op: bool,
-    out: Any,
-    key: Key,
-    note: str,
-) -> Any:
-    """Exchange one tensor or several, with all options; `key` is as for `apply_together`."""
     works: list[Work] = []
 
     def run(calls: list[Arguments], at: list[str]) -> Sequence[torch.Tensor]:
-        first = calls[0]
+        first, kind = calls[0], SUM if sums else GATHER
         first.note = note
         if layout is not None:
             first.one_of(sizes=sizes, layout=layout)
         given = zip(calls, entries(first, "sizes", sizes, at), at, strict=True)
-        shards = [_shard(call, sums, dim, each, layout, which) for call, each, which in given]
+        shards = [_shard(call, sums, dim, its_sizes, layout, label) for call, its_sizes, label in given]
         args = tuple([shards_pair(shard, first.world, sums) for shard in shards])
-        kind = SUM if sums else GATHER
         if out is None and not async_op:
             return apply_together(calls, args, ONE, key, kind)
         check_summable(first, sums, async_op and must_record([call.input for call in calls]))
@@ -265,3 +227,15 @@ def _together(
 
     result = checked_together(name, input_, group, run)
     return (result, works[0]) if async_op else result
+
+
+def _shard(
+    call: Arguments, sums: bool, dim: int, sizes: Any, layout: SequenceLayout | None, at: str
+) -> Layout:
+    """Check the arguments; return which part each rank holds. `at` names the tensor: `checked_together`."""
+    of = call.dim("dim", dim)
+    if layout is not None:
+        return checked_numbers(call, "layout", layout, of, sums, at)
+    if sums:
+        return call.parts(f"sizes{at}", of, sizes)
+    return call.shards(f"sizes{at}", of, sizes) or even(of, call.gathered_size(of))
