@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 
 from . import devices, machine
 from .machine import Facts
-from .printing import entry, size_text
+from .printing import count_text, entry, size_text
 
 SUMMARY = "show versions, cores, memory, GPUs, libraries, settings and transports"
 DESCRIPTION = """\
@@ -74,7 +74,7 @@ def _processor(facts: Facts) -> Rows:
     return [
         ("model", facts["model"] or "not known"),
         ("cores", f"{facts['cores']}, of which this process may run on {allowed}"),
-        ("usable", f"{_count(facts['usable_cores'], 'core')}{quota}"),
+        ("usable", f"{count_text(facts['usable_cores'], 'core')}{quota}"),
         ("torch's threads", str(facts["torch_threads"])),
     ]
 
@@ -150,10 +150,6 @@ def _transports(facts: list[Facts], no_gpu: str | None) -> Rows:
         if choice["device"] in _GPU_TYPES and no_gpu:
             rows.append(("", f"there are no such tensors here: {no_gpu}"))
     return rows
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from .printing import count_text
+
 
 class UsageError(Exception):
     """Arguments or an environment that a command cannot use. rank: of the only rank where this is so."""
@@ -99,8 +101,8 @@ def _device(kind: str, rank: int) -> torch.device:
     count, index = torch.accelerator.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     if index >= count:
         raise UsageError(
-            f"LOCAL_RANK is {index}, but this host has {count} {kind} device{'s' * (count > 1)}; start at "
-            "most one rank for each",
+            f"LOCAL_RANK is {index}, but this host has {count_text(count, f'{kind} device')}; start at most "
+            "one rank for each",
             rank,
         )
     torch.accelerator.set_device_index(index)

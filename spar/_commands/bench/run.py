@@ -13,7 +13,7 @@ import torch.distributed as dist
 import spar
 
 from ..machine import allowed_cores
-from ..printing import KIB, MIB, Progress, size_text
+from ..printing import KIB, MIB, Progress, count_text, size_text
 from ..ranks import Ranks, UsageError, joined, launched
 from .attention import run as attention
 from .binding import bind
@@ -125,9 +125,8 @@ def run(args: Namespace) -> int:
         rows = _measure_all(sizes, args.only, args.seconds, ranks)
         if ranks.rank == 0:
             using = spar.transport().name or "no transport"
-            count = f"{ranks.world} rank{'s' * (ranks.world > 1)}"
             where = f"{cores} cores, {'each bound to one' if bound else 'not bound'}"
-            title = f"{count} on {where}, {using}, bf16, torch {torch.__version__}"
+            title = f"{count_text(ranks.world, 'rank')} on {where}, {using}, bf16, torch {torch.__version__}"
             _report(args.out, title, rows)
         dist.barrier()
     return 0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import spar
 
 from ...parallel_state import Topology, init_parallel_state
-from ..printing import time_text
+from ..printing import count_text, time_text
 from ..ranks import Ranks, UsageError, add_device_arguments, joined
 from .cases import cases
 from .outcome import GRACE, Agreement, Outcome, attempt
@@ -185,10 +185,9 @@ class Table:
             print(text, file=self.out, flush=True)
 
     def head(self, ranks: Ranks) -> None:
-        count = f"{ranks.world} rank{'s' * (ranks.world > 1)}"
         self.line(
-            f"spar {spar.__version__}, torch {torch.__version__}: {count}, {ranks.device.type} tensors, "
-            f"torch.distributed over {ranks.backend}"
+            f"spar {spar.__version__}, torch {torch.__version__}: {count_text(ranks.world, 'rank')}, "
+            f"{ranks.device.type} tensors, torch.distributed over {ranks.backend}"
         )
         if ranks.world == 1:
             self.line(
