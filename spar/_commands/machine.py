@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,43 +52,27 @@ def processor() -> Facts:
 
 def memory() -> Facts:
     _, usable = _C.limits()
+    dev_shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
     return {
         "total": _kilobytes("MemTotal"),
         "available": _kilobytes("MemAvailable"),
         "usable": usable,
-        "dev_shm": _file_system("/dev/shm"),
+        "dev_shm": dev_shm and {"total": dev_shm.total, "free": dev_shm.free},
     }
 
 
 def settings() -> Facts:
     """Return each setting's value in effect, whether it is set, and the variables that are no setting."""
-    found = {}
-    for field, variable, *_ in _C.env_rows():
-        value = _setting(field)
-        wrong = isinstance(value, ValueError)
-        found[variable] = {
-            "set": bool(os.environ.get(variable)),
-            "value": None if wrong else value,
-            "error": str(value) if wrong else None,
-        }
-    return {"variables": found, "unknown": unknown_settings()}
-
-
-def _setting(field: str) -> Any:
-    """Return a setting's value, or the error that it is."""
     read: Any = _C.env
-    try:
-        return read(field)
-    except ValueError as error:
-        return error
-
-
-def _file_system(folder: str) -> Facts | None:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return {"total": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
+    variables: Facts = {}
+    for field, variable, *_ in _C.env_rows():
+        value, wrong = None, None
+        try:
+            value = read(field)
+        except ValueError as error:
+            wrong = str(error)
+        variables[variable] = {"set": bool(os.environ.get(variable)), "value": value, "error": wrong}
+    return {"variables": variables, "unknown": unknown_settings()}
 
 
 def _first_value(file: str, name: str) -> str | None:
