@@ -14,10 +14,6 @@ from .._transports import cuda
 from ..errors import SparError
 from .machine import Facts
 
-# library: what its file is called
-_FILES = {"libcuda": "libcuda.so", "libnccl": "libnccl.so", "libnvrtc": "libnvrtc.so"}
-_HOSTS = "the ranks are on several hosts"
-
 
 def gpus() -> Facts:
     """Return the GPUs that torch finds; why, if there are none; and which of them access each other."""
@@ -47,14 +43,14 @@ def _gpu(index: int) -> Facts:
 
 def libraries() -> list[Facts]:
     """Return where each library is that spar opens for CUDA tensors, once `transports` has opened them."""
-    places, maps = cuda.find_libraries(), _mapped_files()
-    found = []
-    for library, file in _FILES.items():
-        opened = next((path for path in maps if Path(path).name.startswith(file)), None)
+    found_by_spar, mapped = cuda.find_libraries(), _mapped_files()
+    rows = []
+    for library in ("libcuda", "libnccl", "libnvrtc"):
+        opened = next((path for path in mapped if Path(path).name.startswith(f"{library}.so")), None)
         version = nccl_version() if library == "libnccl" and opened else None
-        path = opened or places.get(library)
-        found.append({"name": library, "path": path, "opened": opened is not None, "version": version})
-    return found
+        path = opened or found_by_spar.get(library)
+        rows.append({"name": library, "path": path, "opened": opened is not None, "version": version})
+    return rows
 
 
 def _mapped_files() -> list[str]:
@@ -83,18 +79,17 @@ def transports() -> list[Facts]:
     It is spar's own rule, with what this process alone can offer: no group is made, and no thread is started.
     """
     cuda.find_libraries()
-    own = _C.peer_info()
-    cases: list[tuple[str, str, tuple[tuple[str, str], ...]]] = [
-        ("cpu", "one host", ()),
-        ("cpu", "several hosts", (("shm", _HOSTS),)),
-        ("cuda", "any hosts", ()),
+    without_shm = (("shm", "the ranks are on several hosts"),)
+    return [
+        {"device": "cpu", "hosts": "one host"} | _choice("cpu"),
+        {"device": "cpu", "hosts": "several hosts"} | _choice("cpu", without_shm),
+        {"device": "cuda", "hosts": "any hosts"} | _choice("cuda"),
     ]
-    return [{"device": device, "hosts": hosts} | _choice(own, device, no) for device, hosts, no in cases]
 
 
-def _choice(own: bytes, device: str, refused: tuple[tuple[str, str], ...]) -> Facts:
+def _choice(device: str, refused: tuple[tuple[str, str], ...] = ()) -> Facts:
     try:
-        name, reason, rejected = _C.choose(own, device, refused)
+        name, reason, rejected = _C.choose(_C.peer_info(), device, refused)
     except (ValueError, SparError) as error:  # by a setting
         return {"transport": None, "reason": str(error).removeprefix("rank 0: "), "rejected": {}}
     others = {other: why.removeprefix("rank 0: ") for other, why in rejected}
