@@ -28,7 +28,7 @@ def turn(function: Callable[[], Any], seconds: float) -> list[float]:
     dist.barrier()
     begin = time.perf_counter()
     function()
-    count = least(seconds / (time.perf_counter() - begin))
+    count = reduced(seconds / (time.perf_counter() - begin), dist.ReduceOp.MIN)
     times = []
     for _ in range(max(3, min(2000, int(count)))):
         begin = time.perf_counter()
@@ -37,10 +37,10 @@ def turn(function: Callable[[], Any], seconds: float) -> list[float]:
     return sorted(times)
 
 
-def least(number: float) -> float:
-    """Return the least of all ranks' numbers."""
-    numbers = torch.tensor([number])
-    dist.all_reduce(numbers, dist.ReduceOp.MIN)
+def reduced(number: float, by: Any = dist.ReduceOp.MAX) -> float:
+    """Reduce a number over all ranks."""
+    numbers = torch.tensor([number], dtype=torch.float64)
+    dist.all_reduce(numbers, by)
     return float(numbers)
 
 
@@ -48,7 +48,7 @@ def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
     """Time the ways in alternating turns, more of them if calls are short: the machine's speed changes."""
     begin = time.perf_counter()
     turns = [[turn(way, 0.0)] for way in ways]  # to warm up; not counted
-    rounds = max(TURNS, min(25, int(least(seconds / (time.perf_counter() - begin)))))
+    rounds = max(TURNS, min(25, int(reduced(seconds / (time.perf_counter() - begin), dist.ReduceOp.MIN))))
     for _ in range(rounds):
         for way, found in zip(ways, turns, strict=True):
             found.append(turn(way, seconds / rounds / len(ways)))

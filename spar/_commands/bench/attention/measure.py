@@ -19,7 +19,7 @@ from torch import Tensor
 
 import spar
 
-from ..timing import least, timed
+from ..timing import reduced, timed
 from .kernels import counted, no_kernel
 from .ways import GATHER, RING, WHOLE, Way, ways
 
@@ -64,12 +64,6 @@ def _step(way: Way, inputs: Sequence[Tensor], upper: Tensor) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = way.function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
-
-
-def reduced(number: float, by: Any = dist.ReduceOp.MAX) -> float:
-    numbers = torch.tensor([number], dtype=torch.float64)
-    dist.all_reduce(numbers, by)
-    return float(numbers)
 
 
 # ---- times ----
@@ -122,7 +116,7 @@ def measure_balance(layer: Layer, rows: list[Row], seconds: float) -> None:
         if row.way not in (GATHER, RING):
             continue
         step, times, products = layer.step(row.way), [], 0
-        for _ in range(max(1, min(5, int(least(seconds / row.step))))):
+        for _ in range(max(1, min(5, int(seconds / row.step)))):
             dist.barrier()
             with counted() as work:
                 step()
@@ -138,7 +132,7 @@ def _over_mean(own: float) -> float:
 # ---- memory ----
 
 
-def peak(step: Callable[[], Any], turns: int = 3) -> float:
+def peak(step: Callable[[], Any]) -> float:
     """Return by how much this process's memory grows at most, in bytes.
 
     VmHWM counts memory of the peers that is mapped, too: of shared memory only this process's is added.
@@ -150,7 +144,7 @@ def peak(step: Callable[[], Any], turns: int = 3) -> float:
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, shared = _status(), spar.memory_stats()["arena.reserved_bytes"]
-    for _ in range(turns):
+    for _ in range(3):
         step()
     after = _status()
     anonymous = after["VmHWM"] - after["RssShmem"] - after["RssFile"] - before["RssAnon"]
