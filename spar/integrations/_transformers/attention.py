@@ -20,6 +20,10 @@ _REFUSED = {  # keywords of other attentions, with what they are
     "cache": "a paged KV cache",
 }
 _WHOLE = 'For generate, and for whole sequences, call model.set_attn_implementation("sdpa")'
+_CACHE = (
+    "there is a KV cache ({} keys for {} queries); expected none. Pass no past_key_values, and "
+    "use_cache=False as shard does"
+)
 registered: set[str] = set()  # the names of attention_forward in transformers
 
 
@@ -63,10 +67,7 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"{where}: {name} is passed: {what}, which spar.attention does not compute")
     if kwargs.get("use_cache") or key.size(2) != query.size(2):
-        raise ValueError(
-            f"{where}: there is a KV cache ({key.size(2)} keys for {query.size(2)} queries); expected none. "
-            "Pass no past_key_values, and use_cache=False as shard does"
-        )
+        raise ValueError(f"{where}: {_CACHE.format(key.size(2), query.size(2))}")
     if kwargs.get("output_attentions"):
         raise ValueError(f"{where}: output_attentions is True; spar.attention has no weights to return")
     if attention_mask is None and sliding_window is not None and longest_run(layout) > sliding_window:
@@ -101,7 +102,4 @@ def mask_in_forward(
             f"whole batch, with its attention_mask, through spar.integrations.transformers.shard. {_WHOLE}"
         )
     if kv_length != q_length:
-        raise ValueError(
-            f"there is a KV cache ({kv_length} keys for {q_length} queries); expected none. Pass no "
-            "past_key_values, and use_cache=False as shard does"
-        )
+        raise ValueError(_CACHE.format(kv_length, q_length))

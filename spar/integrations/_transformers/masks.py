@@ -10,6 +10,8 @@ import torch
 from ...sequence_layout import SequenceLayout
 
 WHOLE = "spar: masks of the whole sequence"  # the name of `whole_mask` in transformers
+# the attribute of a config that has the window of a kind of layers
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 def whole_mask(
@@ -90,9 +92,8 @@ def masks_of(
 def _window(config: Any) -> float:
     """Return the shortest window or chunk of a model's layers."""
     kinds = getattr(config, "layer_types", None)
-    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    found = [getattr(config, name, None) for kind, name in sizes.items() if kinds is None or kind in kinds]
-    return min([size for size in found if size is not None], default=float("inf"))
+    sizes = [getattr(config, name, None) for kind, name in WINDOWS.items() if kinds is None or kind in kinds]
+    return min([size for size in sizes if size is not None], default=float("inf"))
 
 
 def longest_run(layout: SequenceLayout) -> int:

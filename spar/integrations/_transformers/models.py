@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from .attention import registered
+from .masks import WINDOWS
 from .sources import drops_arguments, is_attention, masks_of_forward, own_mask
 
 # parts of the names of outputs, and of heads, that have one value for a sequence
 _POOLED = ("SequenceClassif", "MultipleChoice", "NextSentence", "DoubleHeads")
-_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_LAYERS = {"full_attention", *WINDOWS}
 # they mix neighbouring tokens: state spaces, linear attention and convolutions are made of them
 _MIXERS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase)
 
@@ -134,9 +135,8 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
         return
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        sizes = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
-        windows = [kind for name, kind in sizes.items() if getattr(config, name, None) is not None]
-        kinds = windows[:1] or ["full_attention"]
+        windowed = [kind for kind, name in WINDOWS.items() if getattr(config, name, None) is not None]
+        kinds = windowed[:1] or ["full_attention"]
     table = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
     others = {table[kind].__name__ for kind in kinds} - found.functions
     if others:
