@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = ["disable", "enable"]
 
 _STATE = "_spar_sharded"  # the attribute of a model that is enabled
 _PROCESSOR = "processor"  # the attribute of an attention module
+_ABSENT = object()  # the value of an attribute that an object lacks
 _MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 
@@ -121,21 +123,34 @@ class _Sharded:
         self.taken = argument_names(model)
         self.compared = False  # whether the ranks' inputs were compared: in the first forward
         self.root = [rule for rule in rules if rule.module is model]
-        self.handles: list[Any] = []
         self.backends: dict[Any, Any] = {}  # what a processor had -> what it has
-        self.processors: list[tuple[str, torch.nn.Module, Any, Any]] = []  # name, module, before, now
-        self.previous: list[tuple[Any, Any]] = []  # a dispatching processor, and its attribute before
+        self.processors: list[tuple[str, torch.nn.Module, Any]] = []  # the name, the module, its processor
+        self.undo = contextlib.ExitStack()  # restores the model
         for rule in rules:
             if rule.module is not model:
                 self._hook(rule)
         for name, module in modules.items():
             self._enter(name, module)
-        self.before = vars(model).get("forward")
         self.forward = model.forward
-        self.now = functools.update_wrapper(functools.partial(self.run), self.forward)
-        model.forward = self.now
+        self.sharded = functools.update_wrapper(functools.partial(self.run), self.forward)
+        self._set(model, "forward", self.sharded)
 
     # ---- what is changed, and restored ----
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until `remove`."""
+        before = vars(owner).get(name, _ABSENT)
+
+        def restore() -> None:
+            if name == _PROCESSOR and getattr(owner, name) is not value:
+                return  # the caller set another one
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        setattr(owner, name, value)
+        self.undo.callback(restore)
 
     def _hook(self, rule: Rule) -> None:
         module = rule.module
@@ -144,13 +159,13 @@ class _Sharded:
             def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return self._shard_arguments(rule, args, kwargs)
 
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         if rule.outputs or rule.gathered:
 
             def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
                 return self._convert(rule, output)
 
-            self.handles.append(module.register_forward_hook(after))
+            self.undo.callback(module.register_forward_hook(after).remove)
 
     def _enter(self, name: str, module: torch.nn.Module) -> None:
         """Let an attention module attend over the whole sequence."""
@@ -161,42 +176,25 @@ class _Sharded:
             text = args[at] if at < len(args) else kwargs.get(TEXT)
             self.attention.text = text.size(1) if isinstance(text, torch.Tensor) else None
 
-        self.handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
-        before = getattr(module, _PROCESSOR)
-        now = before
-        if not hasattr(before, BACKEND):
-            now = JointProcessor(before, self.attention)
-            setattr(module, _PROCESSOR, now)
-        elif getattr(before, BACKEND) not in self.backends.values():  # modules may share a processor
-            self.previous.append((before, vars(before).get(BACKEND, self)))  # self: it had none of its own
-            inner = getattr(before, BACKEND)
+        self.undo.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        processor = getattr(module, _PROCESSOR)
+        if not hasattr(processor, BACKEND):
+            processor = JointProcessor(processor, self.attention)
+            self._set(module, _PROCESSOR, processor)
+        elif (inner := getattr(processor, BACKEND)) not in self.backends.values():  # modules may share it
             if inner not in self.backends:
                 self.backends[inner] = register_backend(self.names, self.attention, inner)
-            setattr(before, BACKEND, self.backends[inner])
-        self.processors.append((name, module, before, now))
+                self.undo.callback(unregister_backend, self.names, self.backends[inner])
+            self._set(processor, BACKEND, self.backends[inner])
+        self.processors.append((name, module, processor))
 
     def remove(self) -> None:
-        if vars(self.model).get("forward") is not self.now:
+        if vars(self.model).get("forward") is not self.sharded:
             raise ValueError(
                 "diffusers.disable: the model's forward was replaced after enable; expected that one's; "
                 "undo what replaced it first"
             )
-        if self.before is None:
-            del self.model.forward
-        else:
-            self.model.forward = self.before
-        for handle in self.handles:
-            handle.remove()
-        for _, module, before, now in self.processors:
-            if getattr(module, _PROCESSOR) is now and now is not before:
-                setattr(module, _PROCESSOR, before)
-        for processor, value in self.previous:
-            if value is self:
-                delattr(processor, BACKEND)
-            else:
-                setattr(processor, BACKEND, value)
-        for member in self.backends.values():
-            unregister_backend(self.names, member)
+        self.undo.close()
 
     # ---- forward ----
 
@@ -241,9 +239,10 @@ class _Sharded:
                 "a sharded model's forward: the model has a cache; expected none, because it decides by this "
                 "rank's tokens: call disable_cache()"
             )
-        for name, module, _, now in self.processors:
-            own = isinstance(now, JointProcessor) or getattr(now, BACKEND) in self.backends.values()
-            if getattr(module, _PROCESSOR) is not now or not own:
+        for name, module, processor in self.processors:
+            is_joint = isinstance(processor, JointProcessor)
+            is_ours = is_joint or getattr(processor, BACKEND) in self.backends.values()
+            if getattr(module, _PROCESSOR) is not processor or not is_ours:
                 raise ValueError(
                     f"a sharded model's forward: the processor or attention backend of {name} was set after "
                     "enable; call disable(model), set it, and enable(model)"
