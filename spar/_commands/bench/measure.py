@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..check.trial import listed
 from .libraries import AllToAll
 from .operations import SMALLEST, Operation
 from .rows import Row
@@ -28,10 +29,6 @@ class Identity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads
-
-
-def listed(outputs: Outputs) -> list[Tensor]:
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def measure(operation: Operation, size: int, seconds: float, libraries: Mapping[str, AllToAll]) -> list[Row]:
