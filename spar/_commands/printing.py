@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+ERASED = "\r\033[K"  # what a terminal shows as an empty line, from whose begin it goes on
+INDENT = 22  # of the text beside a name
 
 
 def optional(name: str) -> Any | None:
@@ -43,18 +45,18 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def entry(name: str, text: str, indent: int = 22) -> str:
+def entry(name: str, text: str) -> str:
     """Return a name and its text, wrapped beside it to the terminal's width; 100 if there is no terminal."""
     width = max(60, shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else 100
-    lines = textwrap.wrap(text, width - indent, break_on_hyphens=False, break_long_words=False) or [""]
-    return f"{'  ' + name:<{indent}}" + ("\n" + " " * indent).join(lines)
+    lines = textwrap.wrap(text, width - INDENT, break_on_hyphens=False, break_long_words=False) or [""]
+    return f"{'  ' + name:<{INDENT}}" + ("\n" + " " * INDENT).join(lines)
 
 
 class Progress:
@@ -64,7 +66,7 @@ class Progress:
     """
 
     def __init__(self, total: int, shown: bool) -> None:
-        self.total, self.done, self.width = total, 0, 0
+        self.total, self.done = total, 0
         self.shown = shown and sys.stderr.isatty()
         tqdm = optional("tqdm") if self.shown else None
         self.bar = None if tqdm is None else tqdm.tqdm(total=total, ascii=True, leave=False)
@@ -76,23 +78,17 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
         elif self.shown:
-            self._overwrite("")
-            sys.stderr.write("\r")
+            print(ERASED, end="", file=sys.stderr, flush=True)
 
     def begin(self, text: str) -> None:
         """Show what runs now."""
         if self.bar is not None:
             self.bar.set_postfix_str(text)
         elif self.shown:
-            self._overwrite(f"{self.done}/{self.total} {text}")
+            print(f"{ERASED}{self.done}/{self.total} {text}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Count what `begin` announced as done."""
         self.done += 1
         if self.bar is not None:
             self.bar.update()
-
-    def _overwrite(self, text: str) -> None:
-        sys.stderr.write(f"\r{text:<{self.width}}")
-        sys.stderr.flush()
-        self.width = len(text)
