@@ -9,15 +9,23 @@ import torch.distributed as dist
 
 from ..groups import close
 from ..topology.groups_by_name import device_type_of
-from .rank_groups import check_groups
 
 
 def new_group_of(groups: list[list[int]], backend: str | None, where: str) -> dist.ProcessGroup | None:
     """Make all groups, in the same order on every rank, and return this rank's, or None. Collective.
 
     The ranks of a group keep the order of their list. `where` names the caller in errors.
+
+    Raises:
+        ValueError: a group is empty, or a rank is in several or not in the world.
     """
-    check_groups(where, groups, dist.get_world_size())
+    members, world = [rank for ranks in groups for rank in ranks], dist.get_world_size()
+    are_distinct, are_in_world = len(set(members)) == len(members), set(members) <= set(range(world))
+    if not (groups and all(groups) and are_distinct and are_in_world):
+        raise ValueError(
+            f"{where}: the groups are {groups}; "
+            f"expected ranks 0 to {world - 1}, each at most once, and no empty group"
+        )
     mine = None
     for ranks in groups:
         # new_group sorts ranks by default, and older versions of torch have no sort_ranks

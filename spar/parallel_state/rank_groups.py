@@ -202,22 +202,3 @@ def sequence_rank_groups(
     runs = [ranks[i : i + low] for ranks in sp_group_ranks for i in range(0, size, low)]
     strided = [ranks[i::low] for ranks in sp_group_ranks for i in range(low)]
     return (runs, strided) if use_ulysses_low else (strided, runs)
-
-
-def check_groups(where: str, groups: list[list[int]], world_size: int) -> None:
-    """Check that rank groups are disjoint, not empty and within the world.
-
-    Raises:
-        ValueError: they are not. The message prints them.
-    """
-    ranks = [rank for group in groups for rank in group]
-    if (
-        not ranks
-        or not all(groups)
-        or len(set(ranks)) != len(ranks)
-        or not set(ranks) <= set(range(world_size))
-    ):
-        raise ValueError(
-            f"{where}: the groups are {groups}; "
-            f"expected ranks 0 to {world_size - 1}, each at most once, and no empty group"
-        )
