@@ -39,7 +39,6 @@ BACKEND = "_attention_backend"  # of a processor that calls diffusers' dispatche
 class Names(NamedTuple):
     """What the integration uses of the installed diffusers."""
 
-    version: str
     dispatch: Any  # dispatch_attention_fn
     backend_name: Any  # AttentionBackendName
     registry: Any  # _AttentionBackendRegistry
@@ -75,7 +74,6 @@ def load() -> Names:
                 raise _lacks(f"{_PARALLEL}.{kind}.{field}", found)
     parallel = importlib.import_module(_PARALLEL)
     return Names(
-        found["__version__"],
         found["dispatch_attention_fn"],
         found["AttentionBackendName"],
         importlib.import_module(_DISPATCH)._AttentionBackendRegistry,
