@@ -6,6 +6,7 @@ raise AssertionError if their group is not initialized.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import cast
 
@@ -69,22 +70,18 @@ def find(name: str) -> GroupCoordinator | None:
     group = state.get_group(names[name]) if state is not None and name in names else None
     if state is None or group is None:
         return None
-    if name == "sp":
-        found = SequenceParallelGroupCoordinator.over(group, get_local_rank())
-        cast(SequenceParallelGroupCoordinator, found).levels(
-            state.get_group("ulysses"), state.get_group("ring")
-        )
-    else:
-        found = GroupCoordinator.over(group, get_local_rank())
-    topology.views[name] = found
-    return found
+    kind = SequenceParallelGroupCoordinator if name == "sp" else GroupCoordinator
+    view = topology.views[name] = kind.over(group, get_local_rank())
+    if isinstance(view, SequenceParallelGroupCoordinator):
+        view.levels(state.get_group("ulysses"), state.get_group("ring"))
+    return view
 
 
 def _coordinator(name: str, initializer: str = "initialize_model_parallel") -> GroupCoordinator:
-    found = find(name)
-    if found is None:
+    coordinator = find(name)
+    if coordinator is None:
         raise AssertionError(f"the {name} group is not initialized; call {initializer}() first")
-    return found
+    return coordinator
 
 
 def get_world_group() -> GroupCoordinator:
@@ -227,7 +224,4 @@ def is_dp_last_group() -> bool:
 
 def get_dit_world_size() -> int:
     """Return the number of ranks of the model: dp * cfg * sp * pp * tp."""
-    size = 1
-    for name in ("dp", "cfg", "sp", "pp", "tp"):
-        size *= _coordinator(name).world_size
-    return size
+    return math.prod(_coordinator(name).world_size for name in ("dp", "cfg", "sp", "pp", "tp"))
