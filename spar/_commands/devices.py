@@ -90,7 +90,7 @@ def transports() -> list[Facts]:
 def _choice(device: str, refused: tuple[tuple[str, str], ...] = ()) -> Facts:
     try:
         name, reason, rejected = _C.choose(_C.peer_info(), device, refused)
-    except (ValueError, SparError) as error:  # by a setting
+    except (ValueError, SparError) as error:  # a setting refuses every transport, or is wrong
         return {"transport": None, "reason": str(error).removeprefix("rank 0: "), "rejected": {}}
     others = {other: why.removeprefix("rank 0: ") for other, why in rejected}
     return {"transport": name, "reason": reason, "rejected": others}

@@ -15,7 +15,7 @@ from .. import _C
 from .._group.log import unknown_settings
 from .._version import __version__
 
-Facts = dict[str, Any]  # what json.dumps accepts
+Facts = dict[str, Any]  # the values are such that json.dumps accepts them
 
 
 def versions() -> Facts:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-ERASED = "\r\033[K"  # what a terminal shows as an empty line, from whose begin it goes on
-INDENT = 22  # of the text beside a name
+ERASED = "\r\033[K"  # moves a terminal's cursor to the line's begin, and clears the line
+INDENT = 22  # the column in which the text beside a name begins
 
 
 def optional(name: str) -> Any | None:

@@ -52,7 +52,7 @@ def enable(model: torch.nn.Module, group: Group = None, plan: Any = None) -> Non
     names = load()
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"diffusers.enable: model is {model!r:.200}; expected a module of diffusers")
-    for inner in ("module", "_orig_mod"):  # of DDP, and of torch.compile
+    for inner in ("module", "_orig_mod"):  # where DDP and torch.compile keep the model
         if isinstance(getattr(model, inner, None), torch.nn.Module):
             kind = type(model).__name__
             raise ValueError(f"diffusers.enable: model is a {kind}; expected what it wraps: model.{inner}")
@@ -123,7 +123,7 @@ class _Sharded:
         self.taken = argument_names(model)
         self.compared = False  # whether the ranks' inputs were compared: in the first forward
         self.root = [rule for rule in rules if rule.module is model]
-        self.backends: dict[Any, Any] = {}  # what a processor had -> what it has
+        self.backends: dict[Any, Any] = {}  # maps the backend that a processor had to spar's
         self.processors: list[tuple[str, torch.nn.Module, Any]] = []  # the name, the module, its processor
         self.undo = contextlib.ExitStack()  # restores the model
         for rule in rules:

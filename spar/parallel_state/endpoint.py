@@ -43,7 +43,7 @@ class Endpoint:
         self.rank = self.ranks[self.rank_in_group]
         self.device = device_of(device_group, local_rank)
         self._host_device = torch.device("cpu") if "cpu" in backends_of(cpu_group) else self.device
-        self._outboxes: dict[int, Outbox] = {}  # by destination rank
+        self._outboxes: dict[int, Outbox] = {}  # the key is the destination rank
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -87,7 +87,7 @@ def _exchanges() -> dict[str, int]:
     return {name.removeprefix("calls."): count for name, count in counts if name.startswith("calls.")}
 
 
-_runs = itertools.count()  # of this process: the store keeps the answers of earlier ones
+_runs = itertools.count()  # numbers this process's runs, because the store keeps the answers of each
 
 
 class Agreement:

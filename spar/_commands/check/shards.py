@@ -16,10 +16,10 @@ from torch import Tensor
 from .trial import OWN, SUMMED, Setting, Tensors, Trial, numbers
 
 Index = list[Tensor]
-Indexed = Callable[[int, Setting], Index]  # of a total
-Call = Callable[..., Any]  # of the setting, the total and this rank's inputs
+Indexed = Callable[[int, Setting], Index]  # computes the index of a total
+Call = Callable[..., Any]  # calls spar with the setting, the total and this rank's inputs
 Make = Callable[[Setting], Trial]
-Total = Callable[[int], int]  # of the number of ranks
+Total = Callable[[int], int]  # chooses a total for the number of ranks
 
 DOCUMENTS = (5, 0, 9, 1)  # lengths of packed sequences: an empty one, and one shorter than most groups
 

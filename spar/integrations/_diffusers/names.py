@@ -33,7 +33,7 @@ _FIELDS = {
     "ContextParallelInput": ("split_dim", "expected_dims", "split_output"),
     "ContextParallelOutput": ("gather_dim", "expected_dims"),
 }
-BACKEND = "_attention_backend"  # of a processor that calls diffusers' dispatcher
+BACKEND = "_attention_backend"  # only processors that call diffusers' dispatcher have it
 
 
 class Names(NamedTuple):

@@ -180,7 +180,7 @@ def has_dropout(model: torch.nn.Module, config: Any) -> bool:
     if not model.training:
         return False
     for name, value in vars(config).items():
-        other_head = name.startswith(("classifier", "summary"))  # of models with the same config
+        other_head = name.startswith(("classifier", "summary"))  # heads of other models with this config
         draws = ("drop" in name or "jitter" in name) and not other_head
         if draws and isinstance(value, (int, float)) and value > 0:
             return True

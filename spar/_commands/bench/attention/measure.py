@@ -37,7 +37,7 @@ class Row:
     outside: float = 0.0
     peak: float = 0.0
     keys: float = 0.0
-    products: float = 0.0  # of the slowest rank, divided by the mean; `seconds` likewise
+    products: float = 0.0  # the slowest rank's, divided by the mean; `seconds` likewise
     seconds: float = 0.0
 
 

@@ -16,7 +16,7 @@ from ..trial import SUMMED, Case, Setting, Tensors, Trial
 from .layouts import LAYOUTS
 
 WIDTH = 8
-TOLERANCE = 1e-4  # of float32
+TOLERANCE = 1e-4  # kernels compute in float32, the reference in float64
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor) -> Tensor:
@@ -30,13 +30,13 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor) -> Tenso
 
 def _forbidden(total: int, causal: bool, key_mask: Tensor | None, separate: bool) -> Tensor:
     """Return [B or 1, 1, S, S]: which keys a query must not attend to."""
-    place = torch.arange(total)
-    found = (place > place[:, None]) if causal else torch.zeros(total, total, dtype=torch.bool)
+    position = torch.arange(total)
+    forbidden = (position > position[:, None]) if causal else torch.zeros(total, total, dtype=torch.bool)
     if separate:
-        owner = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
-        found = found | (owner != owner[:, None])
-    found = found[None, None]
-    return found if key_mask is None else found | ~key_mask[:, None, None]
+        document = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
+        forbidden = forbidden | (document != document[:, None])
+    forbidden = forbidden[None, None]
+    return forbidden if key_mask is None else forbidden | ~key_mask[:, None, None]
 
 
 def _trial(name: str, method: str | None, causal: bool, masked: bool = False) -> Callable[[Setting], Trial]:
@@ -44,9 +44,9 @@ def _trial(name: str, method: str | None, causal: bool, masked: bool = False) ->
 
     def make(s: Setting) -> Trial:
         size = total(s.world)
-        heads = 2 * s.world + 2, s.world + 1  # of q, and of k and v
+        query_heads, key_heads = 2 * s.world + 2, s.world + 1
         generator = torch.Generator().manual_seed(3)
-        shapes = [(2, size, n, WIDTH) for n in (heads[0], heads[1], heads[1])]
+        shapes = [(2, size, n, WIDTH) for n in (query_heads, key_heads, key_heads)]
         wholes = [torch.randn(shape, generator=generator) for shape in shapes]
         key_mask = torch.arange(size).expand(2, -1) % 4 != 1 if masked else None
         places = index(size, s)
@@ -69,14 +69,14 @@ def _trial(name: str, method: str | None, causal: bool, masked: bool = False) ->
 
 
 def attention_cases(world: int) -> list[Case]:
-    found = []
+    cases = []
     for method in ("ulysses", "gather", "ring"):
-        found += [
+        cases += [
             (method, _trial("even", method, causal=False)),
             (f"{method}, causal, zigzag", _trial("zigzag", method, causal=True)),
             (f"{method}, causal, packed", _trial("packed", method, causal=True)),
             (f"{method}, key mask", _trial("even", method, causal=False, masked=True)),
         ]
     if world > 1:  # a parallel state of one rank has no groups
-        found.append(("ring x ulysses, causal", _trial("hybrid", None, causal=True)))
-    return [Case("attention", variant, make) for variant, make in found]
+        cases.append(("ring x ulysses, causal", _trial("hybrid", None, causal=True)))
+    return [Case("attention", variant, make) for variant, make in cases]
