@@ -33,21 +33,23 @@ def own_part(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size(), 0)[dist.get_rank()].contiguous()
 
 
-def zigzag_index() -> Tensor:
-    return torch.tensor([dist.get_rank(), 2 * dist.get_world_size() - 1 - dist.get_rank()])
-
-
 def own_chunks(x: Tensor) -> Tensor:
-    chunks: Tensor = x.unflatten(0, (2 * dist.get_world_size(), -1))
-    return chunks.index_select(0, zigzag_index()).flatten(0, 1)
+    rank, chunks = dist.get_rank(), 2 * dist.get_world_size()
+    own = torch.tensor([rank, chunks - 1 - rank])
+    whole: Tensor = x.unflatten(0, (chunks, -1))
+    return whole.index_select(0, own).flatten(0, 1)
+
+
+def gathered_places(world: int) -> list[int]:
+    """Return where each zigzag chunk of the whole lies among the ranks' gathered chunks."""
+    return [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
 
 
 def gather_chunks(x: Tensor) -> Tensor:
     """Run all_gather and cat, then an index_select into natural order."""
     world = dist.get_world_size()
     gathered: Tensor = torch.cat(gather_parts(x)).unflatten(0, (2 * world, -1))
-    order = [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
-    return gathered.index_select(0, torch.tensor(order)).flatten(0, 1)
+    return gathered.index_select(0, torch.tensor(gathered_places(world))).flatten(0, 1)
 
 
 def own_of_each(x: Tensor, lengths: list[int]) -> Tensor:
@@ -81,12 +83,8 @@ def sum_chunks(x: Tensor) -> Tensor:
 def padded_index(sizes: list[int]) -> Tensor:
     """Return where each row of the whole lies once the ranks' zigzag chunks, of which each was padded to the
     first one's size, were gathered."""
-    world, most = len(sizes) // 2, sizes[0]
-    places = [2 * r for r in range(world)] + [2 * r + 1 for r in reversed(range(world))]
-    rows = [
-        torch.arange(place * most, place * most + size) for place, size in zip(places, sizes, strict=True)
-    ]
-    return torch.cat(rows)
+    starts = [place * sizes[0] for place in gathered_places(len(sizes) // 2)]
+    return torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
 
 
 def own_sizes(sizes: list[int]) -> list[int]:
