@@ -42,7 +42,7 @@ static void *open_from_path(const char *library)
     return handle;
 }
 
-spar_status spar_dynlib_open(const char *library, const char *const *names, void **handle)
+static spar_status open_first(const char *library, const char *const *names, void **handle)
 {
     char reasons[256] = "";
     *handle = NULL;
@@ -82,7 +82,7 @@ spar_status spar_dynlib_open_once(spar_dynlib_once *once)
     pthread_mutex_unlock(&libraries.lock);
     pthread_mutex_lock(&once->lock);
     if (!once->tried) {
-        once->status = spar_dynlib_open(once->library, once->names, &handle);
+        once->status = open_first(once->library, once->names, &handle);
         if (once->status == SPAR_OK)
             once->status = once->find(handle);
         if (once->status != SPAR_OK)

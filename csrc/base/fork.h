@@ -24,7 +24,6 @@ void spar_arena_fork(spar_fork_stage stage);
 void spar_peers_fork(spar_fork_stage stage);
 
 void spar_dynlib_fork(spar_fork_stage stage);
-void spar_nccl_fork(spar_fork_stage stage);
 void spar_watchdog_fork(spar_fork_stage stage);
 
 #endif

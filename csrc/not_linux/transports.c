@@ -49,11 +49,6 @@ void spar_staging_stats(int64_t *peak, int64_t *total)
     *peak = *total = 0;
 }
 
-void spar_nccl_fork(spar_fork_stage stage)
-{
-    (void)stage;
-}
-
 void spar_watchdog_fork(spar_fork_stage stage)
 {
     (void)stage;

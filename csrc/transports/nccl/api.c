@@ -1,57 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "transports/nccl/api.h"
 
-#include "base/fork.h"
 #include "base/dynlib.h"
 
-#include <pthread.h>
 #include <string.h>
 
 spar_nccl_table spar_nccl;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int opened;
-
-static spar_status open_locked(void)
+static spar_status find_functions(void *library)
 {
-    static const char *const names[] = {"libnccl.so.2", NULL};
-    void *library;
-    spar_nccl_table table;
-    SPAR_TRY(spar_dynlib_open("libnccl", names, &library));
 #define FIND(name, result, parameters)                                                                       \
-    SPAR_TRY(spar_dynlib_function(library, "libnccl", "nccl" #name, &table.name));
+    SPAR_TRY(spar_dynlib_function(library, "libnccl", "nccl" #name, &spar_nccl.name));
     SPAR_NCCL_FUNCTIONS(FIND)
 #undef FIND
-    if (table.GetVersion(&table.version) != SPAR_NCCL_SUCCESS)
+    if (spar_nccl.GetVersion(&spar_nccl.version) != SPAR_NCCL_SUCCESS)
         return spar_fail(SPAR_TRANSPORT, "ncclGetVersion failed");
-    if (table.version < SPAR_NCCL_LEAST)
+    if (spar_nccl.version < SPAR_NCCL_LEAST)
         return spar_fail(SPAR_TRANSPORT, "libnccl is NCCL %d.%d.%d; expected 2.21.5 or newer",
-                         table.version / 10000, table.version / 100 % 100, table.version % 100);
-    table.CommRevoke = NULL;
-    if (spar_dynlib_function(library, "libnccl", "ncclAllGather", &table.AllGather) != SPAR_OK)
-        table.AllGather = NULL;
-    if (table.version >= SPAR_NCCL_REVOKE)
-        SPAR_TRY(spar_dynlib_function(library, "libnccl", "ncclCommRevoke", &table.CommRevoke));
-    spar_nccl = table;
-    __atomic_store_n(&opened, 1, __ATOMIC_RELEASE);
-    return SPAR_OK;
+                         spar_nccl.version / 10000, spar_nccl.version / 100 % 100, spar_nccl.version % 100);
+    spar_dynlib_function(library, "libnccl", "ncclAllGather", &spar_nccl.AllGather); /* else it stays NULL */
+    if (spar_nccl.version < SPAR_NCCL_REVOKE)
+        return SPAR_OK;
+    return spar_dynlib_function(library, "libnccl", "ncclCommRevoke", &spar_nccl.CommRevoke);
 }
 
 spar_status spar_nccl_open(void)
 {
-    if (__atomic_load_n(&opened, __ATOMIC_ACQUIRE))
-        return SPAR_OK;
-    pthread_mutex_lock(&lock);
-    spar_status status = opened ? SPAR_OK : open_locked();
-    pthread_mutex_unlock(&lock);
-    return status;
-}
-
-/* The lock is not held across a fork: the library may fork while it is loaded. */
-void spar_nccl_fork(spar_fork_stage stage)
-{
-    if (stage == SPAR_FORK_CHILD)
-        pthread_mutex_init(&lock, NULL);
+    static const char *const names[] = {"libnccl.so.2", NULL};
+    static spar_dynlib_once once = SPAR_DYNLIB_ONCE("libnccl", names, find_functions);
+    return spar_dynlib_open_once(&once);
 }
 
 spar_status spar_nccl_check(spar_nccl_result result, const char *what)

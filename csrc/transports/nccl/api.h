@@ -65,7 +65,7 @@ typedef struct {
 extern spar_nccl_table spar_nccl;
 
 /* Opens libnccl.so.2: the one that torch's CUDA build has mapped, else the one that Python found.
- * SPAR_TRANSPORT, with the reason, if that fails. Cheap after the first success. */
+ * SPAR_TRANSPORT, with the reason, if that fails. Cheap from the second call on. */
 spar_status spar_nccl_open(void);
 
 /* SPAR_OK, also for ncclInProgress; else SPAR_TRANSPORT with NCCL's text. */
