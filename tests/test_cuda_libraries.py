@@ -26,7 +26,7 @@ core.spar_last_error.restype = ctypes.c_char_p
 if nvrtc:
     core.spar_dynlib_set_path(b"libnvrtc", nvrtc.encode())
 if what == "driver":
-    status = core.spar_driver_open(ctypes.byref(ctypes.c_void_p()))
+    status = core.spar_driver_open()
 else:
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     source = ctypes.addressof(ctypes.c_char.in_dll(core, "spar_kernel_source"))

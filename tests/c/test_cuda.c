@@ -16,7 +16,6 @@
 
 enum { SPANS = 3 * WORLD, MOST_SHIFT = 16 };
 
-static const spar_driver *cu;
 static CUresult (*begin_capture)(CUstream stream, int mode);
 static CUresult (*end_capture)(CUstream stream, void **graph);
 static CUresult (*launch_graph)(void *graph, CUstream stream);
@@ -118,7 +117,7 @@ static void copy(run_state *t, const spar_span *spans, int count, void *const *o
         EXPECT(end_capture(t->stream, &graph) == 0);
         EXPECT(launch_graph(graph, t->stream) == 0);
     }
-    EXPECT(cu->StreamSynchronize(t->stream) == 0);
+    EXPECT(spar_cu.StreamSynchronize(t->stream) == 0);
     if (captures)
         EXPECT(destroy_graph(graph) == 0);
 }
@@ -232,13 +231,13 @@ static void *run(void *argument)
     spar_entered before;
     EXPECT(!spar_cuda_enter(0, &before) && !before.context);
     for (int i = 0; i < 2; i++)
-        EXPECT(cu->StreamCreate(&streams[i], SPAR_CU_STREAM_NON_BLOCKING) == 0);
+        EXPECT(spar_cu.StreamCreate(&streams[i], SPAR_CU_STREAM_NON_BLOCKING) == 0);
     for (int i = 0; i < a->plans; i++) {
         run_state t = {.seed = scramble((uint64_t)i), .captures = a->alone, .stream = streams[i % 2]};
         run_plan(&t);
     }
     for (int i = 0; i < 2; i++)
-        EXPECT(cu->StreamDestroy(streams[i]) == 0);
+        EXPECT(spar_cu.StreamDestroy(streams[i]) == 0);
     spar_cuda_leave(&before);
     return NULL;
 }
@@ -353,7 +352,7 @@ static void test_graph_outlives_its_plan(void)
     spar_plan *plan = NULL;
     CUstream stream;
     EXPECT(!spar_cuda_enter(0, &before) && !spar_plan_build(&request, &plan));
-    EXPECT(cu->StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    EXPECT(spar_cu.StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
     EXPECT(begin_capture(stream, 0) == 0);
     EXPECT(!spar_cuda_copy_spans(plan, &whole, 1, inputs, outputs, &unscaled, stream));
     EXPECT(end_capture(stream, &graph) == 0);
@@ -363,10 +362,10 @@ static void test_graph_outlives_its_plan(void)
     inputs[0] = outputs[0] = NULL;
     for (int i = 0; i < ROWS * ROW; i++)
         from[i] = (unsigned char)i;
-    EXPECT(launch_graph(graph, stream) == 0 && cu->StreamSynchronize(stream) == 0);
+    EXPECT(launch_graph(graph, stream) == 0 && spar_cu.StreamSynchronize(stream) == 0);
     for (int i = 0; i < ROWS * ROW; i++)
         EXPECT(to[i] == i % ROW * ROWS + i / ROW);
-    EXPECT(destroy_graph(graph) == 0 && cu->StreamDestroy(stream) == 0);
+    EXPECT(destroy_graph(graph) == 0 && spar_cu.StreamDestroy(stream) == 0);
     spar_cuda_leave(&before);
 }
 
@@ -378,7 +377,7 @@ int test_cuda(int argc, char **argv)
     pthread_t others[WORLD];
     test_large_blocks();
     test_blocks_of_a_launch();
-    EXPECT(!spar_driver_open(&cu) && !spar_cuda_open() && !spar_cuda_prepare(0));
+    EXPECT(!spar_driver_open() && !spar_cuda_open() && !spar_cuda_prepare(0));
     find("cuStreamBeginCapture", &begin_capture);
     find("cuStreamEndCapture", &end_capture);
     find("cuGraphLaunch", &launch_graph);

@@ -16,10 +16,6 @@ enum {
     MOST_CTAS = 96, /* the CTAs of a launch: enough to outrun the wire */
 };
 
-static const spar_driver *cu;
-
-#define TRY_CU(name, ...) SPAR_DRIVER_TRY(cu, name, __VA_ARGS__)
-
 typedef struct {
     CUcontext context;
     CUfunction kernels[SPAR_KERNEL_COUNT];
@@ -33,9 +29,7 @@ static struct {
 
 spar_status spar_cuda_open(void)
 {
-    const spar_driver *driver;
-    SPAR_TRY(spar_driver_open(&driver));
-    cu = driver; /* every thread stores the same value */
+    SPAR_TRY(spar_driver_open());
     return spar_nvrtc_open();
 }
 
@@ -45,8 +39,8 @@ spar_status spar_cuda_open(void)
 static spar_status current(const gpu **result)
 {
     CUcontext context = NULL;
-    if (cu)
-        TRY_CU(CtxGetCurrent, &context);
+    if (spar_cu.CtxGetCurrent)
+        SPAR_TRY_CU(CtxGetCurrent, &context);
     for (int i = 0; i < GPUS && context; i++)
         if ((*result = __atomic_load_n(&gpus.by_ordinal[i], __ATOMIC_ACQUIRE)) != NULL &&
             (*result)->context == context)
@@ -86,9 +80,9 @@ static spar_status launch(void *context, spar_kernel_copy *k, uint64_t bits)
     k->divide = c->scale.divide;
     unsigned most = (unsigned)(spar_kernel_ctas ? spar_kernel_ctas : c->gpu->ctas);
     void *parameters[] = {k};
-    return spar_driver_check(cu->LaunchKernel(c->gpu->kernels[kernel], k->tiles < most ? k->tiles : most, 1,
-                                              1, SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters, NULL),
-                             "cuLaunchKernel");
+    SPAR_TRY_CU(LaunchKernel, c->gpu->kernels[kernel], k->tiles < most ? k->tiles : most, 1, 1,
+                SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters, NULL);
+    return SPAR_OK;
 }
 
 spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, int count,
@@ -112,8 +106,9 @@ static spar_status launch_nothing(const gpu *g, CUstream stream)
     spar_kernel_copy nothing = {.tiles = 0};
     void *parameters[] = {&nothing};
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
-        TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, stream, parameters, NULL);
-    TRY_CU(StreamSynchronize, stream);
+        SPAR_TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, stream, parameters,
+                    NULL);
+    SPAR_TRY_CU(StreamSynchronize, stream);
     return SPAR_OK;
 }
 
@@ -124,20 +119,20 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     char *cubin;
     CUmodule module;
     CUstream stream;
-    TRY_CU(DeviceGetAttribute, &major, SPAR_CU_COMPUTE_MAJOR, device);
-    TRY_CU(DeviceGetAttribute, &minor, SPAR_CU_COMPUTE_MINOR, device);
-    TRY_CU(DeviceGetAttribute, &sms, SPAR_CU_SMS, device);
+    SPAR_TRY_CU(DeviceGetAttribute, &major, SPAR_CU_COMPUTE_MAJOR, device);
+    SPAR_TRY_CU(DeviceGetAttribute, &minor, SPAR_CU_COMPUTE_MINOR, device);
+    SPAR_TRY_CU(DeviceGetAttribute, &sms, SPAR_CU_SMS, device);
     g->ctas = sms * 3 / 4 < MOST_CTAS ? sms * 3 / 4 : MOST_CTAS; /* NCCL's CTAs find an SM */
     g->ctas = g->ctas > 0 ? g->ctas : 1;
     SPAR_TRY(spar_cubin_cache_get(spar_kernel_source, 10 * major + minor, &cubin, &size, NULL));
-    CUresult loaded = cu->ModuleLoadData(&module, cubin);
+    CUresult loaded = spar_cu.ModuleLoadData(&module, cubin);
     free(cubin);
     SPAR_TRY(spar_driver_check(loaded, "cuModuleLoadData"));
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
-        TRY_CU(ModuleGetFunction, &g->kernels[i], module, spar_kernel_rows[i].name);
-    TRY_CU(StreamCreate, &stream, SPAR_CU_STREAM_NON_BLOCKING);
+        SPAR_TRY_CU(ModuleGetFunction, &g->kernels[i], module, spar_kernel_rows[i].name);
+    SPAR_TRY_CU(StreamCreate, &stream, SPAR_CU_STREAM_NON_BLOCKING);
     spar_status status = launch_nothing(g, stream);
-    cu->StreamDestroy(stream);
+    spar_cu.StreamDestroy(stream);
     return status;
 }
 
@@ -160,11 +155,11 @@ static spar_status enter_context(CUcontext context, spar_entered *before)
 {
     CUcontext current_context;
     CUstreamCaptureMode mode = SPAR_CU_CAPTURE_RELAXED;
-    TRY_CU(CtxGetCurrent, &current_context);
+    SPAR_TRY_CU(CtxGetCurrent, &current_context);
     if (context != current_context)
-        TRY_CU(CtxSetCurrent, context);
+        SPAR_TRY_CU(CtxSetCurrent, context);
     *before = (spar_entered){current_context, SPAR_CU_CAPTURE_RELAXED};
-    if (cu->ThreadExchangeStreamCaptureMode(&mode) == SPAR_CU_SUCCESS)
+    if (spar_cu.ThreadExchangeStreamCaptureMode(&mode) == SPAR_CU_SUCCESS)
         before->mode = (int)mode;
     return SPAR_OK;
 }
@@ -173,9 +168,9 @@ void spar_cuda_leave(const spar_entered *before)
 {
     CUcontext context;
     CUstreamCaptureMode mode = (CUstreamCaptureMode)before->mode;
-    cu->ThreadExchangeStreamCaptureMode(&mode);
-    if (cu->CtxGetCurrent(&context) == SPAR_CU_SUCCESS && context != before->context)
-        cu->CtxSetCurrent(before->context);
+    spar_cu.ThreadExchangeStreamCaptureMode(&mode);
+    if (spar_cu.CtxGetCurrent(&context) == SPAR_CU_SUCCESS && context != before->context)
+        spar_cu.CtxSetCurrent(before->context);
 }
 
 /* Requires the lock. */
@@ -185,9 +180,9 @@ static spar_status prepare_first(int ordinal)
     CUcontext context;
     spar_entered before;
     gpu *g = NULL;
-    TRY_CU(Init, 0);
-    TRY_CU(DeviceGet, &device, ordinal);
-    TRY_CU(DevicePrimaryCtxRetain, &context, device); /* kept until the process ends */
+    SPAR_TRY_CU(Init, 0);
+    SPAR_TRY_CU(DeviceGet, &device, ordinal);
+    SPAR_TRY_CU(DevicePrimaryCtxRetain, &context, device); /* kept until the process ends */
     SPAR_TRY(enter_context(context, &before));
     spar_status status = make_ready(device, context, &g);
     spar_cuda_leave(&before);
@@ -219,12 +214,12 @@ spar_status spar_cuda_enter(int ordinal, spar_entered *before)
 spar_status spar_cuda_alloc(int64_t bytes, void **memory)
 {
     CUdeviceptr address;
-    TRY_CU(MemAlloc, &address, (size_t)bytes);
+    SPAR_TRY_CU(MemAlloc, &address, (size_t)bytes);
     *memory = (void *)(uintptr_t)address;
     return SPAR_OK;
 }
 
 void spar_cuda_free(void *memory)
 {
-    cu->MemFree((CUdeviceptr)(uintptr_t)memory);
+    spar_cu.MemFree((CUdeviceptr)(uintptr_t)memory);
 }

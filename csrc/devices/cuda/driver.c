@@ -11,7 +11,7 @@ typedef CUresult (*get_address)(const char *name, void **function, int version, 
 typedef CUresult (*get_address_v2)(const char *name, void **function, int version, uint64_t flags,
                                    int *status);
 
-static spar_driver functions;
+spar_driver spar_cu;
 
 static spar_status find_functions(void *handle)
 {
@@ -38,22 +38,16 @@ static spar_status find_functions(void *handle)
             return spar_fail(SPAR_TRANSPORT, "this libcuda is too old: it has no %s of CUDA %d.%d (error %d)",
                              wanted[i].name, wanted[i].version / 1000, wanted[i].version % 1000 / 10,
                              (int)result);
-        memcpy((char *)&functions + wanted[i].at, &function, sizeof function);
+        memcpy((char *)&spar_cu + wanted[i].at, &function, sizeof function);
     }
     return SPAR_OK;
 }
 
-spar_status spar_driver_open(const spar_driver **opened)
+spar_status spar_driver_open(void)
 {
     static const char *const names[] = {"libcuda.so.1", NULL};
     static spar_dynlib_once once = SPAR_DYNLIB_ONCE("libcuda", names, find_functions);
-    *opened = &functions;
     return spar_dynlib_open_once(&once);
-}
-
-const spar_driver *spar_driver_functions(void)
-{
-    return &functions;
 }
 
 spar_status spar_driver_check(CUresult result, const char *what)
@@ -61,8 +55,8 @@ spar_status spar_driver_check(CUresult result, const char *what)
     const char *name = "an unknown error", *text = "";
     if (result == SPAR_CU_SUCCESS)
         return SPAR_OK;
-    functions.GetErrorName(result, &name);
-    functions.GetErrorString(result, &text);
+    spar_cu.GetErrorName(result, &name);
+    spar_cu.GetErrorString(result, &text);
     return spar_fail((int)result == SPAR_CU_OUT_OF_MEMORY ? SPAR_NO_MEMORY : SPAR_TRANSPORT, "%s: %s (%s)",
                      what, text, name);
 }
@@ -70,7 +64,7 @@ spar_status spar_driver_check(CUresult result, const char *what)
 spar_status spar_driver_capturing(void *stream, int *capturing)
 {
     CUstreamCaptureStatus status = SPAR_CU_CAPTURE_NONE;
-    SPAR_TRY(spar_driver_check(functions.StreamIsCapturing(stream, &status), "cuStreamIsCapturing"));
+    SPAR_TRY_CU(StreamIsCapturing, stream, &status);
     *capturing = (int)status != SPAR_CU_CAPTURE_NONE;
     return SPAR_OK;
 }

@@ -70,12 +70,12 @@ typedef struct {
 #undef SPAR_DRIVER_FIELD
 } spar_driver;
 
+/* Valid from the first spar_driver_open that succeeded. */
+extern spar_driver spar_cu;
+
 /* Opens libcuda and looks its functions up, once per process; touches no device. SPAR_TRANSPORT names what is
  * missing. Cheap from the second call on. */
-spar_status spar_driver_open(const spar_driver **driver);
-
-/* Returns the functions of the driver, which must be open. */
-const spar_driver *spar_driver_functions(void);
+spar_status spar_driver_open(void);
 
 /* SPAR_OK, or "WHAT: the driver's text (its name)": SPAR_NO_MEMORY where the device has none, else
  * SPAR_TRANSPORT. Needs an open driver. */
@@ -84,7 +84,6 @@ spar_status spar_driver_check(CUresult result, const char *what);
 /* Whether the stream is being captured into a graph. */
 spar_status spar_driver_capturing(void *stream, int *capturing);
 
-#define SPAR_DRIVER_TRY(driver, name, ...)                                                                   \
-    SPAR_TRY(spar_driver_check((driver)->name(__VA_ARGS__), "cu" #name))
+#define SPAR_TRY_CU(name, ...) SPAR_TRY(spar_driver_check(spar_cu.name(__VA_ARGS__), "cu" #name))
 
 #endif

@@ -31,9 +31,9 @@ static spar_status check(CUresult result)
 
 static spar_status open_side_stream(spar_side_stream *s)
 {
-    SPAR_TRY(check(spar_driver_functions()->StreamCreate(&s->stream, SPAR_CU_STREAM_NON_BLOCKING)));
-    SPAR_TRY(check(spar_driver_functions()->EventCreate(&s->to_side, SPAR_CU_EVENT_DISABLE_TIMING)));
-    return check(spar_driver_functions()->EventCreate(&s->to_caller, SPAR_CU_EVENT_DISABLE_TIMING));
+    SPAR_TRY(check(spar_cu.StreamCreate(&s->stream, SPAR_CU_STREAM_NON_BLOCKING)));
+    SPAR_TRY(check(spar_cu.EventCreate(&s->to_side, SPAR_CU_EVENT_DISABLE_TIMING)));
+    return check(spar_cu.EventCreate(&s->to_caller, SPAR_CU_EVENT_DISABLE_TIMING));
 }
 
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t cap)
@@ -59,13 +59,13 @@ void spar_pipeline_close(spar_pipeline *pipeline)
     for (int i = 0; i < 2; i++) {
         spar_side_stream *s = &pipeline->side_streams[i];
         if (s->stream) {
-            spar_driver_functions()->StreamSynchronize(s->stream); /* a call may have failed half way */
-            spar_driver_functions()->StreamDestroy(s->stream);
+            spar_cu.StreamSynchronize(s->stream); /* a call may have failed half way */
+            spar_cu.StreamDestroy(s->stream);
         }
         if (s->to_side)
-            spar_driver_functions()->EventDestroy(s->to_side);
+            spar_cu.EventDestroy(s->to_side);
         if (s->to_caller)
-            spar_driver_functions()->EventDestroy(s->to_caller);
+            spar_cu.EventDestroy(s->to_caller);
     }
     spar_cuda_free(pipeline->memory);
     spar_schedule_free(&pipeline->push);
@@ -224,14 +224,14 @@ static spar_status copy_own(const spar_call *call, void *stream)
  * tensors. */
 static void join_side_stream(const spar_side_stream *side_stream, CUstream caller)
 {
-    if (spar_driver_functions()->EventRecord(side_stream->to_caller, side_stream->stream) == SPAR_CU_SUCCESS)
-        spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0);
+    if (spar_cu.EventRecord(side_stream->to_caller, side_stream->stream) == SPAR_CU_SUCCESS)
+        spar_cu.StreamWaitEvent(caller, side_stream->to_caller, 0);
 }
 
 static spar_status wait_for(CUstream waiting, CUevent event, CUstream awaited)
 {
-    SPAR_TRY(check(spar_driver_functions()->EventRecord(event, awaited)));
-    return check(spar_driver_functions()->StreamWaitEvent(waiting, event, 0));
+    SPAR_TRY(check(spar_cu.EventRecord(event, awaited)));
+    return check(spar_cu.StreamWaitEvent(waiting, event, 0));
 }
 
 /* While step i is on the wire, the side stream unpacks step i - 1 and packs step i + 1. Events are recorded
@@ -242,23 +242,23 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
     CUstream caller = call->stream, side = side_stream->stream;
     SPAR_TRY(wait_for(side, side_stream->to_side, caller)); /* the inputs */
     SPAR_TRY(pack(pipeline, call, 0, side));
-    SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_caller, side)));
+    SPAR_TRY(check(spar_cu.EventRecord(side_stream->to_caller, side)));
     SPAR_TRY(copy_own(call, side));
     for (int64_t i = 0; i < steps; i++) {
         if (i > 0) { /* step i - 1 left the wire: step i + 1 reuses its buffer */
-            SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
+            SPAR_TRY(check(spar_cu.StreamWaitEvent(side, side_stream->to_side, 0)));
             SPAR_TRY(unpack(pipeline, call, side));
         }
         SPAR_TRY(spar_schedule_step(&pipeline->pull, i, buffer_of(pipeline, call, i, 1)));
         /* step i is packed, and step i - 2, whose buffer it reuses, is unpacked */
-        SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(caller, side_stream->to_caller, 0)));
+        SPAR_TRY(check(spar_cu.StreamWaitEvent(caller, side_stream->to_caller, 0)));
         SPAR_TRY(exchange(pipeline, call, comm, watchdog));
-        SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_side, caller)));
+        SPAR_TRY(check(spar_cu.EventRecord(side_stream->to_side, caller)));
         if (i + 1 < steps)
             SPAR_TRY(pack(pipeline, call, i + 1, side));
-        SPAR_TRY(check(spar_driver_functions()->EventRecord(side_stream->to_caller, side)));
+        SPAR_TRY(check(spar_cu.EventRecord(side_stream->to_caller, side)));
     }
-    SPAR_TRY(check(spar_driver_functions()->StreamWaitEvent(side, side_stream->to_side, 0)));
+    SPAR_TRY(check(spar_cu.StreamWaitEvent(side, side_stream->to_side, 0)));
     SPAR_TRY(unpack(pipeline, call, side));
     return wait_for(caller, side_stream->to_caller, side);
 }

@@ -217,7 +217,7 @@ static spar_status await_first_exchange(const spar_nccl_state *s, const spar_dea
 {
     const struct timespec moment = {0, 200000};
     for (int polls = 1;; polls++) {
-        CUresult result = spar_driver_functions()->StreamQuery(s->pipeline.side_streams[0].stream);
+        CUresult result = spar_cu.StreamQuery(s->pipeline.side_streams[0].stream);
         if (result != SPAR_CU_NOT_READY)
             return spar_driver_check(result, "the first exchange over NCCL");
         if (polls % 100 == 0) {

@@ -77,7 +77,7 @@ static spar_status retire_calls(spar_watchdog *w)
     uint64_t over = 0;
     spar_status status = SPAR_OK;
     for (; w->count; w->count--, w->first = (w->first + 1) % SLOTS) {
-        CUresult result = spar_driver_functions()->EventQuery(w->slots[w->first].event);
+        CUresult result = spar_cu.EventQuery(w->slots[w->first].event);
         if (result == SPAR_CU_NOT_READY)
             break;
         status = spar_driver_check(result, "a call on the GPU");
@@ -172,7 +172,7 @@ static void *end_kernels(void *watchdog)
 
 static int is_idle(spar_watchdog *w)
 {
-    while (w->count && spar_driver_functions()->EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
+    while (w->count && spar_cu.EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
         w->first = (w->first + 1) % SLOTS;
         w->count--;
     }
@@ -205,7 +205,7 @@ static void end_communicator(spar_watchdog *w)
 static void destroy_events(spar_watchdog *w)
 {
     for (int i = 0; i < SLOTS && w->slots[i].event; i++)
-        spar_driver_functions()->EventDestroy(w->slots[i].event);
+        spar_cu.EventDestroy(w->slots[i].event);
 }
 
 /* Frees the watchdog, on a thread of its own: freeing device memory waits for the device. */
@@ -301,9 +301,8 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
         return spar_fail(SPAR_NO_MEMORY, "no memory to watch a group");
     w->what = *what;
     for (int i = 0; status == SPAR_OK && i < SLOTS; i++)
-        status = spar_driver_check(
-            spar_driver_functions()->EventCreate(&w->slots[i].event, SPAR_CU_EVENT_DISABLE_TIMING),
-            "an event");
+        status = spar_driver_check(spar_cu.EventCreate(&w->slots[i].event, SPAR_CU_EVENT_DISABLE_TIMING),
+                                   "an event");
     pthread_mutex_lock(&all.lock);
     if (status == SPAR_OK)
         status = start_thread();
@@ -364,7 +363,7 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
         slot *s = full ? newest(w) : &w->slots[(w->first + w->count) % SLOTS];
         s->deadline_ns = w->inside_ns > 0 ? w->inside_ns : 0;
         s->call = w->call;
-        status = spar_driver_check(spar_driver_functions()->EventRecord(s->event, stream), "an event");
+        status = spar_driver_check(spar_cu.EventRecord(s->event, stream), "an event");
         w->count += !full && status == SPAR_OK;
     }
     w->inside_ns = 0;
@@ -392,10 +391,9 @@ spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
 {
     pthread_mutex_lock(&all.lock);
     slot *last = newest(w);
-    spar_status status =
-        !last ? SPAR_OK
-              : spar_driver_check(spar_driver_functions()->StreamWaitEvent(stream, last->event, 0),
-                                  "an event of another stream");
+    spar_status status = !last ? SPAR_OK
+                               : spar_driver_check(spar_cu.StreamWaitEvent(stream, last->event, 0),
+                                                   "an event of another stream");
     pthread_mutex_unlock(&all.lock);
     return status;
 }
