@@ -112,11 +112,10 @@ extern const char spar_py_comm_doc[];
 /* A deadline in seconds of time.monotonic(); a signal, or closing `comm`, ends the wait, too. */
 spar_deadline spar_py_deadline(PyObject *comm, double deadline);
 
-/* Comm.enqueue and Comm.wait of `self`: calls that are enqueued in a device's stream. *begun: set to 1 once
- * the core reports what fails. */
+/* Comm.enqueue of `self`: a call that is enqueued in a device's stream. *begun: set to 1 once the core
+ * reports what fails. */
 PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, PyObject *const *args,
                           Py_ssize_t nargs, int *begun);
-PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args);
 extern const char spar_py_enqueue_doc[];
 
 /* The types spar._C.Plan and spar._C.Exchange. */
@@ -134,6 +133,7 @@ typedef struct {
     PyObject *exchange;
     spar_py_request asked;
     spar_plan *plan;
+    int dtype; /* the exchange's row of spar_scale_types; 0: none */
     void *inputs[SPAR_GROUP_TENSORS];
 } spar_py_bound;
 
@@ -147,11 +147,5 @@ spar_status spar_py_find_plan(spar_py_bound *bound);
 
 /* Releases what is bound. */
 void spar_py_unbind(spar_py_bound *bound);
-
-/* The exchange's row of spar_scale_types; 0: none. */
-int spar_py_dtype(const spar_py_bound *bound);
-
-/* The plan of a spar._C.Plan, which holds it; NULL and an exception for other objects. */
-const spar_plan *spar_py_plan_in(PyObject *object);
 
 #endif

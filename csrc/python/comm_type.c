@@ -257,7 +257,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
     status = spar_comm_run(comm, &call);
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = output_tensors(&call, spar_py_dtype(&bound));
+        result = output_tensors(&call, bound.dtype);
     else
         spar_raise(status);
 done:
@@ -346,7 +346,17 @@ static PyObject *comm_begun(PyObject *self, void *Py_UNUSED(closure))
 static PyObject *comm_wait(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
-    return comm ? spar_py_wait(comm, self, args) : NULL;
+    double deadline_s;
+    if (!comm || !PyArg_ParseTuple(args, "d", &deadline_s))
+        return NULL;
+    if (!comm->transport->wait)
+        Py_RETURN_NONE; /* its calls return once they have ended */
+    spar_deadline deadline = spar_py_deadline(self, deadline_s);
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = comm->transport->wait(comm, &deadline);
+    Py_END_ALLOW_THREADS;
+    return spar_result(status);
 }
 
 static PyObject *comm_broken(PyObject *self, void *Py_UNUSED(closure))

@@ -147,6 +147,7 @@ int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spa
         return -1;
     }
     bound->exchange = Py_NewRef(exchange);
+    bound->dtype = self->dtype;
     bound->call->op = self->op;
     bound->call->text = self->text;
     bound->call->scale = self->scale;
@@ -209,11 +210,6 @@ void spar_py_unbind(spar_py_bound *bound)
         spar_plan_release(bound->plan);
     spar_free_request(&bound->asked);
     Py_XDECREF(bound->exchange);
-}
-
-int spar_py_dtype(const spar_py_bound *bound)
-{
-    return ((exchange_object *)bound->exchange)->dtype;
 }
 
 /* ---- methods ---- */
@@ -291,7 +287,7 @@ static PyObject *exchange_select(PyObject *self, PyObject *inputs)
     }
     Py_END_ALLOW_THREADS;
     if (status == SPAR_OK)
-        result = block ? spar_output_tensor(block, tensor, 0, spar_py_dtype(&bound)) : Py_NewRef(Py_None);
+        result = block ? spar_output_tensor(block, tensor, 0, bound.dtype) : Py_NewRef(Py_None);
     else if (block)
         spar_memory_free(block);
     if (status != SPAR_OK)

@@ -12,15 +12,6 @@ typedef struct {
 
 static PyTypeObject *plan_type;
 
-const spar_plan *spar_py_plan_in(PyObject *object)
-{
-    if (Py_TYPE(object) != plan_type) {
-        PyErr_SetString(PyExc_TypeError, "expected a spar._C.Plan");
-        return NULL;
-    }
-    return ((plan_object *)object)->plan;
-}
-
 const char spar_py_plan_doc[] =
     PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
               "tensors: a tuple of (item size, extents, strides, args), in elements.");
@@ -118,12 +109,6 @@ static PyObject *plan_describe(PyObject *self, PyObject *args)
     return spar_py_description(&description);
 }
 
-/* Reads the addresses of a plan's tensors; NULL and an exception on failure. */
-static void **tensor_addresses(const spar_plan *plan, PyObject *tuple, void **room, const char *what)
-{
-    return spar_read_addresses(tuple, room, plan->ntensors, what) < 0 ? NULL : room;
-}
-
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
 {
     if (dtype < SPAR_UNSCALED || dtype >= SPAR_SCALE_TYPES) {
@@ -140,7 +125,8 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
     void *inputs[SPAR_GROUP_TENSORS];
     PyObject *tuple;
     unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OK", &tuple, &address) || !tensor_addresses(plan, tuple, inputs, "inputs"))
+    if (!PyArg_ParseTuple(args, "OK", &tuple, &address) ||
+        spar_read_addresses(tuple, inputs, plan->ntensors, "inputs") < 0)
         return NULL;
     spar_status status = SPAR_OK;
     char *wire = (char *)(uintptr_t)address;
@@ -165,7 +151,7 @@ static PyObject *plan_unpack(PyObject *self, PyObject *args)
     int dtype, divide;
     double factor;
     if (!PyArg_ParseTuple(args, "KOipd", &address, &tuple, &dtype, &divide, &factor) ||
-        !tensor_addresses(plan, tuple, outputs, "outputs") || !has_pull(plan) ||
+        spar_read_addresses(tuple, outputs, plan->ntensors, "outputs") < 0 || !has_pull(plan) ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     spar_status status = SPAR_OK;
@@ -190,7 +176,8 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
     int dtype, divide;
     double factor;
     if (!PyArg_ParseTuple(args, "OOipd", &in, &out, &dtype, &divide, &factor) ||
-        !tensor_addresses(plan, in, inputs, "inputs") || !tensor_addresses(plan, out, outputs, "outputs") ||
+        spar_read_addresses(in, inputs, plan->ntensors, "inputs") < 0 ||
+        spar_read_addresses(out, outputs, plan->ntensors, "outputs") < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     spar_status status;

@@ -73,15 +73,6 @@ static PyObject *take_staging(spar_comm *comm, PyObject *empty, spar_call *call)
     return staging;
 }
 
-static spar_status run(spar_comm *comm, spar_call *call)
-{
-    spar_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = spar_comm_run(comm, call);
-    Py_END_ALLOW_THREADS;
-    return status;
-}
-
 PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, PyObject *const *args,
                           Py_ssize_t nargs, int *begun)
 {
@@ -107,27 +98,17 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
     results = take_outputs(args, bound.plan, outputs);
     staging = results ? take_staging(comm, args[EMPTY], &call) : NULL;
     *begun = staging != NULL;
-    if (staging && (status = run(comm, &call)) != SPAR_OK)
-        spar_raise(status);
+    if (staging) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = spar_comm_run(comm, &call);
+        Py_END_ALLOW_THREADS;
+        if (status != SPAR_OK)
+            spar_raise(status);
+    }
     if (PyErr_Occurred())
         Py_CLEAR(results);
     Py_XDECREF(staging);
 done:
     spar_py_unbind(&bound);
     return results;
-}
-
-PyObject *spar_py_wait(spar_comm *comm, PyObject *self, PyObject *args)
-{
-    double deadline_s;
-    if (!PyArg_ParseTuple(args, "d", &deadline_s))
-        return NULL;
-    if (!comm->transport->wait)
-        Py_RETURN_NONE; /* its calls return once they have ended */
-    spar_deadline deadline = spar_py_deadline(self, deadline_s);
-    spar_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = comm->transport->wait(comm, &deadline);
-    Py_END_ALLOW_THREADS;
-    return spar_result(status);
 }
