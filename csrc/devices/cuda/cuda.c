@@ -210,16 +210,3 @@ spar_status spar_cuda_enter(int ordinal, spar_entered *before)
         return spar_fail(SPAR_INTERNAL, "CUDA device %d is not prepared", ordinal);
     return enter_context(g->context, before);
 }
-
-spar_status spar_cuda_alloc(int64_t bytes, void **memory)
-{
-    CUdeviceptr address;
-    SPAR_TRY_CU(MemAlloc, &address, (size_t)bytes);
-    *memory = (void *)(uintptr_t)address;
-    return SPAR_OK;
-}
-
-void spar_cuda_free(void *memory)
-{
-    spar_cu.MemFree((CUdeviceptr)(uintptr_t)memory);
-}

@@ -48,8 +48,4 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream);
 
-/* Allocate and free staging memory, aligned to 256 bytes; free waits for the device. Not during a capture. */
-spar_status spar_cuda_alloc(int64_t bytes, void **memory);
-void spar_cuda_free(void *memory);
-
 #endif

@@ -38,14 +38,14 @@ static spar_status open_side_stream(spar_side_stream *s)
 
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t cap)
 {
-    void *memory;
+    CUdeviceptr memory;
     int64_t least = (int64_t)(world - 1) * SPAR_SCHEDULE_LEAST;
     *pipeline = (spar_pipeline){.world = world, .rank = rank, .cap = cap};
     if (cap < least)
         return spar_fail(SPAR_INVALID, "SPAR_STAGING_MAX is %lld; %d ranks need at least %lld",
                          (long long)cap, world, (long long)least);
-    SPAR_TRY(spar_cuda_alloc(SPAR_PIPELINE_KEPT + 2 * world, &memory));
-    pipeline->memory = memory;
+    SPAR_TRY_CU(MemAlloc, &memory, (size_t)SPAR_PIPELINE_KEPT + 2 * (size_t)world);
+    pipeline->memory = (char *)(uintptr_t)memory;
     spar_status status = open_side_stream(&pipeline->side_streams[0]);
     if (status == SPAR_OK)
         status = open_side_stream(&pipeline->side_streams[1]);
@@ -67,7 +67,7 @@ void spar_pipeline_close(spar_pipeline *pipeline)
         if (s->to_caller)
             spar_cu.EventDestroy(s->to_caller);
     }
-    spar_cuda_free(pipeline->memory);
+    spar_cu.MemFree((CUdeviceptr)(uintptr_t)pipeline->memory); /* waits for the device */
     spar_schedule_free(&pipeline->push);
     spar_schedule_free(&pipeline->pull);
 }
