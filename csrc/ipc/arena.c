@@ -59,16 +59,11 @@ static uint32_t now_s(void)
     return (uint32_t)now.tv_sec + 1; /* never 0 */
 }
 
-static int64_t default_cap(int local_ranks)
-{
-    return spar_usable_memory() / 2 / local_ranks;
-}
-
 /* Requires the lock. */
 static spar_status make(int64_t max_bytes, int local_ranks)
 {
     int64_t most = ((int64_t)1 << 45) / local_ranks; /* so that all arenas fit into the address space */
-    int64_t cap = max_bytes ? max_bytes : default_cap(local_ranks);
+    int64_t cap = max_bytes ? max_bytes : spar_usable_memory() / 2 / local_ranks;
     int64_t length = (cap < most ? cap : most) & ~(GRANULE - 1);
     if (length < GRANULE)
         return spar_fail(SPAR_TRANSPORT, "an arena of %lld bytes; expected at least %lld", (long long)cap,

@@ -248,7 +248,7 @@ spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_
 {
     int64_t dim = count ? numbers[0] : -1, kind = count > 1 ? numbers[1] : -1;
     if (count == 1 && dim == -1) {
-        spar_layout_whole(layout, world);
+        *layout = (spar_layout){.dim = -1, .world = world};
         return SPAR_OK;
     }
     if (dim < 0 || dim >= ndim)
@@ -258,13 +258,6 @@ spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_
     layout->numbers = numbers + 2;
     layout->count = count - 2;
     return SPAR_OK;
-}
-
-void spar_layout_whole(spar_layout *layout, int world)
-{
-    memset(layout, 0, sizeof *layout);
-    layout->dim = -1;
-    layout->world = world;
 }
 
 int64_t spar_layout_extent(const spar_layout *layout, int rank)

@@ -50,9 +50,6 @@ spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_
 int spar_packed_lengths(const int64_t *table, int world, int64_t sequences, int rank, int64_t *lengths,
                         int64_t *least, int64_t *held);
 
-/* Every rank holds the whole tensor. */
-void spar_layout_whole(spar_layout *layout, int world);
-
 /* Returns the extent of the sharded dim on `rank`. */
 int64_t spar_layout_extent(const spar_layout *layout, int rank);
 

@@ -138,7 +138,7 @@ static void keep(spar_plan *plan, uint64_t hash, const int64_t *words, size_t si
         free(e);
     } else {
         evicted = evict(cache.capacity - 1, MOST_BYTES - footprint(e));
-        __atomic_add_fetch(&plan->refs, 1, __ATOMIC_RELAXED);
+        spar_plan_keep(plan);
         e->next_in_bucket = cache.buckets[hash % BUCKETS];
         cache.buckets[hash % BUCKETS] = e;
         make_newest(e);
@@ -160,8 +160,7 @@ spar_status spar_plan_get(const spar_request *request, spar_plan **plan)
     pthread_mutex_lock(&cache.lock);
     entry *e = find(hash, words, count * sizeof *words);
     if (e) {
-        *plan = e->plan;
-        __atomic_add_fetch(&e->plan->refs, 1, __ATOMIC_RELAXED);
+        *plan = spar_plan_keep(e->plan);
         cache.stats.hits++;
     } else {
         cache.stats.misses++;
