@@ -17,7 +17,8 @@ from helpers.fault_cases import FAULTS
 from spar import _C
 from spar._transports import CHANNELS
 
-TRANSPORTS = ["local", *_C.transports()]
+IN_C = [name for name, *_ in _C.traffic()]
+TRANSPORTS = ["local", *IN_C]
 
 # ---- The choice of a transport ----------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ def test_the_core_of_the_tests_adds_a_transport() -> None:
 
 def test_each_transport_is_a_row_on_the_side_of_python_and_of_the_tests() -> None:
     rows = tables.TRANSPORTS
-    assert _C.transports() == [*CHANNELS] == [*rows]
+    assert [*CHANNELS] == [*rows] == IN_C
     assert {*conftest.TRANSPORTS} <= {name for name, row in rows.items() if "cpu" in row.devices}
     for row in rows.values():
         assert {*row.instead} <= {*FAULTS}

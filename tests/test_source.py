@@ -321,7 +321,7 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
         assert f"`{name}`" in operations or "." in name, name
     for name in LAYOUT:
         assert f"`{name}(" in ops or f"`{name.removeprefix('SequenceLayout.')}(" in ops, name
-    for name in _C.transports():
+    for name, *_ in _C.traffic():
         assert f"| {name} |" in readme, name
         assert re.search(rf"^\| {name}\b", performance, re.M), name
 

@@ -150,14 +150,6 @@ static PyObject *module_sum_types(PyObject *Py_UNUSED(module), PyObject *Py_UNUS
     return list;
 }
 
-static PyObject *module_transports(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
-{
-    PyObject *list = PyList_New(0);
-    for (const spar_transport *const *row = spar_transports; list && *row; row++)
-        list = spar_list_add(list, PyUnicode_FromString((*row)->name));
-    return list;
-}
-
 static PyObject *module_traffic(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
@@ -398,9 +390,9 @@ static PyMethodDef methods[] = {
      "[(name of a torch dtype, its code), ...]: the dtypes that a copy can scale."},
     {"sum_types", module_sum_types, METH_NOARGS,
      "[(name of a torch dtype, how it is added), ...]: the dtypes that an exchange can sum."},
-    {"transports", module_transports, METH_NOARGS, "Names, in the order of preference."},
     {"traffic", module_traffic, METH_NOARGS,
-     "[(transport, calls, bytes to other ranks, ns), ...]: this process's exchanges that did not fail."},
+     "[(transport, calls, bytes to other ranks, ns), ...], in the order of preference: this process's\n"
+     "exchanges that did not fail."},
     {"count_traffic", module_count_traffic, METH_VARARGS,
      "count_traffic(transport, bytes, ns): adds an exchange that Python made."},
     {"threads", module_threads, METH_VARARGS,
