@@ -21,8 +21,8 @@ int spar_core_set_count(const spar_core_set *set);
 int spar_cores(void);
 
 /* Returns how many cores a rank may count as its own; 0: it shares one. Ranks that were bound to different
- * cores * have those, others an equal share of what this process may use. sets: of each rank of a group,
- * `stride` bytes * apart. local_ranks: of this job on this host, in this group or not. */
+ * cores have those, others an equal share of what this process may use. sets: of each rank of a group,
+ * `stride` bytes apart. local_ranks: of this job on this host, in this group or not. */
 int spar_core_share(const spar_core_set *sets, size_t stride, int world, int rank, int local_ranks);
 
 #endif

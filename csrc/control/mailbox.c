@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The words of mailboxes: publishing them, waiting for those of the peers, and what aborts a group: a
- * death, a * peer that aborted, Ctrl-C, the deadline. */
+ * death, a peer that aborted, Ctrl-C, the deadline. */
 #include "control/mailbox.h"
 
 #include "base/fence.h"

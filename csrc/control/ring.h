@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The asynchronous mode of the control plane: it compares calls between the ranks of one host without
- * waiting, * where another transport, such as NCCL, moves their bytes. * * Each rank records its newest
- * 1,024 calls in a ring in shared memory, before it makes them. A later rank * compares its call with the
- * recorded ones. Peers detect mismatches, aborts and deaths at their next call, or * through their
- * watchdog. An overwritten entry is not compared; graph replays are not recorded. */
+ * waiting, where another transport, such as NCCL, moves their bytes.
+ *
+ * Each rank records its newest 1,024 calls in a ring in shared memory, before it makes them. A later rank
+ * compares its call with the recorded ones. Peers detect mismatches, aborts and deaths at their next call,
+ * or through their watchdog. An overwritten entry is not compared; graph replays are not recorded. */
 #ifndef SPAR_RING_H
 #define SPAR_RING_H
 
@@ -18,9 +19,11 @@ int64_t spar_ring_room(void);
 spar_status spar_ring_open(spar_group *group, spar_ring **ring);
 
 /* Publishes that this rank makes call n, counted from 1, or that it cannot (own->status). The offsets of
- * `own` * are not used; describe(call) describes the call for peers. * * SPAR_MISMATCH if another rank's
- * call n differs or could not be made, unless no rank could make it; else the * status of a rank that
- * aborted, or that closed the group before n. `compare` 0: does not compare. Any thread, * one at a time. */
+ * `own` are not used; describe(call) describes the call for peers.
+ *
+ * SPAR_MISMATCH if another rank's call n differs or could not be made, unless no rank could make it; else
+ * the status of a rank that aborted, or that closed the group before n. `compare` 0: does not compare. Any
+ * thread, one at a time. */
 spar_status spar_ring_begin(spar_ring *ring, uint64_t n, const spar_call_header *own, spar_describe describe,
                             const void *call, int compare);
 

@@ -190,7 +190,7 @@ static spar_status populate(int64_t offset, int64_t size)
 }
 
 /* Returns pages of free blocks that were last used before `before` to the system, at most `most` bytes.
- * Requires * the lock. */
+ * Requires the lock. */
 static int64_t give_back(uint32_t before, int64_t most)
 {
     int64_t returned = 0;

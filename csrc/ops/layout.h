@@ -44,9 +44,9 @@ enum {
 spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world);
 
 /* Reads what each rank holds of each of several packed sequences, table [world][sequences]. Sets the
- * lengths * [sequences], the least entry or 0 if that is less, and what `rank` holds. A sum above 2^63 - 1
- * becomes that. * Returns whether the size rule shards every sequence so: then SPAR_PACKED needs its
- * lengths only. */
+ * lengths [sequences], the least entry or 0 if that is less, and what `rank` holds. A sum above 2^63 - 1
+ * becomes that. Returns whether the size rule shards every sequence so: then SPAR_PACKED needs its lengths
+ * only. */
 int spar_packed_lengths(const int64_t *table, int world, int64_t sequences, int rank, int64_t *lengths,
                         int64_t *least, int64_t *held);
 

@@ -41,9 +41,9 @@ spar_status spar_cuda_enter(int ordinal, spar_entered *before);
 void spar_cuda_leave(const spar_entered *before);
 
 /* Copies spans of any number of peers and routes in the stream, those of a peer and route in order: one
- * launch * for about 60 blocks, of a bounded number of CTAs. inputs and outputs are [plan->ntensors].
- * Every route can * scale. Neither allocates nor waits for the device. A graph keeps what a captured copy
- * needs, besides the * tensors. */
+ * launch for about 60 blocks, of a bounded number of CTAs. inputs and outputs are [plan->ntensors]. Every
+ * route can scale. It neither allocates nor waits for the device. A graph keeps what a captured copy needs,
+ * besides the tensors. */
 spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, int count,
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream);

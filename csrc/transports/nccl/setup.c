@@ -172,7 +172,7 @@ static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *dea
 }
 
 /* After a failure, makes the thread that is inside NCCL return, since an abort would free what it uses.
- * Requires * the lock. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the
+ * Requires the lock. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the
  * abort. */
 static void end_first_exchange(spar_nccl_state *s)
 {

@@ -154,7 +154,7 @@ static void end_worker(int *done)
 }
 
 /* Ends the communicator's kernels. An abort frees the communicator; a revocation frees nothing, so that a
- * call * may be inside NCCL. */
+ * call may be inside NCCL. */
 static void *end_kernels(void *watchdog)
 {
     spar_watchdog *w = watchdog;
