@@ -16,8 +16,6 @@ typedef struct {
     int nargs[SPAR_GROUP_TENSORS];
     int64_t *args; /* of all tensors, one behind the other */
     int dtype;     /* a row of spar_scale_types, or 0 */
-    int divide;    /* with the factor, as they were passed: `scale` has none for other dtypes */
-    double factor;
     spar_scale scale;
     spar_sum_kind sum;
     /* The newest plan, or NULL, and the tensors that it is for: their dims, extents and strides, and their
@@ -82,8 +80,6 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     self->rank = rank;
     self->item_size = item_size;
     self->dtype = dtype;
-    self->divide = divide;
-    self->factor = factor;
     self->sum = (spar_sum_kind)sum;
     if (self->op && self->text && spar_read_scale(dtype, divide, factor, &self->scale) == 0 &&
         read_args(self, layouts) == 0)
@@ -322,8 +318,8 @@ static PyObject *exchange_sums(PyObject *self, void *Py_UNUSED(closure))
 
 static PyObject *exchange_scale(PyObject *object, void *Py_UNUSED(closure))
 {
-    const exchange_object *self = (exchange_object *)object;
-    return Py_BuildValue("iNd", self->dtype, PyBool_FromLong(self->divide), self->factor);
+    const spar_scale *scale = &((exchange_object *)object)->scale;
+    return Py_BuildValue("iNd", (int)scale->dtype, PyBool_FromLong(scale->divide), scale->factor);
 }
 
 static PyObject *exchange_newest(PyObject *object, void *Py_UNUSED(closure))
@@ -336,7 +332,7 @@ static PyGetSetDef exchange_getset[] = {
     {"op", exchange_op, NULL, "the operation's name", NULL},
     {"text", exchange_text, NULL, "what must be equal on all ranks besides the plan", NULL},
     {"sums", exchange_sums, NULL, "whether the outputs are summed over their first dim", NULL},
-    {"scale", exchange_scale, NULL, "(scale_type, divide, factor)", NULL},
+    {"scale", exchange_scale, NULL, "(scale_type, divide, factor); 0: it scales nothing", NULL},
     {"newest", exchange_newest, NULL, "the newest plan, from its call's begin on; None: none, or it is large",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
