@@ -270,7 +270,7 @@ def core_messages() -> list[str]:
         )
         calls += re.findall(r'\b(fail_missing|spar_group_break)\([^;]*?((?:"(?:[^"\\]|\\.)*"\s*)+)', text)
         for status, quoted in calls:
-            if status not in ("SPAR_INVALID", "SPAR_TYPE"):
+            if status != "SPAR_INVALID":
                 whole = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', quoted))
                 found.append(re.sub(r"%[-.*\d]*(?:ll|z)?[a-z]", "...", whole).strip())
     return [message for message in found if message != "..."]

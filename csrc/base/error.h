@@ -9,7 +9,6 @@
 typedef enum {
     SPAR_OK = 0,
     SPAR_INVALID,     /* Python: ValueError */
-    SPAR_TYPE,        /* Python: TypeError */
     SPAR_NO_MEMORY,   /* Python: spar.OutOfMemoryError */
     SPAR_MISMATCH,    /* calls differ between ranks; Python: spar.MismatchError */
     SPAR_TIMEOUT,     /* a deadline passed; Python: spar.ExchangeTimeoutError */

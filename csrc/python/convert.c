@@ -43,11 +43,15 @@ static PyObject *ranks_to_tuple(const spar_ranks *ranks)
 const char *spar_exception_name(uint32_t status)
 {
     static const char *const names[] = {
-        [SPAR_INVALID] = "ValueError",           [SPAR_TYPE] = "TypeError",
-        [SPAR_NO_MEMORY] = "OutOfMemoryError",   [SPAR_MISMATCH] = "MismatchError",
-        [SPAR_TIMEOUT] = "ExchangeTimeoutError", [SPAR_PEER_LOST] = "PeerLostError",
-        [SPAR_BROKEN] = "GroupBrokenError",      [SPAR_INTERRUPTED] = "KeyboardInterrupt",
-        [SPAR_TRANSPORT] = "TransportError",     [SPAR_INTERNAL] = "SparError",
+        [SPAR_INVALID] = "ValueError",
+        [SPAR_NO_MEMORY] = "OutOfMemoryError",
+        [SPAR_MISMATCH] = "MismatchError",
+        [SPAR_TIMEOUT] = "ExchangeTimeoutError",
+        [SPAR_PEER_LOST] = "PeerLostError",
+        [SPAR_BROKEN] = "GroupBrokenError",
+        [SPAR_INTERRUPTED] = "KeyboardInterrupt",
+        [SPAR_TRANSPORT] = "TransportError",
+        [SPAR_INTERNAL] = "SparError",
     };
     return status < sizeof names / sizeof *names ? names[status] : NULL;
 }
@@ -59,8 +63,8 @@ PyObject *spar_raise(spar_status status)
     PyObject *text = spar_text(spar_last_error());
     if (!text)
         return NULL;
-    if (status == SPAR_INVALID || status == SPAR_TYPE) {
-        PyErr_SetObject(status == SPAR_TYPE ? PyExc_TypeError : PyExc_ValueError, text);
+    if (status == SPAR_INVALID) {
+        PyErr_SetObject(PyExc_ValueError, text);
     } else {
         PyObject *errors = PyImport_ImportModule("spar.errors");
         PyObject *class = errors ? PyObject_GetAttrString(errors, spar_exception_name(status)) : NULL;

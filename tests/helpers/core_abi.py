@@ -38,9 +38,7 @@ def compile_core(
 
 
 class Status(enum.IntEnum):
-    OK, INVALID, TYPE, NO_MEMORY, MISMATCH, TIMEOUT, PEER_LOST, BROKEN, INTERRUPTED, TRANSPORT, INTERNAL = (
-        range(11)
-    )
+    OK, INVALID, NO_MEMORY, MISMATCH, TIMEOUT, PEER_LOST, BROKEN, INTERRUPTED, TRANSPORT, INTERNAL = range(10)
 
 
 class ScaleType(enum.IntEnum):
