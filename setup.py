@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the C extension; pyproject.toml has the rest of the package's metadata.
 
 Needs only a C compiler and CPython's headers: no torch, no CUDA. Environment: SPAR_WERROR=1 makes warnings

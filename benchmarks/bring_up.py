@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bring the CUDA code up on a machine with GPUs: python benchmarks/bring_up.py --out FOLDER [--minutes 9].
 
 Needs this repository, torch with CUDA, and what `make bring-up-kit` built on another machine

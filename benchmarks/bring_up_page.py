@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the page of a bring-up: the machine, a table of the stages, and what each found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Print the cost of an exchange, from its plan, for 2 to 4,096 ranks in one process.
 
     python benchmarks/cost.py           # the plan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA driver's functions through ctypes, looked up as the C core does: by name and version."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check spar on a GPU, and time it: python benchmarks/gpu_check.py [--quick] [--out FILE].
 
 Needs this repository, torch with CUDA, and a C compiler. If the machine with the GPU has no compiler, build

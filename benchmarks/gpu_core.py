@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C core's copy kernels on torch's device, for the checks and the timings: launches, graphs, times.
 
 `use_stand_ins()` puts CPU tensors in the device's place, over the tests' stand-ins for CUDA's libraries: the

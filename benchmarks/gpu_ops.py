@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check and time all operations between GPUs: python benchmarks/gpu_ops.py [--out FILE].
 
 Needs spar and torch with CUDA. Starts a rank for each GPU; with one GPU, two ranks on it, which needs NCCL

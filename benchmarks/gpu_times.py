@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the copy kernels: against a device-to-device copy, with factors, and a launch's host time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the host time of calls, for benchmarks/cost.py: --host over nccl, --shm over shared memory.
 
 Over nccl without NCCL and the driver: each rank is a process that uses libraries whose functions do nothing

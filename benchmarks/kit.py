@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build what benchmarks/bring_up.py needs on a machine without a compiler: python benchmarks/kit.py [FOLDER].
 
 The folder, build/bring-up by default, holds:

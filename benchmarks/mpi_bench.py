@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time spar.all_to_all against MPI's Alltoall between two permutations, interleaved in the same run.
 
     mpiexec -n 2 python benchmarks/mpi_bench.py

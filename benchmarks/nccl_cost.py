@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute what an exchange costs over nccl, from its plan and its schedule, for benchmarks/cost.py --nccl.
 
 The C core is built without its Python binding. It computes rank 0's schedule; nothing is launched.

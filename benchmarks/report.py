@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a check or a stage of the bring-up found: lines of Markdown, failures, and figures for programs."""
 
 from __future__ import annotations

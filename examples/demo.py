@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What train.py reports: the memory of a rank, the time of its exchanges, and the usual code beside them."""
 
 from __future__ import annotations

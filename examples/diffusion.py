@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train and sample a tiny Wan of diffusers over several ranks, and the same model in one process.
 
     torchrun --standalone --nproc-per-node 2 examples/diffusion.py

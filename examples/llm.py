@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small byte-level model of transformers and its text, for transformers_train.py and packed.py."""
 
 from __future__ import annotations

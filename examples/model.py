@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level transformer whose sequence is sharded over the ranks of a group with spar.
 
 The model is written once: in a group of one, spar's operations return their input, so that the same code is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pack documents of different lengths into one sharded sequence of a stock transformers model.
 
     torchrun --standalone --nproc-per-node 4 examples/packed.py

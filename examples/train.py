@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small language model with its sequence split over the ranks, and the same model in one process.
 
     torchrun --standalone --nproc-per-node 2 examples/train.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a stock transformers model with its sequences sharded over ranks, beside one process.
 
     torchrun --standalone --nproc-per-node 4 examples/transformers_train.py [--dp 2] [--fsdp]

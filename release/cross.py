@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a command with the environment in which setup.py compiles for another system: zig is the compiler.
 
     python release/cross.py aarch64-linux python setup.py build_ext

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The project's page on PyPI: README.md with links that lead to the repository, and the project's URLs.
 
 No address of a repository is written down in the source. SPAR_REPOSITORY has it during a release, for example

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build into dist/ what PyPI takes, and check it: a source distribution, and wheels made from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar: the sequence-parallel communication layer for PyTorch.
 
 Operations on one process group, each differentiable:

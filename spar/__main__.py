@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run spar's commands: `python -m spar --help`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check arguments that are not tensors. Each error names the argument, its value and the requirement."""
 
 from __future__ import annotations

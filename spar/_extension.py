@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load the C extension before any other module of spar: if it fails, no part of spar stays imported."""
 
 from __future__ import annotations

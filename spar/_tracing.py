@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.compile must evaluate while tracing."""
 
 from __future__ import annotations

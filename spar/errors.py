@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of failed exchanges. Invalid arguments raise ValueError or TypeError."""
 
 from __future__ import annotations

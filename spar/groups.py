@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transports and memory of this process's groups: set-up, inspection, release."""
 
 from __future__ import annotations

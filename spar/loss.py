@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mean of a loss over the tokens of all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers that differ between the ranks of a group."""
 
 from __future__ import annotations

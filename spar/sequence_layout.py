@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How one sequence lies on the ranks of a group: an immutable value, passed as an argument."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shard and gather tensors over the current topology's sequence group. From vLLM-Omni."""
 
 from .ops.names.vllm_omni import (

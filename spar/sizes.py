@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The size rule: how a dim is sharded by default."""
 
 from __future__ import annotations

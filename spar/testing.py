@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare a sequence-parallel model with the same model in one process: loss, logits and gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real ranks for tests: one pool of processes per module, started at its first use."""
 
 from __future__ import annotations

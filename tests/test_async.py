@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`async_op=True`: exchanges in flight, their order, gradients and errors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """async_op=True: errors in flight, groups and processes that end, and wrong arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.attention against one process: every method, layout, mask and number of heads."""
 
 from __future__ import annotations

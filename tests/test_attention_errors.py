@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong arguments and failures of spar.attention, and data parallel training around it."""
 
 from __future__ import annotations

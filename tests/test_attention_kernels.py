@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of blocks: each against one process, the choice among them, and what each refuses."""
 
 from __future__ import annotations

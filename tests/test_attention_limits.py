@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.attention at its limits: no width, empty batches, large scores, failures after the last exchange."""
 
 from __future__ import annotations

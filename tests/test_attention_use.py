@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.attention in use: compiled, checkpointed, under autocast, with own kernels, across two sequences."""
 
 from __future__ import annotations

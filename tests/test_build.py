@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """setup.py: three lines that name what to install where spar cannot be built; the metadata for PyPI."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of the process's cgroup, read from synthetic /proc and cgroup trees."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors for bad arguments name the argument and its value, for each parameter of the public API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of a transport, a pure function of the peer info, and the settings in it."""
 
 from __future__ import annotations

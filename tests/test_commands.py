@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of `python -m spar`: info, check, wrong arguments. bench: benchmarks/test_benchmarks.py."""
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def test_check_without_a_launcher_runs_one_rank(tmp_path: Path) -> None:
 def test_check_covers_every_operation() -> None:
     names = {case.operation for case in cases(4)}
     functions = {name for name in spar.__all__ if inspect.isfunction(getattr(spar, name))}
-    no_operations = {"transport", "close", "empty_cache", "memory_stats"}
+    no_operations = {"transport", "close", "debug", "empty_cache", "memory_stats"}
     sizes = {"cal_split_sizes", "cal_split_sizes_multi"}  # of which the splits above are made
     assert functions - no_operations - sizes - names == set()
     assert {f"SequenceLayout.{name}" for name in (*MAKERS, "hybrid")} <= names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile(fullgraph=True): the gradients equal eager ones to the bit.
 
 A graph calls one dispatcher op, whatever moves the bytes: most tests run over one transport.

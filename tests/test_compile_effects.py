@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tracers keep each exchange, once and in the program's order, also where this rank does not use its output.
 
 Rank 0 compiles functions that ignore what they exchange. Its peer runs the exchanges eagerly and needs them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile(fullgraph=True) of layouts, lists and sizes: two graphs for any number of lengths.
 
 A compilation takes seconds on each rank. So the ranks take turns: one compiles a function, the others run it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coordinators over existing groups: not registered with torch.distributed, or without CPU support."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coordinators over groups of 1 to 3 non-consecutive ranks out of 4 processes."""
 
 from __future__ import annotations

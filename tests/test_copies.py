@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Large parts of several ranks, neighbours in the input: copied in turn, as if one after another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run tests/c/*.c: the core without Python; measure the time of a plan.
 
 CORE_BUILDS names the builds: plain, or any of plain, clang, address and thread, of which `make test-core` has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA's libraries, opened at run time: declarations, error reasons, machine code, and its cache on disk."""
 
 from __future__ import annotations

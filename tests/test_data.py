@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SPDataProcessor, padded slices of a sequence, and gathers that remove the padding, on real ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What shows how calls go, and where they hang: SPAR_LOG=debug, SPAR_LOG_FILE and spar.debug."""
 
 from __future__ import annotations

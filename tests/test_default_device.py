@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A default device that is not the tensors' own: spar's internal tensors must not follow it.
 
 test_operations.py runs each operation so.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `make demo` runs: it compares with one process, and reports memory and exchanges."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors are read and made through DLPack's exchange API, and without it, as on an older torch."""
 
 from __future__ import annotations

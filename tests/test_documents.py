@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare documents with the code: names, figures, and the files of a source distribution."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """all_to_all by any sizes and of lists, all_gather, reduce_scatter: against references, with derivatives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad arguments of lists, sizes and layouts: the error has three parts, and the peers raise it at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every fault on every transport for CPU tensors, in worlds of 2, 3 and 4 ranks; pytest prints the table.
 
 For each transport and size, one world runs all faults that processes survive, each on its own group. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that make no call, die or are interrupted: their peers raise in time, and the processes end."""
 
 from __future__ import annotations

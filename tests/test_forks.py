@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forks while other threads are inside spar, and exchanges of a forked child on its parent's groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a call travels: the Python functions of spar that it enters, and how often it crosses into C."""
 
 from __future__ import annotations

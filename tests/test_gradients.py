@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare rules of docs/gradients.md, on real ranks, with the gradients of one process.
 
 test_loss.py checks the factors of the losses.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group arguments, bad arguments and calls that differ: each error states what was expected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python code of README.md and docs/: each block runs on real ranks, or is listed here with a reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile numbers in requests; calls that differ between ranks; a rank that makes no call."""
 
 from __future__ import annotations

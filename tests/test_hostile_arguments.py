@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile arguments of the public functions: a clear error, or the result of the equal int."""
 
 from __future__ import annotations

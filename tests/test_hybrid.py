@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ring x ulysses by the parallel state: one and two exchanges against a reference; the state itself."""
 
 from __future__ import annotations

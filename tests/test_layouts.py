@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zigzag and packed splits and gathers on real ranks, to the bit: eager, compiled, and of many sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A failure of one rank alone is reported to its peers in that call, or breaks the group on every rank.
 
 Calls never match the wrong ones: after each failure either all later calls match, or all raise.

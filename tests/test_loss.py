@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mean_loss, and each factor of docs/gradients.md, against the loss and the gradients of one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many groups at once, and many one after another: nothing grows."""
 
 from __future__ import annotations

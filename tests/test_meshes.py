@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """take_over_mesh: dims of a DeviceMesh, the order of its ranks, gathers in one exchange or in two."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/migrating.md: the code before and after each diff has the same results and gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nccl transport without a GPU: all operations and injected faults, over stand-in libraries."""
 
 from __future__ import annotations

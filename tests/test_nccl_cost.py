@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call over nccl launches, sends and stages: benchmarks/cost.py --nccl; both ends cut alike."""
 
 from __future__ import annotations

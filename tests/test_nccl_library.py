@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NCCL's own library, which opens without a GPU: spar's declarations of it, symbols, version, a unique id."""
 
 from __future__ import annotations

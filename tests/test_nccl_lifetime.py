@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the nccl transport frees communicators and memory: once, never under a call, a capture or a graph.
 
 The stand-in libnccl ends a process that uses a communicator after its abort.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every public operation, by the cases of `spar check`, in settings that must not change its results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations on real ranks, to the bit: forward, backward, all dtypes, strides and uneven pieces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`out=`: outputs are written to the caller's tensors, over each transport; what cannot be written raises."""
 
 from __future__ import annotations

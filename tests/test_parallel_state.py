@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni's API in spar.parallel_state: names, rank arithmetic, groups, and layouts that do not fit."""
 
 from __future__ import annotations

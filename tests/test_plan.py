@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans, and exchanges with all ranks in one process: every byte is written once, with the right value."""
 
 from __future__ import annotations

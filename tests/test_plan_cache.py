@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time to build a plan, and the plan cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process does around its exchanges: recomputation, other programs, ends in any order, crashes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.profiler shows each exchange as one event with readable inputs, and changes nothing of what runs."""
 
 from __future__ import annotations

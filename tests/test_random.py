@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """rank_seed: dropout that differs between ranks, and is equal from run to run and in a recompute."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that cannot use shared memory: all ranks fall back together, and report the reason.
 
 Each fault is injected into one rank, after its ProcessGroup was created and before the first exchange.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Survivors that close a group release all memory that only the dead rank could still use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that repeat: what a group and autograd remember of a call serves equal calls alone."""
 
 from __future__ import annotations

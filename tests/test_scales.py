@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A factor that is applied while copying gives the same bits as torch."""
 
 from __future__ import annotations

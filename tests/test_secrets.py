@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The secrets that authenticate a job's processes to each other, tested with a simulated process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SequenceLayout: each maker against lists of owners in plain Python, and what moves data by a layout."""
 
 from __future__ import annotations

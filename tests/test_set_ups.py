@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings and set-ups: environment variables, concurrent set-ups, init and close."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards and gathers over the current topology's sequence group, and the validator."""
 
 from __future__ import annotations

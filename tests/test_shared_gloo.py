@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests' gloo groups take whatever arguments a version of torch passes."""
 
 from __future__ import annotations

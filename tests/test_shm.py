@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory: lifetime of outputs, effects of slow, stopped and dead peers, leaks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules about the sources: fences, public signatures, documents."""
 
 from __future__ import annotations

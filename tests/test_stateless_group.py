@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.utils.StatelessProcessGroup: objects, barriers, creation, and ranks that are missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """stateless_init_torch_distributed_process_group: spar's operations over groups without global state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes outside the job that connect to a rank's socket: they get nothing, and change nothing.
 
 A rank's socket has an abstract name, which every process of the network namespace can read and connect to.

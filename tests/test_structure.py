@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The structure that docs/architecture.md describes: folders are layers, without import circles."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core's sums give the same bits as torch, for each dtype, any values, lengths and alignments."""
 
 from __future__ import annotations

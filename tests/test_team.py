@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy threads: the same bytes as one thread for any division, and the number that SPAR_THREADS sets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.testing.compare: it finds each usual mistake, and nothing in a right model."""
 
 from __future__ import annotations

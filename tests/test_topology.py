@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Topologies: three APIs to one, several in a process, and which one backward and recomputation use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.utils: names and arithmetic. See test_stateless_group and test_stateless_init for the groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forked children and data loaders' workers, beside the exchanges of their parents."""
 
 from __future__ import annotations

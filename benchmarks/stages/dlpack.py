@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A torch tensor over memory of one's own, through DLPack: from Python, as a transport would do it in C."""
 
 from __future__ import annotations

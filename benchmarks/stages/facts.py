@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """List facts about the machine: driver, devices, their attributes, versions of the loaded libraries."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time NCCL with one rank that sends to itself: the host's part, messages of several sizes and alignments.
 
 57 groups of 7 messages are what spar's nccl transport issues for 1 GiB on 8 ranks.

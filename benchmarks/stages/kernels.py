@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time packing and unpacking of attention's layout [1, S, H, 128] in bf16, against a device-to-device copy.
 
 CTAs of 256 threads, 4 units for each thread and a CTA for each tile are constants of kernels.cu, so that they

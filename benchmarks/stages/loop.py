@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run all operations with two ranks on one GPU over the loop library: before 2.30 NCCL refuses them.
 
 The library (loop_nccl.c) is preloaded before the real libnccl.so.2, whose other functions torch needs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probe what a peer-to-peer transport needs: shared device memory, handshakes, tensors over own memory.
 
 - a POSIX descriptor of device memory: exported, passed to another process, imported, mapped, read, written;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a device that two processes map, and kernels that signal through it.
 
 As a program, the second process, which p2p.py starts: python peer.py SOCKET CUBIN (a descriptor, and a file).

@@ -182,8 +182,8 @@ PyDoc_STRVAR(
     "inputs: tensors of one dtype. targets: a list of contiguous tensors for the outputs, or None. None\n"
     "is returned for those that were written there: sums, and outputs whose target lies in the arena;\n"
     "copy the others. number: of the call, by the group's own count. forward: that of the call whose\n"
-    "gradient it moves, or 0. alike: do nothing and return None unless the inputs have the dtype, device and\n"
-    "extents of those before. deadline: in seconds of time.monotonic.");
+    "gradient it moves, or 0. alike: do nothing and return None unless the inputs have the dtype, device\n"
+    "and extents of those before. deadline: in seconds of time.monotonic.");
 
 /* A list of all outputs, None for those without a block; it owns the blocks, also on failure. */
 static PyObject *output_tensors(const spar_call *call, int dtype)

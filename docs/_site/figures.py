@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the figures of docs/concepts.md: python docs/_site/figures.py writes docs/figures/*.svg.
 
 A cell's colour and number are the rank that holds it. Each figure has a background of its own, so that it can

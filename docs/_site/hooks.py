@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs: pages from the root's documents, links that hold on both sides, no other host."""
 
 from __future__ import annotations

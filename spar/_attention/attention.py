@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.attention: check the arguments, and choose how the ranks share the work."""
 
 from __future__ import annotations

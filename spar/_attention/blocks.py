@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks of a rank's queries and of a shard's keys attend to each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which key and value heads the query heads of each rank need."""
 
 from __future__ import annotations

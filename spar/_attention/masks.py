@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mask of a call: over the whole sequence, as torch's attn_mask, or one value for each key."""
 
 from __future__ import annotations

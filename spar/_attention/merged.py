@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What blocks add up to: outputs merged by the log-sum-exp of each query, and sums of gradients.
 
 The memory of a first block that covers all is taken. Otherwise memory is filled first, always so under

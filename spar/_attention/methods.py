@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways in which ranks share an attention. Inputs and outputs have the caller's order of dims."""
 
 from __future__ import annotations

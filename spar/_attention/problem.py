@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attention with its arguments checked: errors name the argument, its value, and what to pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of a rank's queries to all keys, block by block, as the shards of keys come round.
 
 Step s of rank r needs keys of rank r - s, counted round. Their owner sends them, and only those to which rank

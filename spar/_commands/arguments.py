@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of `python -m spar`, and which command they start."""
 
 from __future__ import annotations

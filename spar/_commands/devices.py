@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPUs of this host, the libraries that spar opens for them, and which transport serves what."""
 
 from __future__ import annotations

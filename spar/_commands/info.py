@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m spar info`: what spar finds on this machine, as text or JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this process finds on the host: versions, cores, memory and spar's settings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text for a terminal or a file: tables, sizes, times, and a progress bar."""
 
 from __future__ import annotations

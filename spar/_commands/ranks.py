@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that a launcher such as torchrun started, or one rank without a launcher."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of a group agree over its ProcessGroup: one all_gather of a header before each step.
 
 A rank that fails takes part in the next agreement with its failure instead of a step, and does not wait. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wait for a ProcessGroup's collectives so that Ctrl-C and timeouts work; translate its errors into spar's.
 
 A blocking gloo call ignores Ctrl-C, so each collective is issued with the remaining time and polled. On a GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups that a forked child inherits. It cannot use them: their threads stay with the parent."""
 
 from __future__ import annotations

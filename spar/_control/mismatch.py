@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The error of calls that differ: each rank's call, the first argument that differs, the sizes to pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.distributed knows of a ProcessGroup: name, time limit, devices, whether it was destroyed."""
 
 from __future__ import annotations

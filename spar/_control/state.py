@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank knows of one process group, for messages and for what runs below the group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last call of each rank and the state of its process, for the error of a call that does not end.
 
 The shm transport reads them from shared memory (csrc/control/last_call.h). Elsewhere each rank publishes them

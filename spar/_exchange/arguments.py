@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check the arguments of a public operation, and run its exchange."""
 
 from __future__ import annotations

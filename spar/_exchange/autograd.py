@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges as autograd sees them: one Function, and its twin for forward mode and functorch.
 
 The derivative of an exchange is its transpose; the derivative of that is the exchange again. So a penalty on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dispatcher op of an exchange, which tracers see, and how they keep a graph's exchanges in order."""
 
 from __future__ import annotations

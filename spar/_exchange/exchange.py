@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An exchange: everything that a call decided from its arguments, once; and how it runs.
 
 Every operation is linear: one exchange of tensors (or, for a split, one selection) and a factor. Its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations as single ops of torch.compile's graphs.
 
 Dynamo interprets Python, which is slow, and an autograd Function, which is slower still. So it puts one op

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts: which part of a tensor each rank holds, as ints. csrc/ops/layout.h reads the same numbers.
 
 The rules stand here again for symbolic ints. They are arithmetic without branches on sizes, so that symbolic

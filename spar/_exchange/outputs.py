@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`out=`: check the caller's tensors, and write an exchange's outputs to them."""
 
 from __future__ import annotations

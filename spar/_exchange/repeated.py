@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repeat a call whose arguments were checked before: the checks take as long as a small exchange."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an exchange that communicates nothing does: each rank selects its shard of a whole tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check several tensors that one call of a public operation exchanges together."""
 
 from __future__ import annotations

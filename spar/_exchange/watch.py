@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who must see an exchange: a tracer, a mode, a transform, or autograd."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`async_op=True`: start an exchange, and wait for it later, also in backward.
 
 Autograd sees two functions. `SparStart` begins the exchange; `Work.wait` rebases the outputs on `SparWait`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this rank knows of a group while a call hangs, as text. It takes no lock, and never communicates."""
 
 from __future__ import annotations

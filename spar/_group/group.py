@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process group on this rank: its calls run one at a time, in one order on all ranks.
 
 Whatever ends a call early is reported to the peers, or breaks the group.

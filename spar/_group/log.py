@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The logger `spar`: its settings SPAR_LOG and SPAR_LOG_FILE, and at level debug a line for each call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show exchanges to torch.profiler, without a change of what they run."""
 
 from __future__ import annotations

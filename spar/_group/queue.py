@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges in flight: each group runs its own in the order of their issue, on one thread.
 
 A thread for each group with something in flight, and not a pool: ranks may issue calls on several groups in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The groups of this process, by ProcessGroup and by handle.
 
 State hangs on the ProcessGroup object, weakly; names are reused after destroy and init.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set up a group's transport: ranks exchange what each offers, make the same choice, and connect. Collective.
 
 A rank that fails reports that to its peers, which raise, too. The next call starts again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transports, by name: what csrc/transports lists, on Python's side.
 
 To add one: a module here with a class that has the methods of `channel.Channel`, and its row.

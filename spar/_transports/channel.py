@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every transport offers for one group and device type; csrc/transports has the same slots in C."""
 
 from __future__ import annotations

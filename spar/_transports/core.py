@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the transports that run in the C core have in common."""
 
 from __future__ import annotations

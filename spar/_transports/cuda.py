@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What spar needs of torch's CUDA: device, stream, captures, NCCL groups, and where CUDA's libraries lie."""
 
 from __future__ import annotations

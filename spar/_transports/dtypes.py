@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dtypes as the core knows them, and what is done here for those that it does not know."""
 
 from __future__ import annotations

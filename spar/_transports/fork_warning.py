@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warn in forked workers that receive an output of spar, whose memory the parent continues to use.
 
 multiprocessing runs a callback in the children that it forks, such as DataLoader workers; os.fork and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nccl transport: CUDA tensors on any number of hosts, in the current stream.
 
 A call only gives work to the current stream. The output and the call's staging memory are allocated on that

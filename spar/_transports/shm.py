@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shm transport: ranks of one host, whose outputs lie in memory that they share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch transport: packs by the plan, and lets any ProcessGroup move the packed bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock models over a sharded sequence; each module imports its library inside its functions."""
 
 from typing import TYPE_CHECKING

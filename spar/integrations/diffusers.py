@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run and train a stock diffusion transformer of diffusers over a sequence that is sharded over ranks."""
 
 from __future__ import annotations

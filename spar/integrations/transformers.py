@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run and train a stock transformers model over a sharded sequence: docs/transformers.md.
 
     spar.integrations.transformers.register()

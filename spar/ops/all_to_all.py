@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`all_to_all`: scatter one dim, gather another."""
 
 from __future__ import annotations

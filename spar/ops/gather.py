@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`all_gather` and `reduce_scatter`: exact transposes of each other, for any sizes.
 
 Neither scales anything. For L = sum over r of L_r, dL/dx_p is the sum over r of rank r's gradient of part p,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shard and gather over ring x ulysses, by the parallel state: MindSpeed-MM's `*_with_cp` operations.
 
 The ring shards the sequence in zigzag order, or each packed sequence by `cal_split_sizes`. Each ring rank's

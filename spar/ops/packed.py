@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards of packed sequences on one group, by the names of MindSpeed-MM."""
 
 from __future__ import annotations

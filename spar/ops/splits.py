@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The splits and gathers on one group, by the names of MindSpeed-MM."""
 
 from __future__ import annotations

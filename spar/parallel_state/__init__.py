@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make and query process groups through the APIs of MindSpeed-MM, vLLM-Omni and LightRFT.
 
 All three read and write the current topology (`spar.topology`). docs/topology.md compares them.

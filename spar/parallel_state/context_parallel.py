@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MindSpeed-MM's parallel state, LightRFT's single sequence group, and existing DeviceMeshes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group coordinators: collectives over tensors, objects and dicts. From vLLM-Omni.
 
 Ranks in arguments are ranks in the group. `ranks`, `first_rank`, `next_rank` and the like are global ranks.

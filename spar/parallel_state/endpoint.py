@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point transfers of tensors, objects and dicts between the ranks of a group. From vLLM-Omni.
 
 Ranks in arguments are ranks in the group. `ranks`, `first_rank`, `next_rank` and the like are global ranks.

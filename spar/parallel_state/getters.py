@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Query sizes and ranks of the current topology's groups. From vLLM-Omni.
 
 Without a sequence group, the sequence, ulysses and ring sizes are 1 and the ranks 0. The other functions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initialize torch.distributed and the groups of a diffusion transformer. From vLLM-Omni.
 
 These functions read and write the current topology (`spar.topology`). Functions that make groups are

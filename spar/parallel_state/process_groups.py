@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make, destroy and inspect torch.distributed process groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute which ranks form which groups. No communication. From vLLM-Omni."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The coordinator of a sequence group. From vLLM-Omni."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point transfers: tensors as bytes, nested dicts as leaves, and sends in flight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Topologies: the process groups of this process, and which set of them is current."""
 
 from __future__ import annotations

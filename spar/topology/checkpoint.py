@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bind recomputation in torch.utils.checkpoint to the topology of the original forward."""
 
 from __future__ import annotations

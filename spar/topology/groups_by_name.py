@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This rank's groups by name, made from DeviceMeshes: data, context, tensor and expert parallelism.
 
 Context parallelism is ring x ulysses. The ring ranks split each sequence, then the ulysses ranks split each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resolve the group argument of an operation to a ProcessGroup."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Topologies: the process groups of this process, and which set of them is current.
 
 A topology stores each group once. Three APIs in `spar.parallel_state` read and write it: MindSpeed-MM's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Utilities for serving code: groups without global state, and arithmetic on sizes. From vLLM.
 
 docs/utils.md describes which hosts can reach a group's port, and the security implications.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arithmetic for models that are partitioned over ranks. From vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make and destroy ProcessGroups without torch.distributed's global state. From vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchange objects between processes without torch.distributed's global state. From vLLM.
 
 docs/utils.md describes which hosts can reach a group's port, and the security implications.

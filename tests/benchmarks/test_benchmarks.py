@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks run with real ranks, and their results equal the references'."""
 
 from __future__ import annotations

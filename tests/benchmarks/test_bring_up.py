@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/bring_up.py: all stages over stand-ins; stages that hang, crash or fail; declarations."""
 
 from __future__ import annotations

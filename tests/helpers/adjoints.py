@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of sums over all ranks, against differences: gradcheck for functions that communicate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random calls of every op, and the checks that each must pass, with all ranks in one process."""
 
 from __future__ import annotations

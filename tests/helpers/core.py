@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C core without the Python binding: built with the local transport, wrapped with ctypes.
 
 The local transport runs all ranks of a group as threads of one process, so that a test can inspect every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C core's structs and functions for ctypes, compared with its headers when it is built."""
 
 from __future__ import annotations

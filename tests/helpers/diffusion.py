@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny diffusion transformers with random weights, their inputs, and a comparison with one process."""
 
 from __future__ import annotations

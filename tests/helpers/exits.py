@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that end without an error, in a row: python -m helpers.exits JOBS FOLDER; prints their exit codes.
 
 Each rank is a fork, which Python finalizes as it does a script. gloo's threads hardly get a core that

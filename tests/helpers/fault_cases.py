@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The faults of test_fault_matrix.py: what the odd rank does, and what every rank must report."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for the package flash_attn, which needs a GPU: its functions' signatures, computed with torch.
 
 Tensors are [B, S, H, D], the log-sum-exp [B, H, S] in float32. A causal mask is aligned to the last query and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What grows with the number of groups: descriptors, threads, and memory that spar holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with torchrun's environment, without the seconds in which it and each of them import torch."""
 
 from __future__ import annotations

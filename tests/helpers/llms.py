@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small language models of transformers, their batches, and the comparison with one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks whose exchanges use the loop library over the stand-in driver, in place of benchmarks/gpu_ops.py.
 
 Run as a program by the bring-up's stage `loop`, with the loop library preloaded.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks' side of tests of the nccl transport over stand-in libraries: faults."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks' side of a test of nccl exchanges in flight: torch's streams over the stand-in driver."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nccl transport over stand-in libraries: when communicators and device memory are freed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public operations: the cases of `spar check`, and a table of those with lists, `out` and `async_op`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The orders in which cp may have the ranks of 2 ring x 2 ulysses ranks, and who makes them so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions of other libraries that docs/migrating.md replaces, over plain torch.distributed.
 
 MODULES lists them by module, as the page imports them. With equal pieces they compute what spar computes;

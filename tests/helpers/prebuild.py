@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile in the background, from the start of a test run, what slow builds several tests need.
 
 A test module lists its builds in PREBUILD: calls of functions that `once` decorates. conftest.py starts them,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each operation's equation in plain torch, on the global tensor: what a rank holds and must receive.
 
 Every cell encodes its global index, so that the expected values need no communication.

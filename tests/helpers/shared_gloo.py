@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gloo groups that share one thread: each group's own would poll a hundred times a second."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random operations under random faults: make soak SECONDS=60 ARGS=SEED.
 
 One world after another, of 2 to 4 ranks over each transport for CPU tensors, makes random calls, and those of

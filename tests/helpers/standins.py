@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for a GPU's libraries, built from tests/standin, which the tests use instead of CUDA's.
 
 spar finds them by name, as the real ones: in processes that were started with the folder in LD_LIBRARY_PATH,

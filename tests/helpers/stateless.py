@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for groups without global state: free ports, groups of threads, concurrent calls."""
 
 from __future__ import annotations

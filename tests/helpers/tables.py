@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables from which generic tests draw: layouts, makers of SequenceLayout, exchanges and transports.
 
 A new one is a row.

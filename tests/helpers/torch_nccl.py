@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for the part of torch's ProcessGroupNCCL that spar uses, over the stand-in libnccl.
 
 As in torch: `_comm_ptr` is keyed by the thread's current device, is 0 if that has no communicator, and raises

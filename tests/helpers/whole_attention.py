@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a whole sequence in one process, in plain torch, and a rank's error against it."""
 
 from __future__ import annotations

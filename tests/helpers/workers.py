@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by pytest-xdist's workers: a folder, builds that one worker makes, exclusive use of the machine.
 
 A run without workers, a rank and a program outside of pytest use the same functions.

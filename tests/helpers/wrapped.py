@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor subclass without memory of its own, which intercepts each operator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock transformers of diffusers over a sharded sequence: outputs and gradients are those of one process.
 
 Each model has 3 heads, 25 tokens of image and 7 of text, a batch of 2, as classifier-free guidance has, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.integrations.diffusers: each misuse ends in an error on every rank, and leaves the group usable."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.integrations.diffusers in use: checkpoints, DDP, backends, outputs, several models, disable."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/diffusion.py runs under torchrun, and ends with what it proved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.integrations.transformers: losses and gradients of stock models are those of one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock models of 32-bit weights under autocast, GradScaler and FSDP2's mixed precision, beside one process.
 
 Norms and rotary embeddings leave q and k in float32 beside a v of 16 bits.

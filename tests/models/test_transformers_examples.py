@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples with transformers run, and end by saying what they proved."""
 
 from __future__ import annotations

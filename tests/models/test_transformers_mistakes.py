@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The usual mistakes of sequence parallelism with transformers: each is right now, or an error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose result over a shard would differ from one process: refused by name, with what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar.integrations.transformers in training: wrappers, adapters, checkpoints, accumulation, Trainer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C tests, compiled for aarch64 with zig against the glibc of the wheels, under qemu's user emulation.
 
 Not run: the CUDA device, whose stand-ins are libraries of this machine; and no limits of latency, which an

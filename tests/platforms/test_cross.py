@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the wheels depend on: CPython's headers for another target, and instruction sets that zig finds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """spar for macOS: it compiles, and what macOS gets runs here, without the folders of csrc that need Linux."""
 
 from __future__ import annotations

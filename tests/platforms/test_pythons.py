@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One build of the extension for all CPythons from 3.10: a gather of two ranks, by each interpreter found.
 
 They have no torch: the extension is loaded without the package.

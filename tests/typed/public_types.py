@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What type checkers must infer for users' code: `make lint` checks this file, and nothing runs it."""
 
 from __future__ import annotations

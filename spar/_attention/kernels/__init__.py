@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that also return each query's log-sum-exp, and the choice among them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's own flash attention, behind scaled_dot_product_attention: one set of ops for CPUs, one for GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products in torch, some queries at a time: any device, dtype and mask."""
 
 from __future__ import annotations

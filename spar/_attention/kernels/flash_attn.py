@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package flash_attn, 2.7 or newer, by the functions that also take and return a log-sum-exp.
 
 It takes fewer key heads than query heads, which torch's own kernel for GPUs does not. Not verified on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's flex_attention, compiled: blocks with masks on a GPU, without their scores in memory.
 
 It has no backward that takes the log-sum-exp of all blocks. So backward computes the block again, and

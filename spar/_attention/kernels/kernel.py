@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel computes: the attention of one block, with each query's log-sum-exp to merge blocks by."""
 
 from __future__ import annotations

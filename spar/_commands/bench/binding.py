@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bind each rank of a host to a core of its own, as mpirun does by default.
 
 Each turn begins with a collective of gloo. After it the scheduler may leave two ranks on one core, and a turn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The usual formulation of each operation over torch.distributed alone, as a reference for the benchmarks.
 
 Even sizes only, except for `padded_gather`: the benchmarks need no others.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other libraries to compare with: the all_to_all of yunchang and DeepSpeed, where they are installed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time one operation, forward and backward, in alternating turns with its references."""
 
 from __future__ import annotations

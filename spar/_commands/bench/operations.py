@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations that are timed: spar's functions, and the usual formulations, for each size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A benchmark's figures as a table, as JSON, and as a heat map of the ratios."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A benchmark's figures: one row for each operation, direction and size; kept as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`spar bench`: time each operation against its references, which are interleaved in the same run."""
 
 from __future__ import annotations

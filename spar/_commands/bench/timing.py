@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of several ways to do the same, in alternating turns on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of `spar check`, in the order in which they run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one case on this rank, and agree with the other ranks about how it ended.
 
 Ranks agree over torch's store, not over the group that is checked: a broken group must not hide its failure.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`spar check`: run the cases on all ranks, and print a table on rank 0."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each rank's elements lie in the whole, and the trials of operations that move them, in plain torch.
 
 An index lists, for each rank, the places of its elements along one dim. A reference must not share code with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One check: spar's call on this rank, and the same in plain torch for all ranks, in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of a sharded model: a backend of diffusers' dispatcher, and a wrapper for joint processors."""
 
 from __future__ import annotations

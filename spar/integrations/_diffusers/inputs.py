@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether all ranks call a model with the same inputs: noise drawn from another seed would train silently."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of diffusers that the integration uses, in one place, because diffusers documents few of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan: which arguments and outputs of which modules are sharded, and which outputs are gathered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sequences that one forward has sharded, recognized by how many of its tokens a rank holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions that transformers calls in a forward pass: attention, and its masks."""
 
 from __future__ import annotations

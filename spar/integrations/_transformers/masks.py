@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks and documents of a whole batch, as transformers' own functions define them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `shard` must know of a model, and which models it refuses."""
 
 from __future__ import annotations

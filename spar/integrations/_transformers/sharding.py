@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn a whole batch into this rank's part of it, with everything that depends on the whole."""
 
 from __future__ import annotations

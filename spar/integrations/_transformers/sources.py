@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the sources of a model's classes say of its attention and masks; nothing else in a model does."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of other systems for operations: a module for each system."""

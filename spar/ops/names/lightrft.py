@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Move data in and out of sequence parallelism: samples, and padded slices of a sequence. From LightRFT."""
 
 from __future__ import annotations

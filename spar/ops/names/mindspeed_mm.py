@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From MindSpeed-MM: a function that communicates nothing, for code that calls it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shard and gather tensors over the current topology's sequence group. From vLLM-Omni.
 
 Without a sequence group the functions return their input. The backward of a shard gathers the gradient and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels in place of the real ones: one that does nothing, and one that counts its work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure attention layers, forward and backward: times, balance and memory."""
 
 from __future__ import annotations

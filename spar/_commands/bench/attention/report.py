@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table, the bars and the plot of attention layers."""
 
 from __future__ import annotations

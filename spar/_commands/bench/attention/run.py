@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`spar bench --attention`: time attention layers by each method of spar and as people write them today."""
 
 from __future__ import annotations

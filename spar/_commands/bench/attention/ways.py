@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways to attend that are compared, as functions of q, k and v [1, S, H, D]; all causal.
 
 The usual formulations are over torch.distributed alone. kernels.py replaces the kernel in all of them.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each public operation must do, as cases of `spar check`."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of spar.attention: each method over several layouts, against the whole sequence in float64."""
 
 from __future__ import annotations

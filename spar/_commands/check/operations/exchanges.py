@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of all_to_all, all_gather and reduce_scatter. A call takes the setting, the total and the inputs."""
 
 from __future__ import annotations

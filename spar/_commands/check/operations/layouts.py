@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of each kind of SequenceLayout, and of its methods."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of mean_loss and rank_seed."""
 
 from __future__ import annotations

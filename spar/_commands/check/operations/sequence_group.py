@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of spar.sharding and spar.data, which use the current topology's sequence group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of the splits and gathers with MindSpeed-MM's names, and of those around them."""
 
 from __future__ import annotations
