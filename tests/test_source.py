@@ -447,12 +447,13 @@ def test_lines_are_at_most_110_wide() -> None:
 
 LICENSE = "SPDX-License-Identifier: Apache-2.0"
 FIRST_LINES = dict.fromkeys((".c", ".h", ".cc", ".cu", ".def"), f"/* {LICENSE} */\n")
+FIRST_LINES |= dict.fromkeys((".py", ".pyi"), f"# {LICENSE}\n")
 
 
 def test_source_files_name_their_license() -> None:
     """Tools that list licenses read the first lines, after a shebang."""
     tops = ("benchmarks", "csrc", "docs", "examples", "fuzz", "release", "spar", "tests")
     paths = [path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in FIRST_LINES]
-    for path in paths:
+    for path in (*paths, ROOT / "setup.py"):
         text = re.sub(r"\A#!.*\n", "", path.read_text(encoding="utf-8"))
         assert text.startswith(FIRST_LINES[path.suffix]), path.relative_to(ROOT)
