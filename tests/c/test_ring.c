@@ -140,6 +140,7 @@ static void agree(rank_state *r)
     pthread_barrier_wait(&r->m->barrier);
     __atomic_store_n(&r->stop, 1, __ATOMIC_RELEASE);
     EXPECT(pthread_join(r->watcher, NULL) == 0);
+    pthread_barrier_wait(&r->m->barrier); /* the watchers of the others still read this rank's words */
     leave(r);
 }
 
