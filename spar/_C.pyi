@@ -88,7 +88,7 @@ class Comm:
     @property
     def broken(self) -> str | None: ...
     @property
-    def begun(self) -> bool: ...
+    def begun(self) -> int: ...
     @property
     def setup_result(self) -> bytes: ...
     def connect(self, setup_results: bytes, deadline: float, /) -> None: ...
@@ -110,6 +110,7 @@ class Comm:
         outs: Sequence[torch.Tensor] | None,
         forward: int,
         alike: bool,
+        number: int,
         deadline: float,
         stream: int,
         native: int,

@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS
+from conftest import TRANSPORTS, Ranks
 from test_faults import await_report, finish, report, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar
 from spar._control import collectives
+from spar._group import group as calls
 from spar.parallel_state import set_sequence_parallel_group
 
 gather = spar.gather_forward_split_backward
@@ -235,6 +236,34 @@ def raise_in_handler(rank: int, folder: Path, where: str) -> None:
 def test_signal_handler_exception_breaks_the_group(tmp_path: Path, transport: str, where: str) -> None:
     processes = start(raise_in_handler, 2, tmp_path, where, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="3")
     assert finish(processes, 30) == [0, 0]
+
+
+def raise_before_the_exchange(rank: int, world: int, group: Group) -> None:
+    """The signal arrives when the call is counted, and its transport does not have it yet."""
+    check_later_calls(rank, world, group)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, raise_alarm)
+        looks = calls.is_profiled
+
+        def profiled_at_first() -> bool:
+            calls.is_profiled = looks
+            signal.raise_signal(signal.SIGALRM)
+            return False
+
+        calls.is_profiled = profiled_at_first
+    begin = time.monotonic()
+    with pytest.raises((Alarm, spar.MismatchError), match="went off"):
+        gather(torch.zeros(2), group, 0)
+    assert time.monotonic() - begin < REPORTED_WITHIN
+    check_later_calls(rank, world, group)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_signal_handler_exception_before_the_exchange(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setenv("SPAR_TRANSPORT", transport)
+    ranks(2, raise_before_the_exchange)
 
 
 def raise_while_waiting_for_thread(rank: int, folder: Path, where: str) -> None:

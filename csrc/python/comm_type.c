@@ -11,7 +11,7 @@ typedef struct {
     const spar_transport *transport; /* known when it is closed, too */
     char group[64];                  /* for messages */
     int closing;                     /* atomic: a call in progress must end */
-    int begun;                       /* the newest enqueue came to its exchange */
+    int64_t begun;                   /* the number of the newest call that the transport has */
     spar_comm *comm;
     spar_setup_result setup_result;
 } comm_object;
@@ -245,6 +245,7 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
         result = Py_NewRef(Py_None);
         goto done;
     }
+    ((comm_object *)self)->begun = number; /* whatever fails from here on is reported to the peers */
     if (other < 0 ||
         (call.targets && read_targets(args[TARGETS], bound.asked.request.ntensors, targets) < 0)) {
         report_exception(comm, &call);
@@ -333,14 +334,13 @@ static PyObject *comm_words(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *comm_enqueue(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     comm_object *object = (comm_object *)self;
-    object->begun = 0;
     spar_comm *comm = open_comm(self);
     return comm ? spar_py_enqueue(comm, self, object->group, args, nargs, &object->begun) : NULL;
 }
 
 static PyObject *comm_begun(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(((comm_object *)self)->begun);
+    return PyLong_FromLongLong(((comm_object *)self)->begun);
 }
 
 static PyObject *comm_wait(PyObject *self, PyObject *args)
@@ -374,7 +374,8 @@ static PyObject *comm_transport(PyObject *self, void *Py_UNUSED(closure))
 static PyGetSetDef comm_getset[] = {
     {"transport", comm_transport, NULL, "its transport's name", NULL},
     {"broken", comm_broken, NULL, "what broke it behind the calls' back, or None", NULL},
-    {"begun", comm_begun, NULL, "whether the newest enqueue came to its exchange", NULL},
+    {"begun", comm_begun, NULL, "the number of the newest call that the transport has: it reports failures",
+     NULL},
     {"setup_result", comm_setup_result, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

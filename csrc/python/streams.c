@@ -3,15 +3,15 @@
 #include "python/binding.h"
 
 /* The arguments of enqueue, in their order. */
-enum { EXCHANGE, INPUTS, OUTS, FORWARD, ALIKE, DEADLINE, STREAM, NATIVE, DTYPE, EMPTY, COUNT };
+enum { EXCHANGE, INPUTS, OUTS, FORWARD, ALIKE, NUMBER, DEADLINE, STREAM, NATIVE, DTYPE, EMPTY, COUNT };
 
 const char spar_py_enqueue_doc[] = PyDoc_STR(
-    "enqueue(Exchange, inputs, outs, forward, alike, deadline, stream, native, dtype, empty)\n"
+    "enqueue(Exchange, inputs, outs, forward, alike, number, deadline, stream, native, dtype, empty)\n"
     "    -> a list of the outputs; None if `alike`, as of exchange, does not hold\n\n"
     "One exchange of tensors of one dtype, given to the stream: returns before its bytes have moved. outs:\n"
     "contiguous tensors to write to, or None. native as of comm(), now. empty(shape, strides, dtype)\n"
-    "allocates a tensor in the order of the stream: outputs, and memory that is freed on return. If `begun`\n"
-    "is false after a failure, the peers know nothing of the call.");
+    "allocates a tensor in the order of the stream: outputs, and memory that is freed on return. Unless\n"
+    "`begun` is `number` after a failure, the peers know nothing of the call.");
 
 /* Reads what is neither a tensor nor an address; -1 and an exception on failure. */
 static int read_call(PyObject *const *args, spar_call *call, PyObject *comm)
@@ -74,7 +74,7 @@ static PyObject *take_staging(spar_comm *comm, PyObject *empty, spar_call *call)
 }
 
 PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, PyObject *const *args,
-                          Py_ssize_t nargs, int *begun)
+                          Py_ssize_t nargs, int64_t *begun)
 {
     void *outputs[SPAR_GROUP_TENSORS];
     PyObject *results = NULL, *staging = NULL;
@@ -82,6 +82,7 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
     spar_py_bound bound = {.call = &call};
     if (nargs != COUNT)
         return PyErr_Format(PyExc_TypeError, "enqueue takes %d arguments, and got %zd", COUNT, nargs);
+    int64_t number = PyLong_AsLongLong(args[NUMBER]);
     if (read_call(args, &call, self) < 0)
         return NULL;
     int other =
@@ -97,8 +98,8 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
     }
     results = take_outputs(args, bound.plan, outputs);
     staging = results ? take_staging(comm, args[EMPTY], &call) : NULL;
-    *begun = staging != NULL;
     if (staging) {
+        *begun = number;
         Py_BEGIN_ALLOW_THREADS;
         status = spar_comm_run(comm, &call);
         Py_END_ALLOW_THREADS;

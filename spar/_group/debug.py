@@ -37,7 +37,8 @@ def _calls(group: Group) -> Iterator[str]:
     owner, queue = group._owner, group.queue
     where = "no call is under way" if owner is None else f"thread {owner} is in a call"
     flight = 0 if queue is None else queue.in_flight()
-    yield f"calls: {group.calls}, {flight} in flight; {where}; the newest: {_PROGRESS[group.progress]}"
+    progress = OVER if group.core_has(group.calls) else group.progress
+    yield f"calls: {group.calls}, {flight} in flight; {where}; the newest: {_PROGRESS[progress]}"
     yield f"broken: {group.broken or 'no'}"
 
 

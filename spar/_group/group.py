@@ -28,6 +28,8 @@ from .log import failed, logged
 from .profiling import is_profiled, profiled
 from .queue import Job, Queue
 
+_MOST_REMEMBERED = 256  # keys of exchanges
+
 
 class Group(GroupState):
     """What spar does with one process group on this rank.
@@ -116,9 +118,10 @@ class Group(GroupState):
                     channel = self.channels.get(device)  # type: ignore[arg-type]
                     if channel is None:
                         channel = self._set_up(op, inputs[0].device, deadline)
+                    if not alike and len(self.exchanges) > _MOST_REMEMBERED:
+                        self.exchanges.clear()
                     self.calls = number = before + 1
                     self.newest = core
-                    self.progress = channel.progress
                     run: Any = channel.exchange
                     if is_profiled():
                         run = functools.partial(profiled, self, channel)
@@ -129,6 +132,8 @@ class Group(GroupState):
                         self.calls = before
                     return outputs
                 except BaseException as error:
+                    if self.calls != before and self.core_has(self.calls):
+                        self.progress = OVER
                     result = self._explained(op, device, error)
                     try:
                         self._account(op, device, result, before, "", deadline)
@@ -246,6 +251,11 @@ class Group(GroupState):
         if core is None or not isinstance(error, SparError) or error.op is not None:
             return error
         return explained(self, core, op, error)
+
+    def core_has(self, number: int) -> bool:
+        """Whether a transport of the C core has a call, so that it reports whatever fails in it."""
+        cores = [channel.core for channel in self.channels.values()]
+        return any(core is not None and core.begun == number for core in cores)
 
     def _core(self, device: str | None) -> _C.Comm | None:
         return self.channels[device].core if device in self.channels else None

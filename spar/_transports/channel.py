@@ -25,7 +25,6 @@ class Channel(Protocol):
         core: its communicator in the C core, if it has one.
         enqueues: whether a call only gives work to the device's current stream.
         overlaps: whether an exchange in flight leaves this process's cores to what the rank computes.
-        progress: of a call when `exchange` begins: OVER if that reports by itself whatever fails in it.
         exchange: `exchange(core, inputs, outs, forward, alike, number, deadline)` runs one exchange and
             returns its outputs, new contiguous tensors in whatever memory the transport uses. `core` is what
             all ranks agree on. `inputs` have one dtype and device. `outs`: contiguous tensors to write the
@@ -40,7 +39,6 @@ class Channel(Protocol):
     name: str
     enqueues: bool
     overlaps: bool
-    progress: int
 
     @property
     def exchange(self) -> Run: ...

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from .._control.state import LOCAL, GroupState
+from .._control.state import GroupState
 from ..errors import SparError
 
 
@@ -20,7 +20,6 @@ class CoreChannel:
 
     enqueues = False
     overlaps = True
-    progress = LOCAL
 
     def __init__(self, group: GroupState, core: _C.Comm) -> None:
         self.group: GroupState = weakref.proxy(group)

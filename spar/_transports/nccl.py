@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .. import _C
 from .._control import collectives
 from .._control.agreement import announce_failure, compare
-from .._control.state import LOCAL, OVER, SHARED, GroupState
+from .._control.state import LOCAL, SHARED, GroupState
 from ..errors import SparError
 from .core import CoreChannel
 from .cuda import empty, is_capturing, is_current, on_device, refuse_open_group, stream_of, torch_shares_nccl
@@ -150,15 +150,10 @@ class NcclChannel(CoreChannel):
         self.inside = True  # before torch's communicator is asked for: it is not aborted meanwhile
         try:
             stream, native = stream_of(device.index), device.native()
-            group.progress = OVER  # the core reports whatever fails in it
             targets, dtype = None if core.sums else outs, inputs[0].dtype
             outputs = self.core.enqueue(
-                core, inputs, targets, forward, alike, deadline, stream, native, dtype, empty
+                core, inputs, targets, forward, alike, number, deadline, stream, native, dtype, empty
             )
-        except BaseException:
-            if group.progress == OVER and not self.core.begun:  # the peers know nothing of the call
-                group.progress = LOCAL
-            raise
         finally:
             self.inside = False
         if outputs is None:

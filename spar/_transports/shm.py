@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._control.state import OVER, GroupState
+from .._control.state import GroupState
 from . import fork_warning
 from .core import CoreChannel
 
 
 class ShmChannel(CoreChannel):
     """One exchange is one call of the core, which allocates the output in the arena."""
-
-    progress = OVER
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None

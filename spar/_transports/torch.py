@@ -15,7 +15,7 @@ from .. import _C
 from .._control import collectives, status
 from .._control.agreement import announce_failure, compare
 from .._control.process_group import wire_device
-from .._control.state import LOCAL, OVER, SHARED, GroupState
+from .._control.state import OVER, SHARED, GroupState
 from .cuda import refuse_capture
 from .dtypes import ITEMS, apply_scale, sums_of
 
@@ -111,7 +111,6 @@ class TorchChannel:
     core = None
     enqueues = False
     overlaps = True
-    progress = LOCAL
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         self.group: GroupState = weakref.proxy(group)
