@@ -13,6 +13,7 @@ from conftest import Ranks
 from helpers.reference import assert_same
 
 import spar
+from spar._group.registry import group_of
 
 Group = dist.ProcessGroup
 
@@ -48,11 +49,26 @@ def check_repeated(rank: int, world: int, group: Group) -> None:
         assert spar.all_to_all(x, group, 1, 0, 3 * world).shape == wanted.shape
         y = x.new_ones(1, world * (extra + 1))
         assert spar.all_to_all(y, group, 1, 0).shape == (world, extra + 1)
+    for rows in range(300):  # of one exchange
+        assert spar.all_to_all(x.new_ones(1, world, rows), group, 1, 0).shape == (world, 1, rows)
+    assert len(group_of(group).exchanges) < 300
+
+
+def check_refused_repeat(rank: int, world: int, group: Group) -> None:
+    """A tensor as large as that of the call before, which the checks refuse."""
+    spar.reduce_scatter(torch.ones(world, 6), group)
+    rows = torch.nested.nested_tensor([torch.ones(6)] * world)
+    with pytest.raises(TypeError, match="input_ is a nested tensor"):
+        spar.reduce_scatter(rows, group)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_repeated_calls(ranks: Ranks, world: int) -> None:
     ranks(world, check_repeated)
+
+
+def test_refused_repeat(ranks: Ranks) -> None:
+    ranks(2, check_refused_repeat)
 
 
 def check_repeated_lists(rank: int, world: int, group: Group) -> None:

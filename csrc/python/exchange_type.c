@@ -151,9 +151,10 @@ int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spa
     bound->call->inputs = (const void *const *)bound->inputs;
     if (spar_read_inputs(self->op, inputs, self->ntensors, self->nargs, self->args, self->item_size,
                          self->world, self->rank, sides, &bound->asked, bound->inputs) < 0) {
-        if (alike)
-            PyErr_Clear();
-        return alike ? 1 : -1;
+        if (!alike || !PyErr_ExceptionMatches(PyExc_Exception)) /* not Ctrl-C, which came meanwhile */
+            return -1;
+        PyErr_Clear();
+        return 1;
     }
     if (alike && !are_alike(self, &bound->asked))
         return 1;

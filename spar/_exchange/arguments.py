@@ -370,7 +370,8 @@ def apply_together(
         exchange = Exchange(first.name, group, args, *rest)
     else:
         decided = first.name, args, rest
-        exchange = group.exchanges.get(decided) or Exchange(first.name, group, args, *rest, key=decided)
+        exchange = group.exchanges.get(decided) or Exchange(first.name, group, args, *rest)
+        group.exchanges[decided] = exchange
         if key is not None:
             group.exchanges[key] = exchange
     return apply(exchange, inputs) if records else exchange.run(inputs)

@@ -37,7 +37,6 @@ Tensors = Sequence[torch.Tensor]
 Scale = tuple[float, bool]  # the factor, and whether it divides
 Number = int | torch.Tensor  # of a call: a tensor in a graph, which does not know it
 ONE: Scale = (1.0, False)
-_MOST_REMEMBERED = 256  # exchanges of a group
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
 ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -91,19 +90,13 @@ class Exchange:
         records: bool = False,
         note: str = "",
         gradient: str = "",
-        key: tuple[object, ...] | None = None,
     ) -> None:
-        """key: by which the group remembers it; None: it does not."""
         self.name, self.group, self.args, self.kind = name, group, args, kind
         self.scale, self.grad_scale, self.note = scale, grad_scale, note
         self.gradient = _GRADIENTS[kind] if records else gradient
         self.prepared: tuple[_C.Exchange, torch.dtype, str, int, bool] | None = None
         self.then: tuple[int, ...] = ()
         self._transposed: Exchange | None = None
-        if key is not None and isinstance(group, Group):
-            if len(group.exchanges) >= _MOST_REMEMBERED:
-                group.exchanges.clear()
-            group.exchanges[key] = self
 
     @property
     def transposed(self) -> Exchange:
@@ -238,7 +231,10 @@ class Exchange:
             if x.dtype is not dtype or (negates and (x.is_neg() or x.is_conj())):
                 raise Unlike
         if self.kind == SUM:
-            inputs = [x.unsqueeze(0) for x in inputs]
+            try:
+                inputs = [x.unsqueeze(0) for x in inputs]
+            except RuntimeError:  # of a nested tensor, which the checks refuse
+                raise Unlike from None
         group: Any = self.group
         outputs = group.in_turn(self.name, device, None, core, inputs, None, 0, True)
         if outputs is None:
@@ -309,7 +305,8 @@ def _run_op(
     exchange = group.exchanges.get(key)
     if exchange is None:
         scale, layouts = (factor, divide), unflattened(args)
-        exchange = Exchange(op, group, layouts, scale, note=note, gradient=gradient, key=key)
+        exchange = Exchange(op, group, layouts, scale, note=note, gradient=gradient)
+        group.exchanges[key] = exchange
     if exchange.is_local:  # an op returns no views
         each = zip(inputs, exchange.args, strict=True)
         outputs: Tensors = [copied(x, op, group, a, factor, divide) for x, a in each]
