@@ -24,7 +24,7 @@ from distutils.sysconfig import customize_compiler  # isort: skip
 # that there is no shared memory. The system is the target's: release/cross.py.
 SYSTEM = sysconfig.get_platform().partition("-")[0]
 LINUX = ("csrc/ipc/", "csrc/control/", "csrc/transports/nccl/")
-LINUX += ("csrc/transports/rendezvous.c", "csrc/transports/shm.c")
+LINUX += ("csrc/transports/rendezvous.c", "csrc/transports/shm.c", "csrc/transports/torch.c")
 LEFT_OUT = ("csrc/not_linux/",) if SYSTEM == "linux" else LINUX
 SOURCES = [path for path in sorted(glob("csrc/**/*.c", recursive=True)) if not path.startswith(LEFT_OUT)]
 

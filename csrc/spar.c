@@ -40,7 +40,7 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
         made->native = *native;
     memset(result, 0, sizeof *result);
     *comm = made;
-    return report(transport->setup ? transport->setup(made, copy, result) : SPAR_OK, result);
+    return report(transport->setup ? transport->setup(made, result) : SPAR_OK, result);
 }
 
 spar_status spar_setup_failure(const spar_setup_result *results, int world)
@@ -69,14 +69,12 @@ spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,
 
 spar_status spar_comm_run(spar_comm *comm, spar_call *call)
 {
-    if (!comm->transport->run)
-        return spar_fail(SPAR_TRANSPORT, "the %s transport moves no bytes in C", comm->transport->name);
     if (call->plan && (call->plan->world != comm->world || call->plan->rank != comm->rank))
         return spar_fail(SPAR_INVALID, "a plan for rank %d of %d was given to rank %d of %d",
                          call->plan->rank, call->plan->world, comm->rank, comm->world);
     int64_t begin = spar_now_ns();
     spar_status status = comm->transport->run(comm, call);
-    if (status == SPAR_OK && call->plan)
+    if (status == SPAR_OK && call->plan && call->outputs)
         spar_traffic_count(comm->transport, call->plan->sent, (uint64_t)(spar_now_ns() - begin));
     return status;
 }

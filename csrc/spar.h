@@ -6,19 +6,20 @@
  *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
  *   transports/  move the bytes
  *     transport     the interface, the ordered table, the choice
- *     rendezvous    ranks of one host exchange their mailboxes
+ *     rendezvous    ranks of one host exchange their mailboxes, and take turns
  *     shm           pushes into the peers' outputs in shared memory
+ *     torch         compares calls whose bytes Python moves
  *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
  *                   staging buffers and side streams (pipeline), errors and deadlines on GPUs (watchdog)
  *   control/     the order of a group's calls: who makes which, who failed, who is missing
  *     group         a group's calls, and its life
  *     mailbox       what ranks publish: storing it, waiting for it, aborting
- *     ring          comparison of calls without waiting
+ *     ring          comparison of calls without waiting, for nccl
  *     last_call     each process's newest call, for messages
  *   ipc/         processes of one host
  *     arena         the memory that they share
  *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
- *   not_linux/   what other systems build in place of ipc/, control/, shm and transports/nccl/
+ *   not_linux/   what other systems build in place of ipc/, control/ and the transports
  *   devices/     device.h, the interface; execute, copies and packs by a plan; dtypes, those that a copy
  *                scales (scale.def), and those that are summed (sum.def)
  *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats (vectors), the

@@ -34,9 +34,8 @@ static void check_status(spar_status status, const spar_call *call)
     if (status != SPAR_OK)
         EXPECT(*spar_last_error());
     for (int rank = 0; rank < now.world; rank++) {
-        spar_description made;
-        int known = spar_transport_shm.description(&(spar_comm){.state = now.group}, rank, &made);
-        EXPECT(!known || (status != SPAR_OK && strlen(made.text) < SPAR_GROUP_TEXT));
+        const spar_description *made = spar_group_description(now.group, rank);
+        EXPECT(!made || (status != SPAR_OK && strlen(made->text) < SPAR_GROUP_TEXT));
     }
     EXPECT(fuzz_now_ns < call->deadline.at_ns + 4 * LIMIT_NS);
 }
@@ -208,7 +207,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             peers[rank]->socket = quiet[0];
         }
     spar_comm comm = {
-        .transport = &spar_transport_shm, .world = now.world, .rank = now.rank, .state = now.group};
+        .transport = &spar_transport_shm, .world = now.world, .rank = now.rank, .group = now.group};
     spar_status status = spar_group_attach(now.group, peers, offsets);
     EXPECT(status == SPAR_OK || (status == SPAR_TRANSPORT && !honest && *spar_last_error()));
     if (next_byte(&input) % 4 == 0) { /* call numbers near the wrap */

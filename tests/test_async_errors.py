@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
+from helpers import tables
 from test_faults import await_report, finish, report, start
 
 import spar
@@ -246,7 +247,7 @@ ENDS: dict[str, Callable[[int, Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 @pytest.mark.parametrize("name", ENDS)
 def test_nothing_hangs(tmp_path: Path, transport: str, name: str) -> None:
     codes = [0, -signal.SIGKILL if name == "die" else 0]

@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers import tables
+from test_faults import finish, start
 
 import spar
 
@@ -196,8 +198,7 @@ def check_hang(rank: int, world: int, group: Group, folder: Path) -> None:
     dist.barrier(group)
     x = torch.zeros(2, 2 * world)
     spar.all_gather(x, group)
-    has_mailboxes = spar.transport(group).name == "shm"
-    missing = "call 2 is not made by rank 1 (process " if has_mailboxes else "the newest: its peers count"
+    missing = "call 2 is not made by rank 1 (process "
 
     def call() -> None:
         spar.all_to_all(x, group, 1, 0)
@@ -216,19 +217,16 @@ def check_hang(rank: int, world: int, group: Group, folder: Path) -> None:
     name, reason = spar.transport(group).name, spar.transport(group).reason
     assert re.fullmatch(r"calls: 2, 0 in flight; thread \d+ is in a call; the newest: its .*", lines[1])
     assert lines[2:4] == ["broken: no", f"cpu over {name}: {reason}"]
-    if has_mailboxes:
-        assert lines[4:6] == [
-            "  rank 0, 2: published call 2; done call 1",
-            "  rank 1: published call 1; done call 1",
-        ]
-        assert lines[6].startswith(f"  {missing}")
-        assert lines[7:10] == [
-            "last call of each rank, on any group:",
-            f"  rank 0, 2: is in all_to_all, call 2 on group {group.group_name!r}",
-            f"  rank 1: has ended all_gather, call 1 on group {group.group_name!r}",
-        ]
-    else:
-        assert lines[4] == "  no mailboxes: how far each rank is cannot be read without communication"
+    assert lines[4:6] == [
+        "  rank 0, 2: published call 2; done call 1",
+        "  rank 1: published call 1; done call 1",
+    ]
+    assert lines[6].startswith(f"  {missing}")
+    assert lines[7:10] == [
+        "last call of each rank, on any group:",
+        f"  rank 0, 2: is in all_to_all, call 2 on group {group.group_name!r}",
+        f"  rank 1: has ended all_gather, call 1 on group {group.group_name!r}",
+    ]
     assert lines[-5:] == [
         "newest exchange: all_to_all [6, 6]: dim 0 in [2, 2, 2] -> dim 1 in [2, 2, 2] of torch.float32 "
         "on cpu",
@@ -256,11 +254,10 @@ def check_ends(rank: int, world: int, group: Group) -> None:
         spar.all_gather(torch.zeros(2), group, 7 if rank == 1 else 0)
     dist.barrier(group)
     text = spar.debug(group)
-    if spar.transport(group).name == "shm":
-        assert re.search(
-            r"^  rank 1: published call (\d), which failed with ValueError; done call \1$", text, re.M
-        )
-        assert re.search(r"^  call \d is over on all ranks$", text, re.M)
+    assert re.search(
+        r"^  rank 1: published call (\d), which failed with ValueError; done call \1$", text, re.M
+    )
+    assert re.search(r"^  call \d is over on all ranks$", text, re.M)
     child, parent = os.pipe()
     if (process := os.fork()) == 0:
         os.write(parent, spar.debug(group).encode())
@@ -283,3 +280,12 @@ def check_alone(rank: int, world: int, group: Group) -> None:
 @pytest.mark.one_transport
 def test_debug_of_a_group_of_one(ranks: Ranks) -> None:
     ranks(1, check_alone)
+
+
+def check_across_hosts(rank: int, folder: Path) -> None:
+    assert "  no mailboxes: how far each rank is cannot be read without communication" in spar.debug()
+
+
+def test_debug_across_hosts(tmp_path: Path) -> None:
+    processes = start(check_across_hosts, 2, tmp_path, SPAR_TRANSPORT=tables.ACROSS)
+    assert finish(processes, 40) == [0, 0]

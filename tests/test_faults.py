@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import PRELOAD, TRANSPORTS
+from helpers import tables
 
 import spar
 from spar._group.registry import group_of
@@ -63,6 +64,8 @@ def _enter(
 ) -> None:
     gc.freeze()  # the objects of torch's import: gc.collect() would take half a second for them
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
+    if "SPAR_TRANSPORT" in environment:
+        tables.use_transport(environment.pop("SPAR_TRANSPORT"), rank)
     os.environ.update(environment)
     torch.set_num_threads(1)
     if initialize:
@@ -118,7 +121,7 @@ def call_with_missing_rank(rank: int, folder: Path) -> None:
     report(folder, rank, f"{waited}")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_missing_rank_times_out(tmp_path: Path, transport: str) -> None:
     processes = start(call_with_missing_rank, 3, tmp_path, SPAR_TIMEOUT="2", SPAR_TRANSPORT=transport)
     for rank in (0, 1):
@@ -147,9 +150,9 @@ def call_while_peer_dies(rank: int, folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS_TO_DIE)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_peer_death_raises(tmp_path: Path, transport: str, how: str) -> None:
-    world = 3 if transport == "shm" else 2  # gloo's survivors also disconnect from each other
+    world = 2 if transport == tables.ACROSS else 3  # gloo's survivors also disconnect from each other
     processes = start(call_while_peer_dies, world, tmp_path, how, SPAR_TRANSPORT=transport)
     for rank in range(0, world, 2):
         assert float(await_report(tmp_path, rank)) < 2.5
@@ -168,7 +171,7 @@ def call_until_interrupted(rank: int, folder: Path) -> None:
         spar.all_to_all(torch.zeros(2, 2), None, 0, 1)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_ctrl_c_interrupts_a_call(tmp_path: Path, transport: str) -> None:
     processes = start(call_until_interrupted, 2, tmp_path, SPAR_TRANSPORT=transport)
     pid = int(await_report(tmp_path, 7))

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
+from helpers import tables
 from test_faults import await_report, finish, report, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,7 +103,7 @@ def fail_on_one_rank(rank: int, folder: Path, world: int, kind: str, odd: int) -
         spar.close(group)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 @pytest.mark.parametrize("kind", LOCAL)
 def test_local_failure_is_reported_in_the_same_call(tmp_path: Path, transport: str, kind: str) -> None:
     world, odd = 3, 1
@@ -142,7 +143,7 @@ def fail_twice(rank: int, folder: Path) -> None:
     check_later_calls(rank, 2, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_two_consecutive_local_failures(tmp_path: Path, transport: str) -> None:
     assert finish(start(fail_twice, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
@@ -163,7 +164,7 @@ def fail_without_comparison(rank: int, folder: Path) -> None:
 
 
 def test_local_failure_without_comparison_breaks_the_group(tmp_path: Path) -> None:
-    settings = {"SPAR_TRANSPORT": "torch", "SPAR_CHECK": "0", "SPAR_TIMEOUT": "1.5"}
+    settings = {"SPAR_TRANSPORT": tables.ACROSS, "SPAR_CHECK": "0", "SPAR_TIMEOUT": "1.5"}
     assert finish(start(fail_without_comparison, 2, tmp_path, **settings), 60) == [0, 0]
 
 
@@ -180,7 +181,7 @@ def fail_and_exit(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("destroy", ["0", "1"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_failed_rank_exits_without_waiting(tmp_path: Path, transport: str, destroy: str) -> None:
     processes = start(fail_and_exit, 2, tmp_path, SPAR_TRANSPORT=transport, DESTROY=destroy)
     assert finish(processes[1:], 20) == [0], "its exit does not wait for the peers"
@@ -199,7 +200,7 @@ def pass_meta_on_one_rank(rank: int, folder: Path) -> None:
             gather(torch.zeros(2), None, 0)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_meta_tensor_on_one_rank_raises_mismatch(tmp_path: Path, transport: str) -> None:
     assert finish(start(pass_meta_on_one_rank, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
@@ -232,7 +233,7 @@ def raise_in_handler(rank: int, folder: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_signal_handler_exception_breaks_the_group(tmp_path: Path, transport: str, where: str) -> None:
     processes = start(raise_in_handler, 2, tmp_path, where, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="3")
     assert finish(processes, 30) == [0, 0]
@@ -300,7 +301,7 @@ def raise_while_waiting_for_thread(rank: int, folder: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_signal_handler_exception_ends_wait_for_another_thread(
     tmp_path: Path, transport: str, where: str
 ) -> None:
@@ -341,7 +342,7 @@ def close_during_call(rank: int, folder: Path, where: str, caller: str) -> None:
 
 @pytest.mark.parametrize("caller", ["a handler", "another thread"])
 @pytest.mark.parametrize("where", ["the set-up", "a call"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_close_ends_a_running_call(tmp_path: Path, transport: str, where: str, caller: str) -> None:
     processes = start(close_during_call, 2, tmp_path, where, caller, SPAR_TRANSPORT=transport)
     assert finish(processes, 30) == [0, 0]
@@ -419,7 +420,7 @@ def fail_after_the_exchange(rank: int, folder: Path) -> None:
     check_later_calls(rank, 2, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_error_after_the_exchange_is_local(tmp_path: Path, transport: str) -> None:
     assert finish(start(fail_after_the_exchange, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
 
@@ -436,6 +437,6 @@ def fail_between_exchanges(rank: int, folder: Path) -> None:
     check_later_calls(rank, 2, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_error_between_two_exchanges_is_reported(tmp_path: Path, transport: str) -> None:
     assert finish(start(fail_between_exchanges, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]

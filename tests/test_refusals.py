@@ -332,7 +332,7 @@ def stop_in_set_up(rank: int, folder: Path) -> None:
     """If a rank stops in the set-up before it connects, all raise at the timeout."""
     if rank == 1:
         comm = group_of(process_group(None, "test"))
-        own = _C.peer_info() + setup._host_id()
+        own = bytes(8) + setup._host_id() + _C.peer_info()
         setup._all_gather(comm, own, "facts", "gather", torch.device("cpu"), comm.deadline())
         report(folder, 1, "")
         time.sleep(60)

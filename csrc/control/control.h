@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The control plane of a group whose ranks share a host: do all ranks make the same call, which failed, which
- * is missing? Transports move the bytes between publish and finish.
+ * is missing? Transports move the bytes between publish and finish, or end.
  *
  * publish    this rank makes call n; returns when every rank does, or one failed
  * finish     this rank has moved its bytes of call n; returns when every rank has
+ * poll, end  in place of finish where each rank learns by itself that its bytes have moved: while it waits
+ *            for them; and when they have, without waiting for the peers
  * fail       this rank cannot make call n; the group stays usable
  * break      the group ends on all ranks, for good
  * last call  the newest call of a rank's process, on any group (last_call.h)
@@ -49,8 +51,8 @@ typedef struct {
 /* Returns the lock that is held during a whole call. Take it without the GIL. */
 pthread_mutex_t *spar_group_lock(spar_group *group);
 
-/* Begins the next call; SPAR_BROKEN if the group is broken. First awaits the end of a call that this rank
- * failed. */
+/* Begins the next call; SPAR_BROKEN if the group is broken. First awaits the end of the call before, if this
+ * rank failed it, or ended it without waiting. */
 spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, uint32_t *call);
 
 /* Publishes this rank's header and reads all [world]. If a rank failed, or signatures or known
@@ -62,13 +64,24 @@ spar_status spar_group_publish(spar_group *group, const spar_call_header *own, s
 /* Publishes that this rank has moved its bytes; returns when all ranks have. */
 spar_status spar_group_finish(spar_group *group, const spar_deadline *deadline);
 
+/* The call goes on outside, until spar_group_end: `record` of its last call is ended then, or by an abort. */
+void spar_group_go_on(spar_group *group, uint32_t record);
+
+/* Returns what ends this rank's wait for its bytes early, as publish does: a peer's death, for one. */
+spar_status spar_group_poll(spar_group *group, const spar_deadline *deadline);
+
+/* Publishes that this rank has moved its bytes; the next call begins when all ranks have. */
+void spar_group_end(spar_group *group);
+
 /* Publishes that this rank failed in the call that it began; does not wait. */
 void spar_group_fail(spar_group *group, spar_status status, const char *text);
 
-/* Breaks the group for good, on all ranks, with this reason. */
+/* Breaks the group for good, on all ranks, with this reason, from the first call on that this rank did not
+ * end. */
 void spar_group_break(spar_group *group, const char *reason);
 
-/* A rank's description of its call if the newest call ended in a mismatch; else NULL. */
+/* A rank's description of its call if the newest call ended in a mismatch; else NULL. Its text is empty if
+ * the error's has it. */
 const spar_description *spar_group_description(const spar_group *group, int rank);
 
 /* Quarantines a block of this rank, to which peers may write in a call: once freed, it is not reused until
@@ -80,9 +93,10 @@ spar_last_call spar_group_last_call(const spar_group *group, int rank);
 
 /* How far a rank is, for spar.debug. Statuses: SPAR_OK if it did not. */
 typedef struct {
-    uint64_t published, done; /* its newest calls */
+    uint32_t published, done; /* its newest calls */
     uint32_t broken;          /* the status with which it broke the group */
     uint32_t status;          /* with which it failed the published call */
+    int ended;                /* whether its process has */
 } spar_words;
 
 /* Any thread may read them, also during a call; 0: the rank's mailbox is not attached yet. */

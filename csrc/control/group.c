@@ -15,18 +15,21 @@ static const int64_t SPIN_NS = 200000;
 spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint32_t *call)
 {
     uint32_t broken_call;
-    spar_status status = spar_group_check(g, &broken_call);
-    if (status == SPAR_PEER_LOST && broken_call == g->call + 1) {
-        g->call++; /* peers found the death in this call */
+    spar_status status = spar_group_check(g, g->call + 1, &broken_call);
+    if (status == SPAR_PEER_LOST &&
+        (broken_call == g->call + 1 || (g->unsettled && broken_call == g->call))) {
+        g->unsettled = 0;
+        g->call++; /* peers found the death in this call, or in the one before, which this rank has ended */
         return status;
     }
     if (status != SPAR_OK)
         return spar_fail_ranks(SPAR_BROKEN, spar_last_error_ranks(), "%s", spar_last_error());
-    if (g->failed) { /* peers may still be reading the reason */
+    if (g->unsettled) { /* peers may still be reading what this rank published */
+        g->unsettled = 0;
         SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, deadline));
-        g->failed = 0;
     }
     g->mismatched = 0;
+    g->record = 0;
     *call = ++g->call;
     return SPAR_OK;
 }
@@ -93,18 +96,29 @@ spar_status spar_group_finish(spar_group *g, const spar_deadline *deadline)
     return spar_group_await(g, SPAR_DONE, g->call, deadline);
 }
 
+void spar_group_go_on(spar_group *g, uint32_t record)
+{
+    g->record = record;
+}
+
+void spar_group_end(spar_group *g)
+{
+    spar_last_call_end(g->record, 0);
+    spar_mailbox_publish(g->own, &g->own->done, g->call);
+    g->unsettled = 1;
+}
+
 void spar_group_fail(spar_group *g, spar_status status, const char *text)
 {
     snprintf(g->own->description.text, sizeof g->own->description.text, "%s", text);
     g->own->status = (uint32_t)status;
     spar_mailbox_publish(g->own, &g->own->published, g->call);
-    spar_mailbox_publish(g->own, &g->own->done, g->call);
-    g->failed = 1;
+    spar_group_end(g);
 }
 
 void spar_group_break(spar_group *g, const char *reason)
 {
-    spar_group_abort(g, SPAR_BROKEN, g->call, &(spar_ranks){0}, reason);
+    spar_group_abort(g, SPAR_BROKEN, spar_group_open_call(g), &(spar_ranks){1, {g->rank}}, reason);
 }
 
 /* ---- life ---- */
@@ -120,6 +134,7 @@ static void free_group(spar_group *g)
     if (g) {
         free(g->peers);
         free(g->boxes);
+        free(g->polls);
         free(g->descriptions);
         free(g->expected);
         free(g->unmapped);
@@ -134,12 +149,13 @@ spar_status spar_group_open(int world, int rank, int core_share, int64_t room, s
     if (g) {
         g->peers = calloc((size_t)world, sizeof *g->peers);
         g->boxes = calloc((size_t)world, sizeof *g->boxes);
+        g->polls = calloc((size_t)world, sizeof *g->polls);
         g->descriptions = calloc((size_t)world, sizeof *g->descriptions);
         g->expected = calloc((size_t)world, sizeof *g->expected);
         g->unmapped = calloc((size_t)world, sizeof *g->unmapped);
     }
     spar_status status = SPAR_NO_MEMORY;
-    if (!g || !g->peers || !g->boxes || !g->descriptions || !g->expected || !g->unmapped)
+    if (!g || !g->peers || !g->boxes || !g->polls || !g->descriptions || !g->expected || !g->unmapped)
         spar_fail(status, "no memory for a group of %d ranks", world);
     else
         status = spar_arena_take(own_length(world) + room, &g->memory);
@@ -231,6 +247,7 @@ int spar_group_words(const spar_group *g, int rank, spar_words *words)
     const mailbox *box = g->boxes[rank];
     if (!box)
         return 0;
+    words->ended = g->peers[rank] && spar_peer_is_dead(g->peers[rank]);
     words->published = __atomic_load_n(&box->published, __ATOMIC_ACQUIRE);
     words->done = __atomic_load_n(&box->done, __ATOMIC_RELAXED);
     words->broken = __atomic_load_n(&box->broken, __ATOMIC_RELAXED);
@@ -341,8 +358,12 @@ void spar_group_close(spar_group *g)
 {
     if (!g || !spar_arena_is_own())
         return;
+    char reason[64];
+    snprintf(reason, sizeof reason, "rank %d closed the group before call %u", g->rank,
+             (unsigned)__atomic_load_n(&g->own->published, __ATOMIC_RELAXED) + 1);
     spar_group_end_set_up(g);
-    spar_group_break(g, "a rank closed the group");
+    spar_group_abort(g, SPAR_BROKEN, __atomic_load_n(&g->own->published, __ATOMIC_RELAXED) + 1,
+                     &(spar_ranks){1, {g->rank}}, reason);
     spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);
     spar_memory *memory = g->memory;
     unmap_dead(g);

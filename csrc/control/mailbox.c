@@ -40,16 +40,6 @@ void spar_mailbox_publish(mailbox *box, uint32_t *word, uint32_t value)
         wake(word);
 }
 
-spar_ranks spar_group_read_ranks(const spar_group *g, const spar_ranks *ranks)
-{
-    spar_ranks valid = {0};
-    int count = ranks->count, most = (int)(sizeof ranks->rank / sizeof *ranks->rank);
-    for (int i = 0; i < count && i < most; i++)
-        if (ranks->rank[i] >= 0 && ranks->rank[i] < g->world)
-            spar_ranks_add(&valid, ranks->rank[i]);
-    return valid;
-}
-
 void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const spar_ranks *ranks,
                       const char *reason)
 {
@@ -59,6 +49,7 @@ void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const sp
     g->own->ranks = *ranks;
     snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
     spar_mailbox_publish(g->own, &g->own->broken, (uint32_t)status);
+    spar_last_call_end(g->record, 1);
     wake(&g->own->published);
     wake(&g->own->done);
     wake(&g->own->described);
@@ -69,7 +60,34 @@ static uint32_t *progress_of(mailbox *box, enum spar_progress which)
     return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DONE ? &box->done : &box->described;
 }
 
-spar_status spar_group_check(spar_group *g, uint32_t *call)
+/* Copies the ranks in another process's memory: only those that the group has. */
+static spar_ranks read_ranks(const spar_group *g, const spar_ranks *ranks)
+{
+    spar_ranks valid = {0};
+    int count = ranks->count, most = (int)(sizeof ranks->rank / sizeof *ranks->rank);
+    for (int i = 0; i < count && i < most; i++)
+        if (ranks->rank[i] >= 0 && ranks->rank[i] < g->world)
+            spar_ranks_add(&valid, ranks->rank[i]);
+    return valid;
+}
+
+/* Copies why a rank aborted. A reason that names no ranks is about the rank that wrote it. */
+static spar_ranks read_reason(const spar_group *g, int rank, char *reason, size_t size)
+{
+    spar_ranks ranks = read_ranks(g, &g->boxes[rank]->ranks);
+    char theirs[SPAR_GROUP_TEXT];
+    memcpy(theirs, g->boxes[rank]->reason, sizeof theirs);
+    theirs[sizeof theirs - 1] = 0;
+    *reason = 0;
+    if (!ranks.count || !*theirs)
+        spar_append(reason, size, "rank %d%s", rank, *theirs ? ": " : " aborted");
+    spar_append(reason, size, "%s", theirs);
+    if (!ranks.count)
+        spar_ranks_add(&ranks, rank);
+    return ranks;
+}
+
+spar_status spar_group_check(spar_group *g, uint32_t call, uint32_t *broken_call)
 {
     char reason[SPAR_GROUP_TEXT];
     for (int i = 0; i < g->world; i++) {
@@ -77,15 +95,13 @@ spar_status spar_group_check(spar_group *g, uint32_t *call)
         uint32_t broken = __atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_ACQUIRE);
         if (!broken)
             continue;
-        spar_status status =
-            broken == SPAR_TIMEOUT || broken == SPAR_PEER_LOST ? (spar_status)broken : SPAR_BROKEN;
-        memcpy(reason, g->boxes[rank]->reason, sizeof reason);
-        reason[sizeof reason - 1] = 0;
-        if (!*reason)
-            snprintf(reason, sizeof reason, "rank %d aborted", rank);
-        *call = g->boxes[rank]->broken_call;
-        spar_ranks ranks = spar_group_read_ranks(g, &g->boxes[rank]->ranks);
-        spar_group_abort(g, status, *call, &ranks, reason);
+        *broken_call = g->boxes[rank]->broken_call;
+        if ((int32_t)(call - *broken_call) < 0)
+            continue;
+        int passed_on = broken == SPAR_TIMEOUT || broken == SPAR_PEER_LOST || broken == SPAR_MISMATCH;
+        spar_status status = passed_on ? (spar_status)broken : SPAR_BROKEN;
+        spar_ranks ranks = read_reason(g, rank, reason, sizeof reason);
+        spar_group_abort(g, status, *broken_call, &ranks, reason);
         return spar_fail_ranks(status, &ranks, "%s", reason);
     }
     return SPAR_OK;
@@ -98,26 +114,46 @@ void spar_group_list(const spar_group *g, int rank, spar_ranks *ranks, char *tex
     spar_ranks_add(ranks, rank);
 }
 
-/* Aborts because of all peers whose word is missing, or only those that also hung up: "rank 2 (process 71),
- * rank 3 (process 72) died ...". SPAR_OK: there is none. */
-static spar_status fail_missing(spar_group *g, spar_status status, int only_hung_up, enum spar_progress which,
-                                uint32_t call, const char *what)
+/* Which of the ranks whose word is missing a message is about: those whose connection ended; those that
+ * did not poll since g->polls was written; all. */
+enum missing { HUNG_UP, IDLE, ALL };
+
+static int is_missing(const spar_group *g, int rank, enum missing kind)
+{
+    if (kind == HUNG_UP)
+        return !spar_group_has_aborted(g, rank) && spar_peer_hung_up(g->peers[rank]);
+    return kind == ALL || __atomic_load_n(&g->boxes[rank]->polls, __ATOMIC_RELAXED) == g->polls[rank];
+}
+
+/* Aborts because of peers whose word is missing: "rank 2 (process 71), rank 3 (process 72) died ...".
+ * SPAR_OK: there is none. */
+static spar_status fail_missing(spar_group *g, spar_status status, enum missing kind,
+                                enum spar_progress which, uint32_t call, const char *what)
 {
     char text[SPAR_GROUP_TEXT];
     spar_ranks ranks = {0};
     *text = 0;
-    for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++) {
-        int aborted = (int)__atomic_load_n(&g->boxes[rank]->broken, __ATOMIC_RELAXED);
-        if (!g->peers[rank] || (only_hung_up && (aborted || !spar_peer_hung_up(g->peers[rank]))) ||
-            spar_has_reached(progress_of(g->boxes[rank], which), call)) /* it finished, and may have exited */
-            continue;
-        spar_group_list(g, rank, &ranks, text, sizeof text);
-    }
+    for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++)
+        if (g->peers[rank] && is_missing(g, rank, kind) &&
+            !spar_has_reached(progress_of(g->boxes[rank], which), call)) /* else it may have exited */
+            spar_group_list(g, rank, &ranks, text, sizeof text);
     if (!*text)
         return SPAR_OK;
     spar_append(text, sizeof text, what, (unsigned)call);
     spar_group_abort(g, status, g->call, &ranks, text);
     return spar_fail_ranks(status, &ranks, "%s", text);
+}
+
+/* Gives the ranks that wait, too, the time to poll a few times. */
+static void watch_polls(spar_group *g)
+{
+    const struct timespec moment = {0, SLICE_NS};
+    for (int rank = 0; rank < g->world; rank++)
+        g->polls[rank] = __atomic_load_n(&g->boxes[rank]->polls, __ATOMIC_RELAXED);
+    for (int i = 0; i < 5; i++) {
+        __atomic_add_fetch(&g->own->polls, 1, __ATOMIC_RELAXED);
+        nanosleep(&moment, NULL);
+    }
 }
 
 /* Polls about every 50 ms for what ends a wait early. */
@@ -126,8 +162,8 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
 {
     uint32_t broken_call;
     /* first, so that all survivors report a death */
-    SPAR_TRY(fail_missing(g, SPAR_PEER_LOST, 1, which, call, " died before the end of call %u"));
-    SPAR_TRY(spar_group_check(g, &broken_call));
+    SPAR_TRY(fail_missing(g, SPAR_PEER_LOST, HUNG_UP, which, call, " died before the end of call %u"));
+    SPAR_TRY(spar_group_check(g, call, &broken_call));
     int stop = deadline->interrupted ? deadline->interrupted(deadline->context) : SPAR_CONTINUE;
     if (stop != SPAR_CONTINUE) {
         char text[64];
@@ -136,9 +172,20 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
         spar_group_abort(g, SPAR_BROKEN, g->call, &(spar_ranks){1, {g->rank}}, text);
         return spar_fail_rank(stop == SPAR_STOP_CLOSED ? SPAR_BROKEN : SPAR_INTERRUPTED, g->rank, "%s", text);
     }
-    if (spar_deadline_passed(deadline))
-        return fail_missing(g, SPAR_TIMEOUT, 0, which, call, " did not make call %u in time");
-    return SPAR_OK;
+    if (!spar_deadline_passed(deadline))
+        return SPAR_OK;
+    if (which == SPAR_PUBLISHED)
+        return fail_missing(g, SPAR_TIMEOUT, ALL, which, call, " did not make call %u in time");
+    if (g->own->polls) /* else no rank of this transport does */
+        watch_polls(g);
+    SPAR_TRY(fail_missing(g, SPAR_TIMEOUT, IDLE, which, call, " did not end call %u in time"));
+    return fail_missing(g, SPAR_TIMEOUT, ALL, which, call, " did not end call %u in time");
+}
+
+spar_status spar_group_poll(spar_group *g, const spar_deadline *deadline)
+{
+    __atomic_add_fetch(&g->own->polls, 1, __ATOMIC_RELAXED);
+    return poll_abort(g, SPAR_DONE, g->call, deadline);
 }
 
 /* Spins before sleeping; returns 1 if the word arrived. Each iteration yields the core. If ranks share cores,

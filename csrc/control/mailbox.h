@@ -12,7 +12,8 @@ typedef struct {
     int32_t world, rank;
     _Alignas(64) uint32_t published, done, described, waiters; /* futexes: call numbers */
     uint32_t broken;      /* the status with which the owner aborted, for good; 0: it did not */
-    uint32_t broken_call; /* the call in which the first rank aborted */
+    uint32_t broken_call; /* the first that the owner does not end */
+    uint32_t polls;       /* how often the owner has polled for bytes that it awaits */
     _Alignas(64) uint64_t signature;
     int64_t forward;
     uint32_t status;
@@ -31,8 +32,10 @@ struct spar_group {
     int uses;     /* atomic: the same without the mailbox; at 0 the rank detaches */
     int aborted;  /* atomic: a thread writes, or has written, the reason */
     uint32_t call;
-    int failed;                       /* this rank failed `call` and has not awaited its end */
-    int mismatched;                   /* the newest call ended in a mismatch: see descriptions */
+    int unsettled; /* this rank has ended `call`, and has not awaited the others */
+    uint32_t
+        record;     /* of `call`, as spar_last_call_begin returned it, while something else moves its bytes */
+    int mismatched; /* the newest call ended in a mismatch: see descriptions */
     int64_t spin_ns, current_spin_ns; /* spin time: the most; the current one, if ranks share cores */
     int own_core;                     /* this rank has one */
     spar_memory *memory;
@@ -40,6 +43,7 @@ struct spar_group {
     spar_endpoint *expected;        /* [world] processes expected during the set-up; pid 0: none */
     spar_description *descriptions; /* [world] of the newest mismatch */
     mailbox **boxes;                /* [world] */
+    uint32_t *polls;                /* [world] as they were a moment ago */
     pthread_mutex_t closing; /* guards unmapped, and reads of peers' mailboxes outside calls, on any thread */
     unsigned char *unmapped; /* [world] ranks that were dead when the group was closed: unmapped */
     spar_peer **peers;       /* [world]; NULL: oneself */
@@ -67,7 +71,7 @@ static inline int spar_group_has_aborted(const spar_group *group, int rank)
  * word visible: after all stores of this thread, non-temporal ones too. */
 void spar_mailbox_publish(mailbox *own, uint32_t *word, uint32_t value);
 
-/* Breaks the group in `call`: peers in that call raise the same status. Keeps the first reason. */
+/* Breaks the group from `call` on: peers in that call raise the same status. Keeps the first reason. */
 void spar_group_abort(spar_group *group, spar_status status, uint32_t call, const spar_ranks *ranks,
                       const char *reason);
 
@@ -78,16 +82,20 @@ enum spar_progress { SPAR_PUBLISHED, SPAR_DONE, SPAR_DESCRIBED };
 spar_status spar_group_await(spar_group *group, enum spar_progress which, uint32_t call,
                              const spar_deadline *deadline);
 
+/* The first call that this rank has not ended. */
+static inline uint32_t spar_group_open_call(const spar_group *group)
+{
+    return __atomic_load_n(&group->own->done, __ATOMIC_RELAXED) + 1;
+}
+
 /* Adds a peer to a list of ranks and to its text: "rank 2 (process 71), rank 3 (process 72)". */
 void spar_group_list(const spar_group *group, int rank, spar_ranks *ranks, char *text, size_t size);
-
-/* Copies the ranks in another process's memory: only those that the group has. */
-spar_ranks spar_group_read_ranks(const spar_group *group, const spar_ranks *ranks);
 
 /* Returns the `room` bytes behind a rank's mailbox, aligned to 64 and initially zero. */
 void *spar_group_room(const spar_group *group, int rank);
 
-/* Returns the status, reason and call of a rank that aborted, and aborts this rank too; SPAR_OK: none did. */
-spar_status spar_group_check(spar_group *group, uint32_t *call);
+/* Returns the status and reason of a rank that will not end `call`, and aborts this rank from the same call
+ * on, *broken_call; SPAR_OK: there is none. */
+spar_status spar_group_check(spar_group *group, uint32_t call, uint32_t *broken_call);
 
 #endif

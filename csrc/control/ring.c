@@ -20,15 +20,6 @@ typedef struct {
     int64_t gathered[3]; /* the fields of spar_gathered */
 } entry;
 
-/* Each rank writes its own log, in its arena. */
-typedef struct {
-    _Alignas(64) uint64_t newest, ended; /* calls */
-    uint32_t abort_status;               /* the status with which the rank aborted; 0: it did not */
-    char reason[SPAR_GROUP_TEXT];
-    spar_ranks ranks; /* that caused it */
-    _Alignas(64) entry entries[ENTRIES];
-} call_log;
-
 typedef struct {
     uint64_t signature; /* 0: the rank could not make the call */
     int64_t forward;
@@ -37,27 +28,27 @@ typedef struct {
 } description;
 
 struct spar_ring {
-    int world, rank;
     spar_group *group;
-    int aborted;
+    uint64_t newest; /* this rank's call */
     int64_t polled_ns;
     description cache[CACHED]; /* by signature */
     int64_t gone_ns[];         /* [world] when a rank was found dead; 0: it is not */
 };
 
-static call_log *log_of(const spar_ring *r, int rank)
+/* Each rank writes its own, in its arena. */
+static entry *entry_of(const spar_ring *r, int rank, uint64_t n)
 {
-    return spar_group_room(r->group, rank);
+    return (entry *)spar_group_room(r->group, rank) + n % ENTRIES;
 }
 
-static uint64_t newest_of(const spar_ring *r, int rank)
+static int has_made(const spar_ring *r, int rank, uint64_t n)
 {
-    return __atomic_load_n(&log_of(r, rank)->newest, __ATOMIC_ACQUIRE);
+    return spar_has_reached(&r->group->boxes[rank]->published, (uint32_t)n);
 }
 
 int64_t spar_ring_room(void)
 {
-    return sizeof(call_log);
+    return ENTRIES * sizeof(entry);
 }
 
 spar_status spar_ring_open(spar_group *group, spar_ring **result)
@@ -65,8 +56,6 @@ spar_status spar_ring_open(spar_group *group, spar_ring **result)
     spar_ring *r = calloc(1, sizeof *r + (size_t)group->world * sizeof *r->gone_ns);
     if (!r)
         return spar_fail(SPAR_NO_MEMORY, "no memory for %d ranks", group->world);
-    r->world = group->world;
-    r->rank = group->rank;
     r->group = group;
     *result = r;
     return SPAR_OK;
@@ -94,8 +83,8 @@ static const description *describe_cached(spar_ring *r, uint64_t signature, spar
 static void record(spar_ring *r, uint64_t n, const spar_call_header *header, spar_describe describe,
                    const void *call)
 {
-    call_log *own = log_of(r, r->rank);
-    entry *e = &own->entries[n % ENTRIES];
+    mailbox *own = r->group->own;
+    entry *e = entry_of(r, r->group->rank, n);
     description failure = {0};
     const description *shown = &failure;
     if (header->status != SPAR_OK)
@@ -111,14 +100,15 @@ static void record(spar_ring *r, uint64_t n, const spar_call_header *header, spa
         __atomic_store_n(&e->gathered[i], gathered[i], __ATOMIC_RELAXED);
     /* seq_cst: of two ranks that each write and then read, at least one sees the other's entry */
     __atomic_store_n(&e->call, n, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&own->newest, n, __ATOMIC_SEQ_CST);
+    spar_mailbox_publish(own, &own->published, (uint32_t)n);
+    __atomic_store_n(&r->newest, n, __ATOMIC_RELAXED);
 }
 
 /* Whether the log holds a rank's call n, complete and not overwritten. `whole` 0: not its
  * description. */
 static int read_entry(const spar_ring *r, int rank, uint64_t n, description *call, int whole)
 {
-    const entry *e = &log_of(r, rank)->entries[n % ENTRIES];
+    const entry *e = entry_of(r, rank, n);
     if (__atomic_load_n(&e->call, __ATOMIC_SEQ_CST) != n)
         return 0;
     call->signature = __atomic_load_n(&e->signature, __ATOMIC_ACQUIRE);
@@ -130,40 +120,6 @@ static int read_entry(const spar_ring *r, int rank, uint64_t n, description *cal
         call->gathered.size = __atomic_load_n(&e->gathered[2], __ATOMIC_ACQUIRE);
     }
     return __atomic_load_n(&e->call, __ATOMIC_RELAXED) == n;
-}
-
-/* The status and reason of the first rank that aborted. */
-static spar_status check_aborts(const spar_ring *r)
-{
-    for (int i = 1; i < r->world; i++) {
-        int rank = (r->rank + i) % r->world;
-        const call_log *theirs = log_of(r, rank);
-        uint32_t status = __atomic_load_n(&theirs->abort_status, __ATOMIC_ACQUIRE);
-        char reason[SPAR_GROUP_TEXT];
-        if (!status)
-            continue;
-        memcpy(reason, theirs->reason, sizeof reason);
-        reason[sizeof reason - 1] = 0;
-        int specific = status == SPAR_MISMATCH || status == SPAR_TIMEOUT || status == SPAR_PEER_LOST;
-        spar_ranks ranks = spar_group_read_ranks(r->group, &theirs->ranks);
-        char who[24] = ""; /* a reason that carries ranks already names them */
-        if (!ranks.count) {
-            snprintf(who, sizeof who, "rank %d: ", rank);
-            spar_ranks_add(&ranks, rank);
-        }
-        return spar_fail_ranks(specific ? (spar_status)status : SPAR_BROKEN, &ranks, "%s%s", who, reason);
-    }
-    return SPAR_OK;
-}
-
-/* A rank that closed the group before call n will not make it. */
-static spar_status check_closed(const spar_ring *r, uint64_t n)
-{
-    for (int rank = 0; rank < r->world; rank++)
-        if (rank != r->rank && spar_group_has_aborted(r->group, rank) && newest_of(r, rank) < n)
-            return spar_fail_rank(SPAR_BROKEN, rank, "rank %d closed the group before call %llu", rank,
-                                  (unsigned long long)n);
-    return SPAR_OK;
 }
 
 static int differ(const description *a, const description *b)
@@ -178,19 +134,43 @@ static void append_call(char *text, size_t size, int rank, const description *ca
         spar_append(text, size, " (gradient of call %lld)", (long long)call->forward);
 }
 
+/* Reads the descriptions of this rank's newest call, without their texts, which the error has. */
+static void read_descriptions(const spar_ring *r)
+{
+    uint64_t n = __atomic_load_n(&r->newest, __ATOMIC_RELAXED);
+    description call;
+    for (int rank = 0; rank < r->group->world; rank++) {
+        int seen = read_entry(r, rank, n, &call, 1);
+        r->group->descriptions[rank] =
+            (spar_description){.gathered = seen ? call.gathered : (spar_gathered){0}};
+    }
+    r->group->mismatched = 1;
+}
+
+/* Whether peers will end call n. */
+static spar_status check_peers(const spar_ring *r, uint64_t n)
+{
+    uint32_t broken_call;
+    spar_status status = spar_group_check(r->group, (uint32_t)n, &broken_call);
+    if (status == SPAR_MISMATCH)
+        read_descriptions(r);
+    return status;
+}
+
 /* Describes call n of all ranks; calls that are equal are described once. */
 static spar_status fail_mismatch(const spar_ring *r, uint64_t n, int other)
 {
     char text[SPAR_GROUP_TEXT];
     description calls[2] = {0}, call;
-    int shown[2] = {r->rank, other};
-    snprintf(text, sizeof text, "rank %d's call %llu over the GPU is not rank %d's:", r->rank,
+    read_descriptions(r);
+    int shown[2] = {r->group->rank, other};
+    snprintf(text, sizeof text, "rank %d's call %llu over the GPU is not rank %d's:", r->group->rank,
              (unsigned long long)n, other);
     for (int i = 0; i < 2; i++)
         if (read_entry(r, shown[i], n, &calls[i], 1))
             append_call(text, sizeof text, shown[i], &calls[i]);
-    for (int rank = 0; rank < r->world; rank++) {
-        if (rank == r->rank || rank == other)
+    for (int rank = 0; rank < r->group->world; rank++) {
+        if (rank == r->group->rank || rank == other)
             continue;
         if (!read_entry(r, rank, n, &call, 1))
             spar_append(text, sizeof text, "\n  rank %d: not seen there", rank);
@@ -199,7 +179,7 @@ static spar_status fail_mismatch(const spar_ring *r, uint64_t n, int other)
         else
             append_call(text, sizeof text, rank, &call);
     }
-    return spar_fail_rank(SPAR_MISMATCH, r->rank, "%s", text);
+    return spar_fail_rank(SPAR_MISMATCH, r->group->rank, "%s", text);
 }
 
 spar_status spar_ring_begin(spar_ring *r, uint64_t n, const spar_call_header *header, spar_describe describe,
@@ -207,45 +187,36 @@ spar_status spar_ring_begin(spar_ring *r, uint64_t n, const spar_call_header *he
 {
     description own, theirs;
     record(r, n, header, describe, call);
-    SPAR_TRY(check_aborts(r));
-    if (compare && read_entry(r, r->rank, n, &own, 0))
-        for (int rank = 0; rank < r->world; rank++)
-            if (rank != r->rank && read_entry(r, rank, n, &theirs, 0) && differ(&own, &theirs))
+    r->group->mismatched = 0;
+    SPAR_TRY(check_peers(r, n));
+    if (compare && read_entry(r, r->group->rank, n, &own, 0))
+        for (int rank = 0; rank < r->group->world; rank++)
+            if (rank != r->group->rank && read_entry(r, rank, n, &theirs, 0) && differ(&own, &theirs))
                 return fail_mismatch(r, n, rank);
-    return header->status == SPAR_OK ? check_closed(r, n) : SPAR_OK;
-}
-
-int spar_ring_gathered(const spar_ring *r, int rank, spar_gathered *gathered)
-{
-    description call;
-    int recorded = read_entry(r, rank, newest_of(r, r->rank), &call, 1);
-    if (recorded)
-        *gathered = call.gathered;
-    return recorded;
+    return SPAR_OK;
 }
 
 /* ---- for the watchdog ---- */
 
 void spar_ring_complete(spar_ring *r, uint64_t n)
 {
-    __atomic_store_n(&log_of(r, r->rank)->ended, n, __ATOMIC_RELEASE);
+    spar_mailbox_publish(r->group->own, &r->group->own->done, (uint32_t)n);
 }
 
 spar_status spar_ring_poll(spar_ring *r, uint64_t n)
 {
-    SPAR_TRY(check_aborts(r));
+    SPAR_TRY(check_peers(r, n));
     int64_t now = spar_now_ns();
     if (now - r->polled_ns < POLL_NS)
         return SPAR_OK;
     r->polled_ns = now;
-    for (int rank = 0; rank < r->world; rank++) {
+    for (int rank = 0; rank < r->group->world; rank++) {
         spar_peer *peer = r->group->peers[rank];
-        if (!peer || !spar_peer_hung_up(peer) ||
-            __atomic_load_n(&log_of(r, rank)->ended, __ATOMIC_ACQUIRE) >= n)
+        if (!peer || !spar_peer_hung_up(peer) || spar_has_reached(&r->group->boxes[rank]->done, (uint32_t)n))
             continue;
         if (!r->gone_ns[rank])
             r->gone_ns[rank] = now;
-        if (now - r->gone_ns[rank] >= GRACE_NS || newest_of(r, rank) < n)
+        if (now - r->gone_ns[rank] >= GRACE_NS || !has_made(r, rank, n))
             return spar_fail_rank(SPAR_PEER_LOST, rank,
                                   "rank %d (process %lld) died before the end of call %llu", rank,
                                   (long long)peer->endpoint.pid, (unsigned long long)n);
@@ -256,28 +227,12 @@ spar_status spar_ring_poll(spar_ring *r, uint64_t n)
 void spar_ring_absent(const spar_ring *r, uint64_t n, spar_ranks *ranks, char *text, size_t size)
 {
     *text = 0;
-    for (int rank = 0; rank < r->world; rank++)
-        if (rank != r->rank && newest_of(r, rank) < n)
+    for (int rank = 0; rank < r->group->world; rank++)
+        if (rank != r->group->rank && !has_made(r, rank, n))
             spar_group_list(r->group, rank, ranks, text, size);
-}
-
-int spar_ring_words(const spar_ring *r, int rank, spar_words *words)
-{
-    if (!spar_group_words(r->group, rank, words)) /* `broken`: the rank closed the group */
-        return 0;
-    uint32_t aborted = __atomic_load_n(&log_of(r, rank)->abort_status, __ATOMIC_ACQUIRE);
-    words->published = newest_of(r, rank);
-    words->done = __atomic_load_n(&log_of(r, rank)->ended, __ATOMIC_RELAXED);
-    words->broken = aborted ? aborted : words->broken;
-    return 1;
 }
 
 void spar_ring_abort(spar_ring *r, spar_status status, const spar_ranks *ranks, const char *reason)
 {
-    call_log *own = log_of(r, r->rank);
-    if (__atomic_exchange_n(&r->aborted, 1, __ATOMIC_ACQ_REL))
-        return;
-    own->ranks = *ranks;
-    snprintf(own->reason, sizeof own->reason, "%s", reason);
-    __atomic_store_n(&own->abort_status, (uint32_t)status, __ATOMIC_RELEASE);
+    spar_group_abort(r->group, status, spar_group_open_call(r->group), ranks, reason);
 }

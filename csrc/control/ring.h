@@ -22,13 +22,10 @@ spar_status spar_ring_open(spar_group *group, spar_ring **ring);
  * `own` are not used; describe(call) describes the call for peers.
  *
  * SPAR_MISMATCH if another rank's call n differs or could not be made, unless no rank could make it; else
- * the status of a rank that aborted, or that closed the group before n. `compare` 0: does not compare. Any
- * thread, one at a time. */
+ * the status of a rank that will not end call n. `compare` 0: does not compare. Any thread, one at a time.
+ */
 spar_status spar_ring_begin(spar_ring *ring, uint64_t n, const spar_call_header *own, spar_describe describe,
                             const void *call, int compare);
-
-/* What `rank` holds of the gathered dim in this rank's newest call; 0 if its call was not recorded. */
-int spar_ring_gathered(const spar_ring *ring, int rank, spar_gathered *gathered);
 
 /* For the watchdog, on any thread, one at a time: */
 
@@ -41,9 +38,6 @@ spar_status spar_ring_poll(spar_ring *ring, uint64_t n);
 
 /* Lists the ranks that have not made call n: "rank 2 (process 71), ..."; empty: all have. */
 void spar_ring_absent(const spar_ring *ring, uint64_t n, spar_ranks *ranks, char *text, size_t size);
-
-/* The same as spar_group_words, of the calls over the device; a failed call has no status here. */
-int spar_ring_words(const spar_ring *ring, int rank, spar_words *words);
 
 /* Aborts this rank for good; keeps the first reason. */
 void spar_ring_abort(spar_ring *ring, spar_status status, const spar_ranks *ranks, const char *reason);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* In place of ipc/ and control/ on systems other than Linux: there is no arena, and no peer is known. */
-#include "control/last_call.h"
+/* In place of ipc/ and control/ on systems other than Linux: there is no arena, no peer is known, and no
+ * group has mailboxes. */
+#include "control/control.h"
 #include "ipc/arena.h"
 #include "ipc/peers.h"
 #include "base/fork.h"
@@ -64,10 +65,38 @@ void spar_last_call_end(uint32_t begun, int gave_up)
     (void)gave_up;
 }
 
-int spar_peers_open_pidfd(const spar_endpoint *endpoint)
+const spar_description *spar_group_description(const spar_group *group, int rank)
 {
-    (void)endpoint;
-    return SPAR_PEERS_UNKNOWN;
+    (void)group;
+    (void)rank;
+    return NULL;
+}
+
+spar_last_call spar_group_last_call(const spar_group *group, int rank)
+{
+    (void)group;
+    (void)rank;
+    return (spar_last_call){.state = SPAR_CALL_UNKNOWN};
+}
+
+int spar_group_words(const spar_group *group, int rank, spar_words *words)
+{
+    (void)group;
+    (void)rank;
+    (void)words;
+    return 0;
+}
+
+spar_status spar_group_poll(spar_group *group, const spar_deadline *deadline)
+{
+    (void)group;
+    (void)deadline;
+    return SPAR_OK;
+}
+
+void spar_group_end(spar_group *group)
+{
+    (void)group;
 }
 
 void spar_peers_sweep(void)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* In place of transports/shm.c and transports/nccl on systems other than Linux: rows that say why they cannot
- * serve, to this rank and, where some ranks of a group run on Linux, to those. */
+/* In place of transports/shm.c, torch.c and nccl/ on systems other than Linux: rows that say why they cannot
+ * serve, to this rank and, where some ranks of a group run on Linux, to those. Torch serves, without
+ * mailboxes. */
 #include "transports/nccl/pipeline.h"
 #include "base/fork.h"
 
@@ -41,6 +42,24 @@ static int nccl_serves(const spar_peer_info *info, int world, int first_rank, co
     return 0;
 }
 
+static int torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
+                        char *reason, size_t size)
+{
+    (void)info;
+    (void)world;
+    (void)first_rank;
+    snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
+    return 1;
+}
+
+static spar_status torch_setup(spar_comm *comm, spar_setup_result *result)
+{
+    (void)comm;
+    (void)result;
+    return spar_fail(SPAR_TRANSPORT, "%s", NO_SHM);
+}
+
+const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves, .setup = torch_setup};
 const spar_transport spar_transport_shm = {.name = "shm", .probe = probe_shm, .serves = shm_serves};
 const spar_transport spar_transport_nccl = {.name = "nccl", .probe = probe_nccl, .serves = nccl_serves};
 

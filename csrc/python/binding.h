@@ -125,6 +125,7 @@ PyObject *spar_exchange_type(void);
 /* Makes a spar._C.Plan: of a tuple of tensors, or of a plan, which it then holds, too. */
 PyObject *spar_py_plan(PyObject *module, PyObject *args);
 PyObject *spar_py_plan_object(spar_plan *plan);
+const spar_plan *spar_py_plan_of(PyObject *plan); /* NULL and an exception for another object */
 extern const char spar_py_plan_doc[];
 
 /* An exchange, bound to the tensors of one call. */

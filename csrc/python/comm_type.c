@@ -8,10 +8,10 @@
 
 typedef struct {
     PyObject_HEAD
-    const spar_transport *transport; /* known when it is closed, too */
-    char group[64];                  /* for messages */
-    int closing;                     /* atomic: a call in progress must end */
-    int64_t begun;                   /* the number of the newest call that the transport has */
+    char group[64];   /* for messages */
+    int closing;      /* atomic: a call in progress must end */
+    int64_t begun;    /* the number of the newest call that the transport has */
+    int64_t compared; /* the number of the newest call that comm_compare began */
     spar_comm *comm;
     spar_setup_result setup_result;
 } comm_object;
@@ -67,8 +67,7 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
         return PyErr_NoMemory();
     }
     object->comm = NULL;
-    object->closing = object->begun = 0;
-    object->transport = *row;
+    object->closing = object->begun = object->compared = 0;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(info, bytes, (size_t)size);
     spar_status status =
@@ -266,6 +265,66 @@ done:
     return result;
 }
 
+static PyObject *comm_compare(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = open_comm(self);
+    PyObject *plan;
+    double deadline_s;
+    long long forward, number;
+    spar_call call = {.group = ((comm_object *)self)->group};
+    if (!comm ||
+        !PyArg_ParseTuple(args, "ssOLLd", &call.op, &call.text, &plan, &forward, &number, &deadline_s))
+        return NULL;
+    call.plan = spar_py_plan_of(plan);
+    call.forward = forward;
+    call.number = number;
+    call.deadline = spar_py_deadline(self, deadline_s);
+    if (!call.plan)
+        return NULL;
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_comm_run(comm, &call);
+    Py_END_ALLOW_THREADS;
+    ((comm_object *)self)->begun = status == SPAR_OK ? 0 : number; /* from here on the caller fails alone */
+    ((comm_object *)self)->compared = number;
+    return spar_result(status);
+}
+
+/* The group of a call that goes on, also when it is to end because another thread closes the group; or NULL and
+ * an exception. */
+static spar_group *compared_group(PyObject *self)
+{
+    spar_comm *comm = ((comm_object *)self)->comm;
+    if (!comm || !comm->group)
+        PyErr_SetString(PyExc_RuntimeError, "its ranks have no mailboxes");
+    return comm ? comm->group : NULL;
+}
+
+static PyObject *comm_poll(PyObject *self, PyObject *args)
+{
+    spar_group *group = compared_group(self);
+    double deadline_s;
+    if (!group || !PyArg_ParseTuple(args, "d", &deadline_s))
+        return NULL;
+    spar_deadline deadline = spar_py_deadline(self, deadline_s);
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = spar_group_poll(group, &deadline);
+    Py_END_ALLOW_THREADS;
+    if (status != SPAR_OK) /* the peers learn of it */
+        ((comm_object *)self)->begun = ((comm_object *)self)->compared;
+    return spar_result(status);
+}
+
+static PyObject *comm_end(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    spar_group *group = compared_group(self);
+    if (!group)
+        return NULL;
+    spar_group_end(group);
+    Py_RETURN_NONE;
+}
+
 static PyObject *comm_fail(PyObject *self, PyObject *args)
 {
     spar_comm *comm = open_comm(self);
@@ -289,45 +348,25 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
     return spar_result(status == call.failed ? SPAR_OK : status); /* the failure itself was requested */
 }
 
-static PyObject *comm_description(PyObject *self, PyObject *args)
+/* A row of comm_ranks. */
+static PyObject *rank_row(const spar_group *group, int rank, spar_words words)
 {
-    spar_comm *comm = open_comm(self);
-    spar_description description;
-    int rank;
-    if (!comm || !PyArg_ParseTuple(args, "i", &rank))
-        return NULL;
-    if (rank < 0 || rank >= comm->world || !comm->transport->description ||
-        !comm->transport->description(comm, rank, &description))
-        Py_RETURN_NONE;
-    return spar_py_description(&description);
+    const spar_last_call last = spar_group_last_call(group, rank);
+    const spar_description *description = spar_group_description(group, rank);
+    return Py_BuildValue("IIzzN(iNIN)N", words.published, words.done, spar_exception_name(words.broken),
+                         spar_exception_name(words.status), PyBool_FromLong(words.ended), (int)last.state,
+                         spar_text(last.op), (unsigned int)last.call, spar_text(last.group),
+                         description ? spar_py_description(description) : Py_NewRef(Py_None));
 }
 
-static PyObject *comm_last_call(PyObject *self, PyObject *args)
-{
-    spar_comm *comm = open_comm(self);
-    spar_last_call last;
-    int rank;
-    if (!comm || !PyArg_ParseTuple(args, "i", &rank))
-        return NULL;
-    if (rank < 0 || rank >= comm->world || !comm->transport->last_call ||
-        !comm->transport->last_call(comm, rank, &last))
-        Py_RETURN_NONE;
-    return Py_BuildValue("iNIN", (int)last.state, spar_text(last.op), (unsigned int)last.call,
-                         spar_text(last.group));
-}
-
-static PyObject *comm_words(PyObject *self, PyObject *Py_UNUSED(unused))
+static PyObject *comm_ranks(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     const spar_comm *comm = ((comm_object *)self)->comm;
     PyObject *list = PyList_New(0);
-    for (int rank = 0; list && comm && comm->transport->words && rank < comm->world; rank++) {
-        spar_words words;
-        if (!comm->transport->words(comm, rank, &words))
-            break;
-        list = spar_list_add(
-            list, Py_BuildValue("KKzz", (unsigned long long)words.published, (unsigned long long)words.done,
-                                spar_exception_name(words.broken), spar_exception_name(words.status)));
-    }
+    spar_words words;
+    for (int rank = 0; list && comm && comm->group && rank < comm->world; rank++)
+        if (spar_group_words(comm->group, rank, &words)) /* else the set-up is not over */
+            list = spar_list_add(list, rank_row(comm->group, rank, words));
     return list;
 }
 
@@ -366,13 +405,7 @@ static PyObject *comm_broken(PyObject *self, void *Py_UNUSED(closure))
     return why ? spar_text(why) : Py_NewRef(Py_None);
 }
 
-static PyObject *comm_transport(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyUnicode_FromString(((comm_object *)self)->transport->name);
-}
-
 static PyGetSetDef comm_getset[] = {
-    {"transport", comm_transport, NULL, "its transport's name", NULL},
     {"broken", comm_broken, NULL, "what broke it behind the calls' back, or None", NULL},
     {"begun", comm_begun, NULL, "the number of the newest call that the transport has: it reports failures",
      NULL},
@@ -386,21 +419,25 @@ static PyMethodDef comm_methods[] = {
     {"enqueue", (PyCFunction)(void (*)(void))comm_enqueue, METH_FASTCALL, spar_py_enqueue_doc},
     {"wait", comm_wait, METH_VARARGS,
      "wait(deadline): returns when all that was given to a stream is over; raises what broke it."},
+    {"compare", comm_compare, METH_VARARGS,
+     "compare(op, text, plan, forward, number, deadline): begin a call whose bytes the caller moves; return\n"
+     "when all ranks make it. The peers know of what it raises."},
+    {"poll", comm_poll, METH_VARARGS,
+     "poll(deadline): raise what ends the call that compare() began early; call it about every 50 ms."},
+    {"end", comm_end, METH_NOARGS, "The bytes of the call that compare() began have moved."},
     {"fail", comm_fail, METH_VARARGS,
      "fail(op, why, memory, for_good, deadline): report to the peers that this rank cannot make its next\n"
      "call (for want of memory, or otherwise), or any call."},
     {"abort", comm_abort, METH_NOARGS,
      "End a call under way on another thread, or around a signal's handler: it raises GroupBrokenError\n"
      "within 50 ms. For good; close() follows."},
-    {"description", comm_description, METH_VARARGS,
-     "description(rank): as Plan.describe, if the newest call ended in a mismatch; else None"},
-    {"last_call", comm_last_call, METH_VARARGS,
-     "last_call(rank) -> (state, op, call, group) of the newest call that the rank's process began, on any\n"
-     "group; None where that cannot be known. state is one of the CALL_ constants."},
-    {"words", comm_words, METH_NOARGS,
-     "words() -> [(published, done, broken, status), ...] of each rank: its newest calls, and the names of\n"
-     "the exceptions with which it broke the group, or failed the published call, or None. Empty where they\n"
-     "cannot be known. Any thread may call it, also during a call."},
+    {"ranks", comm_ranks, METH_NOARGS,
+     "ranks() -> [(published, done, broken, failed, ended, last call, description), ...]\n\n"
+     "Of each rank: its newest calls; the names of the exceptions with which it broke the group, or failed\n"
+     "the published call, or None; whether its process has ended; (state, op, call, group) of the newest\n"
+     "call that its process began, on any group, where state is one of the CALL_ constants; and, if the\n"
+     "newest call ended in a mismatch, what Plan.describe returns. Empty without mailboxes. Any thread may\n"
+     "call it, also during a call."},
     {"close", comm_close_method, METH_NOARGS, "Says goodbye; never waits."},
     {NULL, NULL, 0, NULL},
 };

@@ -16,6 +16,14 @@ const char spar_py_plan_doc[] =
     PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
               "tensors: a tuple of (item size, extents, strides, args), in elements.");
 
+const spar_plan *spar_py_plan_of(PyObject *plan)
+{
+    if (Py_TYPE(plan) == plan_type)
+        return ((plan_object *)plan)->plan;
+    PyErr_Format(PyExc_TypeError, "expected a Plan; got %R", (PyObject *)Py_TYPE(plan));
+    return NULL;
+}
+
 PyObject *spar_py_plan_object(spar_plan *plan)
 {
     plan_object *object = PyObject_New(plan_object, plan_type);

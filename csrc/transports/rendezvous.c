@@ -26,9 +26,9 @@ int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_ra
     return 1;
 }
 
-spar_status spar_rendezvous_begin(const spar_comm *comm, const spar_peer_info *info, int64_t room,
-                                  spar_group **group, int64_t *offset)
+spar_status spar_rendezvous_begin(const spar_comm *comm, int64_t room, spar_group **group, int64_t *offset)
 {
+    const spar_peer_info *info = comm->info;
     spar_env_value arena_max, spin;
     SPAR_TRY(spar_env_field("arena_max", &arena_max));
     SPAR_TRY(spar_env_field("spin_us", &spin));
@@ -102,5 +102,75 @@ spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const 
     spar_group_end_set_up(group);
     free(peers);
     free(offsets);
+    return status;
+}
+
+/* ---- slots ---- */
+
+spar_status spar_rendezvous_setup(spar_comm *comm, spar_setup_result *result)
+{
+    return spar_rendezvous_begin(comm, 0, &comm->group, &result->offset);
+}
+
+spar_status spar_rendezvous_connect(spar_comm *comm, const spar_setup_result *results,
+                                    const spar_deadline *deadline)
+{
+    return spar_rendezvous_end(comm, comm->group, results, deadline);
+}
+
+void spar_rendezvous_close(spar_comm *comm)
+{
+    spar_group_close(comm->group);
+    comm->group = NULL;
+}
+
+/* ---- a call ---- */
+
+static spar_status run_begun(spar_comm *comm, spar_call *call, spar_turn turn, void *room, uint32_t n)
+{
+    if (call->failed == SPAR_OK)
+        return turn(comm, call, room, n);
+    spar_group_fail(comm->group, call->failed, call->why);
+    return spar_fail(call->failed, "%s", call->why);
+}
+
+static spar_status run_locked(spar_comm *comm, spar_call *call, spar_turn turn, void *room)
+{
+    uint32_t n;
+    if (call->failed == SPAR_INTERRUPTED) {
+        spar_group_break(comm->group, call->why);
+        return call->failed;
+    }
+    SPAR_TRY(spar_group_begin(comm->group, &call->deadline, &n));
+    uint32_t begun = spar_last_call_begin(call->group, call->op, n);
+    spar_status status = run_begun(comm, call, turn, room, n);
+    if (status == SPAR_OK && !call->outputs)
+        spar_group_go_on(comm->group, begun);
+    else
+        spar_last_call_end(begun, status == SPAR_TIMEOUT || status == SPAR_PEER_LOST ||
+                                      status == SPAR_BROKEN || status == SPAR_INTERRUPTED);
+    return status;
+}
+
+spar_status spar_rendezvous_run(spar_comm *comm, spar_call *call, spar_turn turn, size_t each)
+{
+    _Alignas(16) char few[4096];
+    size_t size = (size_t)comm->world * each;
+    void *room = size > sizeof few ? malloc(size) : few; /* nothing is allocated between publish and done */
+    if (!room) {
+        room = few;
+        call->failed = SPAR_NO_MEMORY;
+        call->why = "no memory for the call headers of the ranks";
+    }
+    spar_status status = SPAR_TRANSPORT;
+    if (!spar_arena_is_own()) {
+        spar_fail(status, "a forked child cannot exchange");
+    } else {
+        pthread_mutex_lock(spar_group_lock(comm->group));
+        status = run_locked(comm, call, turn, room);
+        pthread_mutex_unlock(spar_group_lock(comm->group));
+    }
+    if (room != few)
+        free(room);
     return status;
 }

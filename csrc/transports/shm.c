@@ -32,27 +32,13 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
     return 1;
 }
 
-static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
-{
-    spar_group *group = NULL;
-    spar_status status = spar_rendezvous_begin(comm, info, 0, &group, &result->offset);
-    comm->state = group;
-    return status;
-}
-
-static spar_status connect_all(spar_comm *comm, const spar_setup_result *results,
-                               const spar_deadline *deadline)
-{
-    return spar_rendezvous_end(comm, comm->state, results, deadline);
-}
-
 /* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its
  * arena. */
 static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, const spar_call_header *all,
                                 int rank, void **outputs)
 {
     int64_t length;
-    char *base = spar_group_arena(comm->state, rank, &length);
+    char *base = spar_group_arena(comm->group, rank, &length);
     for (int t = 0; t < plan->ntensors; t++) {
         int64_t offset = all[rank].offsets[t], bytes = plan->tensors[t].rank_bytes[rank];
         if (offset < 0 || bytes > length || offset > length - bytes)
@@ -72,6 +58,17 @@ typedef struct {
     void *const **rows; /* the rows of `outputs` */
     const char **parts; /* the buffers that a sum adds */
 } all_headers;
+
+enum { EACH = sizeof(spar_call_header) + SPAR_GROUP_TENSORS * sizeof(void *) + 2 * sizeof(void *) };
+
+static all_headers split_room(char *room, size_t world)
+{
+    all_headers all = {.headers = (void *)room};
+    all.outputs = (void *)(room += world * sizeof *all.headers);
+    all.rows = (void *)(room += world * sizeof *all.outputs);
+    all.parts = (void *)(room + world * sizeof *all.rows);
+    return all;
+}
 
 /* Where the sums of a call go, and whether this rank's own part stays in its input. */
 typedef struct {
@@ -135,8 +132,6 @@ static spar_status place_sum(const spar_call *call, int t, sums *results)
 /* Takes all steps that can fail on this rank alone. */
 static spar_status prepare(const spar_call *call, spar_call_header *header, sums *results)
 {
-    if (call->failed != SPAR_OK)
-        return spar_fail(call->failed, "%s", call->why);
     if (call->plan->ntensors > SPAR_GROUP_TENSORS)
         return spar_fail(SPAR_INVALID, "%d tensors; expected at most %d", call->plan->ntensors,
                          SPAR_GROUP_TENSORS);
@@ -202,9 +197,10 @@ static void drop_sums(sums *results)
             spar_memory_free(results->blocks[t]);
 }
 
-static spar_status run_call(spar_comm *comm, spar_call *call, const all_headers *all, uint32_t n)
+static spar_status exchange(spar_comm *comm, spar_call *call, void *room, uint32_t n)
 {
-    spar_group *group = comm->state;
+    const all_headers all = split_room(room, (size_t)comm->world);
+    spar_group *group = comm->group;
     spar_call_header header = {0};
     sums results = {0};
     spar_status status = prepare(call, &header, &results);
@@ -214,9 +210,9 @@ static spar_status run_call(spar_comm *comm, spar_call *call, const all_headers 
         drop_sums(&results);
         return status;
     }
-    status = spar_group_publish(group, &header, spar_call_describe, call, all->headers, &call->deadline);
+    status = spar_group_publish(group, &header, spar_call_describe, call, all.headers, &call->deadline);
     if (status == SPAR_OK)
-        status = push(comm, call, all, results.own_stays);
+        status = push(comm, call, &all, results.own_stays);
     if (status == SPAR_OK)
         status = spar_group_finish(group, &call->deadline);
     else if (status == SPAR_TRANSPORT)
@@ -225,92 +221,22 @@ static spar_status run_call(spar_comm *comm, spar_call *call, const all_headers 
         drop_blocks(group, call, 1, n);
         drop_sums(&results);
     } else if (call->sum) {
-        sum_parts(call, &results, all->parts);
+        sum_parts(call, &results, all.parts);
     }
-    return status;
-}
-
-static spar_status run_locked(spar_comm *comm, spar_call *call, const all_headers *all)
-{
-    spar_group *group = comm->state;
-    uint32_t n;
-    if (call->failed == SPAR_INTERRUPTED) {
-        spar_group_break(group, call->why);
-        return call->failed;
-    }
-    SPAR_TRY(spar_group_begin(group, &call->deadline, &n));
-    uint32_t begun = spar_last_call_begin(call->group, call->op, n);
-    spar_status status = run_call(comm, call, all, n);
-    spar_last_call_end(begun, status == SPAR_TIMEOUT || status == SPAR_PEER_LOST || status == SPAR_BROKEN ||
-                                  status == SPAR_INTERRUPTED);
     return status;
 }
 
 static spar_status run(spar_comm *comm, spar_call *call)
 {
-    enum { FEW = 8 };
-    struct {
-        spar_call_header headers[FEW];
-        void *outputs[FEW][SPAR_GROUP_TENSORS];
-        void *const *rows[FEW];
-        const char *parts[FEW];
-    } few;
-    all_headers all = {few.headers, few.outputs, few.rows, few.parts};
-    size_t world = (size_t)comm->world;
-    if (!spar_arena_is_own())
-        return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
-    if (comm->world > FEW) { /* allocate nothing between publish and done */
-        char *room = malloc(
-            world * (sizeof *all.headers + sizeof *all.outputs + sizeof *all.rows + sizeof *all.parts));
-        if (!room)
-            return spar_fail(SPAR_NO_MEMORY, "no memory for the call headers of %d ranks", comm->world);
-        all.headers = (void *)room;
-        all.outputs = (void *)(room + world * sizeof *all.headers);
-        all.rows = (void *)(room + world * (sizeof *all.headers + sizeof *all.outputs));
-        all.parts = (void *)(all.rows + world);
-    }
-    pthread_mutex_lock(spar_group_lock(comm->state));
-    spar_status status = run_locked(comm, call, &all);
-    pthread_mutex_unlock(spar_group_lock(comm->state));
-    if (all.headers != few.headers)
-        free(all.headers);
-    return status;
-}
-
-static int description(const spar_comm *comm, int rank, spar_description *result)
-{
-    const spar_description *theirs = spar_group_description(comm->state, rank);
-    if (theirs)
-        *result = *theirs;
-    return theirs != NULL;
-}
-
-static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
-{
-    *last = spar_group_last_call(comm->state, rank);
-    return 1;
-}
-
-static int words(const spar_comm *comm, int rank, spar_words *result)
-{
-    return spar_group_words(comm->state, rank, result);
-}
-
-static void close_comm(spar_comm *comm)
-{
-    spar_group_close(comm->state);
-    comm->state = NULL;
+    return spar_rendezvous_run(comm, call, exchange, EACH);
 }
 
 const spar_transport spar_transport_shm = {
     .name = "shm",
     .probe = probe,
     .serves = serves,
-    .setup = setup,
-    .connect = connect_all,
+    .setup = spar_rendezvous_setup,
+    .connect = spar_rendezvous_connect,
     .run = run,
-    .description = description,
-    .last_call = last_call,
-    .words = words,
-    .close = close_comm,
+    .close = spar_rendezvous_close,
 };

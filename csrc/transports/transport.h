@@ -31,7 +31,7 @@ typedef struct {
     int32_t failed;
     int32_t cause; /* 1 + the rank that the reason names; 0: it names none */
     char reason[88];
-    int64_t offset;  /* shm: of its mailbox */
+    int64_t offset;  /* of its mailbox, if it has one */
     char token[152]; /* nccl: see there */
 } spar_setup_result;
 
@@ -85,23 +85,16 @@ typedef struct {
                   size_t size);
     /* First set-up stage, from all ranks' peer info; does not wait. Sets `offset` and `token` of the result,
      * which is sent to all ranks; the caller sets the failure from the status. */
-    spar_status (*setup)(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
+    spar_status (*setup)(spar_comm *comm, spar_setup_result *result);
     /* Second set-up stage, from all ranks' results [world], none of which failed. */
     spar_status (*connect)(spar_comm *comm, const spar_setup_result *results, const spar_deadline *deadline);
     /* Before run: computes the bytes of memory that it needs in call->staging; 0: none. The call may not
      * change otherwise, and no other one comes between. NULL: it never needs any. */
     spar_status (*prepare)(spar_comm *comm, const spar_call *call, int64_t *bytes);
-    /* One exchange: NULL where Python moves the bytes (the torch transport). */
+    /* One exchange; or, in a call without outputs, all that precedes it (torch). */
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */
     spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
-    /* If the newest call ended in a mismatch: `rank`'s call, 1; its text is empty if the error's has it. Else
-     * 0. */
-    int (*description)(const spar_comm *comm, int rank, spar_description *description);
-    /* The last call of `rank`'s process, on any group; 0: it cannot be known. NULL: it never can. */
-    int (*last_call)(const spar_comm *comm, int rank, spar_last_call *last);
-    /* How far `rank` is, on any thread; 0: it cannot be known. NULL: it never can. */
-    int (*words)(const spar_comm *comm, int rank, spar_words *words);
     /* Why the group broke outside a call, or NULL. A NULL slot: that cannot happen. */
     const char *(*broken)(const spar_comm *comm);
     /* Frees what setup made. Never waits. */
@@ -115,6 +108,7 @@ struct spar_comm {
     int core_share;  /* see spar_core_share */
     spar_native native;
     spar_peer_info *info; /* [world] */
+    spar_group *group;    /* their mailboxes, where all ranks are on one host; else NULL */
     void *state;          /* the transport's own */
 };
 

@@ -2,8 +2,8 @@
 """How the ranks of a group agree over its ProcessGroup: one all_gather of a header before each step.
 
 A rank that fails takes part in the next agreement with its failure instead of a step, and does not wait. So
-its peers learn the reason, and all ranks issue the same collectives. The shm transport has the same protocol
-in C (csrc/control/control.h).
+its peers learn the reason, and all ranks issue the same collectives. Ranks of one host have the same protocol
+in C, once they are set up (csrc/control/control.h).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .mismatch import Gathered, gathered_sizes, mismatch
 from .state import OVER, SHARED, GroupState
 
 TEXT = _C.TEXT_BYTES
-ROOM = _C.PEER_INFO_BYTES + 16  # bytes that a rank can send with a step: its peer info, and its host's id
+ROOM = _C.PEER_INFO_BYTES + 24  # bytes that a rank can send with a step: its peer info, host and token
 # calls, step, status, forward, own: of one size, because a rank that failed does not know its peers' step
 _HEADER = struct.Struct(f"=4q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)

@@ -38,7 +38,8 @@ _STATES: dict[type[SparError], CallState] = {
 _SLICE = datetime.timedelta(milliseconds=50)
 _DEVICE_SLICE = 0.0005  # seconds
 _EXIT_S = 10.0  # that the process's exit waits for gloo's threads
-_PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call and checks the peers' processes
+_PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call and asks whether a peer gave up
+_CAUSE_S = 1.0  # in which a peer that ended its connections publishes why
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +98,21 @@ def _is_gloo_running() -> bool:
     return False
 
 
-def _give_up(group: GroupState, op: str, error: type[SparError], text: str) -> SparError:
+def _give_up(
+    group: GroupState, op: str, error: type[SparError], text: str, mailboxes: _C.Comm | None = None
+) -> SparError:
     """Break the group for good; return the error, with the last call that each peer published."""
-    said = status.report(group, op, _STATES.get(error, CallState.ABORTED))
+    said = None
+    if mailboxes is None:
+        said = status.report(group, op, _STATES.get(error, CallState.ABORTED))
     if error is PeerLostError and said is not None and said.has(group, CallState.TIMED_OUT):
         error = ExchangeTimeoutError  # a peer timed out and disconnected
     why, ranks = _causes(group, error, said)
     words = f"{why}: {text}" if text else why
     group.broken = f"{group.moment(op)}: {words}"
+    if mailboxes is not None:
+        with contextlib.suppress(SparError):  # another thread closes it
+            mailboxes.fail(op, group.broken, False, True, time.monotonic())
     limit = f" (limit {group.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
     rows = str(said) if said is not None and error is ExchangeTimeoutError else ""
     return error(f"{group.title(op)}: {words}{limit}{rows}", **group.where(op), ranks=ranks)
@@ -116,21 +124,29 @@ def _causes(group: GroupState, error: type[SparError], said: Report | None) -> t
         ranks = said.absent(group, (CallState.RUNNING, *_STATES.values())) if said is not None else ()
         return f"{status.named(group, ranks) or 'a rank'} did not make this call in time", ranks
     if error is PeerLostError:
-        everybody = tuple(range(group.world))
-        silent = said.absent(group, tuple(_STATES.values())) if said is not None else everybody
-        ranks = status.unreachable(group, silent)
+        ranks = said.absent(group, tuple(_STATES.values())) if said is not None else ()
+        if len(ranks) > 1:  # one died, and others are in no call
+            return f"at least one of {status.named(group, ranks)} is gone", ()
         return f"{status.named(group, ranks) or 'a rank'} is gone", ranks
     return "the process group failed", ()
 
 
-def _translate(group: GroupState, op: str, error: Exception) -> SparError:
+def _translate(
+    group: GroupState, op: str, error: Exception, deadline: float, mailboxes: _C.Comm | None
+) -> SparError:
+    """Return an error of the backend as one of spar's; raise its cause if a mailbox has it."""
     text = str(error)
     lowered = text.lower()
+    end = time.monotonic() + _CAUSE_S
+    while mailboxes is not None and time.monotonic() < end:
+        mailboxes.poll(deadline)
+        time.sleep(0.01)
     if "timed out" in lowered or "timeout" in lowered:
-        return _give_up(group, op, ExchangeTimeoutError, text)
-    if any(word in lowered for word in ("closed by peer", "connection reset", "broken pipe", "closed")):
+        return _give_up(group, op, ExchangeTimeoutError, text, mailboxes)
+    lost = any(word in lowered for word in ("closed by peer", "connection reset", "broken pipe", "closed"))
+    if lost and mailboxes is None:  # else the peer would have been seen to be dead
         return _give_up(group, op, PeerLostError, text)
-    return _give_up(group, op, TransportError, text)
+    return _give_up(group, op, TransportError, text, mailboxes)
 
 
 def _is_from_handler(error: Exception) -> bool:
@@ -138,7 +154,14 @@ def _is_from_handler(error: Exception) -> bool:
     return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
-def _ended(group: GroupState, op: str, work: dist.Work, on_cpu: bool) -> bool:
+def _ended(
+    group: GroupState,
+    op: str,
+    work: dist.Work,
+    on_cpu: bool,
+    deadline: float,
+    mailboxes: _C.Comm | None,
+) -> bool:
     """Wait for one slice of time; raise the work's failure as an error of spar's."""
     if not on_cpu and not work.is_completed():
         time.sleep(_DEVICE_SLICE)
@@ -153,46 +176,67 @@ def _ended(group: GroupState, op: str, work: dist.Work, on_cpu: bool) -> bool:
         try:
             work.wait()  # it ended with the slice: now it reports how
         except RuntimeError as reason:
-            raise _translate(group, op, reason) from reason
+            raise _translate(group, op, reason, deadline, mailboxes) from reason
     return True
 
 
-def _wait(group: GroupState, op: str, collective: Unfinished, deadline: float, enqueue: bool = False) -> None:
+def _wait(
+    group: GroupState,
+    op: str,
+    collective: Unfinished,
+    deadline: float,
+    enqueue: bool = False,
+    mailboxes: _C.Comm | None = None,
+) -> None:
     """Wait for one collective; whatever ends the wait early breaks the group and keeps the buffers alive.
 
     enqueue: if it runs on a device, only make the current stream wait for it.
+    mailboxes: of the ranks, by which they compared the call; the peers say there why it does not end.
     """
     work = collective.work
     if work is None:
         raise _give_up(
             group, op, TransportError, "an exception interrupted an earlier collective of this group"
         )
-    begun, published, publish_at = 0, False, time.monotonic() + _PUBLISH_AFTER
+    begun, ended, watch, watch_at = 0, True, None, time.monotonic() + _PUBLISH_AFTER
     try:
-        begun = _C.last_call_begin(group.name, op, group.calls)
+        if mailboxes is None:
+            begun = _C.last_call_begin(group.name, op, group.calls)
         on_cpu = collective.buffers[0].device.type == "cpu"
         if enqueue and not on_cpu:
             work.wait()
             return
         patience = 1.0 if on_cpu else 0.0  # of a backend that has the time limit itself
-        while not _ended(group, op, work, on_cpu):
+        while not _ended(group, op, work, on_cpu, deadline, mailboxes):
+            if mailboxes is not None:
+                mailboxes.poll(deadline)
             if group.broken is not None:  # another thread closed the group, or was interrupted
                 raise group.broken_error(op)
+            if mailboxes is None and watch is None and time.monotonic() > watch_at:
+                watch = status.Watch(group, op, CallState.RUNNING)
             if time.monotonic() > deadline + patience:
-                raise _give_up(group, op, ExchangeTimeoutError, "")
-            if not published and time.monotonic() > publish_at:
-                status.publish(group, op, CallState.RUNNING)
-                published = True
-            if published and status.dead(group):  # gloo reports a death to the neighbours only
-                raise _give_up(group, op, PeerLostError, "")
-        if published:
-            status.publish(group, op, CallState.ENDED)
+                raise _give_up(group, op, ExchangeTimeoutError, "", mailboxes)
+            if watch is not None and group.token and (error := _passed_on(group, watch.report())):
+                raise _give_up(group, op, error, "")
+        if watch is not None:
+            watch.stop(CallState.ENDED)
     except BaseException:
+        ended = False
+        if watch is not None:
+            watch.stop(CallState.ABORTED if group.broken is None else None)
         if not work.is_completed() and collective not in _unfinished:
             _unfinished.append(collective)
         raise
     finally:
-        _C.last_call_end(begun, group.broken is not None)
+        _C.last_call_end(begun, not ended)
+
+
+def _passed_on(group: GroupState, said: Report) -> type[SparError] | None:
+    """Return the error with which a peer gave up in this call: its connections may not tell every rank."""
+    for error, state in _STATES.items():
+        if len(said.absent(group, (state,))) < group.world:
+            return error
+    return None
 
 
 def _issue(
@@ -203,6 +247,7 @@ def _issue(
     options: Any,
     start: Callable[..., dist.Work],
     *args: object,
+    mailboxes: _C.Comm | None = None,
 ) -> Unfinished:
     """Issue start(*args, options), with the remaining time as its timeout.
 
@@ -210,13 +255,17 @@ def _issue(
     """
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise _give_up(group, op, ExchangeTimeoutError, "timed out before anything was sent")
+        if mailboxes is not None:
+            mailboxes.poll(deadline)
+        raise _give_up(group, op, ExchangeTimeoutError, "timed out before anything was sent", mailboxes)
     options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
     process_group, work = group.process_group, None
     try:
         work = start(*args, options)
     except RuntimeError as error:
-        raise error if _is_from_handler(error) else _translate(group, op, error) from error
+        if _is_from_handler(error):
+            raise
+        raise _translate(group, op, error, deadline, mailboxes) from error
     finally:
         if work is None:
             _unfinished.append(Unfinished(process_group, None, buffers))
@@ -284,9 +333,10 @@ def all_to_all(
     received_sizes: list[int],
     sent_sizes: list[int],
     deadline: float,
+    mailboxes: _C.Comm | None,
 ) -> None:
     """Exchange bytes of any sizes between all ranks: flat uint8 tensors, one size per rank."""
     buffers, start = (received, sent), group.process_group.alltoall_base
-    sizes = received_sizes, sent_sizes
-    collective = _issue(group, op, deadline, buffers, AllToAllOptions(), start, *buffers, *sizes)
-    _wait(group, op, collective, deadline, enqueue=True)
+    args = *buffers, received_sizes, sent_sizes
+    collective = _issue(group, op, deadline, buffers, AllToAllOptions(), start, *args, mailboxes=mailboxes)
+    _wait(group, op, collective, deadline, enqueue=True, mailboxes=mailboxes)

@@ -140,16 +140,15 @@ def explained(group: GroupState, core: _C.Comm, op: str, error: SparError) -> Sp
     """Return an error of the C core with what only this side knows."""
     text, rows, sizes = str(error), "", None
     if isinstance(error, MismatchError):
-        calls = [call for rank in range(group.world) if (call := core.description(rank)) is not None]
+        calls = [call for *_, call in core.ranks() if call is not None]
         if len(calls) == group.world:
             sizes = gathered_sizes([Gathered(*gathered) for _, gathered in calls])
             if all(text for text, _ in calls):
                 return mismatch(group, op, [text for text, _ in calls], sizes)
     if isinstance(error, ExchangeTimeoutError):
         text += f" (limit {group.timeout:g} s, SPAR_TIMEOUT)"
-        last = [core.last_call(rank) for rank in range(group.world)]
-        known = [str(status.CallStatus.of(*call)) for call in last if call is not None]
-        rows = status.listing(known) if len(known) == group.world else ""
+        last = [str(status.CallStatus.of(*call)) for *_, call, _ in core.ranks()]
+        rows = status.listing(last) if last else ""
     result = type(error)(f"{group.title(op)}: {text}{rows}", **group.where(op), ranks=error.ranks)
     if isinstance(result, MismatchError):
         result._gathered_sizes = sizes

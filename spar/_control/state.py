@@ -64,7 +64,9 @@ class GroupState:
         progress: how far that call has come.
         broken: why the group is broken for good; None: it is not.
         peer_info: what each rank sent about itself in the set-up; None before.
+        token: of the set-up, equal on all ranks: names of groups are reused. Empty before.
         shares_host: whether all ranks run on this host.
+        connects: whether their processes can connect, as far as a set-up has shown.
         compares: whether ranks compare their calls where that is a step of its own (SPAR_CHECK).
         synchronous: whether nccl's calls are compared before they are issued (SPAR_CHECK=1).
         own_output: whether outputs lie outside of shared memory (SPAR_OUTPUT).
@@ -87,7 +89,8 @@ class GroupState:
         self.broken: str | None = None
         self.timeout: float | None = None
         self.peer_info: bytes | None = None
-        self.shares_host = False
+        self.token = ""
+        self.shares_host, self.connects = False, True
         self.compares = True
         self.synchronous = self.own_output = self.logs_calls = False
         self.local_ranks, self.core_share = self.world, 0

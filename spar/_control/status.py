@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last call of each rank and the state of its process, for the error of a call that does not end.
+"""The last call of each rank, for the error of a call that does not end.
 
-The shm transport reads them from shared memory (csrc/control/last_call.h). Elsewhere each rank publishes them
+Ranks of one host read them from shared memory (csrc/control/last_call.h). Elsewhere each rank publishes them
 in torch.distributed's store, once a call has waited for half a second and when it gives up. Threads use the
 store, since one whose server is stopped or gone does not answer.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import select
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,10 +24,9 @@ from .state import GroupState
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
-_ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
 _PATIENCE = 0.5  # seconds to wait for the peers' last calls when this rank gives up
-_LONGER = 2.0  # the same if a connection is lost, but no process: the peer that closed it will tell why
+_LONGER = 1.5  # the same when a connection is lost: a rank that lost it, too, publishes that by then
+_INTERVAL = 0.02  # seconds between two looks at the store
 
 
 class CallState(enum.IntEnum):
@@ -102,61 +100,79 @@ def _shared_store(group: dist.ProcessGroup) -> tuple[Store, list[int]] | None:
     return None
 
 
-def publish(group: GroupState, op: str, state: CallState) -> None:
-    """Publish this rank's call, without waiting."""
-    found = _shared_store(group.process_group)
-    if found is not None:
-        place = CallStatus(state, op, group.calls, group.name)
-        threading.Thread(target=_put, args=(*found, group.rank, place), daemon=True).start()
+class Watch:
+    """A thread that publishes this rank's call in the store, and reads those of the peers until `stop`.
+
+    A rank that waits reads only in which call of the group a peer gave up.
+
+    Attributes:
+        answered: whether the store answered.
+        places: the newest call that each rank published; None: it published nothing.
+    """
+
+    def __init__(self, group: GroupState, op: str, state: CallState) -> None:
+        self.answered = False
+        self.places: list[CallStatus | None] = [None] * group.world
+        self._place = CallStatus(state, op, group.calls, group.name)
+        self._last: CallStatus | None = None
+        self._over = threading.Event()
+        if (found := _shared_store(group.process_group)) is not None:
+            args = (*found, group.rank, group.token)
+            threading.Thread(target=self._run, args=args, daemon=True).start()
+
+    def report(self) -> Report:
+        return Report(list(self.places))
+
+    def stop(self, state: CallState | None = None) -> None:
+        """End the thread; before, publish the state in which the call ended."""
+        if state is not None:
+            self._last = self._place._replace(state=state)
+        self._over.set()
+
+    def _run(self, store: Store, ranks: list[int], rank: int, token: str) -> None:
+        with contextlib.suppress(Exception):
+            group, gave_up = self._place.group, self._place.state not in _SENTENCES
+            any_key = f"spar/gave_up/{group}/{token}"
+            _put(store, any_key, token, ranks[rank], self._place)
+            while not self._over.is_set():
+                if gave_up or store.check([any_key]):  # a rank that waits asks for one key alone
+                    for other, number in enumerate(ranks):
+                        keys = [f"{any_key}/{number}", f"{_LAST}/{number}"][: 1 + gave_up]
+                        if (key := next((key for key in keys if store.check([key])), None)) is not None:
+                            *place, of = json.loads(store.get(key))
+                            if of == token or place[-1] != group:  # else of an older group of this name
+                                self.places[other] = CallStatus.of(*place)
+                self.answered = True
+                self._over.wait(_INTERVAL if gave_up else 10 * _INTERVAL)
+            if self._last is not None:
+                _put(store, any_key, token, ranks[rank], self._last)
 
 
-def _keys(rank: int, group: str) -> tuple[str, str]:
-    """Return where a rank publishes its last call on a group, in which it gave up, and on any group."""
-    return f"spar/gave_up/{group}/{rank}", f"spar/last_call/{rank}"
+_LAST = "spar/last_call"  # before a rank's number: its last call on any group
 
 
-def _put(store: Store, ranks: list[int], rank: int, place: CallStatus) -> None:
-    with contextlib.suppress(Exception):
-        gave_up, last = _keys(ranks[rank], place.group)
-        if place.state not in _SENTENCES:  # no later call on another group may hide it
-            store.set(gave_up, json.dumps(place))
-        store.set(last, json.dumps(place))
+def _put(store: Store, any_key: str, token: str, rank: int, place: CallStatus) -> None:
+    text = json.dumps([*place, token])
+    if place.state not in _SENTENCES:  # no later call on another group may hide it
+        store.set(f"{any_key}/{rank}", text)
+        store.set(any_key, "")
+    store.set(f"{_LAST}/{rank}", text)
 
 
 def report(group: GroupState, op: str, state: CallState) -> Report | None:
     """Publish that this rank gives up; return what the peers published, or None if the store is silent."""
-    found = _shared_store(group.process_group)
-    if found is None:
-        return None
-    store, ranks = found
-    places: list[CallStatus | None] = [None] * group.world
-    answered, over = threading.Event(), threading.Event()
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):
-            _put(store, ranks, group.rank, CallStatus(state, op, group.calls, group.name))
-            while not over.is_set():
-                for rank, other in enumerate(ranks):
-                    key = next((key for key in _keys(other, group.name) if store.check([key])), None)
-                    if key is not None:
-                        places[rank] = CallStatus.of(*json.loads(store.get(key)))
-                answered.set()
-                time.sleep(0.02)
-
-    threading.Thread(target=ask, daemon=True).start()
-    begin = time.monotonic()
-    while time.monotonic() < begin + _patience(group, state, Report(list(places))):
+    watch, begin = Watch(group, op, state), time.monotonic()
+    while time.monotonic() < begin + _patience(group, state, watch.report()):
         time.sleep(0.01)
-    over.set()
-    return Report(list(places)) if answered.is_set() else None
+    watch.stop()
+    return watch.report() if watch.answered else None
 
 
 def _patience(group: GroupState, state: CallState, said: Report) -> float:
     """Return how many seconds to wait in all for the peers' last calls, which so far are `said`."""
     if not said.absent(group, (state,)):
         return 0.0
-    everybody = tuple(range(group.world))
-    if state is not CallState.PEER_LOST or unreachable(group, everybody):
+    if state is not CallState.PEER_LOST:
         return _PATIENCE
     return _PATIENCE if said.has(group, CallState.TIMED_OUT, CallState.ABORTED) else _LONGER
 
@@ -167,35 +183,3 @@ def named(group: GroupState, ranks: tuple[int, ...]) -> str:
     return ", ".join(
         f"rank {rank} (process {processes[rank][0]})" if processes else f"rank {rank}" for rank in ranks
     )
-
-
-def watch(group: GroupState) -> None:
-    """Open a pidfd for each of the group's processes on this host, so that their deaths are noticed."""
-    for process in group.processes():
-        if process not in _pidfds:
-            _pidfds[process] = _C.open_pidfd(*process)  # the death of an _UNKNOWN process is not noticed
-
-
-def dead(group: GroupState) -> tuple[int, ...]:
-    """Return the ranks whose process on this host has ended since the group's set-up."""
-    return tuple(rank for rank, process in enumerate(group.processes()) if _ended(process))
-
-
-def _ended(process: tuple[int, int]) -> bool:
-    pidfd = _pidfds.get(process, _ELSEWHERE)
-    if pidfd == _BUSY:  # it was alive; while it is, its address is in use
-        found = _C.open_pidfd(*process)
-        pidfd = _pidfds[process] = {_ELSEWHERE: _DEAD, _UNKNOWN: _BUSY}.get(found, found)
-    if pidfd < 0:
-        return pidfd == _DEAD
-    poll = select.poll()  # select.select is limited to 1,023 descriptors
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def unreachable(group: GroupState, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of the ranks that are dead, or not reachable on this host."""
-    processes = group.processes()
-    found = [(rank, processes[rank]) for rank in ranks if processes]
-    unseen = (_ELSEWHERE, _UNKNOWN)
-    return tuple(rank for rank, p in found if _ended(p) or _pidfds.get(p, _ELSEWHERE) in unseen)

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 from .._control import fork, status
 from .._control.state import LOCAL, OVER, SHARED, Transport
-from ..errors import SparError, by_rank
+from ..errors import by_rank
 from .group import Group
 
 _MOST_BLOCKS = 20
-_PROGRESS = {
+_STAGES = {
     LOCAL: "its peers know nothing of it yet",
     SHARED: "its peers count on this rank",
     OVER: "its transport has it, or it is over",
@@ -28,8 +27,6 @@ def described(group: Group) -> str:
     lines += [] if group.transports else [f"no transport: {group.transport('cpu').reason}"]
     for transport in tuple(group.transports.values()):
         lines += _transport(group, transport)
-    if dead := status.dead(group):
-        lines.append(f"processes that have ended: {status.named(group, dead)}")
     return "\n".join([*lines, *_newest(group)])
 
 
@@ -38,7 +35,7 @@ def _calls(group: Group) -> Iterator[str]:
     where = "no call is under way" if owner is None else f"thread {owner} is in a call"
     flight = 0 if queue is None else queue.in_flight()
     progress = OVER if group.core_has(group.calls) else group.progress
-    yield f"calls: {group.calls}, {flight} in flight; {where}; the newest: {_PROGRESS[progress]}"
+    yield f"calls: {group.calls}, {flight} in flight; {where}; the newest: {_STAGES[progress]}"
     yield f"broken: {group.broken or 'no'}"
 
 
@@ -46,27 +43,26 @@ def _transport(group: Group, transport: Transport) -> Iterator[str]:
     yield f"{transport.device} over {transport.name}: {transport.reason}"
     channel = group.channels.get(transport.device)
     core = None if channel is None else channel.core
-    if core is None:
+    if core is not None and core.broken is not None:
+        yield f"  broken: {core.broken}"
+    ranks = [] if core is None else core.ranks()
+    if not ranks:
         yield "  no mailboxes: how far each rank is cannot be read without communication"
         return
-    if core.broken is not None:
-        yield f"  broken: {core.broken}"
-    if words := core.words():
-        yield by_rank([_word(*row) for row in words])
-        yield f"  {_missing(group, words)}"
-    with contextlib.suppress(SparError):  # another thread closes it
-        last = [core.last_call(rank) for rank in range(group.world)]
-        known = [str(status.CallStatus.of(*call)) for call in last if call is not None]
-        if len(known) == group.world:
-            yield status.listing(known).strip()
+    yield by_rank([_progress(*row) for row in ranks])
+    yield f"  {_missing(group, [row[:2] for row in ranks])}"
+    yield status.listing([str(status.CallStatus.of(*call)) for *_, call, _ in ranks]).strip()
 
 
-def _word(published: int, done: int, broken: str | None, failed: str | None) -> str:
+def _progress(
+    published: int, done: int, broken: str | None, failed: str | None, ended: bool, *_: object
+) -> str:
     text = f"published call {published}" + (f", which failed with {failed}" if failed else "")
-    return f"{text}; done call {done}" + (f"; broke the group with {broken}" if broken else "")
+    text += f"; done call {done}" + (f"; broke the group with {broken}" if broken else "")
+    return text + ("; its process has ended" if ended else "")
 
 
-def _missing(group: Group, words: list[tuple[int, int, str | None, str | None]]) -> str:
+def _missing(group: Group, words: list[tuple[int, int]]) -> str:
     """Return which ranks have not reached the newest call of any rank, or not its end."""
 
     def place(number: int) -> int:  # call numbers wrap, at 32 bits

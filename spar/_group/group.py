@@ -290,7 +290,7 @@ class Group(GroupState):
         if self.broken is None and self.progress == OVER and not isinstance(error, SparError):
             if isinstance(error, Exception):
                 mark_reported(error, self)  # by the core; or the peers have made this call, and go on
-            return "reported by this rank" if self._core(device) is not None else "after its exchange"
+            return "reported by this rank" if self.core_has(self.calls) else "after its exchange"
         mark_reported(error, self)
         if self.broken is not None:
             return "the group is broken"

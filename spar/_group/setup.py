@@ -32,9 +32,11 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
             cuda.find_libraries()
             if group.peer_info is None:
                 host = _host_id()
-                rows = _all_gather(group, _C.peer_info() + host, "facts", op, device, deadline)
-                facts = b"".join([row[: -len(host)] for row in rows])
-                group.shares_host = all(row.endswith(host) for row in rows) and any(host)
+                own = os.urandom(8) + host + _C.peer_info()
+                rows = _all_gather(group, own, "facts", op, device, deadline)
+                facts = b"".join([row[24:] for row in rows])
+                group.shares_host = any(host) and all(row[8:24] == host for row in rows)
+                group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()
                 _choose(group, facts, device, ())
                 _read_settings(group, facts)
                 group.peer_info = facts
@@ -45,6 +47,10 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 failure = _connect(group, core, device, op, deadline) if core is not None else ""
                 if not failure:
                     break
+                if channel.drop_core():
+                    log.info("group %s: no mailboxes: %s", group.name, failure)
+                    break
+                group.connects = False
                 refused += ((name, failure),)
         log.info("group %s: transport %s: %s", group.name, name, reason)
         _warn_if_shm_is_lost(group, name, device, rejected)

@@ -22,7 +22,7 @@ class Channel(Protocol):
 
     Attributes:
         name: the transport's name.
-        core: its communicator in the C core, if it has one.
+        core: its communicator in the C core, which also has the ranks' mailboxes, if it has one.
         enqueues: whether a call only gives work to the device's current stream.
         overlaps: whether an exchange in flight leaves this process's cores to what the rank computes.
         exchange: `exchange(core, inputs, outs, forward, alike, number, deadline)` runs one exchange and
@@ -45,6 +45,9 @@ class Channel(Protocol):
 
     @property
     def core(self) -> _C.Comm | None: ...
+
+    def drop_core(self) -> bool:
+        """Go on without the core, whose set-up failed; return whether the transport can."""
 
     def watch(self) -> None:
         """Start what must run once the set-up is over."""

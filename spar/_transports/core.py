@@ -18,29 +18,39 @@ from ..errors import SparError
 class CoreChannel:
     """A channel over a `_C.Comm`."""
 
+    name: str
     enqueues = False
     overlaps = True
 
-    def __init__(self, group: GroupState, core: _C.Comm) -> None:
+    def __init__(self, group: GroupState, core: _C.Comm | None) -> None:
         self.group: GroupState = weakref.proxy(group)
-        self.core: _C.Comm = core
-        self.name = core.transport
+        self.core = core
+
+    def watch(self) -> None:
+        """Nothing has to run."""
+
+    def drop_core(self) -> bool:
+        return False
 
     def allocate(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def report(self, op: str, why: str, memory: bool, deadline: float) -> None:
+        assert self.core is not None
         self.core.fail(op, why, memory, False, deadline)
 
     def can_report(self) -> bool:
         return True
 
     def give_up(self, op: str, why: str) -> None:
-        with contextlib.suppress(SparError):  # another thread closes it
-            self.core.fail(op, why, False, True, time.monotonic())
+        if self.core is not None:
+            with contextlib.suppress(SparError):  # another thread closes it
+                self.core.fail(op, why, False, True, time.monotonic())
 
     def abort(self) -> None:
-        self.core.abort()
+        if self.core is not None:
+            self.core.abort()
 
     def close(self) -> None:
-        self.core.close()
+        if self.core is not None:
+            self.core.close()

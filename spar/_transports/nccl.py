@@ -74,6 +74,8 @@ def _nccl_backend(group: dist.ProcessGroup) -> Any:
 class NcclChannel(CoreChannel):
     """A call is over when it is in the current stream; what fails later, the next call raises."""
 
+    name = "nccl"
+    core: _C.Comm
     enqueues = True
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:

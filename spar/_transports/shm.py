@@ -18,6 +18,9 @@ from .core import CoreChannel
 class ShmChannel(CoreChannel):
     """One exchange is one call of the core, which allocates the output in the arena."""
 
+    name = "shm"
+    core: _C.Comm
+
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
         super().__init__(group, _C.comm("shm", group.peer_info, group.rank, group.local_ranks, group.name))

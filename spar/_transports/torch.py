@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .. import _C
-from .._control import collectives, status
+from .._control import collectives
 from .._control.agreement import announce_failure, compare
 from .._control.process_group import wire_device
 from .._control.state import OVER, SHARED, GroupState
+from .core import CoreChannel
 from .cuda import refuse_capture
 from .dtypes import ITEMS, apply_scale, sums_of
 
@@ -104,20 +104,22 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-class TorchChannel:
-    """Any ProcessGroup moves the packed bytes; ranks compare their calls before, unless SPAR_CHECK is 0."""
+class TorchChannel(CoreChannel):
+    """Any ProcessGroup moves the packed bytes, once ranks have compared their calls.
+
+    Ranks of one host compare them in the core's mailboxes; others over the ProcessGroup, unless SPAR_CHECK
+    is 0.
+    """
 
     name = "torch"
-    core = None
-    enqueues = False
-    overlaps = True
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
-        self.group: GroupState = weakref.proxy(group)
+        place = group.peer_info or b"", group.rank, group.local_ranks, group.name
+        super().__init__(group, _C.comm("torch", *place) if group.shares_host and group.connects else None)
 
-    def watch(self) -> None:
-        """Notice the end of the peers' processes."""
-        status.watch(self.group)
+    def drop_core(self) -> bool:
+        self.core = None
+        return True
 
     def exchange(
         self,
@@ -148,12 +150,16 @@ class TorchChannel:
         copies = packer(device, group.rank)
         copies.pack(plan, inputs, sent)
         sent = sent.to(via)
-        if group.compares:
-            compare(group, core, plan, forward, number, deadline)
+        mailboxes = self.core
         group.progress = SHARED
-        collectives.all_to_all(
-            group, core.op, received, sent, list(received_sizes), list(sent_sizes), deadline
-        )
+        if mailboxes is not None:
+            mailboxes.compare(core.op, core.text, plan, forward, number, deadline)
+        elif group.compares:
+            compare(group, core, plan, forward, number, deadline)
+        sizes = list(received_sizes), list(sent_sizes)
+        collectives.all_to_all(group, core.op, received, sent, *sizes, deadline, mailboxes)
+        if mailboxes is not None:
+            mailboxes.end()
         group.progress = OVER
         copies.unpack(core, plan, inputs, outputs, received.to(device))
         _C.count_traffic("torch", sum(sent_sizes), time.monotonic_ns() - begin)
@@ -161,20 +167,11 @@ class TorchChannel:
             return sums_of(outputs, outs)
         return list(outputs) if outs is None else [None] * len(outs)
 
-    def allocate(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-
     def report(self, op: str, why: str, memory: bool, deadline: float) -> None:
-        announce_failure(self.group, op, why, memory, deadline)
+        if self.core is not None:
+            super().report(op, why, memory, deadline)
+        else:
+            announce_failure(self.group, op, why, memory, deadline)
 
     def can_report(self) -> bool:
-        return self.group.compares
-
-    def give_up(self, op: str, why: str) -> None:
-        """The peers reach their limit: there is no way to reach them."""
-
-    def abort(self) -> None:
-        """A wait on the ProcessGroup polls the group."""
-
-    def close(self) -> None:
-        """It holds nothing."""
+        return self.core is not None or self.group.compares

@@ -56,9 +56,9 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
     return 1;
 }
 
-static spar_status setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
+static spar_status setup(spar_comm *comm, spar_setup_result *result)
 {
-    comm->state = (void *)(uintptr_t)info[comm->rank].local_world;
+    comm->state = (void *)(uintptr_t)comm->info[comm->rank].local_world;
     result->offset = comm->rank;
     return SPAR_OK;
 }

@@ -106,9 +106,9 @@ static void *run_thread(void *argument)
         pthread_barrier_wait(&m->barrier);
         for (int p = 0; p < at->all->world; p++)
             EXPECT(!m->connected[p].failed);
-        one_call(comm->state, at->all->world, at->process, round);
+        one_call(comm->group, at->all->world, at->process, round);
         if (round % 8 == 7)
-            abort_without_reason(comm->state, m, at->process);
+            abort_without_reason(comm->group, m, at->process);
         spar_comm_close(comm);
     }
     return NULL;

@@ -72,7 +72,7 @@ static spar_comm *join_threads(rendezvous *m, int rank)
     spar_group *group;
     EXPECT(comm && !spar_arena_open(1 << 28, 1));
     EXPECT(!spar_group_open(m->world, rank, spar_cores() / m->world, 0, &group, &m->opened[rank].offset));
-    *comm = (spar_comm){.transport = &spar_transport_shm, .world = m->world, .rank = rank, .state = group};
+    *comm = (spar_comm){.transport = &spar_transport_shm, .world = m->world, .rank = rank, .group = group};
     pthread_barrier_wait(&m->barrier);
     for (int p = 0; p < m->world; p++) {
         offsets[p] = m->opened[p].offset;
@@ -186,9 +186,9 @@ static void disagree(spar_comm *comm, int call_number, int odd)
     EXPECT(mine && fails ? strcmp(spar_last_error(), "an injected failure") == 0
                          : strstr(spar_last_error(), fails ? "injected" : "calls differ") != NULL);
     for (int p = 0; p < comm->world; p++) {
-        spar_description call;
-        EXPECT(comm->transport->description(comm, p, &call) == !fails);
-        EXPECT(fails || strstr(call.text, p == odd ? "other" : "gather") != NULL);
+        const spar_description *call = spar_group_description(comm->group, p);
+        EXPECT((call == NULL) == fails);
+        EXPECT(fails || strstr(call->text, p == odd ? "other" : "gather") != NULL);
     }
 }
 
@@ -251,9 +251,9 @@ static void publish_offset(spar_comm *comm, int64_t offset)
     own.signature = spar_plan_signature(plan, "");
     own.offsets[0] = offset;
     spar_plan_release(plan);
-    EXPECT(!spar_group_begin(comm->state, &deadline, &call));
-    EXPECT(!spar_group_publish(comm->state, &own, describe_call, NULL, all, &deadline));
-    EXPECT(spar_group_finish(comm->state, &deadline) == SPAR_BROKEN);
+    EXPECT(!spar_group_begin(comm->group, &deadline, &call));
+    EXPECT(!spar_group_publish(comm->group, &own, describe_call, NULL, all, &deadline));
+    EXPECT(spar_group_finish(comm->group, &deadline) == SPAR_BROKEN);
     EXPECT(strstr(spar_last_error(), expected));
 }
 
@@ -284,12 +284,12 @@ static spar_memory *work(rendezvous *m, spar_comm *comm)
     int64_t *times = calloc((size_t)m->calls, sizeof *times);
     unsigned seed = (unsigned)comm->rank + 1;
     EXPECT(times != NULL);
-    spar_group_start_at(comm->state, UINT32_MAX - 9); /* ten calls before the wrap */
+    spar_group_start_at(comm->group, UINT32_MAX - 9); /* ten calls before the wrap */
     pthread_barrier_wait(&m->barrier);
     for (int i = 0; i < m->calls; i++) {
         const int64_t spins_ns[] = {0, 20000, 200000}; /* block at once, soon, and hardly ever */
         if (i % 500 == 0)
-            spar_group_spin(comm->state, spins_ns[(i / 500 + comm->rank) % 3]);
+            spar_group_spin(comm->group, spins_ns[(i / 500 + comm->rank) % 3]);
         int64_t begin = now_ns();
         gather(comm, i, i % 3 ? BYTES : 1 + i % BYTES, &kept);
         times[i] = now_ns() - begin;

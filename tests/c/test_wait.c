@@ -4,7 +4,7 @@
 #define spar_group_await await_of_test
 #define spar_group_abort abort_of_test
 #define spar_group_list list_of_test
-#define spar_group_read_ranks read_ranks_of_test
+#define spar_group_poll poll_of_test
 #define spar_mailbox_publish publish_of_test
 #define sched_yield yield_of_test
 #define clock_gettime wait_clock_of_test

@@ -229,9 +229,6 @@ class Transport(ctypes.Structure):
         ("prepare", c_void_p),
         ("run", _CallFunction),
         ("wait", c_void_p),
-        ("description", c_void_p),
-        ("last_call", c_void_p),
-        ("words", c_void_p),
         ("broken", c_void_p),
         ("close", c_void_p),
     )
@@ -245,6 +242,7 @@ Comm._fields_ = (
     ("core_share", c_int),
     ("native", Native),
     ("info", POINTER(PeerInfo)),
+    ("group", c_void_p),
     ("state", c_void_p),
 )
 

@@ -248,7 +248,7 @@ def different(*shown: str) -> dict[str, Any]:
     return {"error": "MismatchError", "patterns": patterns, "usable": True}
 
 
-NOT_CALLED = r"rank {odd} \(process {process}\) did not make .*SPAR_TIMEOUT"
+NOT_CALLED = r"rank {odd} \(process {process}\) did not (?:make|end) .*SPAR_TIMEOUT"
 LAST_CALLS = r"last call of each rank, on any group:\n  rank 0.*gather\S*, call \d+ on group '{group}'"
 AT_TIMEOUT = (LIMIT - 0.1, LIMIT + OVER)
 FAULTS = {
@@ -324,7 +324,7 @@ FAULTS = {
     "handler raises": Fault(
         raise_in_handler, "GroupBrokenError", (r"rank {odd} was interrupted in call \d",), "Alarm"
     ),
-    "group closed": Fault(close, "GroupBrokenError", ("a rank closed the group",), "-"),
+    "group closed": Fault(close, "GroupBrokenError", (r"rank {odd} closed the group before call \d",), "-"),
     "group closed in a call": Fault(
         close_in_call,
         "GroupBrokenError",

@@ -7,6 +7,7 @@ A new one is a row.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ from helpers.reference import among, in_runs, packed, rule, zigzag
 from spar import SequenceLayout
 from spar._exchange import layouts
 from spar._exchange.layouts import WHOLE, Args, Layout, by_sizes, even, pair
+from spar._group import setup
 
 Draw = Callable[[int, int], int]  # an int from the first to the last
 Group = dist.ProcessGroup
@@ -360,13 +362,28 @@ TRANSPORTS = {
     "nccl": Transport(("cuda",)),
     "torch": Transport(
         ("cpu", "cuda"),
-        {
-            "out of memory": "none",  # no cap; test_local_failures.py covers torch's allocator
-            "interrupted": "timeout",  # its peers time out: test_faults.py
-            "handler raises": "timeout",  # the same: test_local_failures.py
-            "group closed": "new set-up",  # without shared memory, a group holds nothing open
-            "group closed in flight": "timeout",  # the same: test_async.py
-            "group closed in a call": "timeout",  # the closing rank raises at once: test_local_failures.py
-        },
+        {"out of memory": "none"},  # no cap; test_local_failures.py covers torch's allocator
     ),
 }
+
+# The torch transport without mailboxes: ranks see themselves on hosts of their own.
+ACROSS = "torch across hosts"
+ACROSS_HOSTS = Transport(
+    ("cpu",),
+    {
+        "out of memory": "none",
+        "interrupted": "timeout",  # its peers time out: test_faults.py
+        "handler raises": "timeout",  # the same: test_local_failures.py
+        "group closed": "new set-up",  # without mailboxes, a group holds nothing open
+        "group closed in flight": "timeout",  # the same: test_async.py
+        "group closed in a call": "timeout",  # the closing rank raises at once: test_local_failures.py
+    },
+)
+
+
+def use_transport(name: str, rank: int) -> None:
+    """Select a transport of the table, or ACROSS, in a rank's process."""
+    if name == ACROSS:
+        name = "torch"
+        setup._host_id = lambda: bytes([1 + rank]) * 16
+    os.environ["SPAR_TRANSPORT"] = name

@@ -148,28 +148,6 @@ static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
     return status;
 }
 
-/* Returns no text: the error has the texts of all ranks. */
-static int description(const spar_comm *comm, int rank, spar_description *result)
-{
-    const spar_nccl_state *s = comm->state;
-    *result->text = 0;
-    return s->ring && spar_ring_gathered(s->ring, rank, &result->gathered);
-}
-
-static int last_call(const spar_comm *comm, int rank, spar_last_call *last)
-{
-    const spar_nccl_state *s = comm->state;
-    if (s->group)
-        *last = spar_group_last_call(s->group, rank);
-    return s->group != NULL;
-}
-
-static int words(const spar_comm *comm, int rank, spar_words *result)
-{
-    const spar_nccl_state *s = comm->state;
-    return s->ring && spar_ring_words(s->ring, rank, result);
-}
-
 static const char *broken(const spar_comm *comm)
 {
     const spar_nccl_state *s = comm->state;
@@ -210,9 +188,6 @@ const spar_transport spar_transport_nccl = {
     .prepare = prepare,
     .run = run,
     .wait = wait_for,
-    .description = description,
-    .last_call = last_call,
-    .words = words,
     .broken = broken,
     .close = close_comm,
 };

@@ -76,16 +76,16 @@ static spar_status make(spar_nccl_state *s, const spar_native *native, token *ow
 }
 
 /* Opens the ring if all ranks share this host. It is optional: *offset is -1 without one. */
-static void open_ring(spar_nccl_state *s, const spar_comm *comm, const spar_peer_info *info, int64_t *offset)
+static void open_ring(spar_nccl_state *s, const spar_comm *comm, int64_t *offset)
 {
     char reason[96];
-    if (!spar_rendezvous_possible(info, s->world, 0, reason, sizeof reason) ||
-        spar_rendezvous_begin(comm, info, spar_ring_room(), &s->group, offset) != SPAR_OK ||
+    if (!spar_rendezvous_possible(comm->info, s->world, 0, reason, sizeof reason) ||
+        spar_rendezvous_begin(comm, spar_ring_room(), &s->group, offset) != SPAR_OK ||
         spar_ring_open(s->group, &s->ring) != SPAR_OK)
         *offset = -1;
 }
 
-spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result)
+spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
 {
     token own = {0};
     spar_entered before;
@@ -102,7 +102,7 @@ spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_se
     s->rank = comm->rank;
     s->ordinal = comm->native.ordinal;
     comm->state = s;
-    open_ring(s, comm, info, &result->offset);
+    open_ring(s, comm, &result->offset);
     SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
     spar_cuda_leave(&before);
@@ -256,15 +256,17 @@ static spar_status agree_on_communicator(spar_nccl_state *s, const spar_setup_re
 }
 
 /* If one rank has no call ring, no rank uses it. */
-static spar_status connect_ring(spar_nccl_state *s, const spar_comm *comm, const spar_setup_result *results,
+static spar_status connect_ring(spar_nccl_state *s, spar_comm *comm, const spar_setup_result *results,
                                 const spar_deadline *deadline)
 {
     int all = s->ring != NULL;
     for (int rank = 0; rank < s->world; rank++)
         all = all && results[rank].offset >= 0;
     spar_status status = all ? spar_rendezvous_end(comm, s->group, results, deadline) : SPAR_TRANSPORT;
-    if (status == SPAR_OK)
+    if (status == SPAR_OK) {
+        comm->group = s->group; /* the state outlives the communicator, and closes the group */
         return SPAR_OK;
+    }
     spar_ring_close(s->ring);
     if (!all)
         spar_group_close(s->group); /* else the mailbox stays: peers that connected may still read it */

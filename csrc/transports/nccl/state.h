@@ -34,7 +34,7 @@ typedef struct {
 } spar_nccl_state;
 
 /* The stages of the set-up: slots of spar_transport_nccl. */
-spar_status spar_nccl_setup(spar_comm *comm, const spar_peer_info *info, spar_setup_result *result);
+spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result);
 spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline);
 

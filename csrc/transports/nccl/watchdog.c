@@ -172,7 +172,7 @@ static void *end_kernels(void *watchdog)
 
 static int is_idle(spar_watchdog *w)
 {
-    while (w->count && spar_cu.EventQuery(w->slots[w->first].event) != SPAR_CU_NOT_READY) {
+    while (w->count && retire_calls(w) != SPAR_OK) { /* a failed call is over, too */
         w->first = (w->first + 1) % SLOTS;
         w->count--;
     }

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Any ProcessGroup of torch: Python packs and moves the bytes (spar/_transports/torch.py).
+ *
+ * Where all ranks share a host, each call is compared here before: run publishes it, and returns while the
+ * call goes on. Python polls the group while the bytes move, and ends the call. */
+#include "transports/rendezvous.h"
+
+#include <stdio.h>
+
+static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                  size_t size)
+{
+    (void)info;
+    (void)world;
+    (void)first_rank;
+    snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
+    return 1;
+}
+
+static spar_status setup(spar_comm *comm, spar_setup_result *result)
+{
+    char reason[96];
+    if (!spar_rendezvous_possible(comm->info, comm->world, 0, reason, sizeof reason))
+        return spar_fail(SPAR_TRANSPORT, "%s", reason);
+    return spar_rendezvous_setup(comm, result);
+}
+
+static spar_status compare(spar_comm *comm, spar_call *call, void *all, uint32_t n)
+{
+    const spar_call_header own = {
+        .signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number,
+        .forward = call->forward,
+    };
+    (void)n;
+    return spar_group_publish(comm->group, &own, spar_call_describe, call, all, &call->deadline);
+}
+
+static spar_status run(spar_comm *comm, spar_call *call)
+{
+    return spar_rendezvous_run(comm, call, compare, sizeof(spar_call_header));
+}
+
+const spar_transport spar_transport_torch = {
+    .name = "torch",
+    .serves = serves,
+    .setup = setup,
+    .connect = spar_rendezvous_connect,
+    .run = run,
+    .close = spar_rendezvous_close,
+};
