@@ -90,11 +90,12 @@ class Arguments(Call):
             self.before = group.calls if group.queue is None else group.count()
         try:
             input_, what = self.input, self.what
-            if not isinstance(input_, torch.Tensor):
-                raise self.type_error(what, f"a {type(input_).__name__}", "a tensor")
-            if type(input_) not in PLAIN_TYPES and hasattr(input_, "to_local"):
+            if type(input_) not in PLAIN_TYPES:
                 kind = f"a {type(input_).__name__}"
-                raise self.type_error(what, kind, "a plain tensor; pass its .to_local()")
+                if not isinstance(input_, torch.Tensor):
+                    raise self.type_error(what, kind, "a tensor")
+                if hasattr(input_, "to_local"):
+                    raise self.type_error(what, kind, "a plain tensor; pass its .to_local()")
             if input_.layout is not _STRIDED:
                 raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
             if input_.is_nested:
@@ -321,7 +322,7 @@ class Arguments(Call):
 
     def parts(self, what: str, dim: int, sizes: Sizes | None) -> Layout:
         """Return the layout that shards all of the input's `dim`, by the size rule if there are no sizes."""
-        total = self.input.size(dim)
+        total = self.shape[dim]
         if sizes is None:
             return even(dim, total)
         given = self.sizes(what, sizes)
@@ -370,8 +371,10 @@ def apply_together(
         exchange = Exchange(first.name, group, args, *rest)
     else:
         decided = first.name, args, rest
-        exchange = group.exchanges.get(decided) or Exchange(first.name, group, args, *rest)
-        group.exchanges[decided] = exchange
+        found = group.exchanges.get(decided)
+        exchange = found or Exchange(first.name, group, args, *rest)
+        if found is None:
+            group.exchanges[decided] = exchange
         if key is not None:
             group.exchanges[key] = exchange
     return apply(exchange, inputs) if records else exchange.run(inputs)

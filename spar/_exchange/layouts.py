@@ -83,11 +83,6 @@ def swapped(args: Args) -> Args:
     return len(after), *after, *before
 
 
-def is_local(args: Args) -> bool:
-    """Whether nothing is communicated: every rank holds the whole input, and selects its shard."""
-    return args[1] == -1
-
-
 def share_start(total: int, world: int, rank: int) -> int:
     """Return the offset of `rank`'s shard of `total`, whose size is `share`."""
     rest = total % world
