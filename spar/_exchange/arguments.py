@@ -346,7 +346,7 @@ def apply_together(
 
     Args:
         args: the layouts of each input, as in Exchange.
-        key: by which the group remembers the exchange: `repeat`.
+        key: by which the group remembers the exchange: `repeat`, which returns none if a tracer must see it.
         kind: as in Exchange.
     """
     first = calls[0]
@@ -377,7 +377,9 @@ def apply_together(
             group.exchanges[decided] = exchange
         if key is not None:
             group.exchanges[key] = exchange
-    return apply(exchange, inputs) if records else exchange.run(inputs)
+    if records:
+        return apply(exchange, inputs)
+    return exchange.run(inputs, traced=None if key is None else False)
 
 
 def apply_chain(

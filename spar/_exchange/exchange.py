@@ -204,27 +204,30 @@ class Exchange:
             inputs = [x.unsqueeze(0) for x in inputs]
         first = inputs[0]
         group = group if isinstance(group, Group) else group_at(group.handle)
-        device = "cpu" if first.is_cpu else _type_of(first.device)
+        dtype, device = first.dtype, "cpu" if first.is_cpu else _type_of(first.device)
         if device == "meta":  # shape inference exchanges nothing, but counts as a call, as on the peers
             group.calls += 1
             return _empty_outputs(inputs, group, self.args)
-        size, kind, sums, conjugates, negates = ITEM_TYPES[first.dtype]
-        for x in inputs if negates else ():  # of other dtypes torch is not asked: it releases the GIL
-            if x.is_neg() or (conjugates and x.is_conj()):
-                inputs = [x.resolve_conj().resolve_neg() for x in inputs]
-                break
         prepared = self.prepared
-        if prepared is None or prepared[1] is not first.dtype or prepared[2] != device:
+        if prepared is None or prepared[1] is not dtype or prepared[2] != device:
+            size, kind, sums, negates = ITEM_TYPES[dtype]
             factor, divide = self.scale
-            text = f" of {first.dtype} on {device}"
+            text = f" of {dtype} on {device}"
             text += f" {'/' if divide else '*'} {factor:.17g}" if factor != 1.0 else ""
             text += f", gradient {self.gradient}" if self.gradient else ""
             text += f", {self.note}" if self.note else ""
             codes = kind, divide, factor, sums if self.kind == SUM else 0
             core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
-            self.prepared = prepared = core, first.dtype, device, kind, negates
-        outputs = group.in_turn(self.name, device, None, prepared[0], inputs, outs, forward, False, queued)
-        return cast(Tensors, outputs) if outs is None and kind else self._finish(outputs, outs, first.dtype)
+            self.prepared = prepared = core, dtype, device, kind, negates
+        core, _, _, kind, negates = prepared
+        for x in inputs if negates else ():  # of other dtypes torch is not asked: it releases the GIL
+            if x.is_neg() or x.is_conj():
+                inputs = [x.resolve_conj().resolve_neg() for x in inputs]
+                break
+        outputs: list[Any] = group.in_turn(
+            self.name, device, None, core, inputs, outs, forward, False, queued
+        )
+        return outputs if outs is None and kind else self._finish(outputs, outs, dtype)
 
     def again(self, inputs: Tensors) -> Tensors:
         """Run it for plain tensors that no tracer must see.
@@ -245,10 +248,10 @@ class Exchange:
             except RuntimeError:  # of a nested tensor, which the checks refuse
                 raise Unlike from None
         group: Any = self.group
-        outputs = group.in_turn(self.name, device, None, core, inputs, None, 0, True)
+        outputs: list[Any] | None = group.in_turn(self.name, device, None, core, inputs, None, 0, True)
         if outputs is None:
             raise Unlike
-        return cast(Tensors, outputs) if kind else self._finish(outputs, None, dtype)
+        return outputs if kind else self._finish(outputs, None, dtype)
 
     def _select(self, x: torch.Tensor, args: Args) -> torch.Tensor:
         """Select this rank's shard of a whole tensor, as a view if it is contiguous and unscaled."""
@@ -259,7 +262,7 @@ class Exchange:
                 return part
             if not is_cpu:
                 return scaled(part, factor, divide)
-        size, code, _, _, negates = ITEM_TYPES[x.dtype]
+        size, code, _, negates = ITEM_TYPES[x.dtype]
         if negates:  # of other dtypes torch is not asked: it releases the GIL
             x = x.resolve_conj().resolve_neg()
         if not is_cpu:

@@ -25,15 +25,13 @@ class ItemType(NamedTuple):
     Attributes:
         size: bytes of an item.
         scale, sums: its entries of SCALE_TYPES and SUM_TYPES; 0: none.
-        conjugates: whether a tensor of it may be a view that conjugates.
-        negates: whether it may be a view that negates, which is the imaginary part of one that conjugates.
-            torch's private `_neg_view` can negate other dtypes, too; it is not supported.
+        negates: whether a tensor of it may be a view that conjugates, or that negates: the imaginary part of
+            one that conjugates. torch's private `_neg_view` can negate others, too; it is not supported.
     """
 
     size: int
     scale: int
     sums: int
-    conjugates: bool
     negates: bool
 
 
@@ -46,7 +44,6 @@ ITEM_TYPES: dict[torch.dtype, ItemType] = {
         dtype.itemsize,
         SCALE_TYPES.get(dtype, 0),
         SUM_TYPES.get(dtype, 0),
-        dtype in _COMPLEX,
         dtype in _NEGATED,
     )
     for dtype in _DTYPES
