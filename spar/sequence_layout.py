@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from ._checks import check_int, check_ints, check_type
-from ._exchange.arguments import Arguments, Key, Sizes, apply_together, cumulative_hint, from_cumulative
-from ._exchange.exchange import GATHER, ONE, SUM
+from ._exchange.arguments import Arguments, Key, Sizes, cumulative_hint, from_cumulative
+from ._exchange.exchange import GATHER, MOVE, ONE, SUM, Scale
 from ._exchange.layouts import (
     EVEN,
     PACKED,
     SIZES,
     WHOLE,
     ZIGZAG,
+    Args,
     Layout,
     extent,
     packed_index,
@@ -31,7 +32,7 @@ from ._exchange.layouts import (
     total_of,
 )
 from ._exchange.repeated import kept_scale, repeat
-from ._exchange.together import checked_together
+from ._exchange.together import exchange_together
 from ._exchange.watch import must_record
 from ._group.registry import place_of
 from .topology import topology
@@ -281,7 +282,7 @@ class SequenceLayout:
         if output is not None:
             return output
 
-        def run(calls: list[Arguments], at: list[str]) -> Sequence[torch.Tensor]:
+        def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
             if grad_scale is NOT_GIVEN and must_record([call.input for call in calls]):
                 raise _scale_error(calls[0], splits)
             scale = calls[0].grad_scale(None if grad_scale is NOT_GIVEN else grad_scale)
@@ -290,12 +291,12 @@ class SequenceLayout:
                 for call, which in zip(calls, at, strict=True)
             ]
             if exact:
-                args = tuple([shards_pair(shard, calls[0].world, splits) for shard in shards])
-                return apply_together(calls, args, ONE, key, SUM if splits else GATHER)
-            args = tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards])
-            return apply_together(calls, args, scale, key)
+                return tuple([shards_pair(shard, calls[0].world, splits) for shard in shards]), scale
+            return tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards]), scale
 
-        return checked_together(name, x, self.group, run, 0 if splits and not exact else 1)
+        kind = MOVE if not exact else SUM if splits else GATHER
+        exchanges = 0 if splits and not exact else 1
+        return exchange_together(name, x, self.group, layouts, key, kind, exchanges=exchanges)
 
 
 def _scale_error(call: Arguments, splits: bool) -> ValueError:
@@ -365,7 +366,7 @@ def checked_numbers(
 
     what: the argument that has the layout.
     whole: whether the input has the whole sequence, not this rank's shard.
-    at: names the tensor in messages: `checked_together`.
+    at: names the tensor in messages: `exchange_together`.
     """
     if not isinstance(layout, SequenceLayout):
         raise call.type_error(what, f"{layout!r:.200}", "a SequenceLayout or None")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check several tensors that one call of a public operation exchanges together."""
+"""Check the tensors that one call of a public operation exchanges together, and exchange them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,42 @@ from .. import _C
 from .._control.state import Place
 from .._group.group import Group as Group_
 from ..topology.resolve import Group
-from .arguments import Arguments, ranks_of
+from .arguments import Arguments, Key, apply_together, check_summable, ranks_of
+from .exchange import MOVE, SUM, Exchange, Scale
+from .layouts import Args
+from .outputs import write_to
+from .watch import must_record
+from .work import launch
 
 # what names each tensor of a list in messages; any that is too many is the last
 _AT = [f"[{i}]" for i in range(_C.MOST_TENSORS)]
 _NAMES = [f"input_{at}" for at in (*_AT, f"[{_C.MOST_TENSORS} or more]")]
 
 
-def checked_together(
+def exchange_together(
     name: str,
     input_: Any,
     group: Group | Group_ | Place,
-    run: Callable[[list[Arguments], list[str]], Sequence[torch.Tensor]],
+    layouts: Callable[[list[Arguments], list[str]], tuple[tuple[Args, ...], Scale]],
+    key: Key = None,
+    kind: int = MOVE,
+    note: str = "",
     exchanges: int = 1,
+    out: Any = None,
+    async_op: Any = False,
 ) -> Any:
-    """Check a tensor, or several of one dtype and device that one exchange moves; then `run` their calls.
+    """Check a tensor, or several of one dtype and device, and move them in one exchange.
 
-    run: receives the calls, and what names each tensor in messages: "[1]" after an argument's name, or "".
+    Args:
+        layouts: checks the other arguments; returns the layouts of each input, and what gradients are scaled
+            by. It receives the calls, and what names each tensor in messages: "[1]" after an argument's name,
+            or "".
+        key, kind: as for `apply_together`.
+        note: as in Exchange.
+        exchanges: as for Arguments.
 
-    Returns what `run` returns: a list, or its only tensor if `input_` is not a list.
+    Returns:
+        A list, or its only tensor if `input_` is not a list; with async_op a tuple of that and a Work.
     """
     one = not isinstance(input_, (list, tuple))
     inputs: Sequence[Any] = [input_] if one else input_
@@ -49,8 +66,21 @@ def checked_together(
         if len(calls) > len(_AT):
             expected = f"at most {len(_AT)} in one call"
             raise first.error("input_", f"a list of {len(calls)} tensors", expected)
-        outputs = run(calls, [""] if one else _AT[: len(inputs)])
-        return outputs[0] if one else list(outputs)
+        first.note = note
+        at = [""] if one else _AT[: len(inputs)]
+        args, grad_scale = layouts(calls, at)
+        if out is None and not async_op:
+            outputs = apply_together(calls, args, grad_scale, key, kind)
+            return outputs[0] if one else list(outputs)
+        if kind != MOVE:
+            check_summable(first, kind == SUM, async_op and must_record(inputs))
+        exchange = Exchange(name, first.group, args, kind=kind, note=note)
+        if not async_op:
+            outputs = write_to(out, calls, at, exchange)
+            return outputs[0] if one else outputs
+        outputs, work = launch(calls, at, exchange, out, async_op)
+        work._tensors = first.tensors
+        return (outputs[0] if one else outputs), work
 
 
 def _check_alike(first: Arguments, inputs: Sequence[torch.Tensor]) -> None:
@@ -74,7 +104,7 @@ def _reject_empty_list(name: str, ranks: Group_ | Place, exchanges: int) -> None
 
 
 def entries(call: Arguments, what: str, sizes: Any, at: list[str]) -> Sequence[Any]:
-    """Return the sizes of each tensor of `checked_together`."""
+    """Return the sizes of each tensor of `exchange_together`."""
     if at == [""]:
         return [sizes]
     if sizes is None:

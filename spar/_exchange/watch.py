@@ -28,11 +28,6 @@ def is_any_traced(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def is_watched() -> bool:
-    """`is_any_traced` of plain tensors outside of torch.compile."""
-    return _dispatch_modes() > 0 or _functorch_transforms()
-
-
 def must_record(inputs: Sequence[torch.Tensor]) -> bool:
     """Whether autograd records what is computed from the inputs, or they have tangents."""
     for x in inputs:

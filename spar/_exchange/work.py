@@ -292,14 +292,6 @@ def launch(
     calls: Sequence[Arguments], at: Sequence[str], exchange: Exchange, out: Any, async_op: Any
 ) -> tuple[list[torch.Tensor], Work]:
     """Start the exchange of the calls' inputs; record it if one requires a gradient."""
-    outputs, work = _launch(calls, at, exchange, out, async_op)
-    work._tensors = 0 if at[0] == "" else len(at)
-    return outputs, work
-
-
-def _launch(
-    calls: Sequence[Arguments], at: Sequence[str], exchange: Exchange, out: Any, async_op: Any
-) -> tuple[list[torch.Tensor], Work]:
     if torch.compiler.is_compiling():
         raise SparError(f"{calls[0].name}: async_op=True cannot be traced by torch.compile; {_NOT_TRACED}")
     if async_op is not True:

@@ -11,12 +11,11 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from .._exchange.arguments import Arguments, Key, Sizes, apply_together
-from .._exchange.exchange import ONE, Exchange
+from .._exchange.exchange import ONE, Scale
 from .._exchange.layouts import EVEN, Args, Layout
-from .._exchange.outputs import write_to
 from .._exchange.repeated import repeat
-from .._exchange.together import checked_together, entries
-from .._exchange.work import Work, launch
+from .._exchange.together import entries, exchange_together
+from .._exchange.work import Work
 from ..sequence_layout import SequenceLayout, checked_numbers, kept
 from ..sizes import share, totals_of_share
 from ..topology.resolve import Group
@@ -201,12 +200,9 @@ def _together(
     note: str = "",
 ) -> Any:
     """Run an all_to_all of one tensor or several, with all options; `key` is as for `apply_together`."""
-    works: list[Work] = []
 
-    def run(calls: list[Arguments], at: list[str]) -> Sequence[torch.Tensor]:
-        first = calls[0]
-        first.note = note
-        each: Sequence[Any] = [None] * len(calls) if how is None else _for_each(first, how, at)
+    def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
+        each: Sequence[Any] = [None] * len(calls) if how is None else _for_each(calls[0], how, at)
         pairs: list[Args] = []
         for i, call in enumerate(calls):
             like = i > 0 and call.shape == calls[i - 1].shape  # the tensor before it
@@ -214,18 +210,9 @@ def _together(
                 pairs.append(pairs[-1])
             else:
                 pairs.append(_layouts(call, dims, each[i], at[i]))
-        args = tuple(pairs)
-        if out is None and not async_op:
-            return apply_together(calls, args, ONE, key)
-        exchange = Exchange(first.name, first.group, args, note=note)
-        if not async_op:
-            return write_to(out, calls, at, exchange)
-        outputs, work = launch(calls, at, exchange, out, async_op)
-        works.append(work)
-        return outputs
+        return tuple(pairs), ONE
 
-    result = checked_together(name, inputs, group, run)
-    return (result, works[0]) if async_op else result
+    return exchange_together(name, inputs, group, layouts, key, note=note, out=out, async_op=async_op)
 
 
 def _for_each(call: Arguments, how: How, at: list[str]) -> list[How]:
@@ -246,7 +233,7 @@ def _repeated(layout: Any, count: int) -> Any:
 
 
 def _layouts(call: Arguments, dims: Dims, how: How | None, at: str = "") -> Args:
-    """Check the arguments of an all_to_all; return its layouts. `at` names the tensor: `checked_together`."""
+    """Check the arguments of an all_to_all; return its layouts. `at`: see `exchange_together`."""
     scatter, gather, size = dims
     ndim, shape = call.ndim, call.shape
     if not (type(scatter) is int and 0 <= scatter < ndim):

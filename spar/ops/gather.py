@@ -12,14 +12,12 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .._exchange.arguments import Arguments, Key, Sizes, apply_together, check_summable
-from .._exchange.exchange import GATHER, ONE, SUM, Exchange
-from .._exchange.layouts import Layout, even, shards_pair
-from .._exchange.outputs import write_to
+from .._exchange.arguments import Arguments, Key, Sizes
+from .._exchange.exchange import GATHER, ONE, SUM, Scale
+from .._exchange.layouts import Args, Layout, even, shards_pair
 from .._exchange.repeated import repeat
-from .._exchange.together import checked_together, entries
-from .._exchange.watch import must_record
-from .._exchange.work import Work, launch
+from .._exchange.together import entries, exchange_together
+from .._exchange.work import Work
 from ..sequence_layout import SequenceLayout, checked_numbers, kept
 from ..topology.resolve import Group
 
@@ -206,34 +204,23 @@ def transpose_for(
     output, key = repeat(name, input_, group, arguments)
     if output is not None:
         return output
-    works: list[Work] = []
 
-    def run(calls: list[Arguments], at: list[str]) -> Sequence[torch.Tensor]:
-        first, kind = calls[0], SUM if sums else GATHER
-        first.note = note
+    def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
+        first = calls[0]
         if layout is not None:
             first.one_of(sizes=sizes, layout=layout)
         given = zip(calls, entries(first, "sizes", sizes, at), at, strict=True)
         shards = [_shard(call, sums, dim, its_sizes, layout, label) for call, its_sizes, label in given]
-        args = tuple([shards_pair(shard, first.world, sums) for shard in shards])
-        if out is None and not async_op:
-            return apply_together(calls, args, ONE, key, kind)
-        check_summable(first, sums, async_op and must_record([call.input for call in calls]))
-        exchange = Exchange(first.name, first.group, args, kind=kind, note=note)
-        if not async_op:
-            return write_to(out, calls, at, exchange)
-        outputs, work = launch(calls, at, exchange, out, async_op)
-        works.append(work)
-        return outputs
+        return tuple([shards_pair(shard, first.world, sums) for shard in shards]), ONE
 
-    result = checked_together(name, input_, group, run)
-    return (result, works[0]) if async_op else result
+    kind = SUM if sums else GATHER
+    return exchange_together(name, input_, group, layouts, key, kind, note, out=out, async_op=async_op)
 
 
 def _shard(
     call: Arguments, sums: bool, dim: int, sizes: Any, layout: SequenceLayout | None, at: str
 ) -> Layout:
-    """Check the arguments; return which part each rank holds. `at` names the tensor: `checked_together`."""
+    """Check the arguments; return which part each rank holds. `at`: see `exchange_together`."""
     of = call.dim("dim", dim)
     if layout is not None:
         return checked_numbers(call, "layout", layout, of, sums, at)
