@@ -74,6 +74,7 @@ class Exchange:
             tensor's own counts the ranks: shards of it become shards of the scattered dim, and this rank then
             adds the rows that it received.
         kind: MOVE, GATHER or SUM.
+        is_local: whether nothing is communicated: every rank holds the whole input, and selects its shard.
         scale: what the outputs are multiplied or divided by.
         grad_scale: the same for the gradients.
         gradient: what backward will do, in words; empty if no gradient is recorded.
@@ -85,8 +86,8 @@ class Exchange:
     """
 
     __slots__ = (
-        *("args", "grad_scale", "gradient", "group", "kind", "name", "note", "prepared", "scale"),
-        *("selections", "then", "_transposed"),
+        *("args", "grad_scale", "gradient", "group", "is_local", "kind", "name", "note", "prepared"),
+        *("scale", "selections", "then", "_transposed"),
     )
 
     def __init__(
@@ -102,6 +103,7 @@ class Exchange:
         gradient: str = "",
     ) -> None:
         self.name, self.group, self.args, self.kind = name, group, args, kind
+        self.is_local = args[0][1] == -1
         self.scale, self.grad_scale, self.note = scale, grad_scale, note
         self.gradient = _GRADIENTS[kind] if records else gradient
         self.prepared: tuple[_C.Exchange, torch.dtype, str, int, bool] | None = None
@@ -131,11 +133,6 @@ class Exchange:
         scales = self.scale, self.grad_scale
         return Exchange(name or self.name, self.group, self.args, *scales, self.kind, True, self.note)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether nothing is communicated: every rank holds the whole input, and selects its shard."""
-        return self.args[0][1] == -1
-
     def begin(self) -> int:
         """Return how many calls there were before it; 0 under torch.compile, where nothing is reported."""
         group = self.group
@@ -152,7 +149,7 @@ class Exchange:
     def number(self) -> Number:
         """Return the number of the call that it has just made; 0: it made none, or it is not known."""
         group = self.group
-        if group.world == 1 or self.args[0][1] == -1 or is_dynamo_compiling():
+        if group.world == 1 or self.is_local or is_dynamo_compiling():
             return 0
         if _dispatch_modes() > 0:
             return number_of_newest()
@@ -196,7 +193,7 @@ class Exchange:
                 traced = traced or type(x) not in PLAIN_TYPES
         if traced:
             return self._run_traced(inputs, forward)
-        if self.args[0][1] == -1:
+        if self.is_local:
             if len(inputs) == 1:  # most: map and list take 5% of a split's time
                 return (self._select(inputs[0], self.args[0]),)
             return list(map(self._select, inputs, self.args))
