@@ -178,23 +178,15 @@ class Arguments(Call):
                 f"{list(sizes)!r:.200}",
                 f"{self.world} sizes, one for each rank{swapped_hint(sizes, self.world)}",
             )
-        for size in sizes:
-            if type(size) is not int:
-                sizes = self._as_ints(what, sizes)
-                break
-            if size < 0:
-                raise self.error(what, list(sizes), "ints of at least 0")
-        if not torch.compiler.is_compiling() and sum(sizes) >= 2**63:
-            raise self.error(what, list(sizes), "sizes that sum to less than 2^63")
-        return tuple(sizes)
-
-    def _as_ints(self, what: str, sizes: Sequence[int]) -> list[int]:
         try:
-            numbers = [as_int(size) for size in sizes]
+            numbers = tuple([size if type(size) is int else as_int(size) for size in sizes])
         except TypeError:
-            numbers = [-1]
-        if any(number < 0 for number in numbers):
-            raise self.error(what, list(sizes), "ints of at least 0")
+            numbers = (-1,)
+        for number in numbers:
+            if number < 0:
+                raise self.error(what, list(sizes), "ints of at least 0")
+        if not torch.compiler.is_compiling() and sum(numbers) >= 2**63:
+            raise self.error(what, list(numbers), "sizes that sum to less than 2^63")
         return numbers
 
     def _from_tensor(self, what: str, sizes: torch.Tensor) -> list[int]:
