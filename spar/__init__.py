@@ -75,14 +75,12 @@ from .ops.hybrid import (
     split_forward_gather_backward_with_cp,
 )
 from .ops.names.mindspeed_mm import reorder_output
-from .ops.packed import (
-    packed_data_gather_forward_split_backward,
-    packed_data_split_forward_gather_backward,
-)
 from .ops.splits import (
     gather_forward_split_backward,
     load_balanced_gather_forward_split_backward,
     load_balanced_split_forward_gather_backward,
+    packed_data_gather_forward_split_backward,
+    packed_data_split_forward_gather_backward,
     split_forward_gather_backward,
 )
 from .random import rank_seed
