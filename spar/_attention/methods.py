@@ -91,13 +91,7 @@ def _whole(problem: Problem, tensors: Tensors, mask: Tensor | None) -> Tensor:
         return _by_blocks(problem, runs, tensors, mask)
     if not inputs.packed:
         return _kernel(problem, tensors, mask, causal)
-    outs = []
-    for start, size, _ in _documents(inputs):
-        if size > 0:
-            q, k, v = (x.narrow(2, start, size) for x in tensors)
-            part = None if mask is None else sliced(mask, start, size, start, size)
-            outs.append(_kernel(problem, (q, k, v), part, causal))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+    return _by_runs(problem, _documents(inputs), tensors, mask)
 
 
 def _by_blocks(problem: Problem, runs: Sequence[Piece], tensors: Tensors, mask: Tensor | None) -> Tensor:
@@ -158,15 +152,16 @@ def _called(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _kernel(problem: Problem, tensors: Tensors, mask: Tensor | None, causal: bool) -> Tensor:
-    """Attend with the caller's kernel, or torch's."""
+def _kernel(problem: Problem, tensors: Tensors, mask: Tensor | None, causal: bool, first: int = 0) -> Tensor:
+    """Attend with the caller's kernel, or torch's; first: the key in whose place the first query is."""
     weights, (q, k, v) = problem.weights, tensors
     if weights.attend is not None:
         return _called(problem, q, k, v)
-    if mask is not None:
-        if causal:
-            mask, causal = joined(mask, causal_mask(q.size(2), k.size(2), 0, q.device)), False
-        mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
+    if causal and (mask is not None or first > 0):
+        lower, causal = causal_mask(q.size(2), k.size(2), first, q.device), False
+        mask = lower if mask is None else joined(mask, lower)
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.to(q.dtype)
     # torch takes no symbolic bool.
     grouped = {"enable_gqa": True} if q.size(1) != k.size(1) else {}
     return scaled_dot_product_attention(
@@ -214,26 +209,23 @@ def _by_queries(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if weights.attend is not None:
         group = inputs.heads // inputs.key_heads
         k, v = _matched(k, v, [head // group for head in range(inputs.heads)], True)
-    return _by_runs(problem, runs if skips else [Piece(0, q.size(2), 0)], q, k, v)
+    return _by_runs(problem, runs if skips else [Piece(0, q.size(2), 0)], (q, k, v), weights.mask)
 
 
-def _by_runs(problem: Problem, runs: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _by_runs(problem: Problem, runs: Sequence[Piece], tensors: Tensors, mask: Tensor | None) -> Tensor:
     """Attend with each run of queries to the keys that it may attend to."""
-    inputs, weights = problem.inputs, problem.weights
+    inputs, causal, (q, k, v) = problem.inputs, problem.weights.causal, tensors
     documents = _documents(inputs)
     outs, query = [], 0
     for start, size, document in runs:
         if size == 0:
             continue
         first, keys, _ = documents[document if inputs.packed else 0]
-        if weights.causal:
+        if causal:
             keys = min(first + keys, start + size) - first
-        mask = None if weights.mask is None else sliced(weights.mask, start, size, first, keys)
-        if weights.causal and weights.attend is None:
-            lower = causal_mask(size, keys, start - first, q.device)
-            mask = lower if mask is None else joined(mask, lower)
-        tensors = q.narrow(2, query, size), k.narrow(2, first, keys), v.narrow(2, first, keys)
-        outs.append(_kernel(problem, tensors, mask, False))
+        part = None if mask is None else sliced(mask, start, size, first, keys)
+        of_run = q.narrow(2, query, size), k.narrow(2, first, keys), v.narrow(2, first, keys)
+        outs.append(_kernel(problem, of_run, part, causal, start - first))
         query += size
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
