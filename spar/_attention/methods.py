@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -34,11 +35,9 @@ def _documents(inputs: Inputs) -> list[Piece]:
     """Return the runs of keys that may attend to each other: the documents, or the whole."""
     if not inputs.packed:
         return [Piece(0, inputs.total_keys, 0)]
-    documents, begin = [], 0
-    for i, length in enumerate(inputs.queries.numbers[2:]):
-        documents.append(Piece(begin, length, i))
-        begin += length
-    return documents
+    lengths = inputs.queries.numbers[2:]
+    ends = enumerate(itertools.accumulate(lengths))
+    return [Piece(end - length, length, i) for (i, end), length in zip(ends, lengths, strict=True)]
 
 
 # ---- ulysses ----
