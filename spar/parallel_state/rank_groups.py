@@ -5,19 +5,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 from .._checks import check_bool, check_int, check_ints, check_rank_groups, check_str, check_type
 
 DEFAULT_ORDER = "tp-sp-pp-cfg-dp"
-
-
-def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return the sum over k of i_k * stride_k, for all i_k < size_k; i_0 varies fastest."""
-    offsets = [0]
-    for size, stride in zip(sizes, strides, strict=True):
-        offsets = [i * stride + offset for i in range(size) for offset in offsets]
-    return offsets
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -53,8 +44,10 @@ def generate_masked_orthogonal_rank_groups(
     strides = [1, *itertools.accumulate(parallel_size, lambda a, b: a * b)][:-1]
 
     def over(chosen: bool) -> list[int]:
-        dims = [k for k, masked in enumerate(mask) if masked == chosen]
-        return _offsets([parallel_size[k] for k in dims], [strides[k] for k in dims])
+        """Return the offsets of the ranks over the dims whose mask is `chosen`, the first dim fastest."""
+        dims = zip(parallel_size, strides, mask, strict=True)
+        steps = [range(0, size * stride, stride) for size, stride, masked in dims if masked == chosen]
+        return [sum(offsets) for offsets in itertools.product(*steps[::-1])]
 
     inside = over(True)
     return [[start + offset for offset in inside] for start in over(False)]
