@@ -19,7 +19,7 @@ from .._transports.dtypes import PLAIN_TYPES
 from ..sizes import as_int, swapped_hint
 from ..topology.resolve import Group, process_group
 from .autograd import apply
-from .exchange import ARITHMETIC, MOVE, ONE, SCALABLE, SUM, Chain, Exchange, Scale, Tensors
+from .exchange import ARITHMETIC, MOVE, ONE, SCALABLE, SUM, Exchange, Scale, Tensors, in_steps
 from .graph_ops import in_graph
 from .layouts import Args, Layout, by_sizes, even, pair
 from .watch import must_record
@@ -381,12 +381,8 @@ def apply_chain(
     x, records = call.input, must_record((call.input,))
     if records and grad_scale[0] != 1.0:
         _check_scalable(call)
-    scales = (grad_scale, *[ONE] * len(steps))
-    exchanges = [
-        Exchange(call.name, group, (args,), ONE, scale, MOVE, records)
-        for (group, args), scale in zip(steps, scales, strict=False)
-    ]
-    exchange = exchanges[0] if len(exchanges) == 1 else Chain(exchanges)
+    each = [(group, (args,)) for group, args in steps]
+    exchange = in_steps(call.name, each, grad_scale, MOVE, records, call.note)
     return (in_graph(exchange, (x,)) if is_dynamo_compiling() else apply(exchange, (x,)))[0]
 
 

@@ -368,6 +368,18 @@ def _fake_op(
 implement(_run_op, _fake_op)
 
 
+Steps = Sequence[tuple[Group | Place, tuple[Args, ...]]]
+
+
+def in_steps(name: str, steps: Steps, scale: Scale, kind: int, records: bool, note: str) -> Exchange | Chain:
+    """Return what makes one exchange after another, with one gradient, which is scaled once."""
+    exchanges = [
+        Exchange(name, group, args, ONE, ONE if i else scale, kind, records, note)
+        for i, (group, args) in enumerate(steps)
+    ]
+    return exchanges[0] if len(exchanges) == 1 else Chain(exchanges)
+
+
 class Chain:
     """Exchanges in several groups, one after another, as one operation with one gradient.
 

@@ -19,7 +19,7 @@ from .._control.state import Place
 from .._tracing import constant
 from .autograd import apply
 from .dispatch import define, flattened, unflattened
-from .exchange import MOVE, ONE, Chain, Exchange, Tensors
+from .exchange import MOVE, Chain, Exchange, Tensors, in_steps
 
 
 @constant
@@ -47,20 +47,11 @@ def _run(
     _code: str,
 ) -> list[torch.Tensor]:
     count, layouts = len(inputs), unflattened(args)
-    exchanges = [
-        Exchange(
-            name,
-            Place(*places[3 * i : 3 * i + 3]),
-            layouts[count * i : count * (i + 1)],
-            ONE,
-            (factor, divide) if i == 0 else ONE,
-            kind,
-            records,
-            note,
-        )
+    steps = [
+        (Place(*places[3 * i : 3 * i + 3]), layouts[count * i : count * (i + 1)])
         for i in range(len(places) // 3)
     ]
-    return list(apply(exchanges[0] if len(exchanges) == 1 else Chain(exchanges), inputs))
+    return list(apply(in_steps(name, steps, (factor, divide), kind, records, note), inputs))
 
 
 define(
