@@ -10,12 +10,11 @@ from ..topology.groups_by_name import NAMES, ParallelState
 from ..topology.topology import Topology
 from . import context_parallel, getters, model_parallel
 from .context_parallel import *  # noqa: F403
-from .coordinator import GroupCoordinator
+from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
 from .getters import *  # noqa: F403
 from .model_parallel import *  # noqa: F403
 from .pipeline import PipelineGroupCoordinator
 from .rank_groups import RankGenerator, generate_masked_orthogonal_rank_groups
-from .sequence import SequenceParallelGroupCoordinator
 
 __all__ = [
     "NAMES",

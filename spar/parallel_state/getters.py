@@ -16,9 +16,8 @@ import torch.distributed as dist
 from .._tracing import constant
 from ..topology.groups_by_name import ParallelState
 from ..topology.topology import current, process_wide, sequence_group
-from .coordinator import GroupCoordinator
+from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
 from .pipeline import PipelineGroupCoordinator
-from .sequence import SequenceParallelGroupCoordinator
 
 __all__ = [
     "get_cfg_group",

@@ -16,12 +16,11 @@ import torch.distributed as dist
 
 from .._checks import check_backend, check_bool, check_int, check_ints, check_rank_groups, check_str
 from ..topology.topology import current, forget_all
-from .coordinator import GroupCoordinator
+from .coordinator import GroupCoordinator, SequenceParallelGroupCoordinator
 from .getters import find, get_local_rank
 from .pipeline import PipelineGroupCoordinator
 from .process_groups import destroy_group, new_group_of
 from .rank_groups import RankGenerator, sequence_rank_groups
-from .sequence import SequenceParallelGroupCoordinator
 
 __all__ = [
     "HAS_FLASH_ATTN",
