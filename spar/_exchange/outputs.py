@@ -24,7 +24,10 @@ def write_to(
     if world == 1 or inputs[0].is_meta or is_any_traced([*inputs, *outs]):
         results = inputs if world == 1 else exchange.run(inputs)
         for target, result in zip(outs, results, strict=True):
-            target.copy_(result) if torch.compiler.is_compiling() else _copy(target, result)
+            if torch.compiler.is_compiling():
+                target.copy_(result)
+            else:
+                copy_items(target, result.resolve_conj().resolve_neg().contiguous())
         return outs
     exchange.run(inputs, 0, outs, False)
     note_write(outs)
@@ -36,10 +39,6 @@ def note_write(outs: Tensors) -> None:
     for out in outs:
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
-
-
-def _copy(target: torch.Tensor, result: torch.Tensor) -> None:
-    copy_items(target, result.resolve_conj().resolve_neg().contiguous())
 
 
 def checked(

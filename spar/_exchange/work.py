@@ -123,48 +123,42 @@ def begin(
     """
     before = exchange.begin()
     try:
-        return _issue(exchange, inputs, outs, may_block, forward)
+        first = inputs[0]
+        if first.is_meta or is_any_traced(inputs):
+            return exchange.run(inputs), None
+        group = exchange.group if isinstance(exchange.group, Group) else group_at(exchange.group.handle)
+        channel = group.channels.get("cpu" if first.is_cpu else first.device.type)
+        if channel is None:
+            channel = group.channel(exchange.name, first.device)
+        if may_block and not channel.overlaps:
+            return exchange.run(inputs, forward, traced=False), None
+        given = outs is not None
+        if outs is None:
+            try:
+                outs = [channel.allocate(shape, first) for shape in exchange.shapes(inputs)]
+            except SparError as error:
+                name, call = exchange.name, group.count() + 1
+                text, where = f"{group.title(name, call)}: {error}", group.where(name, call)
+                raise type(error)(text, **where, ranks=error.ranks) from None
+        # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
+        targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
+
+        def action() -> None:
+            with beside.entered():
+                exchange.run(inputs, forward, targets, False, queued=True)
+
+        job = None
+        if channel.enqueues:
+            with torch.no_grad():
+                action()
+        else:
+            job = group.enqueue(exchange.name, action)
+        if given:
+            note_write(outs)
+        return outs, Work(job, beside, functools.partial(note_write, outs) if given else None)
     except BaseException as error:
         exchange.report(before, inputs, error)
         raise
-
-
-def _issue(
-    exchange: Exchange, inputs: Tensors, outs: list[torch.Tensor] | None, may_block: bool, forward: int
-) -> tuple[Tensors, Work | None]:
-    first = inputs[0]
-    if first.is_meta or is_any_traced(inputs):
-        return exchange.run(inputs), None
-    group = exchange.group if isinstance(exchange.group, Group) else group_at(exchange.group.handle)
-    channel = group.channels.get("cpu" if first.is_cpu else first.device.type)
-    if channel is None:
-        channel = group.channel(exchange.name, first.device)
-    if may_block and not channel.overlaps:
-        return exchange.run(inputs, forward, traced=False), None
-    given = outs is not None
-    if outs is None:
-        try:
-            outs = [channel.allocate(shape, first) for shape in exchange.shapes(inputs)]
-        except SparError as error:
-            name, call = exchange.name, group.count() + 1
-            text, where = f"{group.title(name, call)}: {error}", group.where(name, call)
-            raise type(error)(text, **where, ranks=error.ranks) from None
-    # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
-    targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
-
-    def action() -> None:
-        with beside.entered():
-            exchange.run(inputs, forward, targets, False, queued=True)
-
-    job = None
-    if channel.enqueues:
-        with torch.no_grad():
-            action()
-    else:
-        job = group.enqueue(exchange.name, action)
-    if given:
-        note_write(outs)
-    return outs, Work(job, beside, functools.partial(note_write, outs) if given else None)
 
 
 _flights: weakref.WeakValueDictionary[tuple[int, int], _Flight] = weakref.WeakValueDictionary()
