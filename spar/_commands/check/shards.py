@@ -7,177 +7,147 @@ what it checks: nothing here calls spar.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .trial import OWN, SUMMED, Setting, Tensors, Trial, numbers
+from .trial import NO_GRADIENT, OWN, SUMMED, Setting, Tensors, Trial, numbers
 
 Index = list[Tensor]
-Indexed = Callable[[int, Setting], Index]  # computes the index of a total
-Call = Callable[..., Any]  # calls spar with the setting, the total and this rank's inputs
-Make = Callable[[Setting], Trial]
-Total = Callable[[int], int]  # chooses a total for the number of ranks
+Places = Callable[[Setting], Index]  # computes an index
+Run = Callable[..., Any]  # calls spar with this rank's inputs
 
 DOCUMENTS = (5, 0, 9, 1)  # lengths of packed sequences: an empty one, and one shorter than most groups
+LARGE, WIDE = 1 << 20, 64  # elements of the whole tensor where a transfer is large, and an all_to_all's width
 
 
 # ---- indices ----
 
 
-def even(total: int, s: Setting) -> Index:
-    return list(torch.arange(total).tensor_split(s.world))
+def _places(
+    split: Callable[[Tensor, int], Sequence[Tensor]] = torch.tensor_split,
+    total: Callable[[int], int] = lambda world: 5 * world + 3,
+    ring: bool = False,
+) -> Places:
+    """Split a total for the number of ranks. ring: over the ring, and its parts evenly over ulysses."""
+
+    def index(s: Setting) -> Index:
+        whole = torch.arange(total(s.world))
+        if not ring:
+            return list(split(whole, s.world))
+        parts = [part.tensor_split(s.ulysses) for part in split(whole, s.ring)]
+        return [part[place] for place in range(s.ulysses) for part in parts]  # a ring's ranks are neighbours
+
+    return index
 
 
-def uneven_sizes(world: int) -> list[int]:
+def _sizes_with_0(world: int) -> list[int]:
     """Return a size for each rank; that of the last of several is 0."""
     return [3 + 2 * (rank % 2) for rank in range(world - 1)] + [0 if world > 1 else 3]
 
 
-def uneven(total: int, s: Setting) -> Index:
-    return list(torch.arange(total).split(uneven_sizes(s.world)))
-
-
-def zigzag(total: int, s: Setting) -> Index:
-    return _zigzag(total, s.world)
-
-
-def packed(total: int, s: Setting) -> Index:
-    return _packed(DOCUMENTS, s.world)
-
-
-def hybrid(total: int, s: Setting) -> Index:
-    """Zigzag over the ring, even over ulysses."""
-    return _among(_zigzag(total, s.ring) if s.ring > 1 else [torch.arange(total)], s.ulysses)
-
-
-def packed_hybrid(total: int, s: Setting) -> Index:
-    return _among(_packed(DOCUMENTS, s.ring), s.ulysses)
-
-
-def _zigzag(total: int, world: int) -> Index:
-    chunks = torch.arange(total).tensor_split(2 * world)
+def _zigzag(x: Tensor, world: int) -> Index:
+    chunks = x.tensor_split(2 * world)
     return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(world)]
 
 
-def _packed(lengths: Sequence[int], world: int) -> Index:
-    parts = [document.tensor_split(world) for document in torch.arange(sum(lengths)).split(list(lengths))]
-    return [torch.cat([part[rank] for part in parts]) for rank in range(world)]
+def _segments(*starts: int) -> Callable[[Tensor, int], Index]:
+    """Split each segment of the sequence over all ranks."""
+    return lambda x, world: [
+        torch.cat(parts)
+        for parts in zip(*(segment.tensor_split(world) for segment in x.tensor_split(starts)), strict=True)
+    ]
 
 
-def _among(rings: Index, ulysses: int) -> Index:
-    """Split the part of each ring rank among the ulysses ranks. The ranks of one ring are neighbours."""
-    parts = [part.tensor_split(ulysses) for part in rings]
-    return [part[place] for place in range(ulysses) for part in parts]
-
-
-def any_total(world: int) -> int:
-    return 5 * world + 3
-
-
-def multiple(world: int) -> int:
+def _multiple(world: int) -> int:
     return 6 * world
 
 
-def documents(world: int) -> int:
-    return sum(DOCUMENTS)
+_documents = _segments(*accumulate(DOCUMENTS[:-1])), lambda world: sum(DOCUMENTS)
+PLACES = {
+    "uneven": _places(),
+    "even": _places(total=_multiple),
+    "large": _places(total=lambda world: LARGE // 6),
+    "large tokens": _places(total=lambda world: LARGE // (2 * WIDE * (2 * world + 1))),
+    "heads": _places(total=lambda world: 2 * world + 1),
+    "one 0": _places(lambda x, world: x.split(_sizes_with_0(world)), lambda world: sum(_sizes_with_0(world))),
+    "zigzag": _places(_zigzag),
+    "even zigzag": _places(_zigzag, _multiple),
+    "packed": _places(*_documents),
+    "joint": _places(_segments(5)),
+    "hybrid": _places(_zigzag, ring=True),
+    "even hybrid": _places(_zigzag, _multiple, ring=True),
+    "packed hybrid": _places(*_documents, ring=True),
+}
 
 
-def joined(parts: Sequence[Tensor], index: Index, dim: int) -> Tensor:
-    """Return the whole of all ranks' parts."""
-    return torch.cat(list(parts), dim).index_select(dim, torch.cat(index).argsort())
+def total(index: Index) -> int:
+    return sum(map(len, index))
 
 
-# ---- trials ----
+def chosen(wholes: Tensors, index: Index, dim: int = 1) -> list[Tensors]:
+    """Return each rank's part of the whole tensors."""
+    return [[x.index_select(dim, own) for x in wholes] for own in index]
 
 
-def split(call: Call, index: Indexed, total: Total = any_total, scaled: bool = True) -> Make:
+def joined(inputs: Sequence[Tensors], index: Index) -> Tensors:
+    """Return the whole tensors of all ranks' parts of dim 1."""
+    order = torch.cat(index).argsort()
+    return [torch.cat(parts, 1).index_select(1, order) for parts in zip(*inputs, strict=True)]
+
+
+# ---- trials: of the setting, spar's call on this rank's inputs, and where the shards lie ----
+
+
+def split(s: Setting, run: Run, index: Index, scaled: bool = True) -> Trial:
     """All ranks hold the whole, and each keeps its part. scaled: the gathered gradient is divided by P."""
-
-    def make(s: Setting) -> Trial:
-        size = total(s.world)
-        places, x = index(size, s), numbers(2, size, 3)
-        return Trial(
-            [[x]] * s.world,
-            partial(call, s, size),
-            lambda inputs: [[own[0].index_select(1, i)] for own, i in zip(inputs, places, strict=True)],
-            SUMMED,
-            (lambda g: g / s.world) if scaled else None,
-        )
-
-    return make
+    x, scale = numbers(2, total(index), 3), operator.truediv if scaled else None
+    return Trial([[x]] * s.world, run, lambda inputs: chosen(inputs[0], index), SUMMED, scale)
 
 
-def gather(
-    call: Call, index: Indexed, total: Total = any_total, scaled: bool = True, gradient: str = OWN
-) -> Make:
+def gather(s: Setting, run: Run, index: Index, scaled: bool = True, gradient: str = OWN) -> Trial:
     """Each rank holds its part, and gathers the whole. scaled: its own gradient is multiplied by P."""
-
-    def make(s: Setting) -> Trial:
-        size = total(s.world)
-        places, x = index(size, s), numbers(2, size, 3)
-
-        def reference(inputs: list[Tensors]) -> list[Tensors]:
-            return [[joined([own[0] for own in inputs], places, 1)]] * s.world
-
-        return Trial(
-            [[x.index_select(1, i)] for i in places],
-            partial(call, s, size),
-            reference,
-            gradient,
-            (lambda g: g * s.world) if scaled else None,
-        )
-
-    return make
+    held, scale = chosen([numbers(2, total(index), 3)], index), operator.mul if scaled else None
+    return Trial(held, run, lambda inputs: [joined(inputs, index)] * s.world, gradient, scale)
 
 
-def exact_gather(call: Call, index: Indexed, total: Total = any_total) -> Make:
-    """Each rank's gradient sums those of all ranks."""
-    return gather(call, index, total, scaled=False, gradient=SUMMED)
+# each rank's gradient sums those of all ranks
+exact_gather = partial(gather, scaled=False, gradient=SUMMED)
 
 
-def add(call: Call, index: Indexed, total: Total = any_total, dtype: torch.dtype = torch.float32) -> Make:
+def add(s: Setting, run: Run, index: Index, dtype: torch.dtype = torch.float32) -> Trial:
     """Each rank holds a summand of the whole, and keeps its part of the sum."""
 
-    def make(s: Setting) -> Trial:
-        size = total(s.world)
-        places = index(size, s)
+    def reference(inputs: list[Tensors]) -> list[Tensors]:
+        summed = torch.stack([own[0] for own in inputs]).sum(0, dtype=torch.float32).to(dtype)
+        return chosen([summed], index)
 
-        def reference(inputs: list[Tensors]) -> list[Tensors]:
-            summed = torch.stack([own[0] for own in inputs]).sum(0, dtype=torch.float32).to(dtype)
-            return [[summed.index_select(1, i)] for i in places]
-
-        inputs = [[numbers(2, size, 3, seed=rank, dtype=dtype)] for rank in range(s.world)]
-        return Trial(inputs, partial(call, s, size), reference)
-
-    return make
+    held = [[numbers(2, total(index), 3, seed=rank, dtype=dtype)] for rank in range(s.world)]
+    return Trial(held, run, reference)
 
 
 def swap(
-    call: Call,
-    before: Indexed = even,
-    after: Indexed = even,
-    tokens: Total = any_total,
-    heads: Total = lambda world: 2 * world + 1,
+    s: Setting,
+    run: Run,
+    index: Index,
+    after: str = "heads",
     width: int = 3,
     count: int = 1,
     dtype: torch.dtype = torch.float32,
-) -> Make:
+    gradient: str = SUMMED,
+) -> Trial:
     """Each rank holds its part of dim 1 of `count` tensors, and receives its part of dim 2."""
+    received = PLACES[after](s)
+    shape = (2, total(index), total(received), width)
+    held = chosen([numbers(*shape, seed=n, dtype=dtype) for n in range(count)], index)
+    return Trial(held, run, lambda inputs: chosen(joined(inputs, index), received, 2), gradient)
 
-    def make(s: Setting) -> Trial:
-        size, across = tokens(s.world), heads(s.world)
-        held, received = before(size, s), after(across, s)
-        wholes = [numbers(2, size, across, width, seed=n, dtype=dtype) for n in range(count)]
 
-        def reference(inputs: list[Tensors]) -> list[Tensors]:
-            full = [joined(parts, held, 1) for parts in zip(*inputs, strict=True)]
-            return [[x.index_select(2, i) for x in full] for i in received]
-
-        inputs = [[x.index_select(1, i) for x in wholes] for i in held]
-        return Trial(inputs, partial(call, s, size), reference)
-
-    return make
+def indices(s: Setting, run: Run, index: Index) -> Trial:
+    """Each rank computes where its elements lie."""
+    return Trial([[]] * s.world, run, lambda inputs: [[own] for own in index], NO_GRADIENT)

@@ -42,7 +42,7 @@ class Trial:
         reference: the outputs of each rank, from the inputs of each, in plain torch.
         gradient: what the gradient of an input is. SUMMED: of the sum of all ranks' losses; OWN: of this
             rank's loss; NO_GRADIENT: not checked.
-        scale: what the operation does to the gradient besides.
+        scale: what the operation does to the gradient besides, by the number of ranks.
         tolerance: relative to the largest expected element; 0: equal.
     """
 
@@ -50,7 +50,7 @@ class Trial:
     run: Callable[..., Any]
     reference: Callable[[list[Tensors]], list[Tensors]]
     gradient: str = SUMMED
-    scale: Callable[[Tensor], Tensor] | None = None
+    scale: Callable[[Any, int], Any] | None = None
     tolerance: float = 0.0
 
 
@@ -85,9 +85,8 @@ def expected_of(trial: Trial, setting: Setting) -> Expected:
     """Compute this rank's expected outputs and gradients, with the inputs of all ranks, on the CPU."""
     leaves: dict[int, Tensor] = {}  # by the id of the input: one leaf for what all ranks hold
     copies = [[leaves.setdefault(id(x), x.detach().clone()) for x in own] for own in trial.inputs]
-    if trial.gradient != NO_GRADIENT:
-        for leaf in leaves.values():
-            leaf.requires_grad_()
+    for leaf in leaves.values():
+        leaf.requires_grad_(trial.gradient != NO_GRADIENT)
     outputs = trial.reference(copies)
     upper = [
         [numbers(*y.shape, seed=1000 + 10 * rank + at, dtype=y.dtype) for at, y in enumerate(ys)]
@@ -97,15 +96,11 @@ def expected_of(trial: Trial, setting: Setting) -> Expected:
     if trial.gradient == NO_GRADIENT:
         return Expected(own, [], [])
     counted = range(setting.world) if trial.gradient == SUMMED else [setting.rank]
-    pairs = [pair for rank in counted for pair in zip(outputs[rank], upper[rank], strict=True)]
-    ys, gs = zip(*pairs, strict=True)
-    found = torch.autograd.grad(ys, copies[setting.rank], gs, allow_unused=True)
-    gradients = [
-        torch.zeros_like(x) if g is None else g for x, g in zip(copies[setting.rank], found, strict=True)
-    ]
+    ys, gs = ([x for rank in counted for x in each[rank]] for each in (outputs, upper))
+    gradients = torch.autograd.grad(ys, copies[setting.rank], gs, materialize_grads=True)
     if trial.scale is not None:
-        gradients = [trial.scale(g) for g in gradients]
-    return Expected([y.detach() for y in own], upper[setting.rank], gradients)
+        gradients = tuple(trial.scale(g, setting.world) for g in gradients)
+    return Expected([y.detach() for y in own], upper[setting.rank], list(gradients))
 
 
 def listed(outputs: Any) -> Tensors:
