@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TextIO
 
 import torch
@@ -94,26 +96,35 @@ def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = 
     chosen = [first, *(case for case in others if only in case.name)]
     if len(chosen) == 1:
         raise UsageError(f"--only is {only!r}, which no check's name contains; try all_gather, or attention")
-    table = Table(chosen, out if ranks.rank == 0 and not as_json else None)
-    table.head(ranks)
+    width = max(len(case.name) for case in chosen)
+    table = out if ranks.rank == 0 and not as_json else io.StringIO()
+    say = partial(print, file=table, flush=True)
+    say(
+        f"spar {spar.__version__}, torch {torch.__version__}: {count_text(ranks.world, 'rank')}, "
+        f"{ranks.device.type} tensors, torch.distributed over {ranks.backend}"
+    )
+    if ranks.world == 1:
+        say(
+            "One rank exchanges nothing with others; start several: "
+            "torchrun --standalone --nproc-per-node 2 -m spar check"
+        )
+    say(f"\n{'operation':{width}}  result   transport    time")
     begin, rows, go_on = time.monotonic(), [], True
     agreement = Agreement(ranks.store, setting, timeout + 10)
     with ended_by_signals():
         for case in chosen:
             row = Row(case.name, "not run")
             if go_on:
-                row, go_on = _one(case, setting, agreement)
+                last, (row, go_on) = case.name, _one(case, setting, agreement)
             rows.append(row)
-            table.print(row)
-        table.summary(rows, time.monotonic() - begin, setting)
+            seconds = time_text(row.seconds) if row.result != "not run" else "-"
+            say(f"{row.name:{width}}  {row.result:7}  {'+'.join(row.transports) or '-':9}  {seconds:>8}")
+        say("\n".join(_summary(rows, time.monotonic() - begin, setting)))
         if as_json and ranks.rank == 0:
             facts = {"ranks": ranks.world, "device": ranks.device.type, "backend": ranks.backend}
             print(json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=1), file=out)
         if agreement.is_alone:
-            last = [row for row in rows if row.result != "not run"][-1]
-            print(
-                f"spar check on rank {ranks.rank}: rank 0 does not answer after {last.name}", file=sys.stderr
-            )
+            print(f"spar check on rank {ranks.rank}: rank 0 does not answer after {last}", file=sys.stderr)
         passed = agreement.end(all(row.result == "pass" for row in rows))
     return passed, go_on
 
@@ -174,52 +185,19 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before[1])
 
 
-class Table:
-    """Prints a line for each case as soon as it ended, and the failures behind the last one."""
-
-    def __init__(self, chosen: Sequence[Case], out: TextIO | None) -> None:
-        self.out = out
-        self.width = max(len(case.name) for case in chosen)
-
-    def line(self, text: str = "") -> None:
-        if self.out is not None:
-            print(text, file=self.out, flush=True)
-
-    def head(self, ranks: Ranks) -> None:
-        self.line(
-            f"spar {spar.__version__}, torch {torch.__version__}: {count_text(ranks.world, 'rank')}, "
-            f"{ranks.device.type} tensors, torch.distributed over {ranks.backend}"
-        )
-        if ranks.world == 1:
-            self.line(
-                "One rank exchanges nothing with others; start several: "
-                "torchrun --standalone --nproc-per-node 2 -m spar check"
-            )
-        self.line()
-        self.line(f"{'operation':{self.width}}  result   transport    time")
-
-    def print(self, row: Row) -> None:
-        transport = "+".join(row.transports) or "-"
-        seconds = time_text(row.seconds) if row.result != "not run" else "-"
-        self.line(f"{row.name:{self.width}}  {row.result:7}  {transport:9}  {seconds:>8}")
-
-    def summary(self, rows: Sequence[Row], seconds: float, setting: Setting) -> None:
-        self.line()
-        for row in rows:
-            if row.result == "FAIL":
-                self.line(f"FAIL {row.name}, on {_ranks_text(sorted(row.failures))} of {setting.world}:")
-                for rank, texts in sorted(row.failures.items()):
-                    for text in texts:
-                        self.line(f"  rank {rank}: " + text.replace("\n", "\n    "))
-        missing = sum(row.result == "not run" for row in rows)
-        if missing:
-            self.line(f"{missing} checks were not run, because the group broke or a rank did not answer")
-        passed = sum(row.result == "pass" for row in rows)
-        transport = spar.transport(setting.group, setting.device)
-        used = f"{transport.name}: {transport.reason}" if transport.name else transport.reason
-        self.line(f"{passed} of {len(rows)} checks passed in {seconds:.1f} s; {used}")
-        self.line("time: forward and backward of one call, the first with these shapes; -: no exchange")
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _summary(rows: Sequence[Row], seconds: float, setting: Setting) -> Iterator[str]:
+    """Yield the failures, and how many checks passed."""
+    yield ""
+    for row in rows:
+        if row.result == "FAIL":
+            ranks = f"rank{'s' * (len(row.failures) > 1)} {', '.join(map(str, sorted(row.failures)))}"
+            yield f"FAIL {row.name}, on {ranks} of {setting.world}:"
+            for rank, texts in sorted(row.failures.items()):
+                yield from (f"  rank {rank}: " + text.replace("\n", "\n    ") for text in texts)
+    results = [row.result for row in rows]
+    if missing := results.count("not run"):
+        yield f"{missing} checks were not run, because the group broke or a rank did not answer"
+    transport = spar.transport(setting.group, setting.device)
+    used = f"{transport.name}: {transport.reason}" if transport.name else transport.reason
+    yield f"{results.count('pass')} of {len(rows)} checks passed in {seconds:.1f} s; {used}"
+    yield "time: forward and backward of one call, the first with these shapes; -: no exchange"
