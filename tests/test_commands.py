@@ -23,11 +23,12 @@ from test_faults import finish, start
 
 import spar
 from spar import sharding
-from spar._commands import devices, info, printing
+from spar._commands import info, printing
 from spar._commands.arguments import main
 from spar._commands.check import outcome, run as check_command
 from spar._commands.check.cases import cases
 from spar._commands.check.trial import difference
+from spar._commands.facts import transports
 from spar._commands.ranks import joined
 
 # ---- info ----
@@ -60,7 +61,7 @@ def test_info_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cpu, one host       none: SPAR_SPIN_US is 'soon'" in text  # a group would raise it
     assert max(map(len, text.splitlines())) <= 100
     monkeypatch.delenv("SPAR_SPIN_US")
-    by_hosts = {choice["hosts"]: choice for choice in devices.transports() if choice["device"] == "cpu"}
+    by_hosts = {choice["hosts"]: choice for choice in transports() if choice["device"] == "cpu"}
     assert by_hosts["one host"]["reason"] == "ranks of one host share its memory"
     assert by_hosts["several hosts"]["transport"] == "torch"
 

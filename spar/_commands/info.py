@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from itertools import groupby
 
-from . import devices, machine
-from .machine import Facts
+from .facts import Facts, collect
 from .printing import count_text, entry, size_text
 
 SUMMARY = "show versions, cores, memory, GPUs, libraries, settings and transports"
@@ -27,19 +27,6 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def collect() -> Facts:
-    chosen = devices.transports()  # opens the libraries
-    return {
-        "versions": machine.versions(),
-        "processor": machine.processor(),
-        "memory": machine.memory(),
-        "gpus": devices.gpus(),
-        "libraries": devices.libraries(),
-        "settings": machine.settings(),
-        "transports": chosen,
-    }
-
-
 def sections(facts: Facts) -> list[str]:
     """Return the facts as text, a paragraph for each kind."""
     parts = {
@@ -55,7 +42,6 @@ def sections(facts: Facts) -> list[str]:
 
 
 Rows = list[tuple[str, str]]
-_GPU_TYPES = ("cuda",)
 
 
 def _versions(facts: Facts) -> Rows:
@@ -104,19 +90,13 @@ def _shared_text(facts: Facts) -> str:
 
 
 def _gpus(facts: Facts) -> Rows:
-    if facts["none"]:
-        return [("none", facts["none"])]
-    rows = []
-    for index, device in enumerate(facts["devices"]):
-        reached = [other for other, can in enumerate(facts["peer_access"][index]) if can and other != index]
-        others = len(facts["devices"]) - 1
-        peers = f"; accesses the memory of {_ranges(reached) if reached else 'no other'}" if others else ""
-        rows.append(
-            (
-                f"cuda:{index}",
-                f"{device['name']}, {size_text(device['memory'])}, capability {device['capability']}{peers}",
-            )
-        )
+    rows = [("none", facts["none"])] if facts["none"] else []
+    for index, (device, access) in enumerate(zip(facts["devices"], facts["peer_access"], strict=True)):
+        text = f"{device['name']}, {size_text(device['memory'])}, capability {device['capability']}"
+        if len(access) > 1:
+            reached = [other for other, can in enumerate(access) if can and other != index]
+            text += f"; accesses the memory of {_ranges(reached) or 'no other'}"
+        rows.append((f"cuda:{index}", text))
     return rows
 
 
@@ -125,9 +105,8 @@ def _libraries(facts: list[Facts]) -> Rows:
     for library in facts:
         version = f" ({library['version']})" if library["version"] else ""
         state = "" if library["opened"] else ", not opened yet"
-        rows.append(
-            (library["name"], f"{library['path']}{version}{state}" if library["path"] else "not opened")
-        )
+        text = f"{library['path']}{version}{state}" if library["path"] else "not opened"
+        rows.append((library["name"], text))
     return rows
 
 
@@ -148,17 +127,12 @@ def _transports(facts: list[Facts], no_gpu: str | None) -> Rows:
         where = f"{choice['device']}, {choice['hosts']}"
         rows.append((where, f"{choice['transport'] or 'none'}: {choice['reason']}"))
         rows += [("", f"not {name}: {why}") for name, why in choice["rejected"].items()]
-        if choice["device"] in _GPU_TYPES and no_gpu:
-            rows.append(("", f"there are no such tensors here: {no_gpu}"))
-    return rows
+    return (
+        [*rows, ("", f"there are no such tensors here: {no_gpu}")] if no_gpu else rows
+    )  # the last are CUDA's
 
 
 def _ranges(numbers: list[int]) -> str:
     """Return sorted numbers as ranges: 0-3, 8."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

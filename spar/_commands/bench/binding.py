@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from ... import _C
-from ..machine import allowed_cores
+from ..facts import allowed_cores
 
 
 def bind(local_rank: int, local_ranks: int) -> bool:

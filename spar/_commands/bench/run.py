@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import spar
 
-from ..machine import allowed_cores
+from ..facts import allowed_cores
 from ..printing import KIB, MIB, Progress, count_text, size_text
 from ..ranks import Ranks, UsageError, joined, launched
 from .attention import run as attention
