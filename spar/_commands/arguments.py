@@ -7,29 +7,17 @@ import contextlib
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from . import info
 from .bench import run as bench
 from .check import run as check
 from .ranks import UsageError
 
-
-class Command(Protocol):
-    """A module with a command."""
-
-    SUMMARY: str  # a line for the list of commands
-    DESCRIPTION: str
-
-    def add_arguments(self, parser: ArgumentParser) -> None: ...
-
-    def run(self, args: Namespace) -> int:
-        """Return the exit status."""
-
-
-COMMANDS: dict[str, Command] = {"info": info, "check": check, "bench": bench}
+# modules, of which each has SUMMARY, DESCRIPTION, add_arguments and run, which returns the exit status
+COMMANDS: dict[str, Any] = {"info": info, "check": check, "bench": bench}
 FIRST_PRINTS = 10.0  # seconds: a launcher ends all ranks once one failed, but rank 0 is to print why
 EPILOG = """\
 examples:
@@ -74,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 time.sleep(FIRST_PRINTS)
             raise
     try:
-        return COMMANDS[args.command].run(args)
+        status: int = COMMANDS[args.command].run(args)
+        return status
     except UsageError as error:
         if first or error.rank is not None:
             where = "" if error.rank is None else f" on rank {error.rank}"
