@@ -243,12 +243,10 @@ def test_only_rank_0_prints_the_help(
 
 def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def count() -> str:
-        with printing.Progress(2, shown=True) as bar:
-            bar.begin("first")
-            bar.end()
+        assert list(printing.progress(["first", "second"], 2, str, shown=True)) == ["first", "second"]
         return capsys.readouterr().err
 
     assert count() == ""  # no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(printing, "optional", lambda name: None)
+    monkeypatch.setattr(printing, "find_spec", lambda name: None)
     assert "0/2 first" in count()

@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TypeVar
 
+T = TypeVar("T")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ERASED = "\r\033[K"  # moves a terminal's cursor to the line's begin, and clears the line
 INDENT = 22  # the column in which the text beside a name begins
-
-
-def optional(name: str) -> Any | None:
-    """Import a module that spar does not need; None if it is not installed, or cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 def size_text(size: float) -> str:
@@ -60,36 +53,24 @@ def entry(name: str, text: str) -> str:
     return f"{'  ' + name:<{INDENT}}" + ("\n" + " " * INDENT).join(lines)
 
 
-class Progress:
-    """A progress bar on stderr: tqdm's if installed, else a line that is overwritten.
+def progress(items: Iterable[T], total: int, text: Callable[[T], str], shown: bool) -> Iterator[T]:
+    """Iterate over the items beside a progress bar on stderr: tqdm's if installed, else an overwritten line.
 
     Prints nothing if stderr is not a terminal.
     """
+    if not shown or not sys.stderr.isatty():
+        yield from items
+    elif find_spec("tqdm"):
+        from tqdm import tqdm
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self.total, self.done = total, 0
-        self.shown = shown and sys.stderr.isatty()
-        tqdm = optional("tqdm") if self.shown else None
-        self.bar = None if tqdm is None else tqdm.tqdm(total=total, ascii=True, leave=False)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        elif self.shown:
+        with tqdm(items, total=total, ascii=True, leave=False) as bar:
+            for item in bar:
+                bar.set_postfix_str(text(item))
+                yield item
+    else:
+        try:
+            for done, item in enumerate(items):
+                print(f"{ERASED}{done}/{total} {text(item)}", end="", file=sys.stderr, flush=True)
+                yield item
+        finally:
             print(ERASED, end="", file=sys.stderr, flush=True)
-
-    def begin(self, text: str) -> None:
-        """Show what runs now."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(text)
-        elif self.shown:
-            print(f"{ERASED}{self.done}/{self.total} {text}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Count what `begin` announced as done."""
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update()

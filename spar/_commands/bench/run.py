@@ -14,7 +14,7 @@ import torch.distributed as dist
 import spar
 
 from ..facts import allowed_cores
-from ..printing import KIB, MIB, Progress, count_text, size_text
+from ..printing import KIB, MIB, count_text, progress, size_text
 from ..ranks import Ranks, UsageError, joined, launched
 from .attention import run as attention
 from .binding import bind
@@ -141,14 +141,12 @@ def _measure_all(sizes: Sequence[int], only: str, seconds: float, ranks: Ranks) 
     libraries, skipped = find(ranks)
     for line in skipped if ranks.rank == 0 else []:
         print(line, flush=True)
+    each = ((size, operation) for size in sizes for operation in operations(size) if operation.name in chosen)
     rows: list[Row] = []
-    with Progress(len(sizes) * len(chosen), shown=ranks.rank == 0) as bar:
-        for size in sizes:
-            for operation in operations(size):
-                if operation.name in chosen:
-                    bar.begin(f"{operation.name}, {size_text(size)}")
-                    rows += measure(operation, size, seconds, libraries)
-                    bar.end()
+    for size, operation in progress(
+        each, len(sizes) * len(chosen), lambda item: f"{item[1].name}, {size_text(item[0])}", ranks.rank == 0
+    ):
+        rows += measure(operation, size, seconds, libraries)
     return sorted(rows, key=lambda row: (row.operation, row.direction == "backward", row.size))
 
 

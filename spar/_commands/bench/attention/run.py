@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 import torch
 import torch.distributed as dist
 
-from ...printing import Progress
+from ...printing import progress
 from ...ranks import Ranks, UsageError
 from .measure import DTYPES, Layer, Row, measure_balance, measure_memory, measure_outside, measure_steps
 from .report import report
@@ -62,15 +62,12 @@ def check(args: Namespace) -> None:
 
 def run(args: Namespace, ranks: Ranks) -> None:
     rows: list[Row] = []
-    with Progress(len(args.tokens), shown=ranks.rank == 0) as bar:
-        for tokens in args.tokens:
-            bar.begin(f"{tokens} tokens")
-            layer = Layer(tokens, args, args.key_heads)
-            found = measure_steps(layer, tokens, args.seconds)
-            measure_outside(layer, found, args.seconds)
-            measure_balance(layer, found, args.seconds)
-            rows += found
-            bar.end()
+    for tokens in progress(args.tokens, len(args.tokens), lambda n: f"{n} tokens", ranks.rank == 0):
+        layer = Layer(tokens, args, args.key_heads)
+        found = measure_steps(layer, tokens, args.seconds)
+        measure_outside(layer, found, args.seconds)
+        measure_balance(layer, found, args.seconds)
+        rows += found
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed leaves the process
     for tokens in args.tokens:
         measure_memory(tokens, args, [row for row in rows if row.tokens == tokens])
