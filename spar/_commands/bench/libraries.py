@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -28,22 +27,20 @@ def _deepspeed() -> AllToAll:
     return lambda x: function.apply(dist.group.WORLD, x, 2, 1, 0)
 
 
-# name: module, and how to get its all_to_all
-LIBRARIES = {"yunchang": ("yunchang", _yunchang), "DeepSpeed": ("deepspeed", _deepspeed)}
+LIBRARIES = {"yunchang": _yunchang, "DeepSpeed": _deepspeed}
 
 
 def find(ranks: Ranks) -> tuple[dict[str, AllToAll], list[str]]:
     """Return the libraries that all ranks can import, and a line about each that is skipped. Collective."""
     found: dict[str, AllToAll] = {}
     reasons: dict[str, str] = {}
-    for name, (module, load) in LIBRARIES.items():
-        if importlib.util.find_spec(module) is None:
-            reasons[name] = "not installed"
-            continue
+    for name, load in LIBRARIES.items():
         try:
             found[name] = load()
         except Exception as error:  # whatever its import runs into
-            reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            absent = isinstance(error, ModuleNotFoundError) and error.name == name.lower()
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reasons[name] = "not installed" if absent else text
     # not by all_gather_object, which needs numpy
     ranks.store.set(f"spar bench/{ranks.rank}", json.dumps(reasons))
     skipped: dict[str, str] = {}

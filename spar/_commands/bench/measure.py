@@ -14,7 +14,7 @@ from torch import Tensor
 from ..check.trial import listed
 from .libraries import AllToAll
 from .operations import SMALLEST, Operation
-from .rows import Row
+from .report import Row
 from .timing import copying, timed
 
 Outputs = Tensor | list[Tensor] | tuple[Tensor, ...]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark's figures as a table, as JSON, and as a heat map of the ratios."""
+"""A benchmark's figures: a row for each operation, direction and size; as a table, JSON, and a heat map."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,60 @@ from typing import Any
 import spar
 
 from ..printing import size_text, table
-from .rows import Row
+from .timing import Time
 
 LEGEND = """\
 formulation: how many times faster spar is than the usual code over torch.distributed
 copy_: spar's time as a multiple of copy_'s
 engine: the part of the median that torch's engine takes
 other way: spar's time in that way"""
+
+
+@dataclass
+class Row:
+    """`bytes`: what a rank must write. "recorded" is a forward whose inputs require a gradient."""
+
+    operation: str
+    direction: str
+    size: int
+    bytes: int
+    spar: Time
+    formulation: Time
+    copy: Time
+    engine: Time | None = None  # torch's, which is a part of spar's and the formulation's time
+    other: Time | None = None  # spar's in another way
+    other_name: str = ""
+    libraries: dict[str, Time] = field(default_factory=dict)  # other libraries' time, by their names
+
+
+def read(path: Path) -> tuple[str, list[Row]]:
+    """Return the title and the rows of a file that `save` made.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is not such a file.
+    """
+    times = {"median", "p99"}
+    facts = json.loads(path.read_text(), object_hook=lambda x: Time(**x) if x.keys() == times else x)
+    return facts["title"], [Row(**row) for row in facts["rows"]]
+
+
+def median_of(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return the median of each figure over several runs of the same operations and sizes."""
+
+    def middle(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            common = [name for name in values[0] if all(name in others for others in values)]
+            return {name: middle([others[name] for others in values]) for name in common}
+        times = [value for value in values if isinstance(value, Time)]
+        if not times:
+            return values[0]
+        return Time(statistics.median(t.median for t in times), statistics.median(t.p99 for t in times))
+
+    names = [each.name for each in fields(Row)]
+    return [
+        Row(**{name: middle([getattr(row, name) for row in same]) for name in names})
+        for same in zip(*runs, strict=True)
+    ]
 
 
 def table_of(rows: Sequence[Row]) -> str:

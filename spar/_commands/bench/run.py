@@ -21,8 +21,7 @@ from .binding import bind
 from .libraries import find
 from .measure import measure
 from .operations import SMALLEST, operations
-from .report import draw, save, table_of
-from .rows import Row, median_of, read
+from .report import Row, draw, median_of, read, save, table_of
 
 SIZES = (SMALLEST, 64 * KIB, MIB, 8 * MIB, 25 * MIB, 100 * MIB)  # bytes of a rank's part
 
