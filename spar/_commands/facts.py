@@ -66,8 +66,8 @@ def allowed_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _text(file: str) -> str:
-    """Return the text of a file of /proc, which only Linux has."""
+def text_of(file: str) -> str:
+    """Return a file's text; "" if there is none, as only Linux has /proc and /sys."""
     try:
         return Path(file).read_text()
     except OSError:
@@ -76,7 +76,7 @@ def _text(file: str) -> str:
 
 def _first_value(file: str, name: str) -> str | None:
     """Return the value of the first line "name: value" of a file."""
-    lines = _text(file).splitlines()
+    lines = text_of(file).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
@@ -109,7 +109,7 @@ def _gpus() -> Facts:
 
 def _libraries() -> list[Facts]:
     """Return where each library is that spar opens for CUDA tensors, once `transports` has opened them."""
-    found_by_spar, mapped = cuda.find_libraries(), re.findall(r" (/.*)$", _text("/proc/self/maps"), re.M)
+    found_by_spar, mapped = cuda.find_libraries(), re.findall(r" (/.*)$", text_of("/proc/self/maps"), re.M)
     rows = []
     for library in ("libcuda", "libnccl", "libnvrtc"):
         opened = min((path for path in mapped if Path(path).name.startswith(f"{library}.so")), default=None)
