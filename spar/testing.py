@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ._checks import check_int
 from ._control.state import Place
@@ -139,73 +140,49 @@ def compare(
         if reduce not in ("sum", "mean", None):
             raise _error(place, "reduce", repr(reduce), '"sum", "mean" or None')
         with preserved(real):
-            runs = _Runs(place, real, seq_dim, reduce)
-            reference = runs.reference(model_fn, batch, seed)
-            report = runs.sharded(model_fn, batch, shard_fn, seed, layout, reference)
+            runs = _Runs(place, real, seq_dim, seed)
+            torch.manual_seed(seed)
+            reference = runs.run(model_fn(), batch)
+            runs.check_equal(reference.loss)
+            torch.manual_seed(seed)
+            model = model_fn()
+            part = shard_fn(model, batch)
+            found = runs.run(model, part)
+            losses = runs.of_each_rank(found.loss)
+            loss = losses[0] if bool((losses == losses[0]).all()) else losses.sum()
+            entries = [runs.entry("loss", loss, reference.loss)]
+            if reference.logits is not None and found.logits is not None:
+                own = runs.own_logits(reference.logits, found.logits, layout or _only_layout(part))
+                entries.append(runs.entry("logits", found.logits, reference.logits, own))
+            if reference.gradients.keys() != found.gradients.keys():
+                others = sorted(reference.gradients.keys() ^ found.gradients.keys())
+                expected = "the same names; do not replace modules in shard_fn"
+                raise _error(place, "parameters of only one of the models", f"{others[:8]}", expected)
+            for name, gradient in found.gradients.items():
+                reduced = runs.reduced(gradient, reduce)
+                entries.append(runs.entry(f"{name}.grad", reduced, reference.gradients[name]))
+            report = Report(place.world, float(loss), float(reference.loss), tuple(entries))
     if show and place.rank == 0:
         print(report, flush=True)
     return report
 
 
-@dataclass(frozen=True)
-class _Result:
-    loss: torch.Tensor
-    logits: torch.Tensor | None
-    gradients: dict[str, torch.Tensor]
+class _Result(NamedTuple):
+    loss: Tensor
+    logits: Tensor | None
+    gradients: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """The two runs of a comparison."""
+class _Runs(NamedTuple):
+    """What the two runs of a comparison share."""
 
     place: Place
     group: Any
     seq_dim: int
-    reduce: str | None
+    seed: int
 
-    def reference(self, model_fn: Callable[[], torch.nn.Module], batch: Any, seed: int) -> _Result:
-        torch.manual_seed(seed)
-        found = self._run(model_fn(), batch, seed)
-        losses = self._of_each_rank(found.loss)
-        spread = float(losses.max() - losses.min())
-        if spread > 1e-4 * float(losses.abs().max()):  # another model or batch; NaN is reported as a value
-            raise _error(
-                self.place,
-                "the loss of one process",
-                f"{losses.tolist()} on the group's ranks",
-                "one value; build the same model on all ranks, and pass the same batch",
-            )
-        return found
-
-    def sharded(
-        self,
-        model_fn: Callable[[], torch.nn.Module],
-        batch: Any,
-        shard_fn: Callable[[torch.nn.Module, Any], Any],
-        seed: int,
-        layout: SequenceLayout | None,
-        reference: _Result,
-    ) -> Report:
-        torch.manual_seed(seed)
-        model = model_fn()
-        part = shard_fn(model, batch)
-        found = self._run(model, part, seed)
-        losses = self._of_each_rank(found.loss)
-        loss = losses[0] if bool((losses == losses[0]).all()) else losses.sum()
-        entries = [self._entry("loss", loss, reference.loss)]
-        if reference.logits is not None and found.logits is not None:
-            own = self._own_logits(reference.logits, found.logits, layout or _only_layout(part))
-            entries.append(self._entry("logits", found.logits, reference.logits, own))
-        if reference.gradients.keys() != found.gradients.keys():
-            others = sorted(reference.gradients.keys() ^ found.gradients.keys())
-            expected = "the same names; do not replace modules in shard_fn"
-            raise _error(self.place, "parameters of only one of the models", f"{others[:8]}", expected)
-        for name, gradient in found.gradients.items():
-            entries.append(self._entry(f"{name}.grad", self._reduced(gradient), reference.gradients[name]))
-        return Report(self.place.world, float(loss), float(reference.loss), tuple(entries))
-
-    def _run(self, model: torch.nn.Module, batch: Any, seed: int) -> _Result:
-        torch.manual_seed(seed)
+    def run(self, model: torch.nn.Module, batch: Any) -> _Result:
+        torch.manual_seed(self.seed)
         if isinstance(batch, Mapping):
             output = model(**batch)
         else:
@@ -221,38 +198,45 @@ class _Runs:
                 gradients[name] = _whole(gradient.detach())
         return _Result(_whole(loss.detach()), None if logits is None else _whole(logits.detach()), gradients)
 
-    def _outputs(self, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _outputs(self, output: Any) -> tuple[Tensor, Tensor | None]:
         if isinstance(output, Mapping):
             loss, logits = output.get("loss"), output.get("logits")
         elif isinstance(output, (tuple, list)):
             loss, logits = (*output, None, None)[:2]
         else:
             loss, logits = getattr(output, "loss", output), getattr(output, "logits", None)
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            kind = (
-                f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.80}"
-            )
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            value = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.80}"
             expected = "a 0-dim tensor: return a loss, (loss, logits), or an output with loss and logits"
-            raise TypeError(_message(self.place, "the model's loss", kind, expected))
-        return loss, logits if isinstance(logits, torch.Tensor) else None
+            raise _error(self.place, "the model's loss", value, expected, TypeError)
+        return loss, logits if isinstance(logits, Tensor) else None
 
-    def _of_each_rank(self, number: torch.Tensor) -> torch.Tensor:
+    def of_each_rank(self, number: Tensor) -> Tensor:
         return all_gather(number.reshape(1).double(), self.group)
 
-    def _reduced(self, gradient: torch.Tensor) -> torch.Tensor:
+    def check_equal(self, loss: Tensor) -> None:
+        losses = self.of_each_rank(loss)
+        spread = float(losses.max() - losses.min())
+        if spread > 1e-4 * float(losses.abs().max()):  # another model or batch; NaN is reported as a value
+            raise _error(
+                self.place,
+                "the loss of one process",
+                f"{losses.tolist()} on the group's ranks",
+                "one value; build the same model on all ranks, and pass the same batch",
+            )
+
+    def reduced(self, gradient: Tensor, reduce: str | None) -> Tensor:
         """Reduce a gradient over the ranks, in their order."""
-        if self.reduce is None:
+        if reduce is None:
             return gradient
         flat, sizes = gradient.double().flatten(), cal_split_sizes(gradient.numel(), self.place.world)
         total = all_gather(reduce_scatter(flat, self.group), self.group, sizes=sizes).view(gradient.shape)
-        return total / self.place.world if self.reduce == "mean" else total
+        return total / self.place.world if reduce == "mean" else total
 
-    def _own_logits(
-        self, whole: torch.Tensor, own: torch.Tensor, layout: SequenceLayout | None
-    ) -> torch.Tensor:
+    def own_logits(self, whole: Tensor, own: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Return the part of the reference's logits that this rank has."""
         dim, total = self.seq_dim, whole.size(self.seq_dim)
-        sizes = self._of_each_rank(torch.tensor(own.size(dim), device=own.device)).long().tolist()
+        sizes = self.of_each_rank(torch.tensor(own.size(dim), device=own.device)).long().tolist()
         if all(size == total for size in sizes):
             part = whole
         elif layout is not None:
@@ -265,12 +249,10 @@ class _Runs:
             raise _error(self.place, "the logits' shape", f"{list(own.shape)}", expected)
         return part
 
-    def _entry(
-        self, name: str, found: torch.Tensor, whole: torch.Tensor, own: torch.Tensor | None = None
-    ) -> Entry:
+    def entry(self, name: str, found: Tensor, whole: Tensor, own: Tensor | None = None) -> Entry:
         """own: the part of the whole reference to which `found` corresponds; None: all of it."""
         reference, expected = whole.double(), whole if own is None else own
-        error = float(self._of_each_rank(_largest(found.double() - expected.double())).max())
+        error = float(self.of_each_rank(_largest(found.double() - expected.double())).max())
         largest = float(_largest(reference))
         relative = error / largest if largest else (math.inf if error else error)
         factor = None
@@ -278,36 +260,34 @@ class _Runs:
             factor = self._factor(found.double(), reference)
         return Entry(name, error, relative, float(reference.norm()), factor)
 
-    def _factor(self, found: torch.Tensor, reference: torch.Tensor) -> float | None:
+    def _factor(self, found: Tensor, reference: Tensor) -> float | None:
         """Return the factor by which a gradient differs on all ranks; None if it differs in another way."""
         ratio = (found * reference).sum() / reference.square().sum()
         rest = _largest(found - ratio * reference) / _largest(reference * ratio)
-        ratios, rests = self._of_each_rank(ratio), self._of_each_rank(rest)
+        ratios, rests = self.of_each_rank(ratio), self.of_each_rank(rest)
         same = bool((ratios - ratios[0]).abs().max() <= _ALIKE * ratios[0].abs())
         return float(ratios[0]) if same and bool(rests.max() <= _ALIKE) else None
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _whole(tensor: Any) -> Tensor:
     """Gather a DTensor."""
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
 
 
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
+def _largest(tensor: Tensor) -> Tensor:
     return tensor.abs().max() if tensor.numel() else tensor.new_zeros(())
 
 
 def _only_layout(batch: Any) -> SequenceLayout | None:
     values = batch.values() if isinstance(batch, Mapping) else batch
-    if not isinstance(values, Iterable) or isinstance(values, torch.Tensor):
+    if not isinstance(values, Iterable) or isinstance(values, Tensor):
         return None
     found = {value for value in values if isinstance(value, SequenceLayout)}
     return found.pop() if len(found) == 1 else None
 
 
-def _error(place: Place, what: str, value: str, expected: str) -> ValueError:
-    return ValueError(_message(place, what, value, expected))
-
-
-def _message(place: Place, what: str, value: str, expected: str) -> str:
-    return f"{_NAME} on rank {place.rank} of {place.world}: {what} is {value}; expected {expected}"
+def _error(
+    place: Place, what: str, value: str, expected: str, kind: type[Exception] = ValueError
+) -> Exception:
+    return kind(f"{_NAME} on rank {place.rank} of {place.world}: {what} is {value}; expected {expected}")
