@@ -34,6 +34,7 @@ import spar
 from spar._commands.bench import formulations
 
 MIB = 1 << 20
+Operation = Callable[[torch.Tensor], torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
@@ -48,7 +49,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 def there_and_back(
     name: str,
-    forward: Callable[[torch.Tensor], torch.Tensor],
+    forward: Operation,
     x: torch.Tensor,
     wanted: torch.Tensor,
     grad: torch.Tensor,
@@ -72,78 +73,49 @@ def check_operations(device: torch.device) -> None:
         whole, grads = (torch.randn(2, seq, heads, 24, generator=random).to(dtype) for _ in range(2))
         sizes = spar.cal_split_sizes(seq, world)
 
-        def part(x: torch.Tensor, dim: int) -> torch.Tensor:
+        def part(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
             return x.tensor_split(world, dim)[rank].contiguous()
 
+        def zigzag(x: torch.Tensor) -> torch.Tensor:
+            chunks = x.chunk(2 * world, 1)
+            return torch.cat([chunks[rank], chunks[-1 - rank]], 1)
+
+        def packed(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([part(document) for document in x.split(lengths, 1)], 1)  # noqa: B023
+
+        lengths = [5, seq - 12, 7]
+        table = spar.cal_split_sizes_multi(lengths, world)
         there_and_back(
             "all_to_all",
             lambda x: spar.all_to_all(x, None, 2, 1, gather_size=seq),  # noqa: B023
-            part(whole, 1),
-            part(whole, 2),
-            part(grads, 2),
-            part(grads, 1),
+            *(part(whole), part(whole, 2), part(grads, 2), part(grads)),
             device,
         )
-        there_and_back(
-            "split",
-            lambda x: spar.split_forward_gather_backward(x, None, 1),
-            whole,
-            part(whole, 1),
-            part(grads, 1),
-            grads / world,
-            device,
-        )
-        there_and_back(
-            "gather",
-            lambda x: spar.gather_forward_split_backward(x, None, 1, sizes),  # noqa: B023
-            part(whole, 1),
-            whole,
-            grads,
-            part(grads, 1) * world,
-            device,
-        )
-        total = 2 * world * 90
-        chunks = [x[:, :total].chunk(2 * world, 1) for x in (whole, grads)]
-        own, own_grads = (torch.cat([c[rank], c[-1 - rank]], 1) for c in chunks)
-        there_and_back(
-            "zigzag split",
-            lambda x: spar.load_balanced_split_forward_gather_backward(x, None, 1),
-            whole[:, :total],
-            own,
-            own_grads,
-            grads[:, :total] / world,
-            device,
-        )
-        there_and_back(
-            "zigzag gather",
-            lambda x: spar.load_balanced_gather_forward_split_backward(x, None, 1),
-            own,
-            whole[:, :total],
-            grads[:, :total],
-            own_grads * world,
-            device,
-        )
-        lengths = [5, seq - 12, 7]
-        own, own_grads = (torch.cat([part(s, 1) for s in x.split(lengths, 1)], 1) for x in (whole, grads))
-        table = spar.cal_split_sizes_multi(lengths, world)
-        there_and_back(
-            "packed split",
-            lambda x: spar.packed_data_split_forward_gather_backward(x, None, lengths, 1),  # noqa: B023
-            whole,
-            own,
-            own_grads,
-            grads / world,
-            device,
-        )
-        there_and_back(
-            "packed gather",
-            lambda x: spar.packed_data_gather_forward_split_backward(x, table, None, 1),  # noqa: B023
-            own,
-            whole,
-            grads,
-            own_grads * world,
-            device,
-        )
+        # the shards of a total, its split, and its gather
+        kinds: dict[str, tuple[Callable[..., torch.Tensor], int, Operation, Operation]] = {
+            "": (
+                part,
+                seq,
+                lambda x: spar.split_forward_gather_backward(x, None, 1),
+                lambda x: spar.gather_forward_split_backward(x, None, 1, sizes),  # noqa: B023
+            ),
+            "zigzag ": (
+                zigzag,
+                2 * world * 90,
+                lambda x: spar.load_balanced_split_forward_gather_backward(x, None, 1),
+                lambda x: spar.load_balanced_gather_forward_split_backward(x, None, 1),
+            ),
+            "packed ": (
+                packed,
+                seq,
+                lambda x: spar.packed_data_split_forward_gather_backward(x, None, lengths, 1),  # noqa: B023
+                lambda x: spar.packed_data_gather_forward_split_backward(x, table, None, 1),  # noqa: B023
+            ),
+        }
+        for kind, (shard, total, split, gather) in kinds.items():
+            x, g = whole[:, :total], grads[:, :total]
+            there_and_back(f"{kind}split", split, x, shard(x), shard(g), g / world, device)
+            there_and_back(f"{kind}gather", gather, shard(x), x, g, shard(g) * world, device)
 
 
 def check_graph(device: torch.device) -> None:
