@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import spar
 from spar._commands.bench.binding import bind
-from spar._commands.bench.timing import copying, timed
+from spar._commands.bench.measure import copying, timed
 from spar._commands.printing import KIB, MIB, size_text
 
 SIZES = (2 * KIB, 64 * KIB, MIB, 25 * MIB)  # bytes of a rank's part

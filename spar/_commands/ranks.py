@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,11 +73,9 @@ def joined(kind: str = "cpu", backend: str | None = None, timeout: float = 600.0
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if launched() else (0, 1)
     device = _device(kind, rank)
     backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    alone: dict[str, Any] = {} if launched() else {"store": HashStore(), "rank": 0, "world_size": 1}
     try:
-        if launched():
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"torch.distributed cannot start over {backend!r}: {error}", rank) from error
     yield Ranks(rank, world, device, backend, dist.distributed_c10d._get_default_store())

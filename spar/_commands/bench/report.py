@@ -14,13 +14,20 @@ from typing import Any
 import spar
 
 from ..printing import size_text, table
-from .timing import Time
 
 LEGEND = """\
 formulation: how many times faster spar is than the usual code over torch.distributed
 copy_: spar's time as a multiple of copy_'s
 engine: the part of the median that torch's engine takes
 other way: spar's time in that way"""
+
+
+@dataclass
+class Time:
+    """In seconds."""
+
+    median: float
+    p99: float
 
 
 @dataclass

@@ -150,16 +150,14 @@ def _measure_all(sizes: Sequence[int], only: str, seconds: float, ranks: Ranks) 
 
 
 def _median(paths: Sequence[Path]) -> tuple[str, list[Row]]:
-    titles, runs = [], []
+    runs = []
     for path in paths:
         try:
-            title, rows = read(path)
+            runs.append(read(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"--median: {path} is not a file that `spar bench` wrote: {error!r}") from None
-        titles.append(title)
-        runs.append(rows)
     try:
-        return f"{titles[0]}, median of {len(runs)} runs", median_of(runs)
+        return f"{runs[0][0]}, median of {len(runs)} runs", median_of([rows for _, rows in runs])
     except ValueError:
         raise UsageError("--median: the files have different operations or sizes") from None
 

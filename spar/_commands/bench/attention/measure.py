@@ -20,7 +20,7 @@ from torch import Tensor
 
 import spar
 
-from ..timing import reduced, timed
+from ..measure import reduced, timed
 from .kernels import counted, no_kernel
 from .ways import GATHER, RING, WHOLE, Way, ways
 
