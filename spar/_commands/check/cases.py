@@ -26,12 +26,7 @@ NEED_GROUPS = ("SequenceLayout.hybrid", "attention (ring x")  # a parallel state
 
 
 def case(
-    operation: str,
-    trial: Callable[..., Trial],
-    variant: str,
-    call: Call,
-    where: str = "",
-    **options: Any,
+    operation: str, trial: Callable[..., Trial], variant: str, call: Call, where: str = "", **options: Any
 ) -> Case:
     """Make a case.
 
