@@ -7,14 +7,11 @@ The C core is built without its Python binding. It computes rank 0's schedule; n
 from __future__ import annotations
 
 import ctypes
-import itertools
 import sys
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from spar._exchange.layouts import WHOLE, even, pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -68,21 +65,19 @@ class Cost(NamedTuple):
     staging: int
 
 
-def request(op: str, world: int, rank: int, size: int) -> core_abi.Request:
-    """A call whose output has about `size` bytes on each rank.
+def plan_of(op: str, world: int, size: int) -> core.Plan:
+    """Plan a call of rank 0 whose output has about `size` bytes on each rank.
 
     op: "heads out" and "heads in" are the all_to_all before attention, and its inverse.
     """
     tokens = size * (1 if op == "gather" else world) // (HEADS * DIM * 2) // world * world
-    extents, args = {
-        "heads out": ((1, tokens // world, HEADS, DIM), pair(even(1, tokens), even(2, HEADS))),
-        "heads in": ((1, tokens, HEADS // world, DIM), pair(even(2, HEADS), even(1, tokens))),
-        "gather": ((tokens // world, HEADS * DIM), pair(even(0, tokens), WHOLE)),
+    exchange, extents, args = {
+        "heads out": ("all_to_all", (1, tokens // world, HEADS, DIM), (2, 1, tokens)),
+        "heads in": ("all_to_all", (1, tokens, HEADS // world, DIM), (1, 2, HEADS)),
+        "gather": ("gather", (tokens // world, HEADS * DIM), (0, tokens)),
     }[op]
-    strides = tuple(itertools.accumulate(extents[:0:-1], lambda a, b: a * b, initial=1))[::-1]
-    kept: list[Any] = [(c_int64 * len(numbers))(*numbers) for numbers in (extents, strides, args)]
-    tensor = core_abi.Tensor(2, len(extents), kept[0], kept[1], len(args), kept[2])
-    return core_abi.Request(world, rank, core_abi.SIDE_PULL, 1, ctypes.pointer(tensor))
+    spec = core.contiguous(extents, args, 2)
+    return core.Plan(core.request(exchange, world, 0, [spec], core.SIDE_PULL))
 
 
 def count_launches(plan: Any, spans: Any, count: int, tensors: Any) -> int:
@@ -99,15 +94,14 @@ def count_launches(plan: Any, spans: Any, count: int, tensors: Any) -> int:
 def cost(op: str, world: int, size: int, cap: int = CAP) -> Cost:
     library = core.library()
     library.spar_schedule_steps.restype = c_int64
-    plan = POINTER(core_abi.PlanStruct)()
-    core_abi.check(library.spar_plan_build(byref(request(op, world, 0, size)), byref(plan)))
+    made = plan_of(op, world, size)
+    plan = made.handle
     tensors = (c_void_p * 1)(ADDRESS)
     steps = library.spar_schedule_steps(plan, 0, c_int64(cap))
     push, pull = Schedule(), Schedule()
     for side, pulls in ((push, 0), (pull, 1)):
         core_abi.check(library.spar_schedule_begin(byref(side), plan, pulls, 0, c_int64(steps), tensors))
-    own = plan.contents.push[0].bytes
-    packs_own = steps == 1 and own < BESIDE
+    packs_own = steps == 1 and made.push_bytes[0] < BESIDE
     kernels, groups, messages, staged = int(not packs_own), 0, 0, 0
     for step in range(steps):
         for side in (push, pull):
@@ -122,7 +116,6 @@ def cost(op: str, world: int, size: int, cap: int = CAP) -> Cost:
     staging = (1 + (steps > 1)) * (push.size + pull.size)
     for side in (push, pull):
         library.spar_schedule_free(byref(side))
-    library.spar_plan_release(plan)
     return Cost(groups, kernels, messages, staged, staging)
 
 
