@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,7 @@ class Run:
     out: Path
     end: float  # time.monotonic() at which all are over
     environment: dict[str, str]
-
-    def __post_init__(self) -> None:
-        self.results: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = field(default_factory=list)
 
     def obstacle(self, stage: Stage) -> str:
         """Return why the stage cannot run, or an empty text."""
@@ -173,9 +171,8 @@ def verdict(code: int | None, found: dict[str, Any], seconds: float) -> tuple[st
         return "timed out", f"killed after {seconds:.0f} s"
     if code < 0 or code > 128:
         number = -code if code < 0 else code - 128
-        with contextlib.suppress(ValueError):
-            return "crashed", signal.Signals(number).name
-        return "crashed", f"signal {number}"
+        names = {each.value: each.name for each in signal.Signals}
+        return "crashed", names.get(number, f"signal {number}")
     if code == SKIPPED and found.get("reason"):
         return "skipped", str(found["reason"])
     if code:

@@ -160,8 +160,7 @@ def check_torch(gpu: Gpu, report: Report) -> None:
     for kind, (dtype, _) in KINDS.items():
         if not kind:
             continue
-        x = torch.randn(3 * 4096, device=gpu_core.machine.device).to(dtype) if not dtype.is_complex else None
-        x = torch.randn(3 * 4096, dtype=dtype, device=gpu_core.machine.device) if x is None else x
+        x = torch.randn(3 * 4096, dtype=dtype, device=gpu_core.machine.device)
         y = torch.empty_like(x)
         spec = core.Spec(dtype.itemsize, (x.numel(),), (1,), [0])
         plan = core.Plan(core.request("split", 1, 0, [spec], core.SIDE_PULL))

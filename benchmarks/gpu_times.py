@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -80,14 +79,7 @@ def time_host(gpu: Gpu, report: Report) -> None:
     plan, x = strided_plan(512, 64 * 1024)
     wire = torch.empty_like(x).flatten()
     pack = gpu.copy(plan, Route.PACK, whole_wires(plan, wire), [x], [])
-    best = 1e9
-    for _ in range(20):
-        gpu_core.machine.synchronize()
-        begin = time.perf_counter()
-        for _ in range(100):
-            pack()
-        best = min(best, (time.perf_counter() - begin) * 1e4)
-    gpu_core.machine.synchronize()
+    best = gpu_core.host_microseconds(lambda: [pack() for _ in range(100)]) / 100
     report.figure("launch_us", best)
     report.say()
     report.say(f"Host time of one launch of 8 spans, including this script's Python: {best:.1f} us.")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import gpu_core
 import torch
@@ -58,18 +56,6 @@ class Nccl:
         self.check(self.library.ncclCommAbort(self.comm))
 
 
-def host_microseconds(work: Callable[[], Any]) -> float:
-    """Return the least host time of several; the device is idle before each."""
-    best = 1e12
-    for _ in range(10):
-        gpu_core.machine.synchronize()
-        begin = time.perf_counter()
-        work()
-        best = min(best, (time.perf_counter() - begin) * 1e6)
-    gpu_core.machine.synchronize()
-    return best
-
-
 def time_groups(nccl: Nccl, report: Report, x: torch.Tensor, y: torch.Tensor) -> None:
     def groups(number: int) -> Callable[[], None]:
         def work() -> None:
@@ -79,7 +65,7 @@ def time_groups(nccl: Nccl, report: Report, x: torch.Tensor, y: torch.Tensor) ->
         return work
 
     groups(3)()
-    figures = {number: host_microseconds(groups(number)) for number in (1, 4, 57)}
+    figures = {number: gpu_core.host_microseconds(groups(number)) for number in (1, 4, 57)}
     report.figure("host_us_of_groups", figures)
     report.say(f"Host time of groups of {PEERS} sends and receives of 4 KiB, Python included:")
     report.say(", ".join(f"{number}: {us:.0f} us" for number, us in figures.items()) + ".")
