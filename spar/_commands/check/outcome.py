@@ -58,15 +58,14 @@ def attempt(case: Case, setting: Setting) -> Outcome:
 
 
 def _run(trial: Trial, setting: Setting, outcome: Outcome) -> None:
-    expected = expected_of(trial, setting)
-    inputs = [x.to(setting.device) for x in trial.inputs[setting.rank]]
+    expected, recorded = expected_of(trial, setting), trial.gradient != NO_GRADIENT
+    own = trial.inputs[setting.rank]
+    inputs = [x.to(setting.device).detach().clone().requires_grad_(recorded) for x in own]
     upper = [g.to(setting.device) for g in expected.upper]
-    if trial.gradient != NO_GRADIENT:
-        inputs = [x.detach().clone().requires_grad_() for x in inputs]
     _wait_for_device(setting.device)
     begin = time.perf_counter()
     outputs = listed(trial.run(*inputs))
-    gradients = list(torch.autograd.grad(outputs, inputs, upper)) if trial.gradient != NO_GRADIENT else []
+    gradients = list(torch.autograd.grad(outputs, inputs, upper)) if recorded else []
     _wait_for_device(setting.device)
     outcome.seconds = time.perf_counter() - begin
     kinds = (("output", outputs, expected.outputs), ("gradient of input", gradients, expected.gradients))
@@ -115,21 +114,18 @@ class Agreement:
             decision = self._await(self._key("decision"), self.timeout + 2 * GRACE)
             self.is_alone = decision is None
             return decision == b"go on"
-        self._collect()
-        go_on = len(self.found) == self.world and not any(one.broken for one in self.found.values())
-        self.store.set(self._key("decision"), "go on" if go_on else "stop")
-        return go_on
-
-    def _collect(self) -> None:
-        """Wait for the outcomes of all ranks; for GRACE only, once one found the group broken."""
-        end, shortened = time.monotonic() + self.timeout, False
+        # for GRACE only, once one found the group broken
+        end = time.monotonic() + (GRACE if own.broken else self.timeout)
         while len(self.found) < self.world and time.monotonic() < end:
             for rank in set(range(self.world)) - set(self.found):
                 if self.store.check([self._key(rank)]):
                     self.found[rank] = Outcome(**json.loads(self.store.get(self._key(rank))))
-            if not shortened and any(outcome.broken for outcome in self.found.values()):
-                shortened, end = True, min(end, time.monotonic() + GRACE)
+                    if self.found[rank].broken:
+                        end = min(end, time.monotonic() + GRACE)
             time.sleep(POLL)
+        go_on = len(self.found) == self.world and not any(one.broken for one in self.found.values())
+        self.store.set(self._key("decision"), "go on" if go_on else "stop")
+        return go_on
 
     def end(self, passed: bool) -> bool:
         """Return on each rank whether all checks passed, as rank 0 found, once rank 0 has printed.
