@@ -8,9 +8,8 @@ import gc
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ import spar
 
 from ..measure import reduced, timed
 from .kernels import counted, no_kernel
-from .ways import GATHER, RING, WHOLE, Way, ways
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from .ways import GATHER, RING, WHOLE, ways
 
 
 @dataclass
@@ -48,7 +45,7 @@ class Layer:
     def __init__(self, tokens: int, args: Namespace, key_heads: int) -> None:
         generator = torch.Generator().manual_seed(1)
         shapes = [(1, tokens, n, args.width) for n in (args.heads, key_heads, key_heads, args.heads)]
-        kind = DTYPES[args.dtype]
+        kind = getattr(torch, args.dtype)
         self.whole = [torch.randn(shape, generator=generator).to(kind) for shape in shapes]
         self.ways = ways(tokens)
 
@@ -58,13 +55,13 @@ class Layer:
         if name == WHOLE and dist.get_rank() > 0:
             return list
         *inputs, upper = [x[:, way.own].contiguous() for x in self.whole]
-        return partial(_step, way, inputs, upper)
 
+        def run() -> list[Tensor]:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            y = way.function(*leaves)
+            return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
 
-def _step(way: Way, inputs: Sequence[Tensor], upper: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    y = way.function(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
+        return run
 
 
 # ---- times ----
@@ -79,11 +76,11 @@ def once(step: Callable[[], Any]) -> tuple[float, Any]:
 
 def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
     """Time the steps in alternating turns; a first turn compares the results with those of one process."""
-    rows, times, steps = [], [], [layer.step(name) for name in layer.ways]
+    rows, firsts, steps = [], [], [layer.step(name) for name in layer.ways]
     expected: list[Tensor] = []
     for name, step in zip(layer.ways, steps, strict=True):
         took, found = once(step)
-        times.append([reduced(took)])
+        firsts.append(reduced(took))
         if name == WHOLE:
             expected = found or [torch.empty_like(layer.whole[i]) for i in (3, 0, 1, 2)]
             for x in expected:
@@ -93,13 +90,10 @@ def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
         error = max((float((a - b[:, index]).abs().max()) for a, b in parts), default=0.0)
         rows.append(Row(tokens, name, 0.0, reduced(error)))
         del found
-    first = sum(took for (took,) in times)
-    for turn in range(max(3 if first < seconds else 0, min(15, int(seconds / first)))):
-        for step, found in zip(steps, times, strict=True):
-            if turn == 0:
-                found.clear()  # it warmed up
-            found.append(reduced(once(step)[0]))
-    for row, found in zip(rows, times, strict=True):
+    first = sum(firsts)
+    turns = range(max(3 if first < seconds else 0, min(15, int(seconds / first))))
+    times = [[reduced(once(step)[0]) for step in steps] for _ in turns] or [firsts]  # the first warmed up
+    for row, found in zip(rows, zip(*times, strict=True), strict=True):
         row.step = statistics.median(found)
     return rows
 
@@ -114,16 +108,14 @@ def measure_outside(layer: Layer, rows: list[Row], seconds: float) -> None:
 
 def measure_balance(layer: Layer, rows: list[Row], seconds: float) -> None:
     for row in rows:
-        if row.way not in (GATHER, RING):
-            continue
-        step, times, products = layer.step(row.way), [], 0
-        for _ in range(max(1, min(5, int(seconds / row.step)))):
-            dist.barrier()
-            with counted() as work:
-                step()
-            times.append(work.seconds)
-            products = work.products
-        row.products, row.seconds = _over_mean(products), _over_mean(min(times))
+        if row.way in (GATHER, RING):
+            step, times = layer.step(row.way), []
+            for _ in range(max(1, min(5, int(seconds / row.step)))):
+                dist.barrier()
+                with counted() as work:
+                    step()
+                times.append(work.seconds)
+            row.products, row.seconds = _over_mean(work.products), _over_mean(min(times))
 
 
 def _over_mean(own: float) -> float:
@@ -158,14 +150,16 @@ def _status() -> dict[str, int]:
 
 
 def measure_memory(tokens: int, args: Namespace, rows: list[Row]) -> None:
-    layer, world = Layer(tokens, args, args.key_heads), dist.get_world_size()
+    def mean_peak(layer: Layer, way: str) -> float:
+        ranks = 1 if way == WHOLE else dist.get_world_size()
+        return reduced(peak(layer.step(way)), dist.ReduceOp.SUM) / ranks
+
+    layer = Layer(tokens, args, args.key_heads)
     with no_kernel(copies=True):
         for row in rows:
-            ranks = 1 if row.way == WHOLE else world
-            row.peak = reduced(peak(layer.step(row.way)), dist.ReduceOp.SUM) / ranks
-        for key_heads in (args.heads, 1) if args.heads > 1 else ():
-            layer, sign = Layer(tokens, args, key_heads), 1 if key_heads > 1 else -1
+            row.peak = mean_peak(layer, row.way)
+        for key_heads, sign in ((args.heads, 1), (1, -1)) if args.heads > 1 else ():
+            layer = Layer(tokens, args, key_heads)
             for row in rows:
                 if row.way in (GATHER, RING):
-                    found = reduced(peak(layer.step(row.way)), dist.ReduceOp.SUM) / world
-                    row.keys += sign * found * args.heads / (args.heads - 1)
+                    row.keys += sign * mean_peak(layer, row.way) * args.heads / (args.heads - 1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...printing import MIB, progress, table
 from ...ranks import Ranks, UsageError
 from ..report import save
-from .measure import DTYPES, Layer, Row, measure_balance, measure_memory, measure_outside, measure_steps
+from .measure import Layer, Row, measure_balance, measure_memory, measure_outside, measure_steps
 from .ways import GATHER, RING, ULYSSES, USUAL, WHOLE
 
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -50,7 +50,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     layer.add_argument("--heads", type=int, default=8, help="(default: %(default)s)")
     layer.add_argument("--key-heads", type=int, default=2, help="(default: %(default)s)")
     layer.add_argument("--width", type=int, default=64, help="of a head (default: %(default)s)")
-    layer.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
+    layer.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)"
+    )
 
 
 def check(args: Namespace) -> None:
