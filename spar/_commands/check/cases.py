@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 
 import spar
 
-from .attention import attend
-from .shards import DOCUMENTS, PLACES, WIDE, Index, Run, add, exact_gather, gather, indices, split, swap
+from .shards import DOCUMENTS, PLACES, WIDE, Run, add, attend, exact_gather, gather, indices, split, swap
 from .trial import NO_GRADIENT, OWN, Case, Setting, Tensors, Trial, numbers
 
 Call = Callable[..., Any]
@@ -123,7 +122,7 @@ def unpadded(s: Setting, run: Run) -> Trial:
     return Trial([[numbers(2, 4, 3, seed=rank)] for rank in range(s.world)], run, reference, OWN)
 
 
-def reordered(s: Setting, run: Run, index: Index) -> Trial:
+def reordered(s: Setting, run: Run, index: Tensors) -> Trial:
     order = torch.cat(index).argsort()
     inputs = [[numbers(2, len(order), 3)]] * s.world
     return Trial(inputs, run, lambda inputs: [[own[0].index_select(1, order)] for own in inputs], OWN)
