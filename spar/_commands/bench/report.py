@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,41 +79,29 @@ def median_of(runs: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def table_of(rows: Sequence[Row]) -> str:
+    def us(seconds: float) -> str:
+        return f"{seconds * 1e6:.1f} us"
+
+    def faster(name: str, row: Row) -> str:
+        other = {"formulation": row.formulation, **row.libraries}.get(name)
+        return f"{other.median / row.spar.median:.1f} x" if other else ""
+
     names = list(dict.fromkeys(name for row in rows for name in row.libraries))
-    titles = [
-        "operation",
-        "part",
-        "median",
-        "p99",
-        "GB/s",
-        "formulation",
-        "copy_",
-        *names,
-        "engine",
-        "other way",
-    ]
-    lines = [titles]
-    for row in rows:
-        ours = row.spar.median
-        lines.append(
-            [
-                f"{row.operation}, {row.direction}",
-                size_text(row.size),
-                f"{ours * 1e6:.1f} us",
-                f"{row.spar.p99 * 1e6:.1f} us",
-                f"{row.bytes / ours / 1e9:.2f}",
-                f"{row.formulation.median / ours:.1f} x",
-                f"{ours / row.copy.median:.2f} x",
-                *(
-                    f"{row.libraries[name].median / ours:.1f} x" if name in row.libraries else ""
-                    for name in names
-                ),
-                f"{row.engine.median * 1e6:.1f} us" if row.engine else "",
-                f"{row.other.median * 1e6:.1f} us ({row.other_name})" if row.other else "",
-            ]
-        )
+    columns: dict[str, Callable[[Row], str]] = {
+        "operation": lambda row: f"{row.operation}, {row.direction}",
+        "part": lambda row: size_text(row.size),
+        "median": lambda row: us(row.spar.median),
+        "p99": lambda row: us(row.spar.p99),
+        "GB/s": lambda row: f"{row.bytes / row.spar.median / 1e9:.2f}",
+        "formulation": partial(faster, "formulation"),
+        "copy_": lambda row: f"{row.spar.median / row.copy.median:.2f} x",
+        **{name: partial(faster, name) for name in names},
+        "engine": lambda row: us(row.engine.median) if row.engine else "",
+        "other way": lambda row: f"{us(row.other.median)} ({row.other_name})" if row.other else "",
+    }
+    lines = [[*columns], *([cell(row) for cell in columns.values()] for row in rows)]
     legend = f"{LEGEND}\n{', '.join(names)}: how many times faster spar is than it" if names else LEGEND
-    return f"{table(lines, right=range(1, len(titles) - 1))}\n{legend}"
+    return f"{table(lines, right=range(1, len(columns) - 1))}\n{legend}"
 
 
 def save(
@@ -138,25 +127,20 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     rows = [row for row in rows if row.direction != "recorded"]
     names = list(dict.fromkeys(f"{row.operation}, {row.direction}" for row in rows))
     sizes = sorted({row.size for row in rows})
-    panels: list[tuple[str, float, Callable[[Row], float]]] = [
-        (
-            "times faster than the usual formulation",
-            100,
-            lambda row: row.formulation.median / row.spar.median,
-        ),
-        ("times as fast as Tensor.copy_", 20, lambda row: row.copy.median / row.spar.median),
-    ]
+    panels: dict[str, tuple[float, Callable[[Row], float]]] = {
+        "times faster than the usual formulation": (100, lambda r: r.formulation.median / r.spar.median),
+        "times as fast as Tensor.copy_": (20, lambda r: r.copy.median / r.spar.median),
+    }
     figure = Figure(figsize=(13, 0.36 * len(names) + 1.6), layout="constrained")
     figure.suptitle(title)
-    for axes, (meaning, most, ratio) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+    for axes, (what, (most, ratio)) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
         values = [[0.0] * len(sizes) for _ in names]
         for row in rows:
-            at = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size)
-            values[at[0]][at[1]] = ratio(row)
-            words = f"{ratio(row):.1f}" if ratio(row) < 100 else f"{ratio(row):.0f}"
-            axes.text(at[1], at[0], words, ha="center", va="center", size=8)
+            y, x, value = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size), ratio(row)
+            values[y][x] = value
+            axes.text(x, y, f"{value:.{int(value < 100)}f}", ha="center", va="center", size=8)
         axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=LogNorm(1 / most, most))
         axes.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
         axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel="a rank's part", title=meaning)
+        axes.set(xlabel="a rank's part", title=what)
     figure.savefig(path, dpi=90)
