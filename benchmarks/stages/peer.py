@@ -58,22 +58,13 @@ class Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class AllocFlags(ctypes.Structure):
-    _fields_ = (
-        ("compressionType", ctypes.c_ubyte),
-        ("gpuDirectRDMACapable", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
-
-
 class AllocationProp(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("requestedHandleTypes", ctypes.c_int),
         ("location", Location),
         ("win32HandleMetaData", ctypes.c_void_p),
-        ("allocFlags", AllocFlags),
+        ("allocFlags", ctypes.c_ubyte * 8),  # a struct; none is set
     )
 
 
