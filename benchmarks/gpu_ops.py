@@ -28,13 +28,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from report import FAILED, Report
+from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import spar
 from spar._commands.bench import formulations
 
 MIB = 1 << 20
-Operation = Callable[[torch.Tensor], torch.Tensor]
+Operation = Callable[[Tensor], Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
@@ -43,26 +44,20 @@ def check(holds: bool, what: str) -> None:
         raise AssertionError(f"rank {dist.get_rank()}: {what}")
 
 
-def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+def same(got: Tensor, wanted: Tensor, what: str) -> None:
     check(got.shape == wanted.shape and torch.equal(got.cpu(), wanted), what)
 
 
 def there_and_back(
-    name: str,
-    forward: Operation,
-    x: torch.Tensor,
-    wanted: torch.Tensor,
-    grad: torch.Tensor,
-    wanted_grad: torch.Tensor,
-    device: torch.device,
+    name: str, forward: Operation, x: Tensor, y: Tensor, dy: Tensor, dx: Tensor, device: torch.device
 ) -> None:
-    """Check both directions of one operation; inputs and expected values are CPU tensors."""
+    """Check both directions of one operation against y and dx; all tensors are on the CPU."""
     leaf = x.clone().to(device).requires_grad_()
-    y = forward(leaf)
-    y.backward(grad.to(device))
-    same(y.detach(), wanted, f"{name} of {x.dtype}")
+    out = forward(leaf)
+    out.backward(dy.to(device))
+    same(out.detach(), y, f"{name} of {x.dtype}")
     assert leaf.grad is not None
-    same(leaf.grad, wanted_grad, f"the gradient of {name} of {x.dtype}")
+    same(leaf.grad, dx, f"the gradient of {name} of {x.dtype}")
 
 
 def check_operations(device: torch.device) -> None:
@@ -73,14 +68,14 @@ def check_operations(device: torch.device) -> None:
         whole, grads = (torch.randn(2, seq, heads, 24, generator=random).to(dtype) for _ in range(2))
         sizes = spar.cal_split_sizes(seq, world)
 
-        def part(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        def part(x: Tensor, dim: int = 1) -> Tensor:
             return x.tensor_split(world, dim)[rank].contiguous()
 
-        def zigzag(x: torch.Tensor) -> torch.Tensor:
+        def zigzag(x: Tensor) -> Tensor:
             chunks = x.chunk(2 * world, 1)
             return torch.cat([chunks[rank], chunks[-1 - rank]], 1)
 
-        def packed(x: torch.Tensor) -> torch.Tensor:
+        def packed(x: Tensor) -> Tensor:
             return torch.cat([part(document) for document in x.split(lengths, 1)], 1)  # noqa: B023
 
         lengths = [5, seq - 12, 7]
@@ -92,7 +87,7 @@ def check_operations(device: torch.device) -> None:
             device,
         )
         # the shards of a total, its split, and its gather
-        kinds: dict[str, tuple[Callable[..., torch.Tensor], int, Operation, Operation]] = {
+        kinds: dict[str, tuple[Callable[..., Tensor], int, Operation, Operation]] = {
             "": (
                 part,
                 seq,
@@ -160,9 +155,7 @@ def check_absence(device: torch.device) -> None:
     expect_error(group, x, spar.ExchangeTimeoutError, "a timeout")
 
 
-def expect_error(
-    group: dist.ProcessGroup | None, x: torch.Tensor, error: type[spar.SparError], what: str
-) -> None:
+def expect_error(group: dist.ProcessGroup, x: Tensor, error: type[spar.SparError], what: str) -> None:
     try:
         spar.gather_forward_split_backward(x, group, 0)
     except error:
@@ -235,9 +228,9 @@ def times(device: torch.device, report: Report) -> None:
     for size in (MIB // 4, 4 * MIB, 32 * MIB, 256 * MIB):
         x = torch.zeros(1, size // (2 * 128 * 8 * world), 8 * world, 128, device=device, dtype=torch.bfloat16)
 
-        def permutes(x: torch.Tensor = x) -> torch.Tensor:
+        def permutes(x: Tensor = x) -> Tensor:
             parts = x.unflatten(2, (world, -1)).movedim(2, 0).contiguous()
-            back: torch.Tensor = parts.movedim(0, 1).flatten(1, 2).contiguous()
+            back: Tensor = parts.movedim(0, 1).flatten(1, 2).contiguous()
             return back
 
         calls: list[Callable[[], object]] = [
