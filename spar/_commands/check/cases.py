@@ -220,11 +220,11 @@ def zigzagged(s: Setting, n: Sizes) -> spar.SequenceLayout:
     return spar.SequenceLayout.zigzag(sum(n), s.group)
 
 
-def split_and_gather(name: str, variant: str, where: str, split_call: Call, gather_call: Call) -> list[Case]:
-    """Return the cases of a split and of a gather, of which each is the other's backward."""
+def split_and_gather(name: str, variant: str, where: str, call: Call, back: Call | None = None) -> list[Case]:
+    """Return the cases of a split and of its gather, whose call is `back` if it has other arguments."""
     return [
-        case(name.format("split_forward_gather_backward"), split, variant, split_call, where),
-        case(name.format("gather_forward_split_backward"), gather, variant, gather_call, where),
+        case(name.format("split_forward_gather_backward"), split, variant, call, where),
+        case(name.format("gather_forward_split_backward"), gather, variant, back or call, where),
     ]
 
 
@@ -266,9 +266,7 @@ OPERATIONS = [
     *split_and_gather(
         "{}", "uneven", "uneven", lambda f, s, n, x: f(x, s.group, 1), lambda f, s, n, x: f(x, s.group, 1, n)
     ),
-    *split_and_gather(
-        "load_balanced_{}", "zigzag", "even zigzag", *[lambda f, s, n, x: f(x, s.group, 1)] * 2
-    ),
+    *split_and_gather("load_balanced_{}", "zigzag", "even zigzag", lambda f, s, n, x: f(x, s.group, 1)),
     *split_and_gather(
         "packed_data_{}", "uneven", "packed", lambda f, s, n, x: f(x, s.group, LENGTHS, 1), gather_packed
     ),
@@ -280,10 +278,7 @@ OPERATIONS = [
         lambda f, s, n, x: f(x, 1, sum(n)),
     ),
     *split_and_gather(
-        "packed_data_{}_with_cp",
-        "ring x ulysses",
-        "packed hybrid",
-        *[lambda f, s, n, x: f(x, 1, LENGTHS)] * 2,
+        "packed_data_{}_with_cp", "ring x ulysses", "packed hybrid", lambda f, s, n, x: f(x, 1, LENGTHS)
     ),
     case("gather_forward_split_backward_and_unpad", unpadded, "", lambda f, s, x: f(x, s.group, 1, 2, 1)),
     case(
