@@ -80,7 +80,7 @@ bring-up-kit: build
 SECONDS ?= 60
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
-	@SOAK_GROUPS=10000 SOAK_EXITS=20 $(BIN)/pytest -q tests/test_many_groups.py tests/test_process.py \
+	@SOAK_GROUPS=10000 SOAK_EXITS=40 $(BIN)/pytest -q tests/test_many_groups.py tests/test_process.py \
 	-k 'groups_do_not_leak or exit_waits_for_threads'
 
 test: build .venv/.test

@@ -226,8 +226,8 @@ class Group(GroupState):
     ) -> None:
         """Report that this rank fails before its next call on the group, which counts as that call.
 
-        It does not wait for the peers, unless an earlier failure has not reached them yet. Behind calls in
-        flight the report is queued.
+        It does not wait for the peers, unless they have not ended the call before. Behind calls in flight the
+        report is queued.
 
         Args:
             op: the operation's name.
