@@ -290,8 +290,7 @@ static PyObject *comm_compare(PyObject *self, PyObject *args)
     return spar_result(status);
 }
 
-/* The group of a call that goes on, also when it is to end because another thread closes the group; or NULL and
- * an exception. */
+/* The group of a call that goes on, also while another thread closes it; or NULL and an exception. */
 static spar_group *compared_group(PyObject *self)
 {
     spar_comm *comm = ((comm_object *)self)->comm;

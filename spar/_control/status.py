@@ -174,7 +174,9 @@ def _patience(group: GroupState, state: CallState, said: Report) -> float:
         return 0.0
     if state is not CallState.PEER_LOST:
         return _PATIENCE
-    return _PATIENCE if said.has(group, CallState.TIMED_OUT, CallState.ABORTED) else _LONGER
+    if said.has(group, CallState.TIMED_OUT, CallState.ABORTED):
+        return _PATIENCE
+    return _LONGER if len(said.absent(group, (state,))) == 1 else 2 * _LONGER  # until it is clear who is gone
 
 
 def named(group: GroupState, ranks: tuple[int, ...]) -> str:
