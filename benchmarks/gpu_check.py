@@ -36,7 +36,7 @@ import gpu_times
 import kit
 import torch
 from gpu_core import MIB, Gpu, strided_plan, whole_wires
-from helpers import core, core_abi  # type: ignore[import-not-found]
+from helpers import core  # type: ignore[import-not-found]
 from helpers.core_abi import Route, Scale, ScaleType  # type: ignore[import-not-found]
 from report import SKIPPED, Report
 
@@ -89,7 +89,7 @@ def check_copies(
     on_gpu = shifted(x, shift)
     args = [1, 0, shape[0] * world]
     plan = core.Plan(core.request("all_to_all", world, rank, [core.Spec.of(x, args)], core.SIDE_PULL))
-    library, cpu = core.library(), core.cpu()
+    library = core.library()
 
     def cut(peer: int, size: int, wire: torch.Tensor | None) -> list[tuple[int, int, int, int]]:
         at = draw.randrange(size // step + 1) * step
@@ -104,7 +104,7 @@ def check_copies(
     for peer, wire in enumerate(wires):
         wanted = torch.empty(wire.numel(), dtype=torch.uint8)
         sources = core.addresses([x])
-        core_abi.check(library.spar_pack(plan.handle, cpu, peer, sources, wanted.data_ptr()))
+        library.spar_pack(plan.handle, peer, sources, wanted.data_ptr())
         if kind:
             wanted = scaled(wanted, dtype, scale)
         if not same_bits(wire.cpu(), wanted, dtype):
@@ -117,13 +117,11 @@ def check_copies(
             spans = [span for p, wire in enumerate(there) for span in cut(p, wire.numel(), wire)]
             for peer, wire in enumerate(pulled):
                 targets = core.addresses([expected])
-                core_abi.check(
-                    library.spar_unpack(plan.handle, cpu, peer, wire.data_ptr(), targets, ctypes.byref(scale))
-                )
+                library.spar_unpack(plan.handle, peer, wire.data_ptr(), targets, ctypes.byref(scale))
         else:
             spans = cut(rank, plan.push_bytes[rank], None)
             sources, targets = core.addresses([x]), core.addresses([expected])
-            core_abi.check(library.spar_copy_own(plan.handle, cpu, sources, targets, ctypes.byref(scale)))
+            library.spar_copy_own(plan.handle, sources, targets, ctypes.byref(scale))
         gpu.copy(plan, route, spans, [on_gpu], [got], scale)()
         if not same_bits(got.cpu(), expected, dtype):
             return str(route.name.lower())

@@ -20,10 +20,11 @@
  *     arena         the memory that they share
  *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
  *   not_linux/   what other systems build in place of ipc/, control/ and the transports
- *   devices/     device.h, the interface; execute, copies and packs by a plan; dtypes, those that a copy
- *                scales (scale.def), and those that are summed (sum.def)
- *     cpu/          strided copies (cpu), scaling (scale), sums (sum), 16-bit floats (vectors), the
- *                   instruction sets (processor), non-temporal stores (nontemporal), copy threads (threads)
+ *   devices/     what is done in host memory (execute.h, scale.h, sum.h); dtypes, those that a copy scales
+ *                (scale.def), and those that are summed (sum.def)
+ *     cpu/          copies and packs by a plan (execute), scaling (scale), sums (sum), 16-bit floats
+ *                   (vectors), the instruction sets (processor), non-temporal stores (nontemporal), copy
+ *                   threads (threads)
  *     cuda/         the interface (cuda), the driver API (driver), NVRTC (nvrtc), compiled kernels on disk
  *                   (cubin_cache), the kernels (kernels.cu, .h, .c), copies cut into their parameters
  *                   (launches)

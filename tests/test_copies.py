@@ -17,7 +17,7 @@ from spar._exchange.layouts import by_sizes, even, pair, zigzag as zigzag_layout
 
 pytestmark = pytest.mark.usefixtures("one_thread_for_torch", "stores")
 
-LARGE = 1 << 17  # bytes for each rank from which on ranks have turns (csrc/devices/cpu/cpu.c)
+LARGE = 1 << 17  # bytes for each rank from which on ranks have turns (csrc/devices/cpu/execute.c)
 
 
 @pytest.fixture

@@ -57,15 +57,15 @@ def test_nontemporal_stores_are_fenced() -> None:
         "nontemporal.c:copy_lines_avx512",
         "nontemporal.c:copy_lines_sse2",
     }
-    copies = {"cpu.c:stream_runs", "cpu.c:copy_to_all", "sum.c:sum_streaming"}
+    copies = {"execute.c:stream_runs", "execute.c:copy_to_all", "sum.c:sum_streaming"}
     assert functions_with("spar_nontemporal_copy") == {"nontemporal.c:spar_nontemporal_copy", *copies}
     assert functions_with("spar_nontemporal_fence") == {
-        "cpu.c:copy_all",
-        "cpu.c:copy_range",
+        "execute.c:copy_all",
+        "execute.c:copy_range",
         "mailbox.c:spar_mailbox_publish",
         "sum.c:sum_streaming",
     }
-    scales = {"cpu.c:copy_runs", "cpu.c:scale_to_all"}
+    scales = {"execute.c:copy_runs", "execute.c:scale_to_all"}
     assert functions_with("spar_scale_nontemporal") == {"scale.c:spar_scale_nontemporal", *scales}
     assert functions_with("spar_nontemporal_line") == {"scale.c:lines_plain", "scale.c:VECTORS"}
     assert functions_with("put_lines") == {"scale.c:put_lines", "scale.c:scale_lines", "scale.c:f16_lines"}

@@ -373,6 +373,15 @@ done:
     return status;
 }
 
+int64_t spar_packed_dims(const spar_plan *plan, const spar_block *block, int unpacks, spar_dim *dims)
+{
+    int64_t stride = block->run;
+    memcpy(dims, plan->dims + block->dims, (size_t)block->ndim * sizeof *dims);
+    for (int i = block->ndim - 1; i >= 0; stride *= dims[i--].extent)
+        *(unpacks ? &dims[i].src : &dims[i].dst) = stride;
+    return stride;
+}
+
 spar_plan *spar_plan_keep(spar_plan *plan)
 {
     __atomic_add_fetch(&plan->refs, 1, __ATOMIC_RELAXED);

@@ -80,6 +80,10 @@ typedef struct {
 /* Checks that ranks, dims and item sizes are in range; build and get call it. */
 spar_status spar_request_check(const spar_request *request);
 
+/* Copies the loops of a block, with the strides that its packed bytes have for the sender who packs them, or
+ * for the receiver who unpacks them; returns how many bytes these are. */
+int64_t spar_packed_dims(const spar_plan *plan, const spar_block *block, int unpacks, spar_dim *dims);
+
 /* Builds a plan. SPAR_INVALID: the message names the value, the rank and what is expected. */
 spar_status spar_plan_build(const spar_request *request, spar_plan **plan);
 

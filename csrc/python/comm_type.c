@@ -233,7 +233,6 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
     spar_call call = {.outputs = outputs,
                       .blocks = blocks,
                       .targets = args[TARGETS] != Py_None ? targets : NULL,
-                      .device = &spar_device_cpu,
                       .number = number,
                       .forward = forward,
                       .deadline = spar_py_deadline(self, deadline_s),
@@ -336,7 +335,6 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
                                 : memory ? SPAR_NO_MEMORY
                                          : SPAR_INVALID,
                       .why = why,
-                      .device = &spar_device_cpu,
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group,
                       .op = op};

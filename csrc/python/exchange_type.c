@@ -267,7 +267,6 @@ static PyObject *exchange_select(PyObject *self, PyObject *inputs)
     spar_memory *block = NULL;
     spar_call call = {0};
     spar_py_bound bound = {.call = &call};
-    spar_status status = SPAR_OK;
     if (plan_inputs(self, inputs, 0, 0, &bound) != 0)
         goto done;
     if (bound.plan->ntensors != 1) {
@@ -280,15 +279,10 @@ static PyObject *exchange_select(PyObject *self, PyObject *inputs)
     if (spar_arena_is_own() && tensor->out_bytes <= stats.cap / 2 - stats.allocated &&
         spar_arena_take(tensor->out_bytes, &block) == SPAR_OK) {
         void *output = spar_memory_address(block);
-        status = spar_copy_own(bound.plan, &spar_device_cpu, call.inputs, &output, &call.scale);
+        spar_copy_own(bound.plan, call.inputs, &output, &call.scale);
     }
     Py_END_ALLOW_THREADS;
-    if (status == SPAR_OK)
-        result = block ? spar_output_tensor(block, tensor, 0, bound.dtype) : Py_NewRef(Py_None);
-    else if (block)
-        spar_memory_free(block);
-    if (status != SPAR_OK)
-        spar_raise(status);
+    result = spar_output_tensor(block, tensor, 0, bound.dtype);
 done:
     spar_py_unbind(&bound);
     return result;

@@ -136,17 +136,16 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "OK", &tuple, &address) ||
         spar_read_addresses(tuple, inputs, plan->ntensors, "inputs") < 0)
         return NULL;
-    spar_status status = SPAR_OK;
     char *wire = (char *)(uintptr_t)address;
     Py_BEGIN_ALLOW_THREADS;
-    for (int peer = 0; status == SPAR_OK && peer < plan->world; peer++) {
+    for (int peer = 0; peer < plan->world; peer++) {
         if (peer == plan->rank)
             continue;
-        status = spar_pack(plan, &spar_device_cpu, peer, (const void *const *)inputs, wire);
+        spar_pack(plan, peer, (const void *const *)inputs, wire);
         wire += plan->push[peer].bytes;
     }
     Py_END_ALLOW_THREADS;
-    return spar_result(status);
+    Py_RETURN_NONE;
 }
 
 static PyObject *plan_unpack(PyObject *self, PyObject *args)
@@ -162,17 +161,16 @@ static PyObject *plan_unpack(PyObject *self, PyObject *args)
         spar_read_addresses(tuple, outputs, plan->ntensors, "outputs") < 0 || !has_pull(plan) ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
-    spar_status status = SPAR_OK;
     const char *wire = (const char *)(uintptr_t)address;
     Py_BEGIN_ALLOW_THREADS;
-    for (int peer = 0; status == SPAR_OK && peer < plan->world; peer++) {
+    for (int peer = 0; peer < plan->world; peer++) {
         if (peer == plan->rank)
             continue;
-        status = spar_unpack(plan, &spar_device_cpu, peer, wire, outputs, &scale);
+        spar_unpack(plan, peer, wire, outputs, &scale);
         wire += plan->pull[peer].bytes;
     }
     Py_END_ALLOW_THREADS;
-    return spar_result(status);
+    Py_RETURN_NONE;
 }
 
 static PyObject *plan_copy_own(PyObject *self, PyObject *args)
@@ -188,30 +186,21 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
         spar_read_addresses(out, outputs, plan->ntensors, "outputs") < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
-    spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = spar_copy_own(plan, &spar_device_cpu, (const void *const *)inputs, outputs, &scale);
+    spar_copy_own(plan, (const void *const *)inputs, outputs, &scale);
     Py_END_ALLOW_THREADS;
-    return spar_result(status);
+    Py_RETURN_NONE;
 }
 
-typedef struct {
-    PyObject *list;
-    int peer;
-} block_list;
-
-static spar_status append_block(void *context, const spar_block *block, const spar_dim *dims)
+static PyObject *block_to_tuple(int peer, const spar_block *block, const spar_dim *dims, int64_t dst)
 {
-    block_list *blocks = context;
     PyObject *loops = PyTuple_New(block->ndim);
     for (int i = 0; loops && i < block->ndim; i++)
         loops = spar_tuple_set(
             loops, i,
             Py_BuildValue("LLL", (long long)dims[i].extent, (long long)dims[i].src, (long long)dims[i].dst));
-    blocks->list = spar_list_add(blocks->list, Py_BuildValue("iiLLLN", blocks->peer, (int)block->tensor,
-                                                             (long long)block->src, (long long)block->dst,
-                                                             (long long)block->run, loops));
-    return blocks->list ? SPAR_OK : SPAR_NO_MEMORY;
+    return Py_BuildValue("iiLLLN", peer, (int)block->tensor, (long long)block->src, (long long)dst,
+                         (long long)block->run, loops);
 }
 
 PyDoc_STRVAR(plan_blocks_doc,
@@ -230,18 +219,20 @@ static PyObject *plan_blocks(PyObject *self, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "side is '%s'; known: push, pack, pull", side);
     if (pull && !has_pull(plan))
         return NULL;
-    block_list blocks = {PyList_New(0), 0};
-    spar_status status = blocks.list ? SPAR_OK : SPAR_NO_MEMORY;
-    for (; status == SPAR_OK && blocks.peer < plan->world; blocks.peer++) {
-        const spar_range *range = pull ? &plan->pull[blocks.peer] : &plan->push[blocks.peer];
-        if (pack)
-            status = spar_packed_blocks(plan, blocks.peer, append_block, &blocks);
-        for (int64_t i = 0; !pack && status == SPAR_OK && i < range->count; i++) {
+    PyObject *list = PyList_New(0);
+    for (int peer = 0; peer < plan->world; peer++) {
+        const spar_range *range = pull ? &plan->pull[peer] : &plan->push[peer];
+        int64_t at = 0; /* in the packed bytes */
+        for (int64_t i = 0; list && i < range->count; i++) {
             const spar_block *block = &plan->blocks[range->first + i];
-            status = append_block(&blocks, block, plan->dims + block->dims);
+            spar_dim packed[SPAR_MAX_DIMS];
+            int64_t bytes = spar_packed_dims(plan, block, 0, packed);
+            const spar_dim *dims = pack ? packed : plan->dims + block->dims;
+            list = spar_list_add(list, block_to_tuple(peer, block, dims, pack ? at : block->dst));
+            at += bytes;
         }
     }
-    return blocks.list;
+    return list;
 }
 
 static PyGetSetDef plan_getset[] = {

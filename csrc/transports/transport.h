@@ -9,8 +9,9 @@
 
 #include "base/cores.h"
 #include "control/control.h"
-#include "devices/device.h"
+#include "devices/scale.h"
 #include "devices/sum.h"
+#include "plan/plan.h"
 
 /* What a rank sends to all ranks about itself, once per group. */
 typedef struct {
@@ -45,8 +46,6 @@ typedef struct {
     /* [plan->ntensors], or NULL: the caller's own memory for each output. An output that the transport can
      * write there has no block; the caller copies the others. */
     void *const *targets;
-    const spar_device
-        *device; /* whose memory they lie in; NULL where the transport has one of its own: nccl */
     spar_scale scale;
     /* Unless SPAR_NO_SUM: the plan's outputs have a row from each rank, and `blocks` receive the sums of the
      * rows instead. Only for transports that have memory of their own for outputs. */

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, byref, c_char, c_int64, c_void_p
+from ctypes import POINTER, byref, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -70,11 +70,6 @@ def env_rows() -> list[EnvRow]:
     while pointer[len(rows)].field:
         rows.append(pointer[len(rows)])
     return rows
-
-
-def cpu() -> int:
-    """Return the address of the CPU's spar_device."""
-    return ctypes.addressof(c_char.in_dll(library(), "spar_device_cpu"))
 
 
 # Plans.
@@ -281,7 +276,6 @@ class World:
                 plan=plan.handle,
                 inputs=addresses(own),
                 outputs=targets,
-                device=cpu(),
                 scale=scale or unscaled(),
                 deadline=Deadline(deadline),
             )
@@ -331,16 +325,14 @@ def exchange_packed(
     sources = [addresses(own) for own in inputs]
     targets = [addresses([output.items for output in room]) for room in outputs]
     for plan, source, target in zip(plans, sources, targets, strict=True):
-        check(core.spar_copy_own(plan.handle, cpu(), source, target, byref(scale)))
+        core.spar_copy_own(plan.handle, source, target, byref(scale))
     for a, sender in enumerate(plans):
         for b, receiver in enumerate(plans):
             if a == b or sizes[a][b] == 0:
                 continue
             wire = Output((sizes[a][b],))
-            check(core.spar_pack(sender.handle, cpu(), b, sources[a], wire.items.data_ptr()))
+            core.spar_pack(sender.handle, b, sources[a], wire.items.data_ptr())
             assert wire.guards_are_intact()
-            check(
-                core.spar_unpack(receiver.handle, cpu(), a, wire.items.data_ptr(), targets[b], byref(scale))
-            )
+            core.spar_unpack(receiver.handle, a, wire.items.data_ptr(), targets[b], byref(scale))
     assert all(output.guards_are_intact() for room in outputs for output in room)
     return [[output.items for output in room] for room in outputs]

@@ -150,10 +150,7 @@ static spar_status add_block(spar_launches *l, const spar_plan *plan, const spar
     p.from = span->route == SPAR_UNPACK ? wire : (uintptr_t)inputs[block->tensor] + (uintptr_t)block->src;
     p.to = span->route == SPAR_PACK ? wire : (uintptr_t)outputs[block->tensor] + (uintptr_t)block->dst;
     if (span->route != SPAR_PUSH) {
-        int64_t stride = block->run;
-        memcpy(dims, p.dims, (size_t)p.ndim * sizeof *dims);
-        for (int k = p.ndim - 1; k >= 0; stride *= dims[k--].extent)
-            *(span->route == SPAR_PACK ? &dims[k].dst : &dims[k].src) = stride;
+        spar_packed_dims(plan, block, span->route == SPAR_UNPACK, dims);
         p.dims = dims;
     }
     return add_piece(l, p, low - start, high - start);

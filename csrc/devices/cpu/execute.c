@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Strided copies in host memory. */
-#include "devices/device.h"
+#include "devices/execute.h"
 #include "devices/cpu/nontemporal.h"
 #include "devices/cpu/threads.h"
 
@@ -30,11 +30,12 @@ typedef struct {
     const spar_dim *dims;
     const spar_range *ranges; /* [targets]; unless in_turn, all are as the first one */
     int targets;
-    const void *const *from;
-    void *const *const *to;
+    const void *const *from; /* [tensor] */
+    const void *wire;        /* instead of `from`: the tensors, concatenated */
+    void *const *const *to;  /* [target][tensor] */
     const spar_scale *scale;
-    int in_turn; /* the targets receive different blocks with equal loops */
     int64_t bytes;
+    int in_turn;     /* the targets receive different blocks with equal loops */
     int nontemporal; /* use non-temporal stores */
 } copy;
 
@@ -136,7 +137,7 @@ static void copy_block(const copy *c, const spar_block *block, int64_t first, in
                        int64_t high)
 {
     int64_t at[SPAR_MAX_DIMS] = {0}, dst = block->dst + low;
-    const char *s = (const char *)c->from[block->tensor] + block->src + low;
+    const char *s = (const char *)(c->wire ? c->wire : c->from[block->tensor]) + block->src + low;
     const spar_dim *dims = c->dims + block->dims;
     int outer = block->ndim - 1; /* loops around the innermost one */
     const spar_dim once = {1, 0, 0};
@@ -215,10 +216,7 @@ static void copy_in_turn(const copy *c, int64_t i, int64_t first, int64_t count)
 
 static int64_t runs_of(const copy *c, const spar_block *block)
 {
-    int64_t runs = 1;
-    for (int dim = 0; dim < block->ndim; dim++)
-        runs *= c->dims[block->dims + dim].extent;
-    return runs;
+    return spar_block_bytes(1, block->ndim, c->dims + block->dims);
 }
 
 /* Rounds the begin of a part up to whole `unit`s: a unit belongs to the part in which it begins. */
@@ -322,40 +320,78 @@ static int gains_in_turn(const copy *c)
 }
 
 /* Then none of their rows is NULL. */
-static int receive_the_same(const spar_copies *all)
+static int receive_the_same(const spar_plan *plan)
 {
-    for (int target = 1; target < all->targets; target++)
-        if (all->ranges[target].first != all->ranges->first ||
-            all->ranges[target].count != all->ranges->count)
+    for (int rank = 1; rank < plan->world; rank++)
+        if (plan->push[rank].first != plan->push->first || plan->push[rank].count != plan->push->count)
             return 0;
-    return all->targets > 1;
+    return plan->world > 1;
 }
 
-static spar_status copy_blocks(const spar_copies *all)
+void spar_push(const spar_plan *plan, const void *const *inputs, void *const *const *outputs,
+               const spar_scale *scale)
 {
-    copy c = {all->blocks, all->dims, all->ranges, all->targets, all->from, all->to, all->scale, 0, 0, 0};
-    if (receive_the_same(all)) {
-        c.bytes = all->ranges->bytes;
+    copy c = {.blocks = plan->blocks,
+              .dims = plan->dims,
+              .ranges = plan->push,
+              .targets = plan->world,
+              .from = inputs,
+              .to = outputs,
+              .scale = scale,
+              .bytes = plan->push->bytes};
+    if (receive_the_same(plan)) {
         copy_all(&c, c.bytes);
-        return SPAR_OK;
+        return;
     }
-    for (int target = 0; target < c.targets; target++)
-        c.bytes += c.ranges[target].bytes;
+    for (int rank = 1; rank < plan->world; rank++)
+        c.bytes += plan->push[rank].bytes;
     if (gains_in_turn(&c)) {
         c.in_turn = 1;
         copy_all(&c, c.bytes / c.targets);
-        return SPAR_OK;
+        return;
     }
     c.targets = 1;
-    for (int i = 0; i < all->targets; i++) {
-        int target = (all->first + i) % all->targets;
-        c.ranges = &all->ranges[target];
-        c.to = &all->to[target];
+    for (int i = 0; i < plan->world; i++) {
+        int rank = (plan->rank + i) % plan->world; /* ranks start with different peers */
+        c.ranges = &plan->push[rank];
+        c.to = &outputs[rank];
         c.bytes = c.ranges->bytes;
         if (*c.to)
             copy_all(&c, c.bytes);
     }
-    return SPAR_OK;
 }
 
-const spar_device spar_device_cpu = {.copy_blocks = copy_blocks};
+void spar_copy_own(const spar_plan *plan, const void *const *inputs, void *const *outputs,
+                   const spar_scale *scale)
+{
+    const spar_range *own = &plan->push[plan->rank];
+    copy c = {plan->blocks, plan->dims, own, 1, inputs, NULL, &outputs, scale, own->bytes, 0, 0};
+    copy_all(&c, c.bytes);
+}
+
+void spar_unpack(const spar_plan *plan, int peer, const void *wire, void *const *outputs,
+                 const spar_scale *scale)
+{
+    const spar_range *pull = &plan->pull[peer];
+    copy c = {plan->blocks, plan->dims, pull, 1, NULL, wire, &outputs, scale, pull->bytes, 0, 0};
+    copy_all(&c, c.bytes);
+}
+
+void spar_pack(const spar_plan *plan, int peer, const void *const *inputs, void *wire)
+{
+    static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+    const spar_range *push = &plan->push[peer];
+    void *const *to = &wire;
+    spar_dim dims[SPAR_MAX_DIMS];
+    int64_t at = 0;
+    for (int64_t i = 0; i < push->count; i++) {
+        spar_block block = plan->blocks[push->first + i];
+        const void *const *from = &inputs[block.tensor];
+        spar_range range = {0, 1, spar_packed_dims(plan, &block, 0, dims)};
+        copy c = {&block, dims, &range, 1, from, NULL, &to, &unscaled, range.bytes, 0, 0};
+        block.dst = at;
+        block.dims = block.tensor = 0;
+        copy_all(&c, c.bytes);
+        at += range.bytes;
+    }
+}
