@@ -124,6 +124,7 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
         return -1;
     }
     *scale = (spar_scale){factor == 1 ? SPAR_UNSCALED : (spar_dtype)dtype, divide, factor};
+    *scale = spar_scale_simple(scale);
     return 0;
 }
 

@@ -66,7 +66,7 @@ int test_nontemporal(int argc, char **argv)
 #ifdef SPAR_NONTEMPORAL
         n &= ~(int64_t)(EDGE - 1);
         n = n < ROOM - 2 * EDGE ? n : 0;
-        for (int wide = 0; wide <= has_avx512(); wide++) {
+        for (int wide = 0; wide <= spar_processor_has(SPAR_AVX512F); wide++) {
             memset(to, 'x', sizeof to);
             (wide ? copy_lines_avx512 : copy_lines_sse2)(to + EDGE, from + from_at, n);
             spar_nontemporal_fence();

@@ -39,14 +39,9 @@ static void copy_lines_sse2(char *to, const char *from, int64_t n)
     }
 }
 
-static int has_avx512(void)
-{
-    return spar_processor_has(SPAR_AVX512F);
-}
-
 static void copy_lines(char *to, const char *from, int64_t n)
 {
-    if (has_avx512())
+    if (spar_processor_has(SPAR_AVX512F))
         copy_lines_avx512(to, from, n);
     else
         copy_lines_sse2(to, from, n);

@@ -194,32 +194,17 @@ VECTORS(avx2, AVX2, spar_nontemporal_line)
 VECTORS(avx512, AVX512, spar_nontemporal_line_avx512)
 #endif
 
-typedef struct {
-    int (*serves)(void);
+/* By the width of vectors. */
+static const struct {
     void (*items)(ITEMS);
     void (*lines)(LINES);
-} scaler;
-
-/* The widest comes first. */
-static const scaler scalers[] = {
+} scalers[] = {
+    {items_plain, lines_plain},
 #ifdef __x86_64__
-    {has_avx512, items_avx512, lines_avx512},
-    {has_avx2, items_avx2, lines_avx2},
+    {items_avx2, lines_avx2},
+    {items_avx512, lines_avx512},
 #endif
-    {has_plain, items_plain, lines_plain},
 };
-
-static const scaler *widest(void)
-{
-    static const scaler *chosen; /* racing threads choose the same */
-    const scaler *best = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
-    if (!best) {
-        for (best = scalers; !best->serves(); best++)
-            ;
-        __atomic_store_n(&chosen, best, __ATOMIC_RELAXED);
-    }
-    return best;
-}
 
 /* Complex items have a division of their own. */
 spar_scale spar_scale_simple(const spar_scale *scale)
@@ -234,14 +219,12 @@ spar_scale spar_scale_simple(const spar_scale *scale)
 
 void spar_scale_items(ITEMS)
 {
-    const spar_scale simple = spar_scale_simple(scale);
-    widest()->items(&simple, d, s, n, ds, ss);
+    scalers[widest_vectors()].items(scale, d, s, n, ds, ss);
 }
 
 void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int targets, const char *from,
                             int64_t bytes)
 {
-    const spar_scale simple = spar_scale_simple(scale);
     const int64_t item = spar_scale_types[scale->dtype].bytes;
     int64_t head = -(intptr_t)to[0] & (SPAR_CACHE_LINE - 1), end = head;
     if (head % item == 0 && head < bytes)
@@ -254,8 +237,8 @@ void spar_scale_nontemporal(const spar_scale *scale, char *const *to, int target
             targets = target;
             break;
         }
-        widest()->items(&simple, to[target], from, head / item, item, item);
-        widest()->items(&simple, to[target] + end, from + end, (bytes - end) / item, item, item);
+        spar_scale_items(scale, to[target], from, head / item, item, item);
+        spar_scale_items(scale, to[target] + end, from + end, (bytes - end) / item, item, item);
     }
-    widest()->lines(&simple, to, targets, from, head, end);
+    scalers[widest_vectors()].lines(scale, to, targets, from, head, end);
 }

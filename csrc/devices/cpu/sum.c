@@ -264,16 +264,13 @@ VECTORS(avx2, AVX2)
 VECTORS(avx512, AVX512)
 #endif
 
-/* The widest comes first. */
-static const struct {
-    int (*serves)(void);
-    void (*sum)(RANGE);
-} summers[] = {
+/* By the width of vectors. */
+static void (*const summers[])(RANGE) = {
+    range_plain,
 #ifdef __x86_64__
-    {has_avx512, range_avx512},
-    {has_avx2, range_avx2},
+    range_avx2,
+    range_avx512,
 #endif
-    {has_plain, range_plain},
 };
 
 typedef struct {
@@ -305,13 +302,11 @@ static void sum_share(void *context, int share, int shares)
     const sum *s = context;
     const int64_t size = s->bytes / shares & ~(int64_t)63, low = size * share;
     const int64_t high = share + 1 < shares ? low + size : s->bytes;
-    int width = 0;
-    while (!summers[width].serves())
-        width++;
+    void (*const range)(RANGE) = summers[widest_vectors()];
     if (s->streams)
-        sum_streaming(s, summers[width].sum, low, high);
+        sum_streaming(s, range, low, high);
     else
-        summers[width].sum(s->kind, s->to + low, s->parts, s->count, low, high);
+        range(s->kind, s->to + low, s->parts, s->count, low, high);
 }
 
 void spar_sum(spar_sum_kind kind, char *to, const char *const *parts, int count, int64_t bytes)

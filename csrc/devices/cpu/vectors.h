@@ -17,20 +17,18 @@
 #define AVX2 __attribute__((target("avx2,f16c")))
 #define AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 
-static inline int has_avx2(void)
-{
-    return spar_processor_has(SPAR_AVX2);
-}
-
-static inline int has_avx512(void)
-{
-    return spar_processor_has(SPAR_AVX2 | SPAR_AVX512);
-}
 #endif
 
-static inline int has_plain(void)
+/* The widest vectors that the processor has: 2: AVX512, 1: AVX2, 0: neither. */
+static inline int widest_vectors(void)
 {
-    return 1;
+    static int found; /* one more; racing threads find the same */
+    int width = __atomic_load_n(&found, __ATOMIC_RELAXED);
+    if (!width) {
+        width = 1 + spar_processor_has(SPAR_AVX2) + spar_processor_has(SPAR_AVX2 | SPAR_AVX512);
+        __atomic_store_n(&found, width, __ATOMIC_RELAXED);
+    }
+    return width - 1;
 }
 
 INLINE float from_bits(uint32_t bits)

@@ -51,7 +51,7 @@ static spar_status current(const gpu **result)
 /* What all launches of a copy share. */
 typedef struct {
     const gpu *gpu;
-    spar_scale scale;
+    const spar_scale *scale;
     void *stream;
 } copy;
 
@@ -74,10 +74,10 @@ static spar_status launch(void *context, spar_kernel_copy *k, uint64_t bits)
 {
     const copy *c = context;
     int kernel;
-    SPAR_TRY(choose(&c->scale, bits, &kernel));
+    SPAR_TRY(choose(c->scale, bits, &kernel));
     spar_launches_tile(k, (int64_t)spar_kernel_rows[kernel].width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS);
-    k->factor = c->scale.factor;
-    k->divide = c->scale.divide;
+    k->factor = c->scale->factor;
+    k->divide = c->scale->divide;
     unsigned most = (unsigned)(spar_kernel_ctas ? spar_kernel_ctas : c->gpu->ctas);
     void *parameters[] = {k};
     SPAR_TRY_CU(LaunchKernel, c->gpu->kernels[kernel], k->tiles < most ? k->tiles : most, 1, 1,
@@ -89,7 +89,7 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream)
 {
-    copy c = {NULL, spar_scale_simple(scale), stream};
+    copy c = {NULL, scale, stream};
     spar_launches launches;
     SPAR_TRY(current(&c.gpu));
     spar_launches_begin(&launches, launch, &c);
