@@ -65,9 +65,10 @@ def copy_with_threads(rank: int, folder: Path) -> None:
     assert len(os.listdir("/proc/self/task")) == threads, "made once"
     child = os.fork()
     if child == 0:  # a fork has none of the parent's threads
-        plan = _C.plan("split", 1, 0, 0, ((4, (3_000_001,), (1,), (1, -1, 0, 0, 3_000_001)),))
+        core = _C.Exchange("split", "", 1, 0, 4, ((1, -1, 0, 0, 3_000_001),), 0, False, 1.0, 0)
+        plan, addresses = core.plan([x], 0)
         z = torch.zeros(3_000_001)
-        plan.copy_own((x.data_ptr(),), (z.data_ptr(),), 0, False, 1.0)
+        plan.copy_own(addresses, (z.data_ptr(),), 0, False, 1.0)
         os._exit(0 if torch.equal(x, z) else 1)
     assert os.waitpid(child, 0)[1] == 0
     (folder / f"threads.{rank}").write_text(str(threads))

@@ -68,7 +68,7 @@ extern const char spar_py_use_torch_doc[];
 
 enum { SPAR_PY_NUMBERS = 256 };
 
-/* A request as Python passes it. */
+/* A request for torch tensors. */
 typedef struct {
     spar_request request;
     spar_tensor tensors[SPAR_GROUP_TENSORS];
@@ -79,12 +79,9 @@ typedef struct {
     uint64_t kind; /* of all tensors; 0: not known, or they differ */
 } spar_py_request;
 
-/* Reads a tuple of tensors, each (item size, extents, strides, args). Returns 0, or -1 and an exception; call
- * spar_free_request in both cases. */
-int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked);
-
-/* The same of `count` torch tensors, whose items have `item_size` bytes. The request refers to `args`, which
- * has nargs[t] numbers of each tensor. Also stores the tensors' addresses. op: for messages. */
+/* Reads `count` tensors, whose items have `item_size` bytes, and stores their addresses. The request refers
+ * to `args`, which has nargs[t] numbers of each tensor. op: for messages. Returns 0, or -1 and an exception;
+ * call spar_free_request in both cases. */
 int spar_read_inputs(const char *op, PyObject *inputs, int count, const int *nargs, const int64_t *args,
                      int64_t item_size, int world, int rank, int sides, spar_py_request *asked,
                      void **addresses);
@@ -122,11 +119,9 @@ extern const char spar_py_enqueue_doc[];
 PyObject *spar_plan_type(void);
 PyObject *spar_exchange_type(void);
 
-/* Makes a spar._C.Plan: of a tuple of tensors, or of a plan, which it then holds, too. */
-PyObject *spar_py_plan(PyObject *module, PyObject *args);
+/* Makes a spar._C.Plan, which holds the plan, too. */
 PyObject *spar_py_plan_object(spar_plan *plan);
 const spar_plan *spar_py_plan_of(PyObject *plan); /* NULL and an exception for another object */
-extern const char spar_py_plan_doc[];
 
 /* An exchange, bound to the tensors of one call. */
 typedef struct {

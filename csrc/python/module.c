@@ -340,7 +340,6 @@ static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *
 }
 
 static PyMethodDef methods[] = {
-    {"plan", spar_py_plan, METH_VARARGS, spar_py_plan_doc},
     {"comm", spar_py_comm, METH_VARARGS, spar_py_comm_doc},
     {"use_torch", spar_py_use_torch, METH_VARARGS, spar_py_use_torch_doc},
     {"arena_stats", module_arena_stats, METH_NOARGS,

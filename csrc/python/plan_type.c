@@ -12,10 +12,6 @@ typedef struct {
 
 static PyTypeObject *plan_type;
 
-const char spar_py_plan_doc[] =
-    PyDoc_STR("plan(op, world, rank, sides, tensors) -> Plan\n\n"
-              "tensors: a tuple of (item size, extents, strides, args), in elements.");
-
 const spar_plan *spar_py_plan_of(PyObject *plan)
 {
     if (Py_TYPE(plan) == plan_type)
@@ -30,25 +26,6 @@ PyObject *spar_py_plan_object(spar_plan *plan)
     if (object)
         object->plan = spar_plan_keep(plan);
     return (PyObject *)object;
-}
-
-PyObject *spar_py_plan(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *op;
-    PyObject *tuple, *object = NULL;
-    int world, rank, sides;
-    spar_py_request asked;
-    spar_plan *plan;
-    if (!PyArg_ParseTuple(args, "siiiO", &op, &world, &rank, &sides, &tuple))
-        return NULL;
-    if (spar_read_request(tuple, world, rank, sides, &asked) == 0) {
-        spar_status status = spar_plan_get_named(op, &asked.request, &plan);
-        object = status == SPAR_OK ? spar_py_plan_object(plan) : spar_raise(status);
-        if (status == SPAR_OK)
-            spar_plan_release(plan);
-    }
-    spar_free_request(&asked);
-    return object;
 }
 
 static void plan_dealloc(PyObject *self)

@@ -128,34 +128,6 @@ static void begin(int world, int rank, int sides, spar_py_request *asked)
     asked->kind = 0;
 }
 
-int spar_read_request(PyObject *tuple, int world, int rank, int sides, spar_py_request *asked)
-{
-    Py_ssize_t count = spar_sequence_size(tuple);
-    begin(world, rank, sides, asked);
-    if (count < 0 || count > SPAR_GROUP_TENSORS) {
-        PyErr_Format(PyExc_ValueError, "%zd tensors; expected a tuple of at most %d", count,
-                     SPAR_GROUP_TENSORS);
-        return -1;
-    }
-    for (Py_ssize_t t = 0; t < count; t++) {
-        PyObject *each = spar_sequence_item(tuple, t);
-        if (!PyTuple_Check(each) || PyTuple_Size(each) != 4) {
-            PyErr_SetString(PyExc_TypeError, "a tensor is (item size, extents, strides, args)");
-            return -1;
-        }
-        PyObject *args = PyTuple_GetItem(each, 3);
-        int64_t item_size = PyLong_AsLongLong(PyTuple_GetItem(each, 0));
-        Py_ssize_t nargs = count_ints(args, "args");
-        if (nargs < 0 || (item_size == -1 && PyErr_Occurred()))
-            return -1;
-        spar_tensor *tensor =
-            add_numbers(asked, item_size, PyTuple_GetItem(each, 1), PyTuple_GetItem(each, 2), nargs);
-        if (!tensor || spar_read_ints(args, (int64_t *)tensor->args, nargs) < 0)
-            return -1;
-    }
-    return 0;
-}
-
 int spar_read_inputs(const char *op, PyObject *inputs, int count, const int *nargs, const int64_t *args,
                      int64_t item_size, int world, int rank, int sides, spar_py_request *asked,
                      void **addresses)

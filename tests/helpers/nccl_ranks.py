@@ -131,9 +131,11 @@ def enqueue(
 ) -> torch.Tensor:
     """Enqueue one exchange in the current stream; return its output."""
     layouts = numbers(op, args, x.shape, comm.world)
-    tensor = (x.element_size(), x.shape, x.stride(), layouts)
-    plan = _C.plan(op, comm.world, comm.rank, _C.SIDE_PULL, (tensor,))
-    output = torch.full(plan.out_shapes[0], 7).to(x.dtype)
+    codes = ITEM_TYPES[x.dtype].scale, divide, factor, 0
+    core = _C.Exchange(
+        op, f" of {x.dtype} on cuda", comm.world, comm.rank, x.element_size(), (layouts,), *codes
+    )
+    output = torch.full(core.plan([x], _C.SIDE_PULL)[0].out_shapes[0], 7).to(x.dtype)
     channel: Any = comm.channels["cuda"]
     on_device: Any = SimpleNamespace(
         data_ptr=x.data_ptr,
@@ -144,10 +146,6 @@ def enqueue(
         get_device=lambda: channel.device.index,
     )
     _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
-    codes = ITEM_TYPES[x.dtype].scale, divide, factor, 0
-    core = _C.Exchange(
-        op, f" of {x.dtype} on cuda", comm.world, comm.rank, x.element_size(), (layouts,), *codes
-    )
     comm.in_turn(op, "cuda", None, core, [on_device], [output])
     return output
 

@@ -23,20 +23,34 @@ loader.exec_module(core)
 def address(values):
     return values.buffer_info()[0]
 
-args = (3, 0, 0, 12, -1)  # before: dim 0 in even shards of 12 items; after: all items on each rank
-plans = [core.plan("gather", 2, rank, core.SIDE_PULL, ((1, (6,), (1,), args),)) for rank in range(2)]
+class Tensor:
+    def __init__(self, values):
+        self.shape, self.values = (len(values),), values
+
+    def data_ptr(self):
+        return address(self.values)
+
+    def stride(self):
+        return (1,)
+
+def plan_of(rank, values):
+    args = (3, 0, 0, 12, -1)  # before: dim 0 in even shards of 12 items; after: all items on each rank
+    exchange = core.Exchange("gather", "", 2, rank, 1, (args,), 0, False, 1.0, 0)
+    return exchange.plan((Tensor(values),), core.SIDE_PULL)
+
 inputs = [array.array("B", range(6 * rank, 6 * rank + 6)) for rank in range(2)]
 outputs = [array.array("B", bytes(12)) for rank in range(2)]
 wires = [array.array("B", bytes(6)) for rank in range(2)]
-for rank, plan in enumerate(plans):
+plans = [plan_of(rank, inputs[rank]) for rank in range(2)]
+for rank, (plan, addresses) in enumerate(plans):
     assert plan.out_shapes == ((12,),), plan.out_shapes
-    plan.copy_own((address(inputs[rank]),), (address(outputs[rank]),), 0, False, 1.0)
-    plan.pack((address(inputs[rank]),), address(wires[rank]))
-for rank, plan in enumerate(plans):
+    plan.copy_own(addresses, (address(outputs[rank]),), 0, False, 1.0)
+    plan.pack(addresses, address(wires[rank]))
+for rank, (plan, _) in enumerate(plans):
     plan.unpack(address(wires[1 - rank]), (address(outputs[rank]),), 0, False, 1.0)
     assert list(outputs[rank]) == list(range(12)), outputs[rank]
 try:
-    core.plan("gather", 2, 5, 0, ((1, (6,), (1,), args),))
+    plan_of(5, inputs[0])
 except ValueError as error:
     assert "rank 5 of 2 ranks" in str(error), error
 else:
