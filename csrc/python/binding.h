@@ -47,14 +47,12 @@ PyObject *spar_sequence_item(PyObject *sequence, Py_ssize_t i);
 typedef struct {
     void *address;
     int ndim;
-    const int64_t *extents, *strides;
-    PyObject *shape, *stride; /* tuples, instead of these; NULL: none */
-    uint64_t kind;            /* of its dtype and device; 0: not known, or no strided tensor */
+    uint64_t kind; /* of its dtype and device; 0: not known, or no strided tensor */
 } spar_py_tensor;
 
-/* Returns 0, or -1 and an exception; call spar_py_forget_tensor in both cases. */
-int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result);
-void spar_py_forget_tensor(spar_py_tensor *tensor);
+/* Reads a tensor; copies its extents, and then its strides, to `numbers` [2 * SPAR_MAX_DIMS], unless it has
+ * more dims. Returns 0, or -1 and an exception. */
+int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result, int64_t *numbers);
 
 /* Stores the address of a tensor's first item; returns 0, or -1 and an exception. */
 int spar_py_address(PyObject *tensor, void **address);
@@ -65,30 +63,6 @@ PyObject *spar_py_byte_dtype(void);
 /* What the binding uses of torch. */
 PyObject *spar_py_use_torch(PyObject *module, PyObject *args);
 extern const char spar_py_use_torch_doc[];
-
-enum { SPAR_PY_NUMBERS = 256 };
-
-/* A request for torch tensors. */
-typedef struct {
-    spar_request request;
-    spar_tensor tensors[SPAR_GROUP_TENSORS];
-    int64_t few[SPAR_PY_NUMBERS];     /* of the tensors */
-    int64_t *own[SPAR_GROUP_TENSORS]; /* of tensors for which there was no room left */
-    Py_ssize_t used;
-    int owned;
-    uint64_t kind; /* of all tensors; 0: not known, or they differ */
-} spar_py_request;
-
-/* Reads `count` tensors, whose items have `item_size` bytes, and stores their addresses. The request refers
- * to `args`, which has nargs[t] numbers of each tensor. op: for messages. Returns 0, or -1 and an exception;
- * call spar_free_request in both cases. */
-int spar_read_inputs(const char *op, PyObject *inputs, int count, const int *nargs, const int64_t *args,
-                     int64_t item_size, int world, int rank, int sides, spar_py_request *asked,
-                     void **addresses);
-void spar_free_request(spar_py_request *asked);
-
-/* spar_plan_get, whose errors begin with the operation's name. */
-spar_status spar_plan_get_named(const char *op, const spar_request *request, spar_plan **plan);
 
 /* Reads a factor and the dtype for which it is fused. */
 int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
@@ -127,7 +101,10 @@ const spar_plan *spar_py_plan_of(PyObject *plan); /* NULL and an exception for a
 typedef struct {
     spar_call *call; /* the caller's: binding fills in what the exchange knows of it, and the inputs */
     PyObject *exchange;
-    spar_py_request asked;
+    spar_request request; /* for the tensors: */
+    spar_tensor tensors[SPAR_GROUP_TENSORS];
+    int64_t numbers[SPAR_GROUP_TENSORS * 2 * SPAR_MAX_DIMS];
+    uint64_t kind; /* of all tensors; 0: not known, or they differ */
     spar_plan *plan;
     int dtype; /* the exchange's row of spar_scale_types; 0: none */
     void *inputs[SPAR_GROUP_TENSORS];
@@ -136,7 +113,8 @@ typedef struct {
 /* Binds a spar._C.Exchange to a tuple or list of tensors, and takes its newest plan if that is for their
  * extents and strides. Returns 0; 1 if `alike` is set, and the tensors have not the dtype, device and extents
  * of those of the newest plan; or -1 and an exception. Call spar_py_unbind in all cases. */
-int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spar_py_bound *bound);
+int spar_py_bind(spar_call *call, PyObject *exchange, PyObject *inputs, int sides, int alike,
+                 spar_py_bound *bound);
 
 /* Finds or builds the plan, without the GIL, and remembers it as the exchange's newest. */
 spar_status spar_py_find_plan(spar_py_bound *bound);

@@ -237,15 +237,14 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
                       .forward = forward,
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group};
-    spar_py_bound bound = {.call = &call};
-    int other = spar_py_bind(args[EXCHANGE], args[INPUTS], 0, alike, &bound);
+    spar_py_bound bound;
+    int other = spar_py_bind(&call, args[EXCHANGE], args[INPUTS], 0, alike, &bound);
     if (other > 0) {
         result = Py_NewRef(Py_None);
         goto done;
     }
     ((comm_object *)self)->begun = number; /* whatever fails from here on is reported to the peers */
-    if (other < 0 ||
-        (call.targets && read_targets(args[TARGETS], bound.asked.request.ntensors, targets) < 0)) {
+    if (other < 0 || (call.targets && read_targets(args[TARGETS], bound.request.ntensors, targets) < 0)) {
         report_exception(comm, &call);
         goto done;
     }

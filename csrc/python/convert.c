@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Python's objects of the core's values, and the exception of a status. */
+/* Python's objects of the core's values, and these of Python's; the exception of a status. */
 #include "python/binding.h"
 
 #include <string.h>
@@ -30,6 +30,42 @@ PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count)
     for (Py_ssize_t i = 0; tuple && i < count; i++)
         tuple = spar_tuple_set(tuple, i, PyLong_FromLongLong(values[i]));
     return tuple;
+}
+
+Py_ssize_t spar_sequence_size(PyObject *sequence)
+{
+    if (PyTuple_Check(sequence))
+        return PyTuple_Size(sequence);
+    return PyList_Check(sequence) ? PyList_Size(sequence) : -1;
+}
+
+PyObject *spar_sequence_item(PyObject *sequence, Py_ssize_t i)
+{
+    return PyTuple_Check(sequence) ? PyTuple_GetItem(sequence, i) : PyList_GetItem(sequence, i);
+}
+
+int spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        if (values[i] == -1 && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char *what)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple of %d addresses", what, count);
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        addresses[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
+        if (!addresses[i] && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
 }
 
 static PyObject *ranks_to_tuple(const spar_ranks *ranks)

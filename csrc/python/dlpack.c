@@ -107,39 +107,51 @@ static uint64_t kind_of(const dl_tensor *tensor)
     return device << 32 | (uint64_t)tensor->dtype.lanes << 16 | tensor->dtype.bits << 8 | tensor->dtype.code;
 }
 
-int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result)
+static int ask_for_address(PyObject *tensor, void **address)
 {
-    dl_tensor found;
-    *result = (spar_py_tensor){0};
-    if (read_by_api(tensor, &found)) {
-        *result = (spar_py_tensor){.address = (char *)found.data + found.byte_offset,
-                                   .ndim = found.ndim,
-                                   .extents = found.shape,
-                                   .strides = found.strides,
-                                   .kind = kind_of(&found)};
-        return 0;
-    }
-    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
-    result->shape = address ? PyObject_GetAttrString(tensor, "shape") : NULL;
-    result->stride = result->shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
-    result->address = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
+    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    *address = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
     return PyErr_Occurred() ? -1 : 0;
 }
 
-void spar_py_forget_tensor(spar_py_tensor *tensor)
+static int ask_for_all(PyObject *tensor, spar_py_tensor *result, int64_t *numbers)
 {
-    Py_XDECREF(tensor->shape);
-    Py_XDECREF(tensor->stride);
+    int failed = ask_for_address(tensor, &result->address);
+    PyObject *shape = failed ? NULL : PyObject_GetAttrString(tensor, "shape");
+    PyObject *stride = shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
+    Py_ssize_t ndim = stride && PyTuple_Check(shape) ? PyTuple_Size(shape) : -1;
+    if (stride && (ndim < 0 || !PyTuple_Check(stride) || PyTuple_Size(stride) != ndim))
+        PyErr_SetString(PyExc_TypeError, "a tensor's shape and stride() must be tuples of one length");
+    else if (stride && ndim <= SPAR_MAX_DIMS && spar_read_ints(shape, numbers, ndim) == 0)
+        spar_read_ints(stride, numbers + ndim, ndim);
+    result->ndim = (int)ndim;
+    result->kind = 0;
+    Py_XDECREF(shape);
+    Py_XDECREF(stride);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result, int64_t *numbers)
+{
+    dl_tensor found;
+    if (!read_by_api(tensor, &found))
+        return ask_for_all(tensor, result, numbers);
+    *result = (spar_py_tensor){(char *)found.data + found.byte_offset, found.ndim, kind_of(&found)};
+    if (found.ndim <= SPAR_MAX_DIMS) {
+        memcpy(numbers, found.shape, (size_t)found.ndim * sizeof *numbers);
+        memcpy(numbers + found.ndim, found.strides, (size_t)found.ndim * sizeof *numbers);
+    }
+    return 0;
 }
 
 int spar_py_address(PyObject *tensor, void **address)
 {
-    spar_py_tensor read;
-    int status = spar_py_read_tensor(tensor, &read);
-    *address = read.address;
-    spar_py_forget_tensor(&read);
-    return status;
+    dl_tensor found;
+    if (!read_by_api(tensor, &found))
+        return ask_for_address(tensor, address);
+    *address = (char *)found.data + found.byte_offset;
+    return 0;
 }
 
 /* ---- outputs ---- */

@@ -104,61 +104,86 @@ static void exchange_dealloc(PyObject *object)
 
 /* ---- its plan for the tensors of a call ---- */
 
-/* Whether the newest plan is for tensors of these extents and strides. */
-static int is_newest(const exchange_object *self, const spar_request *request)
+/* Whether the newest plan is for tensors of these extents, and if `strides` is set of these strides. */
+static int is_for(const exchange_object *self, const spar_py_bound *bound, int strides)
 {
     const int64_t *next = self->numbers;
-    for (int t = 0; self->plan && t < request->ntensors; t++) {
-        const spar_tensor *tensor = &request->tensors[t];
-        size_t size = 2 * (size_t)tensor->ndim * sizeof *next;
-        if (self->ndims[t] != tensor->ndim || memcmp(next, tensor->extents, size) != 0)
+    for (int t = 0; self->plan && t < self->ntensors; t++) {
+        const spar_tensor *tensor = &bound->tensors[t];
+        size_t size = (size_t)tensor->ndim * sizeof *next;
+        if (self->ndims[t] != tensor->ndim || memcmp(next, tensor->extents, strides ? 2 * size : size) != 0)
             return 0;
         next += 2 * tensor->ndim;
     }
     return self->plan != NULL;
 }
 
-/* Whether the tensors have the dtype, device and extents of those of the newest plan. */
-static int are_alike(const exchange_object *self, const spar_py_request *asked)
+static int has_items(const spar_tensor *tensor)
 {
-    const int64_t *next = self->numbers;
-    for (int t = 0; self->plan && t < asked->request.ntensors; t++) {
-        const spar_tensor *tensor = &asked->tensors[t];
-        if (self->ndims[t] != tensor->ndim ||
-            memcmp(next, tensor->extents, (size_t)tensor->ndim * sizeof *next) != 0)
+    for (int i = 0; i < tensor->ndim; i++)
+        if (tensor->extents[i] == 0)
             return 0;
-        next += 2 * tensor->ndim;
-    }
-    return self->plan != NULL && asked->kind && asked->kind == self->kind;
+    return 1;
 }
 
-int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spar_py_bound *bound)
+/* Reads the inputs. Copies their numbers: another thread may change a tensor once the GIL is released. */
+static int read_inputs(const exchange_object *self, PyObject *inputs, spar_py_bound *bound)
+{
+    int64_t *numbers = bound->numbers, *args = self->args;
+    if (spar_sequence_size(inputs) != self->ntensors) {
+        PyErr_Format(PyExc_ValueError, "%zd tensors; expected a tuple or list of %d",
+                     spar_sequence_size(inputs), self->ntensors);
+        return -1;
+    }
+    for (int t = 0; t < self->ntensors; args += self->nargs[t++]) {
+        spar_py_tensor read;
+        if (spar_py_read_tensor(spar_sequence_item(inputs, t), &read, numbers) < 0)
+            return -1;
+        spar_tensor *tensor = &bound->tensors[t];
+        *tensor =
+            (spar_tensor){self->item_size, read.ndim, numbers, numbers + read.ndim, self->nargs[t], args};
+        numbers += read.ndim > SPAR_MAX_DIMS ? 0 : 2 * read.ndim; /* no plan has more */
+        bound->inputs[t] = read.address;
+        bound->kind = t == 0 || bound->kind == read.kind ? read.kind : 0;
+        if (!read.address && read.ndim <= SPAR_MAX_DIMS && has_items(tensor)) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s on rank %d of %d: tensor %d of its inputs has items but no memory, as after a "
+                         "resize of its storage to 0; expected one whose memory is allocated",
+                         self->op, self->rank, self->world, t);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int spar_py_bind(spar_call *call, PyObject *exchange, PyObject *inputs, int sides, int alike,
+                 spar_py_bound *bound)
 {
     exchange_object *self = (exchange_object *)exchange;
+    bound->call = call;
     bound->exchange = NULL;
     bound->plan = NULL;
-    bound->asked.owned = 0;
     if (Py_TYPE(exchange) != exchange_type) {
         PyErr_SetString(PyExc_TypeError, "expected a spar._C.Exchange");
         return -1;
     }
     bound->exchange = Py_NewRef(exchange);
+    bound->request = (spar_request){self->world, self->rank, sides, self->ntensors, bound->tensors};
     bound->dtype = self->dtype;
-    bound->call->op = self->op;
-    bound->call->text = self->text;
-    bound->call->scale = self->scale;
-    bound->call->sum = self->sum;
-    bound->call->inputs = (const void *const *)bound->inputs;
-    if (spar_read_inputs(self->op, inputs, self->ntensors, self->nargs, self->args, self->item_size,
-                         self->world, self->rank, sides, &bound->asked, bound->inputs) < 0) {
+    call->op = self->op;
+    call->text = self->text;
+    call->scale = self->scale;
+    call->sum = self->sum;
+    call->inputs = (const void *const *)bound->inputs;
+    if (read_inputs(self, inputs, bound) < 0) {
         if (!alike || !PyErr_ExceptionMatches(PyExc_Exception)) /* not Ctrl-C, which came meanwhile */
             return -1;
         PyErr_Clear();
         return 1;
     }
-    if (alike && !are_alike(self, &bound->asked))
+    if (alike && (!bound->kind || bound->kind != self->kind || !is_for(self, bound, 0)))
         return 1;
-    if (is_newest(self, &bound->asked.request) && (!sides || self->plan->pull))
+    if (is_for(self, bound, 1) && (!sides || self->plan->pull))
         bound->plan = spar_plan_keep(self->plan);
     return 0;
 }
@@ -166,22 +191,18 @@ int spar_py_bind(PyObject *exchange, PyObject *inputs, int sides, int alike, spa
 /* Remembers the plan, unless it takes much memory. */
 static void keep(exchange_object *self, const spar_py_bound *bound)
 {
-    const spar_request *request = &bound->asked.request;
     size_t count = 0;
-    for (int t = 0; t < request->ntensors; t++)
-        count += 2 * (size_t)request->tensors[t].ndim;
+    for (int t = 0; t < self->ntensors; t++)
+        count += 2 * (size_t)bound->tensors[t].ndim;
     int64_t *numbers = bound->plan->footprint > MOST_KEPT_BYTES ? NULL : malloc(count * sizeof *numbers + 1);
     if (!numbers)
         return;
+    memcpy(numbers, bound->numbers, count * sizeof *numbers);
     free(self->numbers);
     self->numbers = numbers;
-    self->kind = bound->asked.kind;
-    for (int t = 0; t < request->ntensors; t++) {
-        const spar_tensor *tensor = &request->tensors[t];
-        memcpy(numbers, tensor->extents, 2 * (size_t)tensor->ndim * sizeof *numbers);
-        numbers += 2 * tensor->ndim;
-        self->ndims[t] = tensor->ndim;
-    }
+    self->kind = bound->kind;
+    for (int t = 0; t < self->ntensors; t++)
+        self->ndims[t] = bound->tensors[t].ndim;
     if (self->plan)
         spar_plan_release(self->plan);
     self->plan = spar_plan_keep(bound->plan);
@@ -192,10 +213,12 @@ spar_status spar_py_find_plan(spar_py_bound *bound)
     spar_status status = SPAR_OK;
     if (!bound->plan) {
         Py_BEGIN_ALLOW_THREADS;
-        status = spar_plan_get_named(bound->call->op, &bound->asked.request, &bound->plan);
+        status = spar_plan_get(&bound->request, &bound->plan);
         Py_END_ALLOW_THREADS;
         if (status == SPAR_OK)
             keep((exchange_object *)bound->exchange, bound);
+        else
+            spar_fail(status, "%s: %s", bound->call->op, spar_last_error());
     }
     bound->call->plan = bound->plan;
     return status;
@@ -205,16 +228,16 @@ void spar_py_unbind(spar_py_bound *bound)
 {
     if (bound->plan)
         spar_plan_release(bound->plan);
-    spar_free_request(&bound->asked);
     Py_XDECREF(bound->exchange);
 }
 
 /* ---- methods ---- */
 
 /* Binds the tensors and finds their plan; returns as spar_py_bind. Unbind in all cases. */
-static int plan_inputs(PyObject *self, PyObject *inputs, int sides, int alike, spar_py_bound *bound)
+static int plan_inputs(spar_call *call, PyObject *self, PyObject *inputs, int sides, int alike,
+                       spar_py_bound *bound)
 {
-    int other = spar_py_bind(self, inputs, sides, alike, bound);
+    int other = spar_py_bind(call, self, inputs, sides, alike, bound);
     if (other)
         return other;
     spar_status status = spar_py_find_plan(bound);
@@ -234,10 +257,10 @@ static PyObject *exchange_plan(PyObject *self, PyObject *args)
     PyObject *inputs, *result = NULL;
     int sides, alike = 0;
     spar_call call = {0};
-    spar_py_bound bound = {.call = &call};
+    spar_py_bound bound;
     if (!PyArg_ParseTuple(args, "Oi|p", &inputs, &sides, &alike))
         return NULL;
-    int other = plan_inputs(self, inputs, sides, alike, &bound);
+    int other = plan_inputs(&call, self, inputs, sides, alike, &bound);
     if (other > 0) {
         result = Py_NewRef(Py_None);
     } else if (other == 0) {
@@ -266,8 +289,8 @@ static PyObject *exchange_select(PyObject *self, PyObject *inputs)
     spar_arena_stats stats;
     spar_memory *block = NULL;
     spar_call call = {0};
-    spar_py_bound bound = {.call = &call};
-    if (plan_inputs(self, inputs, 0, 0, &bound) != 0)
+    spar_py_bound bound;
+    if (plan_inputs(&call, self, inputs, 0, 0, &bound) != 0)
         goto done;
     if (bound.plan->ntensors != 1) {
         PyErr_Format(PyExc_ValueError, "%d tensors; expected 1", bound.plan->ntensors);

@@ -79,14 +79,14 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
     void *outputs[SPAR_GROUP_TENSORS];
     PyObject *results = NULL, *staging = NULL;
     spar_call call = {.outputs = outputs, .group = group};
-    spar_py_bound bound = {.call = &call};
+    spar_py_bound bound;
     if (nargs != COUNT)
         return PyErr_Format(PyExc_TypeError, "enqueue takes %d arguments, and got %zd", COUNT, nargs);
     int64_t number = PyLong_AsLongLong(args[NUMBER]);
     if (read_call(args, &call, self) < 0)
         return NULL;
-    int other =
-        spar_py_bind(args[EXCHANGE], args[INPUTS], SPAR_SIDE_PULL, PyObject_IsTrue(args[ALIKE]), &bound);
+    int other = spar_py_bind(&call, args[EXCHANGE], args[INPUTS], SPAR_SIDE_PULL,
+                             PyObject_IsTrue(args[ALIKE]), &bound);
     if (other > 0)
         results = Py_NewRef(Py_None);
     if (other != 0)
