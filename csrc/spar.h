@@ -28,8 +28,9 @@
  *     cuda/         the interface (cuda), the driver API (driver), NVRTC (nvrtc), compiled kernels on disk
  *                   (cubin_cache), the kernels (kernels.cu, .h, .c), copies cut into their parameters
  *                   (launches)
- *   plan/        blocks of bytes (plan), their cache (cache), their description (describe)
- *   ops/         which part of a tensor each rank holds (layout); an exchange is a pair of layouts (exchange)
+ *   plan/        blocks of bytes of an exchange, a pair of layouts (plan), their cache (cache), their
+ *                description (describe)
+ *   ops/         which part of a tensor each rank holds (layout)
  *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines
  *                (deadline), libraries opened at run time (dynlib), locks around fork (fork), cores and
  *                cgroup limits (cores, cgroup), the fence after non-temporal stores (fence), text in shared

@@ -48,11 +48,4 @@ const spar_ranks *spar_last_error_ranks(void);
             return status_;                                                                                  \
     } while (0)
 
-#define SPAR_TRY_GOTO(status, expression, label)                                                             \
-    do {                                                                                                     \
-        (status) = (expression);                                                                             \
-        if ((status) != SPAR_OK)                                                                             \
-            goto label;                                                                                      \
-    } while (0)
-
 #endif

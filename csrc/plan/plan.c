@@ -290,17 +290,62 @@ spar_status spar_request_check(const spar_request *request)
     return SPAR_OK;
 }
 
-/* Appends both lists of blocks. */
-static spar_status add_blocks(builder *b, const spar_request *request, const spar_layout *layouts,
-                              const placement *inputs)
+/* Reads both layouts of a tensor. */
+static spar_status read_layouts(const spar_tensor *tensor, int world, spar_layout *in, spar_layout *out)
+{
+    const int64_t *args = tensor->args;
+    if (tensor->nargs < 1 || args[0] < 1 || args[0] > tensor->nargs - 2)
+        return spar_fail(
+            SPAR_INVALID,
+            "the layouts are %d ints; expected n, the n ints of the input's layout, and those of the "
+            "output's, at least one each",
+            tensor->nargs);
+    SPAR_TRY(spar_layout_read(in, args + 1, args[0], tensor->ndim, world));
+    return spar_layout_read(out, args + 1 + args[0], tensor->nargs - 1 - args[0], tensor->ndim, world);
+}
+
+/* Checks the layouts against the extents that `rank` holds, and sets the global extents. */
+static spar_status find_global(const spar_tensor *tensor, int rank, const spar_layout *in,
+                               const spar_layout *out, int64_t *global)
+{
+    if (in->dim < 0 && out->dim < 0)
+        return spar_fail(SPAR_INVALID, "every rank holds the whole before and after");
+    memcpy(global, tensor->extents, (size_t)tensor->ndim * sizeof *global);
+    if (in->dim >= 0) {
+        int64_t held = spar_layout_extent(in, rank), has = tensor->extents[in->dim];
+        if (held != has)
+            return spar_fail(SPAR_INVALID,
+                             "rank %d's input has %lld in dim %d; expected %lld, its shard of %lld", rank,
+                             (long long)has, in->dim, (long long)held, (long long)in->total);
+        global[in->dim] = in->total;
+    }
+    if (out->dim >= 0 && global[out->dim] != out->total)
+        return spar_fail(SPAR_INVALID,
+                         "rank %d's input has %lld in dim %d; expected %lld, the sum of all shards", rank,
+                         (long long)global[out->dim], out->dim, (long long)out->total);
+    return SPAR_OK;
+}
+
+/* Fills in a plan that has room for its tensors and ranges. The caller frees the layouts. */
+static spar_status build(builder *b, const spar_request *request, spar_layout *layouts, placement *inputs)
 {
     spar_plan *plan = b->plan;
+    int n = plan->ntensors, gathers = 1; /* every rank is sent the same */
+    plan->pull = request->sides & SPAR_SIDE_PULL ? plan->push + plan->world : NULL;
+    for (int t = 0; t < n; t++) {
+        const spar_tensor *tensor = &request->tensors[t];
+        spar_layout *in = &layouts[2 * t], *out = in + 1;
+        plan->tensors[t].item_size = tensor->item_size;
+        plan->tensors[t].ndim = tensor->ndim;
+        SPAR_TRY(place_strided(tensor, &inputs[t]));
+        SPAR_TRY(read_layouts(tensor, plan->world, in, out));
+        SPAR_TRY(find_global(tensor, plan->rank, in, out, plan->tensors[t].global));
+        SPAR_TRY(set_shape(plan, t, in, out));
+        gathers &= in->dim >= 0 && out->dim < 0;
+    }
     /* an empty plan has arrays too: a null pointer may not even be moved by 0 */
     SPAR_TRY(spar_reserve((void **)&plan->blocks, &b->block_room, 1, sizeof(spar_block), "blocks of a plan"));
     SPAR_TRY(spar_reserve((void **)&plan->dims, &b->dim_room, 1, sizeof(spar_dim), "blocks of a plan"));
-    int gathers = 1; /* every rank is sent the same */
-    for (int t = 0; t < request->ntensors; t++)
-        gathers &= layouts[2 * t].dim >= 0 && layouts[2 * t + 1].dim < 0;
     for (int side = 0; side < 2; side++) {
         spar_range *ranges = side ? plan->pull : plan->push;
         for (int peer = 0; ranges && peer < plan->world; peer++) {
@@ -309,7 +354,7 @@ static spar_status add_blocks(builder *b, const spar_request *request, const spa
                 continue;
             }
             ranges[peer].first = b->blocks;
-            for (int t = 0; t < request->ntensors; t++) {
+            for (int t = 0; t < n; t++) {
                 const spar_layout *in = &layouts[2 * t], *out = in + 1;
                 if (side)
                     SPAR_TRY(add_pair(b, &ranges[peer], t, in, out, peer, plan->rank, NULL));
@@ -318,58 +363,43 @@ static spar_status add_blocks(builder *b, const spar_request *request, const spa
             }
         }
     }
+    for (int peer = 0; peer < plan->world; peer++)
+        plan->sent += peer == plan->rank ? 0 : (uint64_t)plan->push[peer].bytes;
+    plan->footprint = (int64_t)sizeof *plan + b->block_room * (int64_t)sizeof(spar_block) +
+                      b->dim_room * (int64_t)sizeof(spar_dim) +
+                      plan->world * (2 * (int64_t)sizeof *plan->push + 3 * n * (int64_t)sizeof(int64_t));
     return SPAR_OK;
 }
 
 spar_status spar_plan_build(const spar_request *request, spar_plan **result)
 {
-    spar_status status;
     SPAR_TRY(spar_request_check(request));
-    int n = request->ntensors, world = request->world, made = 0;
-    builder b = {.plan = calloc(1, sizeof *b.plan)};
+    spar_status status = SPAR_NO_MEMORY;
+    int n = request->ntensors, world = request->world;
+    spar_plan *plan = calloc(1, sizeof *plan);
     spar_layout *layouts = calloc((size_t)n * 2, sizeof *layouts);
     placement *inputs = calloc((size_t)n, sizeof *inputs);
-    if (b.plan) {
-        b.plan->tensors = calloc((size_t)n, sizeof *b.plan->tensors);
-        b.plan->push = calloc((size_t)world * 2, sizeof *b.plan->push);
+    if (plan) {
+        *plan = (spar_plan){.world = world,
+                            .rank = request->rank,
+                            .ntensors = n,
+                            .tensors = calloc((size_t)n, sizeof *plan->tensors),
+                            .push = calloc((size_t)world * 2, sizeof *plan->push),
+                            .signature = spar_hash(0, n),
+                            .refs = 1};
     }
-    if (!b.plan || !layouts || !inputs || !b.plan->tensors || !b.plan->push) {
-        status = spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", world);
-        goto done;
-    }
-    spar_plan *plan = b.plan;
-    plan->world = world;
-    plan->rank = request->rank;
-    plan->ntensors = n;
-    plan->pull = request->sides & SPAR_SIDE_PULL ? plan->push + world : NULL;
-    plan->signature = spar_hash(0, n);
-    plan->refs = 1;
-    for (; made < n; made++) {
-        const spar_tensor *tensor = &request->tensors[made];
-        spar_layout *in = &layouts[2 * made], *out = in + 1;
-        plan->tensors[made].item_size = tensor->item_size;
-        plan->tensors[made].ndim = tensor->ndim;
-        SPAR_TRY_GOTO(status, place_strided(tensor, &inputs[made]), done);
-        SPAR_TRY_GOTO(status,
-                      spar_exchange_layouts(tensor, world, plan->rank, plan->tensors[made].global, in, out),
-                      done);
-        SPAR_TRY_GOTO(status, set_shape(plan, made, in, out), done);
-    }
-    status = add_blocks(&b, request, layouts, inputs);
-    for (int peer = 0; peer < world; peer++)
-        plan->sent += peer == plan->rank ? 0 : (uint64_t)plan->push[peer].bytes;
-    plan->footprint = (int64_t)sizeof *plan + b.block_room * (int64_t)sizeof(spar_block) +
-                      b.dim_room * (int64_t)sizeof(spar_dim) +
-                      world * (2 * (int64_t)sizeof *plan->push + 3 * n * (int64_t)sizeof(int64_t));
-done:
+    if (plan && layouts && inputs && plan->tensors && plan->push)
+        status = build(&(builder){.plan = plan}, request, layouts, inputs);
+    else
+        spar_fail(SPAR_NO_MEMORY, "no memory for a plan of %d ranks", world);
     for (int i = 0; layouts && i < 2 * n; i++)
         spar_layout_free(&layouts[i]);
     free(layouts);
     free(inputs);
     if (status == SPAR_OK)
-        *result = b.plan;
-    else if (b.plan)
-        spar_plan_release(b.plan);
+        *result = plan;
+    else if (plan)
+        spar_plan_release(plan);
     return status;
 }
 

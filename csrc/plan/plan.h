@@ -2,15 +2,22 @@
 /* The exchange plan: which strided region of one rank's input becomes which strided region of another's
  * output.
  *
+ * An exchange is a pair of layouts of one global tensor: what each rank holds before, and after. They may
+ * shard the same dim. Shapes, plans, signatures and transports follow from the two layouts; so does the
+ * inverse, which swaps them. An input of which every rank holds the whole needs no communication: each rank
+ * selects its shard.
+ *
  * A plan is arithmetic on shapes, strides, layouts, world and rank. Every rank computes every other rank's
  * side of it, so building one needs no communication. It counts bytes; it is independent of dtype, device, OS
  * and Python. */
 #ifndef SPAR_PLAN_H
 #define SPAR_PLAN_H
 
-#include "ops/exchange.h"
+#include "ops/layout.h"
 
 #include <stddef.h>
+
+#define SPAR_MAX_DIMS 64 /* as many as torch allows */
 
 /* One loop of a block; strides in bytes. */
 typedef struct {
@@ -67,6 +74,16 @@ typedef struct spar_plan {
     int64_t footprint;  /* about how many bytes of memory it takes */
     int refs;           /* atomic; the cache's own one counted in */
 } spar_plan;
+
+/* One tensor of a request, as one rank sees it. */
+typedef struct {
+    int64_t item_size;      /* bytes of an element */
+    int ndim;               /* 1 to SPAR_MAX_DIMS */
+    const int64_t *extents; /* [ndim] of this rank's input, in elements */
+    const int64_t *strides; /* [ndim] of this rank's input, in elements, at least 0 */
+    int nargs;              /* the two layouts: n, the n ints of the input's layout, those of the output's */
+    const int64_t *args;    /* see spar_layout_read */
+} spar_tensor;
 
 enum { SPAR_SIDE_PULL = 1 };
 
