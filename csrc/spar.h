@@ -20,8 +20,8 @@
  *     arena         the memory that they share
  *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
  *   not_linux/   what other systems build in place of ipc/, control/ and the transports
- *   devices/     what is done in host memory (execute.h, scale.h, sum.h); dtypes, those that a copy scales
- *                (scale.def), and those that are summed (sum.def)
+ *   devices/     what is done in host memory (execute.h, scale.h, sum.h), and the dtypes that a copy scales
+ *                (scale.def)
  *     cpu/          copies and packs by a plan (execute), scaling (scale), sums (sum), 16-bit floats
  *                   (vectors), the instruction sets (processor), non-temporal stores (nontemporal), copy
  *                   threads (threads)

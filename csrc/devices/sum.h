@@ -22,7 +22,7 @@ typedef enum {
     SPAR_SUM_KINDS, /* their number, with SPAR_NO_SUM */
 } spar_sum_kind;
 
-/* How a dtype is summed, by torch's name of it; the last row's is NULL. */
+/* How a dtype that torch adds is summed, by torch's name of it; the last row's is NULL. */
 typedef struct {
     const char *torch_name;
     spar_sum_kind kind;

@@ -15,7 +15,7 @@ _C.use_torch(torch._C._from_dlpack, torch.uint8, getattr(torch.Tensor, "__dlpack
 
 # codes of the dtypes that a copy can scale: csrc/devices/scale.def
 SCALE_TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.scale_types()}
-# how sums add a dtype: csrc/devices/sum.def
+# how sums add a dtype: csrc/devices/cpu/sum.c
 SUM_TYPES: dict[torch.dtype, int] = {getattr(torch, name): kind for name, kind in _C.sum_types()}
 
 

@@ -6,6 +6,14 @@
 #include <math.h>
 #include <string.h>
 
+const spar_scale_type spar_scale_types[] = {
+    [SPAR_UNSCALED] = {"as_is", NULL, 1, 0},
+#define SPAR_SCALE_TYPE(NAME, name, torch_name, bytes, dlpack_code)                                          \
+    [SPAR_##NAME] = {#name, torch_name, bytes, dlpack_code},
+#include "devices/scale.def"
+#undef SPAR_SCALE_TYPE
+};
+
 enum { STEP = 2 * SPAR_CACHE_LINE }; /* with one alone, gcc makes no good vectors */
 
 #define SAME(x) (x)

@@ -4,6 +4,15 @@
 #include "devices/cpu/threads.h"
 #include "devices/cpu/vectors.h"
 
+/* Ints of one size are added alike: they wrap around. */
+const spar_sum_type spar_sum_types[] = {
+    {"bool", SPAR_SUM_BOOL},       {"uint8", SPAR_SUM_I8},      {"int8", SPAR_SUM_I8},
+    {"int16", SPAR_SUM_I16},       {"int32", SPAR_SUM_I32},     {"int64", SPAR_SUM_I64},
+    {"float16", SPAR_SUM_F16},     {"bfloat16", SPAR_SUM_BF16}, {"float32", SPAR_SUM_F32},
+    {"float64", SPAR_SUM_F64},     {"complex32", SPAR_SUM_C32}, {"complex64", SPAR_SUM_C64},
+    {"complex128", SPAR_SUM_C128}, {NULL, SPAR_NO_SUM},
+};
+
 /* Numbers (a complex item has two) that are added at a time, from the L1 cache: with fewer, clang unrolls
  * loops instead of making vectors of them. */
 enum { SOME = 256 };
