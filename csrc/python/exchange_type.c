@@ -268,10 +268,7 @@ static PyObject *exchange_plan(PyObject *self, PyObject *args)
         PyObject *addresses = PyTuple_New(count);
         for (int t = 0; addresses && t < count; t++)
             addresses = spar_tuple_set(addresses, t, PyLong_FromVoidPtr(bound.inputs[t]));
-        PyObject *plan = addresses ? spar_py_plan_object(bound.plan) : NULL;
-        result = plan ? Py_BuildValue("NN", plan, addresses) : NULL;
-        if (!plan)
-            Py_XDECREF(addresses);
+        result = addresses ? Py_BuildValue("NN", spar_py_plan_object(bound.plan), addresses) : NULL;
     }
     spar_py_unbind(&bound);
     return result;

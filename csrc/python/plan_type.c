@@ -45,15 +45,6 @@ static PyObject *plan_out_shapes(PyObject *self, void *Py_UNUSED(closure))
     return shapes;
 }
 
-/* Bytes sent to or received from each rank; 0 for the rank itself. */
-static PyObject *wire_bytes(const spar_plan *plan, const spar_range *ranges)
-{
-    PyObject *tuple = PyTuple_New(plan->world);
-    for (int peer = 0; tuple && peer < plan->world; peer++)
-        tuple = spar_tuple_set(tuple, peer, PyLong_FromLongLong(peer == plan->rank ? 0 : ranges[peer].bytes));
-    return tuple;
-}
-
 static int has_pull(const spar_plan *plan)
 {
     if (!plan->pull)
@@ -61,16 +52,15 @@ static int has_pull(const spar_plan *plan)
     return plan->pull != NULL;
 }
 
-static PyObject *plan_push_bytes(PyObject *self, void *Py_UNUSED(closure))
+/* Bytes sent to or received from each rank; 0 for the rank itself. */
+static PyObject *plan_bytes(PyObject *self, void *pull)
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
-    return wire_bytes(plan, plan->push);
-}
-
-static PyObject *plan_pull_bytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    const spar_plan *plan = ((plan_object *)self)->plan;
-    return has_pull(plan) ? wire_bytes(plan, plan->pull) : NULL;
+    const spar_range *ranges = pull ? plan->pull : plan->push;
+    PyObject *tuple = !pull || has_pull(plan) ? PyTuple_New(plan->world) : NULL;
+    for (int peer = 0; tuple && peer < plan->world; peer++)
+        tuple = spar_tuple_set(tuple, peer, PyLong_FromLongLong(peer == plan->rank ? 0 : ranges[peer].bytes));
+    return tuple;
 }
 
 static PyObject *plan_signature(PyObject *self, PyObject *args)
@@ -215,8 +205,8 @@ static PyObject *plan_blocks(PyObject *self, PyObject *args)
 
 static PyGetSetDef plan_getset[] = {
     {"out_shapes", plan_out_shapes, NULL, "extents of each tensor's output on this rank", NULL},
-    {"push_bytes", plan_push_bytes, NULL, "packed bytes that go to each rank; 0 for oneself", NULL},
-    {"pull_bytes", plan_pull_bytes, NULL, "packed bytes that come from each rank; 0 for oneself", NULL},
+    {"push_bytes", plan_bytes, NULL, "packed bytes that go to each rank; 0 for oneself", NULL},
+    {"pull_bytes", plan_bytes, NULL, "packed bytes that come from each rank; 0 for oneself", "pull"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
