@@ -12,12 +12,14 @@ int64_t spar_shard_size(int64_t total, int world, int rank)
     return total / world + (rank < total % world);
 }
 
-/* Allocates an empty layout of up to `most` pieces. */
-static spar_status start(spar_layout *layout, int dim, int64_t total, int world, int64_t most)
+/* Begins to fill in a layout of up to `most` pieces. */
+static spar_status start(spar_layout *layout, int64_t total, int world, int64_t most)
 {
     int64_t bytes;
-    *layout = (spar_layout){.dim = dim, .world = world, .total = total};
+    layout->world = world;
+    layout->total = total;
     layout->first = calloc((size_t)world + 1, sizeof *layout->first);
+    layout->pieces = NULL;
     if (!__builtin_mul_overflow(most, (int64_t)sizeof *layout->pieces, &bytes))
         layout->pieces = malloc((size_t)(bytes ? bytes : 1));
     if (layout->first && layout->pieces)
@@ -48,12 +50,11 @@ static void add(spar_layout *layout, int rank, int64_t global, int64_t extent)
 
 /* Cuts into contiguous chunks; rank r holds chunk r - shift, counted round. `sizes` [world] of the chunks sum
  * to `total`; NULL: the size rule. */
-static spar_status cut(spar_layout *layout, int dim, int64_t total, int world, const int64_t *sizes,
-                       int shift)
+static spar_status cut(spar_layout *layout, int64_t total, const int64_t *sizes, int shift)
 {
     int64_t at = 0;
-    int chunk = (world - shift) % world;
-    SPAR_TRY(start(layout, dim, total, world, world));
+    int world = layout->world, chunk = (world - shift) % world;
+    SPAR_TRY(start(layout, total, world, world));
     for (int i = 0; i < chunk; i++)
         at += sizes[i];
     for (int rank = 0; rank < world; rank++) {
@@ -74,9 +75,9 @@ static int64_t shard_start(int64_t total, int world, int rank)
 
 /* Rank r holds chunks r and 2 * world - 1 - r of 2 * world chunks by the size rule, which balances the work
  * under a causal mask. */
-static spar_status zigzag(spar_layout *layout, int dim, int64_t total, int world)
+static spar_status zigzag(spar_layout *layout, int64_t total, int world)
 {
-    SPAR_TRY(start(layout, dim, total, world, 2 * (int64_t)world));
+    SPAR_TRY(start(layout, total, world, 2 * (int64_t)world));
     for (int rank = 0; rank < world; rank++) {
         int mirror = 2 * world - 1 - rank;
         add(layout, rank, shard_start(total, 2 * world, rank), spar_shard_size(total, 2 * world, rank));
@@ -113,7 +114,7 @@ int spar_packed_lengths(const int64_t *table, int world, int64_t sequences, int 
 /* Shards each of several concatenated sequences on its own; a rank holds its part of each. `numbers` are the
  * lengths [sequences], sharded by the size rule; or, if `table` is set, each rank's extent of each sequence
  * [world][sequences]. */
-static spar_status packed(spar_layout *layout, int dim, int world, int64_t sequences, const int64_t *numbers,
+static spar_status packed(spar_layout *layout, int world, int64_t sequences, const int64_t *numbers,
                           int table)
 {
     int64_t total = 0, *at;
@@ -123,7 +124,7 @@ static spar_status packed(spar_layout *layout, int dim, int world, int64_t seque
                              "the size of sequence %lld is %lld; expected at least 0, and a sum "
                              "below 2^63",
                              (long long)(sequences ? i % sequences : 0), (long long)numbers[i]);
-    SPAR_TRY(start(layout, dim, total, world, sequences * world));
+    SPAR_TRY(start(layout, total, world, sequences * world));
     at = calloc((size_t)sequences + 1, sizeof *at); /* global offset of the next part of each */
     if (!at) {
         spar_layout_free(layout);
@@ -155,7 +156,7 @@ static spar_status refine(spar_layout *layout, int inner, int neighbours)
         return SPAR_OK;
     int64_t pieces = outer.first[outer.world];
     spar_status status =
-        start(layout, outer.dim, outer.total, outer.world * inner, pieces + (int64_t)outer.world * inner);
+        start(layout, outer.total, outer.world * inner, pieces + (int64_t)outer.world * inner);
     for (int rank = 0; status == SPAR_OK && rank < layout->world; rank++) {
         int from = neighbours ? rank / inner : rank % outer.world;
         int part = neighbours ? rank % inner : rank / outer.world;
@@ -181,35 +182,33 @@ static spar_status check_total(int64_t total)
 }
 
 /* Reads the numbers of a kind that has inner ranks; there are at least two. */
-static spar_status read_refined(spar_layout *layout, int dim, int64_t kind, const int64_t *numbers,
-                                int64_t count, int world)
+static spar_status read_refined(spar_layout *layout)
 {
-    int64_t signed_inner = numbers[0], sequences = numbers[1];
+    int64_t signed_inner = layout->numbers[0], second = layout->numbers[1], count = layout->count - 2;
+    int world = layout->world;
     if (signed_inner == 0 || signed_inner < -world || signed_inner > world || world % signed_inner)
         return spar_fail(SPAR_INVALID, "%lld inner ranks; expected a divisor of the %d ranks",
                          (long long)signed_inner, world);
-    int neighbours = signed_inner < 0, inner = abs((int)signed_inner), outer = world / inner;
-    if (kind == SPAR_ZIGZAG) {
-        SPAR_TRY(check_total(numbers[1]));
-        SPAR_TRY(zigzag(layout, dim, numbers[1], outer));
-        return refine(layout, inner, neighbours);
+    int inner = abs((int)signed_inner), outer = world / inner;
+    if (layout->kind == SPAR_ZIGZAG) {
+        SPAR_TRY(check_total(second));
+        SPAR_TRY(zigzag(layout, second, outer));
+    } else {
+        int table = second != count;
+        if (second < 0 || second > count || (table && second * outer != count))
+            return spar_fail(SPAR_INVALID,
+                             "%lld numbers for %lld sequences on %d ranks; expected a length of each, or a "
+                             "size of each on each rank",
+                             (long long)count, (long long)second, outer);
+        SPAR_TRY(packed(layout, outer, second, layout->numbers + 2, table));
     }
-    numbers += 2;
-    count -= 2;
-    int table = sequences != count;
-    if (sequences < 0 || sequences > count || (table && sequences * outer != count))
-        return spar_fail(SPAR_INVALID,
-                         "%lld numbers for %lld sequences on %d ranks; expected a length of each, or a size "
-                         "of each on each rank",
-                         (long long)count, (long long)sequences, outer);
-    SPAR_TRY(packed(layout, dim, outer, sequences, numbers, table));
-    return refine(layout, inner, neighbours);
+    return refine(layout, inner, signed_inner < 0);
 }
 
-static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes, int64_t count, int world,
-                              int64_t shift)
+static spar_status read_sizes(spar_layout *layout, const int64_t *sizes, int64_t count, int64_t shift)
 {
     int64_t total = 0;
+    int world = layout->world;
     if (shift < 0 || shift >= world)
         return spar_fail(SPAR_INVALID, "a shift of %lld ranks; expected 0 to %d", (long long)shift,
                          world - 1);
@@ -221,19 +220,27 @@ static spar_status read_sizes(spar_layout *layout, int dim, const int64_t *sizes
             return spar_fail(SPAR_INVALID,
                              "the size given for rank %d is %lld; expected at least 0, and a sum below 2^63",
                              p, (long long)sizes[p]);
-    return cut(layout, dim, total, world, sizes, (int)shift);
+    return cut(layout, total, sizes, (int)shift);
 }
 
-/* Reads what follows the dim and the kind. */
-static spar_status read_kind(spar_layout *layout, int64_t dim, int64_t kind, const int64_t *numbers,
-                             int64_t count, int world)
+spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
 {
+    int64_t dim = count ? numbers[0] : -1, kind = count > 1 ? numbers[1] : -1;
+    *layout = (spar_layout){.dim = -1, .world = world};
+    if (count == 1 && dim == -1)
+        return SPAR_OK;
+    if (dim < 0 || dim >= ndim)
+        return spar_fail(SPAR_INVALID, "a dim is %lld; expected 0 to %d", (long long)dim, ndim - 1);
+    numbers += 2;
+    count -= 2;
+    *layout =
+        (spar_layout){.dim = (int)dim, .world = world, .kind = kind, .count = count, .numbers = numbers};
     if (kind == SPAR_SIZES)
-        return read_sizes(layout, (int)dim, numbers, count, world, 0);
+        return read_sizes(layout, numbers, count, 0);
     if (kind == SPAR_ROTATED && count >= 1)
-        return read_sizes(layout, (int)dim, numbers + 1, count - 1, world, numbers[0]);
+        return read_sizes(layout, numbers + 1, count - 1, numbers[0]);
     if ((kind == SPAR_ZIGZAG && count == 2) || (kind == SPAR_PACKED && count >= 2))
-        return read_refined(layout, (int)dim, kind, numbers, count, world);
+        return read_refined(layout);
     if (kind != SPAR_EVEN || count != 1)
         return spar_fail(
             SPAR_INVALID,
@@ -241,23 +248,7 @@ static spar_status read_kind(spar_layout *layout, int64_t dim, int64_t kind, con
             "rank, 2 with 2, 3 with 2 or more, or 4 with a shift and a size for each rank",
             (long long)kind, (long long)(count > 0 ? count : 0));
     SPAR_TRY(check_total(numbers[0]));
-    return cut(layout, (int)dim, numbers[0], world, NULL, 0);
-}
-
-spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
-{
-    int64_t dim = count ? numbers[0] : -1, kind = count > 1 ? numbers[1] : -1;
-    if (count == 1 && dim == -1) {
-        *layout = (spar_layout){.dim = -1, .world = world};
-        return SPAR_OK;
-    }
-    if (dim < 0 || dim >= ndim)
-        return spar_fail(SPAR_INVALID, "a dim is %lld; expected 0 to %d", (long long)dim, ndim - 1);
-    SPAR_TRY(read_kind(layout, dim, kind, numbers + 2, count - 2, world));
-    layout->kind = kind;
-    layout->numbers = numbers + 2;
-    layout->count = count - 2;
-    return SPAR_OK;
+    return cut(layout, numbers[0], NULL, 0);
 }
 
 int64_t spar_layout_extent(const spar_layout *layout, int rank)
