@@ -47,20 +47,14 @@ static int find_folder(char *folder, size_t size)
     return mkdir(folder, 0700) == 0 || errno == EEXIST;
 }
 
-static int read_all(int file, void *data, size_t size)
+/* fopen has no mode for these flags, nor for a file that belongs to its user alone. */
+static FILE *open_stream(const char *path, int flags, const char *mode)
 {
-    for (ssize_t n; size; data = (char *)data + n, size -= (size_t)n)
-        if ((n = read(file, data, size)) <= 0)
-            return 0;
-    return 1;
-}
-
-static int write_all(int file, const void *data, size_t size)
-{
-    for (ssize_t n; size; data = (const char *)data + n, size -= (size_t)n)
-        if ((n = write(file, data, size)) <= 0)
-            return 0;
-    return 1;
+    int file = open(path, flags | O_CLOEXEC, 0600);
+    FILE *stream = file < 0 ? NULL : fdopen(file, mode);
+    if (!stream && file >= 0)
+        close(file);
+    return stream;
 }
 
 /* Returns the file's cubin, or NULL if there is no valid file. */
@@ -69,21 +63,21 @@ static char *load(const char *path, uint64_t key, size_t *size)
     struct stat is;
     header head;
     char *code = NULL;
-    int file = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    if (file < 0)
+    FILE *file = open_stream(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, "rb");
+    if (!file)
         return NULL;
-    if (fstat(file, &is) == 0 && S_ISREG(is.st_mode) && is.st_uid == geteuid() &&
-        (is.st_mode & (S_IWGRP | S_IWOTH)) == 0 && read_all(file, &head, sizeof head) &&
+    if (fstat(fileno(file), &is) == 0 && S_ISREG(is.st_mode) && is.st_uid == geteuid() &&
+        (is.st_mode & (S_IWGRP | S_IWOTH)) == 0 && fread(&head, sizeof head, 1, file) == 1 &&
         memcmp(head.magic, magic, sizeof magic) == 0 && head.key == key && head.size > 0 &&
         head.size < MOST && is.st_size == (off_t)(sizeof head + head.size) &&
         (code = malloc(head.size)) != NULL) {
         *size = head.size;
-        if (!read_all(file, code, head.size) || mix(key, code, head.size) != head.hash) {
+        if (fread(code, head.size, 1, file) != 1 || mix(key, code, head.size) != head.hash) {
             free(code);
             code = NULL;
         }
     }
-    close(file);
+    fclose(file);
     return code;
 }
 
@@ -96,11 +90,12 @@ static void store(const char *path, uint64_t key, const char *code, size_t size)
     memcpy(head.magic, magic, sizeof magic);
     clock_gettime(CLOCK_REALTIME, &now);
     snprintf(temporary, sizeof temporary, "%s.%d.%lx", path, (int)getpid(), now.tv_nsec);
-    int file = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (file < 0)
+    FILE *file = open_stream(temporary, O_WRONLY | O_CREAT | O_EXCL, "wb");
+    if (!file)
         return;
-    int whole = write_all(file, &head, sizeof head) && write_all(file, code, size) && fsync(file) == 0;
-    if (close(file) != 0 || !whole || rename(temporary, path) != 0)
+    int whole = fwrite(&head, sizeof head, 1, file) == 1 && fwrite(code, size, 1, file) == 1 &&
+                fflush(file) == 0 && fsync(fileno(file)) == 0;
+    if (fclose(file) != 0 || !whole || rename(temporary, path) != 0)
         unlink(temporary);
 }
 
