@@ -3,9 +3,12 @@
 
 #include "base/util.h"
 
-#include <math.h>
+#include <locale.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __APPLE__
+#include <xlocale.h>
+#endif
 
 #define TEXT "text", 0, 0
 #define SECONDS(most) "seconds", 0, most
@@ -23,43 +26,18 @@ const spar_env_row spar_env_rows[] = {
 static const spar_env_row local_ranks = {"local_ranks",       "LOCAL_WORLD_SIZE", "count", 1, INT32_MAX, "",
                                          "ranks on this host"};
 
-static int is_digit(char c)
-{
-    return c >= '0' && c <= '9';
-}
-
-/* Parses digits only, saturating at INT64_MAX. Returns their end; `text` if there are none. */
-static const char *read_digits(const char *text, int64_t *count)
-{
-    for (*count = 0; is_digit(*text); text++)
-        *count = *count > INT64_MAX / 10 - 1 ? INT64_MAX : *count * 10 + (*text - '0');
-    return text;
-}
-
-/* 12, 0.5, .5 or 1e3: strtod would follow the locale, and accept blanks, signs, hexadecimal and inf. */
+/* 12, 0.5, .5 or 1e3, in any locale: without the blanks, signs, hexadecimal and inf that strtod accepts. */
 static int read_decimal(const char *text, double *number)
 {
-    int digits = 0;
-    double exponent = 0;
-    for (*number = 0; is_digit(*text); text++, digits++)
-        *number = *number * 10 + (*text - '0');
-    if (*text == '.')
-        for (text++; is_digit(*text); text++, digits++, exponent--)
-            *number = *number * 10 + (*text - '0');
-    if (!digits)
+    char *end;
+    if (!strchr("0123456789.", *text) || text[strspn(text, "0123456789.eE+-")])
         return 0;
-    if (*text == 'e' || *text == 'E') {
-        int64_t power;
-        int minus = *++text == '-';
-        text += minus || *text == '+';
-        const char *end = read_digits(text, &power);
-        if (end == text)
-            return 0;
-        text = end;
-        exponent += minus ? -(double)power : (double)power;
-    }
-    *number = exponent < 0 ? *number / pow(10, -exponent) : *number * pow(10, exponent);
-    return *text == 0;
+    locale_t locale = newlocale(LC_NUMERIC_MASK, "C", (locale_t)0);
+    if (!locale)
+        return 0;
+    *number = strtod_l(text, &end, locale);
+    freelocale(locale);
+    return end != text && *end == 0;
 }
 
 spar_status spar_env_get(const spar_env_row *row, spar_env_value *value)
@@ -79,8 +57,10 @@ spar_status spar_env_get(const spar_env_row *row, spar_env_value *value)
     }
     if (strcmp(row->kind, "count") == 0) {
         value->holds = SPAR_ENV_COUNT;
-        const char *end = read_digits(text, &value->count);
-        if (end != text && *end == 0 && value->count >= row->least && value->count <= row->most)
+        char *end;
+        value->count = strtoll(text, &end, 10); /* accepts blanks and signs, too */
+        if (*text >= '0' && *text <= '9' && *end == 0 && value->count >= row->least &&
+            value->count <= row->most)
             return SPAR_OK;
         return spar_fail(SPAR_INVALID, "%s is '%.40s'; expected an integer from %lld to %lld", row->variable,
                          text, (long long)row->least, (long long)row->most);
