@@ -136,21 +136,6 @@ static spar_status load_kernels(gpu *g, CUdevice device)
     return status;
 }
 
-/* Requires that the device's primary context is current; torch uses the same. */
-static spar_status make_ready(CUdevice device, CUcontext context, gpu **made)
-{
-    gpu *g = calloc(1, sizeof *g);
-    if (!g)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a device");
-    g->context = context;
-    spar_status status = load_kernels(g, device);
-    if (status == SPAR_OK)
-        *made = g;
-    else
-        free(g);
-    return status;
-}
-
 static spar_status enter_context(CUcontext context, spar_entered *before)
 {
     CUcontext current_context;
@@ -173,22 +158,26 @@ void spar_cuda_leave(const spar_entered *before)
         spar_cu.CtxSetCurrent(before->context);
 }
 
-/* Requires the lock. */
+/* In the device's primary context, which torch uses, too. Requires the lock. */
 static spar_status prepare_first(int ordinal)
 {
     CUdevice device;
     CUcontext context;
     spar_entered before;
-    gpu *g = NULL;
     SPAR_TRY_CU(Init, 0);
     SPAR_TRY_CU(DeviceGet, &device, ordinal);
     SPAR_TRY_CU(DevicePrimaryCtxRetain, &context, device); /* kept until the process ends */
     SPAR_TRY(enter_context(context, &before));
-    spar_status status = make_ready(device, context, &g);
+    gpu *g = calloc(1, sizeof *g);
+    spar_status status = g ? load_kernels(g, device) : spar_fail(SPAR_NO_MEMORY, "no memory for a device");
     spar_cuda_leave(&before);
-    if (status == SPAR_OK)
-        __atomic_store_n(&gpus.by_ordinal[ordinal], g, __ATOMIC_RELEASE);
-    return status;
+    if (status != SPAR_OK) {
+        free(g);
+        return status;
+    }
+    g->context = context;
+    __atomic_store_n(&gpus.by_ordinal[ordinal], g, __ATOMIC_RELEASE);
+    return SPAR_OK;
 }
 
 spar_status spar_cuda_prepare(int ordinal)
