@@ -186,39 +186,30 @@ INLINE void sum_halves(char *to, PARTS, int complex, load_halves *load, store_ha
         break;                                                                                               \
     }
 
-/* For float16 and complex numbers there is none: they have their totals in memory. */
-#define EACH_OF_TWO(KIND, name)                                                                              \
+#define EACH_ITEM(KIND, size, name) EACH(KIND, size, sum_##name(to, parts, count, at, n))
+#define EACH_OF_TWO(KIND, size, name)                                                                        \
     case SPAR_SUM_##KIND:                                                                                    \
         sum_two_##name(to, parts[0] + low, parts[1] + low, high - low);                                      \
         return;
 
+/* X(kind, bytes, name) for those that have a sum of two: others have their totals in memory. */
+#define ITEMS(X)                                                                                             \
+    X(BOOL, 1, bool)                                                                                         \
+    X(I8, 1, i8) X(I16, 2, i16) X(I32, 4, i32) X(I64, 8, i64) X(BF16, 2, bf16) X(F32, 4, f32) X(F64, 8, f64)
+
 INLINE void sum_range(RANGE, load_halves *load, store_halves *store)
 {
     switch (count == 2 ? kind : SPAR_NO_SUM) {
-        EACH_OF_TWO(BOOL, bool)
-        EACH_OF_TWO(I8, i8)
-        EACH_OF_TWO(I16, i16)
-        EACH_OF_TWO(I32, i32)
-        EACH_OF_TWO(I64, i64)
-        EACH_OF_TWO(BF16, bf16)
-        EACH_OF_TWO(F32, f32)
-        EACH_OF_TWO(F64, f64)
+        ITEMS(EACH_OF_TWO)
     default:
         break;
     }
     switch (kind) {
-        EACH(BOOL, 1, sum_bool(to, parts, count, at, n))
-        EACH(I8, 1, sum_i8(to, parts, count, at, n))
-        EACH(I16, 2, sum_i16(to, parts, count, at, n))
-        EACH(I32, 4, sum_i32(to, parts, count, at, n))
-        EACH(I64, 8, sum_i64(to, parts, count, at, n))
+        ITEMS(EACH_ITEM)
         EACH(F16, 2, sum_halves(to, parts, count, at, n, 0, load, store))
-        EACH(BF16, 2, sum_bf16(to, parts, count, at, n))
-        EACH(F32, 4, sum_f32(to, parts, count, at, n))
-        EACH(F64, 8, sum_f64(to, parts, count, at, n))
         EACH(C32, 2, sum_halves(to, parts, count, at, n, 1, load, store))
-        EACH(C64, 4, sum_c64(to, parts, count, at, n))
-        EACH(C128, 8, sum_c128(to, parts, count, at, n))
+        EACH_ITEM(C64, 4, c64)
+        EACH_ITEM(C128, 8, c128)
     default:
         break;
     }
