@@ -19,7 +19,7 @@ void spar_core_set_read(spar_core_set *set)
 #endif
 }
 
-int spar_core_set_count(const spar_core_set *set)
+static int count_of(const spar_core_set *set)
 {
     int count = 0;
     for (size_t i = 0; i < sizeof set->words / sizeof *set->words; i++)
@@ -50,7 +50,7 @@ int spar_cores(void)
 {
     spar_core_set own;
     spar_core_set_read(&own);
-    int cores = spar_core_set_count(&own);
+    int cores = count_of(&own);
     return at_most_quota(cores ? cores : (int)sysconf(_SC_NPROCESSORS_ONLN));
 }
 
@@ -59,7 +59,7 @@ static int are_bound_apart(const spar_core_set *sets, size_t stride, int world)
 {
     for (int rank = 0; rank < world; rank++) {
         const spar_core_set *set = set_of(sets, stride, rank);
-        if (!spar_core_set_count(set))
+        if (!count_of(set))
             return 0;
         for (int other = 0; other < rank; other++)
             if (intersect(set, set_of(sets, stride, other)))
@@ -73,7 +73,7 @@ int spar_core_share(const spar_core_set *sets, size_t stride, int world, int ran
     int ranks = local_ranks < 1 ? 1 : local_ranks, share = spar_cores() / ranks;
     if (!are_bound_apart(sets, stride, world))
         return share;
-    int usable = spar_core_set_count(set_of(sets, stride, rank));
+    int usable = count_of(set_of(sets, stride, rank));
     int equal = at_most_quota((int)sysconf(_SC_NPROCESSORS_ONLN)) / ranks;
     int bound = usable < equal ? usable : equal; /* ranks of other groups may have the same cores */
     return bound > share ? bound : share;

@@ -14,8 +14,6 @@ typedef struct {
 /* Gets the calling thread's affinity: on Linux, of at most 1024 cores. */
 void spar_core_set_read(spar_core_set *set);
 
-int spar_core_set_count(const spar_core_set *set);
-
 /* Returns the number of cores this process may use: the minimum of its affinity (on Linux; elsewhere, of all
  * cores) and its cgroup's quota. */
 int spar_cores(void);

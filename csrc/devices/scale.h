@@ -31,7 +31,7 @@ typedef struct {
 } spar_scale;
 
 /* Replaces a division by a multiplication if that gives the same bits: x / 2^k is x * 2^-k, several times
- * faster. Once for each exchange: copies scale as they are told. */
+ * faster. Call it once for each exchange: copies do not. */
 spar_scale spar_scale_simple(const spar_scale *scale);
 
 /* Scales n items with destination stride `ds` and source stride `ss`, in bytes; may be in place. */

@@ -36,9 +36,6 @@ PyObject *spar_ints_to_tuple(const int64_t *values, Py_ssize_t count);
 /* Reads the ints of a tuple that has `count`; -1 and an exception for other values. */
 int spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t count);
 
-/* Reads `count` addresses from a tuple; -1 and an exception for another value. */
-int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char *what);
-
 /* Of a tuple or list: its size, -1 for another object; and a borrowed item. */
 Py_ssize_t spar_sequence_size(PyObject *sequence);
 PyObject *spar_sequence_item(PyObject *sequence, Py_ssize_t i);

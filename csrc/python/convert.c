@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Python's objects of the core's values, and these of Python's; the exception of a status. */
+/* Conversions between Python's objects and the core's values, and the exception of a status. */
 #include "python/binding.h"
 
 #include <string.h>
@@ -49,20 +49,6 @@ int spar_read_ints(PyObject *tuple, int64_t *values, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < count; i++) {
         values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
         if (values[i] == -1 && PyErr_Occurred())
-            return -1;
-    }
-    return 0;
-}
-
-int spar_read_addresses(PyObject *tuple, void **addresses, int count, const char *what)
-{
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tuple of %d addresses", what, count);
-        return -1;
-    }
-    for (int i = 0; i < count; i++) {
-        addresses[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
-        if (!addresses[i] && PyErr_Occurred())
             return -1;
     }
     return 0;

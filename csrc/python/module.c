@@ -20,15 +20,6 @@ static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUS
     return PyBytes_FromStringAndSize((const char *)&info, sizeof info);
 }
 
-static PyObject *choice_to_tuple(const spar_choice *choice)
-{
-    PyObject *rejected = PyTuple_New(choice->rejected);
-    for (int i = 0; rejected && i < choice->rejected; i++)
-        rejected = spar_tuple_set(
-            rejected, i, Py_BuildValue("ss", choice->rejected_names[i], choice->rejected_reasons[i]));
-    return rejected ? Py_BuildValue("ssN", choice->transport->name, choice->reason, rejected) : NULL;
-}
-
 /* A copy of the ranks' peer infos, whose bytes may not be aligned. */
 static spar_peer_info *peer_infos(const char *bytes, Py_ssize_t size)
 {
@@ -83,7 +74,13 @@ static PyObject *module_choose(PyObject *Py_UNUSED(module), PyObject *args)
     spar_status status =
         spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), first_rank, device, &refused, &choice);
     free(info);
-    return status == SPAR_OK ? choice_to_tuple(&choice) : spar_raise(status);
+    if (status != SPAR_OK)
+        return spar_raise(status);
+    PyObject *rejected = PyTuple_New(choice.rejected);
+    for (int i = 0; rejected && i < choice.rejected; i++)
+        rejected = spar_tuple_set(rejected, i,
+                                  Py_BuildValue("ss", choice.rejected_names[i], choice.rejected_reasons[i]));
+    return rejected ? Py_BuildValue("ssN", choice.transport->name, choice.reason, rejected) : NULL;
 }
 
 static PyObject *module_setup_failure(PyObject *Py_UNUSED(module), PyObject *args)

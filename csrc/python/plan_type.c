@@ -95,6 +95,21 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale)
     return 0;
 }
 
+/* Reads `count` addresses; -1 and an exception for another value. */
+static int read_addresses(PyObject *tuple, void **addresses, int count, const char *what)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple of %d addresses", what, count);
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        addresses[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
+        if (!addresses[i] && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
 static PyObject *plan_pack(PyObject *self, PyObject *args)
 {
     const spar_plan *plan = ((plan_object *)self)->plan;
@@ -102,7 +117,7 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
     PyObject *tuple;
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "OK", &tuple, &address) ||
-        spar_read_addresses(tuple, inputs, plan->ntensors, "inputs") < 0)
+        read_addresses(tuple, inputs, plan->ntensors, "inputs") < 0)
         return NULL;
     char *wire = (char *)(uintptr_t)address;
     Py_BEGIN_ALLOW_THREADS;
@@ -126,7 +141,7 @@ static PyObject *plan_unpack(PyObject *self, PyObject *args)
     int dtype, divide;
     double factor;
     if (!PyArg_ParseTuple(args, "KOipd", &address, &tuple, &dtype, &divide, &factor) ||
-        spar_read_addresses(tuple, outputs, plan->ntensors, "outputs") < 0 || !has_pull(plan) ||
+        read_addresses(tuple, outputs, plan->ntensors, "outputs") < 0 || !has_pull(plan) ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     const char *wire = (const char *)(uintptr_t)address;
@@ -150,8 +165,8 @@ static PyObject *plan_copy_own(PyObject *self, PyObject *args)
     int dtype, divide;
     double factor;
     if (!PyArg_ParseTuple(args, "OOipd", &in, &out, &dtype, &divide, &factor) ||
-        spar_read_addresses(in, inputs, plan->ntensors, "inputs") < 0 ||
-        spar_read_addresses(out, outputs, plan->ntensors, "outputs") < 0 ||
+        read_addresses(in, inputs, plan->ntensors, "inputs") < 0 ||
+        read_addresses(out, outputs, plan->ntensors, "outputs") < 0 ||
         spar_read_scale(dtype, divide, factor, &scale) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
