@@ -45,9 +45,9 @@ def blocks_of(
     for run in queries:
         row: list[Block] = []
         key = 0
-        for other in keys:
-            row += _pair(run, other, query, key, causal, documents)
-            key += other.size
+        for key_run in keys:
+            row += _pair(run, key_run, query, key, causal, documents)
+            key += key_run.size
         blocks += _merged(row, 2) if joined else row
         query += run.size
     return _merged(blocks, 0) if joined else blocks
@@ -92,24 +92,24 @@ def keys_before(keys: Sequence[Piece], queries: Sequence[Piece] | None) -> int:
     return 1 if needed == 0 and size > 0 else needed
 
 
-def _pair(run: Piece, other: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
+def _pair(run: Piece, key_run: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
     """Return the blocks of one run of queries and one of keys, which begin at `query` and `key`."""
-    if run.size == 0 or other.size == 0 or (documents and run.sequence != other.sequence):
+    if run.size == 0 or key_run.size == 0 or (documents and run.sequence != key_run.sequence):
         return []
-    if not causal or other.start + other.size <= run.start:
-        return [Block(query, run.size, key, other.size, False, run.start, other.start)]
-    if other.start >= run.start + run.size:
+    if not causal or key_run.start + key_run.size <= run.start:
+        return [Block(query, run.size, key, key_run.size, False, run.start, key_run.start)]
+    if key_run.start >= run.start + run.size:
         return []
     # They overlap: keys before the run, and the run itself.
-    before = run.start - other.start
-    both = min(run.size, other.size - before)
-    blocks = [Block(query, both, key + before, both, True, run.start, run.start)]
+    before = run.start - key_run.start
+    equal = min(run.size, key_run.size - before)
+    blocks = [Block(query, equal, key + before, equal, True, run.start, run.start)]
     if before > 0:
-        blocks.append(Block(query, run.size, key, before, False, run.start, other.start))
-    if both < run.size:
+        blocks.append(Block(query, run.size, key, before, False, run.start, key_run.start))
+    if equal < run.size:
         # Queries behind the last key.
-        behind = run.start + both
-        blocks.append(Block(query + both, run.size - both, key + before, both, False, behind, run.start))
+        behind = run.start + equal
+        blocks.append(Block(query + equal, run.size - equal, key + before, equal, False, behind, run.start))
     return blocks
 
 

@@ -74,7 +74,7 @@ def layers_of(plan: Heads, most: int) -> list[Layer]:
     return [Layer(*map(tuple, parts)) for parts in zip(heads, sizes, strict=True)]
 
 
-def key_of_each(plan: Heads, group: int, rank: int) -> list[int]:
+def matching_key_heads(plan: Heads, group: int, rank: int) -> list[int]:
     """Return the key head, among this rank's, of each of this rank's query heads."""
     begin = sum(plan.queries[:rank])
     return [head // group - plan.first[rank] for head in range(begin, begin + plan.queries[rank])]

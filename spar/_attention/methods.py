@@ -22,7 +22,7 @@ from ..ops.all_to_all import How, all_to_all_for
 from ..ops.gather import transpose_for
 from ..sequence_layout import SequenceLayout, numbers_of
 from .blocks import blocks_before, blocks_of, keys_before, own_block
-from .heads import Heads, heads_of_ranks, is_uniform, key_of_each, layers_of
+from .heads import Heads, heads_of_ranks, is_uniform, layers_of, matching_key_heads
 from .masks import causal_mask, joined, sliced
 from .problem import Inputs, Problem
 from .ring import Ring, Round, Shift, attend_round, backward_exchanges
@@ -56,8 +56,8 @@ def ulysses(problem: Problem) -> Tensor:
     return cast(Tensor, all_to_all_for("attention", out, group, (seq, head, None), how))
 
 
-def _scattered(problem: Problem, plan: Heads, group: Any, held: int | None) -> tuple[Tensors, Tensor | None]:
-    """Exchange tokens for this rank's heads: of the whole sequence, or of the `held` tokens.
+def _scattered(problem: Problem, plan: Heads, group: Any, size: int | None) -> tuple[Tensors, Tensor | None]:
+    """Exchange tokens for this rank's heads: of the whole sequence, or of `size` tokens.
 
     Returns q, k and v of these heads, in which query heads follow the key heads evenly, and their mask.
     """
@@ -67,12 +67,12 @@ def _scattered(problem: Problem, plan: Heads, group: Any, held: int | None) -> t
     keys = [layer.select(x, head) for x in (inputs.k, inputs.v) for layer in layers]
     layouts = [inputs.queries, *[inputs.keys] * len(keys)]
     sizes = [plan.queries, *[layer.sizes for layer in layers] * 2]
-    how = How(sizes, None, layouts if held is None else None, None)
-    found = all_to_all_for("attention", [inputs.q, *keys], group, (head, seq, held), how, problem.note)
+    how = How(sizes, None, layouts if size is None else None, None)
+    outputs = all_to_all_for("attention", [inputs.q, *keys], group, (head, seq, size), how, problem.note)
     rank, count = place_of(group).rank, len(layers)
     i = next((i for i, layer in enumerate(layers) if layer.sizes[rank]), 0)
-    q, k, v = (x.permute(inputs.by_heads) for x in (found[0], found[1 + i], found[1 + count + i]))
-    key_heads = key_of_each(plan, inputs.heads // inputs.key_heads, rank)
+    q, k, v = (x.permute(inputs.by_heads) for x in (outputs[0], outputs[1 + i], outputs[1 + count + i]))
+    key_heads = matching_key_heads(plan, inputs.heads // inputs.key_heads, rank)
     k, v = _matched(k, v, key_heads, weights.attend is not None)
     mask = weights.mask
     if mask is not None and mask.size(1) > 1:
@@ -201,8 +201,8 @@ def _by_queries(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if blockwise and only_causal and call.world > 1 and inputs.keys == inputs.queries:
         # One block of this rank's own keys covers all queries: its output and gradients are not copied.
         blocks = Round((tuple(own_block(runs)), tuple(blocks_before(runs))))
-        own_k, own_v = inputs.k.permute(inputs.by_heads), inputs.v.permute(inputs.by_heads)
-        return _attend_locally(problem, blocks, (q, own_k, own_v), None, k, v)
+        local_k, local_v = inputs.k.permute(inputs.by_heads), inputs.v.permute(inputs.by_heads)
+        return _attend_locally(problem, blocks, (q, local_k, local_v), None, k, v)
     if blockwise and (skips or weights.kernel is not None):
         return _by_blocks(problem, runs, (q, k, v), weights.mask)
     if weights.attend is not None:
@@ -254,7 +254,7 @@ def _ring(
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     world, rank = place.world, place.rank
     # Symbolic ints have no hash.
-    make = _round if torch.compiler.is_compiling() else _kept_round
+    make = _round if torch.compiler.is_compiling() else _cached_round
     round_ = make(numbers_of(layout, 0), world, rank, weights.causal, problem.inputs.packed, mask is None)
     exchanges = backward_exchanges(world)
     ring = Ring(place, round_, problem.scale, weights.kernel, place, exchanges, problem.note)
@@ -286,7 +286,7 @@ def _round(numbers: Layout, world: int, rank: int, causal: bool, packed: bool, p
     return Round(tuple(steps), tuple(shifts), pair(numbers, WHOLE))
 
 
-_kept_round = functools.lru_cache(256)(_round)
+_cached_round = functools.lru_cache(256)(_round)
 
 
 # ---- hybrid ----

@@ -69,7 +69,7 @@ class Ring:
         place: this rank's among those whose shards go round; `ALONE` if no shard does.
         scale: of the scores.
         kernel: its name; None chooses one.
-        told: the ranks that wait for `exchanges` of this rank in backward, and are told of its failure.
+        reports_to: the ranks that wait for `exchanges` of this rank in backward, and are told of its failure.
         note: what all ranks must pass alike, besides the layout.
     """
 
@@ -77,7 +77,7 @@ class Ring:
     round: Round
     scale: float
     kernel: str | None
-    told: Group | Place
+    reports_to: Group | Place
     exchanges: int
     note: str = ""
 
@@ -298,15 +298,15 @@ class SparAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ring, saved = ctx.ring, ctx.saved_tensors
-        with Call(ring.told, "backward of attention", ring.exchanges, grad.device.type):
+        with Call(ring.reports_to, "backward of attention", ring.exchanges, grad.device.type):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
             with _no_autocast(grad.device.type):
-                dq, dk, dv, *others = _Backward(ring, ctx.call, grad, saved).run()
-                return None, dq, dk, dv, None, *others
+                dq, dk, dv, *gathered_grads = _Backward(ring, ctx.call, grad, saved).run()
+                return None, dq, dk, dv, None, *gathered_grads
 
 
 def attend_round(

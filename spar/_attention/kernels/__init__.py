@@ -18,19 +18,19 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "cpu": {"flash": FlashCpu(), "blockwise": _BLOCKWISE, "flex": _FLEX},
     "cuda": {"flash": FlashCuda(), "flash_attn": FlashAttn(), "blockwise": _BLOCKWISE, "flex": _FLEX},
 }
-_OTHERS = {"blockwise": _BLOCKWISE}
+_ON_ANY_DEVICE = {"blockwise": _BLOCKWISE}
 NAMES = tuple(sorted({name for kernels in KERNELS.values() for name in kernels}))
 
 
 def reason_against(name: str, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """Return why the kernel of this name cannot compute blocks of these tensors; empty if it can."""
-    kernel = KERNELS.get(q.device.type, _OTHERS).get(name)
+    kernel = KERNELS.get(q.device.type, _ON_ANY_DEVICE).get(name)
     return f"it does not run on {q.device.type}" if kernel is None else _refusal(kernel, q, v, mask)
 
 
 def kernel_for(name: str | None, q: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
     """Return the named kernel, or the first that can compute blocks of these tensors."""
-    kernels = KERNELS.get(q.device.type, _OTHERS)
+    kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
     if name is not None:
         return kernels[name]
     for kernel in kernels.values():
