@@ -22,7 +22,7 @@ from .state import OVER, SHARED, GroupState
 
 TEXT = _C.TEXT_BYTES
 ROOM = _C.PEER_INFO_BYTES + 24  # bytes that a rank can send with a step: its peer info, host and token
-# calls, step, status, forward, own: of one size, because a rank that failed does not know its peers' step
+# calls, step, status, forward, data: of one size, because a rank that failed does not know its peers' step
 _HEADER = struct.Struct(f"=4q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)
 
@@ -38,10 +38,10 @@ def agree(
     step: int,
     describe: Callable[[], tuple[str, Gathered | None]],
     deadline: float,
-    own: bytes = b"",
+    data: bytes = b"",
     forward: int = 0,
 ) -> list[bytes]:
-    """Return each rank's `own`, in rank order, once every rank has reached the same step of the same call.
+    """Return each rank's `data`, in rank order, once every rank has reached the same step of the same call.
 
     The caller must have done before what can fail on one rank alone.
 
@@ -52,7 +52,7 @@ def agree(
         describe: returns this rank's step in words, and what it holds of the gathered dim if the step is a
             call that gathers; called only if ranks differ.
         deadline: in seconds of time.monotonic().
-        own: what this rank sends with the step; as long on all ranks, ROOM at most.
+        data: what this rank sends with the step; as long on all ranks, ROOM at most.
         forward: the number of the call whose gradient the step moves; 0: not known, equal to any.
 
     Raises:
@@ -61,20 +61,20 @@ def agree(
     """
     group.progress = SHARED
     collectives.settle(group, op, deadline)
-    sent = collectives.all_gather(group, _header(group, step, _OK, own, forward), op, deadline)
-    rows = [row[:3].tolist() for row in sent]
-    forwards = {int(row[3]) for row in sent} - {0}
+    headers = collectives.all_gather(group, _header(group, step, _OK, data, forward), op, deadline)
+    rows = [row[:3].tolist() for row in headers]
+    forwards = {int(row[3]) for row in headers} - {0}
     if all(row == rows[0] for row in rows) and len(forwards) <= 1:
-        return [bytes(row[4:].view(torch.uint8)[: len(own)].tolist()) for row in sent] if own else []
-    told = collectives.all_gather(group, _row(*describe()), op, deadline)
-    texts = [bytes(row[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in told]
+        return [bytes(row[4:].view(torch.uint8)[: len(data)].tolist()) for row in headers] if data else []
+    descriptions = collectives.all_gather(group, _row(*describe()), op, deadline)
+    texts = [bytes(row[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in descriptions]
     group.progress = OVER
     for rank, (*_, status) in enumerate(rows):
         if status != _OK:
             kind = OutOfMemoryError if status == _OUT_OF_MEMORY else MismatchError
             text = f"{group.title(op)}: rank {rank} failed: {texts[rank]}"
             raise kind(text, **group.where(op), ranks=(rank,))
-    gathered = [Gathered(*row[TEXT:].view(torch.int64).tolist()) for row in told]
+    gathered = [Gathered(*row[TEXT:].view(torch.int64).tolist()) for row in descriptions]
     raise mismatch(group, op, texts, gathered_sizes(gathered))
 
 
@@ -102,15 +102,15 @@ def announce_failure(group: GroupState, op: str, why: str, memory: bool, deadlin
     group.progress = OVER
 
 
-def _header(group: GroupState, step: int, status: int, own: bytes = b"", forward: int = 0) -> torch.Tensor:
-    packed = bytearray(_HEADER.pack(group.calls, step, status, forward, own))
+def _header(group: GroupState, step: int, status: int, data: bytes = b"", forward: int = 0) -> torch.Tensor:
+    packed = bytearray(_HEADER.pack(group.calls, step, status, forward, data))
     return torch.frombuffer(packed, dtype=torch.int64)
 
 
 def _row(text: str, gathered: Gathered | None = None) -> torch.Tensor:
-    shown = bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0"))
+    encoded = bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0"))
     numbers = torch.tensor(gathered or (0, 0, 0), device="cpu")
-    return torch.cat((torch.frombuffer(shown, dtype=torch.uint8), numbers.view(torch.uint8)))
+    return torch.cat((torch.frombuffer(encoded, dtype=torch.uint8), numbers.view(torch.uint8)))
 
 
 def failure_text(error: BaseException) -> str:

@@ -102,29 +102,29 @@ def _give_up(
     group: GroupState, op: str, error: type[SparError], text: str, mailboxes: _C.Comm | None = None
 ) -> SparError:
     """Break the group for good; return the error, with the last call that each peer published."""
-    said = None
+    report = None
     if mailboxes is None:
-        said = status.report(group, op, _STATES.get(error, CallState.ABORTED))
-    if error is PeerLostError and said is not None and said.has(group, CallState.TIMED_OUT):
+        report = status.report(group, op, _STATES.get(error, CallState.ABORTED))
+    if error is PeerLostError and report is not None and report.has(group, CallState.TIMED_OUT):
         error = ExchangeTimeoutError  # a peer timed out and disconnected
-    why, ranks = _causes(group, error, said)
+    why, ranks = _causes(group, error, report)
     words = f"{why}: {text}" if text else why
     group.broken = f"{group.moment(op)}: {words}"
     if mailboxes is not None:
         with contextlib.suppress(SparError):  # another thread closes it
             mailboxes.fail(op, group.broken, False, True, time.monotonic())
     limit = f" (limit {group.timeout:g} s, SPAR_TIMEOUT)" if error is ExchangeTimeoutError else ""
-    rows = str(said) if said is not None and error is ExchangeTimeoutError else ""
+    rows = str(report) if report is not None and error is ExchangeTimeoutError else ""
     return error(f"{group.title(op)}: {words}{limit}{rows}", **group.where(op), ranks=ranks)
 
 
-def _causes(group: GroupState, error: type[SparError], said: Report | None) -> tuple[str, tuple[int, ...]]:
+def _causes(group: GroupState, error: type[SparError], report: Report | None) -> tuple[str, tuple[int, ...]]:
     """Return why a call does not end, and the ranks that cause it."""
     if error is ExchangeTimeoutError:
-        ranks = said.absent(group, (CallState.RUNNING, *_STATES.values())) if said is not None else ()
+        ranks = report.absent(group, (CallState.RUNNING, *_STATES.values())) if report is not None else ()
         return f"{status.named(group, ranks) or 'a rank'} did not make this call in time", ranks
     if error is PeerLostError:
-        ranks = said.absent(group, tuple(_STATES.values())) if said is not None else ()
+        ranks = report.absent(group, tuple(_STATES.values())) if report is not None else ()
         if len(ranks) > 1:  # one died, and others are in no call
             return f"at least one of {status.named(group, ranks)} is gone", ()
         return f"{status.named(group, ranks) or 'a rank'} is gone", ranks
@@ -231,10 +231,10 @@ def _wait(
         _C.last_call_end(begun, not ended)
 
 
-def _passed_on(group: GroupState, said: Report) -> type[SparError] | None:
+def _passed_on(group: GroupState, report: Report) -> type[SparError] | None:
     """Return the error with which a peer gave up in this call: its connections may not tell every rank."""
     for error, state in _STATES.items():
-        if len(said.absent(group, (state,))) < group.world:
+        if len(report.absent(group, (state,))) < group.world:
             return error
     return None
 
@@ -273,7 +273,7 @@ def _issue(
 
 
 def _issue_all_gather(
-    group: GroupState, own: torch.Tensor, op: str, deadline: float
+    group: GroupState, tensor: torch.Tensor, op: str, deadline: float
 ) -> tuple[Unfinished, list[torch.Tensor]]:
     """Gather a tensor of a few bytes from every rank.
 
@@ -281,21 +281,21 @@ def _issue_all_gather(
     all_to_all, which takes one step.
     """
     process_group, world = group.process_group, group.world
-    own = own.to(wire_device(process_group))
-    if uses_gloo(process_group, own.device):
-        sent = own.repeat(world)
+    tensor = tensor.to(wire_device(process_group))
+    if uses_gloo(process_group, tensor.device):
+        sent = tensor.repeat(world)
         received = torch.empty_like(sent)
         args: tuple[Any, ...] = process_group.alltoall_base, received, sent, [], []
         collective = _issue(group, op, deadline, (sent, received), AllToAllOptions(), *args)
         return collective, list(received.chunk(world))
-    rows = [torch.empty_like(own) for _ in range(world)]
-    buffers, options = (own, *rows), AllgatherOptions()
-    return _issue(group, op, deadline, buffers, options, process_group.allgather, [rows], [own]), rows
+    rows = [torch.empty_like(tensor) for _ in range(world)]
+    buffers, options = (tensor, *rows), AllgatherOptions()
+    return _issue(group, op, deadline, buffers, options, process_group.allgather, [rows], [tensor]), rows
 
 
 def announce(group: GroupState, rows: list[torch.Tensor], op: str, deadline: float) -> None:
     """Take part in an all_gather of each row without waiting for the peers; `settle` waits later."""
-    _unfinished.extend(_issue_all_gather(group, own, op, deadline)[0] for own in rows)
+    _unfinished.extend(_issue_all_gather(group, row, op, deadline)[0] for row in rows)
 
 
 def settle(group: GroupState, op: str, deadline: float) -> None:
@@ -303,14 +303,14 @@ def settle(group: GroupState, op: str, deadline: float) -> None:
     if not _unfinished:
         return
     process_group = group.process_group
-    for collective in [each for each in list(_unfinished) if each.process_group is process_group]:
+    for collective in [pending for pending in list(_unfinished) if pending.process_group is process_group]:
         _wait(group, op, collective, deadline)
     forget_finished()
 
 
-def all_gather(group: GroupState, own: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
-    """Gather `own` of every rank (same shape and dtype) on the CPU, in rank order."""
-    collective, rows = _issue_all_gather(group, own, op, deadline)
+def all_gather(group: GroupState, tensor: torch.Tensor, op: str, deadline: float) -> list[torch.Tensor]:
+    """Gather `tensor` of every rank (same shape and dtype) on the CPU, in rank order."""
+    collective, rows = _issue_all_gather(group, tensor, op, deadline)
     _wait(group, op, collective, deadline)
     return [row.cpu() for row in rows]
 

@@ -10,12 +10,12 @@ import weakref
 import torch.distributed as dist
 
 process = os.getpid()
-_made_by: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # of inherited ones
+_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # of inherited ones
 
 
 def maker(group: dist.ProcessGroup) -> int:
     """Return the id of the process that created a group."""
-    return _made_by.get(group, process)
+    return _makers.get(group, process)
 
 
 def _note_groups() -> None:
@@ -23,7 +23,7 @@ def _note_groups() -> None:
     parent, process = process, os.getpid()
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     for group in list(c10d._world.pg_map) if c10d is not None else ():
-        _made_by.setdefault(group, parent)
+        _makers.setdefault(group, parent)
 
 
 os.register_at_fork(after_in_child=_note_groups)

@@ -37,8 +37,8 @@ def first_difference(texts: list[str]) -> str:
             continue
         if name == _GRADIENT and "none" in ranks:
             return f": the input of {ranks['none']} does not require a gradient, or grad is disabled there"
-        shown = [f"{value[:_LONGEST]} on {where}" for value, where in ranks.items()]
-        return f" in {name}: {'; '.join(shown)}"
+        differences = [f"{value[:_LONGEST]} on {holders}" for value, holders in ranks.items()]
+        return f" in {name}: {'; '.join(differences)}"
     return ""
 
 
@@ -48,26 +48,26 @@ def _arguments(text: str) -> dict[str, str | None]:
     if call is None:
         return {}
     tensors = call["tensors"].split("; ")
-    found = {"the operation": call["op"], "the number of tensors": str(len(tensors))}
-    found |= {"the dtype": call["dtype"], "the device": call["device"]}
+    arguments = {"the operation": call["op"], "the number of tensors": str(len(tensors))}
+    arguments |= {"the dtype": call["dtype"], "the device": call["device"]}
     for i, described in enumerate(tensors):
         which = f" of tensor {i}" if len(tensors) > 1 else ""
         tensor = _TENSOR.fullmatch(described)
         if tensor is None:  # it was cut
-            found[f"the layout{which}"] = described
+            arguments[f"the layout{which}"] = described
             continue
-        found[f"the shape of the whole{which or ' tensor'}"] = tensor["shape"]
+        arguments[f"the shape of the whole{which or ' tensor'}"] = tensor["shape"]
         for verb, side in (("gathered", tensor["before"]), ("scattered", tensor["after"])):
             layout = _LAYOUT.fullmatch(side)
             dim, sizes, order = layout.groups() if layout else (side, None, None)
-            found[f"the {verb} dim{which}"] = dim
-            found[f"the sizes of the {verb} dim{which}"] = sizes
-            found[f"the order of the {verb} dim{which}"] = order or "consecutive"
-    found |= {"the factor": call["factor"], _GRADIENT: call["gradient"]}
+            arguments[f"the {verb} dim{which}"] = dim
+            arguments[f"the sizes of the {verb} dim{which}"] = sizes
+            arguments[f"the order of the {verb} dim{which}"] = order or "consecutive"
+    arguments |= {"the factor": call["factor"], _GRADIENT: call["gradient"]}
     for note in call["notes"].split(", ") if call["notes"] else ():
         name, _, value = note.rpartition(" ")
-        found[name or note] = value
-    return found | {"the number of the call": call["number"]}
+        arguments[name or note] = value
+    return arguments | {"the number of the call": call["number"]}
 
 
 def mismatch(
@@ -119,14 +119,14 @@ def add_advice(error: BaseException, tensors: int = 0) -> None:
 
 def _advice(name: str, sizes: list[int], tensors: int) -> str | None:
     """Return what to pass if the ranks hold these sizes of the gathered dim."""
-    given = f"[{sizes}] * {tensors}" if tensors else f"{sizes}"
+    value = f"[{sizes}] * {tensors}" if tensors else f"{sizes}"
     total, world = sum(sizes), len(sizes)
     by_rule = [share(total, world, rank) for rank in range(world)]
     return {
         "all_to_all": f"pass gather_size={total}, their sum"
         if sizes == by_rule
-        else f"pass gather_sizes={given}",
-        "all_gather": f"pass sizes={given}",
+        else f"pass gather_sizes={value}",
+        "all_gather": f"pass sizes={value}",
         "gather_forward_split_backward": f"pass gather_sizes={sizes}",
         "gather_forward_split_backward_and_unpad": "equal sizes are required",
         "sp_gather": "pass validate=True",

@@ -116,8 +116,8 @@ class Watch:
         self._place = CallStatus(state, op, group.calls, group.name)
         self._last: CallStatus | None = None
         self._over = threading.Event()
-        if (found := _shared_store(group.process_group)) is not None:
-            args = (*found, group.rank, group.token)
+        if (store_and_ranks := _shared_store(group.process_group)) is not None:
+            args = (*store_and_ranks, group.rank, group.token)
             threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def report(self) -> Report:
@@ -136,12 +136,12 @@ class Watch:
             _put(store, any_key, token, ranks[rank], self._place)
             while not self._over.is_set():
                 if gave_up or store.check([any_key]):  # a rank that waits asks for one key alone
-                    for other, number in enumerate(ranks):
+                    for peer, number in enumerate(ranks):
                         keys = [f"{any_key}/{number}", f"{_LAST}/{number}"][: 1 + gave_up]
                         if (key := next((key for key in keys if store.check([key])), None)) is not None:
                             *place, of = json.loads(store.get(key))
                             if of == token or place[-1] != group:  # else of an older group of this name
-                                self.places[other] = CallStatus.of(*place)
+                                self.places[peer] = CallStatus.of(*place)
                 self.answered = True
                 self._over.wait(_INTERVAL if gave_up else 10 * _INTERVAL)
             if self._last is not None:
@@ -168,15 +168,15 @@ def report(group: GroupState, op: str, state: CallState) -> Report | None:
     return watch.report() if watch.answered else None
 
 
-def _patience(group: GroupState, state: CallState, said: Report) -> float:
-    """Return how many seconds to wait in all for the peers' last calls, which so far are `said`."""
-    if not said.absent(group, (state,)):
+def _patience(group: GroupState, state: CallState, report: Report) -> float:
+    """Return how many seconds to wait in all for the peers' last calls, which so far are `report`."""
+    if not report.absent(group, (state,)):
         return 0.0
     if state is not CallState.PEER_LOST:
         return _PATIENCE
-    if said.has(group, CallState.TIMED_OUT, CallState.ABORTED):
+    if report.has(group, CallState.TIMED_OUT, CallState.ABORTED):
         return _PATIENCE
-    return _LONGER if len(said.absent(group, (state,))) == 1 else 2 * _LONGER  # until it is clear who is gone
+    return _LONGER if len(report.absent(group, (state,))) == 1 else 2 * _LONGER
 
 
 def named(group: GroupState, ranks: tuple[int, ...]) -> str:
