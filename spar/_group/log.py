@@ -24,8 +24,8 @@ _BUILD_SETTINGS = {"SPAR_WERROR", "SPAR_DEBUG", "SPAR_SANITIZE", "SPAR_REPOSITOR
 
 def read_settings(group: GroupState) -> None:
     """Set the logger up, once per process; warn of variables that look like a setting and are none."""
-    wanted = _C.env("log")
-    level = logging.CRITICAL + 1 if wanted == "off" else getattr(logging, wanted.upper())
+    level_name = _C.env("log")
+    level = logging.CRITICAL + 1 if level_name == "off" else getattr(logging, level_name.upper())
     if log.level != level:  # setLevel clears the caches of all loggers
         log.setLevel(level)
     group.logs_calls = log.isEnabledFor(logging.DEBUG)
@@ -34,9 +34,9 @@ def read_settings(group: GroupState) -> None:
         rank = dist.get_rank() if dist.is_initialized() else group.rank
         log.addHandler(_handler(rank))
         log.propagate = False
-        known = sorted(variable for _, variable, *_ in _C.env_rows())
+        variables = sorted(variable for _, variable, *_ in _C.env_rows())
         for name in unknown_settings():
-            log.warning("%s is no setting of spar; known: %s", name, ", ".join(known))
+            log.warning("%s is no setting of spar; known: %s", name, ", ".join(variables))
 
 
 def _handler(rank: int) -> logging.Handler:
@@ -55,8 +55,8 @@ def _handler(rank: int) -> logging.Handler:
 
 def unknown_settings() -> list[str]:
     """Return the names of environment variables that look like a setting of spar, and are none."""
-    known = {variable for _, variable, *_ in _C.env_rows()} | _BUILD_SETTINGS
-    return sorted(name for name in os.environ if name.startswith("SPAR_") and name not in known)
+    variables = {variable for _, variable, *_ in _C.env_rows()} | _BUILD_SETTINGS
+    return sorted(name for name in os.environ if name.startswith("SPAR_") and name not in variables)
 
 
 # ---- a line for each call ----

@@ -18,10 +18,10 @@ is_profiled = torch._C._autograd._profiler_enabled  # on this thread
 
 def event(name: str, tensors: Sequence[torch.Tensor] = (), **inputs: Any) -> AbstractContextManager[Any]:
     """Return one event of a profile, which shows the inputs under `record_shapes=True`."""
-    made: AbstractContextManager[Any] = torch._C._profiler._RecordFunctionFast(
+    profile_event: AbstractContextManager[Any] = torch._C._profiler._RecordFunctionFast(
         f"spar::{name}", list(tensors), inputs
     )
-    return made
+    return profile_event
 
 
 def plan_of(channel: Channel, core: _C.Exchange, inputs: Sequence[torch.Tensor]) -> _C.Plan:
@@ -41,7 +41,7 @@ def profiled(
         plan = plan_of(channel, core, inputs)
     except Exception:  # the exchange itself then fails likewise, and reports that to the peers
         return channel.exchange(core, inputs, *args)
-    layouts, sent = plan.describe("", "", 0, 0)[0].strip(), sum(plan.push_bytes)
-    shown = {"bytes": sent, "group": group.name, "ranks": group.world, "transport": channel.name}
-    with event(core.op, inputs, **shown, layouts=layouts):
+    layouts, sent_bytes = plan.describe("", "", 0, 0)[0].strip(), sum(plan.push_bytes)
+    details = {"bytes": sent_bytes, "group": group.name, "ranks": group.world, "transport": channel.name}
+    with event(core.op, inputs, **details, layouts=layouts):
         return channel.exchange(core, inputs, *args)

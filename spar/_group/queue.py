@@ -54,12 +54,12 @@ class Job:
         self.group, self.op, self.process = group, op, fork.process
         self.error: BaseException | None = None
         self.over = False
-        self._kept: Any = action, group.process_group, torch.is_inference_mode_enabled()
+        self._needed: Any = action, group.process_group, torch.is_inference_mode_enabled()
         self._running = threading.Lock()
         self._running.acquire()
 
     def run(self) -> None:
-        action, _, inference = self._kept
+        action, _, inference = self._needed
         try:
             with torch.inference_mode(inference), torch.no_grad():
                 action()
@@ -69,7 +69,7 @@ class Job:
                 error.__traceback__ = None  # its frames hold the tensors
 
     def end(self) -> None:
-        self._kept = None
+        self._needed = None
         self.over = True
         self._running.release()
 

@@ -32,8 +32,8 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
             cuda.find_libraries()
             if group.peer_info is None:
                 host = _host_id()
-                own = os.urandom(8) + host + _C.peer_info()
-                rows = _all_gather(group, own, "facts", op, device, deadline)
+                data = os.urandom(8) + host + _C.peer_info()
+                rows = _all_gather(group, data, "facts", op, device, deadline)
                 facts = b"".join([row[24:] for row in rows])
                 group.shares_host = any(host) and all(row[8:24] == host for row in rows)
                 group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()
@@ -74,10 +74,10 @@ def _warn_if_shm_is_lost(
     group: GroupState, name: str, device: torch.device, rejected: tuple[tuple[str, str], ...]
 ) -> None:
     """Warn on rank 0 that ranks of one host lost shared memory by a failure, not by SPAR_TRANSPORT."""
-    why, wanted = dict(rejected).get("shm"), _C.env("transport") or "^"
+    why, setting = dict(rejected).get("shm"), _C.env("transport") or "^"
     if why is None or device.type != "cpu" or group.rank != 0 or not group.shares_host:
         return
-    if wanted == "^shm" or wanted[0] != "^":
+    if setting == "^shm" or setting[0] != "^":
         return
     processes = [process for process in _C.processes(group.peer_info or b"") if process[0]]
     if len(set(processes)) < len(processes):  # ranks that are threads of one process
@@ -153,16 +153,16 @@ def _connect(group: GroupState, core: _C.Comm, device: torch.device, op: str, de
 
 def _failure(results: bytes) -> str:
     """Return the reason of the first rank that failed in a stage of the set-up, or "" if none did."""
-    found = _C.setup_failure(results)
-    return found[1] if found else ""
+    failure = _C.setup_failure(results)
+    return failure[1] if failure else ""
 
 
 def _all_gather(
-    group: GroupState, own: bytes, stage: str, op: str, device: torch.device, deadline: float
+    group: GroupState, data: bytes, stage: str, op: str, device: torch.device, deadline: float
 ) -> list[bytes]:
     """Gather the bytes that each rank sends in one stage of the set-up, which all ranks must have reached."""
     step = zlib.crc32(f"{stage} {device.type}".encode())
     described = f"sets up its {device.type} transport ({stage})"
-    rows = agree(group, op, step, lambda: (described, None), deadline, own)
+    rows = agree(group, op, step, lambda: (described, None), deadline, data)
     group.progress = LOCAL
     return rows
