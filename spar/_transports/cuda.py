@@ -122,14 +122,14 @@ _LIBRARIES = {
 @functools.cache
 def find_libraries() -> dict[str, str | None]:
     """Tell the core where libraries lie that torch's import has not brought in; return these places."""
-    found: dict[str, str | None] = {}
+    paths: dict[str, str | None] = {}
     if not _cuda:  # a torch without CUDA has no tensors for them
-        return found
+        return paths
     for library, (names, packages) in _LIBRARIES.items():
         if not any(map(_is_mapped, names)):
-            found[library] = _in_packages(names, packages) or _by_pathfinder(library)
-            _C.set_library_path(library, found[library])
-    return found
+            paths[library] = _in_packages(names, packages) or _by_pathfinder(library)
+            _C.set_library_path(library, paths[library])
+    return paths
 
 
 def _mapped(name: str) -> ctypes.CDLL | None:
@@ -149,11 +149,11 @@ def torch_shares_nccl(library: str = str(Path(torch.__file__).parent / "lib" / "
 
     A torch with NCCL linked in has one of its own, whose communicators another library cannot use.
     """
-    found = []
+    addresses = []
     for handle in (_mapped(library), _mapped("libnccl.so.2")):
         function = getattr(handle, "ncclGetVersion", None)  # of the library, or of one that it links
-        found.append(ctypes.cast(function, ctypes.c_void_p).value if function else None)
-    return found[0] is not None and found[0] == found[1]
+        addresses.append(ctypes.cast(function, ctypes.c_void_p).value if function else None)
+    return addresses[0] is not None and addresses[0] == addresses[1]
 
 
 def _in_packages(names: tuple[str, ...], packages: tuple[str, ...]) -> str | None:

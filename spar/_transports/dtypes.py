@@ -85,7 +85,7 @@ def sums_of(
 ) -> list[torch.Tensor] | list[None]:
     """Sum each tensor over its dim 0: to `outs`, then None is returned for each, or to new tensors."""
     if outs is None:
-        return [add_rows(each) for each in rows]
-    for out, each in zip(outs, rows, strict=True):
-        out.copy_(add_rows(each))
+        return [add_rows(parts) for parts in rows]
+    for out, parts in zip(outs, rows, strict=True):
+        out.copy_(add_rows(parts))
     return [None] * len(outs)

@@ -60,23 +60,23 @@ def _holds_output(roots: list[object]) -> bool:
     """Whether a tensor in the arena is among the first objects that the roots refer to."""
     pending, seen = deque(roots), set[int]()
     while pending and len(seen) < _MOST:
-        found = pending.popleft()
-        if id(found) in seen:
+        item = pending.popleft()
+        if id(item) in seen:
             continue
-        seen.add(id(found))
-        if isinstance(found, torch.Tensor):
-            if found.is_cpu and found.layout == torch.strided and _C.in_arena(found.data_ptr()):
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            if item.is_cpu and item.layout == torch.strided and _C.in_arena(item.data_ptr()):
                 return True
         else:
-            pending.extend(itertools.islice(_referents(found), _MOST))
+            pending.extend(itertools.islice(_referents(item), _MOST))
     return False
 
 
-def _referents(found: object) -> Iterable[object]:
-    if isinstance(found, (type, ModuleType)):
+def _referents(item: object) -> Iterable[object]:
+    if isinstance(item, (type, ModuleType)):
         return ()
-    if isinstance(found, dict):
-        return () if "__builtins__" in found else found.values()  # not a module's globals
-    if isinstance(found, (list, tuple, set, frozenset, deque)):
-        return found
-    return gc.get_referents(found)
+    if isinstance(item, dict):
+        return () if "__builtins__" in item else item.values()  # not a module's globals
+    if isinstance(item, (list, tuple, set, frozenset, deque)):
+        return item
+    return gc.get_referents(item)
