@@ -31,7 +31,7 @@ from ._exchange.layouts import (
     shards_pair,
     total_of,
 )
-from ._exchange.repeated import kept_scale, repeat
+from ._exchange.repeated import repeat, scale_key
 from ._exchange.together import exchange_together
 from ._exchange.watch import must_record
 from ._group.registry import place_of
@@ -104,9 +104,9 @@ class SequenceLayout:
     def from_local(cls, size: int, group: Group = None) -> SequenceLayout:
         """Lay out consecutive shards; this rank's has `size`. Collective: ranks exchange their sizes."""
         real = process_group(group, "SequenceLayout.from_local")
-        own = torch.zeros(1, dtype=torch.int64, device="cpu")
-        with Arguments("SequenceLayout.from_local", own, real) as call:
-            own.fill_(check_int(call.where, "size", size, 0, 2**63 - 1))
+        local_size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with Arguments("SequenceLayout.from_local", local_size, real) as call:
+            local_size.fill_(check_int(call.where, "size", size, 0, 2**63 - 1))
             sizes: list[int] = call.apply((0, EVEN, call.world), WHOLE, ONE).tolist()
         return cls("local", tuple(sizes), real)
 
@@ -181,14 +181,14 @@ class SequenceLayout:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
 
     def __repr__(self) -> str:
-        shown = {"local": f"sizes={list(self.numbers)}"}
+        by_kind = {"local": f"sizes={list(self.numbers)}"}
         if self.kind == "hybrid":
             neighbours = " neighbours" if self.numbers[0] < 0 else ""
-            shown["hybrid"] = f"{self.total}, ulysses={abs(self.numbers[0])}{neighbours}"
+            by_kind["hybrid"] = f"{self.total}, ulysses={abs(self.numbers[0])}{neighbours}"
         lengths = list(self.numbers[2:18]) + (["..."] if len(self.numbers) > 18 else [])
-        shown |= {"packed": f"{lengths}".replace("'", ""), "joint": ", ".join(map(str, self.numbers[2:]))}
+        by_kind |= {"packed": f"{lengths}".replace("'", ""), "joint": ", ".join(map(str, self.numbers[2:]))}
         maker = "from_local" if self.kind == "local" else self.kind
-        return f"SequenceLayout.{maker}({shown.get(self.kind, self.total)}, {self.group.size()} ranks)"
+        return f"SequenceLayout.{maker}({by_kind.get(self.kind, self.total)}, {self.group.size()} ranks)"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.kind, self.numbers, self.group.group_name)
@@ -276,7 +276,7 @@ class SequenceLayout:
     ) -> Any:
         arguments: Key = None
         if (exact or not splits) and type(dim) is int:  # then it is an exchange
-            parts, scale = kept(x, None, self), kept_scale(grad_scale)
+            parts, scale = layouts_key(x, None, self), scale_key(grad_scale)
             arguments = None if parts is None or scale is None else (dim, parts, scale)
         output, key = repeat(name, x, self.group, arguments)
         if output is not None:
@@ -322,10 +322,10 @@ def numbers_of(layout: SequenceLayout, dim: int) -> Layout:
 
 _LONG = 16  # numbers, which take as long to compare as a call to check
 _INT = frozenset({int})  # bools equal ints
-_NOT_KEPT = object()
+_NO_KEY = object()
 
 
-def kept(inputs: object, *arguments: Any) -> tuple[object, ...] | None:
+def layouts_key(inputs: object, *arguments: Any) -> tuple[object, ...] | None:
     """Return by what `repeat` finds calls with these sizes and layouts; None: it must not keep the call.
 
     A layout's group is not kept, or it would live on; its id is that of the call's group, which lives.
@@ -335,61 +335,61 @@ def kept(inputs: object, *arguments: Any) -> tuple[object, ...] | None:
     """
     if is_dynamo_compiling():
         return None
-    found: list[object] = [isinstance(inputs, (list, tuple))]
-    for each in arguments:
-        part = _kept(each)
-        if part is _NOT_KEPT and (type(each) is list or type(each) is tuple):
-            parts = tuple([_kept(one) for one in each])
-            part = part if _NOT_KEPT in parts else parts
-        if part is _NOT_KEPT:
+    key: list[object] = [isinstance(inputs, (list, tuple))]
+    for entry in arguments:
+        part = _key_part(entry)
+        if part is _NO_KEY and (type(entry) is list or type(entry) is tuple):
+            parts = tuple([_key_part(argument) for argument in entry])
+            part = part if _NO_KEY in parts else parts
+        if part is _NO_KEY:
             return None
-        found.append(part)
-    return tuple(found)
+        key.append(part)
+    return tuple(key)
 
 
-def _kept(argument: Any) -> object:
+def _key_part(argument: Any) -> object:
     """Return what is kept of a layout, or of one tensor's sizes."""
     if argument is None:
         return None
     if type(argument) is SequenceLayout:
         few = len(argument.numbers) <= _LONG
-        return (argument.kind, argument.numbers, id(argument.group)) if few else _NOT_KEPT
+        return (argument.kind, argument.numbers, id(argument.group)) if few else _NO_KEY
     if (type(argument) is tuple or type(argument) is list) and len(argument) <= _LONG:
-        return tuple(argument) if _INT.issuperset(map(type, argument)) else _NOT_KEPT
-    return _NOT_KEPT
+        return tuple(argument) if _INT.issuperset(map(type, argument)) else _NO_KEY
+    return _NO_KEY
 
 
 def checked_numbers(
-    call: Arguments, what: str, layout: SequenceLayout, dim: int, whole: bool, at: str = ""
+    call: Arguments, name: str, layout: SequenceLayout, dim: int, whole: bool, at: str = ""
 ) -> Layout:
     """Check a layout's group and a call's size along `dim`; return the core's numbers.
 
-    what: the argument that has the layout.
+    name: the argument that has the layout.
     whole: whether the input has the whole sequence, not this rank's shard.
     at: names the tensor in messages: `exchange_together`.
     """
     if not isinstance(layout, SequenceLayout):
-        raise call.type_error(what, f"{layout!r:.200}", "a SequenceLayout or None")
+        raise call.type_error(name, f"{layout!r:.200}", "a SequenceLayout or None")
     if call.group.handle != place_of(layout.group).handle:
-        raise call.error(what, f"{layout} of another group", "a layout of the call's group")
-    numbers, held = numbers_of(layout, dim), call.input.size(dim)
+        raise call.error(name, f"{layout} of another group", "a layout of the call's group")
+    numbers, size = numbers_of(layout, dim), call.input.size(dim)
     expected = total_of(numbers) if whole else extent(numbers, call.world, call.rank)
-    if held != expected:
+    if size != expected:
         meaning = "the length of the sequence" if whole else f"rank {call.rank}'s shard"
         text = f"{expected}, {meaning} in {layout}"
         if layout.kind == "packed" and (cut := from_cumulative(layout.numbers[2:])):
             text += cumulative_hint(cut)
-        raise call.error(f"input_{at}", f"of size {held} in dim {dim}", text)
+        raise call.error(f"input_{at}", f"of size {size} in dim {dim}", text)
     return numbers
 
 
-def _total(kind: str, total: int, what: str = "total") -> int:
-    return check_int(f"SequenceLayout.{kind}", what, total, 0, 2**63 - 1)
+def _total(kind: str, total: int, name: str = "total") -> int:
+    return check_int(f"SequenceLayout.{kind}", name, total, 0, 2**63 - 1)
 
 
-def _check_sum(kind: str, what: str, lengths: Sequence[int]) -> None:
+def _check_sum(kind: str, name: str, lengths: Sequence[int]) -> None:
     if not torch.compiler.is_compiling() and sum(lengths) >= 2**63:
-        raise ValueError(f"SequenceLayout.{kind}: {what} sum to {sum(lengths)}; expected a sum below 2^63")
+        raise ValueError(f"SequenceLayout.{kind}: {name} sum to {sum(lengths)}; expected a sum below 2^63")
 
 
 def _restored(kind: str, numbers: tuple[int, ...], group: str) -> SequenceLayout:

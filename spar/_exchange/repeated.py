@@ -20,10 +20,10 @@ from .exchange import Unlike
 from .watch import _dispatch_modes, _functorch_transforms
 
 
-def kept_scale(grad_scale: object) -> Key:
+def scale_key(grad_scale: object) -> Key:
     """Return a grad_scale for a key; None for types whose values equal those of others."""
-    kept = grad_scale is None or isinstance(grad_scale, enum.Enum) or type(grad_scale) in (str, float)
-    return (grad_scale,) if kept else None
+    is_exact = grad_scale is None or isinstance(grad_scale, enum.Enum) or type(grad_scale) in (str, float)
+    return (grad_scale,) if is_exact else None
 
 
 def repeat(name: str, input_: Any, group: Group, arguments: Key) -> tuple[Any, Key]:

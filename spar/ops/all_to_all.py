@@ -16,7 +16,7 @@ from .._exchange.layouts import EVEN, Args, Layout
 from .._exchange.repeated import repeat
 from .._exchange.together import entries, exchange_together
 from .._exchange.work import Work
-from ..sequence_layout import SequenceLayout, checked_numbers, kept
+from ..sequence_layout import SequenceLayout, checked_numbers, layouts_key
 from ..sizes import share, totals_of_share
 from ..topology.resolve import Group
 
@@ -155,9 +155,9 @@ def all_to_all(
 def _group_of(*layouts: Any) -> Group:
     """Return the group of the first layout, also in a list."""
     for layout in layouts:
-        for each in layout if isinstance(layout, (list, tuple)) else [layout]:
-            if isinstance(each, SequenceLayout):
-                return each.group
+        for entry in layout if isinstance(layout, (list, tuple)) else [layout]:
+            if isinstance(entry, SequenceLayout):
+                return entry.group
     return None
 
 
@@ -178,7 +178,7 @@ def _remembered(inputs: object, dims: Dims, how: How | None, note: str = "") -> 
     scatter, gather, size = dims
     if not (type(scatter) is type(gather) is int and type(size) in (int, NoneType)):
         return None  # True is not a dim, and equals 1
-    parts = () if how is None else kept(inputs, *how)
+    parts = () if how is None else layouts_key(inputs, *how)
     return None if parts is None else (dims, parts, note)
 
 
@@ -202,20 +202,20 @@ def _together(
     """Run an all_to_all of one tensor or several, with all options; `key` is as for `apply_together`."""
 
     def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
-        each: Sequence[Any] = [None] * len(calls) if how is None else _for_each(calls[0], how, at)
+        per_tensor: Sequence[Any] = [None] * len(calls) if how is None else _by_tensor(calls[0], how, at)
         pairs: list[Args] = []
         for i, call in enumerate(calls):
             like = i > 0 and call.shape == calls[i - 1].shape  # the tensor before it
-            if like and (how is None or all(map(operator.is_, each[i], each[i - 1]))):
+            if like and (how is None or all(map(operator.is_, per_tensor[i], per_tensor[i - 1]))):
                 pairs.append(pairs[-1])
             else:
-                pairs.append(_layouts(call, dims, each[i], at[i]))
+                pairs.append(_layouts(call, dims, per_tensor[i], at[i]))
         return tuple(pairs), ONE
 
     return exchange_together(name, inputs, group, layouts, key, note=note, out=out, async_op=async_op)
 
 
-def _for_each(call: Arguments, how: How, at: list[str]) -> list[How]:
+def _by_tensor(call: Arguments, how: How, at: list[str]) -> list[How]:
     """Return the sizes and layouts of each tensor."""
     if at == [""]:
         return [how]

@@ -18,7 +18,7 @@ from .._exchange.layouts import Args, Layout, even, shards_pair
 from .._exchange.repeated import repeat
 from .._exchange.together import entries, exchange_together
 from .._exchange.work import Work
-from ..sequence_layout import SequenceLayout, checked_numbers, kept
+from ..sequence_layout import SequenceLayout, checked_numbers, layouts_key
 from ..topology.resolve import Group
 
 
@@ -199,7 +199,7 @@ def transpose_for(
         group = layout.group
     arguments: Key = None
     if out is None and not async_op and type(dim) is int:
-        parts = () if sizes is layout is None else kept(input_, sizes, layout)
+        parts = () if sizes is layout is None else layouts_key(input_, sizes, layout)
         arguments = None if parts is None else (dim, parts, note)
     output, key = repeat(name, input_, group, arguments)
     if output is not None:
@@ -209,8 +209,8 @@ def transpose_for(
         first = calls[0]
         if layout is not None:
             first.one_of(sizes=sizes, layout=layout)
-        given = zip(calls, entries(first, "sizes", sizes, at), at, strict=True)
-        shards = [_shard(call, sums, dim, its_sizes, layout, label) for call, its_sizes, label in given]
+        triples = zip(calls, entries(first, "sizes", sizes, at), at, strict=True)
+        shards = [_shard(call, sums, dim, its_sizes, layout, label) for call, its_sizes, label in triples]
         return tuple([shards_pair(shard, first.world, sums) for shard in shards]), ONE
 
     kind = SUM if sums else GATHER

@@ -36,8 +36,8 @@ def _places(name: str, state: ParallelState | None) -> tuple[Place, Place, Place
     ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
     in_ring = place_of(ring) if ring is not None and state.is_ring_enable() else ALONE
     in_ulysses = place_of(ulysses) if ulysses is not None and state.is_ulysses_enable() else ALONE
-    both = in_ring.world > 1 and in_ulysses.world > 1 and state.is_cp_ring_by_ring()
-    return in_ring, in_ulysses, place_of(cp) if cp is not None and both else ALONE
+    needs_cp = in_ring.world > 1 and in_ulysses.world > 1 and state.is_cp_ring_by_ring()
+    return in_ring, in_ulysses, place_of(cp) if cp is not None and needs_cp else ALONE
 
 
 class _Hybrid(Arguments):
@@ -45,12 +45,12 @@ class _Hybrid(Arguments):
 
     __slots__ = ("in_ring", "in_ulysses", "inner", "inner_block", "ring", "ulysses")
 
-    def __init__(self, name: str, x: torch.Tensor, what: str, exchanges: int = 1) -> None:
+    def __init__(self, name: str, x: torch.Tensor, input_name: str, exchanges: int = 1) -> None:
         self.in_ring, self.in_ulysses, in_cp = _places(name, current().state)
         self.ring, self.ulysses = self.in_ring.world, self.in_ulysses.world
         self.inner = self.ulysses if in_cp.world > 1 else 1
         outer = in_cp if in_cp.world > 1 else self.in_ring
-        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, what, exchanges)
+        super().__init__(name, x, outer if outer.world > 1 else self.in_ulysses, input_name, exchanges)
         self.inner_block: Call | None = None  # where a call has an exchange in each of two groups
 
     def __enter__(self) -> _Hybrid:
@@ -66,44 +66,44 @@ class _Hybrid(Arguments):
             self.inner_block.device = self.device
             self.inner_block.__exit__(kind, error, trace)
 
-    def split(self, by_ring: Layout, held: int) -> torch.Tensor:
-        """Shard by the ring; then shard the ring rank's `held` items among its ulysses ranks."""
-        steps = [(group, pair(WHOLE, shards)) for group, shards in self._steps(by_ring, held)]
+    def split(self, by_ring: Layout, ring_extent: int) -> torch.Tensor:
+        """Shard by the ring; then shard the ring rank's `ring_extent` items among its ulysses ranks."""
+        steps = [(group, pair(WHOLE, shards)) for group, shards in self._steps(by_ring, ring_extent)]
         return apply_chain(self, steps, self._scale(divide=True)) if steps else self.input
 
-    def gather(self, by_ring: Layout, held: int) -> torch.Tensor:
+    def gather(self, by_ring: Layout, ring_extent: int) -> torch.Tensor:
         """Undo `split`."""
-        steps = [(group, pair(shards, WHOLE)) for group, shards in self._steps(by_ring, held)[::-1]]
+        steps = [(group, pair(shards, WHOLE)) for group, shards in self._steps(by_ring, ring_extent)[::-1]]
         return apply_chain(self, steps, self._scale(divide=False)) if steps else self.input
 
-    def _steps(self, by_ring: Layout, held: int) -> list[tuple[Group_ | Place, Layout]]:
+    def _steps(self, by_ring: Layout, ring_extent: int) -> list[tuple[Group_ | Place, Layout]]:
         steps: list[tuple[Group_ | Place, Layout]] = []
         if self.ring > 1:
             steps.append((self.group, by_ring))
         if self.ulysses > self.inner:
-            steps.append((ranks_of(self.in_ulysses, self.name), even(by_ring[0], held)))
+            steps.append((ranks_of(self.in_ulysses, self.name), even(by_ring[0], ring_extent)))
         return steps
 
     def fitting_totals(self, local: int) -> Sequence[int]:
         """The global sizes, in zigzag order, of which this rank's local size is `local`."""
-        held = totals_of_share(local, self.ulysses, self.in_ulysses.rank)
-        return held if self.ring == 1 else [size * self.ring for size in held if size % 2 == 0]
+        extents = totals_of_share(local, self.ulysses, self.in_ulysses.rank)
+        return extents if self.ring == 1 else [size * self.ring for size in extents if size % 2 == 0]
 
-    def check_cumulative(self, what: str, lengths: Args, dim: int) -> None:
+    def check_cumulative(self, name: str, lengths: Args, dim: int) -> None:
         """Raise if the lengths are cu_seqlens of the packed sequences whose shard this rank holds."""
         cut, size = from_cumulative(lengths), self.input.size(dim)
         if cut and self._packed_part(lengths) != size == self._packed_part(cut):
-            held = f"a list of which rank {self.rank} holds {self._packed_part(lengths)}"
-            raise self.error(what, held, f"{size}, the size of dim {dim}{cumulative_hint(cut)}")
+            value = f"a list of which rank {self.rank} holds {self._packed_part(lengths)}"
+            raise self.error(name, value, f"{size}, the size of dim {dim}{cumulative_hint(cut)}")
 
     def _packed_part(self, lengths: Sequence[int]) -> int:
-        held = sum(share(length, self.ring, self.in_ring.rank) for length in lengths)
-        return share(held, self.ulysses, self.in_ulysses.rank)
+        extent = sum(share(length, self.ring, self.in_ring.rank) for length in lengths)
+        return share(extent, self.ulysses, self.in_ulysses.rank)
 
     def _scale(self, divide: bool) -> Scale:
         return (float(self.ring * self.ulysses), divide)
 
-    def held(self, lengths: Args) -> int:
+    def ring_extent(self, lengths: Args) -> int:
         """A ring rank's local size of packed sequences; 0 if no second exchange needs it."""
         if self.inner > 1 or self.ulysses == 1:
             return 0
@@ -158,12 +158,12 @@ def gather_forward_split_backward_with_cp(input_: torch.Tensor, dim: int, gather
     with _Hybrid("gather_forward_split_backward_with_cp", input_, "input_") as call:
         dim = call.dim("dim", dim)
         gather_size, local = call.integer("gather_size", gather_size), input_.size(dim)
-        held = gather_size // call.ring
-        if gather_size < 0 or local != share(held, call.ulysses, call.in_ulysses.rank):
+        ring_extent = gather_size // call.ring
+        if gather_size < 0 or local != share(ring_extent, call.ulysses, call.in_ulysses.rank):
             raise call.wrong_total("gather_size", gather_size, dim, call.fitting_totals(local))
         if call.ring > 1:
             call.zigzag("gather_size", gather_size, call.ring)
-        return call.gather(zigzag(dim, gather_size, call.inner), held)
+        return call.gather(zigzag(dim, gather_size, call.inner), ring_extent)
 
 
 def packed_data_split_forward_gather_backward_with_cp(
@@ -190,7 +190,7 @@ def packed_data_split_forward_gather_backward_with_cp(
         dim = call.dim("dim", dim)
         lengths = call.lengths("seq_lens", seq_lens)
         call.check_sum("seq_lens", lengths, dim)
-        return call.split(packed(dim, len(lengths), lengths, call.inner), call.held(lengths))
+        return call.split(packed(dim, len(lengths), lengths, call.inner), call.ring_extent(lengths))
 
 
 def packed_data_gather_forward_split_backward_with_cp(
@@ -221,4 +221,4 @@ def packed_data_gather_forward_split_backward_with_cp(
             call.check_sum("seq_lens", lengths, dim)
         elif not torch.compiler.is_compiling():
             call.check_cumulative("seq_lens", lengths, dim)
-        return call.gather(packed(dim, len(lengths), lengths, call.inner), call.held(lengths))
+        return call.gather(packed(dim, len(lengths), lengths, call.inner), call.ring_extent(lengths))

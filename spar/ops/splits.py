@@ -10,7 +10,7 @@ import torch
 
 from .._exchange.arguments import Arguments, cumulative_hint, from_cumulative
 from .._exchange.layouts import WHOLE, even, packed, zigzag
-from .._exchange.repeated import kept_scale, repeat
+from .._exchange.repeated import repeat, scale_key
 from ..sizes import share
 from ..topology.resolve import Group
 
@@ -81,7 +81,7 @@ def gather_forward_split_backward(
         MismatchError: calls differ between ranks. Every rank raises; nothing was exchanged.
     """
     name, arguments = "gather_forward_split_backward", None
-    if gather_sizes is None and type(dim) is int and (scale := kept_scale(grad_scale)) is not None:
+    if gather_sizes is None and type(dim) is int and (scale := scale_key(grad_scale)) is not None:
         arguments = dim, scale
     output, key = repeat(name, input_, process_group, arguments)
     if output is not None:
@@ -210,12 +210,12 @@ def packed_data_gather_forward_split_backward(
     name = "packed_data_gather_forward_split_backward"
     with Arguments(name, local_hidden_states, process_group, "local_hidden_states") as call:
         dim = call.dim("dim", dim)
-        sequences, own, numbers = call.table("all_split_sizes", all_split_sizes)
+        sequences, row_sum, numbers = call.table("all_split_sizes", all_split_sizes)
         local = local_hidden_states.size(dim)
-        if own != local:
+        if row_sum != local:
             expected = f"{local}, the size of dim {dim} of its local_hidden_states"
             lengths = from_cumulative(numbers) if len(numbers) == sequences else ()
             if lengths and sum(share(length, call.world, call.rank) for length in lengths) == local:
                 expected += cumulative_hint(lengths)
-            raise call.error("all_split_sizes", f"a table whose row {call.rank} sums to {own}", expected)
+            raise call.error("all_split_sizes", f"a table whose row {call.rank} sums to {row_sum}", expected)
         return call.apply(packed(dim, sequences, numbers), WHOLE, (float(call.world), False))

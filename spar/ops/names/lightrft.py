@@ -137,24 +137,24 @@ def _exchange(
         expected = f"picklable data, but pickle raised: {error}"
         raise call.type_error("data", f"a {type(data).__name__}", expected) from error
     own_signatures: list[_Signature] = [(t.device.type, t.dtype, tuple(t.shape)) for t in pickler.tensors]
-    own = torch.frombuffer(bytearray(pickle.dumps((own_signatures, file.getvalue()))), dtype=torch.uint8)
-    sizes = gather_sizes(_NAME, place, own.numel())
+    local = torch.frombuffer(bytearray(pickle.dumps((own_signatures, file.getvalue()))), dtype=torch.uint8)
+    sizes = gather_sizes(_NAME, place, local.numel())
     headers = [
-        pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in _gather(own, sizes, place)
+        pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in _gather(local, sizes, place)
     ]
     tensors: list[dict[str, Iterator[torch.Tensor]]] = [{} for _ in headers]
     for device in sorted({signature[0] for signatures, _ in headers for signature in signatures}):
         flat = [t.reshape(-1).view(torch.uint8) for t in pickler.tensors if t.device.type == device]
-        own = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+        local = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
         on_device = [[s for s in signatures if s[0] == device] for signatures, _ in headers]
-        parts = _gather(own, [sum(map(_num_bytes, signatures)) for signatures in on_device], place)
+        parts = _gather(local, [sum(map(_num_bytes, signatures)) for signatures in on_device], place)
         for rank, signatures in enumerate(on_device):
             tensors[rank][device] = _unflatten(parts[rank], signatures)
     return [(by_device, *header) for by_device, header in zip(tensors, headers, strict=True)]
 
 
-def _gather(own: torch.Tensor, sizes: list[int], place: Place) -> list[torch.Tensor]:
-    with Arguments(_NAME, own, place) as call:
+def _gather(local: torch.Tensor, sizes: list[int], place: Place) -> list[torch.Tensor]:
+    with Arguments(_NAME, local, place) as call:
         whole = call.apply(by_sizes(0, sizes), WHOLE, ONE)
     return [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
@@ -169,7 +169,7 @@ def _unflatten(flat: torch.Tensor, signatures: list[_Signature]) -> Iterator[tor
         yield part.clone().view(signature[1]).view(signature[2])
 
 
-def _merge(parts: list[Any], where: str) -> Any:
+def _merge(parts: list[Any], path: str) -> Any:
     """Merge the data of all ranks. Every rank has all parts, so either all ranks raise or none."""
     first = parts[0]
     if isinstance(first, torch.Tensor) and first.dim():
@@ -181,28 +181,28 @@ def _merge(parts: list[Any], where: str) -> Any:
             matches = isinstance(part, torch.Tensor) and part.dim() and part.shape[1:] == first.shape[1:]
             if not (matches and part.dtype == first.dtype and part.device.type == first.device.type):
                 raise _mismatch(
-                    where, described, rank, "tensors that differ in dim 0 only, or lists of tensors"
+                    path, described, rank, "tensors that differ in dim 0 only, or lists of tensors"
                 )
         return torch.cat(parts)
     for rank, part in enumerate(parts):
         if _kind(part) != _kind(first):
-            raise _mismatch(where, [_kind(p) for p in parts], rank, "the same type on all ranks")
+            raise _mismatch(path, [_kind(p) for p in parts], rank, "the same type on all ranks")
     if isinstance(first, Mapping):
         for rank, part in enumerate(parts):
             if part.keys() != first.keys():
-                raise _mismatch(where, [f"a dict of {list(p)}" for p in parts], rank, "the same keys")
-        return {key: _merge([part[key] for part in parts], f"{where}[{key!r}]") for key in first}
+                raise _mismatch(path, [f"a dict of {list(p)}" for p in parts], rank, "the same keys")
+        return {key: _merge([part[key] for part in parts], f"{path}[{key!r}]") for key in first}
     if isinstance(first, (list, tuple)):
         return type(first)([sample for part in parts for sample in part])
     if not isinstance(first, (*_SINGLE, torch.Tensor)):
         raise TypeError(
-            f"{_NAME}: {where} is a {type(first).__name__}; "
+            f"{_NAME}: {path} is a {type(first).__name__}; "
             "expected tensors, lists, tuples, dicts of these, numbers, strings or None"
         )
     for rank, part in enumerate(parts):
         equal = torch.equal(part, first) if isinstance(first, torch.Tensor) else part == first
         if not equal:
-            raise _mismatch(where, [repr(p) for p in parts], rank, "the same value, or a batch of samples")
+            raise _mismatch(path, [repr(p) for p in parts], rank, "the same value, or a batch of samples")
     return first
 
 
@@ -213,25 +213,25 @@ def _kind(data: Any) -> str:
     return f"a {type(data).__name__}"
 
 
-def _mismatch(where: str, described: list[str], rank: int, expected: str) -> ValueError:
+def _mismatch(path: str, described: list[str], rank: int, expected: str) -> ValueError:
     return ValueError(
-        f"{_NAME}: {where} is {described[0][:200]} on rank 0 and {described[rank][:200]} on rank {rank}; "
+        f"{_NAME}: {path} is {described[0][:200]} on rank 0 and {described[rank][:200]} on rank {rank}; "
         f"expected {expected}"
     )
 
 
-def _share(data: Any, place: Place, where: str) -> Any:
+def _share(data: Any, place: Place, path: str) -> Any:
     if isinstance(data, Mapping):
-        return {key: _share(value, place, f"{where}[{key!r}]") for key, value in data.items()}
+        return {key: _share(value, place, f"{path}[{key!r}]") for key, value in data.items()}
     if isinstance(data, _SINGLE) or (isinstance(data, torch.Tensor) and not data.dim()):
         return data
-    each, rest = divmod(len(data), place.world)
-    if rest:
+    size, remainder = divmod(len(data), place.world)
+    if remainder:
         raise AssertionError(
-            f"SPDataProcessor.postprocess on rank {place.rank} of {place.world}: {where} has {len(data)} "
+            f"SPDataProcessor.postprocess on rank {place.rank} of {place.world}: {path} has {len(data)} "
             f"samples; expected a multiple of {place.world}, the number of ranks"
         )
-    return data[place.rank * each : (place.rank + 1) * each]
+    return data[place.rank * size : (place.rank + 1) * size]
 
 
 # ---- padded slices ----
@@ -306,9 +306,9 @@ def gather_forward_split_backward_and_unpad(
         if unpad_dim is None:
             raise call.type_error("unpad_dim", f"None and padding_size is {padding_size}", "the padded dim")
         unpad_dim = call.dim("unpad_dim", unpad_dim)
-        kept = input_.size(unpad_dim) * (call.world if unpad_dim == dim else 1) - padding_size
-        if padding_size < 0 or kept < 0:
+        unpadded = input_.size(unpad_dim) * (call.world if unpad_dim == dim else 1) - padding_size
+        if padding_size < 0 or unpadded < 0:
             raise call.error(
-                "padding_size", padding_size, f"0 to {kept + padding_size}, the size of unpad_dim"
+                "padding_size", padding_size, f"0 to {unpadded + padding_size}, the size of unpad_dim"
             )
-        return call.apply(shards, WHOLE, ONE).narrow(unpad_dim, 0, kept)
+        return call.apply(shards, WHOLE, ONE).narrow(unpad_dim, 0, unpadded)

@@ -54,15 +54,15 @@ def shard_with_padding(call: Arguments, dim: int, pad_value: float) -> tuple[tor
     padding = -total % call.world
     if padding == 0:
         return call.apply(WHOLE, even(dim, total), scale), 0
-    each = (total + padding) // call.world
-    sizes = [min(max(total - rank * each, 0), each) for rank in range(call.world)]
+    padded_size = (total + padding) // call.world
+    sizes = [min(max(total - rank * padded_size, 0), padded_size) for rank in range(call.world)]
     try:  # on ranks without padding too, so that all ranks raise
         pad = call.input.new_full((1,) * call.input.dim(), pad_value)
     except (RuntimeError, OverflowError):
         raise call.error("pad_value", f"{pad_value!r:.100}", f"a value of {call.input.dtype}") from None
     part = call.apply(WHOLE, by_sizes(dim, sizes), scale)
     shape = list(part.shape)
-    shape[dim] = each - sizes[call.rank]
+    shape[dim] = padded_size - sizes[call.rank]
     if shape[dim]:
         part = torch.cat([part, pad.expand(shape)], dim)
     return part, padding
