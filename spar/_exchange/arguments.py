@@ -50,8 +50,8 @@ def from_cumulative(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def cumulative_hint(lengths: Sequence[int]) -> str:
-    shown = f"[{', '.join(map(str, lengths[:16]))}{', ...' if len(lengths) > 16 else ''}]"
-    return f". These look like cu_seqlens, which are cumulative; pass the lengths: {shown}"
+    text = f"[{', '.join(map(str, lengths[:16]))}{', ...' if len(lengths) > 16 else ''}]"
+    return f". These look like cu_seqlens, which are cumulative; pass the lengths: {text}"
 
 
 class Arguments(Call):
@@ -65,20 +65,20 @@ class Arguments(Call):
         note: as in Exchange.
     """
 
-    __slots__ = ("input", "ndim", "note", "rank", "shape", "what", "world")
+    __slots__ = ("input", "input_name", "ndim", "note", "rank", "shape", "world")
 
     def __init__(
         self,
         name: str,
         input_: torch.Tensor,
         group: Group | Group_ | Place,
-        what: str = "input_",
+        input_name: str = "input_",
         exchanges: int = 1,
     ) -> None:
         """exchanges: how many exchanges forward makes at most; the peers wait for them if this rank fails."""
         state = None if is_dynamo_compiling() else by_process_group.get(id(group))
         self.group = ranks_of(group, name) if state is None else state
-        self.name, self.what, self.note, self.exchanges = name, what, "", exchanges
+        self.name, self.input_name, self.note, self.exchanges = name, input_name, "", exchanges
         self.world, self.rank = self.group.world, self.group.rank
         self.input, self.tensors = input_, 0
         self.device = None
@@ -89,23 +89,23 @@ class Arguments(Call):
         if self.exchanges and isinstance(group, Group_):
             self.before = group.calls if group.queue is None else group.count()
         try:
-            input_, what = self.input, self.what
+            input_, name = self.input, self.input_name
             if type(input_) not in PLAIN_TYPES:
                 kind = f"a {type(input_).__name__}"
                 if not isinstance(input_, torch.Tensor):
-                    raise self.type_error(what, kind, "a tensor")
+                    raise self.type_error(name, kind, "a tensor")
                 if hasattr(input_, "to_local"):
-                    raise self.type_error(what, kind, "a plain tensor; pass its .to_local()")
+                    raise self.type_error(name, kind, "a plain tensor; pass its .to_local()")
             if input_.layout is not _STRIDED:
-                raise self.type_error(what, f"a tensor of layout {input_.layout}", "a strided tensor")
+                raise self.type_error(name, f"a tensor of layout {input_.layout}", "a strided tensor")
             if input_.is_nested:
-                raise self.type_error(what, "a nested tensor", "a strided tensor, such as one of its parts")
+                raise self.type_error(name, "a nested tensor", "a strided tensor, such as one of its parts")
             if input_.is_quantized:  # an exchange would lose its scale and zero point
-                raise self.type_error(what, f"a quantized tensor of {input_.dtype}", "its int_repr()")
+                raise self.type_error(name, f"a quantized tensor of {input_.dtype}", "its int_repr()")
             self.shape = shape = input_.shape
             self.ndim = len(shape)
             if not shape:
-                raise self.error(what, "a 0-dim tensor", "at least one dim")
+                raise self.error(name, "a 0-dim tensor", "at least one dim")
             return self
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -118,63 +118,63 @@ class Arguments(Call):
                 self.device = "meta" if hasattr(x, "fake_mode") else x.device.type
             super().__exit__(kind, error, trace)
 
-    def beside(self, input_: torch.Tensor, what: str) -> Arguments:
+    def beside(self, input_: torch.Tensor, name: str) -> Arguments:
         """Return those of another tensor that the same exchange moves, whose checks this block reports."""
-        other = Arguments(self.name, input_, self.group, what, 0)
-        other.__enter__()
-        return other
+        call = Arguments(self.name, input_, self.group, name, 0)
+        call.__enter__()
+        return call
 
-    def error(self, what: str, value: object, expected: str) -> ValueError:
-        return ValueError(self._message(what, value, expected))
+    def error(self, name: str, value: object, expected: str) -> ValueError:
+        return ValueError(self._message(name, value, expected))
 
-    def type_error(self, what: str, value: object, expected: str) -> TypeError:
-        return TypeError(self._message(what, value, expected))
+    def type_error(self, name: str, value: object, expected: str) -> TypeError:
+        return TypeError(self._message(name, value, expected))
 
     @property
     def where(self) -> str:
         return f"{self.name} on rank {self.rank} of {self.world}"
 
-    def _message(self, what: str, value: object, expected: str) -> str:
-        return f"{self.where}: {what} is {value}; expected {expected}"
+    def _message(self, name: str, value: object, expected: str) -> str:
+        return f"{self.where}: {name} is {value}; expected {expected}"
 
-    def one_of(self, **given: object) -> None:
+    def one_of(self, **arguments: object) -> None:
         """Raise ValueError if more than one of the arguments is not None."""
-        passed = [name for name, value in given.items() if value is not None]
+        passed = [name for name, value in arguments.items() if value is not None]
         if len(passed) > 1:
-            text = " and ".join([f"{name} is {given[name]!r:.200}" for name in passed])
+            text = " and ".join([f"{name} is {arguments[name]!r:.200}" for name in passed])
             raise ValueError(f"{self.where}: {text}; expected one of them")
 
-    def integer(self, what: str, value: int, expected: str = "an int") -> int:
+    def integer(self, name: str, value: int, expected: str = "an int") -> int:
         if type(value) is int:
             return value
         try:
             return as_int(value)
         except TypeError:
-            raise self.type_error(what, f"{value!r:.200}", expected) from None
+            raise self.type_error(name, f"{value!r:.200}", expected) from None
 
-    def dim(self, what: str, dim: int) -> int:
+    def dim(self, name: str, dim: int) -> int:
         ndim = self.ndim
         if type(dim) is not int:
-            dim = self.integer(what, dim)
+            dim = self.integer(name, dim)
         elif 0 <= dim < ndim:
             return dim
         if not -ndim <= dim < ndim:
             shape = list(self.input.shape)
-            which = "an input" if self.what == "input_" else self.what
-            raise self.error(what, dim, f"{-ndim} to {ndim - 1} for {which} of shape {shape}")
+            which = "an input" if self.input_name == "input_" else self.input_name
+            raise self.error(name, dim, f"{-ndim} to {ndim - 1} for {which} of shape {shape}")
         return dim % ndim
 
-    def sizes(self, what: str, sizes: Sizes | None) -> Args:
+    def sizes(self, name: str, sizes: Sizes | None) -> Args:
         if sizes is None:
             return ()
         if isinstance(sizes, torch.Tensor):
-            sizes = self._from_tensor(what, sizes)
+            sizes = self._from_tensor(name, sizes)
         elif not isinstance(sizes, (list, tuple)):
             expected = "a list, tuple or 1-D int tensor of one size for each rank, or None"
-            raise self.error(what, repr(sizes), expected)
+            raise self.error(name, repr(sizes), expected)
         if len(sizes) != self.world:
             raise self.error(
-                what,
+                name,
                 f"{list(sizes)!r:.200}",
                 f"{self.world} sizes, one for each rank{swapped_hint(sizes, self.world)}",
             )
@@ -184,22 +184,22 @@ class Arguments(Call):
             numbers = (-1,)
         for number in numbers:
             if number < 0:
-                raise self.error(what, list(sizes), "ints of at least 0")
+                raise self.error(name, list(sizes), "ints of at least 0")
         if not torch.compiler.is_compiling() and sum(numbers) >= 2**63:
-            raise self.error(what, list(numbers), "sizes that sum to less than 2^63")
+            raise self.error(name, list(numbers), "sizes that sum to less than 2^63")
         return numbers
 
-    def _from_tensor(self, what: str, sizes: torch.Tensor) -> list[int]:
+    def _from_tensor(self, name: str, sizes: torch.Tensor) -> list[int]:
         kind = sizes.dtype
         if sizes.dim() != 1 or kind.is_floating_point or kind.is_complex or kind is torch.bool:
-            raise self.type_error(what, f"a tensor of {kind} with {sizes.dim()} dims", "a 1-D int tensor")
+            raise self.type_error(name, f"a tensor of {kind} with {sizes.dim()} dims", "a 1-D int tensor")
         numbers: list[int] = sizes.tolist()
         return numbers
 
-    def lengths(self, what: str, lengths: Sequence[int] | torch.Tensor) -> Args:
+    def lengths(self, name: str, lengths: Sequence[int] | torch.Tensor) -> Args:
         """Convert the lengths of packed sequences to ints of at least 0."""
         if isinstance(lengths, torch.Tensor):
-            lengths = self._from_tensor(what, lengths)
+            lengths = self._from_tensor(name, lengths)
         if torch.compiler.is_compiling():  # the core checks them when it runs
             return tuple(lengths)
         total: object = None
@@ -211,22 +211,22 @@ class Arguments(Call):
                 total = sum(lengths)
             least = min(lengths, default=0)
         except TypeError:
-            raise self.type_error(what, repr(lengths)[:200], "a list, tuple or 1-D tensor of ints") from None
+            raise self.type_error(name, repr(lengths)[:200], "a list, tuple or 1-D tensor of ints") from None
         if least < 0:
-            raise self.error(what, f"a list that contains {least}", "lengths of at least 0")
+            raise self.error(name, f"a list that contains {least}", "lengths of at least 0")
         if total >= 2**63:
-            raise self.error(what, f"a list that sums to {total}", "a sum below 2^63")
+            raise self.error(name, f"a list that sums to {total}", "a sum below 2^63")
         return tuple(lengths)
 
-    def check_sum(self, what: str, lengths: Args, dim: int) -> None:
+    def check_sum(self, name: str, lengths: Args, dim: int) -> None:
         total, size = sum(lengths), self.input.size(dim)
         if total != size:
             expected = f"lengths that sum to {size}, the size of dim {dim}"
             if (cut := from_cumulative(lengths)) and lengths[-1] == size:
                 expected += cumulative_hint(cut)
-            raise self.error(what, f"a list that sums to {total}", expected)
+            raise self.error(name, f"a list that sums to {total}", expected)
 
-    def wrong_total(self, what: str, total: int, dim: int, fitting: Sequence[int]) -> ValueError:
+    def wrong_total(self, name: str, total: int, dim: int, fitting: Sequence[int]) -> ValueError:
         """Return the error for a global size that does not match the local size; it names those that do."""
         local, expected = self.input.size(dim), "an input that is even in that dim"
         if fitting:
@@ -237,9 +237,9 @@ class Arguments(Call):
         expected += f", as rank {self.rank} of {self.world} holds {local} of dim {dim}"
         if total == local:
             expected += ". Did you pass the local size?"
-        return self.error(what, total, expected)
+        return self.error(name, total, expected)
 
-    def table(self, what: str, table: torch.Tensor | Sequence[Sequence[int]]) -> tuple[int, int, Args]:
+    def table(self, name: str, table: torch.Tensor | Sequence[Sequence[int]]) -> tuple[int, int, Args]:
         """Read the local sizes of each sequence on each rank: `[world, sequences]`.
 
         Returns the number of sequences, this rank's total, and the core's ints: the global lengths if the
@@ -253,23 +253,23 @@ class Arguments(Call):
         try:
             sizes = torch.as_tensor(table, device="cpu")
         except (TypeError, ValueError, RuntimeError):
-            raise self.type_error(what, repr(table)[:200], "a table of ints") from None
+            raise self.type_error(name, repr(table)[:200], "a table of ints") from None
         if sizes.dim() != 2 or sizes.size(0) != self.world:
-            raise self.error(what, f"of shape {list(sizes.shape)}", f"a row for each of {self.world} ranks")
+            raise self.error(name, f"of shape {list(sizes.shape)}", f"a row for each of {self.world} ranks")
         if sizes.numel() and (sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool):
-            raise self.type_error(what, f"a table of {sizes.dtype}", "ints")
+            raise self.type_error(name, f"a table of {sizes.dtype}", "ints")
         sizes = sizes.to("cpu", torch.int64).contiguous()
         sequences = sizes.size(1)
-        least, own, numbers = _C.table(sizes.data_ptr(), self.world, sequences, self.rank)
+        least, total, numbers = _C.table(sizes.data_ptr(), self.world, sequences, self.rank)
         if least < 0:
-            raise self.error(what, f"a table that contains {least}", "sizes of at least 0")
-        return sequences, own, numbers
+            raise self.error(name, f"a table that contains {least}", "sizes of at least 0")
+        return sequences, total, numbers
 
-    def zigzag(self, what: str, total: int, world: int) -> int:
+    def zigzag(self, name: str, total: int, world: int) -> int:
         """Return the global size; check that it divides into two chunks per rank of `world`."""
         if total % (2 * world):
             raise self.error(
-                what,
+                name,
                 f"a total of {total} to split",
                 f"a multiple of {2 * world}, two chunks for each of {world} ranks",
             )
@@ -286,41 +286,41 @@ class Arguments(Call):
             try:
                 return float(grad_scale) + 0.0, False  # -0.0 equals 0.0, by which a call is kept
             except OverflowError:
-                what = "an int beyond a float's range"
-                raise self.error("grad_scale", what, '"up", "down", None or a float') from None
+                value = "an int beyond a float's range"
+                raise self.error("grad_scale", value, '"up", "down", None or a float') from None
         raise self.type_error("grad_scale", repr(grad_scale), '"up", "down", None or a float')
 
-    def shards(self, what: str, dim: int, sizes: Sizes | None) -> Layout | None:
+    def shards(self, name: str, dim: int, sizes: Sizes | None) -> Layout | None:
         """Return the layout in which this rank's shard is the input's extent of `dim`; None without sizes."""
         if sizes is None:
             return None
-        given, held = self.sizes(what, sizes), self.input.size(dim)
-        if given[self.rank] != held:
+        numbers, local = self.sizes(name, sizes), self.input.size(dim)
+        if numbers[self.rank] != local:
             raise self.error(
-                what,
-                list(given),
-                f"{held} at index {self.rank}, rank {self.rank}'s size of dim {dim}"
-                + (". Did you split the local size?" if sum(given) == held else ""),
+                name,
+                list(numbers),
+                f"{local} at index {self.rank}, rank {self.rank}'s size of dim {dim}"
+                + (". Did you split the local size?" if sum(numbers) == local else ""),
             )
-        return by_sizes(dim, given)
+        return by_sizes(dim, numbers)
 
     def gathered_size(self, dim: int) -> int:
         """Return the global size of a dim along which all ranks have the same local size."""
-        held = self.input.size(dim)
-        if not torch.compiler.is_compiling() and held * self.world >= 2**63:
+        local = self.input.size(dim)
+        if not torch.compiler.is_compiling() and local * self.world >= 2**63:
             expected = f"a size that is below 2^63 on {self.world} ranks together"
-            raise self.error(self.what, f"of size {held} in dim {dim}", expected)
-        return held * self.world
+            raise self.error(self.input_name, f"of size {local} in dim {dim}", expected)
+        return local * self.world
 
-    def parts(self, what: str, dim: int, sizes: Sizes | None) -> Layout:
+    def parts(self, name: str, dim: int, sizes: Sizes | None) -> Layout:
         """Return the layout that shards all of the input's `dim`, by the size rule if there are no sizes."""
         total = self.shape[dim]
         if sizes is None:
             return even(dim, total)
-        given = self.sizes(what, sizes)
-        if sum(given) != total:
-            raise self.error(what, list(given), f"sizes that sum to {total}, the size of dim {dim}")
-        return by_sizes(dim, given)
+        numbers = self.sizes(name, sizes)
+        if sum(numbers) != total:
+            raise self.error(name, list(numbers), f"sizes that sum to {total}, the size of dim {dim}")
+        return by_sizes(dim, numbers)
 
     def apply(self, before: Layout, after: Layout, grad_scale: Scale, key: Key = None) -> torch.Tensor:
         """Exchange the input from one layout to another, as `apply_together` does."""
@@ -356,16 +356,16 @@ def apply_together(
             return inputs
     if records and grad_scale[0] != 1.0:
         _check_scalable(first)
-    group, rest = first.group, (ONE, grad_scale, kind, records, first.note)
+    group, options = first.group, (ONE, grad_scale, kind, records, first.note)
     if compiles:
-        return in_graph(Exchange(first.name, group, args, *rest), inputs)
+        return in_graph(Exchange(first.name, group, args, *options), inputs)
     if isinstance(group, Place) or len(args[0]) > _LONG:
-        exchange = Exchange(first.name, group, args, *rest)
+        exchange = Exchange(first.name, group, args, *options)
     else:
-        decided = first.name, args, rest
-        found = group.exchanges.get(decided)
-        exchange = found or Exchange(first.name, group, args, *rest)
-        if found is None:
+        decided = first.name, args, options
+        cached = group.exchanges.get(decided)
+        exchange = cached or Exchange(first.name, group, args, *options)
+        if cached is None:
             group.exchanges[decided] = exchange
         if key is not None:
             group.exchanges[key] = exchange
@@ -381,8 +381,8 @@ def apply_chain(
     x, records = call.input, must_record((call.input,))
     if records and grad_scale[0] != 1.0:
         _check_scalable(call)
-    each = [(group, (args,)) for group, args in steps]
-    exchange = in_steps(call.name, each, grad_scale, MOVE, records, call.note)
+    grouped = [(group, (args,)) for group, args in steps]
+    exchange = in_steps(call.name, grouped, grad_scale, MOVE, records, call.note)
     return (in_graph(exchange, (x,)) if is_dynamo_compiling() else apply(exchange, (x,)))[0]
 
 
@@ -401,5 +401,5 @@ def check_summable(call: Arguments, sums: bool, records: bool) -> None:
     """Raise TypeError if torch cannot add the input's items, which the call sums, or else its backward."""
     dtype = call.input.dtype
     if (sums or records) and dtype not in ARITHMETIC:
-        what = f"a tensor of {dtype}" + ("" if sums else " whose gradients are to be summed")
-        raise call.type_error("input_", what, "a dtype that torch adds, such as torch.float32")
+        value = f"a tensor of {dtype}" + ("" if sums else " whose gradients are to be summed")
+        raise call.type_error("input_", value, "a dtype that torch adds, such as torch.float32")

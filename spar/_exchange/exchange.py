@@ -351,8 +351,8 @@ def _run_op(
         exchange = Exchange(op, group, layouts, scale, note=note, gradient=gradient)
         group.exchanges[key] = exchange
     with contextlib.ExitStack() as blocks:
-        for other in then:
-            blocks.enter_context(group_at(other).call(op, 1, inputs[0].device.type))
+        for dependent in then:
+            blocks.enter_context(group_at(dependent).call(op, 1, inputs[0].device.type))
         # A selection comes here from packed sequences alone, which are copied: an op returns no views.
         outputs = exchange.run(inputs, 0 if forward is None else int(forward), traced=False)
     return [*outputs, torch.tensor(group.count(), device="cpu")]

@@ -67,9 +67,9 @@ def in_graph(exchange: Exchange | Chain, inputs: Tensors) -> Tensors:
     first = exchanges[0]
     places: list[int] = []
     layouts: list[tuple[int, ...]] = []
-    for each in exchanges:
-        places += (each.group.handle, each.group.world, each.group.rank)
-        layouts += each.args
+    for step in exchanges:
+        places += (step.group.handle, step.group.world, step.group.rank)
+        layouts += step.args
     kind = first.kind if len(exchanges) == 1 else MOVE
     outputs: Tensors = torch.ops.spar.run(
         inputs,

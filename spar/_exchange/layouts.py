@@ -85,9 +85,9 @@ def swapped(args: Args) -> Args:
 
 def share_start(total: int, world: int, rank: int) -> int:
     """Return the offset of `rank`'s shard of `total`, whose size is `share`."""
-    rest = total % world
+    extra = total % world
     # min of a symbolic int would branch; torch.sym_min takes a third of a split's time
-    return rank * (total // world) + (min(rank, rest) if type(rest) is int else torch.sym_min(rank, rest))
+    return rank * (total // world) + (min(rank, extra) if type(extra) is int else torch.sym_min(rank, extra))
 
 
 def _levels(inner: int, world: int, rank: int) -> tuple[int, int, int, int]:
@@ -118,10 +118,10 @@ def extent(layout: Layout, world: int, rank: int) -> int:
     inner, outer, part, ring = _levels(numbers[0], world, rank)
     if kind == ZIGZAG:
         chunks = 2 * outer
-        held = share(numbers[1], chunks, ring) + share(numbers[1], chunks, chunks - 1 - ring)
+        size = share(numbers[1], chunks, ring) + share(numbers[1], chunks, chunks - 1 - ring)
     else:
-        held = sum(_packed_sizes(layout, outer, ring))
-    return share(held, inner, part)
+        size = sum(_packed_sizes(layout, outer, ring))
+    return share(size, inner, part)
 
 
 def out_shape(shape: Sequence[int], args: Args, world: int, rank: int) -> list[int]:
@@ -157,37 +157,37 @@ def pieces(layout: Layout, world: int, rank: int) -> list[Piece]:
     inner, outer, part, ring = _levels(numbers[0], world, rank)
     if kind == ZIGZAG:
         total, chunks = numbers[1], 2 * outer
-        found = [
+        runs = [
             Piece(share_start(total, chunks, chunk), share(total, chunks, chunk), 0)
             for chunk in (ring, chunks - 1 - ring)
         ]
     else:
-        found = _packed_pieces(layout, outer, ring)
-    return found if inner == 1 else _cut(found, inner, part)
+        runs = _packed_pieces(layout, outer, ring)
+    return runs if inner == 1 else _cut(runs, inner, part)
 
 
 def _packed_pieces(layout: Layout, outer: int, ring: int) -> list[Piece]:
     """Return the ring rank's part of each sequence."""
-    sizes = [_packed_sizes(layout, outer, each) for each in range(outer)]
-    found, begin = [], 0
+    sizes = [_packed_sizes(layout, outer, ring_rank) for ring_rank in range(outer)]
+    runs, begin = [], 0
     for sequence, parts in enumerate(zip(*sizes, strict=True)):
-        found.append(Piece(begin + sum(parts[:ring]), parts[ring], sequence))
+        runs.append(Piece(begin + sum(parts[:ring]), parts[ring], sequence))
         begin += sum(parts)
-    return found
+    return runs
 
 
 def _cut(outer: list[Piece], inner: int, part: int) -> list[Piece]:
     """Shard what a ring rank holds once more; return the inner rank's part."""
-    held = sum([piece.size for piece in outer])
-    begin = share_start(held, inner, part)
-    end = begin + share(held, inner, part)
-    found, at = [], 0
+    total = sum([piece.size for piece in outer])
+    begin = share_start(total, inner, part)
+    end = begin + share(total, inner, part)
+    runs, at = [], 0
     for start, size, sequence in outer:
         low, high = max(at, begin), min(at + size, end)
         if low < high:
-            found.append(Piece(start + low - at, high - low, sequence))
+            runs.append(Piece(start + low - at, high - low, sequence))
         at += size
-    return found
+    return runs
 
 
 # ---- selections ----

@@ -49,12 +49,12 @@ def checked(
     single = len(at) == 1 and at[0] == ""
     outs = [out] if single else out
     if not isinstance(outs, (list, tuple)) or len(outs) != len(calls):
-        raise first.error("out", _shown(out), f"a list of {len(calls)} tensors, one for each input")
+        raise first.error("out", _summary(out), f"a list of {len(calls)} tensors, one for each input")
     if must_record(inputs):
         where, remedy = "requires a gradient, which cannot be recorded through out", "under torch.no_grad()"
         if have_tangents(inputs):
             where, remedy = "has a tangent, which out cannot have", "on its primal"
-        raise first.error("out", _shown(out), f"None where input_ {where}; call it {remedy}")
+        raise first.error("out", _summary(out), f"None where input_ {where}; call it {remedy}")
     for call, target, shape, name in zip(calls, outs, exchange.shapes(inputs), at, strict=True):
         _check(call, f"out{name}", target, shape)
     if not inputs[0].is_meta and not is_any_traced([*inputs, *outs]):
@@ -62,35 +62,35 @@ def checked(
     return list(outs)
 
 
-def _shown(out: object) -> str:
+def _summary(out: object) -> str:
     if isinstance(out, torch.Tensor):
         return f"a tensor of shape {list(out.shape)}"
     return f"a {type(out).__name__}" + (f" of {len(out)}" if isinstance(out, (list, tuple)) else "")
 
 
-def _check(call: Arguments, what: str, out: Any, shape: Sequence[int]) -> None:
+def _check(call: Arguments, name: str, out: Any, shape: Sequence[int]) -> None:
     x = call.input
     if not isinstance(out, torch.Tensor):
-        raise call.type_error(what, f"a {type(out).__name__}", "a tensor")
+        raise call.type_error(name, f"a {type(out).__name__}", "a tensor")
     if type(out) is not torch.Tensor and hasattr(out, "to_local"):
-        raise call.type_error(what, f"a {type(out).__name__}", "a plain tensor; pass its .to_local()")
+        raise call.type_error(name, f"a {type(out).__name__}", "a plain tensor; pass its .to_local()")
     if out.layout is not torch.strided:
-        raise call.type_error(what, f"a tensor of layout {out.layout}", "a strided tensor")
+        raise call.type_error(name, f"a tensor of layout {out.layout}", "a strided tensor")
     if (out.dtype, out.device) != (x.dtype, x.device):
-        found = f"a tensor of {out.dtype} on {out.device}"
-        raise call.type_error(what, found, f"{x.dtype} on {x.device}, as the input")
+        value = f"a tensor of {out.dtype} on {out.device}"
+        raise call.type_error(name, value, f"{x.dtype} on {x.device}, as the input")
     if list(out.shape) != list(shape):
-        raise call.error(what, _shown(out), f"the output's shape, {list(shape)}")
+        raise call.error(name, _summary(out), f"the output's shape, {list(shape)}")
     if not out.is_contiguous():
-        raise call.error(what, f"of strides {list(out.stride())}", "a contiguous tensor")
+        raise call.error(name, f"of strides {list(out.stride())}", "a contiguous tensor")
     if torch.is_grad_enabled() and out.requires_grad:
-        raise call.error(what, "a tensor that requires a gradient", "one that does not; or torch.no_grad()")
+        raise call.error(name, "a tensor that requires a gradient", "one that does not; or torch.no_grad()")
     if torch.compiler.is_compiling():  # which writes to it in torch's own copy_
         return
     if out.is_conj() or out.is_neg():
-        raise call.error(what, "a view that conjugates or negates", "a contiguous tensor")
+        raise call.error(name, "a view that conjugates or negates", "a contiguous tensor")
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise call.error(what, "a tensor made in inference mode", "one made outside of it")
+        raise call.error(name, "a tensor made in inference mode", "one made outside of it")
 
 
 def _check_memory(
@@ -100,10 +100,10 @@ def _check_memory(
     for out, name in zip(outs, at, strict=True):
         begin, end = _span(out)
         if begin == 0 < end:  # as after a resize of its storage to 0
-            raise call.error(f"out{name}", f"{_shown(out)} without memory", "one whose memory is allocated")
-        for other, (first, last) in spans:
+            raise call.error(f"out{name}", f"{_summary(out)} without memory", "one whose memory is allocated")
+        for owner, (first, last) in spans:
             if begin < last and first < end:
-                raise call.error(f"out{name}", f"memory that overlaps {other}", "memory of its own")
+                raise call.error(f"out{name}", f"memory that overlaps {owner}", "memory of its own")
         spans.append((f"out{name}", (begin, end)))
 
 

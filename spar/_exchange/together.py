@@ -90,8 +90,8 @@ def _check_alike(first: Arguments, inputs: Sequence[torch.Tensor]) -> None:
     for i in range(1, len(inputs)):
         y = inputs[i]
         if y.dtype != dtype or not (y.is_cpu if on_cpu else y.device == x.device):
-            found = f"of {y.dtype} on {y.device}"
-            raise first.type_error(f"input_[{i}]", found, f"{dtype} on {x.device}, as input_[0]")
+            value = f"of {y.dtype} on {y.device}"
+            raise first.type_error(f"input_[{i}]", value, f"{dtype} on {x.device}, as input_[0]")
 
 
 def _reject_empty_list(name: str, ranks: Group_ | Place, exchanges: int) -> None:
@@ -103,12 +103,12 @@ def _reject_empty_list(name: str, ranks: Group_ | Place, exchanges: int) -> None
     raise error
 
 
-def entries(call: Arguments, what: str, sizes: Any, at: list[str]) -> Sequence[Any]:
+def entries(call: Arguments, name: str, sizes: Any, at: list[str]) -> Sequence[Any]:
     """Return the sizes of each tensor of `exchange_together`."""
     if at == [""]:
         return [sizes]
     if sizes is None:
         return [None] * len(at)
     if not isinstance(sizes, (list, tuple)) or len(sizes) != len(at):
-        raise call.error(what, f"{sizes!r:.200}", f"{len(at)} entries, one for each tensor, or None")
+        raise call.error(name, f"{sizes!r:.200}", f"{len(at)} entries, one for each tensor, or None")
     return sizes

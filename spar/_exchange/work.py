@@ -132,7 +132,7 @@ def begin(
             channel = group.channel(exchange.name, first.device)
         if may_block and not channel.overlaps:
             return exchange.run(inputs, forward, traced=False), None
-        given = outs is not None
+        has_outs = outs is not None
         if outs is None:
             try:
                 outs = [channel.allocate(shape, first) for shape in exchange.shapes(inputs)]
@@ -153,9 +153,9 @@ def begin(
                 action()
         else:
             job = group.enqueue(exchange.name, action)
-        if given:
+        if has_outs:
             note_write(outs)
-        return outs, Work(job, beside, functools.partial(note_write, outs) if given else None)
+        return outs, Work(job, beside, functools.partial(note_write, outs) if has_outs else None)
     except BaseException as error:
         exchange.report(before, inputs, error)
         raise
@@ -199,9 +199,9 @@ class _Flight:
         """Note what was issued meanwhile, and whether hooks see the gradients before they are exchanged."""
         handle = self.exchange.group.handle
         numbers = range(self.call + 1, self.exchange.begin() + 1)
-        found = [flight for n in numbers if (flight := _flights.get((handle, n))) is not None]
-        if len(found) == len(numbers) and not any(output._backward_hooks for output in outputs):
-            self.later = [weakref.ref(flight) for flight in found]
+        flights = [flight for n in numbers if (flight := _flights.get((handle, n))) is not None]
+        if len(flights) == len(numbers) and not any(output._backward_hooks for output in outputs):
+            self.later = [weakref.ref(flight) for flight in flights]
 
     def may_begin(self) -> bool:
         """Whether all that was issued later has begun its backward, or never will."""
