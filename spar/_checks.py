@@ -15,7 +15,7 @@ import torch
 from .sizes import as_int
 
 
-def check_int(where: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+def check_int(caller: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """Return `value` as an int. Accepts any type with `__index__`, such as numpy ints; rejects bools.
 
     Raises:
@@ -26,41 +26,41 @@ def check_int(where: str, name: str, value: Any, low: int | None = None, high: i
     try:
         number = as_int(value)
     except TypeError:
-        wanted = f"an int, {expected}" if expected else "an int"
-        raise TypeError(f"{where}: {name} is {value!r:.200}; expected {wanted}") from None
+        required = f"an int, {expected}" if expected else "an int"
+        raise TypeError(f"{caller}: {name} is {value!r:.200}; expected {required}") from None
     if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(f"{where}: {name} is {number!r:.200}; expected {expected}")
+        raise ValueError(f"{caller}: {name} is {number!r:.200}; expected {expected}")
     return number
 
 
-def check_rank(where: str, rank: Any, world_size: Any) -> tuple[int, int]:
+def check_rank(caller: str, rank: Any, world_size: Any) -> tuple[int, int]:
     """Return `(rank, world_size)` as ints; 0 <= rank < world_size."""
-    size = check_int(where, "world_size", world_size, 1)
-    return check_int(f"{where} with world_size {size}", "rank", rank, 0, size - 1), size
+    size = check_int(caller, "world_size", world_size, 1)
+    return check_int(f"{caller} with world_size {size}", "rank", rank, 0, size - 1), size
 
 
-def check_type(where: str, name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+def check_type(caller: str, name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
     """Raise TypeError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
-        raise TypeError(f"{where}: {name} is {value!r:.200}; expected {expected}")
+        raise TypeError(f"{caller}: {name} is {value!r:.200}; expected {expected}")
 
 
-def check_bool(where: str, name: str, value: Any) -> None:
+def check_bool(caller: str, name: str, value: Any) -> None:
     """Raise TypeError unless `value` is a bool: the string "false" would be truthy."""
-    check_type(where, name, value, bool, "a bool")
+    check_type(caller, name, value, bool, "a bool")
 
 
-def check_str(where: str, name: str, value: Any) -> None:
+def check_str(caller: str, name: str, value: Any) -> None:
     """Raise TypeError unless `value` is a str."""
-    check_type(where, name, value, str, "a str")
+    check_type(caller, name, value, str, "a str")
 
 
-def check_backend(where: str, value: Any, name: str = "backend") -> None:
+def check_backend(caller: str, value: Any, name: str = "backend") -> None:
     """Raise TypeError unless `value` is a str or None."""
-    check_type(where, name, value, (str, type(None)), "a str or None")
+    check_type(caller, name, value, (str, type(None)), "a str or None")
 
 
-def check_number(where: str, name: str, value: Any, low: float | None = None) -> None:
+def check_number(caller: str, name: str, value: Any, low: float | None = None) -> None:
     """Check that `value` is a finite real number (numpy's included) of at least `low`.
 
     Raises:
@@ -68,37 +68,37 @@ def check_number(where: str, name: str, value: Any, low: float | None = None) ->
         ValueError: `value` is below `low`, NaN, infinite, or an int beyond a float's range.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: {name} is {value!r:.200}; expected a number")
+        raise TypeError(f"{caller}: {name} is {value!r:.200}; expected a number")
     expected = "a finite number" if low is None else f"at least {low:g}, and finite"
     try:
         number = float(value)
     except OverflowError:
-        raise ValueError(f"{where}: {name} is an int beyond a float's range; expected {expected}") from None
+        raise ValueError(f"{caller}: {name} is an int beyond a float's range; expected {expected}") from None
     if not (-math.inf if low is None else low) <= number < math.inf:
-        raise ValueError(f"{where}: {name} is {value}; expected {expected}")
+        raise ValueError(f"{caller}: {name} is {value}; expected {expected}")
 
 
-def check_ints(where: str, name: str, values: Any, low: int) -> list[int]:
+def check_ints(caller: str, name: str, values: Any, low: int) -> list[int]:
     """Return a sequence of ints, each at least `low`, as a list."""
     if isinstance(values, Sequence) and not isinstance(values, (str, bytes)):
-        return [check_int(where, f"{name}[{i}]", value, low) for i, value in enumerate(values)]
-    raise TypeError(f"{where}: {name} is {values!r:.200}; expected a list of ints")
+        return [check_int(caller, f"{name}[{i}]", value, low) for i, value in enumerate(values)]
+    raise TypeError(f"{caller}: {name} is {values!r:.200}; expected a list of ints")
 
 
-def check_rank_groups(where: str, name: str, groups: Any) -> list[list[int]]:
+def check_rank_groups(caller: str, name: str, groups: Any) -> list[list[int]]:
     """Return a sequence of sequences of ranks as lists. Does not check that they form a valid layout."""
     if isinstance(groups, Sequence) and not isinstance(groups, (str, bytes)):
-        return [check_ints(where, f"{name}[{i}]", ranks, 0) for i, ranks in enumerate(groups)]
-    raise TypeError(f"{where}: {name} is {groups!r:.200}; expected a list of lists of ranks")
+        return [check_ints(caller, f"{name}[{i}]", ranks, 0) for i, ranks in enumerate(groups)]
+    raise TypeError(f"{caller}: {name} is {groups!r:.200}; expected a list of lists of ranks")
 
 
 def digest(value: Any) -> int:
     """Return 63 bits of a tensor's dtype, shape and bytes, or of another value's text."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
-        found = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=8)
+        hasher = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=8)
         if data.numel():  # its memory, as torch needs NumPy for a view of it
-            found.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+            hasher.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
     else:
-        found = hashlib.blake2b(repr(value).encode(), digest_size=8)
-    return int.from_bytes(found.digest(), "little") >> 1
+        hasher = hashlib.blake2b(repr(value).encode(), digest_size=8)
+    return int.from_bytes(hasher.digest(), "little") >> 1

@@ -63,10 +63,10 @@ def _divide(name: str, size: int, divisor_name: str, divisor: int) -> int:
     return size // divisor
 
 
-def _check_no_state(where: str) -> None:
+def _check_no_state(caller: str) -> None:
     if current().mesh_state is not None:
         raise RuntimeError(
-            f"{where}: the parallel state is already initialized; call destroy_parallel_state() first"
+            f"{caller}: the parallel state is already initialized; call destroy_parallel_state() first"
         )
 
 
@@ -114,8 +114,8 @@ def init_parallel_state(
         TypeError: a size is not an int.
         RuntimeError: already initialized; call `destroy_parallel_state` first.
     """
-    sizes_given = [check_int("init_parallel_state", name, size, 1) for name, size in locals().items()]
-    data, fully_shard, tensor, ring, ulysses, *expert_sizes = sizes_given
+    all_sizes = [check_int("init_parallel_state", name, size, 1) for name, size in locals().items()]
+    data, fully_shard, tensor, ring, ulysses, *expert_sizes = all_sizes
     _check_no_state("init_parallel_state")
     shard = 1
     if fully_shard > 1:

@@ -47,15 +47,15 @@ class GroupCoordinator(Endpoint):
     def __init__(
         self, group_ranks: list[list[int]], local_rank: int, torch_distributed_backend: str | None
     ) -> None:
-        where = type(self).__name__
-        group_ranks = check_rank_groups(where, "group_ranks", group_ranks)
-        check_int(where, "local_rank", local_rank, 0)
-        check_backend(where, torch_distributed_backend, "torch_distributed_backend")
-        device_group = new_group_of(group_ranks, torch_distributed_backend, where)
-        cpu_group = new_group_of(group_ranks, "gloo", where)
+        caller = type(self).__name__
+        group_ranks = check_rank_groups(caller, "group_ranks", group_ranks)
+        check_int(caller, "local_rank", local_rank, 0)
+        check_backend(caller, torch_distributed_backend, "torch_distributed_backend")
+        device_group = new_group_of(group_ranks, torch_distributed_backend, caller)
+        cpu_group = new_group_of(group_ranks, "gloo", caller)
         if device_group is None or cpu_group is None:
             raise ValueError(
-                f"{where}: group_ranks is {group_ranks}; "
+                f"{caller}: group_ranks is {group_ranks}; "
                 f"expected a group with this process's rank, {dist.get_rank()}"
             )
         self._owns_groups = True
@@ -67,10 +67,10 @@ class GroupCoordinator(Endpoint):
 
         If the group is not registered with torch.distributed, its group ranks serve as global ranks.
         """
-        made = cls.__new__(cls)
-        made._owns_groups = False
-        made._set_groups(group, group, local_rank)
-        return made
+        coordinator = cls.__new__(cls)
+        coordinator._owns_groups = False
+        coordinator._set_groups(group, group, local_rank)
+        return coordinator
 
     # ---- collectives over tensors; none is differentiable ----
 
@@ -87,8 +87,8 @@ class GroupCoordinator(Endpoint):
         return input_
 
     def _gather_sizes(self, input_: torch.Tensor, dim: int) -> list[int]:
-        own = torch.tensor([input_.size(dim)], device=input_.device)
-        return [int(size) for size in gather_forward_split_backward(own, self.group, 0).tolist()]
+        local_size = torch.tensor([input_.size(dim)], device=input_.device)
+        return [int(size) for size in gather_forward_split_backward(local_size, self.group, 0).tolist()]
 
     def all_gather(
         self, input_: torch.Tensor, dim: int = 0, separate_tensors: bool = False
@@ -101,9 +101,9 @@ class GroupCoordinator(Endpoint):
         if self.world_size == 1:
             return [input_] if separate_tensors else input_
         with torch.no_grad():
-            own = self._stage(input_)
-            sizes = self._gather_sizes(own, dim)
-            gathered = gather_forward_split_backward(own, self.group, dim, sizes, None).to(input_.device)
+            staged = self._stage(input_)
+            sizes = self._gather_sizes(staged, dim)
+            gathered = gather_forward_split_backward(staged, self.group, dim, sizes, None).to(input_.device)
         return [part.contiguous() for part in gathered.split(sizes, dim)] if separate_tensors else gathered
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:

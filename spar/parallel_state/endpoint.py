@@ -103,16 +103,16 @@ class Endpoint:
     def _where(self) -> str:
         return f"{type(self).__name__}, rank {self.rank_in_group} of {self.world_size}"
 
-    def _error(self, what: str, value: object, expected: str) -> ValueError:
-        return ValueError(f"{self._where}: {what} is {value}; expected {expected}")
+    def _error(self, name: str, value: object, expected: str) -> ValueError:
+        return ValueError(f"{self._where}: {name} is {value}; expected {expected}")
 
-    def _check_rank(self, what: str, rank: int) -> int:
-        return check_int(self._where, what, rank, 0, self.world_size - 1)
+    def _check_rank(self, name: str, rank: int) -> int:
+        return check_int(self._where, name, rank, 0, self.world_size - 1)
 
-    def _check_peer(self, what: str, rank: int) -> int:
-        rank = self._check_rank(what, rank)
+    def _check_peer(self, name: str, rank: int) -> int:
+        rank = self._check_rank(name, rank)
         if rank == self.rank_in_group:
-            raise self._error(what, rank, "another rank than this one")
+            raise self._error(name, rank, "another rank than this one")
         return rank
 
     def _check_dim(self, input_: torch.Tensor, dim: int) -> int:

@@ -73,12 +73,12 @@ def init_distributed_environment(
         AssertionError: the world group exists with another size than torch.distributed.
         TypeError, ValueError: an argument has the wrong type, or a number is below -1.
     """
-    where = "init_distributed_environment"
-    world_size = check_int(where, "world_size", world_size, -1)
-    rank = check_int(where, "rank", rank, -1)
-    check_str(where, "distributed_init_method", distributed_init_method)
-    local_rank = check_int(where, "local_rank", local_rank, -1)
-    check_backend(where, backend)
+    caller = "init_distributed_environment"
+    world_size = check_int(caller, "world_size", world_size, -1)
+    rank = check_int(caller, "rank", rank, -1)
+    check_str(caller, "distributed_init_method", distributed_init_method)
+    local_rank = check_int(caller, "local_rank", local_rank, -1)
+    check_backend(caller, backend)
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if local_rank == -1 and distributed_init_method == "env://":
@@ -99,7 +99,7 @@ def init_distributed_environment(
         )
     elif world.world_size != dist.get_world_size():
         raise AssertionError(
-            f"{where}: the world group has {world.world_size} ranks; expected {dist.get_world_size()} as in "
+            f"{caller}: the world group has {world.world_size} ranks; expected {dist.get_world_size()} as in "
             "torch.distributed; call destroy_distributed_environment() first"
         )
 
@@ -155,13 +155,13 @@ def init_model_parallel_group(
         ValueError: the groups do not fit the world, or this rank is in none of them.
         TypeError: an argument has the wrong type.
     """
-    where = "init_model_parallel_group"
-    group_ranks = check_rank_groups(where, "group_ranks", group_ranks)
-    check_backend(where, backend)
-    check_str(where, "parallel_mode", parallel_mode)
+    caller = "init_model_parallel_group"
+    group_ranks = check_rank_groups(caller, "group_ranks", group_ranks)
+    check_backend(caller, backend)
+    check_str(caller, "parallel_mode", parallel_mode)
     if parallel_mode not in _MODES:
         raise AssertionError(
-            f"{where}: parallel_mode is {parallel_mode!r}; expected one of {', '.join(_MODES)}"
+            f"{caller}: parallel_mode is {parallel_mode!r}; expected one of {', '.join(_MODES)}"
         )
     if parallel_mode == "pipeline":
         return PipelineGroupCoordinator(group_ranks, local_rank, backend)
@@ -206,21 +206,21 @@ def set_seq_parallel_pg(
         TypeError: an argument has the wrong type.
         RuntimeError: torch.distributed is not initialized.
     """
-    where = "set_seq_parallel_pg"
+    caller = "set_seq_parallel_pg"
     groups = sequence_rank_groups(
         sp_ulysses_degree, sp_ring_degree, world_size, use_ulysses_low, sp_group_ranks
     )
-    rank = check_int(where, "rank", rank, 0, world_size - 1)
-    _check_initialized(where)
+    rank = check_int(caller, "rank", rank, 0, world_size - 1)
+    _check_initialized(caller)
     if rank != dist.get_rank():
-        raise ValueError(f"{where}: rank is {rank}; expected this process's rank, {dist.get_rank()}")
+        raise ValueError(f"{caller}: rank is {rank}; expected this process's rank, {dist.get_rank()}")
     return _make_ulysses_and_ring(groups, None)
 
 
-def _check_initialized(where: str) -> None:
+def _check_initialized(caller: str) -> None:
     if not dist.is_initialized():
         raise RuntimeError(
-            f"{where}: torch.distributed is not initialized; call init_distributed_environment first"
+            f"{caller}: torch.distributed is not initialized; call init_distributed_environment first"
         )
 
 
@@ -277,67 +277,67 @@ def initialize_model_parallel(
             size), or torch.distributed is not initialized.
         AssertionError: the groups are already initialized.
     """
-    where = "initialize_model_parallel"
-    data_parallel_size = check_int(where, "data_parallel_size", data_parallel_size, 1)
-    cfg_parallel_size = check_int(where, "cfg_parallel_size", cfg_parallel_size, 1)
-    ulysses_degree = check_int(where, "ulysses_degree", ulysses_degree, 1)
-    ring_degree = check_int(where, "ring_degree", ring_degree, 1)
-    tensor_parallel_size = check_int(where, "tensor_parallel_size", tensor_parallel_size, 1)
-    pipeline_parallel_size = check_int(where, "pipeline_parallel_size", pipeline_parallel_size, 1)
-    fully_shard_degree = check_int(where, "fully_shard_degree", fully_shard_degree, 1)
-    hsdp_replicate_size = check_int(where, "hsdp_replicate_size", hsdp_replicate_size, 1)
+    caller = "initialize_model_parallel"
+    data_parallel_size = check_int(caller, "data_parallel_size", data_parallel_size, 1)
+    cfg_parallel_size = check_int(caller, "cfg_parallel_size", cfg_parallel_size, 1)
+    ulysses_degree = check_int(caller, "ulysses_degree", ulysses_degree, 1)
+    ring_degree = check_int(caller, "ring_degree", ring_degree, 1)
+    tensor_parallel_size = check_int(caller, "tensor_parallel_size", tensor_parallel_size, 1)
+    pipeline_parallel_size = check_int(caller, "pipeline_parallel_size", pipeline_parallel_size, 1)
+    fully_shard_degree = check_int(caller, "fully_shard_degree", fully_shard_degree, 1)
+    hsdp_replicate_size = check_int(caller, "hsdp_replicate_size", hsdp_replicate_size, 1)
     if sequence_parallel_size is not None:
-        sequence_parallel_size = check_int(where, "sequence_parallel_size", sequence_parallel_size, 1)
-    check_bool(where, "enable_expert_parallel", enable_expert_parallel)
-    check_backend(where, backend)
+        sequence_parallel_size = check_int(caller, "sequence_parallel_size", sequence_parallel_size, 1)
+    check_bool(caller, "enable_expert_parallel", enable_expert_parallel)
+    check_backend(caller, backend)
     sp = ring_degree * ulysses_degree
     if sequence_parallel_size not in (None, sp):
         raise ValueError(
-            f"{where}: sequence_parallel_size is {sequence_parallel_size}; "
+            f"{caller}: sequence_parallel_size is {sequence_parallel_size}; "
             f"expected {sp}, ring_degree {ring_degree} * ulysses_degree {ulysses_degree}"
         )
-    others = data_parallel_size * cfg_parallel_size * sp * pipeline_parallel_size * tensor_parallel_size
-    standalone = others == 1 and fully_shard_degree > 1
+    product = data_parallel_size * cfg_parallel_size * sp * pipeline_parallel_size * tensor_parallel_size
+    standalone = product == 1 and fully_shard_degree > 1
     dp = fully_shard_degree * hsdp_replicate_size if standalone else data_parallel_size
     layout = RankGenerator(
         tensor_parallel_size, sp, pipeline_parallel_size, cfg_parallel_size, dp, fully_shard_degree
     )
     sharded = layout.get_ranks("fs", independent_ranks=True)
-    _check_initialized(where)
+    _check_initialized(caller)
     world = dist.get_world_size()
     if world != layout.world_size:
         # no size is derived: leftover ranks would be in no group, or be unrequested replicas
-        more, rest = divmod(world, layout.world_size)
+        more, remainder = divmod(world, layout.world_size)
         name, size = (
             ("hsdp_replicate_size", hsdp_replicate_size) if standalone else ("data_parallel_size", dp)
         )
-        hint = "" if rest or not more else f"; pass {name}={size * more} to use all ranks"
-        raise RuntimeError(f"{where}: {layout} is {layout.world_size} ranks; the world has {world}{hint}")
+        hint = "" if remainder or not more else f"; pass {name}={size * more} to use all ranks"
+        raise RuntimeError(f"{caller}: {layout} is {layout.world_size} ranks; the world has {world}{hint}")
     topology = current()
     existing = sorted(set(topology.coordinators) - {"world"})
     if existing:
         raise AssertionError(
-            f"{where}: the groups {existing} are already initialized; call destroy_model_parallel() first"
+            f"{caller}: the groups {existing} are already initialized; call destroy_model_parallel() first"
         )
     local_rank = get_local_rank()
     modes = {"dp": "data", "cfg": "classifier_free_guidance", "pp": "pipeline", "tp": "tensor"}
-    made = {
+    coordinators = {
         name: init_model_parallel_group(layout.get_ranks(name), local_rank, backend, mode)
         for name, mode in modes.items()
     }
-    made["fs"] = init_model_parallel_group(sharded, local_rank, backend, "fully_shard")
+    coordinators["fs"] = init_model_parallel_group(sharded, local_rank, backend, "fully_shard")
     if enable_expert_parallel:
         ranks = layout.get_ranks("tp-sp-cfg-dp")
-        made["ep"] = init_model_parallel_group(ranks, local_rank, backend, "expert")
+        coordinators["ep"] = init_model_parallel_group(ranks, local_rank, backend, "expert")
     ranks = layout.get_ranks("sp")
     ulysses, ring = _make_ulysses_and_ring(
         sequence_rank_groups(ulysses_degree, ring_degree, world, True, ranks), backend
     )
-    made["sp"] = init_model_parallel_group(
+    coordinators["sp"] = init_model_parallel_group(
         ranks, local_rank, backend, "sequence", ulysses_group=ulysses, ring_group=ring
     )
     init_dit_group(layout.world_size, backend)
-    topology.coordinators |= made
+    topology.coordinators |= coordinators
     topology.refresh()
     logger.debug("rank %d: %s", dist.get_rank(), layout)
 

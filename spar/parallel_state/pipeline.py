@@ -133,10 +133,10 @@ class PipelineGroupCoordinator(GroupCoordinator):
             ValueError: `recv_next` did not start this tensor.
         """
         key = (name or "latent", idx)
-        for i, (other, tensor, work) in enumerate(self._receiving):
-            if other == key:
+        for i, (posted, tensor, work) in enumerate(self._receiving):
+            if posted == key:
                 if work is not None:
                     work.wait()
                 del self._receiving[i]
                 return tensor
-        raise self._error("the requested tensor", key, f"one of {[other for other, *_ in self._receiving]}")
+        raise self._error("the requested tensor", key, f"one of {[posted for posted, *_ in self._receiving]}")

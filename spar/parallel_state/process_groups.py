@@ -12,7 +12,7 @@ from ..groups import close
 from ..topology.groups_by_name import device_type_of
 
 
-def new_group_of(groups: list[list[int]], backend: str | None, where: str) -> dist.ProcessGroup | None:
+def new_group_of(groups: list[list[int]], backend: str | None, caller: str) -> dist.ProcessGroup | None:
     """Make all groups, in the same order on every rank, and return this rank's, or None. Collective.
 
     The ranks of a group keep the order of their list. `where` names the caller in errors.
@@ -24,7 +24,7 @@ def new_group_of(groups: list[list[int]], backend: str | None, where: str) -> di
     are_distinct, are_in_world = len(set(members)) == len(members), set(members) <= set(range(world))
     if not (groups and all(groups) and are_distinct and are_in_world):
         raise ValueError(
-            f"{where}: the groups are {groups}; "
+            f"{caller}: the groups are {groups}; "
             f"expected ranks 0 to {world - 1}, each at most once, and no empty group"
         )
     mine = None

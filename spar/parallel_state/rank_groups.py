@@ -173,23 +173,23 @@ def sequence_rank_groups(
         ValueError: a size is below 1, a group has another size, or the groups do not cover each rank once.
         TypeError: an argument has the wrong type.
     """
-    where = "set_seq_parallel_pg"
-    ulysses = check_int(where, "sp_ulysses_degree", ulysses, 1)
-    ring = check_int(where, "sp_ring_degree", ring, 1)
-    world_size = check_int(where, "world_size", world_size, 1)
-    check_bool(where, "use_ulysses_low", use_ulysses_low)
+    caller = "set_seq_parallel_pg"
+    ulysses = check_int(caller, "sp_ulysses_degree", ulysses, 1)
+    ring = check_int(caller, "sp_ring_degree", ring, 1)
+    world_size = check_int(caller, "world_size", world_size, 1)
+    check_bool(caller, "use_ulysses_low", use_ulysses_low)
     size = ulysses * ring
     layout = f"ulysses {ulysses} x ring {ring}"
     if world_size % size:
-        raise AssertionError(f"{where}: world_size is {world_size}; expected a multiple of {size}, {layout}")
+        raise AssertionError(f"{caller}: world_size is {world_size}; expected a multiple of {size}, {layout}")
     if sp_group_ranks is None:
         sp_group_ranks = [list(range(start, start + size)) for start in range(0, world_size, size)]
-    sp_group_ranks = check_rank_groups(where, "sp_group_ranks", sp_group_ranks)
+    sp_group_ranks = check_rank_groups(caller, "sp_group_ranks", sp_group_ranks)
     sizes = [len(ranks) for ranks in sp_group_ranks]
     ranks = sorted(itertools.chain(*sp_group_ranks))
     if sizes != [size] * (world_size // size) or ranks != list(range(world_size)):
         raise ValueError(
-            f"{where}: Invalid sp_group_ranks: sp_group_ranks is {sp_group_ranks}; expected "
+            f"{caller}: Invalid sp_group_ranks: sp_group_ranks is {sp_group_ranks}; expected "
             f"{world_size // size} groups of {size} ranks, {layout}, with the ranks 0 to {world_size - 1}"
         )
     low = ulysses if use_ulysses_low else ring

@@ -75,8 +75,8 @@ def _getters(name: str) -> _Getters:
 
     getters = is_enable, get_group, get_group_size, get_rank, get_device_mesh
     for getter in getters:
-        verb, _, rest = getter.__name__.partition("_")
-        getter.__name__ = f"{verb}_{name}_{rest}"
+        verb, _, suffix = getter.__name__.partition("_")
+        getter.__name__ = f"{verb}_{name}_{suffix}"
         getter.__qualname__ = f"ParallelState.{getter.__name__}"
     return getters
 
@@ -270,9 +270,9 @@ def _cp_neighbours(mesh: DeviceMesh) -> str | None:
                 "the ranks of the mesh"
             )
         in_cp = sorted(ring_rank)
-        found = {
+        orders_by_name = {
             "ring": sorted(in_cp, key=lambda rank: (ulysses_rank[rank], ring_rank[rank])),
             "ulysses": sorted(in_cp, key=lambda rank: (ring_rank[rank], ulysses_rank[rank])),
         }
-        orders &= {name for name, ranks in found.items() if ranks == in_cp}
+        orders &= {name for name, ranks in orders_by_name.items() if ranks == in_cp}
     return min(orders, default=None)  # "ring", if one of the groups has one rank

@@ -99,9 +99,9 @@ class Topology:
     def _groups_by_name(self) -> dict[str, dist.ProcessGroup]:
         """Return the coordinators' groups under the parallel state's names."""
         names = {"dp": "dp", "tp": "tp", "ep": "ep", "fs": "dp_shard_cp", "sp": "cp"}
-        found = {new: self.coordinators[old].group for old, new in names.items() if old in self.coordinators}
+        groups = {new: self.coordinators[old].group for old, new in names.items() if old in self.coordinators}
         sp: Any = self.coordinators["sp"]
-        return found | {"ulysses": sp.ulysses_group, "ring": sp.ring_group}
+        return groups | {"ulysses": sp.ulysses_group, "ring": sp.ring_group}
 
     def forget(self) -> None:
         """Drop all groups without destroying them; that is up to their creator."""

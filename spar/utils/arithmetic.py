@@ -58,15 +58,15 @@ def split_tensor_along_last_dim(
         ValueError: the tensor has no dims, `num_partitions` is below 1 or does not divide N.
         TypeError: an argument has the wrong type.
     """
-    where = "split_tensor_along_last_dim"
-    check_type(where, "tensor", tensor, torch.Tensor, "a tensor")
-    num_partitions = check_int(where, "num_partitions", num_partitions, 1)
-    check_bool(where, "contiguous_split_chunks", contiguous_split_chunks)
+    caller = "split_tensor_along_last_dim"
+    check_type(caller, "tensor", tensor, torch.Tensor, "a tensor")
+    num_partitions = check_int(caller, "num_partitions", num_partitions, 1)
+    check_bool(caller, "contiguous_split_chunks", contiguous_split_chunks)
     if tensor.dim() == 0:
-        raise ValueError(f"{where}: tensor is a scalar; expected at least one dim")
+        raise ValueError(f"{caller}: tensor is a scalar; expected at least one dim")
     if tensor.size(-1) % num_partitions:
         raise ValueError(
-            f"{where}: tensor.size(-1) is {tensor.size(-1)}; expected a multiple of {num_partitions}"
+            f"{caller}: tensor.size(-1) is {tensor.size(-1)}; expected a multiple of {num_partitions}"
         )
     parts = tensor.split([tensor.size(-1) // num_partitions] * num_partitions, -1)
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
@@ -97,21 +97,21 @@ def get_pp_indices(
         ValueError: num_layers is negative, pp_size is below 1, or pp_rank is not in [0, pp_size).
         TypeError: an argument is not an int, or not exactly one of num_layers and num_hidden_layers is given.
     """
-    where, name, given = "get_pp_indices", "num_layers", num_layers
+    caller, name, value = "get_pp_indices", "num_layers", num_layers
     if num_hidden_layers is not None:
         if num_layers is not None:
             raise TypeError(
-                f"{where}: num_layers is {num_layers!r:.200} and num_hidden_layers is "
+                f"{caller}: num_layers is {num_layers!r:.200} and num_hidden_layers is "
                 f"{num_hidden_layers!r:.200}; expected one of them"
             )
-        name, given = "num_hidden_layers", num_hidden_layers
-    layers = check_int(where, name, given, 0)
-    size = check_int(where, "pp_size", pp_size, 1)
-    stage = check_int(where, "pp_rank", pp_rank, 0, size - 1)
-    each, extra = divmod(layers, size)
+        name, value = "num_hidden_layers", num_hidden_layers
+    layers = check_int(caller, name, value, 0)
+    size = check_int(caller, "pp_size", pp_size, 1)
+    stage = check_int(caller, "pp_rank", pp_rank, 0, size - 1)
+    per_stage, extra = divmod(layers, size)
     first = size - 1 - extra  # the first stage with an extra layer
 
     def start(stage: int) -> int:
-        return stage * each + min(max(stage - first, 0), extra)
+        return stage * per_stage + min(max(stage - first, 0), extra)
 
     return start(stage), start(stage + 1)

@@ -41,16 +41,16 @@ def init_gloo_process_group(
         ValueError: `backend` is not "gloo", or `group_rank` is not in [0, group_size).
         TypeError: an argument has the wrong type.
     """
-    where = "init_gloo_process_group"
-    check_str(where, "backend", backend)
+    caller = "init_gloo_process_group"
+    check_str(caller, "backend", backend)
     if backend != dist.Backend.GLOO:
-        raise ValueError(f"{where}: backend is {backend!r}; expected 'gloo'")
-    check_type(where, "prefix_store", prefix_store, Store, "a Store")
-    group_size = check_int(where, "group_size", group_size, 1)
+        raise ValueError(f"{caller}: backend is {backend!r}; expected 'gloo'")
+    check_type(caller, "prefix_store", prefix_store, Store, "a Store")
+    group_size = check_int(caller, "group_size", group_size, 1)
     group_rank = check_int(
-        f"{where} with group_size {group_size}", "group_rank", group_rank, 0, group_size - 1
+        f"{caller} with group_size {group_size}", "group_rank", group_rank, 0, group_size - 1
     )
-    check_type(where, "timeout", timeout, timedelta, "a timedelta")
+    check_type(caller, "timeout", timeout, timedelta, "a timedelta")
     gloo = dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout)
     return _process_group(gloo, "cpu", dist.ProcessGroup.BackendType.GLOO, prefix_store)
 
@@ -92,15 +92,15 @@ def stateless_init_torch_distributed_process_group(
         MismatchError: another process has the same rank, or world_size differs between ranks.
         RuntimeError: ranks are missing after the backend's default timeout; the error names them.
     """
-    where = "stateless_init_torch_distributed_process_group"
-    check_str(where, "host", host)
-    rank, world_size = check_rank(where, rank, world_size)
-    check_str(where, "backend", backend)
+    caller = "stateless_init_torch_distributed_process_group"
+    check_str(caller, "host", host)
+    rank, world_size = check_rank(caller, rank, world_size)
+    check_str(caller, "backend", backend)
     available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     if not available.get(backend, False):
         names = ", ".join(repr(name) for name in available if available[name])
         raise ValueError(
-            f"{where} on rank {rank}: backend is {backend!r}; "
+            f"{caller} on rank {rank}: backend is {backend!r}; "
             f"expected 'gloo' or 'nccl'; this build of torch has {names}"
         )
     timeout = default_pg_timeout
@@ -134,11 +134,11 @@ def stateless_destroy_torch_distributed_process_group(pg: dist.ProcessGroup) -> 
         ValueError: `pg` is not such a group, or was already destroyed.
         TypeError: `pg` is not a ProcessGroup.
     """
-    where = "stateless_destroy_torch_distributed_process_group"
-    check_type(where, "pg", pg, dist.ProcessGroup, "a ProcessGroup")
+    caller = "stateless_destroy_torch_distributed_process_group"
+    check_type(caller, "pg", pg, dist.ProcessGroup, "a ProcessGroup")
     if _rendezvous.get(pg) is None:
         raise ValueError(
-            f"{where}: pg is a {type(pg).__name__} that is not a group of "
+            f"{caller}: pg is a {type(pg).__name__} that is not a group of "
             "stateless_init_torch_distributed_process_group, or was destroyed before"
         )
     close(pg)

@@ -73,11 +73,11 @@ class StatelessProcessGroup:
     _barriers: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        where = "StatelessProcessGroup"
-        self.rank, self.world_size = check_rank(where, self.rank, self.world_size)
-        check_type(where, "store", self.store, Store, "a Store")
-        check_type(where, "socket", self.socket, (Socket, type(None)), "a socket or None")
-        check_int(where, "data_expiration_seconds", self.data_expiration_seconds, 0)
+        caller = "StatelessProcessGroup"
+        self.rank, self.world_size = check_rank(caller, self.rank, self.world_size)
+        check_type(caller, "store", self.store, Store, "a Store")
+        check_type(caller, "socket", self.socket, (Socket, type(None)), "a socket or None")
+        check_int(caller, "data_expiration_seconds", self.data_expiration_seconds, 0)
         for counter in (self.send_dst_counter, self.recv_src_counter, self.broadcast_recv_src_counter):
             for peer in range(self.world_size):
                 counter.setdefault(peer, 0)
@@ -110,18 +110,18 @@ class StatelessProcessGroup:
             MismatchError: another process has the same rank, or world_size differs between ranks.
             RuntimeError: ranks are missing after store_timeout; the error names them.
         """
-        where = "StatelessProcessGroup.create"
-        rank, world_size = check_rank(where, rank, world_size)
-        check_str(where, "host", host)
-        port = check_int(where, "port", port, 0 if world_size == 1 else 1, 65535)
-        check_int(where, "data_expiration_seconds", data_expiration_seconds, 0)
-        check_number(where, "store_timeout", store_timeout)
+        caller = "StatelessProcessGroup.create"
+        rank, world_size = check_rank(caller, rank, world_size)
+        check_str(caller, "host", host)
+        port = check_int(caller, "port", port, 0 if world_size == 1 else 1, 65535)
+        check_int(caller, "data_expiration_seconds", data_expiration_seconds, 0)
+        check_number(caller, "store_timeout", store_timeout)
         if store_timeout <= 0:
             raise ValueError(
-                f"{where} on rank {rank}: store_timeout is {store_timeout}; expected more than 0"
+                f"{caller} on rank {rank}: store_timeout is {store_timeout}; expected more than 0"
             )
         if not host:  # Python's sockets would listen on all interfaces
-            raise ValueError(f"{where} on rank {rank}: host is {host!r}; expected a name or an address")
+            raise ValueError(f"{caller} on rank {rank}: host is {host!r}; expected a name or an address")
         limit = timedelta(seconds=store_timeout)
         with contextlib.ExitStack() as undo:
             socket = undo.enter_context(_listen(host, port)) if rank == 0 else None
@@ -220,9 +220,9 @@ class StatelessProcessGroup:
     def _claim_rank(self) -> None:
         """Raise MismatchError if ranks collide or world sizes differ: the ranks would never all arrive."""
         world = str(self.world_size)
-        other = self.store.compare_set("world_size", "", world).decode()
-        if other != world:
-            why = f"another rank passed world_size {other}; all ranks must pass the same"
+        first_world = self.store.compare_set("world_size", "", world).decode()
+        if first_world != world:
+            why = f"another rank passed world_size {first_world}; all ranks must pass the same"
             self._fail("create", why, (), MismatchError)
         if self.store.add(f"claimed/{self.rank}", 1) > 1:
             why = f"another process is rank {self.rank}; each process must pass its own rank"
