@@ -83,7 +83,7 @@ def disable(model: torch.nn.Module) -> None:
 
 def _attention_modules(model: torch.nn.Module, names: Names) -> dict[str, torch.nn.Module]:
     """Return the modules that have an attention processor; check that spar knows how each attends."""
-    found = {}
+    modules = {}
     for name, module in model.named_modules():
         processor = getattr(module, _PROCESSOR, None)
         if processor is None or not callable(processor):
@@ -92,18 +92,18 @@ def _attention_modules(model: torch.nn.Module, names: Names) -> dict[str, torch.
         if "IPAdapter" in kind or not (
             hasattr(processor, BACKEND) or isinstance(processor, names.joint_processors)
         ):
-            joint = ", ".join(each.__name__ for each in names.joint_processors)
+            joint = ", ".join(joint_kind.__name__ for joint_kind in names.joint_processors)
             raise ValueError(
                 f"diffusers.enable: the processor of {name} is a {kind}; expected one without an IP adapter "
                 f"that calls diffusers' attention dispatcher, or {joint}"
             )
-        found[name] = module
-    if not found:
+        modules[name] = module
+    if not modules:
         raise ValueError(
             f"diffusers.enable: {type(model).__name__} has no attention processors; expected a transformer "
             "of diffusers, such as pipe.transformer"
         )
-    return found
+    return modules
 
 
 class _Sharded:
@@ -121,7 +121,7 @@ class _Sharded:
         self.group = group
         self.names = names
         self.attention = ShardedAttention(group)
-        self.taken = argument_names(model)
+        self.parameters = argument_names(model)
         self.compared = False  # whether the ranks' inputs were compared: in the first forward
         self.root = [rule for rule in rules if rule.module is model]
         self.backends: dict[Any, Any] = {}  # maps the backend that a processor had to spar's
@@ -170,8 +170,8 @@ class _Sharded:
 
     def _enter(self, name: str, module: torch.nn.Module) -> None:
         """Let an attention module attend over the whole sequence."""
-        taken = argument_names(module)
-        at = taken.index(TEXT) if TEXT in taken else len(taken)
+        parameters = argument_names(module)
+        at = parameters.index(TEXT) if TEXT in parameters else len(parameters)
 
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             text = args[at] if at < len(args) else kwargs.get(TEXT)
@@ -215,7 +215,7 @@ class _Sharded:
         sequences = self.attention.sequences = Sequences(self.group)
         try:
             if not self.compared and not torch.compiler.is_compiling():
-                check_equal(self.group, dict(zip(self.taken, args, strict=False)) | kwargs)
+                check_equal(self.group, dict(zip(self.parameters, args, strict=False)) | kwargs)
                 self.compared = True
             for rule in self.root:
                 args, kwargs = self._shard_arguments(rule, args, kwargs)
@@ -254,14 +254,14 @@ class _Sharded:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.attention.sequences is None:
             return args, kwargs
-        given, kwargs = list(args), dict(kwargs)
+        positional, kwargs = list(args), dict(kwargs)
         for name, part in rule.arguments.items():
-            at = rule.taken.index(name)
+            at = rule.parameters.index(name)
             if name in kwargs:
                 kwargs[name] = self._shard(kwargs[name], part, name, rule)
-            elif at < len(given):
-                given[at] = self._shard(given[at], part, name, rule)
-        return tuple(given), kwargs
+            elif at < len(positional):
+                positional[at] = self._shard(positional[at], part, name, rule)
+        return tuple(positional), kwargs
 
     def _convert(self, rule: Rule, output: Any) -> Any:
         """Shard or gather a module's outputs."""
@@ -269,11 +269,11 @@ class _Sharded:
             return output
         single = isinstance(output, torch.Tensor)
         if isinstance(output, Mapping):  # a dataclass of diffusers
-            return type(output)(**dict(zip(output, self._each(rule, list(output.values())), strict=True)))
-        each = self._each(rule, [output] if single else list(output))
-        return each[0] if single else each if isinstance(output, list) else tuple(each)
+            return type(output)(**dict(zip(output, self._apply(rule, list(output.values())), strict=True)))
+        outputs = self._apply(rule, [output] if single else list(output))
+        return outputs[0] if single else outputs if isinstance(output, list) else tuple(outputs)
 
-    def _each(self, rule: Rule, outputs: list[Any]) -> list[Any]:
+    def _apply(self, rule: Rule, outputs: list[Any]) -> list[Any]:
         for i, part in rule.outputs.items():
             if i >= len(outputs):
                 raise self._error(rule, f"{len(outputs)} outputs", f"more than {i}, which the plan shards")
@@ -302,13 +302,13 @@ class _Sharded:
     def _gather(self, x: Any, part: Part, rule: Rule) -> Any:
         sequences = self.attention.sequences
         if not isinstance(x, torch.Tensor) or not -x.dim() <= part.dim < x.dim():
-            found = f"of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            raise self._error(rule, f"its output is {found}", f"a tensor with a dim {part.dim}")
+            actual = f"of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise self._error(rule, f"its output is {actual}", f"a tensor with a dim {part.dim}")
         assert sequences is not None
         layout = sequences.layout_of(x.size(part.dim))
         if layout is None:
-            found = f"its output has {x.size(part.dim)} tokens"
-            raise self._error(rule, found, f"this rank's shard of a sequence of the plan ({sequences})")
+            actual = f"its output has {x.size(part.dim)} tokens"
+            raise self._error(rule, actual, f"this rank's shard of a sequence of the plan ({sequences})")
         whole: torch.Tensor = layout.gather(x, part.dim, "up")
         if whole.requires_grad:  # backward begins here: checkpoints before it recompute this forward
             whole.register_hook(functools.partial(self._resume, sequences))
@@ -317,10 +317,10 @@ class _Sharded:
     def _resume(self, sequences: Sequences, _: torch.Tensor) -> None:
         self.attention.sequences = sequences
 
-    def _error(self, rule: Rule, found: str, expected: str) -> ValueError:
+    def _error(self, rule: Rule, actual: str, expected: str) -> ValueError:
         place = self.attention.place
         module = f"module {rule.name!r}" if rule.name else "the model"
         return ValueError(
-            f"a sharded model's forward on rank {place.rank} of {place.world}: at {module} {found}; "
+            f"a sharded model's forward on rank {place.rank} of {place.world}: at {module} {actual}; "
             f"expected {expected}"
         )

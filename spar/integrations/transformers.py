@@ -95,8 +95,8 @@ def shard(
         TypeError: an argument is of another type.
         MismatchError: ranks of the group have other batches, or the same random numbers. Every rank raises.
     """
-    given = layout.group if group is None and isinstance(layout, SequenceLayout) else group
-    real = process_group(given, "transformers.shard")
+    sequence_group = layout.group if group is None and isinstance(layout, SequenceLayout) else group
+    real = process_group(sequence_group, "transformers.shard")
     sharding = Sharding(stock(model), real, token_group)
     with sharding.reported():
         return sharding.run(batch, layout, method, check)

@@ -111,30 +111,30 @@ class ShardedAttention:
             )
         return local(q, k, v, mask)
 
-    def _layout(self, sequences: Sequences, what: str, held: int) -> SequenceLayout:
-        layout = sequences.layout_of(held)
+    def _layout(self, sequences: Sequences, kind: str, size: int) -> SequenceLayout:
+        layout = sequences.layout_of(size)
         if layout is None:
             raise self.error(
-                f"{held} {what}, which are no shard of the sequences that the plan shards ({sequences})",
+                f"{size} {kind}, which are no shard of the sequences that the plan shards ({sequences})",
                 "the shard of one of them, or of two that are joined; shard every sequence that they contain",
             )
         return layout
 
-    def _whole_mask(self, mask: torch.Tensor, held: int, keys: SequenceLayout) -> torch.Tensor:
+    def _whole_mask(self, mask: torch.Tensor, size: int, keys: SequenceLayout) -> torch.Tensor:
         """Gather a mask of this rank's keys, [B, S_local] or [B or 1, H or 1, 1, S_local]."""
-        if mask.size(-1) != held or not (mask.dim() == 2 or (mask.dim() == 4 and mask.size(2) == 1)):
+        if mask.size(-1) != size or not (mask.dim() == 2 or (mask.dim() == 4 and mask.size(2) == 1)):
             raise self.error(
                 f"a mask of shape {list(mask.shape)}",
-                f"one value for each of this rank's keys, [B, {held}] or [B, 1, 1, {held}]; shard the mask",
+                f"one value for each of this rank's keys, [B, {size}] or [B, 1, 1, {size}]; shard the mask",
             )
         mask = mask[:, None, None] if mask.dim() == 2 else mask
         whole: torch.Tensor = keys.gather(mask.contiguous(), 3)
         return whole
 
-    def error(self, found: str, expected: str) -> ValueError:
+    def error(self, actual: str, expected: str) -> ValueError:
         place = self.place
         return ValueError(
-            f"attention of a sharded model on rank {place.rank} of {place.world}: {found}; "
+            f"attention of a sharded model on rank {place.rank} of {place.world}: {actual}; "
             f"expected {expected}"
         )
 
@@ -169,9 +169,9 @@ def register_backend(names: Names, attention: ShardedAttention, inner: Any) -> A
             )
             return out
 
-        given = {key: value for key, value in others.items() if value is not None and value is not False}
-        if given and attention.place.world > 1:
-            raise attention.error(f"attention_kwargs {given!r:.200}", "none")
+        options = {key: value for key, value in others.items() if value is not None and value is not False}
+        if options and attention.place.world > 1:
+            raise attention.error(f"attention_kwargs {options!r:.200}", "none")
         active = registry.get_active_backend()[0] if inner is None else inner
         return attention(
             query,

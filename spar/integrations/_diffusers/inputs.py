@@ -29,22 +29,22 @@ def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
     place = place_of(group)
     if not tensors or place.world == 1:
         return
-    own = torch.stack([_numbers(x) for x in tensors.values()])
+    local = torch.stack([_numbers(x) for x in tensors.values()])
     device = next(iter(tensors.values())).device  # a group may serve one device type only
-    each = all_gather(own[None].to(device), group).cpu()  # [P, tensors, numbers]
+    gathered = all_gather(local[None].to(device), group).cpu()  # [P, tensors, numbers]
     for i, (name, x) in enumerate(tensors.items()):
-        first = each[0, i]
+        first = gathered[0, i]
         scale = float(first[_SIZES:].abs().nan_to_num(0.0, 0.0, 0.0).max())
         tolerance = _TOLERANCE * scale if x.is_floating_point() else 0.0
         for rank in range(1, place.world):
-            found = each[rank, i]
-            same = torch.equal(found[:_SIZES], first[:_SIZES])
-            if same and torch.allclose(found, first, rtol=0, atol=tolerance, equal_nan=True):
+            numbers = gathered[rank, i]
+            same = torch.equal(numbers[:_SIZES], first[:_SIZES])
+            if same and torch.allclose(numbers, first, rtol=0, atol=tolerance, equal_nan=True):
                 continue
-            shapes = [[int(n) for n in row[:_SIZES] if n >= 0] for row in (first, found)]
-            what = "another value" if same else f"of shape {shapes[1]}, on rank 0 {shapes[0]}"
+            shapes = [[int(n) for n in row[:_SIZES] if n >= 0] for row in (first, numbers)]
+            value = "another value" if same else f"of shape {shapes[1]}, on rank 0 {shapes[0]}"
             raise ValueError(
-                f"a sharded model's forward on rank {place.rank} of {place.world}: {name} is {what} on rank "
+                f"a sharded model's forward on rank {place.rank} of {place.world}: {name} is {value} on rank "
                 f"{rank}; expected equal inputs on all ranks: draw noise and timesteps from one seed, or "
                 "broadcast them"
             )

@@ -54,7 +54,7 @@ def load() -> Names:
     Raises:
         ImportError: diffusers is not installed, or this version lacks a name.
     """
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for module, names in REQUIRED.items():
         try:
             loaded = importlib.import_module(module)
@@ -63,29 +63,29 @@ def load() -> Names:
                 raise ImportError(
                     f"spar.integrations.diffusers needs diffusers; pip install diffusers=={TESTED}"
                 ) from error
-            raise _lacks(module, found) from error
+            raise _lacks(module, members) from error
         for name in names:
             try:
-                found[name] = attrgetter(name)(loaded)
+                members[name] = attrgetter(name)(loaded)
             except AttributeError as error:
-                raise _lacks(f"{module}.{name}", found) from error
+                raise _lacks(f"{module}.{name}", members) from error
     for kind, fields in _FIELDS.items():
         for field in fields:
-            if field not in found[f"{kind}.__dataclass_fields__"]:
-                raise _lacks(f"{_PARALLEL}.{kind}.{field}", found)
+            if field not in members[f"{kind}.__dataclass_fields__"]:
+                raise _lacks(f"{_PARALLEL}.{kind}.{field}", members)
     parallel = importlib.import_module(_PARALLEL)
     return Names(
-        found["dispatch_attention_fn"],
-        found["AttentionBackendName"],
+        members["dispatch_attention_fn"],
+        members["AttentionBackendName"],
         importlib.import_module(_DISPATCH)._AttentionBackendRegistry,
-        (found["JointAttnProcessor2_0"], found["FusedJointAttnProcessor2_0"]),
+        (members["JointAttnProcessor2_0"], members["FusedJointAttnProcessor2_0"]),
         parallel.ContextParallelInput,
         parallel.ContextParallelOutput,
     )
 
 
-def _lacks(name: str, found: dict[str, Any]) -> ImportError:
+def _lacks(name: str, members: dict[str, Any]) -> ImportError:
     return ImportError(
-        f"spar.integrations.diffusers needs {name}, which diffusers {found.get('__version__', '')} lacks; "
+        f"spar.integrations.diffusers needs {name}, which diffusers {members.get('__version__', '')} lacks; "
         f"it is tested with diffusers {TESTED}"
     )

@@ -43,7 +43,7 @@ class Rule(NamedTuple):
 
     name: str  # the module's; "" for the model
     module: torch.nn.Module
-    taken: list[str]  # the names of its arguments
+    parameters: list[str]  # the names of its arguments
     arguments: dict[str, Part]  # sharded before the module's forward
     outputs: dict[int, Part]  # sharded after it
     gathered: tuple[Part | None, ...]  # of each output, gathered after it
@@ -59,16 +59,16 @@ def default_plan(model: torch.nn.Module) -> Any:
     for name in classes:
         if name in PLANS:
             return PLANS[name]
-    own = getattr(model, "_cp_plan", None)
-    if own is not None and any(name in VERIFIED for name in classes):
-        return own
+    plan = getattr(model, "_cp_plan", None)
+    if plan is not None and any(name in VERIFIED for name in classes):
+        return plan
     name = type(model).__name__
-    known = ", ".join(sorted({*PLANS, *VERIFIED}))
+    verified = ", ".join(sorted({*PLANS, *VERIFIED}))
     raise ValueError(
-        f"diffusers.enable: {name} has no plan that spar has verified; expected one of {known}, or plan=. "
+        f"diffusers.enable: {name} has no plan that spar has verified; expected one of {verified}, or plan=. "
         + (
             f"diffusers has one: pass plan={name}._cp_plan, and compare with one process"
-            if own is not None
+            if plan is not None
             else 'plan={"blocks.0": {"hidden_states": 1}, "proj_out": 1} shards dim 1 before the first block'
         )
     )
@@ -99,40 +99,40 @@ def _modules(model: torch.nn.Module, path: Any) -> list[tuple[str, torch.nn.Modu
     """Return the modules at a path, in which "*" stands for each child."""
     if not isinstance(path, str):
         raise TypeError(f"diffusers.enable: the plan has the key {path!r:.80}; expected a module's name")
-    found = [("", model)]
+    matches = [("", model)]
     for step in path.split(".") if path else ():
-        found = [
+        matches = [
             (f"{name}.{child}".lstrip("."), module)
-            for name, parent in found
+            for name, parent in matches
             for child, module in parent.named_children()
             if step in ("*", child)
         ]
-    if not found:
+    if not matches:
         raise ValueError(
             f"diffusers.enable: the plan names the module {path!r}; expected the name of a module of "
             f"{type(model).__name__}"
         )
-    return found
+    return matches
 
 
 def _rule(name: str, module: torch.nn.Module, entry: Any, names: Names) -> Rule:
     at = f"diffusers.enable: the plan of module {name!r}"
     if not isinstance(entry, Mapping):
-        each = entry if isinstance(entry, (list, tuple)) else [entry]
-        gathered = [None if part is None else _part(at, part, names.output, "gather_dim") for part in each]
+        parts = entry if isinstance(entry, (list, tuple)) else [entry]
+        gathered = [None if part is None else _part(at, part, names.output, "gather_dim") for part in parts]
         return Rule(name, module, [], {}, {}, tuple(gathered))
     arguments: dict[str, Part] = {}
     outputs: dict[int, Part] = {}
-    taken = argument_names(module)
+    parameters = argument_names(module)
     for key, value in entry.items():
         part = _part(f"{at}: {key!r}", value, names.input, "split_dim")
         if isinstance(key, str) and not getattr(value, "split_output", False):
-            if key not in taken:
-                raise ValueError(f"{at} names the argument {key!r}; expected one of {', '.join(taken)}")
+            if key not in parameters:
+                raise ValueError(f"{at} names the argument {key!r}; expected one of {', '.join(parameters)}")
             arguments[key] = part
         else:
             outputs[check_int(at, "an output", key, 0)] = part
-    return Rule(name, module, taken, arguments, outputs, ())
+    return Rule(name, module, parameters, arguments, outputs, ())
 
 
 def argument_names(module: torch.nn.Module) -> list[str]:

@@ -25,14 +25,14 @@ class Sequences:
         self.group = group
         self.rank = place_of(group).rank
         self.totals: dict[str, int] = {}
-        self._known: list[tuple[SequenceLayout, tuple[int, ...]]] | None = None  # with their sizes
+        self._candidates: list[tuple[SequenceLayout, tuple[int, ...]]] | None = None  # with their sizes
         self._ambiguous = False
 
     def add(self, name: str, total: int) -> SequenceLayout:
         """Note a sequence that is to be sharded; return its layout."""
         if self.totals.get(name) != total:
             self.totals[name] = total
-            self._known = None
+            self._candidates = None
         return SequenceLayout.even(total, self.group)
 
     @property
@@ -48,31 +48,31 @@ class Sequences:
             if SequenceLayout.even(total, self.group).sizes[self.rank] == 0
         ]
 
-    def layout_of(self, held: int) -> SequenceLayout | None:
+    def layout_of(self, size: int) -> SequenceLayout | None:
         """Return the layout of which this rank holds so many tokens; None if there is none.
 
         Collective if a rank would hold equally many tokens by two of the layouts, which all ranks know.
         """
-        if self._known is None:
-            self._known = [(layout, layout.sizes) for layout in self._layouts()]
-            self._ambiguous = _collide({sizes for _, sizes in self._known})
+        if self._candidates is None:
+            self._candidates = [(layout, layout.sizes) for layout in self._layouts()]
+            self._ambiguous = _collide({sizes for _, sizes in self._candidates})
         if self._ambiguous:
-            each = SequenceLayout.from_local(held, self.group).sizes
-            fitting = [layout for layout, sizes in self._known if sizes == each]
+            rank_sizes = SequenceLayout.from_local(size, self.group).sizes
+            fitting = [layout for layout, sizes in self._candidates if sizes == rank_sizes]
         else:
-            fitting = [layout for layout, sizes in self._known if sizes[self.rank] == held]
+            fitting = [layout for layout, sizes in self._candidates if sizes[self.rank] == size]
         return fitting[0] if fitting else None
 
     def _layouts(self) -> list[SequenceLayout]:
         streams = [total for name, total in self.totals.items() if name.endswith(_STREAM)]
-        others = {total for total in self.totals.values() if total not in streams}
-        streams += sorted(others)  # positions and masks of a stream, or a stream of another name
+        totals = {total for total in self.totals.values() if total not in streams}
+        streams += sorted(totals)  # positions and masks of a stream, or a stream of another name
         single = [SequenceLayout.even(total, self.group) for total in streams]
         return single + [SequenceLayout.joint(a, b, self.group) for a, b in combinations(streams, 2)]
 
     def __str__(self) -> str:
-        each = [f"{name}: {total}" for name, total in self.totals.items()]
-        return ", ".join(each) or "none"
+        entries = [f"{name}: {total}" for name, total in self.totals.items()]
+        return ", ".join(entries) or "none"
 
 
 def _collide(sizes: set[tuple[int, ...]]) -> bool:

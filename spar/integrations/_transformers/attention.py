@@ -57,23 +57,23 @@ def attention_forward(
     Raises:
         ValueError: there is no layout, or the layer needs what spar.attention does not compute.
     """
-    where = f"attention of {type(module).__name__}"
+    caller = f"attention of {type(module).__name__}"
     if layout is None:
         raise ValueError(
-            f"{where}: layout is None; pass the batch through spar.integrations.transformers.shard. If it "
+            f"{caller}: layout is None; pass the batch through spar.integrations.transformers.shard. If it "
             "went through it, the model does not pass keyword arguments on to this layer, and cannot run "
             f"over a sharded sequence. {_WHOLE}"
         )
-    for name, what in _REFUSED.items():
+    for name, feature in _REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"{where}: {name} is passed: {what}, which spar.attention does not compute")
+            raise ValueError(f"{caller}: {name} is passed: {feature}, which spar.attention does not compute")
     if kwargs.get("use_cache") or key.size(2) != query.size(2):
-        raise ValueError(f"{where}: {_CACHE.format(key.size(2), query.size(2))}")
+        raise ValueError(f"{caller}: {_CACHE.format(key.size(2), query.size(2))}")
     if kwargs.get("output_attentions"):
-        raise ValueError(f"{where}: output_attentions is True; spar.attention has no weights to return")
+        raise ValueError(f"{caller}: output_attentions is True; spar.attention has no weights to return")
     if attention_mask is None and sliding_window is not None and longest_run(layout) > sliding_window:
         raise ValueError(
-            f"{where}: sliding_window is {sliding_window} and there is no mask for {layout}; pass the batch "
+            f"{caller}: sliding_window is {sliding_window} and there is no mask for {layout}; pass the batch "
             "through spar.integrations.transformers.shard, with this model"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -74,20 +74,20 @@ def masks_of(
     whole = copy.copy(config)
     whole._attn_implementation_internal = WHOLE
     create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
-    found = create(
+    masks = create(
         config=whole,
         inputs_embeds=torch.empty(batch, total, 0, dtype=model.dtype, device=tokens.device),
         attention_mask=attention_mask,
         past_key_values=None,
         position_ids=position_ids,
     )
-    if not isinstance(found, dict):
-        return found
-    if packed and attention_mask is None and "full_attention" in found:
-        found["full_attention"] = None
-    kinds = list(found.values())
+    if not isinstance(masks, dict):
+        return masks
+    if packed and attention_mask is None and "full_attention" in masks:
+        masks["full_attention"] = None
+    kinds = list(masks.values())
     same = len(kinds) == 1 or all(kind is None for kind in kinds)
-    return kinds[0] if same else found
+    return kinds[0] if same else masks
 
 
 def _window(config: Any) -> float:
@@ -106,8 +106,8 @@ def documents_of(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the number of each token's document, [B, S], as transformers counts; None if there is one."""
     from transformers.masking_utils import find_packed_sequence_indices
 
-    found: torch.Tensor | None = find_packed_sequence_indices(position_ids)
-    return found
+    documents: torch.Tensor | None = find_packed_sequence_indices(position_ids)
+    return documents
 
 
 def lengths_of(documents: torch.Tensor) -> list[int] | None:

@@ -10,7 +10,7 @@ import torch
 
 from .attention import registered
 from .masks import WINDOWS
-from .sources import drops_arguments, is_attention, masks_of_forward, own_mask
+from .sources import drops_arguments, is_attention, mask_builder, masks_of_forward
 
 # parts of the names of outputs, and of heads, that have one value for a sequence
 _POOLED = ("SequenceClassif", "MultipleChoice", "NextSentence", "DoubleHeads")
@@ -78,16 +78,16 @@ def _check_layers(model: torch.nn.Module, config: Any) -> None:
     causal = getattr(config, "is_causal", True) and not getattr(config, "is_encoder_decoder", False)
     if not causal or not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise _refused(model, "its attention is not causal")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    if others:
-        raise _refused(model, f"it has layers of {', '.join(others)}, which pass more between tokens")
+    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if unsupported:
+        raise _refused(model, f"it has layers of {', '.join(unsupported)}, which pass more between tokens")
     for path, module in model.named_modules():
         if isinstance(module, _MIXERS):
             kind = type(module).__name__
             raise _refused(model, f"{path} is a {kind}, which mixes tokens outside of attention")
         if isinstance(module, torch.nn.Embedding) and _takes_mask(module):
             raise _refused(model, f"{path} derives positions from the attention mask")
-        if is_attention(module) and (builder := own_mask(module)):
+        if is_attention(module) and (builder := mask_builder(module)):
             raise _refused(model, f"{path} builds masks itself ({builder}), of the tokens that a rank has")
         for name, child in module.named_children():
             if is_attention(child) and drops_arguments(module, name):
@@ -123,10 +123,10 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
     """Refuse a model whose masks are other ones than those that `masks_of` builds with transformers."""
     from transformers import masking_utils
 
-    found = masks_of_forward(model)
-    if not found.functions:
+    masks = masks_of_forward(model)
+    if not masks.functions:
         raise _refused(model, "it builds attention masks by its own code, of the tokens that a rank has")
-    if documents and not found.documents:
+    if documents and not masks.documents:
         raise _refused(
             model,
             "it passes no position_ids to its masks, so that in one process, too, packed documents attend to "
@@ -139,12 +139,12 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
         windowed = [kind for kind, name in WINDOWS.items() if getattr(config, name, None) is not None]
         kinds = windowed[:1] or ["full_attention"]
     table = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-    others = {table[kind].__name__ for kind in kinds} - found.functions
-    if others:
+    missing = {table[kind].__name__ for kind in kinds} - masks.functions
+    if missing:
         raise _refused(
             model,
-            f"by its config its masks are those of {', '.join(sorted(others))}, and its forward calls "
-            f"{', '.join(sorted(found.functions))}",
+            f"by its config its masks are those of {', '.join(sorted(missing))}, and its forward calls "
+            f"{', '.join(sorted(masks.functions))}",
         )
 
 

@@ -40,8 +40,8 @@ class Sharding:
         self.place = place_of(group)
         self.tokens = None if token_group is None else process_group(token_group, name)
 
-    def error(self, what: str, value: Any, expected: str) -> ValueError:
-        return ValueError(f"{self.where}: {what} is {value}; expected {expected}")
+    def error(self, name: str, value: Any, expected: str) -> ValueError:
+        return ValueError(f"{self.where}: {name} is {value}; expected {expected}")
 
     @property
     def where(self) -> str:
@@ -103,17 +103,17 @@ class Sharding:
                     f"a {type(batch[name]).__name__}",
                     "none: shard does not know how it lies on the ranks. Remove it, or shard it yourself",
                 )
-        found = [batch[name] for name in _IDS if batch.get(name) is not None]
-        if len(found) != 1 or not isinstance(found[0], torch.Tensor) or found[0].dim() < 2:
+        inputs = [batch[name] for name in _IDS if batch.get(name) is not None]
+        if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].dim() < 2:
             raise self.error("batch", f"{sorted(batch)}", "input_ids [B, S] or inputs_embeds [B, S, D]")
-        shape = list(found[0].shape[:2])
+        shape = list(inputs[0].shape[:2])
         for name in (*_SEQUENCES, "labels", "shift_labels"):
             x = batch.get(name)
             if x is not None and list(x.shape) != shape:
                 raise self.error(f"batch[{name!r}]", f"of shape {list(x.shape)}", f"{shape}, the whole batch")
         if min(shape) == 0:
             raise self.error("the batch", f"of shape {shape}", "at least one token")
-        whole: torch.Tensor = found[0]
+        whole: torch.Tensor = inputs[0]
         return whole
 
     def mask_of(self, batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
@@ -131,9 +131,9 @@ class Sharding:
             and shape[3] == total
         )
         if not fits:
-            found = f"of shape {shape}" if shape else f"a {type(mask).__name__}"
+            value = f"of shape {shape}" if shape else f"a {type(mask).__name__}"
             expected = f"[{size}, {total}] or [{size}, 1, {total}, {total}], over the whole sequence"
-            raise self.error("batch['attention_mask']", found, expected)
+            raise self.error("batch['attention_mask']", value, expected)
         whole: torch.Tensor = mask
         return whole
 
@@ -141,14 +141,14 @@ class Sharding:
         self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return position_ids of the whole sequence, [B or 1, S], and each token's document, if several."""
-        given, mask = batch.get("position_ids"), batch.get("attention_mask")
-        lengths = self.lengths_given(batch, layout, total)
-        if given is None:
+        ids, mask = batch.get("position_ids"), batch.get("attention_mask")
+        lengths = self.document_lengths(batch, layout, total)
+        if ids is None:
             positions = torch.arange(total, device="cpu")[None] if lengths is None else restarting(lengths)
         else:
-            positions = given[None] if given.dim() == 1 else given
+            positions = ids[None] if ids.dim() == 1 else ids
             if positions.dim() != 2 or positions.size(1) != total:
-                raise self.error("batch['position_ids']", f"of shape {list(given.shape)}", f"[B, {total}]")
+                raise self.error("batch['position_ids']", f"of shape {list(ids.shape)}", f"[B, {total}]")
             zeros = (positions == 0).all(1)
             if lengths is None and mask is None and total > 1 and bool(zeros.any()):
                 raise self.error(
@@ -158,21 +158,21 @@ class Sharding:
                 )
         documents = documents_of(positions)
         if documents is not None and mask is not None:
-            if given is not None and mask.dim() == 2 and bool(mask.all()):
+            if ids is not None and mask.dim() == 2 and bool(mask.all()):
                 raise self.error(
                     "batch['attention_mask']",
                     "all ones, and position_ids restart",
                     "none if position_ids separate packed documents: transformers' attentions differ in that",
                 )
             return positions, None  # they restart behind padding, or the mask separates documents
-        if lengths is not None and given is not None:
-            found = [total] if documents is None else lengths_of(documents)
-            if found != lengths.tolist():
+        if lengths is not None and ids is not None:
+            counted = [total] if documents is None else lengths_of(documents)
+            if counted != lengths.tolist():
                 expected = f"{lengths.tolist()!r:.200}, as the layout or cu_seq_lens_q"
-                raise self.error("the documents of position_ids", f"{found!r:.200}", expected)
+                raise self.error("the documents of position_ids", f"{counted!r:.200}", expected)
         return positions, documents
 
-    def lengths_given(
+    def document_lengths(
         self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
     ) -> torch.Tensor | None:
         """Return the lengths of documents that the batch or the layout names, int64."""
@@ -225,18 +225,18 @@ class Sharding:
             if labels is None:
                 return {}
             shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-        own = layout.shard(shifted, 1).contiguous()
-        found = {"labels": own, "shift_labels": own}
+        local = layout.shard(shifted, 1).contiguous()
+        shards = {"labels": local, "shift_labels": local}
         count = batch.get("num_items_in_batch")
         if count is not None:
-            return found | {"num_items_in_batch": count}
-        return found | {"num_items_in_batch": self.counted(shifted != _IGNORED, (own != _IGNORED).sum())}
+            return shards | {"num_items_in_batch": count}
+        return shards | {"num_items_in_batch": self.counted(shifted != _IGNORED, (local != _IGNORED).sum())}
 
-    def counted(self, valid: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def counted(self, valid: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Return the number of labels of the token group; 1 if there are none, so that the loss is 0."""
         whole, has_group = valid.sum(), self.tokens_have_group()
         if self.tokens is not None:
-            mine = own if has_group else whole
+            mine = local if has_group else whole
             whole = self.gathered(mine.reshape(1), self.tokens).sum()
         return whole.clamp(min=1)
 
@@ -251,17 +251,17 @@ class Sharding:
                 )
             return False
         ranks = set(dist.get_process_group_ranks(self.group))
-        both = ranks & set(dist.get_process_group_ranks(self.tokens))
-        if len(both) > 1 and both != ranks:
+        common = ranks & set(dist.get_process_group_ranks(self.tokens))
+        if len(common) > 1 and common != ranks:
             expected = "one rank of each sequence group, or all of its ranks"
-            raise self.error("token_group", f"a group with {sorted(both)} of {sorted(ranks)}", expected)
-        return len(both) > 1
+            raise self.error("token_group", f"a group with {sorted(common)} of {sorted(ranks)}", expected)
+        return len(common) > 1
 
     def total(self, loss: Any) -> torch.Tensor:
         """Sum a loss over the ranks that have tokens."""
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-            shown = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.200}"
-            raise self.error("loss", shown, "the 0-dim loss of this rank's forward")
+            value = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.200}"
+            raise self.error("loss", value, "the 0-dim loss of this rank's forward")
         groups = [self.tokens] if self.tokens_have_group() else [self.group, self.tokens]
         total = loss.detach().to(torch.float64)
         for group in groups:
@@ -278,11 +278,11 @@ class Sharding:
         state = _generator(tokens.device) if random else None
         mine = torch.tensor([*hashes, int(random), digest(state)], device=tokens.device)
         rows = self.gathered(mine, self.group).cpu()
-        others = rows[:, :-1] != rows[0, :-1]
-        if bool(others.any()):
+        differs = rows[:, :-1] != rows[0, :-1]
+        if bool(differs.any()):
             columns = [*(f"batch[{name!r}]" for name in names), "layout or method", "dropout"]
-            column = int(others.any(0).nonzero()[0])
-            ranks = tuple(others[:, column].nonzero()[:, 0].tolist())
+            column = int(differs.any(0).nonzero()[0])
+            ranks = tuple(differs[:, column].nonzero()[:, 0].tolist())
             raise self.mismatch(
                 f"{columns[column]} of ranks {list(ranks)} differs from that of rank 0; expected one batch "
                 f"on all {self.place.world} ranks of the sequence group. Pass the right `group`; sample by "

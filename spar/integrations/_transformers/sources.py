@@ -33,7 +33,7 @@ def is_attention(module: torch.nn.Module) -> bool:
     return _INTERFACE in _names(type(module).forward)
 
 
-def own_mask(module: torch.nn.Module) -> str | None:
+def mask_builder(module: torch.nn.Module) -> str | None:
     """Return the name of the method by which an attention layer builds a mask itself."""
     names = sorted(_names(type(module).forward))
     return next((name for name in names if "mask" in name and callable(getattr(module, name, None))), None)
@@ -61,33 +61,33 @@ def masks_of_forward(model: torch.nn.Module) -> Masks:
     from transformers import PreTrainedModel
 
     kinds: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    found = [_masks_of(kind) for kind in kinds]
-    functions: set[str] = set().union(*(each.functions for each in found))
-    return Masks(frozenset(functions), any(each.documents for each in found))
+    by_kind = [_masks_of(kind) for kind in kinds]
+    functions: set[str] = set().union(*(masks.functions for masks in by_kind))
+    return Masks(frozenset(functions), any(masks.documents for masks in by_kind))
 
 
 @functools.cache
 def _masks_of(kind: type) -> Masks:
-    found: set[str] = set()
+    builders: set[str] = set()
     documents = False
     for function in _functions(kind):
         names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
         causal = {name for name in names if name.startswith("create_") and name.endswith("causal_mask")}
-        found |= causal
-        documents = documents or any("position_ids" in given for given in _arguments(function) if causal)
-    return Masks(frozenset(found), documents)
+        builders |= causal
+        documents = documents or any("position_ids" in passed for passed in _arguments(function) if causal)
+    return Masks(frozenset(builders), documents)
 
 
 def _arguments(function: ast.AST) -> Iterator[set[object]]:
     """Return the names of the arguments of each mask: those of a call, or of a dict for several calls."""
     for node in ast.walk(function):
-        given: set[object] = set()
+        names: set[object] = set()
         if isinstance(node, ast.Call):
-            given = {keyword.arg for keyword in node.keywords}
+            names = {keyword.arg for keyword in node.keywords}
         elif isinstance(node, ast.Dict):
-            given = {key.value for key in node.keys if isinstance(key, ast.Constant)}
-        if {"config", "inputs_embeds"} <= given:
-            yield given
+            names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        if {"config", "inputs_embeds"} <= names:
+            yield names
 
 
 @functools.cache
@@ -98,13 +98,13 @@ def _names(forward: Callable[..., object]) -> frozenset[str]:
 
 def _functions(kind: type) -> list[ast.AST]:
     """Return the methods of a class of a model, and of its bases but for those of all models."""
-    found: list[ast.AST] = []
-    for each in kind.__mro__:
-        library = each.__module__.startswith(("builtins", "torch.", "transformers."))
-        if library and not each.__module__.startswith("transformers.models."):
+    functions: list[ast.AST] = []
+    for base in kind.__mro__:
+        library = base.__module__.startswith(("builtins", "torch.", "transformers."))
+        if library and not base.__module__.startswith("transformers.models."):
             continue
-        for value in vars(each).values():
+        for value in vars(base).values():
             if inspect.isfunction(function := inspect.unwrap(value)):
                 with contextlib.suppress(OSError, SyntaxError):  # it was not read from a file
-                    found.append(ast.parse(textwrap.dedent(inspect.getsource(function))))
-    return found
+                    functions.append(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    return functions
