@@ -52,8 +52,8 @@ def case(
 
 def cases(world: int) -> list[Case]:
     """Return the cases for a group of `world` ranks. The first one sets the group up."""
-    found = [*OPERATIONS, *(case for name in LAYOUTS for case in layout_cases(name)), *ATTENTION]
-    return found if world > 1 else [case for case in found if not case.name.startswith(NEED_GROUPS)]
+    all_cases = [*OPERATIONS, *(case for name in LAYOUTS for case in layout_cases(name)), *ATTENTION]
+    return all_cases if world > 1 else [case for case in all_cases if not case.name.startswith(NEED_GROUPS)]
 
 
 # ---- layouts ----
@@ -96,7 +96,7 @@ def attention_case(
 # ---- trials of one operation each ----
 
 
-def known(s: Setting, run: Run, expected: Callable[[Setting], Tensors]) -> Trial:
+def without_inputs(s: Setting, run: Run, expected: Callable[[Setting], Tensors]) -> Trial:
     """The ranks have no inputs, and all have the same outputs."""
     return Trial([[]] * s.world, run, lambda inputs: [expected(s)] * s.world, NO_GRADIENT)
 
@@ -117,7 +117,7 @@ def with_padding(s: Setting, run: Run) -> Trial:
 
 def unpadded(s: Setting, run: Run) -> Trial:
     def reference(inputs: list[Tensors]) -> list[Tensors]:
-        return [[torch.cat([own[0] for own in inputs], 1)[:, :-2]]] * s.world
+        return [[torch.cat([tensors[0] for tensors in inputs], 1)[:, :-2]]] * s.world
 
     return Trial([[numbers(2, 4, 3, seed=rank)] for rank in range(s.world)], run, reference, OWN)
 
@@ -125,7 +125,7 @@ def unpadded(s: Setting, run: Run) -> Trial:
 def reordered(s: Setting, run: Run, index: Tensors) -> Trial:
     order = torch.cat(index).argsort()
     inputs = [[numbers(2, len(order), 3)]] * s.world
-    return Trial(inputs, run, lambda inputs: [[own[0].index_select(1, order)] for own in inputs], OWN)
+    return Trial(inputs, run, lambda inputs: [[tensors[0].index_select(1, order)] for tensors in inputs], OWN)
 
 
 def validated(s: Setting, run: Run) -> Trial:
@@ -143,8 +143,8 @@ def validate(f: Any, s: Setting, x: Tensor) -> Tensor:
 
 def processed(s: Setting, run: Run) -> Trial:
     def reference(inputs: list[Tensors]) -> list[Tensors]:
-        whole = torch.cat([own[0] for own in inputs])
-        return [[whole, own[0], torch.tensor([rank, rank])] for rank, own in enumerate(inputs)]
+        whole = torch.cat([tensors[0] for tensors in inputs])
+        return [[whole, tensors[0], torch.tensor([rank, rank])] for rank, tensors in enumerate(inputs)]
 
     return Trial([[numbers(2, 3, seed=rank)] for rank in range(s.world)], run, reference, NO_GRADIENT)
 
@@ -152,8 +152,8 @@ def processed(s: Setting, run: Run) -> Trial:
 def process(f: Any, s: Setting, x: Tensor) -> Tensors:
     with f() as processor:
         everything = processor.preprocess({"x": x, "names": [f"{s.rank}"] * 2})
-        own = processor.postprocess(everything)
-    return [everything["x"], own["x"], torch.tensor([int(name) for name in own["names"]], device="cpu")]
+        part = processor.postprocess(everything)
+    return [everything["x"], part["x"], torch.tensor([int(name) for name in part["names"]], device="cpu")]
 
 
 def sliced(s: Setting, run: Run) -> Trial:
@@ -178,7 +178,7 @@ def averaged(s: Setting, run: Run, scale: Callable[[Any, int], Any] | None = Non
     counts = [3 * rank for rank in range(1, s.world)] + [0 if s.world > 1 else 3]
 
     def reference(inputs: list[Tensors]) -> list[Tensors]:
-        return [[(torch.stack([own[0].double() for own in inputs]).sum() / sum(counts)).float()]] * s.world
+        return [[(torch.stack([part[0].double() for part in inputs]).sum() / sum(counts)).float()]] * s.world
 
     losses = [[numbers(1, seed=rank).sum() + rank] for rank in range(s.world)]
     return Trial(losses, partial(run, counts[s.rank]), reference, OWN, scale, tolerance=1e-6)
@@ -191,8 +191,8 @@ def draw(f: Any, s: Setting) -> Tensor:
         with f(7, s.group):
             drawn.append(torch.rand(4, device="cpu"))
     ranks = spar.all_gather(drawn[0][None].to(s.device), s.group).unique(dim=0)
-    found = (torch.equal(*drawn), torch.equal(state, torch.get_rng_state()), len(ranks))
-    return torch.tensor(found, device="cpu")
+    results = (torch.equal(*drawn), torch.equal(state, torch.get_rng_state()), len(ranks))
+    return torch.tensor(results, device="cpu")
 
 
 # ---- operations ----
@@ -232,7 +232,7 @@ all_to_all = partial(case, "all_to_all", swap)
 all_gather = partial(case, "all_gather", exact_gather)
 reduce_scatter = partial(case, "reduce_scatter", add)
 OPERATIONS = [
-    case("init", known, "", set_up, expected=lambda s: []),
+    case("init", without_inputs, "", set_up, expected=lambda s: []),
     all_to_all("uneven", lambda f, s, n, x: f(x, s.group, gather_size=sum(n)), "uneven"),
     all_to_all(
         "even, bfloat16", lambda f, s, n, x: f(x, s.group), "even", after="even", dtype=torch.bfloat16
@@ -292,7 +292,7 @@ OPERATIONS = [
     case("data.sp_slice_and_pad_input", sliced, "uneven", slice_and_pad),
     case("mean_loss", averaged, "a rank without tokens", lambda f, s, count, x: f(x, count, s.group)),
     case("mean_loss", averaged, "averaged_by", averaged_by, scale=operator.mul),
-    case("rank_seed", known, "", draw, expected=lambda s: [torch.tensor((1, 1, s.world))]),
+    case("rank_seed", without_inputs, "", draw, expected=lambda s: [torch.tensor((1, 1, s.world))]),
 ]
 ATTENTION = [
     *(attention_case(method, "even", method, causal=False) for method in METHODS),

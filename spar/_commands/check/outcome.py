@@ -59,8 +59,8 @@ def attempt(case: Case, setting: Setting) -> Outcome:
 
 def _run(trial: Trial, setting: Setting, outcome: Outcome) -> None:
     expected, recorded = expected_of(trial, setting), trial.gradient != NO_GRADIENT
-    own = trial.inputs[setting.rank]
-    inputs = [x.to(setting.device).detach().clone().requires_grad_(recorded) for x in own]
+    tensors = trial.inputs[setting.rank]
+    inputs = [x.to(setting.device).detach().clone().requires_grad_(recorded) for x in tensors]
     upper = [g.to(setting.device) for g in expected.upper]
     _wait_for_device(setting.device)
     begin = time.perf_counter()
@@ -69,11 +69,11 @@ def _run(trial: Trial, setting: Setting, outcome: Outcome) -> None:
     _wait_for_device(setting.device)
     outcome.seconds = time.perf_counter() - begin
     kinds = (("output", outputs, expected.outputs), ("gradient of input", gradients, expected.gradients))
-    for kind, found, wanted in kinds:
-        if len(found) != len(wanted):
-            outcome.failures.append(f"{len(found)} {kind}s; expected {len(wanted)}")
-        for at, (one, other) in enumerate(zip(found, wanted, strict=False)):
-            if text := difference(one, other, trial.tolerance):
+    for kind, actual, wanted in kinds:
+        if len(actual) != len(wanted):
+            outcome.failures.append(f"{len(actual)} {kind}s; expected {len(wanted)}")
+        for at, (tensor, reference) in enumerate(zip(actual, wanted, strict=False)):
+            if text := difference(tensor, reference, trial.tolerance):
                 outcome.failures.append(f"{kind}{f' {at}' if len(wanted) > 1 else ''}: {text}")
 
 
@@ -102,28 +102,28 @@ class Agreement:
         self.store, self.rank, self.world = store, setting.rank, setting.world
         self.timeout = timeout  # seconds that a rank may take longer than this one
         self.run, self.step = next(_runs), 0
-        self.found: dict[int, Outcome] = {}
+        self.outcomes: dict[int, Outcome] = {}
         self.is_alone = False
 
-    def reach(self, own: Outcome) -> bool:
+    def reach(self, outcome: Outcome) -> bool:
         """Exchange the outcomes of a case; return whether to go on."""
         self.step += 1
-        self.found = {self.rank: own}
-        self.store.set(self._key(self.rank), json.dumps(asdict(own)))
+        self.outcomes = {self.rank: outcome}
+        self.store.set(self._key(self.rank), json.dumps(asdict(outcome)))
         if self.rank > 0:
             decision = self._await(self._key("decision"), self.timeout + 2 * GRACE)
             self.is_alone = decision is None
             return decision == b"go on"
         # for GRACE only, once one found the group broken
-        end = time.monotonic() + (GRACE if own.broken else self.timeout)
-        while len(self.found) < self.world and time.monotonic() < end:
-            for rank in set(range(self.world)) - set(self.found):
+        end = time.monotonic() + (GRACE if outcome.broken else self.timeout)
+        while len(self.outcomes) < self.world and time.monotonic() < end:
+            for rank in set(range(self.world)) - set(self.outcomes):
                 if self.store.check([self._key(rank)]):
-                    self.found[rank] = Outcome(**json.loads(self.store.get(self._key(rank))))
-                    if self.found[rank].broken:
+                    self.outcomes[rank] = Outcome(**json.loads(self.store.get(self._key(rank))))
+                    if self.outcomes[rank].broken:
                         end = min(end, time.monotonic() + GRACE)
             time.sleep(POLL)
-        go_on = len(self.found) == self.world and not any(one.broken for one in self.found.values())
+        go_on = len(self.outcomes) == self.world and not any(one.broken for one in self.outcomes.values())
         self.store.set(self._key("decision"), "go on" if go_on else "stop")
         return go_on
 

@@ -92,8 +92,8 @@ def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = 
         Whether all checks passed, on all ranks alike, and whether the group is still usable.
     """
     setting = make_setting(ranks)
-    first, *others = cases(ranks.world)
-    chosen = [first, *(case for case in others if only in case.name)]
+    first, *later = cases(ranks.world)
+    chosen = [first, *(case for case in later if only in case.name)]
     if len(chosen) == 1:
         raise UsageError(f"--only is {only!r}, which no check's name contains; try all_gather, or attention")
     width = max(len(case.name) for case in chosen)
@@ -141,23 +141,23 @@ def make_setting(ranks: Ranks) -> Setting:
 
 
 def _one(case: Case, setting: Setting, agreement: Agreement) -> tuple[Row, bool]:
-    own, go_on = Outcome(), False
-    agreement.found = {}  # a signal may end the case before it is reached
+    local, go_on = Outcome(), False
+    agreement.outcomes = {}  # a signal may end the case before it is reached
     try:
-        own = attempt(case, setting)
-        go_on = agreement.reach(own)
+        local = attempt(case, setting)
+        go_on = agreement.reach(local)
     except Ended as error:
-        own.failures.append(f"it was ended: {error}")
-    found = {**agreement.found, setting.rank: own}
-    failures = {rank: outcome.failures for rank, outcome in sorted(found.items()) if outcome.failures}
+        local.failures.append(f"it was ended: {error}")
+    outcomes = {**agreement.outcomes, setting.rank: local}
+    failures = {rank: outcome.failures for rank, outcome in sorted(outcomes.items()) if outcome.failures}
     if setting.rank == 0:
-        missing = set(range(setting.world)) - set(found)
+        missing = set(range(setting.world)) - set(outcomes)
         failures |= {rank: ["no answer; its process ended, or waits"] for rank in missing}
     row = Row(
         case.name,
         "FAIL" if failures or not go_on else "pass",
-        sorted({name for outcome in found.values() for name in outcome.transports}),
-        max(outcome.seconds for outcome in found.values()),
+        sorted({name for outcome in outcomes.values() for name in outcome.transports}),
+        max(outcome.seconds for outcome in outcomes.values()),
         failures,
     )
     return row, go_on

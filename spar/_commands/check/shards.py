@@ -93,7 +93,7 @@ def total(index: Index) -> int:
 
 def chosen(wholes: Tensors, index: Index, dim: int = 1) -> list[Tensors]:
     """Return each rank's part of the whole tensors."""
-    return [[x.index_select(dim, own) for x in wholes] for own in index]
+    return [[x.index_select(dim, indices) for x in wholes] for indices in index]
 
 
 def joined(inputs: Sequence[Tensors], index: Index) -> Tensors:
@@ -113,8 +113,8 @@ def split(s: Setting, run: Run, index: Index, scaled: bool = True) -> Trial:
 
 def gather(s: Setting, run: Run, index: Index, scaled: bool = True, gradient: str = OWN) -> Trial:
     """Each rank holds its part, and gathers the whole. scaled: its own gradient is multiplied by P."""
-    held, scale = chosen([numbers(2, total(index), 3)], index), operator.mul if scaled else None
-    return Trial(held, run, lambda inputs: [joined(inputs, index)] * s.world, gradient, scale)
+    parts, scale = chosen([numbers(2, total(index), 3)], index), operator.mul if scaled else None
+    return Trial(parts, run, lambda inputs: [joined(inputs, index)] * s.world, gradient, scale)
 
 
 # each rank's gradient sums those of all ranks
@@ -125,11 +125,11 @@ def add(s: Setting, run: Run, index: Index, dtype: torch.dtype = torch.float32) 
     """Each rank holds a summand of the whole, and keeps its part of the sum."""
 
     def reference(inputs: list[Tensors]) -> list[Tensors]:
-        summed = torch.stack([own[0] for own in inputs]).sum(0, dtype=torch.float32).to(dtype)
+        summed = torch.stack([tensors[0] for tensors in inputs]).sum(0, dtype=torch.float32).to(dtype)
         return chosen([summed], index)
 
-    held = [[numbers(2, total(index), 3, seed=rank, dtype=dtype)] for rank in range(s.world)]
-    return Trial(held, run, reference)
+    summands = [[numbers(2, total(index), 3, seed=rank, dtype=dtype)] for rank in range(s.world)]
+    return Trial(summands, run, reference)
 
 
 def swap(
@@ -145,13 +145,13 @@ def swap(
     """Each rank holds its part of dim 1 of `count` tensors, and receives its part of dim 2."""
     received = PLACES[after](s)
     shape = (2, total(index), total(received), width)
-    held = chosen([numbers(*shape, seed=n, dtype=dtype) for n in range(count)], index)
-    return Trial(held, run, lambda inputs: chosen(joined(inputs, index), received, 2), gradient)
+    parts = chosen([numbers(*shape, seed=n, dtype=dtype) for n in range(count)], index)
+    return Trial(parts, run, lambda inputs: chosen(joined(inputs, index), received, 2), gradient)
 
 
 def indices(s: Setting, run: Run, index: Index) -> Trial:
     """Each rank computes where its elements lie."""
-    return Trial([[]] * s.world, run, lambda inputs: [[own] for own in index], NO_GRADIENT)
+    return Trial([[]] * s.world, run, lambda inputs: [[rows] for rows in index], NO_GRADIENT)
 
 
 # ---- attention ----
@@ -173,7 +173,7 @@ def attend(s: Setting, run: Run, index: Index, causal: bool, masked: bool, docum
     query_heads, key_heads = 2 * s.world + 2, s.world + 1
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, total(index), heads, HEAD) for heads in (query_heads, key_heads, key_heads)]
-    held = chosen([torch.randn(shape, generator=generator) for shape in shapes], index)
+    parts = chosen([torch.randn(shape, generator=generator) for shape in shapes], index)
     position, mask = torch.arange(total(index)), None
     forbidden = ((position > position[:, None]) & causal)[None, None]  # [B or 1, 1, S, S]
     if documents:
@@ -187,4 +187,4 @@ def attend(s: Setting, run: Run, index: Index, causal: bool, masked: bool, docum
     def reference(inputs: list[Tensors]) -> list[Tensors]:
         return chosen([plain_attention(joined(inputs, index), forbidden)], index)
 
-    return Trial(held, partial(run, mask), reference, tolerance=TOLERANCE)
+    return Trial(parts, partial(run, mask), reference, tolerance=TOLERANCE)

@@ -84,7 +84,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 def expected_of(trial: Trial, setting: Setting) -> Expected:
     """Compute this rank's expected outputs and gradients, with the inputs of all ranks, on the CPU."""
     leaves: dict[int, Tensor] = {}  # by the id of the input: one leaf for what all ranks hold
-    copies = [[leaves.setdefault(id(x), x.detach().clone()) for x in own] for own in trial.inputs]
+    copies = [[leaves.setdefault(id(x), x.detach().clone()) for x in tensors] for tensors in trial.inputs]
     for leaf in leaves.values():
         leaf.requires_grad_(trial.gradient != NO_GRADIENT)
     outputs = trial.reference(copies)
@@ -92,36 +92,36 @@ def expected_of(trial: Trial, setting: Setting) -> Expected:
         [numbers(*y.shape, seed=1000 + 10 * rank + at, dtype=y.dtype) for at, y in enumerate(ys)]
         for rank, ys in enumerate(outputs)
     ]
-    own = outputs[setting.rank]
+    local = outputs[setting.rank]
     if trial.gradient == NO_GRADIENT:
-        return Expected(own, [], [])
+        return Expected(local, [], [])
     counted = range(setting.world) if trial.gradient == SUMMED else [setting.rank]
-    ys, gs = ([x for rank in counted for x in each[rank]] for each in (outputs, upper))
+    ys, gs = ([x for rank in counted for x in tensors[rank]] for tensors in (outputs, upper))
     gradients = torch.autograd.grad(ys, copies[setting.rank], gs, materialize_grads=True)
     if trial.scale is not None:
         gradients = tuple(trial.scale(g, setting.world) for g in gradients)
-    return Expected([y.detach() for y in own], upper[setting.rank], list(gradients))
+    return Expected([y.detach() for y in local], upper[setting.rank], list(gradients))
 
 
 def listed(outputs: Any) -> Tensors:
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
-def difference(found: Tensor, expected: Tensor, tolerance: float) -> str:
+def difference(actual: Tensor, expected: Tensor, tolerance: float) -> str:
     """Describe how a tensor differs from the expected one; "" if it does not."""
-    found = found.detach().cpu()
-    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        return f"{found.dtype} {list(found.shape)}; expected {expected.dtype} {list(expected.shape)}"
-    if not found.numel() or torch.equal(found, expected):
+    actual = actual.detach().cpu()
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return f"{actual.dtype} {list(actual.shape)}; expected {expected.dtype} {list(expected.shape)}"
+    if not actual.numel() or torch.equal(actual, expected):
         return ""
     wide = torch.float64
-    apart = (found.to(wide) - expected.to(wide)).abs().nan_to_num(torch.inf)
+    apart = (actual.to(wide) - expected.to(wide)).abs().nan_to_num(torch.inf)
     wrong = apart > tolerance * max(1.0, float(expected.to(wide).abs().max()))
     if not bool(wrong.any()):
         return ""
     place = wrong.nonzero()[0].tolist()
-    one, other = (float(x[tuple(place)]) for x in (found, expected))
+    got, want = (float(x[tuple(place)]) for x in (actual, expected))
     return (
-        f"element {place} is {one:.6g}; expected {other:.6g}; {int(wrong.sum())} of {found.numel()} elements "
+        f"element {place} is {got:.6g}; expected {want:.6g}; {int(wrong.sum())} of {actual.numel()} elements "
         f"differ, by up to {float(apart.max()):.3g}"
     )
