@@ -36,9 +36,9 @@ def own_part(x: Tensor) -> Tensor:
 
 def own_chunks(x: Tensor) -> Tensor:
     rank, chunks = dist.get_rank(), 2 * dist.get_world_size()
-    own = torch.tensor([rank, chunks - 1 - rank])
+    indices = torch.tensor([rank, chunks - 1 - rank])
     whole: Tensor = x.unflatten(0, (chunks, -1))
-    return whole.index_select(0, own).flatten(0, 1)
+    return whole.index_select(0, indices).flatten(0, 1)
 
 
 def gathered_places(world: int) -> list[int]:
@@ -53,14 +53,14 @@ def gather_chunks(x: Tensor) -> Tensor:
     return gathered.index_select(0, torch.tensor(gathered_places(world))).flatten(0, 1)
 
 
-def own_of_each(x: Tensor, lengths: list[int]) -> Tensor:
+def split_sequences(x: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat([own_part(sequence) for sequence in x.split(lengths)])
 
 
-def gather_of_each(x: Tensor, lengths: list[int]) -> Tensor:
+def gather_sequences(x: Tensor, lengths: list[int]) -> Tensor:
     world = dist.get_world_size()
-    own = [length // world for length in lengths]
-    parts = [part.split(own) for part in gather_parts(x)]
+    part_sizes = [length // world for length in lengths]
+    parts = [part.split(part_sizes) for part in gather_parts(x)]
     return torch.cat([part[s] for s in range(len(lengths)) for part in parts])
 
 
@@ -94,19 +94,19 @@ def own_sizes(sizes: list[int]) -> list[int]:
 
 def gather_padded(x: Tensor, sizes: list[int]) -> Tensor:
     """Pad both chunks, run all_gather and cat, and select the rows in natural order."""
-    most, own = sizes[0], own_sizes(sizes)
-    if min(own) < most:
+    most, chunk_sizes = sizes[0], own_sizes(sizes)
+    if min(chunk_sizes) < most:
         fill = (0, 0) * (x.dim() - 1)
-        x = torch.cat([pad(part, (*fill, 0, most - len(part))) for part in x.split(own)])
+        x = torch.cat([pad(part, (*fill, 0, most - len(part))) for part in x.split(chunk_sizes)])
     return gather_rows(x).index_select(0, padded_index(sizes))
 
 
 def sum_padded(x: Tensor, sizes: list[int]) -> Tensor:
     """Put the rows where the padded chunks have them, sum_parts, and drop the padding."""
-    most, own = sizes[0], own_sizes(sizes)
+    most, chunk_sizes = sizes[0], own_sizes(sizes)
     rows = x.new_zeros(len(sizes) * most, *x.shape[1:]).index_copy_(0, padded_index(sizes), x)
     first, last = sum_parts(rows).split(most)
-    return torch.cat((first[: own[0]], last[: own[1]]))
+    return torch.cat((first[: chunk_sizes[0]], last[: chunk_sizes[1]]))
 
 
 def pair(forward: Any, backward: Any) -> Any:
@@ -149,5 +149,5 @@ zigzag_gather = pair(gather_chunks, up(own_chunks))
 all_gather = pair(gather_rows, sum_parts)
 zigzag_all_gather = pair(gather_chunks, sum_chunks)
 reduce_scatter = pair(sum_parts, gather_rows)
-packed_split = pair(own_of_each, down(gather_of_each))
-packed_gather = pair(gather_of_each, up(own_of_each))
+packed_split = pair(split_sequences, down(gather_sequences))
+packed_gather = pair(gather_sequences, up(split_sequences))

@@ -32,11 +32,11 @@ LIBRARIES = {"yunchang": _yunchang, "DeepSpeed": _deepspeed}
 
 def find(ranks: Ranks) -> tuple[dict[str, AllToAll], list[str]]:
     """Return the libraries that all ranks can import, and a line about each that is skipped. Collective."""
-    found: dict[str, AllToAll] = {}
+    loaded: dict[str, AllToAll] = {}
     reasons: dict[str, str] = {}
     for name, load in LIBRARIES.items():
         try:
-            found[name] = load()
+            loaded[name] = load()
         except Exception as error:  # whatever its import runs into
             absent = isinstance(error, ModuleNotFoundError) and error.name == name.lower()
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -47,4 +47,4 @@ def find(ranks: Ranks) -> tuple[dict[str, AllToAll], list[str]]:
     for rank in range(ranks.world):
         for name, reason in json.loads(ranks.store.get(f"spar bench/{rank}")).items():
             skipped.setdefault(name, f"{name} is skipped: {reason}" + (f" (rank {rank})" if rank else ""))
-    return {name: way for name, way in found.items() if name not in skipped}, list(skipped.values())
+    return {name: way for name, way in loaded.items() if name not in skipped}, list(skipped.values())

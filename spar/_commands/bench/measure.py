@@ -51,8 +51,8 @@ def measure(operation: Operation, size: int, seconds: float, libraries: Mapping[
 
     def grads_of(function: Callable[..., Outputs], grads: list[Tensor] | None) -> Callable[[], Outputs]:
         ys = listed(function(*leaves))
-        given = [torch.ones_like(y) for y in ys] if grads is None else grads
-        return lambda: torch.autograd.grad(ys, leaves, given, retain_graph=True)
+        outer_grads = [torch.ones_like(y) for y in ys] if grads is None else grads
+        return lambda: torch.autograd.grad(ys, leaves, outer_grads, retain_graph=True)
 
     def compare(what: str, ours: Outputs, name: str, theirs: Outputs) -> None:
         if not all(map(torch.equal, listed(ours), listed(theirs))):
@@ -73,7 +73,7 @@ def measure(operation: Operation, size: int, seconds: float, libraries: Mapping[
         if direction == "backward":
             calls["engine"] = grads_of(Identity.apply, None)
         times = dict(zip(calls, timed(list(calls.values()), seconds), strict=True))
-        others = {name: times.pop(name) for name in compared}
+        library_times = {name: times.pop(name) for name in compared}
         return Row(
             operation.name,
             direction,
@@ -81,7 +81,7 @@ def measure(operation: Operation, size: int, seconds: float, libraries: Mapping[
             written,
             **times,  # spar, formulation, copy, engine, other
             other_name=operation.other_name,
-            libraries=others,
+            libraries=library_times,
         )
 
     def forward(inputs: Any) -> dict[str, Callable[[], Any]]:
@@ -124,14 +124,14 @@ def timed(ways: list[Callable[[], Any]], seconds: float) -> list[Time]:
     turns = [[turn(way, 0.0)] for way in ways]  # to warm up; not counted
     rounds = max(TURNS, min(25, int(reduced(seconds / (time.perf_counter() - begin), dist.ReduceOp.MIN))))
     for _ in range(rounds):
-        for way, found in zip(ways, turns, strict=True):
-            found.append(turn(way, seconds / rounds / len(ways)))
+        for way, samples in zip(ways, turns, strict=True):
+            samples.append(turn(way, seconds / rounds / len(ways)))
     return [
         Time(
-            statistics.median(statistics.median(times) for times in found[1:]),
-            statistics.median(times[min(len(times) - 1, int(len(times) * 0.99))] for times in found[1:]),
+            statistics.median(statistics.median(times) for times in samples[1:]),
+            statistics.median(times[min(len(times) - 1, int(len(times) * 0.99))] for times in samples[1:]),
         )
-        for found in turns
+        for samples in turns
     ]
 
 

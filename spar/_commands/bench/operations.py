@@ -41,12 +41,12 @@ def operations(size: int) -> list[Operation]:
     world, rank, small = dist.get_world_size(), dist.get_rank(), size == SMALLEST
     heads = -(-(8 if small else 24) // world) * world  # the references need a multiple
     tokens = max(1, round(size / (heads * 256)))
-    query, *others = (torch.randn(1, tokens, heads, 128).to(torch.bfloat16) for _ in range(3))
+    query, *keys_and_values = (torch.randn(1, tokens, heads, 128).to(torch.bfloat16) for _ in range(3))
     width = 256 if small else 3072
     # divisible into two chunks, and into sequences, on each rank
     rows = max(4, round(size / (2 * width)) // 4 * 4)
     whole = torch.randn(rows * world, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    own = whole[rank * rows : (rank + 1) * rows].clone()
+    local = whole[rank * rows : (rank + 1) * rows].clone()
     lengths = [rows // 4 * world] * 4
     table, layout = spar.cal_split_sizes_multi(lengths, world), spar.SequenceLayout.zigzag(len(whole))
 
@@ -55,11 +55,11 @@ def operations(size: int) -> list[Operation]:
 
     # the inputs of each kind, and the bytes written forward and backward
     exchange = (query,), query.nbytes, query.nbytes
-    three = (query, *others), 3 * query.nbytes, 3 * query.nbytes
-    split = (whole,), own.nbytes, whole.nbytes
-    gather = (own,), whole.nbytes, own.nbytes
-    concat = (own,), whole.nbytes, whole.nbytes
-    summed = (own + rank,), own.nbytes, own.nbytes
+    three = (query, *keys_and_values), 3 * query.nbytes, 3 * query.nbytes
+    split = (whole,), local.nbytes, whole.nbytes
+    gather = (local,), whole.nbytes, local.nbytes
+    concat = (local,), whole.nbytes, whole.nbytes
+    summed = (local + rank,), local.nbytes, local.nbytes
     return [
         Operation("all_to_all", exchanged, usual.all_to_all, *exchange),
         Operation(

@@ -64,14 +64,14 @@ def median_of(runs: Sequence[Sequence[Row]]) -> list[Row]:
 
     def middle(values: list[Any]) -> Any:
         if isinstance(values[0], dict):
-            common = [name for name in values[0] if all(name in others for others in values)]
-            return {name: middle([others[name] for others in values]) for name in common}
+            common = [name for name in values[0] if all(name in mapping for mapping in values)]
+            return {name: middle([mapping[name] for mapping in values]) for name in common}
         times = [value for value in values if isinstance(value, Time)]
         if not times:
             return values[0]
         return Time(statistics.median(t.median for t in times), statistics.median(t.p99 for t in times))
 
-    names = [each.name for each in fields(Row)]
+    names = [column.name for column in fields(Row)]
     return [
         Row(**{name: middle([getattr(row, name) for row in same]) for name in names})
         for same in zip(*runs, strict=True)
@@ -83,8 +83,8 @@ def table_of(rows: Sequence[Row]) -> str:
         return f"{seconds * 1e6:.1f} us"
 
     def faster(name: str, row: Row) -> str:
-        other = {"formulation": row.formulation, **row.libraries}.get(name)
-        return f"{other.median / row.spar.median:.1f} x" if other else ""
+        theirs = {"formulation": row.formulation, **row.libraries}.get(name)
+        return f"{theirs.median / row.spar.median:.1f} x" if theirs else ""
 
     names = list(dict.fromkeys(name for row in rows for name in row.libraries))
     columns: dict[str, Callable[[Row], str]] = {
@@ -133,7 +133,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     }
     figure = Figure(figsize=(13, 0.36 * len(names) + 1.6), layout="constrained")
     figure.suptitle(title)
-    for axes, (what, (most, ratio)) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+    for axes, (label, (most, ratio)) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
         values = [[0.0] * len(sizes) for _ in names]
         for row in rows:
             y, x, value = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size), ratio(row)
@@ -142,5 +142,5 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
         axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=LogNorm(1 / most, most))
         axes.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
         axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel="a rank's part", title=what)
+        axes.set(xlabel="a rank's part", title=label)
     figure.savefig(path, dpi=90)

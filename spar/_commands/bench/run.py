@@ -140,10 +140,10 @@ def _measure_all(sizes: Sequence[int], only: str, seconds: float, ranks: Ranks) 
     libraries, skipped = find(ranks)
     for line in skipped if ranks.rank == 0 else []:
         print(line, flush=True)
-    each = ((size, operation) for size in sizes for operation in operations(size) if operation.name in chosen)
+    runs = ((size, operation) for size in sizes for operation in operations(size) if operation.name in chosen)
     rows: list[Row] = []
     for size, operation in progress(
-        each, len(sizes) * len(chosen), lambda item: f"{item[1].name}, {size_text(item[0])}", ranks.rank == 0
+        runs, len(sizes) * len(chosen), lambda item: f"{item[1].name}, {size_text(item[0])}", ranks.rank == 0
     ):
         rows += measure(operation, size, seconds, libraries)
     return sorted(rows, key=lambda row: (row.operation, row.direction == "backward", row.size))

@@ -31,8 +31,8 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = (grads[0], *ctx.saved_tensors)
-        return *([x.clone() for x in found] if ctx.copies else found), None
+        gradients = (grads[0], *ctx.saved_tensors)
+        return *([x.clone() for x in gradients] if ctx.copies else gradients), None
 
 
 class _NoBlock(FlashCpu):
@@ -40,14 +40,14 @@ class _NoBlock(FlashCpu):
 
     def __init__(self, copies: bool) -> None:
         self.copies = copies
-        self.kept: dict[tuple[Any, ...], Tensor] = {}
+        self.buffers: dict[tuple[Any, ...], Tensor] = {}
 
     def new(self, x: Tensor, role: str) -> Tensor:
         if self.copies:
             return x.clone()
-        if (role, x.shape) not in self.kept:
-            self.kept[role, x.shape] = x.clone()
-        return self.kept[role, x.shape]
+        if (role, x.shape) not in self.buffers:
+            self.buffers[role, x.shape] = x.clone()
+        return self.buffers[role, x.shape]
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         return self.new(block.q, "out"), torch.zeros(block.q.shape[:3])
@@ -81,18 +81,18 @@ class Work(FlashCpu):
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         begin = time.thread_time()
-        found = super().forward(block)
+        outputs = super().forward(block)
         self.seconds += time.thread_time() - begin
         q, keys = block.q, block.k.size(2)
         pairs = q.size(2) * (keys + 1) // 2 if block.causal else q.size(2) * keys
         self.products += 2 * pairs * q.size(0) * q.size(1) * q.size(3)
-        return found
+        return outputs
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         begin = time.thread_time()
-        found = super().backward(block, grad, out, lse)
+        gradients = super().backward(block, grad, out, lse)
         self.seconds += time.thread_time() - begin
-        return found
+        return gradients
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Layer:
         way = self.ways[name]
         if name == WHOLE and dist.get_rank() > 0:
             return list
-        *inputs, upper = [x[:, way.own].contiguous() for x in self.whole]
+        *inputs, upper = [x[:, way.positions].contiguous() for x in self.whole]
 
         def run() -> list[Tensor]:
             leaves = [x.detach().requires_grad_() for x in inputs]
@@ -79,30 +79,30 @@ def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
     rows, firsts, steps = [], [], [layer.step(name) for name in layer.ways]
     expected: list[Tensor] = []
     for name, step in zip(layer.ways, steps, strict=True):
-        took, found = once(step)
+        took, results = once(step)
         firsts.append(reduced(took))
         if name == WHOLE:
-            expected = found or [torch.empty_like(layer.whole[i]) for i in (3, 0, 1, 2)]
+            expected = results or [torch.empty_like(layer.whole[i]) for i in (3, 0, 1, 2)]
             for x in expected:
                 dist.broadcast(x, 0)
-        index = layer.ways[name].own
-        parts = zip(found, expected, strict=False)
+        index = layer.ways[name].positions
+        parts = zip(results, expected, strict=False)
         error = max((float((a - b[:, index]).abs().max()) for a, b in parts), default=0.0)
         rows.append(Row(tokens, name, 0.0, reduced(error)))
-        del found
+        del results
     first = sum(firsts)
     turns = range(max(3 if first < seconds else 0, min(15, int(seconds / first))))
     times = [[reduced(once(step)[0]) for step in steps] for _ in turns] or [firsts]  # the first warmed up
-    for row, found in zip(rows, zip(*times, strict=True), strict=True):
-        row.step = statistics.median(found)
+    for row, durations in zip(rows, zip(*times, strict=True), strict=True):
+        row.step = statistics.median(durations)
     return rows
 
 
 def measure_outside(layer: Layer, rows: list[Row], seconds: float) -> None:
     shared = [row for row in rows if row.way != WHOLE]
     with no_kernel():
-        found = timed([layer.step(row.way) for row in shared], seconds)
-    for row, took in zip(shared, found, strict=True):
+        times = timed([layer.step(row.way) for row in shared], seconds)
+    for row, took in zip(shared, times, strict=True):
         row.outside = reduced(took.median)
 
 
@@ -118,8 +118,8 @@ def measure_balance(layer: Layer, rows: list[Row], seconds: float) -> None:
             row.products, row.seconds = _over_mean(work.products), _over_mean(min(times))
 
 
-def _over_mean(own: float) -> float:
-    return reduced(own) / (reduced(own, dist.ReduceOp.SUM) / dist.get_world_size())
+def _over_mean(seconds: float) -> float:
+    return reduced(seconds) / (reduced(seconds, dist.ReduceOp.SUM) / dist.get_world_size())
 
 
 # ---- memory ----

@@ -60,9 +60,9 @@ def check(args: Namespace) -> None:
     if sys.platform != "linux":
         raise UsageError("--attention reads the peak of memory from /proc, which only Linux has")
     for name in ("tokens", "heads", "key_heads", "width"):
-        given = getattr(args, name)
-        if min(given if name == "tokens" else [given]) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {given}; expected at least 1")
+        value = getattr(args, name)
+        if min(value if name == "tokens" else [value]) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
     if args.heads % args.key_heads:
         raise UsageError(f"--heads is {args.heads}; expected a multiple of --key-heads, {args.key_heads}")
 
@@ -71,22 +71,22 @@ def run(args: Namespace, ranks: Ranks) -> None:
     rows: list[Row] = []
     for tokens in progress(args.tokens, len(args.tokens), lambda n: f"{n} tokens", ranks.rank == 0):
         layer = Layer(tokens, args, args.key_heads)
-        found = measure_steps(layer, tokens, args.seconds)
-        measure_outside(layer, found, args.seconds)
-        measure_balance(layer, found, args.seconds)
-        rows += found
+        measured = measure_steps(layer, tokens, args.seconds)
+        measure_outside(layer, measured, args.seconds)
+        measure_balance(layer, measured, args.seconds)
+        rows += measured
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed leaves the process
     for tokens in args.tokens:
         measure_memory(tokens, args, [row for row in rows if row.tokens == tokens])
     if ranks.rank == 0:
         heads = f"{args.heads} heads and {args.key_heads} key heads of {args.width}"
-        where = f"{ranks.world} ranks on {len(os.sched_getaffinity(0))} cores"
-        title = f"{where}, {args.dtype}, {heads}, causal, torch {torch.__version__}"
+        placement = f"{ranks.world} ranks on {len(os.sched_getaffinity(0))} cores"
+        title = f"{placement}, {args.dtype}, {heads}, causal, torch {torch.__version__}"
         print(title, table_of(rows), sep="\n")
-        held = bars(rows, ranks.world)
-        for what, worst, most in held:
-            print(f"{what}: {worst:.3f}, of at most {most}: {'held' if worst <= most else 'MISSED'}")
-        print(save(args.out, title, rows, draw, bars=held))
+        results = bars(rows, ranks.world)
+        for claim, worst, most in results:
+            print(f"{claim}: {worst:.3f}, of at most {most}: {'held' if worst <= most else 'MISSED'}")
+        print(save(args.out, title, rows, draw, bars=results))
     dist.barrier()
 
 
@@ -116,7 +116,7 @@ def table_of(rows: list[Row]) -> str:
 def bars(rows: list[Row], world: int) -> list[tuple[str, float, float]]:
     """Return what is to be held, the worst figure measured, and the most that it may be."""
     by_name = {(row.tokens, row.way): row for row in rows}
-    found = []
+    claims = []
     for way in (ULYSSES, GATHER, RING):
         parts = [
             row.outside / by_name[row.tokens, USUAL[way]].outside
@@ -124,15 +124,15 @@ def bars(rows: list[Row], world: int) -> list[tuple[str, float, float]]:
             if row.way == way and (row.tokens, USUAL[way]) in by_name
         ]
         if parts:
-            found.append((f"{way}: time outside the kernel, of the {USUAL[way]}'s", max(parts), OUTSIDE))
+            claims.append((f"{way}: time outside the kernel, of the {USUAL[way]}'s", max(parts), OUTSIDE))
     largest = by_name[max(row.tokens for row in rows), RING]
     gather = by_name[largest.tokens, GATHER]
     at = f"at {largest.tokens} tokens"
-    found.append((f"ring: multiply-adds of the slowest rank, of the mean, {at}", largest.products, SLOWEST))
-    found.append((f"ring: kernel time of the slowest rank, of the mean, {at}", largest.seconds, SLOWEST))
+    claims.append((f"ring: multiply-adds of the slowest rank, of the mean, {at}", largest.products, SLOWEST))
+    claims.append((f"ring: kernel time of the slowest rank, of the mean, {at}", largest.seconds, SLOWEST))
     if world >= 4 and gather.keys > 0:
-        found.append((f"ring: peak memory for K and V, of gather's, {at}", largest.keys / gather.keys, KEYS))
-    return found
+        claims.append((f"ring: peak memory for K and V, of gather's, {at}", largest.keys / gather.keys, KEYS))
+    return claims
 
 
 def draw(path: Path, rows: list[Row], title: str) -> None:

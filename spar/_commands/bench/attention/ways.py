@@ -30,23 +30,23 @@ class Way(NamedTuple):
     """`own`: the tokens of the whole sequence that this rank passes."""
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
-    own: Tensor
+    positions: Tensor
 
 
 def ways(tokens: int) -> dict[str, Way]:
     """Return the ways that can compute this number of tokens."""
     zigzag, even = spar.SequenceLayout.zigzag(tokens), spar.SequenceLayout.even(tokens)
-    world, own = dist.get_world_size(), zigzag.index()
-    found = {
-        name: Way(partial(spar.attention, layout=zigzag, causal=True, method=name), own)
+    world, index = dist.get_world_size(), zigzag.index()
+    by_name = {
+        name: Way(partial(spar.attention, layout=zigzag, causal=True, method=name), index)
         for name in (ULYSSES, GATHER, RING)
     }
     if tokens % world == 0:
-        found[USUAL_ULYSSES] = Way(usual_ulysses, even.index())
-    found[USUAL_GATHER] = Way(partial(usual_gather, layout=zigzag), own)
+        by_name[USUAL_ULYSSES] = Way(usual_ulysses, even.index())
+    by_name[USUAL_GATHER] = Way(partial(usual_gather, layout=zigzag), index)
     if tokens % (2 * world) == 0:
-        found[USUAL_RING] = Way(usual_ring, own)
-    return {WHOLE: Way(whole, torch.arange(tokens)), **found}
+        by_name[USUAL_RING] = Way(usual_ring, index)
+    return {WHOLE: Way(whole, torch.arange(tokens)), **by_name}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -127,20 +127,20 @@ class _UsualRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        held, world = [k, v], dist.get_world_size()
+        keys_and_values, world = [k, v], dist.get_world_size()
         for step in range(world):
-            passed = _pass_on(held) if step + 1 < world else None
-            block, late, _ = _UsualRing.blocks(q, held[0], held[1], step)
-            found, sums = flash.forward(block)
+            passed = _pass_on(keys_and_values) if step + 1 < world else None
+            block, late, _ = _UsualRing.blocks(q, keys_and_values[0], keys_and_values[1], step)
+            part, sums = flash.forward(block)
             if step == 0:
-                out, lse = found.float(), sums
+                out, lse = part.float(), sums
             else:
-                mine, own = (_half(out, True), _half(lse, True)) if late else (out, lse)
-                new = own - F.logsigmoid(own - sums)
-                mine.copy_(torch.exp(own - new)[..., None] * mine + torch.exp(sums - new)[..., None] * found)
-                own.copy_(new)
+                mine, old = (_half(out, True), _half(lse, True)) if late else (out, lse)
+                new = old - F.logsigmoid(old - sums)
+                mine.copy_(torch.exp(old - new)[..., None] * mine + torch.exp(sums - new)[..., None] * part)
+                old.copy_(new)
             if passed is not None:
-                held = _arrived(passed)
+                keys_and_values = _arrived(passed)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -148,17 +148,17 @@ class _UsualRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        held, world = [k, v], dist.get_world_size()
+        keys_and_values, world = [k, v], dist.get_world_size()
         dq = torch.zeros_like(q, dtype=torch.float32)
         coming: tuple[list[Tensor], list[dist.Work]] | None = None
         for step in range(world):
-            passed = _pass_on(held) if step + 1 < world else None
-            block, late, early = _UsualRing.blocks(q, held[0], held[1], step)
+            passed = _pass_on(keys_and_values) if step + 1 < world else None
+            block, late, early = _UsualRing.blocks(q, keys_and_values[0], keys_and_values[1], step)
             of = [_half(x, True) if late else x for x in (grads[0], out, lse)]
             parts = flash.backward(block, of[0], of[1], of[2])
             (_half(dq, True) if late else dq).add_(parts[0])
             sums = (
-                [torch.zeros_like(x, dtype=torch.float32) for x in held]
+                [torch.zeros_like(x, dtype=torch.float32) for x in keys_and_values]
                 if coming is None
                 else _arrived(coming)
             )
@@ -166,7 +166,7 @@ class _UsualRing(torch.autograd.Function):
                 (_half(whole, False) if early else whole).add_(part)
             coming = _pass_on(sums)
             if passed is not None:
-                held = _arrived(passed)
+                keys_and_values = _arrived(passed)
         dk, dv = _arrived(coming)  # type: ignore[arg-type]
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
