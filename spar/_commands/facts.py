@@ -93,12 +93,12 @@ def _gpus() -> Facts:
     elif not torch.cuda.is_available():
         none = "torch finds no usable CUDA driver or device"
     indices = range(0 if none else torch.cuda.device_count())
-    found = [torch.cuda.get_device_properties(index) for index in indices]
+    gpus = [torch.cuda.get_device_properties(index) for index in indices]
     return {
         "none": none,
         "devices": [
             {"name": gpu.name, "memory": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
-            for gpu in found
+            for gpu in gpus
         ],
         "peer_access": [
             [one == other or torch.cuda.can_device_access_peer(one, other) for other in indices]
@@ -161,5 +161,5 @@ def _choice(device: str, *refused: tuple[str, str]) -> Facts:
         name, reason, rejected = _C.choose(_C.peer_info(), device, refused)
     except (ValueError, SparError) as error:  # a setting refuses every transport, or is wrong
         return {"transport": None, "reason": str(error).removeprefix("rank 0: "), "rejected": {}}
-    others = {other: why.removeprefix("rank 0: ") for other, why in rejected}
-    return {"transport": name, "reason": reason, "rejected": others}
+    reasons = {transport: why.removeprefix("rank 0: ") for transport, why in rejected}
+    return {"transport": name, "reason": reason, "rejected": reasons}

@@ -94,7 +94,7 @@ def _gpus(facts: Facts) -> Rows:
     for index, (device, access) in enumerate(zip(facts["devices"], facts["peer_access"], strict=True)):
         text = f"{device['name']}, {size_text(device['memory'])}, capability {device['capability']}"
         if len(access) > 1:
-            reached = [other for other, can in enumerate(access) if can and other != index]
+            reached = [peer for peer, can in enumerate(access) if can and peer != index]
             text += f"; accesses the memory of {_ranges(reached) or 'no other'}"
         rows.append((f"cuda:{index}", text))
     return rows

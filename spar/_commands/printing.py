@@ -29,8 +29,8 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def count_text(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def count_text(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -92,8 +92,8 @@ def _device(kind: str, rank: int) -> torch.device:
         ) from None
     if device.type == "cpu":
         return torch.device("cpu")
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != device.type:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
         raise UsageError(
             f"--device is {kind!r}, but torch {torch.__version__} finds no such device here; see "
             "`python -m spar info`"
