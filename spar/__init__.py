@@ -139,7 +139,7 @@ def __getattr__(name: str) -> object:
 
         module = importlib.import_module(f".{name}", __name__)
         if name == "integrations":  # its modules import their libraries inside functions
-            for found in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
-                importlib.import_module(found.name)
+            for submodule in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
+                importlib.import_module(submodule.name)
         return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,8 +68,8 @@ def _device(group: dist.ProcessGroup) -> str | None:
     """Return the type of the device whose generator is to be seeded besides the CPU's."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    if found is None or all(device.type != found.type for device in group._device_types):
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or all(device.type != accelerator.type for device in group._device_types):
         return None
-    initialized = getattr(torch.get_device_module(found.type), "is_initialized", bool)
-    return found.type if initialized() else None
+    initialized = getattr(torch.get_device_module(accelerator.type), "is_initialized", bool)
+    return accelerator.type if initialized() else None

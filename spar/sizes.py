@@ -104,8 +104,8 @@ def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) 
         ValueError: a size is negative or not below 2**63, or world_size is not from 1 to 2**20.
         TypeError: the sizes are not ints.
     """
-    given, world = _lengths(sizes), _ranks(world_size)
-    totals = given.to(torch.int64).reshape(1, -1)
+    lengths, world = _lengths(sizes), _ranks(world_size)
+    totals = lengths.to(torch.int64).reshape(1, -1)
     if bool((totals < 0).any()):
         raise ValueError(f"a size is {int(totals.min())}; expected at least 0")
     ranks = torch.arange(world, dtype=torch.int64, device=totals.device).reshape(-1, 1)
@@ -115,11 +115,11 @@ def cal_split_sizes_multi(sizes: Sequence[int] | torch.Tensor, world_size: int) 
 def _lengths(sizes: Any) -> torch.Tensor:
     """Convert to an int tensor; an empty list has no dtype of its own."""
     try:
-        given = sizes if isinstance(sizes, torch.Tensor) else torch.as_tensor(sizes, device="cpu")
+        tensor = sizes if isinstance(sizes, torch.Tensor) else torch.as_tensor(sizes, device="cpu")
     except (OverflowError, RuntimeError):
         raise ValueError(f"sizes is {sizes!r:.200}; expected ints from 0 to 2**63 - 1") from None
     except (TypeError, ValueError):
         raise TypeError(f"sizes is {sizes!r:.200}; expected a list of ints") from None
-    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
         raise TypeError(f"sizes is {sizes!r:.200}; expected a list of ints")
-    return given
+    return tensor

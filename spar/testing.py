@@ -76,7 +76,7 @@ class Report:
             for e in self.entries
         ]
         width = max(len(name) for name, *_ in rows)
-        lines = [f"{name:<{width}}" + "".join(f"{x:>16}" for x in rest) for name, *rest in (head, *rows)]
+        lines = [f"{name:<{width}}" + "".join(f"{x:>16}" for x in values) for name, *values in (head, *rows)]
         for i, entry in enumerate(self.entries, 1):
             if entry.factor is not None:
                 lines[i] += f"   {entry.factor:.4g} times the reference: see grad_scale in docs/gradients.md"
@@ -147,18 +147,18 @@ def compare(
             torch.manual_seed(seed)
             model = model_fn()
             part = shard_fn(model, batch)
-            found = runs.run(model, part)
-            losses = runs.of_each_rank(found.loss)
+            sharded = runs.run(model, part)
+            losses = runs.of_each_rank(sharded.loss)
             loss = losses[0] if bool((losses == losses[0]).all()) else losses.sum()
             entries = [runs.entry("loss", loss, reference.loss)]
-            if reference.logits is not None and found.logits is not None:
-                own = runs.own_logits(reference.logits, found.logits, layout or _only_layout(part))
-                entries.append(runs.entry("logits", found.logits, reference.logits, own))
-            if reference.gradients.keys() != found.gradients.keys():
-                others = sorted(reference.gradients.keys() ^ found.gradients.keys())
+            if reference.logits is not None and sharded.logits is not None:
+                logits = runs.local_logits(reference.logits, sharded.logits, layout or _only_layout(part))
+                entries.append(runs.entry("logits", sharded.logits, reference.logits, logits))
+            if reference.gradients.keys() != sharded.gradients.keys():
+                unmatched = sorted(reference.gradients.keys() ^ sharded.gradients.keys())
                 expected = "the same names; do not replace modules in shard_fn"
-                raise _error(place, "parameters of only one of the models", f"{others[:8]}", expected)
-            for name, gradient in found.gradients.items():
+                raise _error(place, "parameters of only one of the models", f"{unmatched[:8]}", expected)
+            for name, gradient in sharded.gradients.items():
                 reduced = runs.reduced(gradient, reduce)
                 entries.append(runs.entry(f"{name}.grad", reduced, reference.gradients[name]))
             report = Report(place.world, float(loss), float(reference.loss), tuple(entries))
@@ -233,40 +233,40 @@ class _Runs(NamedTuple):
         total = all_gather(reduce_scatter(flat, self.group), self.group, sizes=sizes).view(gradient.shape)
         return total / self.place.world if reduce == "mean" else total
 
-    def own_logits(self, whole: Tensor, own: Tensor, layout: SequenceLayout | None) -> Tensor:
+    def local_logits(self, whole: Tensor, local: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Return the part of the reference's logits that this rank has."""
         dim, total = self.seq_dim, whole.size(self.seq_dim)
-        sizes = self.of_each_rank(torch.tensor(own.size(dim), device=own.device)).long().tolist()
+        sizes = self.of_each_rank(torch.tensor(local.size(dim), device=local.device)).long().tolist()
         if all(size == total for size in sizes):
             part = whole
         elif layout is not None:
             part = layout.shard(whole, dim)
         else:
             first = sum(sizes[: self.place.rank]) if sum(sizes) == total else 0
-            part = whole.narrow(dim, first, min(own.size(dim), total - first))
-        if part.shape != own.shape:
+            part = whole.narrow(dim, first, min(local.size(dim), total - first))
+        if part.shape != local.shape:
             expected = f"{list(part.shape)}, of {list(whole.shape)} in one process; pass layout= or seq_dim="
-            raise _error(self.place, "the logits' shape", f"{list(own.shape)}", expected)
+            raise _error(self.place, "the logits' shape", f"{list(local.shape)}", expected)
         return part
 
-    def entry(self, name: str, found: Tensor, whole: Tensor, own: Tensor | None = None) -> Entry:
-        """own: the part of the whole reference to which `found` corresponds; None: all of it."""
-        reference, expected = whole.double(), whole if own is None else own
-        error = float(self.of_each_rank(_largest(found.double() - expected.double())).max())
+    def entry(self, name: str, actual: Tensor, whole: Tensor, part: Tensor | None = None) -> Entry:
+        """part: of the whole reference, that to which `actual` corresponds; None: all of it."""
+        reference, expected = whole.double(), whole if part is None else part
+        error = float(self.of_each_rank(_largest(actual.double() - expected.double())).max())
         largest = float(_largest(reference))
         relative = error / largest if largest else (math.inf if error else error)
         factor = None
         if name.endswith(".grad") and _ALIKE < relative < math.inf:  # equal on all ranks
-            factor = self._factor(found.double(), reference)
+            factor = self._factor(actual.double(), reference)
         return Entry(name, error, relative, float(reference.norm()), factor)
 
-    def _factor(self, found: Tensor, reference: Tensor) -> float | None:
+    def _factor(self, gradient: Tensor, reference: Tensor) -> float | None:
         """Return the factor by which a gradient differs on all ranks; None if it differs in another way."""
-        ratio = (found * reference).sum() / reference.square().sum()
-        rest = _largest(found - ratio * reference) / _largest(reference * ratio)
-        ratios, rests = self.of_each_rank(ratio), self.of_each_rank(rest)
+        ratio = (gradient * reference).sum() / reference.square().sum()
+        residual = _largest(gradient - ratio * reference) / _largest(reference * ratio)
+        ratios, residuals = self.of_each_rank(ratio), self.of_each_rank(residual)
         same = bool((ratios - ratios[0]).abs().max() <= _ALIKE * ratios[0].abs())
-        return float(ratios[0]) if same and bool(rests.max() <= _ALIKE) else None
+        return float(ratios[0]) if same and bool(residuals.max() <= _ALIKE) else None
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -283,11 +283,11 @@ def _only_layout(batch: Any) -> SequenceLayout | None:
     values = batch.values() if isinstance(batch, Mapping) else batch
     if not isinstance(values, Iterable) or isinstance(values, Tensor):
         return None
-    found = {value for value in values if isinstance(value, SequenceLayout)}
-    return found.pop() if len(found) == 1 else None
+    layouts = {value for value in values if isinstance(value, SequenceLayout)}
+    return layouts.pop() if len(layouts) == 1 else None
 
 
 def _error(
-    place: Place, what: str, value: str, expected: str, kind: type[Exception] = ValueError
+    place: Place, name: str, value: str, expected: str, kind: type[Exception] = ValueError
 ) -> Exception:
-    return kind(f"{_NAME} on rank {place.rank} of {place.world}: {what} is {value}; expected {expected}")
+    return kind(f"{_NAME} on rank {place.rank} of {place.world}: {name} is {value}; expected {expected}")
