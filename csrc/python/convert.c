@@ -113,6 +113,6 @@ PyObject *spar_py_description(const spar_description *description)
     const spar_gathered *gathered = &description->gathered;
     char text[SPAR_GROUP_TEXT + 1] = "";
     memcpy(text, description->text, SPAR_GROUP_TEXT); /* a call may be writing it */
-    return Py_BuildValue("N(LLL)", spar_text(text), (long long)gathered->rest,
-                         (long long)gathered->dim, (long long)gathered->size);
+    return Py_BuildValue("N(LLL)", spar_text(text), (long long)gathered->rest, (long long)gathered->dim,
+                         (long long)gathered->size);
 }
