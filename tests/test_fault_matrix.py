@@ -259,7 +259,7 @@ def test_death(
         assert result["ranks"] == [world - 1], result
         assert result["again"]["error"] == "GroupBrokenError" and result["again"]["seconds"] < 0.3
         took.append(result["at"] - died)
-    assert max(took) < LOST_WITHIN + 2 * (transport == tables.ACROSS)
+    assert max(took) < LOST_WITHIN
     note(record_property, how, transport, world, f"PeerLost {max(took):.2f}")
 
 

@@ -99,6 +99,12 @@ void spar_group_end(spar_group *group)
     (void)group;
 }
 
+int spar_peers_open_pidfd(const spar_endpoint *endpoint)
+{
+    (void)endpoint;
+    return SPAR_PEERS_UNKNOWN;
+}
+
 void spar_peers_sweep(void)
 {
 }

@@ -271,6 +271,19 @@ static PyObject *module_processes(PyObject *Py_UNUSED(module), PyObject *info)
     return result;
 }
 
+static PyObject *module_open_pidfd(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    long long pid;
+    unsigned long long nonce;
+    int pidfd;
+    if (!PyArg_ParseTuple(args, "LK", &pid, &nonce))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    pidfd = spar_peers_open_pidfd(&(spar_endpoint){pid, nonce});
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLong(pidfd);
+}
+
 static PyObject *module_connections(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     spar_peers_counts counts = spar_peers_count();
@@ -357,6 +370,9 @@ static PyMethodDef methods[] = {
      "setup_failure(all ranks' setup_result) -> (rank, reason) of the first failure; None: there is none."},
     {"processes", module_processes, METH_O,
      "processes(all ranks' peer_info) -> [(process id, nonce), ...]; 0: not known"},
+    {"open_pidfd", module_open_pidfd, METH_VARARGS,
+     "open_pidfd(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1.\n"
+     "-2: it does, and its backlog is full: call again; -3: it cannot be known"},
     {"connections", module_connections, METH_NOARGS,
      "connections() -> (closed: of another user, closed: unproven, open and not proven yet)"},
     {"last_call_begin", module_last_call_begin, METH_VARARGS,

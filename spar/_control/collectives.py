@@ -124,8 +124,10 @@ def _causes(group: GroupState, error: type[SparError], report: Report | None) ->
         ranks = report.absent(group, (CallState.RUNNING, *_STATES.values())) if report is not None else ()
         return f"{status.named(group, ranks) or 'a rank'} did not make this call in time", ranks
     if error is PeerLostError:
-        ranks = report.absent(group, tuple(_STATES.values())) if report is not None else ()
-        if len(ranks) > 1:  # one died, and others are in no call
+        silent = report.absent(group, tuple(_STATES.values())) if report is not None else ()
+        gone = status.dead(group)
+        ranks = gone or silent
+        if not gone and len(silent) > 1:  # one died, and others are in no call
             return f"at least one of {status.named(group, ranks)} is gone", ()
         return f"{status.named(group, ranks) or 'a rank'} is gone", ranks
     return "the process group failed", ()
@@ -216,7 +218,7 @@ def _wait(
                 watch = status.Watch(group, op, CallState.RUNNING)
             if time.monotonic() > deadline + patience:
                 raise _give_up(group, op, ExchangeTimeoutError, "", mailboxes)
-            if watch is not None and group.token and (error := _passed_on(group, watch.report())):
+            if watch is not None and (error := _passed_on(group, watch.report())):
                 raise _give_up(group, op, error, "")
         if watch is not None:
             watch.stop(CallState.ENDED)
@@ -232,11 +234,16 @@ def _wait(
 
 
 def _passed_on(group: GroupState, report: Report) -> type[SparError] | None:
-    """Return the error with which a peer gave up in this call: its connections may not tell every rank."""
-    for error, state in _STATES.items():
-        if len(report.absent(group, (state,))) < group.world:
-            return error
-    return None
+    """Return the error of a death on this host, or with which a peer gave up in this call or before.
+
+    Such a peer makes no other call on the group, and its connections may not tell every rank.
+    """
+    if status.dead(group):
+        return PeerLostError
+    if not group.token:  # older groups have set-ups of the same name
+        return None
+    states = {place.state for place in report.places if place is not None and place.call <= group.calls}
+    return next((error for error, state in _STATES.items() if state in states), None)
 
 
 def _issue(

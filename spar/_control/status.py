@@ -3,7 +3,8 @@
 
 Ranks of one host read them from shared memory (csrc/control/last_call.h). Elsewhere each rank publishes them
 in torch.distributed's store, once a call has waited for half a second and when it gives up. Threads use the
-store, since one whose server is stopped or gone does not answer.
+store, since one whose server is stopped or gone does not answer. Without mailboxes, deaths on this host are
+noticed by pidfds: gloo does not report each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import select
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +26,8 @@ from .state import GroupState
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
+_ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
 _PATIENCE = 0.5  # seconds to wait for the peers' last calls when this rank gives up
 _LONGER = 1.5  # the same when a connection is lost: a rank that lost it, too, publishes that by then
 _INTERVAL = 0.02  # seconds between two looks at the store
@@ -174,7 +178,7 @@ def _patience(group: GroupState, state: CallState, report: Report) -> float:
         return 0.0
     if state is not CallState.PEER_LOST:
         return _PATIENCE
-    if report.has(group, CallState.TIMED_OUT, CallState.ABORTED):
+    if dead(group) or report.has(group, CallState.TIMED_OUT, CallState.ABORTED):
         return _PATIENCE
     return _LONGER if len(report.absent(group, (state,))) == 1 else 2 * _LONGER
 
@@ -185,3 +189,30 @@ def named(group: GroupState, ranks: tuple[int, ...]) -> str:
     return ", ".join(
         f"rank {rank} (process {processes[rank][0]})" if processes else f"rank {rank}" for rank in ranks
     )
+
+
+# ---- the processes of this host ----
+
+
+def watch(group: GroupState) -> None:
+    """Open a pidfd for each of the group's processes on this host, so that their deaths are noticed."""
+    for process in group.processes():
+        if process not in _pidfds:
+            _pidfds[process] = _C.open_pidfd(*process)  # the death of an _UNKNOWN process is not noticed
+
+
+def dead(group: GroupState) -> tuple[int, ...]:
+    """Return the ranks whose process on this host has ended since `watch`."""
+    return tuple(rank for rank, process in enumerate(group.processes()) if _has_ended(process))
+
+
+def _has_ended(process: tuple[int, int]) -> bool:
+    pidfd = _pidfds.get(process, _ELSEWHERE)
+    if pidfd == _BUSY:  # it was alive; while it is, its address is in use
+        answer = _C.open_pidfd(*process)
+        pidfd = _pidfds[process] = {_ELSEWHERE: _DEAD, _UNKNOWN: _BUSY}.get(answer, answer)
+    if pidfd < 0:
+        return pidfd == _DEAD
+    poll = select.poll()  # select.select is limited to 1,023 descriptors
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _C
-from .._control import collectives
+from .._control import collectives, status
 from .._control.agreement import announce_failure, compare
 from .._control.process_group import wire_device
 from .._control.state import OVER, SHARED, GroupState
@@ -116,6 +116,11 @@ class TorchChannel(CoreChannel):
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         place = group.peer_info or b"", group.rank, group.local_ranks, group.name
         super().__init__(group, _C.comm("torch", *place) if group.shares_host and group.connects else None)
+
+    def watch(self) -> None:
+        """Notice the end of the peers' processes, where no mailbox tells it."""
+        if self.core is None:
+            status.watch(self.group)
 
     def drop_core(self) -> bool:
         self.core = None
