@@ -42,16 +42,6 @@ static int nccl_serves(const spar_peer_info *info, int world, int first_rank, co
     return 0;
 }
 
-static int torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                        char *reason, size_t size)
-{
-    (void)info;
-    (void)world;
-    (void)first_rank;
-    snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
-    return 1;
-}
-
 static spar_status torch_setup(spar_comm *comm, spar_setup_result *result)
 {
     (void)comm;
@@ -59,7 +49,8 @@ static spar_status torch_setup(spar_comm *comm, spar_setup_result *result)
     return spar_fail(SPAR_TRANSPORT, "%s", NO_SHM);
 }
 
-const spar_transport spar_transport_torch = {.name = "torch", .serves = torch_serves, .setup = torch_setup};
+const spar_transport spar_transport_torch = {
+    .name = "torch", .serves = spar_torch_serves, .setup = torch_setup};
 const spar_transport spar_transport_shm = {.name = "shm", .probe = probe_shm, .serves = shm_serves};
 const spar_transport spar_transport_nccl = {.name = "nccl", .probe = probe_nccl, .serves = nccl_serves};
 

@@ -5,18 +5,6 @@
  * call goes on. Python polls the group while the bytes move, and ends the call. */
 #include "transports/rendezvous.h"
 
-#include <stdio.h>
-
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                  size_t size)
-{
-    (void)info;
-    (void)world;
-    (void)first_rank;
-    snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
-    return 1;
-}
-
 static spar_status setup(spar_comm *comm, spar_setup_result *result)
 {
     char reason[96];
@@ -42,7 +30,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
 
 const spar_transport spar_transport_torch = {
     .name = "torch",
-    .serves = serves,
+    .serves = spar_torch_serves,
     .setup = setup,
     .connect = spar_rendezvous_connect,
     .run = run,

@@ -13,6 +13,16 @@
 
 _Static_assert(sizeof(spar_peer_info) == 560 && sizeof(spar_setup_result) == 256, "they travel as bytes");
 
+int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                      size_t size)
+{
+    (void)info;
+    (void)world;
+    (void)first_rank;
+    snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
+    return 1;
+}
+
 extern const spar_transport spar_transport_shm, spar_transport_nccl, spar_transport_torch;
 #ifdef SPAR_LOCAL
 extern const spar_transport spar_transport_local;

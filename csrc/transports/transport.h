@@ -111,6 +111,10 @@ struct spar_comm {
     void *state;          /* the transport's own */
 };
 
+/* The slot `serves` of torch, on every system: any group. */
+int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                      size_t size);
+
 /* The ordered table; it ends in NULL. */
 extern const spar_transport *const spar_transports[];
 

@@ -50,7 +50,7 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 if channel.drop_core():
                     log.info("group %s: no mailboxes: %s", group.name, failure)
                     break
-                group.connects = False
+                group.connects = group.connects and name != "shm"  # torch would fail to connect likewise
                 refused += ((name, failure),)
         log.info("group %s: transport %s: %s", group.name, name, reason)
         _warn_if_shm_is_lost(group, name, device, rejected)
