@@ -30,12 +30,8 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
     }
     memcpy(copy, info, (size_t)world * sizeof *copy);
-    *made = (spar_comm){.transport = transport,
-                        .world = world,
-                        .rank = rank,
-                        .local_ranks = local_ranks,
-                        .core_share = spar_core_share(&copy->cores, sizeof *copy, world, rank, local_ranks),
-                        .info = copy};
+    *made = (spar_comm){
+        .transport = transport, .world = world, .rank = rank, .local_ranks = local_ranks, .info = copy};
     if (native)
         made->native = *native;
     memset(result, 0, sizeof *result);

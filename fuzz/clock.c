@@ -41,6 +41,12 @@ int fuzz_sched_yield(void)
     return 0;
 }
 
+/* The fuzzed rank stays on one core. */
+int fuzz_sched_getcpu(void)
+{
+    return 0;
+}
+
 /* Emulates futexes. memfd_create and pidfd_open, which take two arguments, go to the kernel. */
 long fuzz_syscall(long number, ...)
 {

@@ -128,7 +128,7 @@ static int create_peers(int64_t *offsets)
         memset(p->arena, NOT_WRITTEN, LENGTH);
         memset(p->shadow, NOT_WRITTEN, LENGTH);
         p->mailbox = 64 * (next_byte(&input) % 8);
-        mailbox empty = {.world = now.world, .rank = rank};
+        mailbox empty = {.world = now.world, .rank = rank, .core = (uint32_t)rank % 2}; /* some on its core */
         memcpy(empty.magic, MAGIC, sizeof MAGIC);
         put(p, p->mailbox, &empty, sizeof empty);
         p->peer = (spar_peer){.endpoint = {INT32_MAX, (uint64_t)rank + 1},
@@ -198,7 +198,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     now.world = 2 + (int)(next_byte(&input) % (RANKS - 1));
     now.rank = (int)(next_byte(&input) % (unsigned)now.world);
     int honest = create_peers(offsets);
-    EXPECT(!spar_group_open(now.world, now.rank, 0, 0, &now.group, &own));
+    EXPECT(!spar_group_open(now.world, now.rank, 0, &now.group, &own));
     spar_group_spin(now.group, next_byte(&input) % 4 ? 0 : 50000);
     for (int rank = 0; rank < now.world; rank++)
         if (is_peer(rank)) {

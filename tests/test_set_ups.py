@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import statistics
 import sys
 import threading
 import time
@@ -115,6 +116,31 @@ def test_ranks_know_whether_a_core_is_their_own(tmp_path: Path, transport: str) 
         settings = {"SPAR_TRANSPORT": transport, "LOCAL_WORLD_SIZE": str(len(cores))}
         ranks = start(count_own_cores, len(cores), folder, cores, counts, initialize=False, **settings)
         assert finish(ranks, 60) == [0] * len(cores), cores
+
+
+def poll_for_late_rank(rank: int, folder: Path, cores: list[int]) -> None:
+    os.sched_setaffinity(0, {cores[rank]})
+    gather(torch.zeros(1), None, 0)  # publishes the core
+    used = []
+    for _ in range(9):
+        time.sleep(0.04 * rank)
+        begin = time.thread_time()
+        gather(torch.zeros(1), None, 0)
+        used.append(time.thread_time() - begin)
+    if rank == 0 and cores[0] == cores[1]:
+        assert statistics.median(used) < 0.0005, f"polled for a rank on its own core: {used}"
+    elif rank == 0:
+        assert max(used) > 0.0005, f"blocked at once for a rank on another core: {used}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+def test_ranks_poll_only_for_ranks_on_other_cores(tmp_path: Path) -> None:
+    """By the CPU time of rank 0 in a wait of 40 ms, of which it may poll for half."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    for second in [first, *others[:1]]:
+        (folder := tmp_path / str(second)).mkdir()
+        settings = {"SPAR_SPIN_US": "20000", "SPAR_TRANSPORT": "shm"}
+        assert finish(start(poll_for_late_rank, 2, folder, [first, second], **settings), 60) == [0, 0]
 
 
 def wait_for_late_rank(rank: int, folder: Path) -> None:

@@ -107,10 +107,8 @@ char *spar_group_arena(const spar_group *group, int rank, int64_t *length);
 
 /* ---- life ---- */
 
-/* Allocates a rank's mailbox in its own arena, with `room` bytes behind it; peers need *offset. core_share:
- * how many cores are this rank's own. */
-spar_status spar_group_open(int world, int rank, int core_share, int64_t room, spar_group **group,
-                            int64_t *offset);
+/* Allocates a rank's mailbox in its own arena, with `room` bytes behind it; peers need *offset. */
+spar_status spar_group_open(int world, int rank, int64_t room, spar_group **group, int64_t *offset);
 
 /* Expects a rank's process (spar_peers_expect) until spar_group_end_set_up or spar_group_close. */
 spar_status spar_group_expect(spar_group *group, int rank, const spar_endpoint *endpoint,

@@ -142,8 +142,7 @@ static void free_group(spar_group *g)
     free(g);
 }
 
-spar_status spar_group_open(int world, int rank, int core_share, int64_t room, spar_group **result,
-                            int64_t *offset)
+spar_status spar_group_open(int world, int rank, int64_t room, spar_group **result, int64_t *offset)
 {
     spar_group *g = calloc(1, sizeof *g);
     if (g) {
@@ -171,7 +170,6 @@ spar_status spar_group_open(int world, int rank, int core_share, int64_t room, s
     g->refs = 2;
     g->uses = 1;
     spar_group_spin(g, SPIN_NS);
-    g->own_core = core_share > 0;
     g->own = spar_memory_address(g->memory);
     memset(g->own, 0, (size_t)(own_length(world) + room));
     g->own->world = world;
@@ -258,7 +256,6 @@ int spar_group_words(const spar_group *g, int rank, spar_words *words)
 void spar_group_spin(spar_group *g, int64_t spin_ns)
 {
     g->spin_ns = spin_ns;
-    g->current_spin_ns = spin_ns / 4;
 }
 
 pthread_mutex_t *spar_group_lock(spar_group *g)

@@ -22,17 +22,32 @@
 #endif
 
 static const int64_t SLICE_NS = 50000000;
-/* Duration of one poll: from YIELDED_NS on another process had the core; from PREEMPTED_NS on it was no
- * waiting rank. */
-static const int64_t YIELDED_NS = 3000, PREEMPTED_NS = 1000000;
+/* How often a wait yields to a rank on its own core before it blocks. Blocking costs several yields, of 2 us
+ * each; but after a yield the scheduler need not run the awaited rank. */
+static const int YIELDS = 4;
+/* A yield of this time went to another process: a time slice takes longer, and a small call less. The next
+ * one waits 20 times as long, so that such yields take at most 5% of the time. */
+static const int64_t LONG_YIELD_NS = 1000000, YIELD_PAUSE = 20;
+/* Polls between two reads of the clock and of the cores: 1 us, so that a migrated rank is noticed soon. */
+static const int POLLS = 32;
 
 static void wake(uint32_t *word)
 {
     syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
+/* Publishes on which core this rank runs, for peers that are to wait for it. */
+static uint32_t note_core(mailbox *own)
+{
+    uint32_t core = (uint32_t)(sched_getcpu() + 1);
+    if (__atomic_load_n(&own->core, __ATOMIC_RELAXED) != core) /* an unchanged line stays in peers' caches */
+        __atomic_store_n(&own->core, core, __ATOMIC_RELAXED);
+    return core;
+}
+
 void spar_mailbox_publish(mailbox *box, uint32_t *word, uint32_t value)
 {
+    note_core(box);
     spar_nontemporal_fence();
     /* seq_cst: the word before the count, as a sleeper writes the count before it reads the word */
     __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
@@ -188,42 +203,62 @@ spar_status spar_group_poll(spar_group *g, const spar_deadline *deadline)
     return poll_abort(g, SPAR_DONE, g->call, deadline);
 }
 
-/* Spins before sleeping; returns 1 if the word arrived. Each iteration yields the core. If ranks share cores,
- * the awaited rank may be the one that gets it, so that time is not counted, unless it is long: a sleeper
- * would then be scheduled first. After a sleep it spins for shorter, after a success for longer. */
-static int spin(spar_group *g, const uint32_t *word, uint32_t call)
+/* Returns a peer whose word is missing, preferably one that last ran on this core, *here; -1: none. */
+static int missing_peer(const spar_group *g, enum spar_progress which, uint32_t call, uint32_t core,
+                        int *here)
 {
-    int64_t most = g->own_core ? g->spin_ns : g->current_spin_ns;
-    int64_t now = most ? spar_now_ns() : 0, end = now + SLICE_NS;
-    for (int64_t left = most; left > 0 && now < end;) {
-        for (int i = 0; i < (g->own_core ? 32 : 1); i++) {
-            if (spar_has_reached(word, call)) {
-                g->current_spin_ns = 4 * most < g->spin_ns ? 4 * most : g->spin_ns;
-                return 1;
-            }
-            cpu_relax();
+    int missing = -1;
+    *here = 0;
+    for (int i = 1; i < g->world; i++) {
+        int rank = (g->rank + i) % g->world;
+        mailbox *box = g->boxes[rank];
+        if (spar_has_reached(progress_of(box, which), call))
+            continue;
+        if (core && __atomic_load_n(&box->core, __ATOMIC_RELAXED) == core) {
+            *here = 1;
+            return rank;
         }
-        sched_yield();
-        int64_t begun = now;
-        now = spar_now_ns();
-        int64_t elapsed = now - begun;
-        if (g->own_core || elapsed < YIELDED_NS || elapsed > PREEMPTED_NS)
-            left -= elapsed;
+        if (missing < 0)
+            missing = rank;
     }
-    g->current_spin_ns = most / 2 > g->spin_ns / 16 ? most / 2 : g->spin_ns / 16;
-    return 0;
+    return missing;
 }
 
-static spar_status await_one(spar_group *g, int rank, enum spar_progress which, uint32_t call,
-                             const spar_deadline *deadline)
+/* Polls before blocking; returns the rank to block for, or -1 if all words have arrived. A peer on this core
+ * cannot run while this rank polls: yield to it a few times, then block. While all missing peers run
+ * elsewhere, keep the core: another process that got it would keep it for a time slice. */
+static int spin(spar_group *g, enum spar_progress which, uint32_t call)
+{
+    int64_t begin = 0, now = 0;
+    for (int yields = 0;;) {
+        int here, rank = missing_peer(g, which, call, note_core(g->own), &here);
+        if (rank < 0)
+            return -1;
+        if (!begin)
+            begin = now = spar_now_ns();
+        if (now - begin >= g->spin_ns || (here && (yields == YIELDS || now < g->yield_from_ns)))
+            return rank;
+        const uint32_t *word = progress_of(g->boxes[rank], which);
+        for (int i = 0; !here && i < POLLS && !spar_has_reached(word, call); i++)
+            cpu_relax();
+        int64_t before = now;
+        if (here) {
+            yields++;
+            sched_yield();
+        }
+        now = spar_now_ns();
+        if (here && now - before > LONG_YIELD_NS)
+            g->yield_from_ns = now + YIELD_PAUSE * (now - before);
+    }
+}
+
+/* Blocks until a peer's word has reached `call`. */
+static spar_status block(spar_group *g, int rank, enum spar_progress which, uint32_t call,
+                         const spar_deadline *deadline)
 {
     mailbox *box = g->boxes[rank];
     uint32_t *word = progress_of(box, which);
     spar_status status = SPAR_OK;
-    if (spar_has_reached(word, call))
-        return SPAR_OK;
-    if (spin(g, word, call))
-        return SPAR_OK;
     __atomic_add_fetch(&box->waiters, 1, __ATOMIC_SEQ_CST);
     int64_t polled = spar_now_ns();
     while (status == SPAR_OK) {
@@ -245,7 +280,7 @@ static spar_status await_one(spar_group *g, int rank, enum spar_progress which, 
 spar_status spar_group_await(spar_group *g, enum spar_progress which, uint32_t call,
                              const spar_deadline *deadline)
 {
-    for (int i = 1; i < g->world; i++)
-        SPAR_TRY(await_one(g, (g->rank + i) % g->world, which, call, deadline));
+    for (int rank; (rank = spin(g, which, call)) >= 0;)
+        SPAR_TRY(block(g, rank, which, call, deadline));
     return SPAR_OK;
 }

@@ -14,6 +14,7 @@ typedef struct {
     uint32_t broken;      /* the status with which the owner aborted, for good; 0: it did not */
     uint32_t broken_call; /* the first that the owner does not end */
     uint32_t polls;       /* how often the owner has polled for bytes that it awaits */
+    uint32_t core;        /* on which the owner ran last, plus 1; 0: not known */
     _Alignas(64) uint64_t signature;
     int64_t forward;
     uint32_t status;
@@ -36,8 +37,8 @@ struct spar_group {
     uint32_t
         record;     /* of `call`, as spar_last_call_begin returned it, while something else moves its bytes */
     int mismatched; /* the newest call ended in a mismatch: see descriptions */
-    int64_t spin_ns, current_spin_ns; /* spin time: the most; the current one, if ranks share cores */
-    int own_core;                     /* this rank has one */
+    int64_t spin_ns;       /* the most that a wait polls before it blocks */
+    int64_t yield_from_ns; /* no yields before: one went to another process */
     spar_memory *memory;
     mailbox *own;
     spar_endpoint *expected;        /* [world] processes expected during the set-up; pid 0: none */

@@ -33,7 +33,7 @@ spar_status spar_rendezvous_begin(const spar_comm *comm, int64_t room, spar_grou
     SPAR_TRY(spar_env_field("arena_max", &arena_max));
     SPAR_TRY(spar_env_field("spin_us", &spin));
     SPAR_TRY(spar_arena_open(arena_max.count, comm->local_ranks));
-    SPAR_TRY(spar_group_open(comm->world, comm->rank, comm->core_share, room, group, offset));
+    SPAR_TRY(spar_group_open(comm->world, comm->rank, room, group, offset));
     if (spin.holds)
         spar_group_spin(*group, spin.count * 1000);
     for (int rank = 0; rank < comm->world; rank++) {

@@ -104,7 +104,6 @@ struct spar_comm {
     const spar_transport *transport;
     int world, rank;
     int local_ranks; /* the number of this job's ranks on this host */
-    int core_share;  /* see spar_core_share */
     spar_native native;
     spar_peer_info *info; /* [world] */
     spar_group *group;    /* their mailboxes, where all ranks are on one host; else NULL */

@@ -71,7 +71,7 @@ static spar_comm *join_threads(rendezvous *m, int rank)
     int64_t offsets[MOST];
     spar_group *group;
     EXPECT(comm && !spar_arena_open(1 << 28, 1));
-    EXPECT(!spar_group_open(m->world, rank, spar_cores() / m->world, 0, &group, &m->opened[rank].offset));
+    EXPECT(!spar_group_open(m->world, rank, 0, &group, &m->opened[rank].offset));
     *comm = (spar_comm){.transport = &spar_transport_shm, .world = m->world, .rank = rank, .group = group};
     pthread_barrier_wait(&m->barrier);
     for (int p = 0; p < m->world; p++) {

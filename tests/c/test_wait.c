@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How long a rank polls before it blocks, when each yield takes some time. */
+/* How a rank waits before it blocks, by the cores on which it and its peers run. */
 #define spar_group_check check_of_test
 #define spar_group_await await_of_test
 #define spar_group_abort abort_of_test
@@ -7,6 +7,7 @@
 #define spar_group_poll poll_of_test
 #define spar_mailbox_publish publish_of_test
 #define sched_yield yield_of_test
+#define sched_getcpu core_of_test
 #define clock_gettime wait_clock_of_test
 #include "../../csrc/control/mailbox.c"
 
@@ -14,61 +15,118 @@
 
 #define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
 
+enum { WORLD = 3, SPIN_NS = 200000 };
+
+static mailbox *boxes[WORLD]; /* of rank 0, which waits, and its peers */
+static spar_group group = {.world = WORLD, .spin_ns = SPIN_NS, .boxes = boxes};
 static struct {
-    int64_t now_ns, yield_ns; /* the time that a yield takes */
-    int yields, ready_after;  /* the number of yields after which the word is set */
-    uint32_t word;
-} now;
+    int core;
+    int64_t ns, yield_ns; /* yield_ns: the time that a yield takes */
+    int yields, polls;    /* since the wait began; polls: reads of the clock */
+    int ready_after;      /* the number of yields or polls after which rank 1's word is set */
+    int move_after;       /* the number of polls after which this rank migrates to core 1 */
+} now = {.ns = 1000000, .yield_ns = 2000};
 
 static _Noreturn void wrong(int line, const char *condition)
 {
-    fprintf(stderr, "line %d: %s; %d yields of %lld ns\n", line, condition, now.yields,
-            (long long)now.yield_ns);
+    fprintf(stderr, "line %d: %s; %d yields, %d polls\n", line, condition, now.yields, now.polls);
     abort();
+}
+
+static void advance(int64_t ns)
+{
+    now.ns += ns;
+    if (now.yields + now.polls == now.ready_after)
+        boxes[1]->published = 1;
+    if (now.polls == now.move_after)
+        now.core = 1;
 }
 
 int yield_of_test(void)
 {
-    now.now_ns += now.yield_ns;
-    now.word = ++now.yields == now.ready_after;
+    now.yields++;
+    advance(now.yield_ns);
     return 0;
+}
+
+int core_of_test(void)
+{
+    return now.core;
 }
 
 int wait_clock_of_test(clockid_t clock, struct timespec *time)
 {
     (void)clock;
-    *time = (struct timespec){now.now_ns / 1000000000, now.now_ns % 1000000000};
+    now.polls++;
+    advance(1000);
+    *time = (struct timespec){now.ns / 1000000000, now.ns % 1000000000};
     return 0;
 }
 
-/* Returns the number of yields before it blocks; -1: the word was set. */
-static int yields_before_block(spar_group *g, int64_t yield_ns, int ready_after)
+/* Waits on core 0 for ranks 1 and 2, which are on these cores; returns the rank to block for, or -1. */
+static int wait_beside(int first, int second)
 {
-    now.yield_ns = yield_ns;
-    now.yields = 0;
-    now.ready_after = ready_after;
-    now.word = 0;
-    return spin(g, &now.word, 1) ? -1 : now.yields;
+    boxes[1]->core = (uint32_t)first + 1;
+    boxes[2]->core = (uint32_t)second + 1;
+    now.core = now.yields = now.polls = 0;
+    return spin(&group, SPAR_PUBLISHED, 1);
+}
+
+static void check_published_core(void)
+{
+    now.core = 7;
+    publish_of_test(group.own, &group.own->published, 1);
+    EXPECT(group.own->core == 8);
+    now.core = -1; /* the system does not report it */
+    publish_of_test(group.own, &group.own->done, 1);
+    EXPECT(group.own->core == 0);
 }
 
 int test_wait(int argc, char **argv)
 {
-    spar_group own = {.own_core = 1, .spin_ns = 200000}, shared = {.spin_ns = 200000};
     (void)argc;
     (void)argv;
-    for (int64_t yield_ns = 500; yield_ns < 10000000; yield_ns += yield_ns / 8) {
-        EXPECT(yields_before_block(&own, yield_ns, 0) == (200000 + yield_ns - 1) / yield_ns);
-        shared.current_spin_ns = 200000;
-        int64_t counts = yield_ns < YIELDED_NS || yield_ns > PREEMPTED_NS ? 200000 : SLICE_NS;
-        EXPECT(yields_before_block(&shared, yield_ns, 0) == (counts + yield_ns - 1) / yield_ns);
-        EXPECT(shared.current_spin_ns == 100000);
-        for (int i = 0; i < 10; i++)
-            yields_before_block(&shared, yield_ns, 0);
-        EXPECT(shared.current_spin_ns == 12500);
-        EXPECT(yields_before_block(&shared, 100, 100) == -1 && shared.current_spin_ns == 50000);
-        EXPECT(yields_before_block(&shared, 100, 0) == 500);
+    for (int rank = 0; rank < WORLD; rank++) {
+        boxes[rank] = calloc(1, sizeof(mailbox) + WORLD);
+        EXPECT(boxes[rank] != NULL);
     }
-    shared.spin_ns = shared.current_spin_ns = own.spin_ns = 0; /* both block at once */
-    EXPECT(yields_before_block(&shared, 1, 0) == 0 && yields_before_block(&own, 1, 0) == 0);
+    group.own = boxes[0];
+    check_published_core();
+
+    EXPECT(wait_beside(1, 1) == 1); /* both elsewhere: poll for the whole spin time, without a yield */
+    EXPECT(now.yields == 0 && now.polls == SPIN_NS / 1000 + 1);
+    EXPECT(wait_beside(0, 1) == 1); /* one is here: yield a few times, then block for it */
+    EXPECT(now.yields == YIELDS && now.polls == YIELDS + 1);
+    EXPECT(wait_beside(1, 0) == 2); /* also if another is awaited before it */
+    EXPECT(now.yields == YIELDS && group.own->core == 1);
+    now.move_after = 10; /* migrates to a peer's core while it polls, and publishes that */
+    EXPECT(wait_beside(1, 2) == 1 && now.yields == YIELDS && now.polls == 10 + YIELDS);
+    EXPECT(group.own->core == 2);
+    now.move_after = 0;
+    EXPECT(wait_beside(-1, -1) == 1 && now.yields == 0); /* cores that are not known */
+
+    boxes[2]->published = 1; /* has arrived: its core does not matter */
+    EXPECT(wait_beside(1, 0) == 1 && now.yields == 0);
+    now.ready_after = 3;
+    EXPECT(wait_beside(1, 0) == -1 && now.polls == 3);
+    boxes[1]->published = 0;
+    EXPECT(wait_beside(0, 0) == -1 && now.yields == 1);
+    EXPECT(wait_beside(0, 0) == -1 && now.yields == 0 && now.polls == 0); /* all have: no system call */
+
+    boxes[1]->published = 0;
+    now.ready_after = 0;
+    now.yield_ns = 2 * LONG_YIELD_NS; /* a yield went to another process: no further one for a time */
+    group.spin_ns = 10 * LONG_YIELD_NS;
+    EXPECT(wait_beside(0, 0) == 1 && now.yields == 1);
+    EXPECT(wait_beside(0, 0) == 1 && now.yields == 0);
+    now.ns += 2 * YIELD_PAUSE * now.yield_ns;
+    now.yield_ns = 2000;
+    EXPECT(wait_beside(0, 0) == 1 && now.yields == YIELDS);
+
+    group.spin_ns = 0; /* block at once, wherever the peers are */
+    EXPECT(wait_beside(0, 0) == 1 && now.yields == 0);
+    EXPECT(wait_beside(1, 1) == 1 && now.polls == 1);
+    for (int rank = 0; rank < WORLD; rank++)
+        free(boxes[rank]);
     return 0;
 }

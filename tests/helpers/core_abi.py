@@ -238,7 +238,6 @@ Comm._fields_ = (
     ("world", c_int),
     ("rank", c_int),
     ("local_ranks", c_int),
-    ("core_share", c_int),
     ("native", Native),
     ("info", POINTER(PeerInfo)),
     ("group", c_void_p),
