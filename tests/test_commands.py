@@ -217,6 +217,7 @@ def test_difference_names_the_first_wrong_element() -> None:
         ([], "the following arguments are required: COMMAND"),
         (["bench"], "type: torchrun --standalone --nproc-per-node 2 -m spar bench"),
         (["bench", "--out", "/nowhere/at/all"], "/nowhere/at is not a folder"),
+        (["bench", "--busy", "-1"], "--busy is -1; expected a number of processes from 0"),
         (["bench", "--median", "setup.py"], "setup.py is not a file that `spar bench` wrote"),
         (["check", "--device", "toaster"], "--device is 'toaster'; expected cpu, cuda"),
         (["check", "--device", "xpu"], "finds no such device here; see `python -m spar info`"),

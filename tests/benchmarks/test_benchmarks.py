@@ -7,8 +7,10 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from helpers.launched import launch
 from spar import _C
 from spar._commands.arguments import main
 from spar._commands.bench import binding
+from spar._commands.bench.busy import busy_processes
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -113,6 +116,73 @@ def test_bench_leaves_the_ranks_to_the_scheduler_on_request(tmp_path: Path) -> N
     ]
     launch(bench, 2, tmp_path, "--bind-to", "none", *options)
     assert "cores, not bound, " in (tmp_path / "table.0").read_text().splitlines()[-1]
+
+
+def is_running(process: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def await_end(processes: list[int]) -> None:
+    limit = time.monotonic() + 60
+    while any(map(is_running, processes)):
+        assert time.monotonic() < limit, f"still running: {processes}"
+        time.sleep(0.01)
+
+
+def test_busy_processes_compute_and_end() -> None:
+    """At the end of the block, after an exception, and if their parent is killed."""
+    with busy_processes(2) as processes:
+        assert len(set(processes)) == 2 and all(map(is_running, processes))
+    await_end(processes)
+    with pytest.raises(KeyError), busy_processes(1) as processes:
+        raise KeyError
+    await_end(processes)
+    code = "from spar._commands.bench.busy import busy_processes\nwith busy_processes(2) as ids: "
+    code += "print(*ids, flush=True); input()"
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as parent:
+            assert parent.stdout
+            processes = [int(text) for text in parent.stdout.readline().split()]
+            assert len(processes) == 2 and all(map(is_running, processes))
+            parent.send_signal(sent)
+        assert parent.returncode == -sent
+        await_end(processes)
+
+
+def test_bench_runs_beside_busy_processes(tmp_path: Path) -> None:
+    options = [
+        "--only",
+        "unscaled",
+        "--seconds",
+        "0.001",
+        "--largest",
+        "2048",
+        "--out",
+        str(tmp_path / "bench"),
+    ]
+    launch(bench, 2, tmp_path, "--busy", "2", *options)
+    title = (tmp_path / "table.0").read_text().splitlines()[-1]
+    assert ", beside 2 busy processes on each host, " in title
+
+
+def time_beside_busy_processes(folder: Path) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    import busy
+
+    sys.argv = ["busy.py", "0", "1", "--turns", "2"]
+    with open(folder / f"lines.{os.environ['RANK']}", "w") as lines, contextlib.redirect_stdout(lines):
+        busy.main()
+
+
+def test_calls_are_timed_beside_busy_processes(tmp_path: Path) -> None:
+    launch(time_beside_busy_processes, 2, tmp_path)
+    lines = (tmp_path / "lines.0").read_text()
+    assert lines.count("  2 KB, several cores: ") == lines.count("  loop: ") == 2
+    assert "beside 1 busy processes:" in lines and not (tmp_path / "lines.1").read_text()
 
 
 def test_attention_bench_times_every_way(tmp_path: Path) -> None:

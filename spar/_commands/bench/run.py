@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from ..printing import KIB, MIB, count_text, progress, size_text
 from ..ranks import Ranks, UsageError, joined, launched
 from .attention import run as attention
 from .binding import bind
+from .busy import beside, busy_processes
 from .libraries import find
 from .measure import measure
 from .operations import SMALLEST, operations
@@ -36,7 +38,8 @@ Time each operation on CPU tensors, forward and backward, against references tha
 - Tensor.copy_ of the bytes that a rank must write, on all ranks at once, into memory that was touched before;
 - for all_to_all: yunchang and DeepSpeed, if they are installed.
 
-Each rank is bound to a core of its own, as by mpirun, if the host has enough.
+Each rank is bound to a core of its own, as by mpirun, if the host has enough. --busy N --bind-to none shows
+the times beside other work, such as that of a data loader's workers.
 
   torchrun --standalone --nproc-per-node 2 -m spar bench
 
@@ -84,6 +87,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="none: let the scheduler place the ranks, as it does with --attention (default: %(default)s)",
     )
     parser.add_argument(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N processes on each host that only compute, as a data loader's workers do (default: 0)",
+    )
+    parser.add_argument(
         "--median",
         type=Path,
         nargs="+",
@@ -100,6 +110,8 @@ def run(args: Namespace) -> int:
     folder = args.out.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"--out is {args.out}, but {folder} is not a folder that this process can write to")
+    if args.busy < 0:
+        raise UsageError(f"--busy is {args.busy}; expected a number of processes from 0")
     if args.median:
         title, rows = _median(args.median)
         _report(args.out, title, rows)
@@ -116,16 +128,20 @@ def run(args: Namespace) -> int:
     if args.attention:
         attention.check(args)
     torch.set_num_threads(1)  # the ranks share the cores
-    with joined() as ranks:
+    with ExitStack() as stack:
+        ranks = stack.enter_context(joined())
+        local_rank, local_ranks = ranks.on_host()
+        if local_rank == 0:  # before it is bound to a core
+            stack.enter_context(busy_processes(args.busy))
         if args.attention:
             attention.run(args, ranks)
             return 0
         cores = len(allowed_cores())
-        bound = args.bind_to == "core" and bind(*ranks.on_host())
+        bound = args.bind_to == "core" and bind(local_rank, local_ranks)
         rows = _measure_all(sizes, args.only, args.seconds, ranks)
         if ranks.rank == 0:
             using = spar.transport().name or "no transport"
-            where = f"{cores} cores, {'each bound to one' if bound else 'not bound'}"
+            where = f"{cores} cores, {'each bound to one' if bound else 'not bound'}{beside(args.busy)}"
             title = f"{count_text(ranks.world, 'rank')} on {where}, {using}, bf16, torch {torch.__version__}"
             _report(args.out, title, rows)
         dist.barrier()

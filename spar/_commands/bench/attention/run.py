@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ...printing import MIB, progress, table
 from ...ranks import Ranks, UsageError
+from ..busy import beside
 from ..report import save
 from .measure import Layer, Row, measure_balance, measure_memory, measure_outside, measure_steps
 from .ways import GATHER, RING, ULYSSES, USUAL, WHOLE
@@ -80,7 +81,7 @@ def run(args: Namespace, ranks: Ranks) -> None:
         measure_memory(tokens, args, [row for row in rows if row.tokens == tokens])
     if ranks.rank == 0:
         heads = f"{args.heads} heads and {args.key_heads} key heads of {args.width}"
-        placement = f"{ranks.world} ranks on {len(os.sched_getaffinity(0))} cores"
+        placement = f"{ranks.world} ranks on {len(os.sched_getaffinity(0))} cores{beside(args.busy)}"
         title = f"{placement}, {args.dtype}, {heads}, causal, torch {torch.__version__}"
         print(title, table_of(rows), sep="\n")
         results = bars(rows, ranks.world)
