@@ -24,14 +24,26 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
         return spar_fail(SPAR_INVALID, "a comm for rank %d of %d", rank, world);
     spar_comm *made = calloc(1, sizeof *made);
     spar_peer_info *copy = malloc((size_t)world * sizeof *copy);
-    if (!made || !copy) {
+    int *hosts = calloc((size_t)world, sizeof *hosts);
+    unsigned char *far = calloc((size_t)world, 1);
+    if (!made || !copy || !hosts || !far) {
         free(made);
         free(copy);
+        free(hosts);
+        free(far);
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
     }
     memcpy(copy, info, (size_t)world * sizeof *copy);
-    *made = (spar_comm){
-        .transport = transport, .world = world, .rank = rank, .local_ranks = local_ranks, .info = copy};
+    *made = (spar_comm){.transport = transport,
+                        .world = world,
+                        .rank = rank,
+                        .local_ranks = local_ranks,
+                        .info = copy,
+                        .hosts = hosts,
+                        .far = far};
+    spar_hosts(copy, world, hosts);
+    for (int other = 0; other < world; other++)
+        made->nfar += far[other] = hosts[other] != hosts[rank];
     if (native)
         made->native = *native;
     memset(result, 0, sizeof *result);
@@ -80,5 +92,7 @@ void spar_comm_close(spar_comm *comm)
     if (comm->transport->close)
         comm->transport->close(comm);
     free(comm->info);
+    free(comm->hosts);
+    free(comm->far);
     free(comm);
 }

@@ -6,19 +6,22 @@
  *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
  *   transports/  move the bytes
  *     transport     the interface, the ordered table, the choice
- *     rendezvous    ranks of one host exchange their mailboxes, and take turns
- *     shm           pushes into the peers' outputs in shared memory
+ *     rendezvous    ranks exchange their mailboxes, connect, and take turns
+ *     shm           pushes into near peers' outputs in shared memory; tcp: far ones get theirs as messages
+ *     parcels       the bytes for far ranks, and from them
  *     torch         compares calls whose bytes Python moves
  *     nccl/         nccl and its set-up, its API opened at run time (api), send/recv steps (schedule) through
  *                   staging buffers and side streams (pipeline), errors and deadlines on GPUs (watchdog)
  *   control/     the order of a group's calls: who makes which, who failed, who is missing
  *     group         a group's calls, and its life
  *     mailbox       what ranks publish: storing it, waiting for it, aborting
+ *     links, link_send, link_receive   mailboxes of far ranks, over TCP
  *     ring          comparison of calls without waiting, for nccl
  *     last_call     each process's newest call, for messages
- *   ipc/         processes of one host
- *     arena         the memory that they share
- *     connections, handshake, peers, peer_table   sockets between processes, authentication, liveness
+ *   ipc/         between processes
+ *     arena         the memory that those of one host share
+ *     connections, handshake, peers, peer_table   sockets of one host, authentication, liveness
+ *     address, tcp  between hosts: where this one is reached, and authenticated connections
  *   not_linux/   what other systems build in place of ipc/, control/ and the transports
  *   devices/     what is done in host memory (execute.h, scale.h, sum.h), and the dtypes that a copy scales
  *                (scale.def)

@@ -68,18 +68,18 @@ def test_rejected_transports_are_reported_with_reasons() -> None:
     apart = make_info(local_world=5)
     apart[2].local_world = 6
     choice = Choice(apart)
+    rejected = {"local": "rank 2 is not in rank 0's process", "shm": "rank 0: no socket"}
+    assert (choice.name, choice.rejected) == ("tcp", rejected)
+    choice = Choice(apart, refused=core.Refusal(1, (b"tcp",), (b"rank 1: no route",)))
     assert choice.name == "torch" and "cpu" in choice.reason
-    assert choice.rejected == {
-        "local": "rank 2 is not in rank 0's process",
-        "shm": "rank 0: no socket",
-        "nccl": "cpu tensors are not on CUDA devices",
-    }
+    rejected |= {"tcp": "rank 1: no route", "nccl": "cpu tensors are not on CUDA devices"}
+    assert choice.rejected == rejected
 
 
 def test_transport_with_failed_set_up_is_skipped() -> None:
     refused = core.Refusal(1, (b"local",), (b"rank 1: no memory",))
     choice = Choice(make_info(local_world=5), refused=refused)
-    assert (choice.name, choice.rejected["local"]) == ("torch", "rank 1: no memory")
+    assert (choice.name, choice.rejected["local"]) == ("tcp", "rank 1: no memory")
     forced = make_info(local_world=5, transport=b"local")
     with pytest.raises(CoreError, match="SPAR_TRANSPORT=local cannot serve: rank 1: no memory"):
         Choice(forced, refused=refused)
@@ -93,6 +93,15 @@ def test_shm_requires_cpu_tensors_and_one_process_per_rank() -> None:
     assert "cuda" in Choice(ranks, "cuda").rejected["shm"]
     ranks[2].endpoint = ranks[1].endpoint
     assert Choice(ranks).rejected["shm"] == "ranks 1 and 2 are one process"
+
+
+def test_tcp_requires_cpu_tensors_and_linux_on_each_rank() -> None:
+    ranks = make_info()
+    assert Choice(ranks).name == "tcp"
+    assert Choice(ranks, "cuda").rejected["tcp"] == "cuda tensors are not in host memory"
+    ranks[1].no_tcp = b"connections between ranks need Linux"
+    choice = Choice(ranks)
+    assert (choice.name, choice.rejected["tcp"]) == ("torch", "rank 1: connections between ranks need Linux")
 
 
 def test_nccl_requires_cuda_on_each_rank() -> None:
@@ -139,12 +148,15 @@ def test_forced_transport_that_cannot_serve_raises() -> None:
 
 def test_excluded_transport_is_skipped() -> None:
     choice = Choice(make_info(local_world=5, transport=b"^local"))
-    assert choice.name == "torch"
+    assert choice.name == "tcp"
     assert choice.rejected["local"] == "excluded by SPAR_TRANSPORT=^local"
 
 
 def test_excluding_the_last_transport_raises() -> None:
-    expect_no_choice(make_info(transport=b"^torch"), Status.TRANSPORT, "^torch", "leaves no transport", "cpu")
+    with pytest.raises(CoreError) as caught:
+        Choice(make_info(transport=b"^torch"), "meta")  # the other transports serve cpu or cuda
+    assert caught.value.status == Status.TRANSPORT
+    assert all(word in caught.value.text for word in ("^torch", "leaves no transport", "meta"))
 
 
 @pytest.mark.parametrize("name", ["bogus", "^bogus", "^", "Local", "loca", "localx", "^^local", " local"])

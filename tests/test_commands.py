@@ -46,7 +46,7 @@ def test_info_prints_json_without_a_process_group() -> None:
     assert facts["settings"]["unknown"] == ["SPAR_TIMOUT"]
     assert facts["settings"]["variables"]["SPAR_TRANSPORT"] == {"set": True, "value": "^shm", "error": None}
     here = facts["transports"][0]
-    assert (here["device"], here["transport"]) == ("cpu", "torch")
+    assert (here["device"], here["transport"]) == ("cpu", "tcp")
     assert here["rejected"]["shm"] == "excluded by SPAR_TRANSPORT=^shm"
 
 
@@ -63,7 +63,7 @@ def test_info_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPAR_SPIN_US")
     by_hosts = {choice["hosts"]: choice for choice in transports() if choice["device"] == "cpu"}
     assert by_hosts["one host"]["reason"] == "ranks of one host share its memory"
-    assert by_hosts["several hosts"]["transport"] == "torch"
+    assert by_hosts["several hosts"]["transport"] == "tcp"
 
 
 def test_info_shows_which_gpus_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

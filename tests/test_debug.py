@@ -22,6 +22,7 @@ from helpers import tables
 from test_faults import finish, start
 
 import spar
+from spar.errors import by_rank
 
 Group = dist.ProcessGroup
 
@@ -213,7 +214,7 @@ def check_hang(rank: int, world: int, group: Group, folder: Path) -> None:
         assert "newest exchange: all_gather [6, 6]: dim 0 in [2, 2, 2] -> whole of torch.float32" in before
         return
     show = shown_in_thread if rank == 0 else shown_in_handler
-    lines = show(group, call, missing, folder / str(rank)).splitlines()
+    lines = show(group, call, "  rank 0, 2: published call 2;", folder / str(rank)).splitlines()
     name, reason = spar.transport(group).name, spar.transport(group).reason
     assert re.fullmatch(r"calls: 2, 0 in flight; thread \d+ is in a call; the newest: its .*", lines[1])
     assert lines[2:4] == ["broken: no", f"cpu over {name}: {reason}"]
@@ -222,11 +223,16 @@ def check_hang(rank: int, world: int, group: Group, folder: Path) -> None:
         "  rank 1: published call 1; done call 1",
     ]
     assert lines[6].startswith(f"  {missing}")
-    assert lines[7:10] == [
-        "last call of each rank, on any group:",
-        f"  rank 0, 2: is in all_to_all, call 2 on group {group.group_name!r}",
-        f"  rank 1: has ended all_gather, call 1 on group {group.group_name!r}",
+    (near,) = (ranks for ranks in spar.transport(group).hosts if rank in ranks)
+    last = [("is in", "all_to_all, call 2"), ("has ended", "all_gather, call 1")]
+    rows = [
+        f"{state} {call} on group {group.group_name!r}"
+        if peer in near
+        else f"made {call} on group {group.group_name!r}, the newest known here"
+        for peer, (state, call) in enumerate([*last, last[0]])
     ]
+    listed = ["last call of each rank, on any group:", *by_rank(rows).splitlines()]
+    assert lines[7 : 7 + len(listed)] == listed
     assert lines[-5:] == [
         "newest exchange: all_to_all [6, 6]: dim 0 in [2, 2, 2] -> dim 1 in [2, 2, 2] of torch.float32 "
         "on cpu",
@@ -257,7 +263,10 @@ def check_ends(rank: int, world: int, group: Group) -> None:
     assert re.search(
         r"^  rank 1: published call (\d), which failed with ValueError; done call \1$", text, re.M
     )
-    assert re.search(r"^  call \d is over on all ranks$", text, re.M)
+    if rank == 1 and spar.transport(group).name == "tcp":  # it has heard nothing of other hosts since
+        assert re.search(r"^  call \d is not made by .*rank 2 \(", text, re.M)
+    else:
+        assert re.search(r"^  call \d is over on all ranks$", text, re.M)
     child, parent = os.pipe()
     if (process := os.fork()) == 0:
         os.write(parent, spar.debug(group).encode())
@@ -283,9 +292,30 @@ def test_debug_of_a_group_of_one(ranks: Ranks) -> None:
 
 
 def check_across_hosts(rank: int, folder: Path) -> None:
+    """Each rank knows what has arrived from the other: its calls, and that its process has ended."""
+    other = 1 - rank
+    call = f"gather_forward_split_backward, call 1 on group '{dist.group.WORLD.group_name}'"  # type: ignore[union-attr]
+    text = spar.debug()
+    assert re.search(r"^  rank [01](, 1)?: published call 1; done call 1$", text, re.M)
+    if spar.transport().name == "tcp":  # over torch, the end of a call arrives in the next one
+        assert "\n  call 1 is over on all ranks\n" in text
+    assert f"  rank {rank}: has ended {call}\n" in text
+    assert f"  rank {other}: made {call}, the newest known here\n" in text
+
+
+@pytest.mark.parametrize("transport", ["tcp", tables.ACROSS])
+def test_debug_across_hosts(tmp_path: Path, transport: str) -> None:
+    processes = start(check_across_hosts, 2, tmp_path, SPAR_TRANSPORT=transport)
+    assert finish(processes, 40) == [0, 0]
+
+
+def check_without_mailboxes(rank: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "none"
+    spar.all_gather(torch.zeros(2))
     assert "  no mailboxes: how far each rank is cannot be read without communication" in spar.debug()
 
 
-def test_debug_across_hosts(tmp_path: Path) -> None:
-    processes = start(check_across_hosts, 2, tmp_path, SPAR_TRANSPORT=tables.ACROSS)
+def test_debug_without_mailboxes(tmp_path: Path) -> None:
+    """Over torch, between hosts whose ranks cannot connect."""
+    processes = start(check_without_mailboxes, 2, tmp_path, set_up=False, SPAR_TRANSPORT=tables.ACROSS)
     assert finish(processes, 40) == [0, 0]

@@ -113,6 +113,10 @@ def test_equal_parts_are_gathered_by_nccl_across_hosts(gpus: Ranks) -> None:
     gpus(4, nccl_ranks.check_all_gather)
 
 
+def test_calls_between_hosts_have_no_collective(gpus: Ranks) -> None:
+    gpus(4, nccl_ranks.check_hosts)
+
+
 def test_calls_on_two_streams_keep_their_order(gpus: Ranks) -> None:
     gpus(3, nccl_ranks.check_streams)
 

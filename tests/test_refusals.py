@@ -85,13 +85,34 @@ def leave_little_address_space() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
-FAULTS: dict[str, tuple[Callable[[], None], str]] = {
-    "memfd": (refuse_memfd, "memfd_create: Operation not permitted"),
-    "descriptor passing": (refuse_messages, "the arena's descriptor could not be sent: |hung up"),
-    "address space": (leave_little_address_space, "an arena of .* bytes: Cannot allocate memory|mapping"),
-    "user": (become_nobody, "user 65534"),
-    "namespace": (leave_the_network, "cannot be reached on this host|did not answer|hung up"),
+NO_TCP = "cannot be reached by TCP|refused a TCP connection|did not answer by TCP"
+FAULTS: dict[str, tuple[Callable[[], None], dict[str, str]]] = {  # and why each transport is rejected
+    "memfd": (refuse_memfd, dict.fromkeys(("shm", "tcp"), "memfd_create: Operation not permitted")),
+    "descriptor passing": (
+        refuse_messages,
+        {"shm": "the arena's descriptor could not be sent: |hung up", "tcp": NO_TCP},
+    ),
+    "address space": (
+        leave_little_address_space,
+        dict.fromkeys(("shm", "tcp"), "an arena of .* bytes: Cannot allocate memory|mapping"),
+    ),
+    "user": (become_nobody, {"shm": "user 65534"}),
+    "namespace": (leave_the_network, {"shm": "ranks 0 and 1 are on different hosts", "tcp": NO_TCP}),
 }
+
+
+def expect_rejected(chosen: spar.Transport, why: dict[str, str]) -> None:
+    """Expect tcp in place of shm, and torch where that fails, too."""
+    rejected = dict(chosen.rejected)
+    assert [chosen.name, *rejected] == (["torch", "shm", "tcp", "nccl"] if "tcp" in why else ["tcp", "shm"])
+    for name, text in why.items():
+        assert re.search(text, rejected[name]), rejected
+    if chosen.name == "tcp":
+        assert (chosen.hosts, chosen.shared_memory, chosen.network) == (
+            ((0,), (1,), (2,))[: chosen.world_size],
+            0,
+            0,
+        )
 
 
 def expect_fallback(rank: int, folder: Path, fault: str) -> None:
@@ -101,17 +122,16 @@ def expect_fallback(rank: int, folder: Path, fault: str) -> None:
     y = gather(torch.full((3,), float(rank)), None, 0)
     assert_same(y, torch.arange(3.0).repeat_interleave(3))
     chosen = spar.transport()
-    assert chosen.name == "torch", chosen
-    assert [name for name, _ in chosen.rejected] == ["shm", "nccl"]
-    assert re.search(why, chosen.rejected[0][1]), chosen.rejected
+    expect_rejected(chosen, why)
     told_all: list[object] = [None] * 3
     dist.all_gather_object(told_all, (chosen.reason, chosen.rejected))
     assert all(one == told_all[0] for one in told_all)
     spar.close()
     dist.barrier()
     gather(torch.zeros(1), None, 0)  # the next set-up fails in the same way
-    assert spar.transport() == chosen
-    assert spar.memory_stats()["arena.allocated_bytes"] == 0
+    expect_rejected(spar.transport(), why)
+    allocated = spar.memory_stats()["arena.allocated_bytes"]
+    assert 0 < allocated < 4096 if chosen.name == "tcp" else allocated == 0, "the mailbox alone"
 
 
 class Warnings(logging.Handler):
@@ -133,11 +153,12 @@ def expect_warning(rank: int, folder: Path, fault: str) -> None:
         inject()
     for _ in range(2):  # once for the group's set-up
         gather(torch.zeros(1), None, 0)
-    assert spar.transport().name == "torch"
+    expect_rejected(spar.transport(), why)
     expected = 1 if rank == 0 and fault != "namespace" else 0  # which is a host of its own
     assert len(logged.texts) == expected, logged.texts
     for text in logged.texts:
-        assert re.search(why, text) and "group '0'" in text and text.endswith("SPAR_TRANSPORT=torch")
+        assert re.search(why["shm"], text) and "group '0'" in text
+        assert text.endswith(f"SPAR_TRANSPORT={spar.transport().name}")
 
 
 def expect_no_warning(rank: int, folder: Path) -> None:
@@ -150,7 +171,7 @@ def expect_forced_error(rank: int, folder: Path, fault: str) -> None:
     inject, why = FAULTS[fault]
     if rank == 1:
         inject()
-    with pytest.raises(spar.TransportError, match=why) as caught:
+    with pytest.raises(spar.TransportError, match=why[os.environ["SPAR_TRANSPORT"]]) as caught:
         gather(torch.zeros(3), None, 0)
     assert "SPAR_TRANSPORT" in str(caught.value)
 
@@ -176,9 +197,11 @@ def test_lost_shm_is_logged_once_on_one_rank(tmp_path: Path, fault: str) -> None
     assert finish(start(expect_warning, 2, tmp_path, fault, set_up=False), 60) == [0, 0]
 
 
-@pytest.mark.parametrize("setting", ["", "torch", "^shm"])
-def test_transport_by_choice_is_not_logged(tmp_path: Path, setting: str) -> None:
-    environment = {"SPAR_TRANSPORT": setting, "EXPECTED": "torch" if setting else "shm"}
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("", "shm"), ("torch", "torch"), ("tcp", "tcp"), ("^shm", "tcp")]
+)
+def test_transport_by_choice_is_not_logged(tmp_path: Path, setting: str, expected: str) -> None:
+    environment = {"SPAR_TRANSPORT": setting, "EXPECTED": expected}
     ranks = start(expect_no_warning, 2, tmp_path, set_up=False, **environment)
     assert finish(ranks, 60) == [0, 0]
 
@@ -200,9 +223,12 @@ def test_small_dev_shm_does_not_limit_shm(tmp_path: Path) -> None:
     assert finish(start(use_small_dev_shm, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @each_fault
-def test_forced_transport_that_fails_raises_on_all_ranks(tmp_path: Path, fault: str) -> None:
-    ranks = start(expect_forced_error, 2, tmp_path, fault, set_up=False, SPAR_TRANSPORT="shm")
+def test_forced_transport_that_fails_raises_on_all_ranks(tmp_path: Path, fault: str, transport: str) -> None:
+    if transport not in FAULTS[fault][1]:
+        pytest.skip("tcp serves users that differ")
+    ranks = start(expect_forced_error, 2, tmp_path, fault, set_up=False, SPAR_TRANSPORT=transport)
     assert finish(ranks, 60) == [0, 0]
 
 
@@ -332,7 +358,7 @@ def stop_in_set_up(rank: int, folder: Path) -> None:
     """If a rank stops in the set-up before it connects, all raise at the timeout."""
     if rank == 1:
         comm = group_of(process_group(None, "test"))
-        own = bytes(8) + setup._host_id() + _C.peer_info()
+        own = bytes(8) + _C.peer_info(setup._host_id())
         setup._all_gather(comm, own, "facts", "gather", torch.device("cpu"), comm.deadline())
         report(folder, 1, "")
         time.sleep(60)

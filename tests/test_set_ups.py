@@ -216,14 +216,14 @@ def test_concurrent_set_ups(tmp_path: Path) -> None:
 
 
 def test_peer_info_fits_into_an_agreement() -> None:
-    assert len(bytes(8) + rendezvous._host_id() + _C.peer_info()) == agreement.ROOM
+    assert len(bytes(8) + _C.peer_info(rendezvous._host_id())) == agreement.ROOM
 
 
 def count_collectives(rank: int, folder: Path) -> None:
-    """Each stage of a set-up takes one collective: with mailboxes three, without them one."""
+    """Each stage of a set-up takes one collective: the facts, the set-up results, the connections."""
     issued, issue = [], collectives._issue
     collectives._issue = lambda *args: issued.append(args) or issue(*args)  # type: ignore[func-returns-value]
-    for transport, expected in (("shm", 3), ("torch", 3), (tables.ACROSS, 1)):
+    for transport, expected in (("shm", 3), ("tcp", 3), ("torch", 3), (tables.ACROSS, 3)):
         tables.use_transport(transport, rank)
         issued.clear()
         assert spar.init().name == transport.split()[0]

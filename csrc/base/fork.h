@@ -22,6 +22,7 @@ typedef enum { SPAR_FORK_PREPARE, SPAR_FORK_PARENT, SPAR_FORK_CHILD } spar_fork_
 void spar_plan_cache_fork(spar_fork_stage stage);
 void spar_arena_fork(spar_fork_stage stage);
 void spar_peers_fork(spar_fork_stage stage);
+void spar_links_fork(spar_fork_stage stage);
 
 void spar_dynlib_fork(spar_fork_stage stage);
 void spar_watchdog_fork(spar_fork_stage stage);

@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The control plane of a group whose ranks share a host: do all ranks make the same call, which failed, which
- * is missing? Transports move the bytes between publish and finish, or end.
+/* The control plane of a group: do all ranks make the same call, which failed, which is missing? Transports
+ * move the bytes between publish and finish, or end.
+ *
+ * Near ranks, those of this host, read each other's mailboxes in shared memory. Far ranks send theirs over
+ * TCP, with the bytes of the call (links.h).
  *
  * publish    this rank makes call n; returns when every rank does, or one failed
  * finish     this rank has moved its bytes of call n; returns when every rank has
@@ -20,6 +23,7 @@
 #include "control/last_call.h"
 #include "ipc/arena.h"
 #include "ipc/peers.h"
+#include "ipc/tcp.h"
 #include "plan/plan.h"
 
 #include <pthread.h>
@@ -44,7 +48,15 @@ typedef struct {
     int64_t forward;    /* the number of the call whose gradient it moves; 0: not known, equal to any */
     spar_status status; /* other than SPAR_OK: it failed, and moves no bytes */
     int64_t offsets[SPAR_GROUP_TENSORS]; /* where its outputs lie in its arena */
+    const char *op;                      /* for messages of far ranks; this rank's own alone */
 } spar_call_header;
+
+/* What a call moves between this rank and a far one, which shares no memory with it. */
+typedef struct {
+    const void *out;
+    void *in;
+    int64_t out_bytes, in_bytes;
+} spar_parcel;
 
 /* ---- a call ---- */
 
@@ -55,13 +67,22 @@ pthread_mutex_t *spar_group_lock(spar_group *group);
  * rank failed it, or ended it without waiting. */
 spar_status spar_group_begin(spar_group *group, const spar_deadline *deadline, uint32_t *call);
 
+/* Sets what the begun call moves to and from the far ranks [world]: spar_group_transfer moves it. It is
+ * accessed until that returns, or publish fails. Without parcels, something else moves the bytes. */
+void spar_group_carry(spar_group *group, const spar_parcel *parcels);
+
 /* Publishes this rank's header and reads all [world]. If a rank failed, or signatures or known
  * `forward` numbers differ, every rank returns the same SPAR_MISMATCH or SPAR_NO_MEMORY; the call has then
  * ended, and no bytes may be moved. If calls differ, describe(call) writes this rank's for its peers. */
 spar_status spar_group_publish(spar_group *group, const spar_call_header *own, spar_describe describe,
                                const void *call, spar_call_header *all, const spar_deadline *deadline);
 
-/* Publishes that this rank has moved its bytes; returns when all ranks have. */
+/* After publish: moves the parcels. Calls arrived(context, rank) once for each far rank, when its bytes are
+ * here. */
+spar_status spar_group_transfer(spar_group *group, void (*arrived)(void *context, int rank), void *context,
+                                const spar_deadline *deadline);
+
+/* Publishes that this rank has moved its bytes; returns when all near ranks have. */
 spar_status spar_group_finish(spar_group *group, const spar_deadline *deadline);
 
 /* The call goes on outside, until spar_group_end: `record` of its last call is ended then, or by an abort. */
@@ -102,7 +123,7 @@ typedef struct {
 /* Any thread may read them, also during a call; 0: the rank's mailbox is not attached yet. */
 int spar_group_words(const spar_group *group, int rank, spar_words *words);
 
-/* The base and length of a rank's arena. */
+/* The base and length of the arena of a near rank. */
 char *spar_group_arena(const spar_group *group, int rank, int64_t *length);
 
 /* ---- life ---- */
@@ -115,8 +136,12 @@ spar_status spar_group_expect(spar_group *group, int rank, const spar_endpoint *
                               const spar_key *secret);
 void spar_group_end_set_up(spar_group *group);
 
-/* Attaches the peers' processes and the offsets of their mailboxes [world]; takes over the peers, also on
- * failure. */
+/* Takes over the connections to the far ranks, those with far[rank] != 0. pids [world] are for messages. */
+spar_status spar_group_link(spar_group *group, const unsigned char *far, const int64_t *pids,
+                            int (*sockets)[SPAR_TCP_CHANNELS]);
+
+/* Attaches the near ranks' processes and the offsets of their mailboxes [world]; peers[rank] is NULL for
+ * others. Takes over the peers, also on failure. */
 spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_t *offsets);
 
 /* Sets the spin time before sleeping. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "control/mailbox.h"
+#include "control/links.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -15,6 +15,12 @@ static const int64_t SPIN_NS = 200000;
 spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint32_t *call)
 {
     uint32_t broken_call;
+    g->parcels = NULL;
+    g->waits_ns = 0;
+    if (g->links) { /* a far rank may have broken the group */
+        spar_links_forget_bytes(g);
+        SPAR_TRY(spar_links_pump(g, 0));
+    }
     spar_status status = spar_group_check(g, g->call + 1, &broken_call);
     if (status == SPAR_PEER_LOST &&
         (broken_call == g->call + 1 || (g->unsettled && broken_call == g->call))) {
@@ -28,6 +34,8 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
         g->unsettled = 0;
         SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, deadline));
     }
+    if (g->links)
+        SPAR_TRY(spar_group_await_far(g, SPAR_SENT, g->call, deadline));
     g->mismatched = 0;
     g->record = 0;
     *call = ++g->call;
@@ -58,6 +66,8 @@ static spar_status compare_headers(spar_group *g, spar_describe describe, const 
     spar_description *own = &g->own->description;
     describe(call, own->text, sizeof own->text, &own->gathered);
     spar_mailbox_publish(g->own, &g->own->described, g->call);
+    if (g->links)
+        spar_links_describe(g);
     SPAR_TRY(spar_group_await(g, SPAR_DESCRIBED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
         g->descriptions[rank] = g->boxes[rank]->description;
@@ -75,6 +85,8 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
     spar_mailbox_publish(g->own, &g->own->published, g->call);
+    if (g->links)
+        spar_links_publish(g, own->op);
     SPAR_TRY(spar_group_await(g, SPAR_PUBLISHED, g->call, deadline));
     for (int rank = 0; rank < g->world; rank++) {
         const mailbox *box = g->boxes[rank];
@@ -87,7 +99,32 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
     if (status != SPAR_MISMATCH && status != SPAR_NO_MEMORY)
         return status;
     spar_status end = spar_group_finish(g, deadline);
+    if (end == SPAR_OK && g->links) { /* the caller gets its memory back */
+        end = spar_group_await_far(g, SPAR_SENT, g->call, deadline);
+        spar_links_skip_bytes(g);
+    }
     return end == SPAR_OK ? status : end;
+}
+
+void spar_group_carry(spar_group *g, const spar_parcel *parcels)
+{
+    g->parcels = parcels;
+}
+
+spar_status spar_group_transfer(spar_group *g, void (*arrived)(void *context, int rank), void *context,
+                                const spar_deadline *deadline)
+{
+    if (!g->links)
+        return SPAR_OK;
+    spar_links_begin_bytes(g);
+    for (int done = 0; !done;) {
+        done = spar_links_reached(g, SPAR_ARRIVED);
+        for (int rank; (rank = spar_links_take(g)) >= 0;)
+            arrived(context, rank);
+        if (!done)
+            SPAR_TRY(spar_group_await_far(g, SPAR_ARRIVED, g->call, deadline));
+    }
+    return SPAR_OK;
 }
 
 spar_status spar_group_finish(spar_group *g, const spar_deadline *deadline)
@@ -105,6 +142,8 @@ void spar_group_end(spar_group *g)
 {
     spar_last_call_end(g->record, 0);
     spar_mailbox_publish(g->own, &g->own->done, g->call);
+    if (g->links)
+        spar_links_end(g);
     g->unsettled = 1;
 }
 
@@ -113,6 +152,8 @@ void spar_group_fail(spar_group *g, spar_status status, const char *text)
     snprintf(g->own->description.text, sizeof g->own->description.text, "%s", text);
     g->own->status = (uint32_t)status;
     spar_mailbox_publish(g->own, &g->own->published, g->call);
+    if (g->links)
+        spar_links_publish(g, NULL);
     spar_group_end(g);
 }
 
@@ -201,7 +242,7 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
 {
     memcpy(g->peers, peers, (size_t)g->world * sizeof *peers);
     for (int rank = 0; rank < g->world; rank++) {
-        if (rank == g->rank)
+        if (!peers[rank])
             continue;
         int64_t most = peers[rank]->length - own_length(g->world) - g->room;
         if (offsets[rank] < 0 || offsets[rank] > most || offsets[rank] % _Alignof(mailbox))
@@ -215,6 +256,12 @@ spar_status spar_group_attach(spar_group *g, spar_peer **peers, const int64_t *o
         g->boxes[rank] = box;
     }
     return SPAR_OK;
+}
+
+spar_status spar_group_link(spar_group *g, const unsigned char *far, const int64_t *pids,
+                            int (*sockets)[SPAR_TCP_CHANNELS])
+{
+    return spar_links_open(g, far, pids, sockets);
 }
 
 const spar_description *spar_group_description(const spar_group *g, int rank)
@@ -236,16 +283,19 @@ char *spar_group_arena(const spar_group *g, int rank, int64_t *length)
 spar_last_call spar_group_last_call(const spar_group *g, int rank)
 {
     int64_t length;
+    if (rank != g->rank && !g->peers[rank])
+        return spar_link_last_call(g, rank);
     const char *base = spar_group_arena(g, rank, &length);
     return spar_last_call_read(base, length);
 }
 
 int spar_group_words(const spar_group *g, int rank, spar_words *words)
 {
-    const mailbox *box = g->boxes[rank];
+    const mailbox *box = __atomic_load_n(&g->boxes[rank], __ATOMIC_ACQUIRE);
     if (!box)
         return 0;
-    words->ended = g->peers[rank] && spar_peer_is_dead(g->peers[rank]);
+    words->ended =
+        g->peers[rank] ? spar_peer_is_dead(g->peers[rank]) : rank != g->rank && spar_link_ended(g, rank);
     words->published = __atomic_load_n(&box->published, __ATOMIC_ACQUIRE);
     words->done = __atomic_load_n(&box->done, __ATOMIC_RELAXED);
     words->broken = __atomic_load_n(&box->broken, __ATOMIC_RELAXED);
@@ -265,7 +315,12 @@ pthread_mutex_t *spar_group_lock(spar_group *g)
 
 void spar_group_start_at(spar_group *g, uint32_t call)
 {
-    g->call = g->own->published = g->own->done = g->own->described = call;
+    g->call = call;
+    for (int rank = 0; rank < g->world; rank++)
+        if (!g->peers[rank]) { /* this one, and the copies of far ranks' mailboxes */
+            mailbox *box = g->boxes[rank];
+            box->published = box->done = box->described = call;
+        }
 }
 
 /* Whether no peer will write to our memory in this call any more. */
@@ -363,6 +418,7 @@ void spar_group_close(spar_group *g)
                      &(spar_ranks){1, {g->rank}}, reason);
     spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);
     spar_memory *memory = g->memory;
+    spar_links_close(g);
     unmap_dead(g);
     leave(g); /* the mailbox still holds the group */
     spar_memory_free(memory);

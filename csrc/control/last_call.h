@@ -17,6 +17,7 @@ typedef enum {
     SPAR_CALL_RUNNING,
     SPAR_CALL_ENDED,
     SPAR_CALL_ABORTED,
+    SPAR_CALL_ARRIVED, /* of a rank on another host: its newest call of which this one knows */
 } spar_call_state;
 
 typedef struct {

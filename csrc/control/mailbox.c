@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The words of mailboxes: publishing them, waiting for those of the peers, and what aborts a group: a
  * death, a peer that aborted, Ctrl-C, the deadline. */
-#include "control/mailbox.h"
+#include "control/links.h"
 
 #include "base/fence.h"
 #include "base/util.h"
@@ -21,7 +21,7 @@
 #define cpu_relax() __asm__ volatile("yield")
 #endif
 
-static const int64_t SLICE_NS = 50000000;
+static const int64_t SLICE_NS = 50000000, TELL_NS = 400000000;
 /* How often a wait yields to a rank on its own core before it blocks. Blocking costs several yields, of 2 us
  * each; but after a yield the scheduler need not run the awaited rank. */
 static const int YIELDS = 4;
@@ -64,6 +64,8 @@ void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const sp
     g->own->ranks = *ranks;
     snprintf(g->own->reason, sizeof g->own->reason, "%s", reason);
     spar_mailbox_publish(g->own, &g->own->broken, (uint32_t)status);
+    if (g->links)
+        spar_links_break(g);
     spar_last_call_end(g->record, 1);
     wake(&g->own->published);
     wake(&g->own->done);
@@ -72,7 +74,7 @@ void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const sp
 
 static uint32_t *progress_of(mailbox *box, enum spar_progress which)
 {
-    return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DONE ? &box->done : &box->described;
+    return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DESCRIBED ? &box->described : &box->done;
 }
 
 /* Copies the ranks in another process's memory: only those that the group has. */
@@ -124,8 +126,8 @@ spar_status spar_group_check(spar_group *g, uint32_t call, uint32_t *broken_call
 
 void spar_group_list(const spar_group *g, int rank, spar_ranks *ranks, char *text, size_t size)
 {
-    spar_append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank,
-                (long long)g->peers[rank]->endpoint.pid);
+    long long pid = g->peers[rank] ? g->peers[rank]->endpoint.pid : spar_link_pid(g, rank);
+    spar_append(text, size, "%srank %d (process %lld)", *text ? ", " : "", rank, pid);
     spar_ranks_add(ranks, rank);
 }
 
@@ -133,8 +135,12 @@ void spar_group_list(const spar_group *g, int rank, spar_ranks *ranks, char *tex
  * did not poll since g->polls was written; all. */
 enum missing { HUNG_UP, IDLE, ALL };
 
-static int is_missing(const spar_group *g, int rank, enum missing kind)
+static int is_missing(const spar_group *g, int rank, enum missing kind, enum spar_progress which)
 {
+    if (which >= SPAR_ARRIVED && g->peers[rank])
+        return 0;
+    if (!g->peers[rank]) /* it does not tell how often it polls */
+        return kind == HUNG_UP ? spar_link_ended(g, rank) : kind == ALL;
     if (kind == HUNG_UP)
         return !spar_group_has_aborted(g, rank) && spar_peer_hung_up(g->peers[rank]);
     return kind == ALL || __atomic_load_n(&g->boxes[rank]->polls, __ATOMIC_RELAXED) == g->polls[rank];
@@ -149,8 +155,9 @@ static spar_status fail_missing(spar_group *g, spar_status status, enum missing 
     spar_ranks ranks = {0};
     *text = 0;
     for (int rank = 0; rank < g->world && strlen(text) < sizeof text - 200; rank++)
-        if (g->peers[rank] && is_missing(g, rank, kind) &&
-            !spar_has_reached(progress_of(g->boxes[rank], which), call)) /* else it may have exited */
+        if (rank != g->rank && is_missing(g, rank, kind, which) &&
+            !(g->peers[rank] ? spar_has_reached(progress_of(g->boxes[rank], which), call)
+                             : spar_link_has_reached(g, rank, which))) /* else it may have exited */
             spar_group_list(g, rank, &ranks, text, sizeof text);
     if (!*text)
         return SPAR_OK;
@@ -176,6 +183,14 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
                               const spar_deadline *deadline)
 {
     uint32_t broken_call;
+    if (g->waits_ns == 0)
+        g->waits_ns = spar_now_ns();
+    if (g->waits_ns > 0 && spar_now_ns() - g->waits_ns > TELL_NS) {
+        g->waits_ns = -1;
+        spar_links_wait();
+    }
+    if (g->links)
+        SPAR_TRY(spar_links_pump(g, 0));
     /* first, so that all survivors report a death */
     SPAR_TRY(fail_missing(g, SPAR_PEER_LOST, HUNG_UP, which, call, " died before the end of call %u"));
     SPAR_TRY(spar_group_check(g, call, &broken_call));
@@ -191,8 +206,10 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
         return SPAR_OK;
     if (which == SPAR_PUBLISHED)
         return fail_missing(g, SPAR_TIMEOUT, ALL, which, call, " did not make call %u in time");
-    if (g->own->polls) /* else no rank of this transport does */
+    if (g->own->polls || g->links) { /* else no rank of this transport does */
         watch_polls(g);
+        SPAR_TRY(spar_group_check(g, call, &broken_call)); /* one that waits for another rank has told */
+    }
     SPAR_TRY(fail_missing(g, SPAR_TIMEOUT, IDLE, which, call, " did not end call %u in time"));
     return fail_missing(g, SPAR_TIMEOUT, ALL, which, call, " did not end call %u in time");
 }
@@ -203,7 +220,7 @@ spar_status spar_group_poll(spar_group *g, const spar_deadline *deadline)
     return poll_abort(g, SPAR_DONE, g->call, deadline);
 }
 
-/* Returns a peer whose word is missing, preferably one that last ran on this core, *here; -1: none. */
+/* Returns a near peer whose word is missing, preferably one that last ran on this core, *here; -1: none. */
 static int missing_peer(const spar_group *g, enum spar_progress which, uint32_t call, uint32_t core,
                         int *here)
 {
@@ -212,7 +229,7 @@ static int missing_peer(const spar_group *g, enum spar_progress which, uint32_t 
     for (int i = 1; i < g->world; i++) {
         int rank = (g->rank + i) % g->world;
         mailbox *box = g->boxes[rank];
-        if (spar_has_reached(progress_of(box, which), call))
+        if (!g->peers[rank] || spar_has_reached(progress_of(box, which), call))
             continue;
         if (core && __atomic_load_n(&box->core, __ATOMIC_RELAXED) == core) {
             *here = 1;
@@ -282,5 +299,25 @@ spar_status spar_group_await(spar_group *g, enum spar_progress which, uint32_t c
 {
     for (int rank; (rank = spin(g, which, call)) >= 0;)
         SPAR_TRY(block(g, rank, which, call, deadline));
+    return g->links && which != SPAR_DONE ? spar_group_await_far(g, which, call, deadline) : SPAR_OK;
+}
+
+spar_status spar_group_await_far(spar_group *g, enum spar_progress which, uint32_t call,
+                                 const spar_deadline *deadline)
+{
+    int64_t polled = spar_now_ns();
+    while (!spar_links_reached(g, which)) {
+        SPAR_TRY(spar_links_pump(g, SLICE_NS / 1000000)); /* a network takes longer than to block */
+        int64_t now = spar_now_ns();
+        if (now - polled >= SLICE_NS || g->news) {
+            polled = now;
+            g->news = 0;
+            __atomic_add_fetch(&g->own->polls, 1, __ATOMIC_RELAXED);
+            if (!spar_links_reached(g, which))
+                SPAR_TRY(poll_abort(g, which, call, deadline));
+        }
+        if (which == SPAR_ARRIVED && spar_links_arrived(g))
+            return SPAR_OK;
+    }
     return SPAR_OK;
 }

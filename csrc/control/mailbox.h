@@ -25,6 +25,8 @@ typedef struct {
     unsigned char detached[];     /* [world] each peer's last write here; then the extra bytes */
 } mailbox;
 
+typedef struct spar_links spar_links;
+
 struct spar_group {
     pthread_mutex_t lock;
     int world, rank;
@@ -47,7 +49,11 @@ struct spar_group {
     uint32_t *polls;                /* [world] as they were a moment ago */
     pthread_mutex_t closing; /* guards unmapped, and reads of peers' mailboxes outside calls, on any thread */
     unsigned char *unmapped; /* [world] ranks that were dead when the group was closed: unmapped */
-    spar_peer **peers;       /* [world]; NULL: oneself */
+    spar_peer **peers;       /* [world]; NULL: oneself, and far ranks */
+    spar_links *links;       /* to the far ranks, whose boxes are copies; NULL: there are none */
+    const spar_parcel *parcels; /* [world] of the current call; NULL: something else moves its bytes */
+    int64_t waits_ns; /* when this rank first waited for long in the call; 0: it did not; -1: it told */
+    int news;         /* a far rank broke the group, or a connection ended */
 };
 
 /* Whether two exchanges move the gradients of different calls; a number that is not known equals any. */
@@ -76,12 +82,20 @@ void spar_mailbox_publish(mailbox *own, uint32_t *word, uint32_t value);
 void spar_group_abort(spar_group *group, spar_status status, uint32_t call, const spar_ranks *ranks,
                       const char *reason);
 
-enum spar_progress { SPAR_PUBLISHED, SPAR_DONE, SPAR_DESCRIBED };
+/* What peers are awaited for. Far ranks: ARRIVED, their bytes are here, and those for them on their way;
+ * SENT, the messages for them are on their way. */
+enum spar_progress { SPAR_PUBLISHED, SPAR_DONE, SPAR_DESCRIBED, SPAR_ARRIVED, SPAR_SENT };
 
-/* Waits until every peer's word has reached `call`. Fails with the status of a peer that aborted, or this
- * rank's own. */
+/* Waits until every peer's word has reached `call`, the current one. Fails with the status of a peer that
+ * aborted, or this rank's own. Far ranks are not awaited for SPAR_DONE: they write to no memory of
+ * others. */
 spar_status spar_group_await(spar_group *group, enum spar_progress which, uint32_t call,
                              const spar_deadline *deadline);
+
+/* The same for the far ranks alone. SPAR_ARRIVED: returns early when a far rank's bytes have arrived that the
+ * caller has not taken. */
+spar_status spar_group_await_far(spar_group *group, enum spar_progress which, uint32_t call,
+                                 const spar_deadline *deadline);
 
 /* The first call that this rank has not ended. */
 static inline uint32_t spar_group_open_call(const spar_group *group)

@@ -22,7 +22,7 @@ void spar_copy_own(const spar_plan *plan, const void *const *inputs, void *const
                    const spar_scale *scale);
 
 /* Copies from a rank's inputs into outputs[rank][tensor] of every rank, including its own; except for ranks
- * whose row is NULL, which an exchange that sends every rank the same may not have. */
+ * whose row is NULL. */
 void spar_push(const spar_plan *plan, const void *const *inputs, void *const *const *outputs,
                const spar_scale *scale);
 

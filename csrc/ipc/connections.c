@@ -364,25 +364,6 @@ void spar_peers_end(const spar_endpoint *endpoint)
     pthread_mutex_unlock(&spar_peers_lock);
 }
 
-int spar_peers_open_pidfd(const spar_endpoint *endpoint)
-{
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), pidfd = -1;
-    if (fd < 0)
-        return SPAR_PEERS_UNKNOWN;
-    pthread_mutex_lock(&spar_peers_lock);
-    accept_callers(); /* makes room in the backlog for peers that open pidfds; else they retry */
-    while (table.nexpected == 0 && table.ncallers)
-        postpone(0);
-    pthread_mutex_unlock(&spar_peers_lock);
-    int why = connect_to(fd, endpoint);
-    if (!why)
-        pidfd = spar_handshake_pidfd(fd);
-    spar_close_fd(&fd);
-    if (why)
-        return why == EAGAIN ? SPAR_PEERS_BUSY : -1;
-    return pidfd < 0 ? SPAR_PEERS_UNKNOWN : pidfd;
-}
-
 spar_peers_counts spar_peers_count(void)
 {
     pthread_mutex_lock(&spar_peers_lock);

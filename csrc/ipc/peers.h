@@ -49,12 +49,6 @@ spar_status spar_peers_poll(const spar_endpoint *endpoint, spar_peer **peer);
 /* Ends one expectation of a process. */
 void spar_peers_end(const spar_endpoint *endpoint);
 
-/* Opens a pidfd of a process that listens on this host; the caller closes it. It is readable once the process
- * is dead. -1: none listens. SPAR_PEERS_BUSY: it is alive, and its backlog is full for now.
- * SPAR_PEERS_UNKNOWN: no descriptor is left, or the system has no pidfds. */
-enum { SPAR_PEERS_BUSY = -2, SPAR_PEERS_UNKNOWN = -3 };
-int spar_peers_open_pidfd(const spar_endpoint *endpoint);
-
 /* Ends a group's access to the peer's arena; unmaps it if the process is dead and no other group accesses
  * it. */
 void spar_peers_unmap(spar_peer *peer);

@@ -99,10 +99,16 @@ void spar_group_end(spar_group *group)
     (void)group;
 }
 
-int spar_peers_open_pidfd(const spar_endpoint *endpoint)
+spar_status spar_tcp_own_address(spar_tcp_endpoint *own)
+{
+    (void)own;
+    return spar_fail(SPAR_TRANSPORT, "connections between ranks need Linux");
+}
+
+void spar_tcp_address_text(const spar_tcp_endpoint *endpoint, char *text)
 {
     (void)endpoint;
-    return SPAR_PEERS_UNKNOWN;
+    *text = 0;
 }
 
 void spar_peers_sweep(void)
@@ -115,6 +121,11 @@ spar_peers_counts spar_peers_count(void)
 }
 
 void spar_peers_fork(spar_fork_stage stage)
+{
+    (void)stage;
+}
+
+void spar_links_fork(spar_fork_stage stage)
 {
     (void)stage;
 }

@@ -8,11 +8,17 @@
 #include <stdio.h>
 
 static const char NO_SHM[] = "shared memory needs Linux (memfd, futex)";
+static const char NO_TCP[] = "connections between ranks need Linux";
 static const char NO_NCCL[] = "NCCL needs Linux";
 
 static void probe_shm(spar_peer_info *info)
 {
     snprintf(info->no_shm, sizeof info->no_shm, "%s", NO_SHM);
+}
+
+static void probe_tcp(spar_peer_info *info)
+{
+    snprintf(info->no_tcp, sizeof info->no_tcp, "%s", NO_TCP);
 }
 
 static void probe_nccl(spar_peer_info *info)
@@ -52,6 +58,7 @@ static spar_status torch_setup(spar_comm *comm, spar_setup_result *result)
 const spar_transport spar_transport_torch = {
     .name = "torch", .serves = spar_torch_serves, .setup = torch_setup};
 const spar_transport spar_transport_shm = {.name = "shm", .probe = probe_shm, .serves = shm_serves};
+const spar_transport spar_transport_tcp = {.name = "tcp", .probe = probe_tcp, .serves = spar_tcp_serves};
 const spar_transport spar_transport_nccl = {.name = "nccl", .probe = probe_nccl, .serves = nccl_serves};
 
 void spar_staging_stats(int64_t *peak, int64_t *total)

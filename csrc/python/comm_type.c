@@ -238,7 +238,8 @@ static PyObject *comm_exchange(PyObject *self, PyObject *const *args, Py_ssize_t
                       .deadline = spar_py_deadline(self, deadline_s),
                       .group = ((comm_object *)self)->group};
     spar_py_bound bound;
-    int other = spar_py_bind(&call, args[EXCHANGE], args[INPUTS], 0, alike, &bound);
+    int other =
+        spar_py_bind(&call, args[EXCHANGE], args[INPUTS], comm->nfar ? SPAR_SIDE_PULL : 0, alike, &bound);
     if (other > 0) {
         result = Py_NewRef(Py_None);
         goto done;
@@ -345,13 +346,14 @@ static PyObject *comm_fail(PyObject *self, PyObject *args)
 }
 
 /* A row of comm_ranks. */
-static PyObject *rank_row(const spar_group *group, int rank, spar_words words)
+static PyObject *rank_row(const spar_group *group, int rank, const char *name, spar_words words)
 {
     const spar_last_call last = spar_group_last_call(group, rank);
     const spar_description *description = spar_group_description(group, rank);
     return Py_BuildValue("IIzzN(iNIN)N", words.published, words.done, spar_exception_name(words.broken),
                          spar_exception_name(words.status), PyBool_FromLong(words.ended), (int)last.state,
-                         spar_text(last.op), (unsigned int)last.call, spar_text(last.group),
+                         spar_text(last.op), (unsigned int)last.call,
+                         spar_text(*last.group ? last.group : name),
                          description ? spar_py_description(description) : Py_NewRef(Py_None));
 }
 
@@ -362,7 +364,7 @@ static PyObject *comm_ranks(PyObject *self, PyObject *Py_UNUSED(unused))
     spar_words words;
     for (int rank = 0; list && comm && comm->group && rank < comm->world; rank++)
         if (spar_group_words(comm->group, rank, &words)) /* else the set-up is not over */
-            list = spar_list_add(list, rank_row(comm->group, rank, words));
+            list = spar_list_add(list, rank_row(comm->group, rank, ((comm_object *)self)->group, words));
     return list;
 }
 

@@ -13,10 +13,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *args)
 {
+    const char *host = NULL;
+    Py_ssize_t size = 0;
     spar_peer_info info;
+    if (!PyArg_ParseTuple(args, "|y#", &host, &size))
+        return NULL;
     spar_peer_info_read(&info);
+    if (host)
+        memcpy(info.host, host, (size_t)size < sizeof info.host ? (size_t)size : sizeof info.host);
     return PyBytes_FromStringAndSize((const char *)&info, sizeof info);
 }
 
@@ -271,17 +277,56 @@ static PyObject *module_processes(PyObject *Py_UNUSED(module), PyObject *info)
     return result;
 }
 
-static PyObject *module_open_pidfd(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *module_hosts(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    long long pid;
-    unsigned long long nonce;
-    int pidfd;
-    if (!PyArg_ParseTuple(args, "LK", &pid, &nonce))
+    const char *bytes;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
         return NULL;
+    spar_peer_info *info = peer_infos(bytes, size);
+    int *hosts = info ? malloc((size_t)size / sizeof *info * sizeof *hosts) : NULL;
+    PyObject *result = hosts ? PyList_New(0) : NULL;
+    if (hosts)
+        spar_hosts(info, (int)(size / (Py_ssize_t)sizeof *info), hosts);
+    else if (info)
+        PyErr_NoMemory();
+    for (Py_ssize_t rank = 0; result && rank < size / (Py_ssize_t)sizeof *info; rank++) {
+        Py_ssize_t same = 0;
+        while (memcmp(info[same].host, info[rank].host, sizeof info->host) != 0)
+            same++;
+        result = spar_list_add(result, Py_BuildValue("ni", same, hosts[rank]));
+    }
+    free(hosts);
+    free(info);
+    return result;
+}
+
+static PyObject *module_own_address(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    char text[SPAR_TCP_TEXT];
+    spar_tcp_endpoint own = {0};
+    spar_status status;
     Py_BEGIN_ALLOW_THREADS;
-    pidfd = spar_peers_open_pidfd(&(spar_endpoint){pid, nonce});
+    status = spar_tcp_own_address(&own);
     Py_END_ALLOW_THREADS;
-    return PyLong_FromLong(pidfd);
+    if (status != SPAR_OK)
+        return spar_raise(status);
+    spar_tcp_address_text(&own, text);
+    return spar_text(text);
+}
+
+static PyObject *module_part_hosts(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *bytes;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
+        return NULL;
+    spar_peer_info *info = peer_infos(bytes, size);
+    for (Py_ssize_t rank = 0; info && rank < size / (Py_ssize_t)sizeof *info; rank++)
+        info[rank].host[0] = (uint64_t)rank;
+    PyObject *result = info ? PyBytes_FromStringAndSize((const char *)info, size) : NULL;
+    free(info);
+    return result;
 }
 
 static PyObject *module_connections(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
@@ -362,17 +407,23 @@ static PyMethodDef methods[] = {
      "(peak, total) of the staging memory of calls on GPUs, in bytes"},
     {"set_library_path", module_set_library_path, METH_VARARGS,
      "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
-    {"peer_info", module_peer_info, METH_NOARGS, "This rank's peer info, as bytes."},
+    {"peer_info", module_peer_info, METH_VARARGS,
+     "peer_info(host=b'') -> this rank's, as bytes. host: at most 16 bytes, equal where processes may share\n"
+     "memory."},
     {"choose", module_choose, METH_VARARGS,
      "choose(all ranks' peer_info, device, ((refused name, reason), ...), first_rank=0)\n"
      "    -> (name, reason, ((rejected name, reason), ...))"},
     {"setup_failure", module_setup_failure, METH_VARARGS,
      "setup_failure(all ranks' setup_result) -> (rank, reason) of the first failure; None: there is none."},
+    {"hosts", module_hosts, METH_VARARGS,
+     "hosts(all ranks' peer_info)\n"
+     "    -> [(lowest rank of the same host, lowest with which it shares memory), ...]"},
+    {"part_hosts", module_part_hosts, METH_VARARGS,
+     "part_hosts(all ranks' peer_info) -> the same, as if each rank were on a host of its own"},
+    {"own_address", module_own_address, METH_NOARGS,
+     "The address at which ranks of other hosts reach this one. May ask a name server."},
     {"processes", module_processes, METH_O,
      "processes(all ranks' peer_info) -> [(process id, nonce), ...]; 0: not known"},
-    {"open_pidfd", module_open_pidfd, METH_VARARGS,
-     "open_pidfd(process id, nonce) -> a pidfd of that process, if it lives on this host; else -1.\n"
-     "-2: it does, and its backlog is full: call again; -3: it cannot be known"},
     {"connections", module_connections, METH_NOARGS,
      "connections() -> (closed: of another user, closed: unproven, open and not proven yet)"},
     {"last_call_begin", module_last_call_begin, METH_VARARGS,
@@ -429,6 +480,7 @@ PyMODINIT_FUNC PyInit__C(void)
         PyModule_AddIntConstant(module, "CALL_RUNNING", SPAR_CALL_RUNNING) < 0 ||
         PyModule_AddIntConstant(module, "CALL_ENDED", SPAR_CALL_ENDED) < 0 ||
         PyModule_AddIntConstant(module, "CALL_ABORTED", SPAR_CALL_ABORTED) < 0 ||
+        PyModule_AddIntConstant(module, "CALL_ARRIVED", SPAR_CALL_ARRIVED) < 0 ||
         PyModule_AddIntConstant(module, "LONGEST_S", SPAR_LONGEST_S) < 0) {
         Py_DECREF(module);
         return NULL;

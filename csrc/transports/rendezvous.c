@@ -5,6 +5,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 static const int64_t LONGEST_NS = 30000000000;
@@ -16,12 +17,14 @@ int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_ra
             snprintf(reason, size, "rank %d: %.60s", first_rank + rank, info[rank].no_shm);
             return 0;
         }
-        for (int other = 0; other < rank; other++)
-            if (info[other].endpoint.nonce == info[rank].endpoint.nonce) {
-                snprintf(reason, size, "ranks %d and %d are one process", first_rank + other,
-                         first_rank + rank);
+        for (int other = 0; other < rank; other++) {
+            int same_process = info[other].endpoint.nonce == info[rank].endpoint.nonce;
+            if (same_process || memcmp(info[other].host, info[rank].host, sizeof info->host) != 0) {
+                snprintf(reason, size, "ranks %d and %d are %s", first_rank + other, first_rank + rank,
+                         same_process ? "one process" : "on different hosts");
                 return 0;
             }
+        }
     }
     return 1;
 }
@@ -37,7 +40,7 @@ spar_status spar_rendezvous_begin(const spar_comm *comm, int64_t room, spar_grou
     if (spin.holds)
         spar_group_spin(*group, spin.count * 1000);
     for (int rank = 0; rank < comm->world; rank++) {
-        spar_status status = rank == comm->rank
+        spar_status status = rank == comm->rank || spar_is_far(comm, rank)
                                  ? SPAR_OK
                                  : spar_group_expect(*group, rank, &info[rank].endpoint, &info[rank].secret);
         if (status != SPAR_OK) {
@@ -47,6 +50,31 @@ spar_status spar_rendezvous_begin(const spar_comm *comm, int64_t room, spar_grou
         }
     }
     return SPAR_OK;
+}
+
+static spar_status connect_far(const spar_comm *comm, spar_group *group, const spar_setup_result *results,
+                               const spar_deadline *deadline)
+{
+    spar_tcp_endpoint *endpoints = calloc((size_t)comm->world, sizeof *endpoints);
+    int64_t *pids = calloc((size_t)comm->world, sizeof *pids);
+    int (*sockets)[SPAR_TCP_CHANNELS] = calloc((size_t)comm->world, sizeof *sockets);
+    spar_status status = SPAR_NO_MEMORY;
+    if (!endpoints || !pids || !sockets)
+        spar_fail(status, "no memory for %d peers", comm->world);
+    else
+        status = SPAR_OK;
+    for (int rank = 0; rank < comm->world && status == SPAR_OK; rank++) {
+        memcpy(&endpoints[rank], results[rank].token, sizeof *endpoints);
+        pids[rank] = comm->info[rank].endpoint.pid;
+    }
+    if (status == SPAR_OK)
+        status = spar_tcp_connect(comm->tcp, comm->far, endpoints, deadline, sockets);
+    if (status == SPAR_OK)
+        status = spar_group_link(group, comm->far, pids, sockets);
+    free(endpoints);
+    free(pids);
+    free(sockets);
+    return status;
 }
 
 static spar_status await_peer(const spar_comm *comm, int rank, const spar_deadline *deadline,
@@ -77,15 +105,18 @@ spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const 
     int64_t *offsets = calloc((size_t)comm->world, sizeof *offsets);
     if (!peers || !offsets)
         status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
-    for (int rank = 0; peers && offsets && rank < comm->world; rank++) {
-        offsets[rank] = results[rank].offset;
-        if (rank == comm->rank || spar_ends_wait(status))
+    for (int rank = 0; peers && offsets && rank <= comm->world; rank++) { /* after the last, the far ones */
+        int is_near = rank < comm->world && rank != comm->rank && !spar_is_far(comm, rank);
+        if (rank < comm->world)
+            offsets[rank] = results[rank].offset;
+        if (spar_ends_wait(status) || !(is_near || (rank == comm->world && comm->nfar)))
             continue;
         char first[sizeof results->reason];
         snprintf(first, sizeof first, "%s", spar_last_error());
         spar_ranks ranks = *spar_last_error_ranks();
-        spar_status connected =
-            await_peer(comm, rank, deadline, &peers[rank]); /* also after a failure: peers wait */
+        spar_status connected = is_near ? await_peer(comm, rank, deadline, &peers[rank])
+                                        : connect_far(comm, group, results, deadline);
+        /* a failure ends no loop: peers wait */
         if (status != SPAR_OK && !spar_ends_wait(connected))
             spar_fail_ranks(status, &ranks, "%s", first);
         else
@@ -109,17 +140,28 @@ spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const 
 
 spar_status spar_rendezvous_setup(spar_comm *comm, spar_setup_result *result)
 {
-    return spar_rendezvous_begin(comm, 0, &comm->group, &result->offset);
+    spar_tcp_endpoint own;
+    SPAR_TRY(spar_rendezvous_begin(comm, 0, &comm->group, &result->offset));
+    if (!comm->nfar)
+        return SPAR_OK;
+    SPAR_TRY(spar_tcp_listen(comm->world, comm->rank, &own, &comm->tcp));
+    memcpy(result->token, &own, sizeof own);
+    return SPAR_OK;
 }
 
 spar_status spar_rendezvous_connect(spar_comm *comm, const spar_setup_result *results,
                                     const spar_deadline *deadline)
 {
-    return spar_rendezvous_end(comm, comm->group, results, deadline);
+    spar_status status = spar_rendezvous_end(comm, comm->group, results, deadline);
+    spar_tcp_end(comm->tcp);
+    comm->tcp = NULL;
+    return status;
 }
 
 void spar_rendezvous_close(spar_comm *comm)
 {
+    spar_tcp_end(comm->tcp);
+    comm->tcp = NULL;
     spar_group_close(comm->group);
     comm->group = NULL;
 }

@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The mailboxes of a communicator whose ranks share a host: they are exchanged in its set-up, and its calls
- * pass through them one at a time. */
+/* The mailboxes of a communicator, and its connections to far ranks: they are exchanged in its set-up, and
+ * its calls pass through them one at a time. */
 #ifndef SPAR_RENDEZVOUS_H
 #define SPAR_RENDEZVOUS_H
 
 #include "control/control.h"
 #include "transports/transport.h"
 
-/* Whether each rank is a process of its own with an endpoint; else the reason. */
+/* Whether all ranks are near to each other; else the reason. */
 int spar_rendezvous_possible(const spar_peer_info *info, int world, int first_rank, char *reason,
                              size_t size);
 
-/* First stage: allocates this rank's mailbox with `room` bytes behind it, and expects and dials the peers.
- * *offset, where the mailbox lies, is for the setup result. Does not wait. Keeps nothing on failure. */
+/* First stage: allocates this rank's mailbox with `room` bytes behind it, and expects and dials the near
+ * peers. *offset, where the mailbox lies, is for the setup result. Does not wait. Keeps nothing on
+ * failure. */
 spar_status spar_rendezvous_begin(const spar_comm *comm, int64_t room, spar_group **group, int64_t *offset);
 
-/* Second stage, from all ranks' results: attaches the peers' mailboxes. */
+/* Second stage, from all ranks' results: attaches the near peers' mailboxes, and connects the far ones. */
 spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const spar_setup_result *results,
                                 const spar_deadline *deadline);
 
-/* Slots of transports whose ranks always have mailboxes: both stages, and the end. */
+/* Slots of transports that compare each call there: both stages, and the end. */
 spar_status spar_rendezvous_setup(spar_comm *comm, spar_setup_result *result);
 spar_status spar_rendezvous_connect(spar_comm *comm, const spar_setup_result *results,
                                     const spar_deadline *deadline);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Shared memory: each rank pushes its regions straight into its peers' outputs, which are blocks of their
- * arenas.
+/* Shared memory: each rank pushes its regions straight into its near peers' outputs, which are blocks of
+ * their arenas. One read and one write per byte, the permutation included; no staging.
  *
- * One read and one write per byte, the permutation included; no staging. */
+ * The transport tcp is the same for a group with far ranks: what goes to those travels with the call. */
+#include "transports/parcels.h"
 #include "transports/rendezvous.h"
 #include "devices/execute.h"
 
@@ -32,6 +33,23 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
     return 1;
 }
 
+static spar_status tcp_setup(spar_comm *comm, spar_setup_result *result)
+{
+    for (int rank = 0; rank < comm->world && comm->nfar == 0; rank++) {
+        comm->hosts[rank] = rank;
+        comm->far[rank] = rank != comm->rank;
+    }
+    comm->nfar = comm->nfar ? comm->nfar : comm->world - 1;
+    SPAR_TRY(spar_parcels_choose_relays(comm));
+    return spar_rendezvous_setup(comm, result);
+}
+
+static void tcp_close(spar_comm *comm)
+{
+    spar_rendezvous_close(comm);
+    free(comm->state);
+}
+
 /* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its
  * arena. */
 static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, const spar_call_header *all,
@@ -57,16 +75,21 @@ typedef struct {
     void *(*outputs)[SPAR_GROUP_TENSORS];
     void *const **rows; /* the rows of `outputs` */
     const char **parts; /* the buffers that a sum adds */
+    spar_parcel *parcels;
 } all_headers;
 
-enum { EACH = sizeof(spar_call_header) + SPAR_GROUP_TENSORS * sizeof(void *) + 2 * sizeof(void *) };
+enum {
+    EACH = sizeof(spar_call_header) + SPAR_GROUP_TENSORS * sizeof(void *) + 2 * sizeof(void *) +
+    sizeof(spar_parcel)
+};
 
 static all_headers split_room(char *room, size_t world)
 {
     all_headers all = {.headers = (void *)room};
     all.outputs = (void *)(room += world * sizeof *all.headers);
     all.rows = (void *)(room += world * sizeof *all.outputs);
-    all.parts = (void *)(room + world * sizeof *all.rows);
+    all.parts = (void *)(room += world * sizeof *all.rows);
+    all.parcels = (void *)(room + world * sizeof *all.parts);
     return all;
 }
 
@@ -80,6 +103,10 @@ typedef struct {
 static spar_status push(const spar_comm *comm, const spar_call *call, const all_headers *all, int own_stays)
 {
     for (int rank = 0; rank < comm->world; rank++) { /* before any peer is written to */
+        if (spar_is_far(comm, rank)) {
+            all->rows[rank] = NULL;
+            continue;
+        }
         SPAR_TRY(find_outputs(comm, call->plan, all->headers, rank, all->outputs[rank]));
         all->rows[rank] = all->outputs[rank];
     }
@@ -149,6 +176,7 @@ static spar_status prepare(const spar_call *call, spar_call_header *header, sums
     results->own_stays = call->sum && has_long_runs(call->plan);
     header->signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number;
     header->forward = call->forward;
+    header->op = call->op;
     return SPAR_OK;
 }
 
@@ -204,16 +232,23 @@ static spar_status exchange(spar_comm *comm, spar_call *call, void *room, uint32
     spar_group *group = comm->group;
     spar_call_header header = {0};
     sums results = {0};
+    spar_parcels far = {.comm = comm, .call = call, .parcels = all.parcels, .outputs = all.rows};
     spar_status status = prepare(call, &header, &results);
+    if (status == SPAR_OK && comm->nfar)
+        status = spar_parcels_pack(&far);
     if (status != SPAR_OK) {
         spar_group_fail(group, status, spar_last_error());
         drop_blocks(group, call, 0, n);
         drop_sums(&results);
         return status;
     }
+    if (comm->nfar)
+        spar_group_carry(group, all.parcels);
     status = spar_group_publish(group, &header, spar_call_describe, call, all.headers, &call->deadline);
     if (status == SPAR_OK)
         status = push(comm, call, &all, results.own_stays);
+    if (status == SPAR_OK)
+        status = spar_group_transfer(group, spar_parcels_unpack, &far, &call->deadline);
     if (status == SPAR_OK)
         status = spar_group_finish(group, &call->deadline);
     else if (status == SPAR_TRANSPORT)
@@ -224,6 +259,7 @@ static spar_status exchange(spar_comm *comm, spar_call *call, void *room, uint32
     } else if (call->sum) {
         sum_parts(call, &results, all.parts);
     }
+    spar_parcels_free(&far);
     return status;
 }
 
@@ -240,4 +276,13 @@ const spar_transport spar_transport_shm = {
     .connect = spar_rendezvous_connect,
     .run = run,
     .close = spar_rendezvous_close,
+};
+
+const spar_transport spar_transport_tcp = {
+    .name = "tcp",
+    .serves = spar_tcp_serves,
+    .setup = tcp_setup,
+    .connect = spar_rendezvous_connect,
+    .run = run,
+    .close = tcp_close,
 };

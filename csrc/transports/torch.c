@@ -1,23 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Any ProcessGroup of torch: Python packs and moves the bytes (spar/_transports/torch.py).
  *
- * Where all ranks share a host, each call is compared here before: run publishes it, and returns while the
- * call goes on. Python polls the group while the bytes move, and ends the call. */
+ * Each call is compared here before: run publishes it, and returns while the call goes on. Python polls the
+ * group while the bytes move, and ends the call. */
 #include "transports/rendezvous.h"
-
-static spar_status setup(spar_comm *comm, spar_setup_result *result)
-{
-    char reason[96];
-    if (!spar_rendezvous_possible(comm->info, comm->world, 0, reason, sizeof reason))
-        return spar_fail(SPAR_TRANSPORT, "%s", reason);
-    return spar_rendezvous_setup(comm, result);
-}
 
 static spar_status compare(spar_comm *comm, spar_call *call, void *all, uint32_t n)
 {
     const spar_call_header own = {
         .signature = spar_plan_signature(call->plan, call->text) ^ (uint64_t)call->number,
         .forward = call->forward,
+        .op = call->op,
     };
     (void)n;
     return spar_group_publish(comm->group, &own, spar_call_describe, call, all, &call->deadline);
@@ -31,7 +24,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
 const spar_transport spar_transport_torch = {
     .name = "torch",
     .serves = spar_torch_serves,
-    .setup = setup,
+    .setup = spar_rendezvous_setup,
     .connect = spar_rendezvous_connect,
     .run = run,
     .close = spar_rendezvous_close,

@@ -11,7 +11,23 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_peer_info) == 560 && sizeof(spar_setup_result) == 256, "they travel as bytes");
+_Static_assert(sizeof(spar_peer_info) == 640 && sizeof(spar_setup_result) == 256, "they travel as bytes");
+
+int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                    size_t size)
+{
+    if (strcmp(device, "cpu") != 0) {
+        snprintf(reason, size, "%s tensors are not in host memory", device);
+        return 0;
+    }
+    for (int rank = 0; rank < world; rank++)
+        if (*info[rank].no_tcp) {
+            snprintf(reason, size, "rank %d: %.63s", first_rank + rank, info[rank].no_tcp);
+            return 0;
+        }
+    snprintf(reason, size, "ranks of one host share its memory, the others connect by TCP");
+    return 1;
+}
 
 int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
                       size_t size)
@@ -23,7 +39,24 @@ int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, con
     return 1;
 }
 
-extern const spar_transport spar_transport_shm, spar_transport_nccl, spar_transport_torch;
+/* Whether two processes may share memory. */
+static int are_near(const spar_peer_info *a, const spar_peer_info *b)
+{
+    return memcmp(a->host, b->host, sizeof a->host) == 0 && a->endpoint.pid > 0 && b->endpoint.pid > 0 &&
+           a->endpoint.nonce != b->endpoint.nonce;
+}
+
+void spar_hosts(const spar_peer_info *info, int world, int *hosts)
+{
+    for (int rank = 0; rank < world; rank++) {
+        hosts[rank] = 0;
+        while (hosts[rank] < rank &&
+               !(hosts[hosts[rank]] == hosts[rank] && are_near(&info[hosts[rank]], &info[rank])))
+            hosts[rank]++;
+    }
+}
+
+extern const spar_transport spar_transport_shm, spar_transport_tcp, spar_transport_nccl, spar_transport_torch;
 #ifdef SPAR_LOCAL
 extern const spar_transport spar_transport_local;
 #endif
@@ -32,7 +65,7 @@ const spar_transport *const spar_transports[] = {
 #ifdef SPAR_LOCAL
     &spar_transport_local,
 #endif
-    &spar_transport_shm,   &spar_transport_nccl, &spar_transport_torch, NULL,
+    &spar_transport_shm,   &spar_transport_tcp, &spar_transport_nccl, &spar_transport_torch, NULL,
 };
 
 enum { ROWS = sizeof spar_transports / sizeof *spar_transports - 1 };

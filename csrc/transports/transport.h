@@ -23,7 +23,9 @@ typedef struct {
     spar_endpoint endpoint; /* its process's; none: see no_shm */
     spar_key secret;        /* authenticates the group's processes on its host to it */
     char no_shm[64];        /* why it has no endpoint */
+    char no_tcp[64];        /* why it cannot connect to other hosts; empty: it can */
     char no_nccl[96];       /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
+    uint64_t host[2];       /* the system, and its network; equal where processes may share memory */
     spar_core_set cores;    /* on which it may run */
 } spar_peer_info;
 
@@ -33,7 +35,7 @@ typedef struct {
     int32_t cause; /* 1 + the rank that the reason names; 0: it names none */
     char reason[88];
     int64_t offset;  /* of its mailbox, if it has one */
-    char token[152]; /* nccl: see there */
+    char token[152]; /* nccl: see there; where it listens for far ranks: spar_tcp_endpoint */
 } spar_setup_result;
 
 typedef struct {
@@ -106,9 +108,28 @@ struct spar_comm {
     int local_ranks; /* the number of this job's ranks on this host */
     spar_native native;
     spar_peer_info *info; /* [world] */
-    spar_group *group;    /* their mailboxes, where all ranks are on one host; else NULL */
+    int *hosts;           /* [world] of each rank: see spar_hosts */
+    unsigned char *far;   /* [world] whether a rank is on another host */
+    int nfar;             /* how many are */
+    spar_tcp_setup *tcp;  /* during the set-up: connections to those */
+    spar_group *group;    /* its calls are compared there; or NULL */
     void *state;          /* the transport's own */
 };
+
+/* Fills hosts [world]: for each rank the lowest one on its host. Ranks that cannot share memory, such as
+ * threads of one process, count as hosts of their own. */
+void spar_hosts(const spar_peer_info *info, int world, int *hosts);
+
+/* Whether a rank is on another host than this one. */
+static inline int spar_is_far(const spar_comm *comm, int rank)
+{
+    return comm->nfar && comm->far[rank];
+}
+
+/* The slot `serves` of tcp, on every system: ranks of one host, too, where shm may have been excluded or have
+ * failed. */
+int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                    size_t size);
 
 /* The slot `serves` of torch, on every system: any group. */
 int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
@@ -137,8 +158,8 @@ typedef struct {
     char rejected_reasons[16][192];
 } spar_choice;
 
-/* Reads this rank's peer info and its settings. An invalid setting is stored in `error`, so that all ranks
- * fail alike. */
+/* Reads this rank's peer info, without `host`, and its settings. An invalid setting is stored in `error`, so
+ * that all ranks fail alike. */
 void spar_peer_info_read(spar_peer_info *info);
 
 /* Transports whose set-up failed, known to all ranks: name and reason. */

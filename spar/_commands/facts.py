@@ -56,6 +56,7 @@ def collect() -> Facts:
         "libraries": _libraries(),
         "settings": {"variables": _settings(), "unknown": unknown_settings()},
         "transports": chosen,
+        "hosts": _hosts(),
     }
 
 
@@ -154,6 +155,22 @@ def transports() -> list[Facts]:
         {"device": "cpu", "hosts": "several hosts"} | _choice("cpu", without_shm),
         {"device": "cuda", "hosts": "any hosts"} | _choice("cuda"),
     ]
+
+
+def _hosts() -> Facts:
+    """Return what a group of the launched ranks would move, and the address for ranks of other hosts."""
+    address, why = None, None
+    try:
+        address = _C.own_address()
+    except SparError as error:
+        why = str(error)
+    world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    ranks = (int(world), int(local)) if world.isdigit() and local.isdigit() else None
+    parts = None
+    if ranks is not None and 1 <= ranks[1] <= ranks[0] != 1:
+        near = (ranks[1] - 1) / (ranks[0] - 1)
+        parts = {"ranks": ranks[0], "on_host": ranks[1], "shared_memory": near, "network": 1 - near}
+    return {"address": address, "error": why, "group": parts}
 
 
 def _choice(device: str, *refused: tuple[str, str]) -> Facts:

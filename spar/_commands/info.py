@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from itertools import groupby
 
 from .facts import Facts, collect
-from .printing import count_text, entry, size_text
+from .printing import count_text, entry, parts_text, size_text
 
 SUMMARY = "show versions, cores, memory, GPUs, libraries, settings and transports"
 DESCRIPTION = """\
@@ -37,6 +37,7 @@ def sections(facts: Facts) -> list[str]:
         "Libraries for CUDA tensors": _libraries(facts["libraries"]),
         "Settings": _settings(facts["settings"]),
         "Transports": _transports(facts["transports"], facts["gpus"]["none"]),
+        "Hosts": _hosts(facts["hosts"]),
     }
     return [f"{title}\n" + "\n".join(entry(*row) for row in rows) for title, rows in parts.items()]
 
@@ -130,6 +131,19 @@ def _transports(facts: list[Facts], no_gpu: str | None) -> Rows:
     return (
         [*rows, ("", f"there are no such tensors here: {no_gpu}")] if no_gpu else rows
     )  # the last are CUDA's
+
+
+def _hosts(facts: Facts) -> Rows:
+    rows = [("address", facts["address"] or facts["error"])]
+    group = facts["group"]
+    if group is None:
+        return [*rows, ("ranks", "none were launched; torchrun -m spar info shows what a group would move")]
+    parts = parts_text(group["shared_memory"], group["network"])
+    return [
+        *rows,
+        ("ranks", f"{group['ranks']}, of which {group['on_host']} are on this host"),
+        ("CPU tensors", parts),
+    ]
 
 
 def _ranges(numbers: list[int]) -> str:

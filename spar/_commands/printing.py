@@ -23,6 +23,15 @@ def size_text(size: float) -> str:
     return f"{size / MIB:.0f} MB" if size >= MIB else f"{size / KIB:.0f} KB"
 
 
+def parts_text(shared_memory: float, network: float) -> str:
+    """Return how a rank's bytes move, such as "33% in shared memory, 67% over the network"."""
+    parts = (
+        (f"{shared_memory:.0%} in shared memory", shared_memory),
+        (f"{network:.0%} over the network", network),
+    )
+    return ", ".join(text for text, part in parts if part) or "all inside the host"
+
+
 def time_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"

@@ -21,7 +21,7 @@ from .mismatch import Gathered, gathered_sizes, mismatch
 from .state import OVER, SHARED, GroupState
 
 TEXT = _C.TEXT_BYTES
-ROOM = _C.PEER_INFO_BYTES + 24  # bytes that a rank can send with a step: its peer info, host and token
+ROOM = _C.PEER_INFO_BYTES + 8  # bytes that a rank can send with a step: its peer info and a token
 # calls, step, status, forward, data: of one size, because a rank that failed does not know its peers' step
 _HEADER = struct.Struct(f"=4q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)

@@ -125,11 +125,9 @@ def _causes(group: GroupState, error: type[SparError], report: Report | None) ->
         return f"{status.named(group, ranks) or 'a rank'} did not make this call in time", ranks
     if error is PeerLostError:
         silent = report.absent(group, tuple(_STATES.values())) if report is not None else ()
-        gone = status.dead(group)
-        ranks = gone or silent
-        if not gone and len(silent) > 1:  # one died, and others are in no call
-            return f"at least one of {status.named(group, ranks)} is gone", ()
-        return f"{status.named(group, ranks) or 'a rank'} is gone", ranks
+        if len(silent) > 1:  # one died, and others are in no call
+            return f"at least one of {status.named(group, silent)} is gone", ()
+        return f"{status.named(group, silent) or 'a rank'} is gone", silent
     return "the process group failed", ()
 
 
@@ -234,12 +232,10 @@ def _wait(
 
 
 def _passed_on(group: GroupState, report: Report) -> type[SparError] | None:
-    """Return the error of a death on this host, or with which a peer gave up in this call or before.
+    """Return the error with which a peer gave up in this call or before.
 
     Such a peer makes no other call on the group, and its connections may not tell every rank.
     """
-    if status.dead(group):
-        return PeerLostError
     if not group.token:  # older groups have set-ups of the same name
         return None
     states = {place.state for place in report.places if place is not None and place.call <= group.calls}

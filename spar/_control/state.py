@@ -45,6 +45,11 @@ class Transport:
         device: the device type it was chosen for.
         world_size: ranks of the group.
         rejected: (name, reason) of each transport that was tried before it.
+        hosts: the ranks of each host, which share memory; empty before the group's first exchange.
+        shared_memory: the part of the bytes for other ranks that this rank writes to their memory, in an
+            exchange of equal shards: 0 to 1.
+        network: the part that goes to other hosts. The rest is moved inside the host, by NCCL, the process
+            group, or TCP.
     """
 
     name: str | None
@@ -52,6 +57,9 @@ class Transport:
     device: str
     world_size: int
     rejected: tuple[tuple[str, str], ...] = ()
+    hosts: tuple[tuple[int, ...], ...] = ()
+    shared_memory: float = 0.0
+    network: float = 0.0
 
 
 class GroupState:
@@ -66,7 +74,8 @@ class GroupState:
         peer_info: what each rank sent about itself in the set-up; None before.
         token: of the set-up, equal on all ranks: names of groups are reused. Empty before.
         shares_host: whether all ranks run on this host.
-        connects: whether their processes can connect, as far as a set-up has shown.
+        hosts: the ranks of each host, which share memory; empty before the set-up.
+        connects: whether the ranks' processes can connect, as far as a set-up has shown.
         compares: whether ranks compare their calls where that is a step of its own (SPAR_CHECK).
         synchronous: whether nccl's calls are compared before they are issued (SPAR_CHECK=1).
         own_output: whether outputs lie outside of shared memory (SPAR_OUTPUT).
@@ -90,6 +99,7 @@ class GroupState:
         self.timeout: float | None = None
         self.peer_info: bytes | None = None
         self.token = ""
+        self.hosts: tuple[tuple[int, ...], ...] = ()
         self.shares_host, self.connects = False, True
         self.compares = True
         self.synchronous = self.own_output = self.logs_calls = False

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last call of each rank, for the error of a call that does not end.
 
-Ranks of one host read them from shared memory (csrc/control/last_call.h). Elsewhere each rank publishes them
-in torch.distributed's store, once a call has waited for half a second and when it gives up. Threads use the
-store, since one whose server is stopped or gone does not answer. Without mailboxes, deaths on this host are
-noticed by pidfds: gloo does not report each.
+A set-up group's ranks read them in shared memory, or send them (csrc/control/last_call.h, links.h). Before,
+each rank publishes them in torch.distributed's store, once a call has waited for half a second and when it
+gives up. Threads use the store, since one whose server is stopped or gone does not answer.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import select
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,8 +24,6 @@ from .state import GroupState
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_pidfds: dict[tuple[int, int], int] = {}  # of processes on this host, by (id, nonce), or one of these:
-_ELSEWHERE, _BUSY, _UNKNOWN, _DEAD = -1, -2, -3, -4
 _PATIENCE = 0.5  # seconds to wait for the peers' last calls when this rank gives up
 _LONGER = 1.5  # the same when a connection is lost: a rank that lost it, too, publishes that by then
 _INTERVAL = 0.02  # seconds between two looks at the store
@@ -41,8 +37,9 @@ class CallState(enum.IntEnum):
     RUNNING = _C.CALL_RUNNING
     ENDED = _C.CALL_ENDED
     ABORTED = _C.CALL_ABORTED
-    TIMED_OUT = 5
-    PEER_LOST = 6
+    ARRIVED = _C.CALL_ARRIVED
+    TIMED_OUT = 6
+    PEER_LOST = 7
 
 
 _SENTENCES = {
@@ -50,6 +47,7 @@ _SENTENCES = {
     CallState.NONE: "has begun no call",
     CallState.RUNNING: "is in {0}",
     CallState.ENDED: "has ended {0}",
+    CallState.ARRIVED: "made {0}, the newest known here",
 }
 
 
@@ -178,7 +176,7 @@ def _patience(group: GroupState, state: CallState, report: Report) -> float:
         return 0.0
     if state is not CallState.PEER_LOST:
         return _PATIENCE
-    if dead(group) or report.has(group, CallState.TIMED_OUT, CallState.ABORTED):
+    if report.has(group, CallState.TIMED_OUT, CallState.ABORTED):
         return _PATIENCE
     return _LONGER if len(report.absent(group, (state,))) == 1 else 2 * _LONGER
 
@@ -189,30 +187,3 @@ def named(group: GroupState, ranks: tuple[int, ...]) -> str:
     return ", ".join(
         f"rank {rank} (process {processes[rank][0]})" if processes else f"rank {rank}" for rank in ranks
     )
-
-
-# ---- the processes of this host ----
-
-
-def watch(group: GroupState) -> None:
-    """Open a pidfd for each of the group's processes on this host, so that their deaths are noticed."""
-    for process in group.processes():
-        if process not in _pidfds:
-            _pidfds[process] = _C.open_pidfd(*process)  # the death of an _UNKNOWN process is not noticed
-
-
-def dead(group: GroupState) -> tuple[int, ...]:
-    """Return the ranks whose process on this host has ended since `watch`."""
-    return tuple(rank for rank, process in enumerate(group.processes()) if _has_ended(process))
-
-
-def _has_ended(process: tuple[int, int]) -> bool:
-    pidfd = _pidfds.get(process, _ELSEWHERE)
-    if pidfd == _BUSY:  # it was alive; while it is, its address is in use
-        answer = _C.open_pidfd(*process)
-        pidfd = _pidfds[process] = {_ELSEWHERE: _DEAD, _UNKNOWN: _BUSY}.get(answer, answer)
-    if pidfd < 0:
-        return pidfd == _DEAD
-    poll = select.poll()  # select.select is limited to 1,023 descriptors
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))

@@ -31,11 +31,12 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
         with cuda.on_device(device):
             cuda.find_libraries()
             if group.peer_info is None:
-                host = _host_id()
-                data = os.urandom(8) + host + _C.peer_info()
-                rows = _all_gather(group, data, "facts", op, device, deadline)
-                facts = b"".join([row[24:] for row in rows])
-                group.shares_host = any(host) and all(row[8:24] == host for row in rows)
+                rows = _all_gather(
+                    group, os.urandom(8) + _C.peer_info(_host_id()), "facts", op, device, deadline
+                )
+                facts = b"".join([row[8:] for row in rows])
+                group.shares_host = not any(first for first, _ in _C.hosts(facts))
+                group.hosts = _hosts(facts)
                 group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()
                 _choose(group, facts, device, ())
                 _read_settings(group, facts)
@@ -50,15 +51,33 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 if channel.drop_core():
                     log.info("group %s: no mailboxes: %s", group.name, failure)
                     break
-                group.connects = group.connects and name != "shm"  # torch would fail to connect likewise
+                if name == "shm":  # its ranks may still connect as those of different hosts do
+                    group.peer_info = _C.part_hosts(group.peer_info)
+                    group.hosts = _hosts(group.peer_info)
+                else:
+                    group.connects = group.connects and name != "tcp"  # torch would fail to connect likewise
                 refused += ((name, failure),)
         log.info("group %s: transport %s: %s", group.name, name, reason)
         _warn_if_shm_is_lost(group, name, device, rejected)
-        return Transport(name, reason, device.type, group.world, rejected), channel
+        hosts = group.hosts
+        if name == "tcp" and len(hosts) == 1:  # it connects the ranks of one host, without shm
+            hosts = tuple((rank,) for rank in range(group.world))
+        near = next(len(ranks) for ranks in hosts if group.rank in ranks) - 1
+        shared = near / (group.world - 1) if name in ("shm", "tcp") else 0.0
+        network = 0.0 if group.shares_host else (group.world - 1 - near) / (group.world - 1)
+        return Transport(name, reason, device.type, group.world, rejected, hosts, shared, network), channel
     except BaseException:
         if not group.transports:
             group.peer_info = None
         raise
+
+
+def _hosts(facts: bytes) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, those with which processes share memory."""
+    firsts = [first for _, first in _C.hosts(facts)]
+    return tuple(
+        tuple(rank for rank, other in enumerate(firsts) if other == first) for first in dict.fromkeys(firsts)
+    )
 
 
 def _host_id() -> bytes:
@@ -99,7 +118,7 @@ def _read_settings(group: GroupState, facts: bytes) -> None:
     group.compares = _C.env("check") != "0"
     group.synchronous = _C.env("check") == "1"
     group.own_output = _C.env("output") == "torch"
-    group.local_ranks = _C.env("local_ranks") or group.world
+    group.local_ranks = _C.env("local_ranks") or max(len(ranks) for ranks in group.hosts)
     _C.plan_limit(_C.env("plan_cache"))
     group.core_share = _C.core_share(facts, group.rank, group.local_ranks)
     _C.threads(torch.get_num_threads(), group.core_share)

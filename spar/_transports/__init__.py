@@ -17,6 +17,7 @@ from .channel import Channel
 # Each call is the first stage of a set-up, for a device of this rank and the operation that needs it.
 CHANNELS: dict[str, Callable[[GroupState, _torch.device, str, float], Channel]] = {
     "shm": shm.ShmChannel,
+    "tcp": shm.TcpChannel,
     "nccl": nccl.NcclChannel,
     "torch": torch.TorchChannel,
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shm transport: ranks of one host, whose outputs lie in memory that they share."""
+"""The transports shm and tcp: outputs lie in memory that the ranks of a host share; TCP connects hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class ShmChannel(CoreChannel):
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
-        super().__init__(group, _C.comm("shm", group.peer_info, group.rank, group.local_ranks, group.name))
+        place = group.peer_info, group.rank, group.local_ranks, group.name
+        super().__init__(group, _C.comm(self.name, *place))
         self.exchange = self._exchange_and_copy if group.own_output else self.core.exchange
         # an exchange in flight copies and polls: without a core of its own it takes its time from the kernel
         self.overlaps = group.core_share > torch.get_num_threads()
@@ -47,3 +48,9 @@ class ShmChannel(CoreChannel):
         return (
             torch.empty(0, dtype=like.dtype, device="cpu").set_(flat.untyped_storage()).resize_(tuple(shape))
         )
+
+
+class TcpChannel(ShmChannel):
+    """The same for a group that spans hosts."""
+
+    name = "tcp"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _C
-from .._control import collectives, status
+from .._control import collectives
 from .._control.agreement import announce_failure, compare
 from .._control.process_group import wire_device
 from .._control.state import OVER, SHARED, GroupState
@@ -107,20 +107,15 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
 class TorchChannel(CoreChannel):
     """Any ProcessGroup moves the packed bytes, once ranks have compared their calls.
 
-    Ranks of one host compare them in the core's mailboxes; others over the ProcessGroup, unless SPAR_CHECK
-    is 0.
+    They compare them in the core's mailboxes, and over its connections between hosts; without a core over the
+    ProcessGroup, unless SPAR_CHECK is 0.
     """
 
     name = "torch"
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         place = group.peer_info or b"", group.rank, group.local_ranks, group.name
-        super().__init__(group, _C.comm("torch", *place) if group.shares_host and group.connects else None)
-
-    def watch(self) -> None:
-        """Notice the end of the peers' processes, where no mailbox tells it."""
-        if self.core is None:
-            status.watch(self.group)
+        super().__init__(group, _C.comm("torch", *place) if group.connects else None)
 
     def drop_core(self) -> bool:
         self.core = None

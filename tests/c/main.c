@@ -6,6 +6,7 @@
 int test_arena(int argc, char **argv);
 int test_core(int argc, char **argv);
 int test_cuda(int argc, char **argv);
+int test_links(int argc, char **argv);
 int test_ring(int argc, char **argv);
 int test_peers(int argc, char **argv);
 int test_scale(int argc, char **argv);
@@ -23,7 +24,7 @@ int main(int argc, char **argv)
     } tests[] = {{"arena", test_arena}, {"core", test_core},       {"cuda", test_cuda},
                  {"ring", test_ring},   {"peers", test_peers},     {"scale", test_scale},
                  {"shm", test_shm},     {"siphash", test_siphash}, {"nontemporal", test_nontemporal},
-                 {"wait", test_wait},   {"sum", test_sum}};
+                 {"wait", test_wait},   {"sum", test_sum},         {"links", test_links}};
     for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
         if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
             return tests[i].run(argc - 1, argv + 1);

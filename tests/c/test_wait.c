@@ -2,6 +2,7 @@
 /* How a rank waits before it blocks, by the cores on which it and its peers run. */
 #define spar_group_check check_of_test
 #define spar_group_await await_of_test
+#define spar_group_await_far await_far_of_test
 #define spar_group_abort abort_of_test
 #define spar_group_list list_of_test
 #define spar_group_poll poll_of_test
@@ -18,7 +19,9 @@
 enum { WORLD = 3, SPIN_NS = 200000 };
 
 static mailbox *boxes[WORLD]; /* of rank 0, which waits, and its peers */
-static spar_group group = {.world = WORLD, .spin_ns = SPIN_NS, .boxes = boxes};
+static spar_peer near;
+static spar_peer *peers[WORLD] = {NULL, &near, &near};
+static spar_group group = {.world = WORLD, .spin_ns = SPIN_NS, .boxes = boxes, .peers = peers};
 static struct {
     int core;
     int64_t ns, yield_ns; /* yield_ns: the time that a yield takes */
@@ -105,6 +108,9 @@ int test_wait(int argc, char **argv)
     now.move_after = 0;
     EXPECT(wait_beside(-1, -1) == 1 && now.yields == 0); /* cores that are not known */
 
+    peers[2] = NULL; /* on another host: it needs no core of this one */
+    EXPECT(wait_beside(1, 0) == 1 && now.yields == 0);
+    peers[2] = &near;
     boxes[2]->published = 1; /* has arrived: its core does not matter */
     EXPECT(wait_beside(1, 0) == 1 && now.yields == 0);
     now.ready_after = 3;

@@ -169,7 +169,9 @@ class PeerInfo(ctypes.Structure):
         ("endpoint", Endpoint),
         ("secret", ctypes.c_ubyte * 16),
         ("no_shm", c_char * 64),
+        ("no_tcp", c_char * 64),
         ("no_nccl", c_char * 96),
+        ("host", c_uint64 * 2),
         ("cores", c_uint64 * 16),
     )
 
@@ -240,6 +242,10 @@ Comm._fields_ = (
     ("local_ranks", c_int),
     ("native", Native),
     ("info", POINTER(PeerInfo)),
+    ("hosts", c_void_p),
+    ("far", c_void_p),
+    ("nfar", c_int),
+    ("tcp", c_void_p),
     ("group", c_void_p),
     ("state", c_void_p),
 )

@@ -24,6 +24,8 @@ import spar
 from helpers.tables import numbers
 from helpers.torch_nccl import torch_nccl
 from spar import _C
+from spar._control import collectives
+from spar._group import setup
 from spar._group.group import Group
 from spar._transports import cuda, nccl
 from spar._transports.dtypes import ITEM_TYPES
@@ -319,6 +321,27 @@ def check_all_gather(rank: int, world: int, group: dist.ProcessGroup) -> None:
     for comm in (far, near):
         wait(comm)
         comm.close()
+
+
+def check_hosts(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Between hosts no call has a collective of torch's beside NCCL's sends."""
+    before = setup._host_id, collectives._issue
+    setup._host_id = lambda: bytes([1 + rank // 2]) * 16
+    try:
+        comm = set_up(group)
+        collectives._issue = None  # type: ignore[assignment]
+        with Stream() as stream:
+            for number in range(3):
+                got = enqueue(comm, "gather", (0, 2 * world), torch.full((2,), 10.0 * number + rank))
+                stream.synchronize()
+                assert torch.equal(got, 10.0 * number + torch.arange(world).repeat_interleave(2))
+    finally:
+        setup._host_id, collectives._issue = before
+    transport = comm.transport("cuda")
+    assert (transport.name, transport.hosts) == ("nccl", ((0, 1), (2, 3)))
+    assert (transport.shared_memory, transport.network) == (0.0, 2 / 3)
+    wait(comm)
+    comm.close()
 
 
 def check_native(rank: int, world: int, group: dist.ProcessGroup) -> None:

@@ -359,6 +359,7 @@ class Transport:
 
 TRANSPORTS = {
     "shm": Transport(("cpu",)),
+    "tcp": Transport(("cpu",)),
     "nccl": Transport(("cuda",)),
     "torch": Transport(
         ("cpu", "cuda"),
@@ -366,24 +367,15 @@ TRANSPORTS = {
     ),
 }
 
-# The torch transport without mailboxes: ranks see themselves on hosts of their own.
+# The torch transport where ranks see themselves on hosts of their own.
 ACROSS = "torch across hosts"
-ACROSS_HOSTS = Transport(
-    ("cpu",),
-    {
-        "out of memory": "none",
-        "interrupted": "timeout",  # its peers time out: test_faults.py
-        "handler raises": "timeout",  # the same: test_local_failures.py
-        "group closed": "new set-up",  # without mailboxes, a group holds nothing open
-        "group closed in flight": "timeout",  # the same: test_async.py
-        "group closed in a call": "timeout",  # the closing rank raises at once: test_local_failures.py
-    },
-)
+ACROSS_HOSTS = Transport(("cpu",), {"out of memory": "none"})
 
 
 def use_transport(name: str, rank: int) -> None:
-    """Select a transport of the table, or ACROSS, in a rank's process."""
-    if name == ACROSS:
-        name = "torch"
-        setup._host_id = lambda: bytes([1 + rank]) * 16
+    """Select a transport of the table, or ACROSS, in a rank's process; over tcp two ranks share a host."""
+    host = 1 + rank if name == ACROSS else 1 + rank // 2 if name == "tcp" else 0
+    name = "torch" if name == ACROSS else name
+    if host:
+        setup._host_id = lambda: bytes([host]) * 16
     os.environ["SPAR_TRANSPORT"] = name

@@ -38,7 +38,9 @@ assert out.shape == (4, 6) and torch.equal(x.grad, torch.ones(2, 12))
 found = spar.transport(dist.group.WORLD)
 assert found.name == "torch", found
 assert dict(found.rejected) == {
-    "shm": "shared memory needs Linux (memfd, futex)", "nccl": "NCCL needs Linux"
+    "shm": "shared memory needs Linux (memfd, futex)",
+    "tcp": "rank 0: connections between ranks need Linux",
+    "nccl": "NCCL needs Linux",
 }, found
 assert spar.memory_stats()["arena.cap_bytes"] == 0
 spar.empty_cache()

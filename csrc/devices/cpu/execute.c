@@ -319,9 +319,11 @@ static int gains_in_turn(const copy *c)
     return 1;
 }
 
-/* Then none of their rows is NULL. */
-static int receive_the_same(const spar_plan *plan)
+static int receive_the_same(const spar_plan *plan, void *const *const *outputs)
 {
+    for (int rank = 0; rank < plan->world; rank++)
+        if (!outputs[rank])
+            return 0;
     for (int rank = 1; rank < plan->world; rank++)
         if (plan->push[rank].first != plan->push->first || plan->push[rank].count != plan->push->count)
             return 0;
@@ -339,7 +341,7 @@ void spar_push(const spar_plan *plan, const void *const *inputs, void *const *co
               .to = outputs,
               .scale = scale,
               .bytes = plan->push->bytes};
-    if (receive_the_same(plan)) {
+    if (receive_the_same(plan, outputs)) {
         copy_all(&c, c.bytes);
         return;
     }

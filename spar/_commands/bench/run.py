@@ -15,7 +15,7 @@ import torch.distributed as dist
 import spar
 
 from ..facts import allowed_cores
-from ..printing import KIB, MIB, count_text, progress, size_text
+from ..printing import KIB, MIB, count_text, parts_text, progress, size_text
 from ..ranks import Ranks, UsageError, joined, launched
 from .attention import run as attention
 from .binding import bind
@@ -140,7 +140,9 @@ def run(args: Namespace) -> int:
         bound = args.bind_to == "core" and bind(local_rank, local_ranks)
         rows = _measure_all(sizes, args.only, args.seconds, ranks)
         if ranks.rank == 0:
-            using = spar.transport().name or "no transport"
+            transport = spar.transport()
+            parts = parts_text(transport.shared_memory, transport.network)
+            using = f"{transport.name} ({parts})" if transport.name else "no transport"
             where = f"{cores} cores, {'each bound to one' if bound else 'not bound'}{beside(args.busy)}"
             title = f"{count_text(ranks.world, 'rank')} on {where}, {using}, bf16, torch {torch.__version__}"
             _report(args.out, title, rows)
