@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bring-up-kit soak test test-benchmarks test-core test-models \
+.PHONY: help demo bench bench-attention bench-mpi bench-hosts bring-up-kit soak test test-benchmarks test-core test-models \
 	test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
@@ -36,10 +36,11 @@ help:
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
-	@echo 'make fuzz    fuzz the planner, the mailbox and the set-up (SECONDS=60; needs clang)'
+	@echo 'make fuzz    fuzz the planner, the mailbox, the messages between hosts and the set-up (SECONDS=60; needs clang)'
 	@echo 'make bench   run spar bench: time every operation against others (RANKS=2, ARGS=--help)'
 	@echo 'make bench-attention  time attention against one process and the usual code (RANKS=2, ARGS=...)'
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
+	@echo 'make bench-hosts  time exchanges between hosts, which are network namespaces; as root (ARGS=--help)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups and exits'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy, codespell, actionlint and zizmor'
@@ -71,6 +72,10 @@ bench-attention: build
 # MPI as a reference; mpiexec starts the ranks.
 bench-mpi: .venv/.mpi
 	@OMP_NUM_THREADS=1 $(BIN)/mpiexec -n $(bench_ranks) $(BIN)/python benchmarks/mpi_bench.py $(ARGS)
+
+# As root: network namespaces are the hosts.
+bench-hosts: build
+	@$(BIN)/python benchmarks/hosts.py $(ARGS)
 
 # Needs no GPU. On the machine with one: python benchmarks/bring_up.py --out FOLDER (docs/gpu.md).
 bring-up-kit: build

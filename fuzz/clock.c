@@ -3,15 +3,19 @@
 #include "fuzz.h"
 
 #include <linux/futex.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <sys/syscall.h>
 #include <time.h>
 #undef syscall
+#undef poll
 
 long syscall(long number, ...);
+int poll(struct pollfd *polled, nfds_t count, int wait_ms);
 
 int64_t fuzz_now_ns = 1000000000;
 void (*fuzz_on_wait)(void);
+void (*fuzz_on_poll)(void);
 
 static void advance(int64_t ns)
 {
@@ -45,6 +49,17 @@ int fuzz_sched_yield(void)
 int fuzz_sched_getcpu(void)
 {
     return 0;
+}
+
+int fuzz_poll(struct pollfd *polled, nfds_t count, int wait_ms)
+{
+    if (!fuzz_on_poll)
+        return poll(polled, count, wait_ms);
+    fuzz_on_poll();
+    int ready = poll(polled, count, 0);
+    if (ready == 0 && wait_ms > 0)
+        fuzz_now_ns += wait_ms * 1000000LL;
+    return ready;
 }
 
 /* Emulates futexes. memfd_create and pidfd_open, which take two arguments, go to the kernel. */

@@ -65,4 +65,7 @@ extern int64_t fuzz_now_ns;
 /* Called when a wait has advanced the clock: the simulated peers may act. */
 extern void (*fuzz_on_wait)(void);
 
+/* Called before a poll, which then does not wait: the simulated peers may act. NULL: polls wait as usual. */
+extern void (*fuzz_on_poll)(void);
+
 #endif
