@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* spar in C: the whole library, without Python. This header is its API.
  *
- *   python/      the extension spar._C: module, plan_type, exchange_type, comm_type, streams, dlpack,
- *                convert; binding.h joins them
+ *   python/      the extension spar._C: module, setup, plan_type, exchange_type, comm_type with its calls
+ *                (calls, streams), dlpack, convert; binding.h and comm.h join them
  *   spar.[ch]    a rank's communicator in a group: open, connect, run, close
  *   transports/  move the bytes
  *     transport     the interface, the ordered table, the choice

@@ -77,14 +77,8 @@ PyObject *spar_comm_type(void);
 PyObject *spar_py_comm(PyObject *module, PyObject *args);
 extern const char spar_py_comm_doc[];
 
-/* A deadline in seconds of time.monotonic(); a signal, or closing `comm`, ends the wait, too. */
-spar_deadline spar_py_deadline(PyObject *comm, double deadline);
-
-/* Comm.enqueue of `self`: a call that is enqueued in a device's stream. *begun: set to the call's
- * number once the core reports what fails. */
-PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, PyObject *const *args,
-                          Py_ssize_t nargs, int64_t *begun);
-extern const char spar_py_enqueue_doc[];
+/* Functions of the module for the set-up of groups. */
+extern PyMethodDef spar_py_setup_methods[];
 
 /* The types spar._C.Plan and spar._C.Exchange. */
 PyObject *spar_plan_type(void);

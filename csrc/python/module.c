@@ -13,99 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *host = NULL;
-    Py_ssize_t size = 0;
-    spar_peer_info info;
-    if (!PyArg_ParseTuple(args, "|y#", &host, &size))
-        return NULL;
-    spar_peer_info_read(&info);
-    if (host)
-        memcpy(info.host, host, (size_t)size < sizeof info.host ? (size_t)size : sizeof info.host);
-    return PyBytes_FromStringAndSize((const char *)&info, sizeof info);
-}
-
-/* A copy of the ranks' peer infos, whose bytes may not be aligned. */
-static spar_peer_info *peer_infos(const char *bytes, Py_ssize_t size)
-{
-    if (size == 0 || size % (Py_ssize_t)sizeof(spar_peer_info) != 0) {
-        PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu", size,
-                     sizeof(spar_peer_info));
-        return NULL;
-    }
-    spar_peer_info *info = malloc((size_t)size);
-    if (!info)
-        PyErr_NoMemory();
-    else
-        memcpy(info, bytes, (size_t)size);
-    return info;
-}
-
-static PyObject *module_core_share(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *bytes;
-    Py_ssize_t size;
-    int rank, local_ranks;
-    if (!PyArg_ParseTuple(args, "y#ii", &bytes, &size, &rank, &local_ranks))
-        return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
-    if (!info)
-        return NULL;
-    int world = (int)(size / (Py_ssize_t)sizeof *info);
-    PyObject *share =
-        rank < 0 || rank >= world
-            ? PyErr_Format(PyExc_ValueError, "rank %d of %d", rank, world)
-            : PyLong_FromLong(spar_core_share(&info->cores, sizeof *info, world, rank, local_ranks));
-    free(info);
-    return share;
-}
-
-static PyObject *module_choose(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *bytes, *device;
-    PyObject *refusals;
-    Py_ssize_t size;
-    int first_rank = 0;
-    spar_choice choice;
-    spar_refusal refused = {0};
-    if (!PyArg_ParseTuple(args, "y#sO!|i", &bytes, &size, &device, &PyTuple_Type, &refusals, &first_rank))
-        return NULL;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(refusals) && i < 16; i++, refused.count++)
-        if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i], &refused.reasons[i]))
-            return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
-    if (!info)
-        return NULL;
-    spar_status status =
-        spar_choose(info, (int)(size / (Py_ssize_t)sizeof *info), first_rank, device, &refused, &choice);
-    free(info);
-    if (status != SPAR_OK)
-        return spar_raise(status);
-    PyObject *rejected = PyTuple_New(choice.rejected);
-    for (int i = 0; rejected && i < choice.rejected; i++)
-        rejected = spar_tuple_set(rejected, i,
-                                  Py_BuildValue("ss", choice.rejected_names[i], choice.rejected_reasons[i]));
-    return rejected ? Py_BuildValue("ssN", choice.transport->name, choice.reason, rejected) : NULL;
-}
-
-static PyObject *module_setup_failure(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *bytes;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
-        return NULL;
-    spar_setup_result *results = malloc((size_t)size + 1); /* the bytes may not be aligned */
-    if (!results)
-        return PyErr_NoMemory();
-    memcpy(results, bytes, (size_t)size);
-    spar_status status = spar_setup_failure(results, (int)(size / (Py_ssize_t)sizeof *results));
-    free(results);
-    if (status == SPAR_OK)
-        Py_RETURN_NONE;
-    return Py_BuildValue("iN", spar_last_error_ranks()->rank[0], spar_text(spar_last_error()));
-}
-
 static PyObject *module_env(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *field;
@@ -260,81 +167,6 @@ static PyObject *module_last_call_end(PyObject *Py_UNUSED(module), PyObject *arg
     Py_RETURN_NONE;
 }
 
-static PyObject *module_processes(PyObject *Py_UNUSED(module), PyObject *info)
-{
-    char *bytes;
-    Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(info, &bytes, &size) < 0)
-        return NULL;
-    PyObject *result = PyList_New(0);
-    for (Py_ssize_t at = 0; result && at + (Py_ssize_t)sizeof(spar_peer_info) <= size;
-         at += (Py_ssize_t)sizeof(spar_peer_info)) {
-        spar_endpoint endpoint;
-        memcpy(&endpoint, bytes + at + offsetof(spar_peer_info, endpoint), sizeof endpoint);
-        result = spar_list_add(
-            result, Py_BuildValue("LK", (long long)endpoint.pid, (unsigned long long)endpoint.nonce));
-    }
-    return result;
-}
-
-static PyObject *module_hosts(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *bytes;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
-        return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
-    int *hosts = info ? malloc((size_t)size / sizeof *info * sizeof *hosts) : NULL;
-    PyObject *result = hosts ? PyList_New(0) : NULL;
-    if (hosts)
-        spar_hosts(info, (int)(size / (Py_ssize_t)sizeof *info), hosts);
-    else if (info)
-        PyErr_NoMemory();
-    for (Py_ssize_t rank = 0; result && rank < size / (Py_ssize_t)sizeof *info; rank++) {
-        Py_ssize_t same = 0;
-        while (memcmp(info[same].host, info[rank].host, sizeof info->host) != 0)
-            same++;
-        result = spar_list_add(result, Py_BuildValue("ni", same, hosts[rank]));
-    }
-    free(hosts);
-    free(info);
-    return result;
-}
-
-static PyObject *module_own_address(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
-{
-    char text[SPAR_TCP_TEXT];
-    spar_tcp_endpoint own = {0};
-    spar_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = spar_tcp_own_address(&own);
-    Py_END_ALLOW_THREADS;
-    if (status != SPAR_OK)
-        return spar_raise(status);
-    spar_tcp_address_text(&own, text);
-    return spar_text(text);
-}
-
-static PyObject *module_part_hosts(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *bytes;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
-        return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
-    for (Py_ssize_t rank = 0; info && rank < size / (Py_ssize_t)sizeof *info; rank++)
-        info[rank].host[0] = (uint64_t)rank;
-    PyObject *result = info ? PyBytes_FromStringAndSize((const char *)info, size) : NULL;
-    free(info);
-    return result;
-}
-
-static PyObject *module_connections(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
-{
-    spar_peers_counts counts = spar_peers_count();
-    return Py_BuildValue("LLi", (long long)counts.foreign, (long long)counts.unproven, counts.pending);
-}
-
 static PyObject *module_arena_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     spar_arena_stats s;
@@ -407,25 +239,6 @@ static PyMethodDef methods[] = {
      "(peak, total) of the staging memory of calls on GPUs, in bytes"},
     {"set_library_path", module_set_library_path, METH_VARARGS,
      "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
-    {"peer_info", module_peer_info, METH_VARARGS,
-     "peer_info(host=b'') -> this rank's, as bytes. host: at most 16 bytes, equal where processes may share\n"
-     "memory."},
-    {"choose", module_choose, METH_VARARGS,
-     "choose(all ranks' peer_info, device, ((refused name, reason), ...), first_rank=0)\n"
-     "    -> (name, reason, ((rejected name, reason), ...))"},
-    {"setup_failure", module_setup_failure, METH_VARARGS,
-     "setup_failure(all ranks' setup_result) -> (rank, reason) of the first failure; None: there is none."},
-    {"hosts", module_hosts, METH_VARARGS,
-     "hosts(all ranks' peer_info)\n"
-     "    -> [(lowest rank of the same host, lowest with which it shares memory), ...]"},
-    {"part_hosts", module_part_hosts, METH_VARARGS,
-     "part_hosts(all ranks' peer_info) -> the same, as if each rank were on a host of its own"},
-    {"own_address", module_own_address, METH_NOARGS,
-     "The address at which ranks of other hosts reach this one. May ask a name server."},
-    {"processes", module_processes, METH_O,
-     "processes(all ranks' peer_info) -> [(process id, nonce), ...]; 0: not known"},
-    {"connections", module_connections, METH_NOARGS,
-     "connections() -> (closed: of another user, closed: unproven, open and not proven yet)"},
     {"last_call_begin", module_last_call_begin, METH_VARARGS,
      "last_call_begin(group, op, call) -> sequence: this process's peers may see that it is in this call."},
     {"last_call_end", module_last_call_end, METH_VARARGS,
@@ -445,9 +258,6 @@ static PyMethodDef methods[] = {
     {"threads", module_threads, METH_VARARGS,
      "threads(most, core share) -> how many copy from now on: SPAR_THREADS, or this rank's share of the\n"
      "cores, at most so many"},
-    {"core_share", module_core_share, METH_VARARGS,
-     "core_share(peer info of all ranks, rank, local ranks) -> how many cores are this rank's own; 0: it\n"
-     "shares one"},
     {"limits", module_limits, METH_NOARGS,
      "(cores, bytes of memory) that this process may use, by its affinity and its cgroups."},
     {"table", module_table, METH_VARARGS, table_doc},
@@ -467,7 +277,8 @@ PyMODINIT_FUNC PyInit__C(void)
     if (!module)
         return NULL;
     PyObject *plan = spar_plan_type(), *exchange = spar_exchange_type(), *comm = spar_comm_type();
-    if (!plan || !exchange || !comm || PyModule_AddObjectRef(module, "Plan", plan) < 0 ||
+    if (!plan || !exchange || !comm || PyModule_AddFunctions(module, spar_py_setup_methods) < 0 ||
+        PyModule_AddObjectRef(module, "Plan", plan) < 0 ||
         PyModule_AddObjectRef(module, "Exchange", exchange) < 0 ||
         PyModule_AddObjectRef(module, "Comm", comm) < 0 ||
         PyModule_AddStringConstant(module, "version", SPAR_VERSION) < 0 ||

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Calls of a spar._C.Comm that are enqueued in a device's stream; torch allocates what they need. */
-#include "python/binding.h"
+#include "python/comm.h"
 
 /* The arguments of enqueue, in their order. */
 enum { EXCHANGE, INPUTS, OUTS, FORWARD, ALIKE, NUMBER, DEADLINE, STREAM, NATIVE, DTYPE, EMPTY, COUNT };
@@ -73,13 +73,16 @@ static PyObject *take_staging(spar_comm *comm, PyObject *empty, spar_call *call)
     return staging;
 }
 
-PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, PyObject *const *args,
-                          Py_ssize_t nargs, int64_t *begun)
+PyObject *spar_comm_py_enqueue(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
+    comm_object *object = (comm_object *)self;
+    spar_comm *comm = spar_py_open_comm(self);
     void *outputs[SPAR_GROUP_TENSORS];
     PyObject *results = NULL, *staging = NULL;
-    spar_call call = {.outputs = outputs, .group = group};
+    spar_call call = {.outputs = outputs, .group = object->group};
     spar_py_bound bound;
+    if (!comm)
+        return NULL;
     if (nargs != COUNT)
         return PyErr_Format(PyExc_TypeError, "enqueue takes %d arguments, and got %zd", COUNT, nargs);
     int64_t number = PyLong_AsLongLong(args[NUMBER]);
@@ -99,7 +102,7 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
     results = take_outputs(args, bound.plan, outputs);
     staging = results ? take_staging(comm, args[EMPTY], &call) : NULL;
     if (staging) {
-        *begun = number;
+        object->begun = number;
         Py_BEGIN_ALLOW_THREADS;
         status = spar_comm_run(comm, &call);
         Py_END_ALLOW_THREADS;
@@ -112,4 +115,20 @@ PyObject *spar_py_enqueue(spar_comm *comm, PyObject *self, const char *group, Py
 done:
     spar_py_unbind(&bound);
     return results;
+}
+
+PyObject *spar_comm_py_wait(PyObject *self, PyObject *args)
+{
+    spar_comm *comm = spar_py_open_comm(self);
+    double deadline_s;
+    if (!comm || !PyArg_ParseTuple(args, "d", &deadline_s))
+        return NULL;
+    if (!comm->transport->wait)
+        Py_RETURN_NONE; /* its calls return once they have ended */
+    spar_deadline deadline = spar_py_deadline(self, deadline_s);
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = comm->transport->wait(comm, &deadline);
+    Py_END_ALLOW_THREADS;
+    return spar_result(status);
 }
