@@ -169,6 +169,7 @@ def _serve(
     size: int,
     environment: dict[str, str],
     libraries: Sequence[Path],
+    entering: Sequence[Callable[[], object]],
     store: str,
     pipe: Connection,
 ) -> None:
@@ -179,6 +180,8 @@ def _serve(
     gc.freeze()  # the objects of torch's import: gc.collect() would take half a second for them
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     os.environ.update(environment)
+    if entering:
+        entering[rank]()
     for library in libraries:
         ctypes.CDLL(str(library))
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that does not answer
@@ -215,10 +218,12 @@ class Ranks:
         worlds: tuple[int, ...] = WORLDS,
         environment: dict[str, str] | None = None,
         libraries: Sequence[Path] = (),
+        entering: Sequence[Callable[[], object]] = (),
     ) -> None:
         self.worlds = worlds
         self.environment = environment or {}
         self.libraries = libraries  # its processes load them first
+        self.entering = entering  # by rank: what its process does at its start
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.transport = TRANSPORTS[-1]
@@ -230,7 +235,7 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         store = os.path.join(tempfile.mkdtemp(), "store")
         size = max(self.worlds)
-        settings = (size, self.environment, self.libraries, store)
+        settings = (size, self.environment, self.libraries, self.entering, store)
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, *settings, theirs), daemon=True)

@@ -33,6 +33,7 @@ from helpers.fault_cases import (
     LIMIT,
     LOST_WITHIN,
     SIZES,
+    Fault,
     Scene,
     gather,
     odd_of,
@@ -62,34 +63,40 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
     return {**result, "seconds": time.monotonic() - begin}
 
 
-def run_faults(rank: int, folder: Path, world: int, transport: str) -> None:
-    """Run all faults that leave the processes alive."""
-    report: dict[str, Any] = {}
+def run_fault(fault: Fault, rank: int, world: int, scene: Scene) -> dict[str, Any]:
+    """Run a fault on a new group of all ranks; return what this rank saw."""
+    group = dist.new_group(list(range(world)))
+    os.environ["SPAR_TIMEOUT"] = "30" if fault.usable else str(LIMIT)
+    warm = functools.partial(gather, torch.zeros(1), group, 0)
+    warm()
+    dist.barrier()
+    result = attempt(functools.partial(fault.call, rank, world, group, scene))
+    result |= {"group": group.group_name, "other": scene.other.group_name}
+    if not fault.usable:
+        time.sleep(0.3)  # until the last rank has aborted
+    result["again"] = attempt(warm)
+    result["named"] = spar.transport(group).name
+    assert gather(torch.full((1,), 1.0 + rank), None, 0).sum() == world * (world + 1) / 2
+    spar.close(group)
+    if fault.usable:  # gloo's thread for each group wakes up 100 times a second
+        dist.destroy_process_group(group)
+    return result
+
+
+def make_scene(rank: int, world: int) -> Scene:
     processes: list[int] = [0] * world
     dist.all_gather_object(processes, os.getpid())
     other, fresh = (dist.new_group(list(range(world))) for _ in range(2))  # each for one fault
-    for name, fault in FAULTS.items():
-        if name in INSTEAD[transport]:
-            continue
-        group = dist.new_group(list(range(world)))
-        os.environ["SPAR_TIMEOUT"] = "30" if fault.usable else str(LIMIT)
-        scene = Scene(other, fresh, processes, rank)
-        warm = functools.partial(gather, torch.zeros(1), group, 0)
-        warm()
-        dist.barrier()
-        result = attempt(functools.partial(fault.call, rank, world, group, scene))
-        result |= {"group": group.group_name, "other": other.group_name}
-        if not fault.usable:
-            time.sleep(0.3)  # until the last rank has aborted
-        result["again"] = attempt(warm)
-        result["named"] = spar.transport(group).name
-        assert gather(torch.full((1,), 1.0 + rank), None, 0).sum() == world * (world + 1) / 2
-        spar.close(group)
-        if fault.usable:  # gloo's thread for each group wakes up 100 times a second
-            dist.destroy_process_group(group)
-        report[name] = result
-    spar.close(other)
-    spar.close(fresh)
+    return Scene(other, fresh, processes, rank)
+
+
+def run_faults(rank: int, folder: Path, world: int, transport: str) -> None:
+    """Run all faults that leave the processes alive."""
+    scene = make_scene(rank, world)
+    faults = {name: fault for name, fault in FAULTS.items() if name not in INSTEAD[transport]}
+    report = {name: run_fault(fault, rank, world, scene) for name, fault in faults.items()}
+    spar.close(scene.other)
+    spar.close(scene.fresh)
     dist.barrier()
     (folder / f"{rank}.json").write_text(json.dumps(report))
 
@@ -190,6 +197,35 @@ def short_name(name: str) -> str:
     return name.removesuffix("Error").removeprefix("Exchange").removeprefix("Group") or "fine"
 
 
+def check_fault(fault: Fault, results: list[dict[str, Any]], process: int) -> None:
+    """Check what run_fault returned on each rank; process: of the odd rank, which is the last."""
+    world = len(results)
+    for rank, result in enumerate(results):
+        odd = rank == world - 1
+        if odd and fault.odd == "-":
+            assert not result["error"], result
+        else:
+            assert re.fullmatch(fault.odd if odd and fault.odd else fault.error, result["error"]), result
+        if not odd or not fault.odd:
+            names = {"odd": world - 1, "process": process, "group": results[0]["group"]}
+            for pattern in fault.patterns:
+                for key, value in {**names, "other": result["other"]}.items():
+                    pattern = pattern.replace(f"{{{key}}}", str(value))
+                assert re.search(pattern, result["text"], re.S), (pattern, result["text"])
+            least, most = fault.seconds
+            assert least <= result["seconds"] <= most, result
+        again = result["again"]
+        if fault.usable:
+            assert not again["error"], again
+        elif not odd:
+            assert again["error"] == "GroupBrokenError" and again["seconds"] < LIMIT, "rejected at once"
+        else:  # its abort may not have been in a call on this group
+            assert again["error"] in ("GroupBrokenError", "ExchangeTimeoutError", "PeerLostError"), again
+    if fault.error == "MismatchError" and not fault.odd:
+        assert len({result["text"].split(":", 1)[1] for result in results}) == 1, "the same on all ranks"
+        assert all(0 < len(result["ranks"]) < world for result in results)
+
+
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize("transport", COLUMNS)
 @pytest.mark.parametrize("name", FAULTS)
@@ -206,32 +242,8 @@ def test_fault(
         note(record_property, name, transport, world, INSTEAD[transport][name])
         return
     results = [report[name] for report in column.reports]
-    pids = [process.pid for process in column.processes]
-    for rank, result in enumerate(results):
-        odd = rank == world - 1
-        if odd and fault.odd == "-":
-            assert not result["error"], result
-        else:
-            assert re.fullmatch(fault.odd if odd and fault.odd else fault.error, result["error"]), result
-        if not odd or not fault.odd:
-            names = {"odd": world - 1, "process": pids[-1], "group": results[0]["group"]}
-            for pattern in fault.patterns:
-                for key, value in {**names, "other": result["other"]}.items():
-                    pattern = pattern.replace(f"{{{key}}}", str(value))
-                assert re.search(pattern, result["text"], re.S), (pattern, result["text"])
-            least, most = fault.seconds
-            assert least <= result["seconds"] <= most, result
-        again = result["again"]
-        if fault.usable:
-            assert not again["error"], again
-        elif not odd:
-            assert again["error"] == "GroupBrokenError" and again["seconds"] < LIMIT, "rejected at once"
-        else:  # its abort may not have been in a call on this group
-            assert again["error"] in ("GroupBrokenError", "ExchangeTimeoutError", "PeerLostError"), again
-        assert result["named"] in (transport.split()[0], None)
-    if fault.error == "MismatchError" and not fault.odd:
-        assert len({result["text"].split(":", 1)[1] for result in results}) == 1, "the same on all ranks"
-        assert all(0 < len(result["ranks"]) < world for result in results)
+    check_fault(fault, results, column.processes[-1].pid)
+    assert all(result["named"] in (transport.split()[0], None) for result in results)
     seconds = max(result["seconds"] for result in results[: world - 1])
     note(record_property, name, transport, world, f"{short_name(fault.error)} {seconds:.2f}")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -13,7 +14,8 @@ def shared(gloo: Any) -> Any:
     device. What torch passes by name becomes a field of the options. If there is no such field, or torch
     passes it by place, its constructor gets the arguments as they are, and the group has its own thread.
     """
-    device = gloo.create_default_device()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
     class ProcessGroupGloo(gloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, *args: Any, **named: Any) -> None:
