@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from spar._commands.bench import binding
 from spar._commands.bench.busy import busy_processes
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import hosts  # noqa: E402
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -232,3 +236,47 @@ mpi_bench.measure(World(), Memory, (2048, 65536), 0.001)
 """
     table = run(sys.executable, "-c", code, str(BENCHMARKS))
     assert "2 KB" in table and "64 KB" in table
+
+
+def test_hosts_bench_reads_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    options = hosts.parse(["--hosts", "3", "--ranks", "1", "--sizes", "2K", "96", "32MB", "--delay", "1ms"])
+    assert (options.hosts, options.ranks, options.delay) == (3, 1, "1ms")
+    assert options.sizes == [2048, 96, 32 << 20]
+    assert hosts.parse([]).sizes == [2 << 10, 32 << 10, 512 << 10, 4 << 20]
+    for wrong in (
+        ["--sizes", "2X"],
+        ["--sizes", "0"],
+        ["--sizes", "MB"],
+        ["--hosts", "0"],
+        ["--ranks", "-1"],
+    ):
+        with pytest.raises(SystemExit):
+            hosts.parse(wrong)
+        assert "expected" in capsys.readouterr().err
+
+
+def test_hosts_bench_needs_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert hosts.start(hosts.parse([]), []) == 2
+    assert "only root can make network namespaces" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(hosts.namespaces.unavailable() != "", reason=hosts.namespaces.unavailable())
+def test_hosts_bench_times_exchanges_between_hosts() -> None:
+    program = (sys.executable, str(BENCHMARKS / "hosts.py"))
+    lines = run(*program, "--ranks", "1", "--sizes", "2K", "--seconds", "0.01").splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == ["operation", "all_to_all", "all_gather", "reduce_scatter", "2"]
+    assert all(re.search(r" \d+\.\d x$", line) for line in lines[1:4])
+    assert lines[4].startswith("2 hosts of 1 ranks on ")
+
+
+@pytest.mark.skipif(hosts.namespaces.unavailable() != "", reason=hosts.namespaces.unavailable())
+def test_hosts_bench_ends_if_a_rank_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other ranks are ended, and do not wait for it."""
+    program = tmp_path / "program.py"
+    program.write_text("import os, time\nos._exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    monkeypatch.setattr(hosts, "__file__", str(program))
+    begin = time.monotonic()
+    assert hosts.start(hosts.parse(["--ranks", "1"]), []) == 1
+    assert time.monotonic() - begin < 20
