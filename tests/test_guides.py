@@ -42,6 +42,8 @@ COMPILED_ONLY = {
     ): "downloads weights; tests/models/test_diffusers.py makes the same calls with small models",
     ("diffusers.md", 1): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
     ("diffusers.md", 2): "compares a model of diffusers: tests/models/test_diffusers.py",
+    ("several-nodes.md", 0): "initializes the process group, which the ranks have",
+    ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
     ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 1): "compares a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 2): "a reward model: tests/models/test_transformers_refusals.py runs this block",
@@ -166,6 +168,10 @@ def of_debugging(group: dist.ProcessGroup) -> Names:
     return {"x": torch.randn(1, 2, 4, 3)}
 
 
+def of_several_nodes(group: dist.ProcessGroup) -> Names:
+    return {"ranks_per_node": 2}
+
+
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "profiling.md": of_debugging,
     "index.md": of_index,
@@ -175,6 +181,7 @@ GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "topology.md": of_topology,
     "utils.md": of_utils,
     "packed.md": of_packed,
+    "several-nodes.md": of_several_nodes,
     "debugging.md": of_debugging,
 }
 
@@ -221,11 +228,26 @@ def check_utils(names: Names) -> None:
     stateless_destroy_torch_distributed_process_group(names["group"])
 
 
+def check_groups_of_a_node(names: Names) -> None:
+    """The sequence groups are ranks 0 and 1, and 2 and 3, as if these shared a node."""
+    first = dist.get_rank() // 2 * 2
+    assert names["mesh"]["cp"].mesh.tolist() == [first, first + 1]
+
+
+def check_rings_across_nodes(names: Names) -> None:
+    first = dist.get_rank() // 2 * 2
+    assert names["mesh"]["ulysses"].mesh.tolist() == [first, first + 1]
+    whole = torch.arange(1000)
+    assert torch.equal(names["layout"].gather(names["layout"].shard(whole, 0), 0), whole)
+
+
 CHECKS = {
     ("data-parallel.md", 0): check_data_parallel,
     ("packed.md", 0): check_packed,
     ("index.md", 0): check_index,
     ("utils.md", 0): check_utils,
+    ("several-nodes.md", 1): check_groups_of_a_node,
+    ("several-nodes.md", 2): check_rings_across_nodes,
 }
 
 
