@@ -154,10 +154,10 @@ def expect_warning(rank: int, folder: Path, fault: str) -> None:
     for _ in range(2):  # once for the group's set-up
         gather(torch.zeros(1), None, 0)
     expect_rejected(spar.transport(), why)
-    expected = 1 if rank == 0 and fault != "namespace" else 0  # which is a host of its own
-    assert len(logged.texts) == expected, logged.texts
+    assert len(logged.texts) == (rank == 0), logged.texts
+    lost, where = ("tcp", "are on several hosts") if fault == "namespace" else ("shm", "share this host")
     for text in logged.texts:
-        assert re.search(why["shm"], text) and "group '0'" in text
+        assert re.search(why[lost], text) and f"group '0': its 2 ranks {where}" in text
         assert text.endswith(f"SPAR_TRANSPORT={spar.transport().name}")
 
 
@@ -206,6 +206,27 @@ def test_transport_by_choice_is_not_logged(tmp_path: Path, setting: str, expecte
     assert finish(ranks, 60) == [0, 0]
 
 
+def call_over_mpi(rank: int, folder: Path) -> None:
+    """Ranks on hosts of their own, whose process group says that MPI moves CPU tensors."""
+    logged = Warnings()
+    setup._host_id = lambda: bytes([1 + rank]) * 16
+    setup.backend_name = lambda group, device: "mpi"
+    assert_same(gather(torch.full((1,), float(rank)), None, 0), torch.arange(2.0))
+    chosen = spar.transport()
+    assert (chosen.name, chosen.network, logged.texts) == (os.environ["EXPECTED"], 1.0, [])
+    if chosen.name == "torch":
+        assert dict(chosen.rejected)["tcp"] == "the group's backend for CPU tensors is mpi"
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("", "torch"), ("tcp", "tcp")])
+def test_another_backend_than_gloo_moves_bytes_between_hosts(
+    tmp_path: Path, setting: str, expected: str
+) -> None:
+    """The user chose it for its network, unless SPAR_TRANSPORT says otherwise."""
+    environment = {"SPAR_TRANSPORT": setting, "EXPECTED": expected}
+    assert finish(start(call_over_mpi, 2, tmp_path, set_up=False, **environment), 60) == [0, 0]
+
+
 def use_small_dev_shm(rank: int, folder: Path) -> None:
     """Mount a /dev/shm of 64 MB, as containers have; memfd memory does not count towards it."""
     private, new_namespace = 0x44000, 0x20000
@@ -223,11 +244,15 @@ def test_small_dev_shm_does_not_limit_shm(tmp_path: Path) -> None:
     assert finish(start(use_small_dev_shm, 2, tmp_path, set_up=False), 60) == [0, 0]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@each_fault
+@pytest.mark.parametrize(
+    ("fault", "transport"),
+    [
+        pytest.param(fault, name, marks=root if fault in ("user", "namespace") else ())
+        for fault, (_, why) in FAULTS.items()
+        for name in why
+    ],
+)
 def test_forced_transport_that_fails_raises_on_all_ranks(tmp_path: Path, fault: str, transport: str) -> None:
-    if transport not in FAULTS[fault][1]:
-        pytest.skip("tcp serves users that differ")
     ranks = start(expect_forced_error, 2, tmp_path, fault, set_up=False, SPAR_TRANSPORT=transport)
     assert finish(ranks, 60) == [0, 0]
 

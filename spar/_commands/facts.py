@@ -56,7 +56,7 @@ def collect() -> Facts:
         "libraries": _libraries(),
         "settings": {"variables": _settings(), "unknown": unknown_settings()},
         "transports": chosen,
-        "hosts": _hosts(),
+        "hosts": _hosts(chosen[0]["transport"] == "shm"),
     }
 
 
@@ -157,8 +157,11 @@ def transports() -> list[Facts]:
     ]
 
 
-def _hosts() -> Facts:
-    """Return what a group of the launched ranks would move, and the address for ranks of other hosts."""
+def _hosts(shares: bool) -> Facts:
+    """Return what a group of the launched ranks would move, and the address for ranks of other hosts.
+
+    shares: whether ranks of one host share memory.
+    """
     address, why = None, None
     try:
         address = _C.own_address()
@@ -169,7 +172,7 @@ def _hosts() -> Facts:
     parts = None
     if ranks is not None and 1 <= ranks[1] <= ranks[0] != 1:
         near = (ranks[1] - 1) / (ranks[0] - 1)
-        parts = {"ranks": ranks[0], "on_host": ranks[1], "shared_memory": near, "network": 1 - near}
+        parts = {"ranks": ranks[0], "on_host": ranks[1], "shared_memory": near * shares, "network": 1 - near}
     return {"address": address, "error": why, "group": parts}
 
 

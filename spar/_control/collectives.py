@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from .. import _C
 from ..errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
 from . import status
-from .process_group import uses_gloo, wire_device
+from .process_group import backend_name, wire_device
 from .state import GroupState
 from .status import CallState, Report
 
@@ -285,7 +285,7 @@ def _issue_all_gather(
     """
     process_group, world = group.process_group, group.world
     tensor = tensor.to(wire_device(process_group))
-    if uses_gloo(process_group, tensor.device):
+    if backend_name(process_group, tensor.device) == "gloo":
         sent = tensor.repeat(world)
         received = torch.empty_like(sent)
         args: tuple[Any, ...] = process_group.alltoall_base, received, sent, [], []

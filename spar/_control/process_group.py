@@ -58,5 +58,8 @@ def wire_device(group: dist.ProcessGroup, wanted: torch.device | None = None) ->
     raise TransportError(f"process group {group_name(group)!r} has no backend")
 
 
-def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return bool(group._get_backend(device).name() == "gloo")
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The name of the backend that moves a device's tensors; None: there is none."""
+    with contextlib.suppress(RuntimeError):
+        return str(group._get_backend(device).name())
+    return None

@@ -15,6 +15,7 @@ import torch
 
 from .. import _C
 from .._control.agreement import agree, mark_reported
+from .._control.process_group import backend_name
 from .._control.state import LOCAL, OVER, SHARED, GroupState, Transport
 from .._transports import CHANNELS, cuda
 from .._transports.channel import Channel
@@ -26,21 +27,13 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
     """Set up a transport for the device type, with all ranks of the group."""
     cuda.refuse_capture(op, device, "the group is not set up yet; call spar.init(group, device) before")
     cuda.refuse_open_group(op, device)
-    refused: tuple[tuple[str, str], ...] = ()
     try:
         with cuda.on_device(device):
             cuda.find_libraries()
             if group.peer_info is None:
-                rows = _all_gather(
-                    group, os.urandom(8) + _C.peer_info(_host_id()), "facts", op, device, deadline
-                )
-                facts = b"".join([row[8:] for row in rows])
-                group.shares_host = not any(first for first, _ in _C.hosts(facts))
-                group.hosts = _hosts(facts)
-                group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()
-                _choose(group, facts, device, ())
-                _read_settings(group, facts)
-                group.peer_info = facts
+                group.peer_info = _exchange_facts(group, op, device, deadline)
+            left_out = _left_to_the_backend(group, device)
+            refused = left_out
             while True:
                 name, reason, rejected = _choose(group, group.peer_info, device, refused)
                 channel = CHANNELS[name](group, device, op, deadline)
@@ -58,18 +51,44 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                     group.connects = group.connects and name != "tcp"  # torch would fail to connect likewise
                 refused += ((name, failure),)
         log.info("group %s: transport %s: %s", group.name, name, reason)
-        _warn_if_shm_is_lost(group, name, device, rejected)
-        hosts = group.hosts
-        if name == "tcp" and len(hosts) == 1:  # it connects the ranks of one host, without shm
-            hosts = tuple((rank,) for rank in range(group.world))
-        near = next(len(ranks) for ranks in hosts if group.rank in ranks) - 1
-        shared = near / (group.world - 1) if name in ("shm", "tcp") else 0.0
-        network = 0.0 if group.shares_host else (group.world - 1 - near) / (group.world - 1)
-        return Transport(name, reason, device.type, group.world, rejected, hosts, shared, network), channel
+        if not left_out:
+            _warn_if_slower(group, name, device, rejected)
+        return Transport(name, reason, device.type, group.world, rejected, *_parts(group, name)), channel
     except BaseException:
         if not group.transports:
             group.peer_info = None
         raise
+
+
+def _exchange_facts(group: GroupState, op: str, device: torch.device, deadline: float) -> bytes:
+    """Return what each rank can offer, by which all choose alike."""
+    data = os.urandom(8) + _C.peer_info(_host_id())
+    rows = _all_gather(group, data, "facts", op, device, deadline)
+    facts = b"".join([row[8:] for row in rows])
+    group.shares_host = not any(first for first, _ in _C.hosts(facts))
+    group.hosts = _hosts(facts)
+    group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()
+    _choose(group, facts, device, ())
+    _read_settings(group, facts)
+    return facts
+
+
+def _left_to_the_backend(group: GroupState, device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Leave CPU tensors between hosts to a backend that the user chose for its network, such as mpi."""
+    if device.type != "cpu" or group.shares_host or _C.env("transport") == "tcp":
+        return ()
+    name = backend_name(group.process_group, device)
+    return () if name in (None, "gloo") else (("tcp", f"the group's backend for CPU tensors is {name}"),)
+
+
+def _parts(group: GroupState, name: str) -> tuple[tuple[tuple[int, ...], ...], float, float]:
+    """Return the last fields of a Transport: the hosts, and what goes through memory and the network."""
+    hosts = group.hosts
+    if name == "tcp" and len(hosts) == 1:  # it connects the ranks of one host, without shm
+        hosts = tuple((rank,) for rank in range(group.world))
+    near = next(len(ranks) for ranks in hosts if group.rank in ranks) - 1
+    shared = near / (group.world - 1) if name in ("shm", "tcp") else 0.0
+    return hosts, shared, 0.0 if group.shares_host else (group.world - 1 - near) / (group.world - 1)
 
 
 def _hosts(facts: bytes) -> tuple[tuple[int, ...], ...]:
@@ -89,24 +108,27 @@ def _host_id() -> bytes:
         return bytes(16)
 
 
-def _warn_if_shm_is_lost(
+def _warn_if_slower(
     group: GroupState, name: str, device: torch.device, rejected: tuple[tuple[str, str], ...]
 ) -> None:
-    """Warn on rank 0 that ranks of one host lost shared memory by a failure, not by SPAR_TRANSPORT."""
-    why, setting = dict(rejected).get("shm"), _C.env("transport") or "^"
-    if why is None or device.type != "cpu" or group.rank != 0 or not group.shares_host:
+    """Warn on rank 0 that ranks lost shared memory, or TCP, by a failure, not by SPAR_TRANSPORT."""
+    lost = "shm" if group.shares_host else "tcp"
+    why, setting = dict(rejected).get(lost), _C.env("transport") or "^"
+    if why is None or device.type != "cpu" or group.rank != 0:
         return
-    if setting == "^shm" or setting[0] != "^":
+    if setting == f"^{lost}" or setting[0] != "^":
         return
     processes = [process for process in _C.processes(group.peer_info or b"") if process[0]]
     if len(set(processes)) < len(processes):  # ranks that are threads of one process
         return
     log.warning(
-        "group %r: its %d ranks share this host, but the set-up of shm failed, and %s, which is slower, "
+        "group %r: its %d ranks %s, but the set-up of %s failed, and %s, which is slower, "
         "moves their tensors: %s. Remove the cause (docs/errors.md, TransportError), or set "
         "SPAR_TRANSPORT=%s",
         group.name,
         group.world,
+        "share this host" if group.shares_host else "are on several hosts",
+        lost,
         name,
         why,
         name,
