@@ -191,6 +191,12 @@ def test_hostile_far_rank_ends_in_an_error(program: Builder, kind: str) -> None:
 
 
 @each(*BUILDS)
+def test_bytes_follow_their_message_on_a_full_connection(program: Builder, kind: str) -> None:
+    done = run(program(kind), "links", "full")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@each(*BUILDS)
 def test_strangers_do_not_disturb_tcp_set_up(program: Builder, kind: str) -> None:
     """Strangers that connect to the listener and say nothing, send garbage, or replay greetings."""
     done = run(program(kind), "links", "strangers")

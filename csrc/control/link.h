@@ -50,7 +50,7 @@ typedef struct {
     size_t control_got;
     spar_last_call newest; /* of the rank, as far as it is known here */
     call_message out;
-    struct iovec parts[2]; /* that are still to be sent */
+    struct iovec parts[2]; /* that are still to be sent: a message, and bytes */
 } spar_link;
 
 struct spar_links {

@@ -2,7 +2,7 @@
 /* Groups whose ranks share no memory: calls over TCP between threads of one process, a far rank that does not
  * keep to the protocol, and strangers that connect during the set-up.
  *
- * test_links calls WORLD | hostile | strangers */
+ * test_links calls WORLD | hostile | full | strangers */
 #include "base/siphash.h"
 #include "control/control.h"
 #include "ipc/tcp.h"
@@ -511,6 +511,59 @@ static void meet_tricks(void)
         pthread_join(threads[i], NULL);
 }
 
+/* ---- a full connection ---- */
+
+/* Publishes call 1 while the other side can send nothing; then reads what was under way, and its call. */
+static void *unblock_late(void *argument)
+{
+    const struct timespec moment = {0, 200000000};
+    const int *sockets = ((void **)argument)[0];
+    const size_t *under_way = ((void **)argument)[1];
+    call_message theirs, own = {1, SAME, .bytes = LARGE};
+    unsigned char *bytes = malloc(LARGE), *expected = malloc(LARGE);
+    EXPECT(bytes && expected);
+    send_all(sockets[SPAR_TCP_DATA], &own, sizeof own);
+    nanosleep(&moment, NULL);
+    for (size_t i = 0; i < *under_way; i++)
+        EXPECT(recv(sockets[SPAR_TCP_DATA], bytes, 1, MSG_WAITALL) == 1 && *bytes == 'u');
+    EXPECT(recv(sockets[SPAR_TCP_DATA], &theirs, sizeof theirs, MSG_WAITALL) == sizeof theirs);
+    EXPECT(theirs.call == 1 && theirs.bytes == LARGE && theirs.following == 0);
+    EXPECT(recv(sockets[SPAR_TCP_DATA], bytes, LARGE, MSG_WAITALL) == LARGE);
+    fill(expected, LARGE, 0, 1, 1);
+    EXPECT(memcmp(bytes, expected, LARGE) == 0);
+    fill(bytes, LARGE, 1, 0, 1);
+    send_all(sockets[SPAR_TCP_DATA], bytes, LARGE);
+    free(bytes);
+    free(expected);
+    return NULL;
+}
+
+/* A call's bytes follow its message, also where the connection takes neither when they begin. */
+static void fill_connection(void)
+{
+    member m;
+    pthread_t other;
+    int others[SPAR_TCP_CHANNELS];
+    size_t under_way = 0;
+    void *arguments[] = {others, &under_way};
+    open_member(&m, 2, 0);
+    for (int channel = 0; channel < SPAR_TCP_CHANNELS; channel++) {
+        int pair[2];
+        EXPECT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+        m.sockets[1][channel] = pair[0];
+        others[channel] = pair[1];
+    }
+    while (send(m.sockets[1][SPAR_TCP_DATA], "u", 1, MSG_DONTWAIT) == 1)
+        under_way++;
+    link_member(&m);
+    EXPECT(pthread_create(&other, NULL, unblock_late, arguments) == 0);
+    EXPECT(call_for(&m, LARGE, 1, LONG_NS) == SPAR_OK);
+    pthread_join(other, NULL);
+    spar_group_close(m.group);
+    for (int channel = 0; channel < SPAR_TCP_CHANNELS; channel++)
+        close(others[channel]);
+}
+
 /* ---- strangers ---- */
 
 static int dial(const spar_tcp_endpoint *endpoint)
@@ -703,6 +756,8 @@ int test_links(int argc, char **argv)
         run_world(atoi(argv[2]));
     else if (argc == 2 && strcmp(argv[1], "hostile") == 0)
         meet_tricks();
+    else if (argc == 2 && strcmp(argv[1], "full") == 0)
+        fill_connection();
     else if (argc == 2 && strcmp(argv[1], "strangers") == 0)
         meet_strangers();
     else
