@@ -442,3 +442,28 @@ def fail_between_exchanges(rank: int, folder: Path) -> None:
 @pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
 def test_error_between_two_exchanges_is_reported(tmp_path: Path, transport: str) -> None:
     assert finish(start(fail_between_exchanges, 2, tmp_path, SPAR_TRANSPORT=transport), 60) == [0, 0]
+
+
+def fail_ahead(rank: int, folder: Path, failures: int) -> None:
+    """Rank 0 fails calls ahead of a rank that is late; then both make one, unless rank 0 has closed."""
+    error = ValueError if rank == 0 else spar.MismatchError
+    if rank == 1:
+        time.sleep(0.5)
+    for _ in range(failures):
+        with pytest.raises(error, match="dim is 7"):
+            gather(torch.zeros(2), None, 7 if rank == 0 else 0)
+    if failures > 2:
+        gather(torch.zeros(2), None, 0)
+    elif rank == 0:
+        spar.close()
+    else:
+        with pytest.raises(spar.GroupBrokenError, match="rank 0 closed the group"):
+            gather(torch.zeros(2), None, 0)
+
+
+@pytest.mark.parametrize("failures", [2, 3000])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, tables.ACROSS])
+def test_failures_ahead_of_a_late_rank_are_reported(tmp_path: Path, transport: str, failures: int) -> None:
+    """However many, and also if the rank leaves then."""
+    ranks = start(fail_ahead, 2, tmp_path, failures, SPAR_TRANSPORT=transport, SPAR_TIMEOUT="20")
+    assert finish(ranks, 60) == [0, 0]

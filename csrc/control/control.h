@@ -91,7 +91,8 @@ void spar_group_go_on(spar_group *group, uint32_t record);
 /* Returns what ends this rank's wait for its bytes early, as publish does: a peer's death, for one. */
 spar_status spar_group_poll(spar_group *group, const spar_deadline *deadline);
 
-/* Publishes that this rank has moved its bytes; the next call begins when all ranks have. */
+/* Publishes that this rank has moved its bytes; the next call begins when all near ranks have, and all
+ * far ranks have made this one. */
 void spar_group_end(spar_group *group);
 
 /* Publishes that this rank failed in the call that it began; does not wait. */

@@ -33,6 +33,8 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
     if (g->unsettled) { /* peers may still be reading what this rank published */
         g->unsettled = 0;
         SPAR_TRY(spar_group_await(g, SPAR_DONE, g->call, deadline));
+        if (g->links) /* a rank that fails calls does not run ahead of far ranks either */
+            SPAR_TRY(spar_group_await_far(g, SPAR_PUBLISHED, g->call, deadline));
     }
     if (g->links)
         SPAR_TRY(spar_group_await_far(g, SPAR_SENT, g->call, deadline));

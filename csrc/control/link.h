@@ -9,8 +9,8 @@
 #include <pthread.h>
 #include <sys/uio.h>
 
-/* Bytes that follow at once: sockets take them although nobody reads, so that a call that does not happen
- * leaves no sender waiting. */
+/* Bytes that follow at once. Sockets take as many although nobody reads, so that a call that does not happen
+ * leaves no sender waiting; only the end of a larger call may still be in the way. */
 enum { FEW = 32768 };
 
 /* A rank's call. */
@@ -26,7 +26,7 @@ enum { DESCRIBES = 1, ENDS, WAITS, BREAKS };
 
 /* What does not wait for bytes. */
 typedef struct {
-    uint32_t kind, call, status, unused;
+    uint32_t kind, call, status, unused; /* status: of BREAKS; of ENDS, with which the rank failed the call */
     union {
         spar_ranks ranks;       /* that caused it, of BREAKS */
         spar_gathered gathered; /* of DESCRIBES */
@@ -48,7 +48,8 @@ typedef struct {
     int64_t left;
     control_message control;
     size_t control_got;
-    spar_last_call newest; /* of the rank, as far as it is known here */
+    control_message failure; /* the newest ENDS with a status */
+    spar_last_call newest;   /* of the rank, as far as it is known here */
     call_message out;
     struct iovec parts[2]; /* that are still to be sent: a message, and bytes */
 } spar_link;
@@ -88,6 +89,9 @@ int spar_link_is_awaited(const spar_group *group, int rank);
 
 /* Receives once from the data connection; sets *got if something came. */
 spar_status spar_link_receive(spar_group *group, int rank, int *got);
+
+/* Publishes, as this rank's copy of it has it, that a far rank failed the current call, if it has said so. */
+void spar_link_publish_failure(spar_group *group, int rank);
 
 /* Receives all that has come on the control connection. */
 void spar_link_receive_control(spar_group *group, int rank);

@@ -104,6 +104,17 @@ spar_status spar_link_receive(spar_group *g, int rank, int *got)
     return SPAR_OK;
 }
 
+void spar_link_publish_failure(spar_group *g, int rank)
+{
+    const control_message *failure = &g->links->links[rank].failure;
+    mailbox *box = g->boxes[rank];
+    if (failure->status == SPAR_OK || failure->call != g->call || spar_has_reached(&box->published, g->call))
+        return;
+    box->status = failure->status <= SPAR_INTERNAL ? failure->status : SPAR_INVALID;
+    memcpy(box->description.text, failure->text, sizeof failure->text);
+    spar_link_set(&box->published, g->call);
+}
+
 static void end_control(spar_group *g, int rank)
 {
     pthread_mutex_lock(&spar_links_lock);
@@ -123,6 +134,8 @@ static void take_control(spar_group *g, int rank)
         memcpy(box->description.text, message->text, sizeof message->text);
         box->description.gathered = message->gathered;
         spar_link_set(&box->described, message->call);
+    } else if (message->kind == ENDS && message->status != SPAR_OK) {
+        l->failure = *message; /* perhaps of a call that this rank has not begun */
     } else if (message->kind == ENDS) {
         spar_link_set(&box->done, message->call);
     } else if (message->kind == WAITS) {

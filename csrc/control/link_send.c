@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <linux/sockios.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -22,9 +23,9 @@ int spar_link_send(spar_link *l)
     if (spar_link_is_sent(l) || l->sockets[SPAR_TCP_DATA] < 0)
         return 0;
     ssize_t n = sendmsg(l->sockets[SPAR_TCP_DATA], &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0) {
+    if (n < 0) { /* what the peer sent before it hung up can still be read */
         if (errno != EAGAIN && errno != EINTR)
-            spar_link_end_data(l);
+            memset(l->parts, 0, sizeof l->parts);
         return 0;
     }
     for (int i = 0; i < 2; i++) {
@@ -39,6 +40,10 @@ int spar_link_send(spar_link *l)
 void spar_links_publish(spar_group *g, const char *op)
 {
     const mailbox *own = g->own;
+    spar_last_call newest = {0};
+    if (!op)
+        newest = spar_last_call_read(spar_arena_base(), spar_arena_length());
+    op = op ? op : newest.op;
     for (int rank = 0; rank < g->world; rank++) {
         spar_link *l = &g->links->links[rank];
         if (!l->far)
@@ -51,14 +56,14 @@ void spar_links_publish(spar_group *g, const char *op)
             l->parts[1] = (struct iovec){(void *)(uintptr_t)own->description.text, (size_t)following};
         }
         l->out = (call_message){g->call, own->status, own->signature, own->forward, bytes, following, ""};
-        strncpy(l->out.op, op ? op : "", sizeof l->out.op - 1);
+        snprintf(l->out.op, sizeof l->out.op, "%s", op);
         l->parts[0] = (struct iovec){&l->out, sizeof l->out};
         spar_link_send(l);
     }
 }
 
-/* Sends to all far ranks, with the lock. What a call needs always fits: those messages are few, and peers
- * read them in each call. WAITS is sent only where nothing is under way: a peer that makes no call reads
+/* Sends to all far ranks, with the lock. What a call needs always fits: a rank is at most one call ahead of its
+ * peers, which read it in each call. WAITS is sent only where nothing is under way: a peer that makes no call reads
  * nothing. */
 static void send_locked(spar_links *links, const control_message *message)
 {
@@ -101,7 +106,9 @@ void spar_links_describe(const spar_group *g)
 
 void spar_links_end(const spar_group *g)
 {
-    control_message message = {.kind = ENDS, .call = g->call};
+    control_message message = {.kind = ENDS, .call = g->call, .status = g->own->status};
+    if (message.status != SPAR_OK) /* also where the data connection is full, and takes no message now */
+        memcpy(message.text, g->own->description.text, sizeof message.text);
     send_control(g, &message);
 }
 

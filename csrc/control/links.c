@@ -146,12 +146,14 @@ spar_status spar_links_pump(spar_group *g, int wait_ms)
     return SPAR_OK;
 }
 
-int spar_link_has_reached(const spar_group *g, int rank, enum spar_progress which)
+int spar_link_has_reached(spar_group *g, int rank, enum spar_progress which)
 {
     const spar_link *l = &g->links->links[rank];
     mailbox *box = g->boxes[rank];
     if (which == SPAR_SENT)
         return spar_link_is_sent(l);
+    if (which == SPAR_PUBLISHED)
+        spar_link_publish_failure(g, rank);
     if (which != SPAR_ARRIVED)
         return spar_has_reached(which == SPAR_PUBLISHED   ? &box->published
                                 : which == SPAR_DESCRIBED ? &box->described
@@ -163,7 +165,7 @@ int spar_link_has_reached(const spar_group *g, int rank, enum spar_progress whic
     return 1;
 }
 
-int spar_links_reached(const spar_group *g, enum spar_progress which)
+int spar_links_reached(spar_group *g, enum spar_progress which)
 {
     int all_have = 1; /* each is asked, since it may exit once it has */
     for (int rank = 0; rank < g->world; rank++)
@@ -220,7 +222,7 @@ int spar_links_take(const spar_group *g)
 int spar_link_ended(const spar_group *g, int rank)
 {
     const spar_link *l = &g->links->links[rank];
-    if (spar_group_has_aborted(g, rank))
+    if (spar_group_has_aborted(g, rank) && (int32_t)(g->call - g->boxes[rank]->broken_call) >= 0)
         return 0;
     int data = l->sockets[SPAR_TCP_DATA], control = l->sockets[SPAR_TCP_CONTROL];
     char next;

@@ -20,11 +20,11 @@ spar_status spar_links_open(spar_group *group, const unsigned char *far, const i
                             int (*sockets)[SPAR_TCP_CHANNELS]);
 
 /* Sends what this rank's mailbox has published of the current call, with its few bytes. Never waits; all
- * messages before are SPAR_SENT. */
+ * messages before are SPAR_SENT. op: NULL: that of this process's newest call. */
 void spar_links_publish(spar_group *group, const char *op);
 
-/* Sends this rank's description of its call, that its bytes have moved, or why it broke the group. Never
- * waits. After a break no byte of the caller's is read or written any more. */
+/* Sends this rank's description of its call, that its bytes have moved or it failed, or why it broke the group.
+ * Never waits. After a break no byte of the caller's is read or written any more. */
 void spar_links_describe(const spar_group *group);
 void spar_links_end(const spar_group *group);
 void spar_links_break(const spar_group *group);
@@ -33,10 +33,10 @@ void spar_links_break(const spar_group *group);
 spar_status spar_links_pump(spar_group *group, int wait_ms);
 
 /* Whether a far rank has reached the current call. */
-int spar_link_has_reached(const spar_group *group, int rank, enum spar_progress which);
+int spar_link_has_reached(spar_group *group, int rank, enum spar_progress which);
 
 /* Whether all far ranks have published or described the current call, or it is SPAR_ARRIVED or SPAR_SENT. */
-int spar_links_reached(const spar_group *group, enum spar_progress which);
+int spar_links_reached(spar_group *group, enum spar_progress which);
 
 /* Begins to send and receive the bytes that did not follow at once. */
 void spar_links_begin_bytes(spar_group *group);

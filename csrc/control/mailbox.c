@@ -206,7 +206,7 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
         return SPAR_OK;
     if (which == SPAR_PUBLISHED)
         return fail_missing(g, SPAR_TIMEOUT, ALL, which, call, " did not make call %u in time");
-    if (g->own->polls || g->links) { /* else no rank of this transport does */
+    if (which < SPAR_ARRIVED && (g->own->polls || g->links)) { /* else no rank of this transport does */
         watch_polls(g);
         SPAR_TRY(spar_group_check(g, call, &broken_call)); /* one that waits for another rank has told */
     }

@@ -100,7 +100,8 @@ spar_status spar_tcp_own_address(spar_tcp_endpoint *own)
         size_t length = strcspn(name, ","); /* gloo uses several in turn */
         if (from_interfaces(name, length, own))
             return SPAR_OK;
-        return spar_fail(SPAR_TRANSPORT, "GLOO_SOCKET_IFNAME is '%.32s': there is no such interface", name);
+        return spar_fail(SPAR_TRANSPORT, "GLOO_SOCKET_IFNAME is '%.32s': no such interface has an address",
+                         name);
     }
     /* On the master's own host its name often means a loopback address. */
     if (master && *master && from_route(master, own) && !is_loopback(own))

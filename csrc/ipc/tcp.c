@@ -16,11 +16,9 @@
 #include <unistd.h>
 
 static const int64_t LONGEST_NS = 30000000000, STRANGER_NS = 5000000000, PROBE_NS = 500000000;
-enum {
-    STRANGERS = 16,
-    SLICE_MS = 50,
-    REFUSALS = 3
-}; /* callers that may be unauthenticated beside the group's */
+/* STRANGERS: callers that may be unauthenticated beside the group's. REFUSALS: in a row, after which a rank
+ * that does not dial is given up. */
+enum { STRANGERS = 16, REFUSALS = 3, SLICE_MS = 50 };
 
 typedef struct {
     char magic[8];
@@ -47,6 +45,7 @@ typedef struct {
 
 struct spar_tcp_setup {
     int world, rank, listener;
+    uint32_t scope; /* of the own address: an interface has another number on each host */
     spar_key secret;
     int ncalls, room;
     call *calls;
@@ -96,9 +95,17 @@ spar_status spar_tcp_listen(int world, int rank, spar_tcp_endpoint *own, spar_tc
     }
     /* the same place in both families */
     own->port = ((const struct sockaddr_in *)(const void *)&address)->sin_port;
-    *made = (spar_tcp_setup){.world = world, .rank = rank, .listener = fd, .secret = own->secret};
+    *made = (spar_tcp_setup){
+        .world = world, .rank = rank, .listener = fd, .scope = own->scope, .secret = own->secret};
     *setup = made;
     return SPAR_OK;
+}
+
+static socklen_t address_of(const spar_tcp_setup *s, int rank, struct sockaddr_storage *to)
+{
+    spar_tcp_endpoint endpoint = s->all[rank];
+    endpoint.scope = endpoint.scope ? s->scope : 0;
+    return to_sockaddr(&endpoint, to);
 }
 
 /* ---- greetings ---- */
@@ -206,7 +213,7 @@ static int advance(spar_tcp_setup *s, call *c)
 static spar_status dial(spar_tcp_setup *s, int rank, int channel)
 {
     struct sockaddr_storage address;
-    socklen_t size = to_sockaddr(&s->all[rank], &address);
+    socklen_t size = address_of(s, rank, &address);
     call *c = &s->calls[s->ncalls++];
     *c = (call){.from = s->rank, .to = rank, .channel = channel, .since_ns = spar_now_ns()};
     c->fd = socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -284,7 +291,7 @@ static int missing(const spar_tcp_setup *s)
 static int probe(const spar_tcp_setup *s, int rank)
 {
     struct sockaddr_storage address;
-    socklen_t size = to_sockaddr(&s->all[rank], &address), length = sizeof(int);
+    socklen_t size = address_of(s, rank, &address), length = sizeof(int);
     int fd = socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), error = 0;
     if (fd < 0)
         return 0;

@@ -42,8 +42,11 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
     object->closing = object->begun = object->compared = 0;
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(info, bytes, (size_t)size);
-    spar_status status =
+    spar_status status;
+    Py_BEGIN_ALLOW_THREADS; /* it may ask a name server */
+    status =
         spar_comm_open(*row, info, world, rank, local_ranks, &native, &object->comm, &object->setup_result);
+    Py_END_ALLOW_THREADS;
     free(info);
     if (status == SPAR_OK)
         return (PyObject *)object;

@@ -426,6 +426,7 @@ static const trick tricks[] = {
     {"control message cut short", {.call = 1}, -1, 500, BREAKS, 0, SPAR_PEER_LOST, 0},
     {"waits", {1, SAME, .bytes = 100, .following = 100}, 100, sizeof(control_message), WAITS, 0, SPAR_OK, 0},
     {"ends", {1, SAME, .bytes = 100, .following = 100}, 100, sizeof(control_message), ENDS, 0, SPAR_OK, 0},
+    {"fails, as control says", {.call = 1}, -1, sizeof(control_message), ENDS, 0, SPAR_MISMATCH, 0},
 };
 
 enum { TRICKS = sizeof tricks / sizeof *tricks };
@@ -447,6 +448,8 @@ static void *send_trick(void *argument)
     unsigned char bytes[100000];
     memset(&control, 0xff, sizeof control);
     control.kind = (uint32_t)t->kind;
+    if (t->expected == SPAR_OK)
+        control.status = SPAR_OK;
     control.call = 1;
     fill(bytes, sizeof bytes, 1, 0, 1);
     if (t->header.status != SPAR_OK)
