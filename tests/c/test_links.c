@@ -630,7 +630,7 @@ static void *connect_rank(void *argument)
     return NULL;
 }
 
-static void *call_once(void *argument)
+static void *call_in_thread(void *argument)
 {
     EXPECT(!call(argument, FEW));
     return NULL;
@@ -742,7 +742,7 @@ static void meet_strangers(void)
     run_threads(connect_rank, (void *[]){&seats[2]}, 1, &threads[2]);
     join_threads(threads);
     relay_bytes(&all);
-    run_threads(call_once, (void *[]){&members[0], &members[1], &members[2]}, MOST, threads);
+    run_threads(call_in_thread, (void *[]){&members[0], &members[1], &members[2]}, MOST, threads);
     join_threads(threads);
     for (int rank = 0; rank < MOST; rank++)
         spar_group_close(members[rank].group);
