@@ -62,9 +62,9 @@ void spar_links_publish(spar_group *g, const char *op)
     }
 }
 
-/* Sends to all far ranks, with the lock. What a call needs always fits: a rank is at most one call ahead of its
- * peers, which read it in each call. WAITS is sent only where nothing is under way: a peer that makes no call reads
- * nothing. */
+/* Sends to all far ranks, with the lock. What a call needs always fits: a rank is at most one call ahead of
+ * its peers, which read it in each call. WAITS is sent only where nothing is under way: a peer that makes no
+ * call reads nothing. */
 static void send_locked(spar_links *links, const control_message *message)
 {
     for (int rank = 0; rank < links->world; rank++) {
