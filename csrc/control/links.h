@@ -23,8 +23,8 @@ spar_status spar_links_open(spar_group *group, const unsigned char *far, const i
  * messages before are SPAR_SENT. op: NULL: that of this process's newest call. */
 void spar_links_publish(spar_group *group, const char *op);
 
-/* Sends this rank's description of its call, that its bytes have moved or it failed, or why it broke the group.
- * Never waits. After a break no byte of the caller's is read or written any more. */
+/* Sends this rank's description of its call, that its bytes have moved or it failed, or why it broke the
+ * group. Never waits. After a break no byte of the caller's is read or written any more. */
 void spar_links_describe(const spar_group *group);
 void spar_links_end(const spar_group *group);
 void spar_links_break(const spar_group *group);
