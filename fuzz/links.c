@@ -119,7 +119,7 @@ static void send_header(int corruptions)
     if (now.sent == now.group->call)
         return;
     now.sent = now.group->call;
-    int64_t following = now.bytes <= FEW ? now.bytes : 0;
+    int64_t following = now.bytes <= EAGER_BYTES ? now.bytes : 0;
     call_message message = {now.sent, SPAR_OK, now.signature, 0, now.bytes, following, "gather"};
     for (int i = 0; i < corruptions; i++)
         corrupt(&message);
@@ -233,7 +233,7 @@ static void check_status(spar_status status)
 static void run_call(void)
 {
     static unsigned char out[MOST], in[MOST + 2 * GUARD];
-    static const int64_t sizes[] = {0, 1, 100, FEW, FEW + 1, 50000};
+    static const int64_t sizes[] = {0, 1, 100, EAGER_BYTES, EAGER_BYTES + 1, 50000};
     unsigned what = next_byte(&input);
     int arrived = 0, fails = what % 16 == 15;
     uint32_t call = now.moving;

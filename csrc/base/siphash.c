@@ -68,6 +68,14 @@ spar_key spar_siphash(const spar_key *key, const void *data, size_t size)
     return code;
 }
 
+spar_key spar_siphash_pair(const spar_key *a, const spar_key *b, const void *data, size_t size)
+{
+    spar_key code = spar_siphash(a, data, size), other = spar_siphash(b, data, size);
+    for (size_t i = 0; i < sizeof code.bytes; i++)
+        code.bytes[i] ^= other.bytes[i];
+    return code;
+}
+
 int spar_key_same(const spar_key *a, const spar_key *b)
 {
     unsigned char differs = 0;

@@ -12,6 +12,9 @@ typedef struct {
 
 spar_key spar_siphash(const spar_key *key, const void *data, size_t size);
 
+/* A code that only who has both keys can compute; the same for either order of them. */
+spar_key spar_siphash_pair(const spar_key *a, const spar_key *b, const void *data, size_t size);
+
 /* Compares in constant time. */
 int spar_key_same(const spar_key *a, const spar_key *b);
 

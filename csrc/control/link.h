@@ -9,9 +9,10 @@
 #include <pthread.h>
 #include <sys/uio.h>
 
-/* Bytes that follow at once. Sockets take as many although nobody reads, so that a call that does not happen
- * leaves no sender waiting; only the end of a larger call may still be in the way. */
-enum { FEW = 32768 };
+/* The most bytes that follow at once; MPI calls such messages eager. Sockets take as many although nobody
+ * reads, so that a call that does not happen leaves no sender waiting. Only the end of a larger call may be
+ * in the way. */
+enum { EAGER_BYTES = 32768 };
 
 /* A rank's call. */
 typedef struct {

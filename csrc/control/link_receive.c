@@ -29,11 +29,11 @@ static int take_call(spar_group *g, int rank)
         memset(box->description.text, 0, sizeof box->description.text);
         l->to = box->description.text;
     } else if (like && parcel) {
-        if (in->bytes != parcel->in_bytes || in->following != (in->bytes <= FEW ? in->bytes : 0))
+        if (in->bytes != parcel->in_bytes || in->following != (in->bytes <= EAGER_BYTES ? in->bytes : 0))
             return 0;
         l->to = parcel->in;
     }
-    return in->following >= 0 && in->following <= FEW;
+    return in->following >= 0 && in->following <= EAGER_BYTES;
 }
 
 /* The bytes that were awaited are here: those of a message, or the call's. */
@@ -96,7 +96,7 @@ spar_status spar_link_receive(spar_group *g, int rank, int *got)
         l->to = NULL;
         l->left = l->in.following;
         int ahead = (int32_t)(l->in.call - g->call);
-        if (ahead > 0 || l->left < 0 || l->left > FEW || (ahead == 0 && !take_call(g, rank)))
+        if (ahead > 0 || l->left < 0 || l->left > EAGER_BYTES || (ahead == 0 && !take_call(g, rank)))
             return malformed(g, rank);
     }
     if (!l->left)

@@ -49,7 +49,7 @@ void spar_links_publish(spar_group *g, const char *op)
         if (!l->far)
             continue;
         const spar_parcel *parcel = g->parcels && own->status == SPAR_OK ? &g->parcels[rank] : NULL;
-        int64_t bytes = parcel ? parcel->out_bytes : 0, following = bytes <= FEW ? bytes : 0;
+        int64_t bytes = parcel ? parcel->out_bytes : 0, following = bytes <= EAGER_BYTES ? bytes : 0;
         l->parts[1] = (struct iovec){parcel ? (void *)(uintptr_t)parcel->out : NULL, (size_t)following};
         if (own->status != SPAR_OK) {
             following = (int64_t)strnlen(own->description.text, SPAR_GROUP_TEXT - 1);

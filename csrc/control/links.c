@@ -181,9 +181,10 @@ void spar_links_begin_bytes(spar_group *g)
         const spar_parcel *parcel = &g->parcels[rank];
         if (!l->far || l->sockets[SPAR_TCP_DATA] < 0)
             continue;
-        if (parcel->out_bytes > FEW) /* behind the message, which a full connection may not have taken yet */
+        if (parcel->out_bytes >
+            EAGER_BYTES) /* behind the message, which a full connection may not have taken yet */
             l->parts[1] = (struct iovec){(void *)(uintptr_t)parcel->out, (size_t)parcel->out_bytes};
-        if (parcel->in_bytes > FEW) {
+        if (parcel->in_bytes > EAGER_BYTES) {
             l->to = parcel->in;
             l->left = parcel->in_bytes;
         }

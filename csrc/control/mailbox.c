@@ -21,7 +21,9 @@
 #define cpu_relax() __asm__ volatile("yield")
 #endif
 
-static const int64_t SLICE_NS = 50000000, TELL_NS = 400000000;
+static const int64_t SLICE_NS = 50000000;
+/* A rank that waits longer tells far ranks in which call: their timeouts of a second or more list it. */
+static const int64_t TELL_NS = 400000000;
 /* How often a wait yields to a rank on its own core before it blocks. Blocking costs several yields, of 2 us
  * each; but after a yield the scheduler need not run the awaited rank. */
 static const int YIELDS = 4;

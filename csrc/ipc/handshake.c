@@ -44,11 +44,7 @@ spar_key spar_handshake_key(const spar_endpoint *a, const spar_key *secret_a, co
 {
     int ordered = a->pid < b->pid || (a->pid == b->pid && a->nonce < b->nonce);
     const spar_endpoint pair[2] = {ordered ? *a : *b, ordered ? *b : *a};
-    spar_key key = spar_siphash(secret_a, pair, sizeof pair);
-    spar_key other = spar_siphash(secret_b, pair, sizeof pair);
-    for (size_t i = 0; i < sizeof key.bytes; i++)
-        key.bytes[i] ^= other.bytes[i];
-    return key;
+    return spar_siphash_pair(secret_a, secret_b, pair, sizeof pair);
 }
 
 static spar_key prove(const spar_handshake *h, const message *m)

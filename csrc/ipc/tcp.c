@@ -113,11 +113,7 @@ static socklen_t address_of(const spar_tcp_setup *s, int rank, struct sockaddr_s
 static spar_key pair_key(const spar_tcp_setup *s, const call *c)
 {
     const int32_t pair[2] = {c->from, c->to};
-    spar_key key = spar_siphash(&s->all[c->from].secret, pair, sizeof pair);
-    spar_key other = spar_siphash(&s->all[c->to].secret, pair, sizeof pair);
-    for (size_t i = 0; i < sizeof key.bytes; i++)
-        key.bytes[i] ^= other.bytes[i];
-    return key;
+    return spar_siphash_pair(&s->all[c->from].secret, &s->all[c->to].secret, pair, sizeof pair);
 }
 
 static spar_key prove(const spar_tcp_setup *s, const call *c, const greeting *g)

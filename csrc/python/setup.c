@@ -22,6 +22,13 @@ static spar_peer_info *peer_infos(const char *bytes, Py_ssize_t size)
     return info;
 }
 
+/* The same of a function's only argument, and its bytes. */
+static spar_peer_info *only_argument(PyObject *args, Py_ssize_t *size)
+{
+    const char *bytes;
+    return PyArg_ParseTuple(args, "y#", &bytes, size) ? peer_infos(bytes, *size) : NULL;
+}
+
 static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *host = NULL;
@@ -101,11 +108,8 @@ static PyObject *module_setup_failure(PyObject *Py_UNUSED(module), PyObject *arg
 
 static PyObject *module_hosts(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    const char *bytes;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
-        return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
+    Py_ssize_t size = 0;
+    spar_peer_info *info = only_argument(args, &size);
     int *hosts = info ? malloc((size_t)size / sizeof *info * sizeof *hosts) : NULL;
     PyObject *result = hosts ? PyList_New(0) : NULL;
     if (hosts)
@@ -139,11 +143,8 @@ static PyObject *module_own_address(PyObject *Py_UNUSED(module), PyObject *Py_UN
 
 static PyObject *module_part_hosts(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    const char *bytes;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
-        return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
+    Py_ssize_t size = 0;
+    spar_peer_info *info = only_argument(args, &size);
     for (Py_ssize_t rank = 0; info && rank < size / (Py_ssize_t)sizeof *info; rank++)
         info[rank].host[0] = (uint64_t)rank;
     PyObject *result = info ? PyBytes_FromStringAndSize((const char *)info, size) : NULL;

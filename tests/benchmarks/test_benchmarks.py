@@ -27,6 +27,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import hosts  # noqa: E402
 
+QUICKEST = ["--only", "unscaled", "--seconds", "0.001", "--largest", "2048"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -108,17 +109,7 @@ def test_bench_binds_no_ranks_that_share_cores(cores_of: Callable[..., list[int]
 
 
 def test_bench_leaves_the_ranks_to_the_scheduler_on_request(tmp_path: Path) -> None:
-    options = [
-        "--only",
-        "unscaled",
-        "--seconds",
-        "0.001",
-        "--largest",
-        "2048",
-        "--out",
-        str(tmp_path / "bench"),
-    ]
-    launch(bench, 2, tmp_path, "--bind-to", "none", *options)
+    launch(bench, 2, tmp_path, "--bind-to", "none", *QUICKEST, "--out", str(tmp_path / "bench"))
     assert "cores, not bound, " in (tmp_path / "table.0").read_text().splitlines()[-1]
 
 
@@ -158,17 +149,7 @@ def test_busy_processes_compute_and_end() -> None:
 
 
 def test_bench_runs_beside_busy_processes(tmp_path: Path) -> None:
-    options = [
-        "--only",
-        "unscaled",
-        "--seconds",
-        "0.001",
-        "--largest",
-        "2048",
-        "--out",
-        str(tmp_path / "bench"),
-    ]
-    launch(bench, 2, tmp_path, "--busy", "2", *options)
+    launch(bench, 2, tmp_path, "--busy", "2", *QUICKEST, "--out", str(tmp_path / "bench"))
     title = (tmp_path / "table.0").read_text().splitlines()[-1]
     assert ", beside 2 busy processes on each host, " in title
 

@@ -19,7 +19,7 @@
 
 #define EXPECT(condition) ((condition) ? (void)0 : wrong(__LINE__, #condition))
 
-enum { MOST = 3, FEW = 32768, LARGE = 3000000, GUARD = 64 };
+enum { MOST = 3, EAGER_BYTES = 32768, LARGE = 3000000, GUARD = 64 };
 
 static const int64_t LONG_NS = 30000000000, SHORT_NS = 500000000;
 
@@ -186,7 +186,7 @@ static void join(world *w, int rank)
 
 static void call_all_sizes(member *m)
 {
-    static const int64_t sizes[] = {0, 100, FEW, FEW + 1, LARGE};
+    static const int64_t sizes[] = {0, 100, EAGER_BYTES, EAGER_BYTES + 1, LARGE};
     enum { SIZES = sizeof sizes / sizeof *sizes };
     for (int i = 0; i < 4 * SIZES; i++) {
         if (i % 7 == m->rank) /* a rank that is late */
@@ -282,7 +282,7 @@ static void close_group(world *w, member *m)
     if (closes)
         spar_group_close(m->group);
     else
-        EXPECT(call(m, FEW) == SPAR_BROKEN && strstr(spar_last_error(), "closed the group"));
+        EXPECT(call(m, EAGER_BYTES) == SPAR_BROKEN && strstr(spar_last_error(), "closed the group"));
     pthread_barrier_wait(&w->barrier);
     if (!closes)
         spar_group_close(m->group);
@@ -383,7 +383,7 @@ static const trick tricks[] = {
     {"least following", {1, SAME, .bytes = 100, .following = INT64_MIN}, 9000, .expected = SPAR_TRANSPORT},
     {"most following", {1, SAME, .bytes = 100, .following = INT64_MAX}, 9000, .expected = SPAR_TRANSPORT},
     {"too much following",
-     {1, SAME, .bytes = FEW + 1, .following = FEW + 1},
+     {1, SAME, .bytes = EAGER_BYTES + 1, .following = EAGER_BYTES + 1},
      9000,
      .expected = SPAR_TRANSPORT},
     {"negative, of an earlier call", {0, SAME, .following = -4096}, 9000, .expected = SPAR_TRANSPORT},
@@ -392,8 +392,8 @@ static const trick tricks[] = {
     {"negative bytes", {1, SAME, .bytes = -100, .following = 100}, 100, .expected = SPAR_TRANSPORT},
     {"bytes that follow late", {1, SAME, .bytes = 100}, 100, .expected = SPAR_TRANSPORT},
     {"bytes that follow early",
-     {1, SAME, .bytes = 100000, .following = FEW},
-     FEW,
+     {1, SAME, .bytes = 100000, .following = EAGER_BYTES},
+     EAGER_BYTES,
      0,
      0,
      0,
@@ -632,7 +632,7 @@ static void *connect_rank(void *argument)
 
 static void *call_in_thread(void *argument)
 {
-    EXPECT(!call(argument, FEW));
+    EXPECT(!call(argument, EAGER_BYTES));
     return NULL;
 }
 

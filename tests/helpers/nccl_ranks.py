@@ -324,7 +324,7 @@ def check_all_gather(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_hosts(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """Between hosts no call has a collective of torch's beside NCCL's sends."""
+    """Between hosts, a call issues no collective of torch in addition to NCCL's sends."""
     before = setup._host_id, collectives._issue
     setup._host_id = lambda: bytes([1 + rank // 2]) * 16
     try:
