@@ -51,6 +51,7 @@ from . import (
     topology as topology,
 )
 from ._attention.attention import attention
+from ._attention.spans import Spans
 from ._control.state import Transport
 from ._exchange.work import Work
 from ._version import __version__
@@ -94,6 +95,7 @@ __all__ = [
     "OutOfMemoryError",
     "PeerLostError",
     "SequenceLayout",
+    "Spans",
     "SparError",
     "Transport",
     "TransportError",

@@ -293,13 +293,13 @@ def test_ring_sends_the_keys_that_are_attended_to(
 ) -> None:
     """Of each rank to the next, ...: half a zigzag shard to later ranks, all of it to earlier ones."""
     rounds = [_round(layout, 4, rank, causal, documents, True) for rank in range(4)]
-    assert [shift.keys for each in rounds for shift in each.shifts] == keys
+    assert [shift.parts for each in rounds for shift in each.shifts] == [((0, size),) for size in keys]
     for rank, mine in enumerate(rounds):
         for step, (blocks, shift) in enumerate(zip(mine.steps[1:], mine.shifts, strict=True), 1):
             received = extent(shift.shard[1 + shift.shard[0] :], 4, rank)
             assert documents or received == max([block.key + block.keys for block in blocks], default=1)
-            assert received == rounds[rank - step].shifts[step - 1].keys
-            assert extent(shift.gradient[1 + shift.gradient[0] :], 4, rank) == shift.keys
+            assert ((0, received),) == rounds[rank - step].shifts[step - 1].parts
+            assert ((0, extent(shift.gradient[1 + shift.gradient[0] :], 4, rank)),) == shift.parts
 
 
 def check_memory(rank: int, world: int, group: Group) -> None:

@@ -22,7 +22,7 @@ import spar
 from spar import SequenceLayout
 from spar._attention.kernels import KERNELS, flash_attn, flex, kernel_for, reason_against
 from spar._attention.kernels.flash_attn import FlashAttn
-from spar._attention.kernels.kernel import BlockInputs
+from spar._attention.kernels.kernel import BlockInputs, Needs
 
 pytestmark = pytest.mark.one_transport
 
@@ -128,29 +128,29 @@ def test_first_kernel_that_can_compute_a_call() -> None:
 
     def chosen(kind: torch.dtype, width: int = 8) -> str:
         q, v = torch.zeros(1, 1, 1, 8, dtype=kind), torch.zeros(1, 1, 1, width, dtype=kind)
-        return names[id(kernel_for(None, q, v, None))]
+        return names[id(kernel_for(None, q, v, Needs()))]
 
     assert chosen(torch.float32) == chosen(torch.bfloat16) == "flash"
     assert chosen(torch.float64) == chosen(torch.float32, 16) == "blockwise"
     other = torch.zeros(1, 1, 1, 8, device="meta")
-    assert kernel_for(None, other, other, None) is KERNELS["cpu"]["blockwise"]
+    assert kernel_for(None, other, other, Needs()) is KERNELS["cpu"]["blockwise"]
 
 
 def test_reason_against_a_kernel() -> None:
     q = torch.zeros(1, 1, 1, 8)
-    assert "no gradients on a CPU" in reason_against("flex", q, q, None)
-    assert reason_against("flash_attn", q, q, None) == "it does not run on cpu"
-    assert "accuracy of float32" in reason_against("flash", q.double(), q.double(), None)
+    assert "no gradients on a CPU" in reason_against("flex", q, q, Needs())
+    assert reason_against("flash_attn", q, q, Needs()) == "it does not run on cpu"
+    assert "accuracy of float32" in reason_against("flash", q.double(), q.double(), Needs())
     refuses, short = FlashAttn().refuses, q.bfloat16()
     flash_attn._interface.cache_clear()
-    assert "flash_attn cannot be imported: ModuleNotFoundError" in refuses(short, short, None)
+    assert "flash_attn cannot be imported: ModuleNotFoundError" in refuses(short, short, Needs())
     flash_attn._interface.cache_clear()
     with flash_attn_standin.installed("2.6.3"):
-        assert refuses(short, short, None) == "flash_attn is 2.6.3, and must be 2.7 or newer"
+        assert refuses(short, short, Needs()) == "flash_attn is 2.6.3, and must be 2.7 or newer"
     with standins():
-        assert refuses(short, short, None) == "" and "float32" in refuses(q, q, None)
-        assert refuses(short, short, torch.zeros(1, 1, 1, 1)) == "it takes no mask"
-        assert "widths" in refuses(short[..., :4], short[..., :4], None)
+        assert refuses(short, short, Needs()) == "" and "float32" in refuses(q, q, Needs())
+        assert refuses(short, short, Needs(mask=True)) == "it takes no mask"
+        assert "widths" in refuses(short[..., :4], short[..., :4], Needs())
 
 
 def check_named_errors(rank: int, world: int, group: Group) -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import spar
 from spar import SequenceLayout
 from spar._attention.kernels import KERNELS, kernel_for, reason_against
-from spar._attention.kernels.kernel import BlockInputs
+from spar._attention.kernels.kernel import BlockInputs, Needs
 
 Group = dist.ProcessGroup
 TOTAL = 12
@@ -68,8 +68,8 @@ def test_heads_without_width_and_empty_batches(ranks: Ranks, empty: str, world: 
 def test_no_kernel_but_blockwise_computes_heads_without_width() -> None:
     empty, v = torch.zeros(1, 1, 1, 0), torch.zeros(1, 1, 1, 8)
     for q, values in ((empty, v), (v, empty), (empty, empty)):
-        assert kernel_for(None, q, values, None) is KERNELS["cpu"]["blockwise"]
-        assert "width 0" in reason_against("flash", q, values, None)
+        assert kernel_for(None, q, values, Needs()) is KERNELS["cpu"]["blockwise"]
+        assert "width 0" in reason_against("flash", q, values, Needs())
 
 
 def softmax_of(inputs: list[Tensor], upper: Tensor, kind: torch.dtype) -> list[Tensor]:

@@ -79,8 +79,8 @@ SIGNATURES = {
     "all_to_all": "input_, process_group=None, scatter_dim=2, gather_dim=1, gather_size=None, "
     "scatter_sizes=None, gather_sizes=None, layout=None, scatter_layout=None, group=None, async_op=False, "
     "out=None",
-    "attention": "q, k, v, layout, causal=False, mask=None, scale=None, dropout_p=0.0, method=None, "
-    "attend=None, seq_dim=1, head_dim=2",
+    "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
+    "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",

@@ -16,6 +16,8 @@ from ..topology.topology import current
 from .methods import gathered, hybrid, round_the_ring, ulysses
 from .problem import Attend, Problem, Weights, checked
 from .ring import forward_exchanges
+from .scores import Bias
+from .spans import Spans
 
 Layouts = SequenceLayout | tuple[SequenceLayout, SequenceLayout | None]
 
@@ -68,7 +70,11 @@ def attention(
     layout: Layouts,
     *,
     causal: bool = False,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Spans | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    bias: Bias | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     method: str | None = None,
@@ -100,10 +106,22 @@ def attention(
         layout: how the sequence lies on the ranks; or (layout of q, layout of k and v) for cross attention,
             where None is for k and v of which every rank holds the whole.
         causal: whether a query attends to no key behind its own place in the sequence or document.
-        mask: as torch's attn_mask, bool or added to the scores, over the whole sequence: `[.., S, S]` that
-            broadcasts to `[B, H, S, S]`; or a key mask `[B, S]`. The same on all ranks.
+        mask: which keys a query attends to, over the whole sequence, the same on all ranks. `spar.Spans`, of
+            which there are some bytes for each query; or as torch's attn_mask, bool or added to the scores,
+            `[.., S, S]` that broadcasts to `[B, H, S, S]`; or a key mask `[B, S]`. A key must be left by the
+            mask, by `causal`, by the window and by a packed layout.
+        window: (left, right), how many keys before and behind its place a query attends to besides the one
+            there; None on a side: all. As flash_attn's window_size, which has -1 for None. Gather and ring
+            then exchange only the keys that a rank's queries attend to.
+        sinks: floating `[H]`, for each head the score of one more key, whose value is 0 (gpt-oss). It may
+            require a gradient, which is to be summed over the ranks.
+        softcap: c, if scores x are to be c tanh(x / c), as in Gemma 2.
+        bias: a function of int64 tensors (batch, head, query, key), places in the whole sequence, that
+            broadcast; it returns what is added to the scores there, as ALiBi. It is called for each block, in
+            backward again, and its result must not require a gradient.
         scale: of the scores; 1 / sqrt(D) by default.
-        dropout_p: the probability that a weight is dropped; not by the ring. Seed the ranks differently, as
+        dropout_p: the probability that a weight is dropped; not by the ring, nor with sinks, softcap or a
+            bias. Seed the ranks differently, as
             `spar.rank_seed` does.
         method: "ulysses", "gather" or "ring"; None chooses.
         attend: the caller's kernel, for ulysses and gather: a function of q, k and v, `[B, S, H, D]` with
@@ -128,7 +146,11 @@ def attention(
         raise _layout_error(layout, q)
     function, kernel = (None, attend) if isinstance(attend, str) else (attend, None)
     arguments = q, k, v, (queries, keys), (seq_dim, head_dim)
-    weights = Weights(causal, mask, dropout_p, function, kernel)
+    spans = mask if isinstance(mask, Spans) else None
+    dense = None if isinstance(mask, Spans) else mask
+    weights = Weights(
+        causal, dense, spans, window, sinks, cast(float, softcap), bias, dropout_p, function, kernel
+    )
     if method is not None or queries.kind != "hybrid" or keys != queries:
         return _attend(*arguments, weights, scale, method)
     groups = _group_of_state(queries, "ulysses"), _group_of_state(queries, "ring")
@@ -170,8 +192,14 @@ def _attend(
             raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
         mask = problem.weights.mask
         learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        if learns and (method != "ulysses" or weights.kernel is not None):
-            expected = 'one that does not, or method="ulysses" without a named kernel'
+        by_blocks = (
+            weights.kernel is not None or problem.weights.spans is not None or not problem.weights.plain
+        )
+        if learns and (method != "ulysses" or by_blocks):
+            expected = (
+                'one that does not, or method="ulysses" without a named kernel, spans, window, sinks, '
+                "softcap and bias"
+            )
             raise call.error("mask", "a tensor that requires a gradient", expected)
         if groups is not None:
             return hybrid(problem, *groups).contiguous()

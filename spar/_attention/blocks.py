@@ -18,6 +18,8 @@ class Block(NamedTuple):
         causal: whether both are the same run, and a query attends to the keys up to its own place.
             Otherwise every query attends to every key.
         query_start, key_start: where the first query and key are in the sequence.
+        partial: whether the spans say which of these keys a query attends to.
+        sample: the one to which the block is limited; -1: all samples have it.
     """
 
     query: int
@@ -27,6 +29,8 @@ class Block(NamedTuple):
     causal: bool
     query_start: int
     key_start: int
+    partial: bool = False
+    sample: int = -1
 
 
 def blocks_of(

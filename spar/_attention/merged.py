@@ -25,8 +25,15 @@ class Sum:
         self._begin = 0
         self._sum: Tensor | None = None
 
-    def add(self, begin: int, part: Tensor) -> None:
-        """Add a block's part [B, H, T, D], a new tensor, whose first item is item `begin` of the sum."""
+    def add(self, begin: int, part: Tensor, sample: int = -1) -> None:
+        """Add a block's part [B, H, T, D], a new tensor, whose first item is item `begin` of the sum.
+
+        sample: the only one, [1, H, T, D], that the block has; -1: it has all.
+        """
+        if sample >= 0:
+            self._begin, self._sum = 0, self.total()
+            self._sum[sample : sample + 1].narrow(2, begin, part.shape[2]).add_(part)
+            return
         if self._sum is None and not is_dynamo_compiling():
             self._begin, self._sum = begin, part.to(self._dtype)
             return
@@ -63,15 +70,20 @@ class Merged:
         self._q, self._width = q, width
         self._merged: tuple[Tensor, Tensor] | None = None
 
-    def add(self, query: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a block's output [B, H, T, E] and log-sum-exp, new tensors; its first query is `query`."""
+    def add(self, query: int, out: Tensor, lse: Tensor, sample: int = -1) -> None:
+        """Merge a block's output [B, H, T, E] and log-sum-exp, new tensors; its first query is `query`.
+
+        sample: as of `Sum.add`.
+        """
         size = out.shape[2]
         first = self._merged is None and not is_dynamo_compiling()
-        if first and size == self._q.shape[2] and out.dtype == lse.dtype:
+        if first and sample < 0 and size == self._q.shape[2] and out.dtype == lse.dtype:
             self._merged = out, lse
             return
         self._merged = self._merged or self.total()
-        merged, sums = self._merged[0].narrow(2, query, size), self._merged[1].narrow(2, query, size)
+        merged, sums = (x.narrow(2, query, size) for x in self._merged)
+        if sample >= 0:
+            merged, sums = merged.narrow(0, sample, 1), sums.narrow(0, sample, 1)
         # Not exp(lse - logaddexp(..)): scores of -1e9 absorb a logarithm, and weights would not sum to 1.
         # Both are -inf for a query without keys so far, whose weight is then not a number.
         weight = torch.sub(lse, sums).sigmoid_().nan_to_num_(0.0)

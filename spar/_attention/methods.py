@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,14 +21,42 @@ from .._group.registry import place_of
 from ..ops.all_to_all import How, all_to_all_for
 from ..ops.gather import transpose_for
 from ..sequence_layout import SequenceLayout, numbers_of
-from .blocks import blocks_before, blocks_of, keys_before, own_block
+from . import tiles
+from .blocks import Block, blocks_before, blocks_of, keys_before, own_block
+from .halo import halo_of, round_by
 from .heads import Heads, heads_of_ranks, is_uniform, layers_of, matching_key_heads
 from .masks import causal_mask, joined, sliced
 from .problem import Inputs, Problem
-from .ring import Ring, Round, Shift, attend_round, backward_exchanges
+from .ring import Ring, Round, Shift, attend_round, backward_exchanges, selected
+from .scores import Scores
 
 # q [B, H, S, D], k [B, K, T, D] and v [B, K, T, E].
 Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+# So many keys has a block at most for which a bias function is called.
+MOST_KEYS = 1024
+
+
+class Part(NamedTuple):
+    """What a rank computes: q, k and v of some heads, and what belongs to these heads."""
+
+    tensors: Tensors
+    mask: Tensor | None
+    sinks: Tensor | None
+    scores: Scores
+
+
+def _part(problem: Problem, tensors: Tensors, first: int = 0) -> Part:
+    """Return the part of the heads that q has, from head `first` on."""
+    weights, count = problem.weights, tensors[0].size(1)
+    mask, sinks, spans = weights.mask, weights.sinks, weights.spans
+    if count < problem.inputs.heads:
+        mask = mask.narrow(1, first, count) if mask is not None and mask.size(1) > 1 else mask
+        sinks = None if sinks is None else sinks.narrow(0, first, count)
+        spans = None if spans is None else spans.of_heads(first, count)
+    scores = Scores(problem.scale, weights.softcap, spans, weights.bias, first, weights.kernel)
+    return Part(tensors, mask, sinks, scores)
 
 
 def _documents(inputs: Inputs) -> list[Piece]:
@@ -50,16 +78,15 @@ def ulysses(problem: Problem) -> Tensor:
         raise problem.call.error("method", '"ulysses" and k and v have no layout', '"gather"')
     head, seq, group = inputs.head, inputs.seq, inputs.queries.group
     plan = heads_of_ranks(inputs.heads, inputs.key_heads, problem.call.world)
-    tensors, mask = _scattered(problem, plan, group, None)
-    out = _whole(problem, tensors, mask).permute(inputs.as_given)
+    out = _whole(problem, _scattered(problem, plan, group, None)).permute(inputs.as_given)
     how = How(None, plan.queries, None, inputs.queries)
     return cast(Tensor, all_to_all_for("attention", out, group, (seq, head, None), how))
 
 
-def _scattered(problem: Problem, plan: Heads, group: Any, size: int | None) -> tuple[Tensors, Tensor | None]:
+def _scattered(problem: Problem, plan: Heads, group: Any, size: int | None) -> Part:
     """Exchange tokens for this rank's heads: of the whole sequence, or of `size` tokens.
 
-    Returns q, k and v of these heads, in which query heads follow the key heads evenly, and their mask.
+    Query heads of the result follow the key heads evenly.
     """
     inputs, weights = problem.inputs, problem.weights
     head, seq = inputs.head, inputs.seq
@@ -74,39 +101,70 @@ def _scattered(problem: Problem, plan: Heads, group: Any, size: int | None) -> t
     q, k, v = (x.permute(inputs.by_heads) for x in (outputs[0], outputs[1 + i], outputs[1 + count + i]))
     key_heads = matching_key_heads(plan, inputs.heads // inputs.key_heads, rank)
     k, v = _matched(k, v, key_heads, weights.attend is not None)
-    mask = weights.mask
-    if mask is not None and mask.size(1) > 1:
-        mask = mask.narrow(1, sum(plan.queries[:rank]), plan.queries[rank])
-    return (q, k, v), mask
+    return _part(problem, (q, k, v), sum(plan.queries[:rank]))
 
 
-def _whole(problem: Problem, tensors: Tensors, mask: Tensor | None) -> Tensor:
+def _whole(problem: Problem, part: Part) -> Tensor:
     """Return the attention [B, H, S, E] of this rank's heads over the whole sequence."""
-    inputs, causal = problem.inputs, problem.weights.causal
-    if _is_empty(*tensors):
-        return _nothing(problem, *tensors)
-    if problem.weights.kernel is not None:
+    inputs, weights = problem.inputs, problem.weights
+    if _is_empty(*part.tensors):
+        return _nothing(problem, part)
+    if weights.spans is not None:
+        return _by_spans(problem, part, [Piece(0, inputs.queries.total, 0)], [Piece(0, inputs.total_keys, 0)])
+    if weights.kernel is not None or not weights.plain:
         runs = _documents(inputs) if inputs.packed else [Piece(0, inputs.queries.total, 0)]
-        return _by_blocks(problem, runs, tensors, mask)
+        return _by_blocks(problem, part, runs)
     if not inputs.packed:
-        return _kernel(problem, tensors, mask, causal)
-    return _by_runs(problem, _documents(inputs), tensors, mask)
+        return _kernel(problem, part.tensors, part.mask, weights.causal)
+    return _by_runs(problem, part, _documents(inputs))
 
 
-def _by_blocks(problem: Problem, runs: Sequence[Piece], tensors: Tensors, mask: Tensor | None) -> Tensor:
+def _by_blocks(problem: Problem, part: Part, runs: Sequence[Piece]) -> Tensor:
     """Attend with the runs of queries to all keys, which this rank holds; skip blocks without any."""
     inputs, causal = problem.inputs, problem.weights.causal
-    blocks = blocks_of(runs, _documents(inputs), causal, inputs.packed, mask is None)
-    return _attend_locally(problem, Round((tuple(blocks),)), tensors, mask)
+    blocks = blocks_of(runs, _documents(inputs), causal, inputs.packed, part.mask is None)
+    return _attend_locally(problem, part, Round((tuple(blocks),)))
 
 
-def _attend_locally(
-    problem: Problem, blocks: Round, tensors: Tensors, mask: Tensor | None, *gathered: Tensor
-) -> Tensor:
-    """Attend by blocks to keys that this rank holds: those of the tensors, then the gathered ones."""
+def _by_spans(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequence[Piece]) -> Tensor:
+    """Attend with the runs of queries to the keys, runs that this rank holds, as the spans say."""
+    spans = part.scores.spans
+    assert spans is not None
+    if problem.weights.dropout_p:
+        return _by_tiles(problem, part, runs, keys)
+    most = MOST_KEYS if part.scores.bias is not None else 2**31
+    key = "blocks", tuple(runs), tuple(keys), most, tiles.TILE
+    blocks: tuple[Block, ...] = spans.remember(key, lambda: tiles.blocks_by(spans, runs, keys, most))
+    return _attend_locally(problem, part, Round((blocks,)))
+
+
+def _attend_locally(problem: Problem, part: Part, blocks: Round, *gathered: Tensor) -> Tensor:
+    """Attend by blocks to keys that this rank holds: those of the part, then the gathered ones."""
     waiting = ALONE if problem.inputs.keys is None else problem.call.group
-    ring = Ring(ALONE, blocks, problem.scale, problem.weights.kernel, waiting, 1)
-    return attend_round(ring, *tensors, mask, *gathered)
+    ring = Ring(ALONE, blocks, part.scores, waiting, 1)
+    return attend_round(ring, *part.tensors, part.mask, part.sinks, *gathered)
+
+
+def _by_tiles(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequence[Piece]) -> Tensor:
+    """Attend with each tile of queries to the keys of its spans, in one call: blocks cannot drop weights."""
+    spans, (q, k, v) = part.scores.spans, part.tensors
+    assert spans is not None
+    outs = []
+    for query, begin, size, first, end in tiles.tile_of_keys(spans, runs):
+        allowed, held = [], []
+        for at, start, count in tiles.joined_runs(keys):
+            low, high = max(first, start), min(end, start + count)
+            if low < high:
+                held.append((at + low - start, high - low))
+                allowed.append(spans.dense(begin, size, low, high - low))
+                if part.mask is not None:
+                    allowed[-1] = joined(sliced(part.mask, begin, size, low, high - low), allowed[-1])
+        of_tile = q.narrow(2, query, size), selected(k, held), selected(v, held)
+        if held:
+            outs.append(_kernel(problem, of_tile, torch.cat(allowed, 3), False).nan_to_num(0.0))
+        else:
+            outs.append(_nothing(problem, part._replace(tensors=of_tile)))
+    return torch.cat(outs, 2)
 
 
 def _is_empty(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -114,14 +172,15 @@ def _is_empty(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return 0 in (*q.shape[:3], v.size(3), k.size(2))
 
 
-def _nothing(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return zeros [B, H, S, E] that depend on q, k, v and the mask.
+def _nothing(problem: Problem, part: Part) -> Tensor:
+    """Return zeros [B, H, S, E] that depend on q, k, v, the mask and sinks.
 
     So this rank records a gradient, and makes the exchanges of it, as its peers do. The product saves a
     tensor: a checkpoint, which recomputes until the last one that was saved, makes the exchanges again.
     """
+    q, k, v = part.tensors
     zeros = q.new_zeros(*q.shape[:-1], v.size(3))
-    for x in (q, k, v, problem.weights.mask):
+    for x in (q, k, v, problem.weights.mask, part.sinks):
         if x is not None and x.is_floating_point():
             none = x.narrow(-1, 0, 0)
             # Autocast would sum in float32.
@@ -181,19 +240,39 @@ def _kernel(problem: Problem, tensors: Tensors, mask: Tensor | None, causal: boo
 def gathered(problem: Problem) -> Tensor:
     """Gather K and V on every rank, and attend with this rank's queries."""
     inputs = problem.inputs
-    seq, k, v = inputs.seq, inputs.k, inputs.v
+    q, k, v = (x.permute(inputs.by_heads) for x in (inputs.q, inputs.k, inputs.v))
+    if problem.weights.spans is not None:
+        return _by_halo(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
     if inputs.keys is not None:
         among, note = inputs.keys.group, problem.note
-        k, v = transpose_for("attention", False, [k, v], among, seq, None, inputs.keys, note=note)
-    q, k, v = (x.permute(inputs.by_heads) for x in (inputs.q, k, v))
-    return _by_queries(problem, q, k, v).permute(inputs.as_given)
+        given = [inputs.k, inputs.v]
+        k, v = transpose_for("attention", False, given, among, inputs.seq, None, inputs.keys, note=note)
+        k, v = k.permute(inputs.by_heads), v.permute(inputs.by_heads)
+    return _by_queries(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
 
 
-def _by_queries(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _by_halo(problem: Problem, part: Part) -> Tensor:
+    """Gather the keys that spans leave this rank's queries, and attend to them and to its own."""
+    call, inputs, (q, k, v) = problem.call, problem.inputs, part.tensors
+    runs = pieces(numbers_of(inputs.queries, 0), call.world, call.rank)
+    if inputs.keys is None:
+        held = [Piece(0, inputs.total_keys, 0)]
+    else:
+        assert part.scores.spans is not None
+        halo = halo_of(part.scores.spans, inputs.queries, inputs.keys, call.world, call.rank)
+        k, v = halo.gathered(call, problem.note, k, v)
+        held = list(halo.held)
+    if _is_empty(q, k, v):
+        return _nothing(problem, part._replace(tensors=(q, k, v)))
+    return _by_spans(problem, part._replace(tensors=(q, k, v)), runs, held)
+
+
+def _by_queries(problem: Problem, part: Part) -> Tensor:
     """Return the attention [B, H, S, E] of this rank's queries to all keys."""
     call, inputs, weights = problem.call, problem.inputs, problem.weights
+    q, k, v = part.tensors
     if _is_empty(q, k, v):
-        return _nothing(problem, q, k, v)
+        return _nothing(problem, part)
     runs = pieces(numbers_of(inputs.queries, 0), call.world, call.rank)
     blockwise = weights.attend is None and weights.dropout_p == 0.0
     skips = weights.causal or inputs.packed or weights.mask is not None
@@ -201,19 +280,20 @@ def _by_queries(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if blockwise and only_causal and call.world > 1 and inputs.keys == inputs.queries:
         # One block of this rank's own keys covers all queries: its output and gradients are not copied.
         blocks = Round((tuple(own_block(runs)), tuple(blocks_before(runs))))
-        local_k, local_v = inputs.k.permute(inputs.by_heads), inputs.v.permute(inputs.by_heads)
-        return _attend_locally(problem, blocks, (q, local_k, local_v), None, k, v)
-    if blockwise and (skips or weights.kernel is not None):
-        return _by_blocks(problem, runs, (q, k, v), weights.mask)
+        own_k, own_v = inputs.k.permute(inputs.by_heads), inputs.v.permute(inputs.by_heads)
+        return _attend_locally(problem, part._replace(tensors=(q, own_k, own_v)), blocks, k, v)
+    if blockwise and (skips or weights.kernel is not None or not weights.plain):
+        return _by_blocks(problem, part, runs)
     if weights.attend is not None:
         group = inputs.heads // inputs.key_heads
         k, v = _matched(k, v, [head // group for head in range(inputs.heads)], True)
-    return _by_runs(problem, runs if skips else [Piece(0, q.size(2), 0)], (q, k, v), weights.mask)
+    whole = part._replace(tensors=(q, k, v))
+    return _by_runs(problem, whole, runs if skips else [Piece(0, q.size(2), 0)])
 
 
-def _by_runs(problem: Problem, runs: Sequence[Piece], tensors: Tensors, mask: Tensor | None) -> Tensor:
+def _by_runs(problem: Problem, part: Part, runs: Sequence[Piece]) -> Tensor:
     """Attend with each run of queries to the keys that it may attend to."""
-    inputs, causal, (q, k, v) = problem.inputs, problem.weights.causal, tensors
+    inputs, causal, (q, k, v) = problem.inputs, problem.weights.causal, part.tensors
     documents = _documents(inputs)
     outs, query = [], 0
     for start, size, document in runs:
@@ -222,9 +302,9 @@ def _by_runs(problem: Problem, runs: Sequence[Piece], tensors: Tensors, mask: Te
         first, keys, _ = documents[document if inputs.packed else 0]
         if causal:
             keys = min(first + keys, start + size) - first
-        part = None if mask is None else sliced(mask, start, size, first, keys)
+        mask = None if part.mask is None else sliced(part.mask, start, size, first, keys)
         of_run = q.narrow(2, query, size), k.narrow(2, first, keys), v.narrow(2, first, keys)
-        outs.append(_kernel(problem, of_run, part, causal, start - first))
+        outs.append(_kernel(problem, of_run, mask, causal, start - first))
         query += size
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -238,13 +318,11 @@ def round_the_ring(problem: Problem) -> Tensor:
     if inputs.keys != inputs.queries:
         raise problem.call.error("method", '"ring" and q, k and v have two layouts', '"ulysses" or "gather"')
     tensors = inputs.q.permute(order), inputs.k.permute(order), inputs.v.permute(order)
-    out = _ring(problem, inputs.queries, problem.call.group, tensors, problem.weights.mask)
+    out = _ring(problem, inputs.queries, problem.call.group, _part(problem, tensors))
     return out.permute(inputs.as_given)
 
 
-def _ring(
-    problem: Problem, layout: SequenceLayout, place: Group | Place, tensors: Tensors, mask: Tensor | None
-) -> Tensor:
+def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: Part) -> Tensor:
     """Return the attention [B, H, S, E] of this rank's tokens in the layout to those of all ranks."""
     weights = problem.weights
     if weights.attend is not None:
@@ -252,13 +330,17 @@ def _ring(
         raise problem.call.error("attend", "a function", expected)
     if weights.dropout_p:
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
-    world, rank = place.world, place.rank
-    # Symbolic ints have no hash.
-    make = _round if torch.compiler.is_compiling() else _cached_round
-    round_ = make(numbers_of(layout, 0), world, rank, weights.causal, problem.inputs.packed, mask is None)
-    exchanges = backward_exchanges(world)
-    ring = Ring(place, round_, problem.scale, weights.kernel, place, exchanges, problem.note)
-    return attend_round(ring, *tensors, mask)
+    world, rank, numbers, spans = place.world, place.rank, numbers_of(layout, 0), part.scores.spans
+    if spans is not None:
+        most = MOST_KEYS if part.scores.bias is not None else 2**31
+        key = "round", numbers, world, rank, most, tiles.TILE
+        round_: Round = spans.remember(key, lambda: round_by(spans, numbers, world, rank, most))
+    else:
+        # Symbolic ints have no hash.
+        make = _round if torch.compiler.is_compiling() else _cached_round
+        round_ = make(numbers, world, rank, weights.causal, problem.inputs.packed, part.mask is None)
+    ring = Ring(place, round_, part.scores, place, backward_exchanges(round_), problem.note)
+    return attend_round(ring, *part.tensors, part.mask, part.sinks)
 
 
 def _round(numbers: Layout, world: int, rank: int, causal: bool, packed: bool, plain: bool) -> Round:
@@ -282,7 +364,7 @@ def _round(numbers: Layout, world: int, rank: int, causal: bool, packed: bool, p
         received = [sent[(peer - step) % world] for peer in range(world)]
         shard = pair(by_sizes(2, sent), rotated(2, sent, step))
         gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
-        shifts.append(Shift(sent[rank], shard, gradient))
+        shifts.append(Shift(((0, sent[rank]),), shard, gradient))
     return Round(tuple(steps), tuple(shifts), pair(numbers, WHOLE))
 
 
@@ -299,12 +381,9 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> Tensor:
     ring_place, place = ranks_of(outer, "attention"), place_of(inner)
     layout = SequenceLayout.zigzag(inputs.queries.total, outer)
     plan = heads_of_ranks(inputs.heads, inputs.key_heads, place.world)
-    tensors, mask = _scattered(problem, plan, inner, layout.sizes[ring_place.rank])
-    if plan.queries[place.rank]:
-        out = _ring(problem, layout, ring_place, tensors, mask)
-    else:
-        # All ranks of this ring group have no heads.
-        out = _nothing(problem, *tensors)
+    part = _scattered(problem, plan, inner, layout.sizes[ring_place.rank])
+    # Without heads, all ranks of this ring group have none.
+    out = _ring(problem, layout, ring_place, part) if plan.queries[place.rank] else _nothing(problem, part)
     out = out.permute(inputs.as_given)
     how = How(None, plan.queries, None, None)
     return cast(Tensor, all_to_all_for("attention", out, inner, (seq, head, None), how))

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _C
 from .._checks import digest
@@ -17,7 +18,10 @@ from .._exchange.layouts import extent, total_of
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from .kernels import NAMES, reason_against
+from .kernels.kernel import Needs
 from .masks import checked_mask
+from .scores import Bias
+from .spans import Spans, closed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -63,6 +67,12 @@ class Weights:
     Attributes:
         causal: whether a query attends to no key behind it.
         mask: over the whole sequence; once checked `[B, H, S, T]`, of which dims of size 1 broadcast.
+        spans: which keys each query attends to. Once checked: what causality, documents, a window and the
+            caller's spans leave together, if there are spans, a window or a bias; else None.
+        window: how many keys before and behind its place a query attends to; None on a side: all.
+        sinks: `[H]`, the score of a key of value 0 that each query of a head attends to besides.
+        softcap: what limits the scores; 0: nothing.
+        bias: what is added to the scores.
         dropout_p: the probability that a weight is dropped.
         attend: the caller's kernel, which applies all this itself.
         kernel: the name of one of spar's kernels; None chooses one.
@@ -70,9 +80,19 @@ class Weights:
 
     causal: bool
     mask: Tensor | None
+    spans: Spans | None
+    window: tuple[int | None, int | None] | None
+    sinks: Tensor | None
+    softcap: float
+    bias: Bias | None
     dropout_p: float
     attend: Attend | None
     kernel: str | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's scaled_dot_product_attention can compute it."""
+        return self.sinks is None and not self.softcap and self.bias is None
 
 
 @dataclass(frozen=True)
@@ -96,14 +116,14 @@ def checked(
     call: Arguments, k: Any, v: Any, layouts: Layouts, dims: Dims, weights: Weights, scale: float | None
 ) -> Problem:
     """Check an attention of which the call's input is q."""
-    q, device = call.input, call.input.device.type
+    q, device, given = call.input, call.input.device.type, weights.mask
     if torch.is_autocast_enabled(device):
         q, k, v, mask = (_autocast(x, device) for x in (q, k, v, weights.mask))
         weights = replace(weights, mask=mask)
     inputs = _checked_inputs(call, (q, k, v), layouts, dims)
     _check_shapes(call, inputs)
     weights = _checked_weights(call, inputs, weights, scale)
-    note = _note(weights, scale)
+    note = _note(weights, given, scale)
     # Scores of no width are 0.
     factor = max(inputs.q.size(3), 1) ** -0.5 if scale is None else float(scale)
     return Problem(call, inputs, weights, factor, note)
@@ -175,7 +195,7 @@ def _check_tokens(call: Arguments, name: str, x: Tensor, inputs: Inputs, layout:
 
 
 def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: float | None) -> Weights:
-    """Check the mask, the dropout and the kernel."""
+    """Check what changes scores and weights, and what computes them; join all that is spans."""
     mask, dropout_p, attend, kernel = weights.mask, weights.dropout_p, weights.attend, weights.kernel
     if attend is not None and not callable(attend):
         raise call.type_error("attend", f"{attend!r:.200}", "a function, a kernel's name or None")
@@ -187,31 +207,141 @@ def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: f
         mask = checked_mask(call, mask, (batch, inputs.heads, total, inputs.total_keys))
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
+    window, softcap = _checked_window(call, inputs, weights.window), _checked_softcap(call, weights.softcap)
+    if weights.bias is not None and not callable(weights.bias):
+        raise call.type_error("bias", f"{weights.bias!r:.200}", "a function of index tensors, or None")
+    sinks = _checked_sinks(call, inputs, weights.sinks)
+    own = {"sinks": sinks, "softcap": softcap or None, "bias": weights.bias}
     if attend is not None:
-        for name, value in (("mask", mask), ("scale", scale), ("dropout_p", dropout_p or None)):
+        others = {"mask": mask, "mask ": weights.spans, "window": window, "scale": scale}
+        for name, value in {**others, **own, "dropout_p": dropout_p or None}.items():
             if value is not None:
-                raise call.error(name, "passed, and attend too", "attend to apply it itself")
+                raise call.error(name.strip(), "passed, and attend too", "attend to apply it itself")
+    for name, value in own.items() if dropout_p else ():
+        if value is not None:
+            raise call.error("dropout_p", f"{dropout_p}, and {name} is passed", "0 with it")
+    checked = replace(
+        weights,
+        causal=bool(weights.causal),
+        mask=mask,
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+        dropout_p=float(dropout_p),
+    )
+    checked = replace(checked, spans=_joined_spans(call, inputs, checked))
     if kernel is not None:
         if kernel not in NAMES:
             expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
             raise call.error("attend", repr(kernel), expected)
-        if why := reason_against(kernel, inputs.q, inputs.v, mask):
+        masked = mask is not None or checked.spans is not None
+        if why := reason_against(kernel, inputs.q, inputs.v, Needs(masked, softcap > 0)):
             expected = f"a kernel that can compute this; {kernel} cannot, as {why}"
             raise call.error("attend", repr(kernel), expected)
         if dropout_p:
             raise call.error("dropout_p", f"{dropout_p}", f"0 with the kernel {kernel}")
-    return Weights(bool(weights.causal), mask, float(dropout_p), attend, kernel)
+    return checked
 
 
-def _note(weights: Weights, scale: float | None) -> str:
-    """Return what ranks compare besides shapes and layouts, which are the same in compiled code."""
+def _checked_window(call: Arguments, inputs: Inputs, window: Any) -> tuple[int | None, int | None] | None:
+    """Check how many keys on each side a query attends to."""
+    if window is None:
+        return None
+    expected = "(left, right): how many keys before and behind a query's place; None: all on that side"
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        raise call.type_error("window", f"{window!r:.200}", expected)
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise call.type_error("window", f"{window!r:.200}", expected)
+        if side is not None and side < 0:
+            raise call.error("window", f"{window!r:.200}", f"ints of at least 0 in {expected}")
+    if inputs.total_keys != inputs.queries.total:
+        value = f"{window!r}, of {inputs.queries.total} queries and {inputs.total_keys} keys"
+        raise call.error("window", value, "as many keys as queries, or Spans as mask")
+    return tuple(window)
+
+
+def _checked_softcap(call: Arguments, softcap: Any) -> float:
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise call.type_error("softcap", f"{softcap!r:.200}", "a positive number, or None")
+    if not 0 < softcap < float("inf"):
+        raise call.error("softcap", softcap, "a positive number, or None for scores without a cap")
+    return float(softcap)
+
+
+def _checked_sinks(call: Arguments, inputs: Inputs, sinks: Any) -> Tensor | None:
+    if sinks is None:
+        return None
+    expected = f"a floating tensor [{inputs.heads}] on {inputs.q.device}, a score for each head of q"
+    if not isinstance(sinks, Tensor):
+        raise call.type_error("sinks", f"a {type(sinks).__name__}", expected)
+    if not sinks.dtype.is_floating_point or sinks.device != inputs.q.device:
+        raise call.type_error("sinks", f"of {sinks.dtype} on {sinks.device}", expected)
+    if list(sinks.shape) != [inputs.heads]:
+        raise call.error("sinks", f"of shape {list(sinks.shape)}", expected)
+    return sinks
+
+
+def _joined_spans(call: Arguments, inputs: Inputs, weights: Weights) -> Spans | None:
+    """Return which keys causality, documents, the window and the caller's spans leave together."""
+    given = weights.spans
+    if given is None and weights.window is None and weights.bias is None:
+        return None
+    queries, keys = inputs.queries.total, inputs.total_keys
+    documents = inputs.queries.numbers[2:] if inputs.packed else ()
+    of_keywords = queries, keys, weights.causal, weights.window, documents
+    if given is None:
+        return closed(*of_keywords)
+    batch = inputs.q.size(inputs.by_heads[0])
+    sizes = zip(given.shape[:2], (batch, inputs.heads), strict=True)
+    if given.shape[2:] != (queries, keys) or any(size not in (1, most) for size, most in sizes):
+        expected = f"Spans of [{batch} or 1, {inputs.heads} or 1, {queries}, {keys}]"
+        raise call.error("mask", f"Spans of {list(given.shape)}", expected)
+    if not weights.causal and weights.window is None and not documents:
+        return given
+    made: Spans = given.remember(of_keywords, lambda: given & closed(*of_keywords))
+    return made
+
+
+def _note(weights: Weights, mask: Tensor | None, scale: float | None) -> str:
+    """Return what ranks compare besides shapes and layouts, which are the same in compiled code.
+
+    mask: the caller's own, by which its hash is remembered.
+    """
     parts = ["causal True"] if weights.causal else []
-    if weights.mask is not None:
-        parts.append(f"mask of {weights.mask.dtype}")
+    if mask is not None:
+        parts.append(f"mask of {mask.dtype}")
+        compares = mask.is_cpu and not mask.requires_grad
+        if not torch.compiler.is_compiling() and (compares or _C.env("check") == "1"):
+            parts.append(f"hash of the mask {_digest_of(mask):x}")
+    if weights.window is not None:
+        parts.append(f"window {weights.window}")
+    if weights.spans is not None and not torch.compiler.is_compiling():
+        parts.append(f"hash of the spans {weights.spans.digest:x}")
+    if weights.sinks is not None:
+        parts.append(f"sinks of {weights.sinks.dtype}")
         if not torch.compiler.is_compiling() and _C.env("check") == "1":
-            parts.append(f"hash of the mask {digest(weights.mask):x}")
+            parts.append(f"hash of the sinks {digest(weights.sinks):x}")
+    if weights.softcap:
+        parts.append(f"softcap {weights.softcap}")
+    if weights.bias is not None:
+        parts.append("a bias")
     if scale is not None:
         parts.append(f"scale {float(scale)}")
     if weights.dropout_p:
         parts.append(f"dropout_p {weights.dropout_p}")
     return ", ".join(parts)
+
+
+# By mask: its version, and its hash. Layers share a mask, and a hash reads all of it.
+_digests = WeakTensorKeyDictionary()
+
+
+def _digest_of(mask: Tensor) -> int:
+    version, value = _digests.get(mask, (-1, 0))
+    if version != mask._version:
+        value = digest(mask)
+        _digests[mask] = mask._version, value
+    return int(value)

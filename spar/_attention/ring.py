@@ -26,22 +26,22 @@ from .._exchange.watch import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
 from .blocks import Block
-from .kernels import kernel_for
-from .kernels.kernel import BlockInputs, accumulated, finite
-from .masks import added, causal_mask, joined, sliced
+from .kernels.kernel import accumulated, finite
 from .merged import Merged, Sum
+from .scores import Blocks, Scores
 
 
 class Shift(NamedTuple):
     """How a step gets its keys [B, K, T, D] from their owner.
 
     Attributes:
-        keys: how many of this rank's keys, from the first, go to the rank that attends to them in this step.
+        parts: this rank's keys that go to the rank that attends to them in this step: (first, number), in
+            order.
         shard: the layouts of the keys before and after the exchange.
         gradient: likewise those of their gradient, which goes back.
     """
 
-    keys: int
+    parts: tuple[tuple[int, int], ...]
     shard: Args
     gradient: Args
 
@@ -52,7 +52,8 @@ class Round:
 
     Attributes:
         steps: the blocks of each step, of this rank's queries and the step's shard.
-        shifts: how the shard of each step but the first, which is this rank's, comes from its owner.
+        shifts: how the shard of each step but the first, which is this rank's, comes from its owner. A step
+            in which no rank needs keys is left out.
         layout: of the whole sequence, as ranks compare it; shards do not say where they lie in it.
     """
 
@@ -67,16 +68,14 @@ class Ring:
 
     Attributes:
         place: this rank's among those whose shards go round; `ALONE` if no shard does.
-        scale: of the scores.
-        kernel: its name; None chooses one.
+        scores: how they are computed.
         reports_to: the ranks that wait for `exchanges` of this rank in backward, and are told of its failure.
         note: what all ranks must pass alike, besides the layout.
     """
 
     place: Group | Place
     round: Round
-    scale: float
-    kernel: str | None
+    scores: Scores
     reports_to: Group | Place
     exchanges: int
     note: str = ""
@@ -86,8 +85,8 @@ def forward_exchanges(world: int) -> int:
     return max(world - 2, 1) if world > 1 else 0
 
 
-def backward_exchanges(world: int) -> int:
-    return max(world - 1, 2) if world > 1 else 0
+def backward_exchanges(round_: Round) -> int:
+    return max(len(round_.shifts), 2) if round_.shifts else 0
 
 
 class _Sending:
@@ -126,11 +125,18 @@ class _Sending:
         return received
 
 
-def _coming(step: int, world: int) -> tuple[int, ...]:
-    """Return the steps whose keys are exchanged while a step is computed."""
+def _coming(step: int, steps: int) -> tuple[int, ...]:
+    """Return the steps, of so many, whose keys are exchanged while a step is computed."""
     if step == 0:
-        return tuple(range(1, min(world, 3)))
-    return (step + 1,) if 2 <= step < world - 1 else ()
+        return tuple(range(1, min(steps, 3)))
+    return (step + 1,) if 2 <= step < steps - 1 else ()
+
+
+def selected(x: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
+    """Return parts of a shard [B, K, T, D], one behind the other."""
+    if len(parts) == 1:
+        return x.narrow(2, *parts[0])
+    return torch.cat([x.narrow(2, *part) for part in parts], 2) if parts else x.narrow(2, 0, 0)
 
 
 def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[list[Tensor], tuple[Args, ...]]:
@@ -138,23 +144,10 @@ def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[lis
     tensors: list[Tensor] = []
     layouts: tuple[Args, ...] = ()
     for step in steps:
-        keys, shard, _ = ring.round.shifts[step - 1]
-        tensors += (k.narrow(2, 0, keys), v.narrow(2, 0, keys))
+        parts, shard, _ = ring.round.shifts[step - 1]
+        tensors += (selected(k, parts), selected(v, parts))
         layouts += (shard, shard)
     return tensors, layouts
-
-
-def _inputs(ring: Ring, block: Block, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> BlockInputs:
-    """Return a block's part of q [B, H, S, D], k and v [B, K, T, D], and the mask as added to the scores."""
-    q = q.narrow(2, block.query, block.queries)
-    k, v = k.narrow(2, block.key, block.keys), v.narrow(2, block.key, block.keys)
-    if mask is None:
-        return BlockInputs(q, k, v, block.causal, None, ring.scale)
-    mask = sliced(mask, block.query_start, block.queries, block.key_start, block.keys)
-    if block.causal:
-        # A query may have no key left only by both together, which the kernel must see.
-        mask = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device))
-    return BlockInputs(q, k, v, False, added(mask, q.dtype), ring.scale)
 
 
 def _forward(
@@ -163,17 +156,20 @@ def _forward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None,
     gathered: Sequence[Tensor],
     records: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, S, E] and the log-sum-exp [B, H, S]."""
-    merged, kernel, name = Merged(q, v.size(3)), kernel_for(ring.kernel, q, v, mask), "attention"
-    shard = k, v
+    merged, of_scores, name = Merged(q, v.size(3)), Blocks(ring.scores, q, v, mask), "attention"
+    shard, waits = (k, v), ring.place.world > 1
     # The shards of the next steps.
     ahead = list(gathered)
     for step, blocks in enumerate(ring.round.steps):
         sending = None
-        if coming := _coming(step, ring.place.world):
+        coming = _coming(step, len(ring.round.shifts) + 1)
+        # Ranks compare their calls in the first exchange, which each has, whatever it needs.
+        if coming or (step == 0 and waits):
             tensors, args = _needed(ring, coming, *shard)
             if step == 0:
                 # An empty tensor shows the layout of the sequence to the peers.
@@ -181,12 +177,17 @@ def _forward(
                 args = (*args, ring.round.layout)
             sending = _Sending(tensors, args, ring, name, records, ring.note)
         for block in blocks:
-            merged.add(block.query, *kernel.forward(_inputs(ring, block, q, k, v, mask)))
+            out, lse = of_scores.kernel(block).forward(of_scores.inputs(block, q, k, v))
+            merged.add(block.query, out, lse, block.sample)
         if sending is not None:
             ahead += sending.wait()[: 2 * len(coming)]
         if ahead:
             k, v, *ahead = ahead
     out, lse = merged.total()
+    if sinks is not None:
+        # A sink is one more key, of this score and the value 0.
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out, lse = out * torch.exp(lse - total)[..., None], total
     return out.to(q.dtype), lse
 
 
@@ -196,36 +197,36 @@ class _Backward:
     def __init__(self, ring: Ring, call: int, grad: Tensor, saved: Sequence[Any]) -> None:
         """call: `forward` of Exchange.run. saved: by `SparAttention.forward`."""
         self.ring, self.call = ring, call
-        q, k, v, out, lse, mask, *self.gathered = saved
-        self.q, self.k, self.v, self.mask = q, k, v, mask
-        self.kernel, self.dtype = kernel_for(ring.kernel, q, v, mask), accumulated(q.dtype)
+        q, k, v, out, lse, mask, self.sinks, *self.gathered = saved
+        self.q, self.k, self.v = q, k, v
+        self.blocks, self.dtype = Blocks(ring.scores, q, v, mask), accumulated(q.dtype)
         # The weights of a query whose keys are all masked are then 0.
-        self.of_output = grad, out, lse if mask is None else finite(lse)
+        may_be_empty = mask is not None or ring.scores.spans is not None
+        self.of_output = grad, out, finite(lse) if may_be_empty else lse
         self.dq, self.dk, self.dv = Sum(q, self.dtype), Sum(k, self.dtype), Sum(v, self.dtype)
-        # Of other ranks' shards: the layouts in which they go back, and the sums.
-        self.unsent: list[tuple[Args, Tensor]] = []
+        # Of other ranks' keys: the step, and the sums, which go back to their owners.
+        self.unsent: list[tuple[int, Tensor]] = []
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, and of gathered keys and values."""
-        world = self.ring.place.world
+        """Return the gradients of q, k, v, of gathered keys and values, and of sinks if there are any."""
+        steps = len(self.ring.round.shifts) + 1
         # The shards of the next steps.
         ahead: list[Tensor] = []
-        if coming := _coming(0, world):
+        if coming := _coming(0, steps):
             ahead = self.receive(self.send(coming), coming)
-        for step in range(1, world):
+        for step in range(1, steps):
             k, v, *ahead = ahead
-            coming = _coming(step, world)
+            coming = _coming(step, steps)
             sending = self.send(coming) if coming else None
             dk, dv = Sum(k, self.dtype), Sum(v, self.dtype)
             self.add_blocks(step, k, v, dk, dv)
             if sending is not None:
                 ahead += self.receive(sending, coming)
-            layout = self.ring.round.shifts[step - 1].gradient
-            self.unsent += ((layout, dk.total()), (layout, dv.total()))
+            self.unsent += ((step, dk.total()), (step, dv.total()))
             # Another rank's shard and its gradients must not stay while the next are computed.
             del k, v, dk, dv
         # The last blocks are those of this rank's shard: its gradients from other ranks arrive meanwhile.
-        sending = self.send(()) if world > 1 else None
+        sending = self.send(()) if steps > 1 else None
         self.add_blocks(0, self.k, self.v, self.dk, self.dv)
         if sending is not None:
             self.receive(sending, ())
@@ -234,39 +235,52 @@ class _Backward:
             k, v = self.gathered
             sums += (Sum(k, self.dtype), Sum(v, self.dtype))
             self.add_blocks(1, k, v, sums[3], sums[4])
-        return tuple([x.total().to(self.q.dtype) for x in sums])
+        gradients = [x.total().to(self.q.dtype) for x in sums]
+        return (*gradients, *(() if self.sinks is None else (self.of_sinks(self.sinks),)))
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        """Return the gradient of the sinks: their weights, as those of a key whose value is 0."""
+        grad, out, lse = self.of_output
+        row_sum = (grad.to(self.dtype) * out.to(self.dtype)).sum(-1)
+        weights = torch.exp(sinks.to(self.dtype)[:, None] - lse)
+        gradient: Tensor = -(weights * row_sum).sum((0, 2)).to(sinks.dtype)
+        return gradient
 
     def add_blocks(self, step: int, k: Tensor, v: Tensor, dk: Sum, dv: Sum) -> None:
         """Add the gradients of a step's blocks to those of q and of the step's shard, k and v."""
         grad, out, lse = self.of_output
         for block in self.ring.round.steps[step]:
-            begin, size = block.query, block.queries
-            dq_part, dk_part, dv_part = self.kernel.backward(
-                _inputs(self.ring, block, self.q, k, v, self.mask),
-                grad.narrow(2, begin, size),
-                out.narrow(2, begin, size),
-                lse.narrow(2, begin, size),
+            of_block = [x.narrow(2, block.query, block.queries) for x in (grad, out, lse)]
+            if block.sample >= 0:
+                of_block = [x.narrow(0, block.sample, 1) for x in of_block]
+            dq_part, dk_part, dv_part = self.blocks.kernel(block).backward(
+                self.blocks.inputs(block, self.q, k, v), *of_block
             )
-            self.dq.add(begin, dq_part)
-            dk.add(block.key, dk_part)
-            dv.add(block.key, dv_part)
+            self.dq.add(block.query, dq_part, block.sample)
+            dk.add(block.key, dk_part, block.sample)
+            dv.add(block.key, dv_part, block.sample)
 
     def send(self, steps: Sequence[int]) -> _Sending:
         """Send this rank's keys for the steps, and gradients of other ranks' keys to their owners."""
         tensors, args = _needed(self.ring, steps, self.k, self.v)
-        for layout, x in self.unsent:
+        for step, x in self.unsent:
             tensors.append(_as_items(x, self.k.dtype))
-            args = (*args, layout)
-        self.unsent.clear()
+            args = (*args, self.ring.round.shifts[step - 1].gradient)
+        # Each rank returns its gradients of the same steps.
+        self.returned, self.unsent = [step for step, _ in self.unsent[::2]], []
         return _Sending(tensors, args, self.ring, "backward of attention", False, forward=self.call)
 
     def receive(self, sending: _Sending, steps: Sequence[int]) -> list[Tensor]:
         """Return the keys of the steps; add gradients that other ranks computed for this rank's keys."""
         received = list(sending.wait())
         count = 2 * len(steps)
-        for i in range(count, len(received), 2):
-            self.dk.add(0, _as_items(received[i], self.dtype))
-            self.dv.add(0, _as_items(received[i + 1], self.dtype))
+        for i, step in enumerate(self.returned):
+            at = count + 2 * i
+            for sum_, x in zip((self.dk, self.dv), received[at : at + 2], strict=True):
+                begin, gradients = 0, _as_items(x, self.dtype)
+                for first, size in self.ring.round.shifts[step - 1].parts:
+                    sum_.add(first, gradients.narrow(2, begin, size))
+                    begin += size
         return received[:count]
 
 
@@ -286,13 +300,20 @@ class SparAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *gathered: Tensor
+        ctx: Any,
+        ring: Ring,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        *gathered: Tensor,
     ) -> Tensor:
         ctx.ring = ring
         with _no_autocast(q.device.type):
-            out, lse = _forward(ring, q, k, v, mask, gathered, True)
+            out, lse = _forward(ring, q, k, v, mask, sinks, gathered, True)
         ctx.call = ring.place.calls if isinstance(ring.place, Group) else 0
-        ctx.save_for_backward(q, k, v, out, lse, mask, *gathered)
+        ctx.save_for_backward(q, k, v, out, lse, mask, sinks, *gathered)
         return out
 
     @staticmethod
@@ -305,12 +326,19 @@ class SparAttention(torch.autograd.Function):
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
             with _no_autocast(grad.device.type):
-                dq, dk, dv, *gathered_grads = _Backward(ring, ctx.call, grad, saved).run()
-                return None, dq, dk, dv, None, *gathered_grads
+                dq, dk, dv, *others = _Backward(ring, ctx.call, grad, saved).run()
+                of_sinks = None if saved[6] is None else others.pop()
+                return None, dq, dk, dv, None, of_sinks, *others
 
 
 def attend_round(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *gathered: Tensor
+    ring: Ring,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    *gathered: Tensor,
 ) -> Tensor:
     """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D].
 
@@ -323,7 +351,8 @@ def attend_round(
         )
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return cast(Tensor, SparAttention.apply(ring, q, k, v, mask, *gathered))  # type: ignore[no-untyped-call]
+    leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+        return cast(Tensor, SparAttention.apply(ring, q, k, v, mask, sinks, *gathered))  # type: ignore[no-untyped-call]
     with _no_autocast(q.device.type):
-        return _forward(ring, q, k, v, mask, gathered, False)[0]
+        return _forward(ring, q, k, v, mask, sinks, gathered, False)[0]

@@ -9,7 +9,7 @@ from .aten import FlashCpu, FlashCuda
 from .blockwise import Blockwise
 from .flash_attn import FlashAttn
 from .flex import Flex
-from .kernel import Kernel
+from .kernel import Kernel, Needs
 
 _BLOCKWISE: Kernel = Blockwise()
 _FLEX: Kernel = Flex()
@@ -22,24 +22,24 @@ _ON_ANY_DEVICE = {"blockwise": _BLOCKWISE}
 NAMES = tuple(sorted({name for kernels in KERNELS.values() for name in kernels}))
 
 
-def reason_against(name: str, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+def reason_against(name: str, q: Tensor, v: Tensor, needs: Needs) -> str:
     """Return why the kernel of this name cannot compute blocks of these tensors; empty if it can."""
     kernel = KERNELS.get(q.device.type, _ON_ANY_DEVICE).get(name)
-    return f"it does not run on {q.device.type}" if kernel is None else _refusal(kernel, q, v, mask)
+    return f"it does not run on {q.device.type}" if kernel is None else _refusal(kernel, q, v, needs)
 
 
-def kernel_for(name: str | None, q: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
+def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
     """Return the named kernel, or the first that can compute blocks of these tensors."""
     kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
     if name is not None:
         return kernels[name]
     for kernel in kernels.values():
-        if not _refusal(kernel, q, v, mask):
+        if not _refusal(kernel, q, v, needs):
             return kernel
     raise AssertionError("blockwise refuses nothing")
 
 
-def _refusal(kernel: Kernel, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+def _refusal(kernel: Kernel, q: Tensor, v: Tensor, needs: Needs) -> str:
     if kernel is not _BLOCKWISE and 0 in (q.size(3), v.size(3)):
         return f"heads of q or v have width 0: {q.size(3)} and {v.size(3)}"
-    return kernel.refuses(q, v, mask)
+    return kernel.refuses(q, v, needs)

@@ -8,23 +8,24 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .kernel import BlockInputs, Gradients
+from .kernel import BlockInputs, Gradients, Needs
 
 _aten = torch.ops.aten
+NO_SOFTCAP = "it cannot cap scores (softcap)"
 
 
 class FlashCpu:
-    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if not hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return f"torch {torch.__version__} does not have it"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"its log-sum-exp has the accuracy of float32, and the tensors are {q.dtype}"
         if q.size(3) != v.size(3):
             return f"heads of q and v differ in width: {q.size(3)} and {v.size(3)}"
-        return ""
+        return NO_SOFTCAP if needs.softcap else ""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, mask, scale = block
+        q, k, v, causal, mask, scale, _ = block
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -35,7 +36,7 @@ class FlashCpu:
         return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, causal, mask, scale = block
+        q, k, v, causal, mask, scale, _ = block
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -45,21 +46,21 @@ class FlashCpu:
 class FlashCuda:
     """Not verified on hardware."""
 
-    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if torch.cuda.get_device_capability(q.device) < (8, 0):
             return "the GPU is older than Ampere"
         if not torch.backends.cuda.flash_sdp_enabled():
             return "torch.backends.cuda.enable_flash_sdp(False) was called"
-        return refuses_16_bits(q, v, mask)
+        return NO_SOFTCAP if needs.softcap else refuses_16_bits(q, v, needs)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, _, scale = block
+        q, k, v, causal, _, scale, _ = block
         k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, causal, _, scale = block
+        q, k, v, causal, _, scale, _ = block
         heads = k.size(1)
         # The state of the random numbers, of which dropout would use some.
         none = torch.empty((), dtype=torch.int64, device=q.device)
@@ -70,11 +71,11 @@ class FlashCuda:
         return dq, _summed(dk, heads), _summed(dv, heads)
 
 
-def refuses_16_bits(q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+def refuses_16_bits(q: Tensor, v: Tensor, needs: Needs) -> str:
     """Return why a flash attention kernel for GPUs cannot compute this; empty if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the tensors are {q.dtype}"
-    if mask is not None:
+    if needs.mask:
         return "it takes no mask"
     if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > 256:
         return f"the heads' widths are {q.size(3)} and {v.size(3)}, not one multiple of 8 up to 256"

@@ -6,21 +6,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernel import BlockInputs, Gradients, accumulated, finite
+from .kernel import BlockInputs, Gradients, Needs, accumulated, finite
 
 # So many scores at a time at most, unless one query alone has more.
 _SCORES = 1 << 24
 
 
 class Blockwise:
-    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         return ""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         block = _grouped(block)
         outs, sums = [], []
         for begin, size in _runs(block):
-            scores = _scores(block, begin, size)
+            scores, _ = _scores(block, begin, size)
             most = finite(scores.amax(-1, keepdim=True))
             weights = torch.exp(scores - most)
             total = weights.sum(-1, keepdim=True)
@@ -37,10 +37,13 @@ class Blockwise:
         dqs, dk, dv = [], torch.zeros_like(block.k), torch.zeros_like(block.v)
         for begin, size in _runs(block):
             q, upper = block.q.narrow(3, begin, size), grad.narrow(3, begin, size)
-            weights = torch.exp(_scores(block, begin, size) - lse.narrow(3, begin, size)[..., None])
+            scores, slope = _scores(block, begin, size)
+            weights = torch.exp(scores - lse.narrow(3, begin, size)[..., None])
             dv = dv + (weights.transpose(-1, -2) @ upper).sum(2, keepdim=True)
             inner = upper @ block.v.transpose(-1, -2) - row_sum.narrow(3, begin, size)
             inner = weights * inner * block.scale
+            if slope is not None:
+                inner = inner * slope
             dqs.append(inner @ block.k)
             dk = dk + (inner.transpose(-1, -2) @ q).sum(2, keepdim=True)
         return torch.cat(dqs, 3).flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
@@ -62,10 +65,14 @@ def _runs(block: BlockInputs) -> list[tuple[int, int]]:
     return [(begin, min(most, queries - begin)) for begin in range(0, queries, most)]
 
 
-def _scores(block: BlockInputs, begin: int, size: int) -> Tensor:
-    """Return the masked scores of `size` queries, [B, K, H / K, size, T]."""
+def _scores(block: BlockInputs, begin: int, size: int) -> tuple[Tensor, Tensor | None]:
+    """Return the masked scores of `size` queries, [B, K, H / K, size, T], and the slope of the cap there."""
     q, k, mask = block.q, block.k, block.mask
     scores = (q.narrow(3, begin, size) @ k.transpose(-1, -2)) * block.scale
+    slope = None
+    if block.softcap:
+        capped = torch.tanh(scores / block.softcap)
+        scores, slope = block.softcap * capped, 1 - capped * capped
     if mask is not None:
         if mask.size(2) > 1:
             mask = mask.narrow(2, begin, size)
@@ -74,4 +81,4 @@ def _scores(block: BlockInputs, begin: int, size: int) -> Tensor:
         places = torch.arange(begin, begin + size, device=q.device)
         later = torch.arange(k.size(3), device=q.device) > places[:, None]
         scores = scores.masked_fill(later, -torch.inf)
-    return scores
+    return scores, slope

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from .aten import refuses_16_bits
-from .kernel import BlockInputs, Gradients
+from .kernel import BlockInputs, Gradients, Needs
 
 _OLDEST = (2, 7)
 _PLAIN = {
     "dropout_p": 0.0,
     "window_size_left": -1,
     "window_size_right": -1,
-    "softcap": 0.0,
     "alibi_slopes": None,
 }
 
@@ -42,14 +41,21 @@ def _interface() -> tuple[Any, str]:
 
 
 class FlashAttn:
-    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         why = "it cannot be inside compiled code" if torch.compiler.is_compiling() else ""
-        return why or refuses_16_bits(q, v, mask) or _interface()[1]
+        return why or refuses_16_bits(q, v, needs) or _interface()[1]
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in block[:3])
         out, lse, *_ = _interface()[0]._flash_attn_forward(
-            q, k, v, softmax_scale=block.scale, causal=block.causal, return_softmax=False, **_PLAIN
+            q,
+            k,
+            v,
+            softmax_scale=block.scale,
+            causal=block.causal,
+            softcap=block.softcap,
+            return_softmax=False,
+            **_PLAIN,
         )
         return out.transpose(1, 2), lse
 
@@ -66,6 +72,7 @@ class FlashAttn:
             *gradients,
             softmax_scale=block.scale,
             causal=block.causal,
+            softcap=block.softcap,
             deterministic=False,
             **_PLAIN,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel import BlockInputs, Gradients, accumulated, finite
+from .kernel import BlockInputs, Gradients, Needs, accumulated, finite
 
 _ON_A_CPU = "torch's flex_attention has no gradients on a CPU, and no log-sum-exp if compiled for one"
 
@@ -27,7 +27,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 class Flex:
-    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if q.is_cpu:
             return _ON_A_CPU
         if q.dtype == torch.float64:
@@ -52,10 +52,12 @@ class Flex:
 
 
 def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:
-    q, k, v, causal, mask, scale = block
+    q, k, v, causal, mask, scale, softcap = block
     change = None if mask is None else _added(mask)
     if causal:
         change = _causal
+    if softcap:
+        change = _capped(softcap, change)
     outputs: tuple[Tensor, Tensor] = _compiled()(
         q, k, v, score_mod=change, scale=scale, enable_gqa=q.size(1) != k.size(1), return_lse=True
     )
@@ -64,6 +66,14 @@ def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:
 
 def _causal(score: Any, b: Any, h: Any, query: Any, key: Any) -> Any:
     return torch.where(query >= key, score, -torch.inf)
+
+
+def _capped(softcap: float, then: Callable[..., Any] | None) -> Callable[..., Any]:
+    def change(score: Any, b: Any, h: Any, query: Any, key: Any) -> Any:
+        score = softcap * torch.tanh(score / softcap)
+        return score if then is None else then(score, b, h, query, key)
+
+    return change
 
 
 def _added(mask: Tensor) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ class BlockInputs(NamedTuple):
     """Queries [B, H, S, D], keys [B, K, T, D] and values [B, K, T, E] of one block; K divides H.
 
     `causal`: S is T, and query i attends to keys 0 to i. `mask`: added to the scores, [B, H, S, T], of which
-    dims of size 1 broadcast.
+    dims of size 1 broadcast. `softcap`: c, if scores x become c tanh(x / c) before the mask
+    is added; 0: none.
     """
 
     q: Tensor
@@ -22,6 +23,14 @@ class BlockInputs(NamedTuple):
     causal: bool
     mask: Tensor | None
     scale: float
+    softcap: float = 0.0
+
+
+class Needs(NamedTuple):
+    """What a kernel must have besides the attention of q, k and v: masks, and a cap of the scores."""
+
+    mask: bool = False
+    softcap: bool = False
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -33,7 +42,7 @@ class Kernel(Protocol):
     Blockwise also computes heads of width 0; `reason_against` refuses them for all others.
     """
 
-    def refuses(self, q: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         """Return the reason why the kernel cannot compute blocks of these tensors; empty if it can."""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:

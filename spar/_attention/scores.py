@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changes the scores of one attention, block by block: masks, spans, a bias, a cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .blocks import Block
+from .kernels import kernel_for
+from .kernels.kernel import BlockInputs, Kernel, Needs
+from .masks import added, causal_mask, joined, sliced
+from .spans import Spans
+
+# A function of int64 tensors (batch, head, query, key) that broadcast, to what is added to the scores.
+Bias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores become those of one attention.
+
+    Attributes:
+        scale: of the products of queries and keys.
+        softcap: c, if scores x become c tanh(x / c); 0: none.
+        spans: which keys the queries of partial blocks attend to.
+        bias: what is added to the scores.
+        first_head: the number of the first head, for the bias.
+        kernel: its name; None chooses one.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    spans: Spans | None = None
+    bias: Bias | None = None
+    first_head: int = 0
+    kernel: str | None = None
+
+
+class Blocks:
+    """The blocks of one pass over q [B, H, S, D] and k and v [B, K, T, D], with their masks and kernels."""
+
+    def __init__(self, scores: Scores, q: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        """mask: of the whole sequence, [B or 1, H or 1, S, T]."""
+        self._scores, self._mask = scores, mask
+        self._q, self._v = q, v
+        self._kernels: dict[bool, Kernel] = {}
+        # The newest mask of spans, by the ends that it is made of: windows have the same in all blocks.
+        self._newest: tuple[Tensor, tuple[int, int], Tensor] | None = None
+
+    def kernel(self, block: Block) -> Kernel:
+        masked = self._mask is not None or self._scores.bias is not None or block.partial
+        if masked not in self._kernels:
+            needs = Needs(masked, self._scores.softcap > 0)
+            self._kernels[masked] = kernel_for(self._scores.kernel, self._q, self._v, needs)
+        return self._kernels[masked]
+
+    def inputs(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> BlockInputs:
+        """Return a block's parts of q, k and v, and what is added to its scores."""
+        if block.sample >= 0:
+            q, k, v = (x.narrow(0, block.sample, 1) for x in (q, k, v))
+        q = q.narrow(2, block.query, block.queries)
+        k, v = k.narrow(2, block.key, block.keys), v.narrow(2, block.key, block.keys)
+        mask, causal = self._added(block, q), block.causal
+        if mask is not None and causal:
+            # A query may have no key left only by both together, which the kernel must see.
+            mask, causal = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device)), False
+        return BlockInputs(q, k, v, causal, mask, self._scores.scale, self._scores.softcap)
+
+    def _added(self, block: Block, q: Tensor) -> Tensor | None:
+        """Return what masks, spans and bias add to the scores of a block."""
+        result = None
+        if self._mask is not None:
+            mask = sliced(self._mask, block.query_start, block.queries, block.key_start, block.keys)
+            if block.sample >= 0 and mask.size(0) > 1:
+                mask = mask.narrow(0, block.sample, 1)
+            result = added(mask, q.dtype)
+        if block.partial:
+            spans = self._of_spans(block, q)
+            result = spans if result is None else result + spans
+        if self._scores.bias is not None:
+            bias = self._of_bias(self._scores.bias, block, q)
+            result = bias if result is None else result + bias
+        return result
+
+    def _of_spans(self, block: Block, q: Tensor) -> Tensor:
+        """Return 0 where spans let a query attend to a key, and -inf elsewhere."""
+        spans = self._scores.spans
+        assert spans is not None
+        ends = spans.on_cpu.narrow(2, block.query_start, block.queries)
+        if block.sample >= 0 and ends.size(0) > 1:
+            ends = ends.narrow(0, block.sample, 1)
+        # Empty intervals stay empty wherever they are.
+        ends, size = ends - block.key_start, (block.queries, block.keys)
+        if self._newest is not None and self._newest[1] == size and torch.equal(self._newest[0], ends):
+            return self._newest[2]
+        first, end = ends.to(q.device).unflatten(3, (-1, 2))[..., None].unbind(-2)
+        places = torch.arange(block.keys, dtype=torch.int32, device=q.device)
+        allowed = ((places >= first) & (places < end)).any(3)
+        mask = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, -torch.inf)
+        self._newest = ends, size, mask
+        return mask
+
+    def _of_bias(self, bias: Bias, block: Block, q: Tensor) -> Tensor:
+        batch = q.size(0)
+        b, h, query, key = (
+            torch.arange(begin, begin + size, device=q.device)
+            for begin, size in (
+                (max(block.sample, 0), batch),
+                (self._scores.first_head, q.size(1)),
+                (block.query_start, block.queries),
+                (block.key_start, block.keys),
+            )
+        )
+        with torch.enable_grad():
+            value = bias(b[:, None, None, None], h[:, None, None], query[:, None], key)
+        return checked_bias(value, (batch, q.size(1), block.queries, block.keys)).to(q.dtype)
+
+
+def checked_bias(value: object, shape: tuple[int, int, int, int]) -> Tensor:
+    """Check what a bias function returned for indices of this shape."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(f"attention: bias returned {kind}; expected a floating tensor")
+    if value.requires_grad:
+        raise ValueError(
+            "attention: bias returned a tensor that requires a gradient, as a learned bias (T5's) does, and "
+            'has none here; pass it as an added mask with method="ulysses", or detach it'
+        )
+    sizes = [1] * (4 - value.dim()) + list(value.shape)
+    if len(sizes) != 4 or any(size not in (1, most) for size, most in zip(sizes, shape, strict=True)):
+        raise ValueError(
+            f"attention: bias returned a tensor of shape {list(value.shape)}; expected {list(shape)}, or "
+            "one that broadcasts to it"
+        )
+    return value.reshape(sizes)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of a rank's queries and of any keys that spans leave, found in tiles of queries.
+
+For the queries of a tile, the least and the greatest of their first keys and ends say which keys all of them
+attend to, and which some do. It takes as long as the spans are, whatever the number of pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._exchange.layouts import Piece
+from .blocks import Block
+from .spans import Spans
+
+# Queries whose keys are found together: fewer are more calls of kernels, more compute more masked scores.
+TILE = 256
+# A full part shorter than so many tiles is not worth a block of its own.
+_SHORT = 4
+_FAR = 2**31 - 1
+FULL, CAUSAL, PARTIAL = range(3)
+
+
+class Range(NamedTuple):
+    """Keys from `first` to before `end` to which a tile's queries attend, in one of the ways above."""
+
+    first: int
+    end: int
+    kind: int
+
+
+def blocks_by(
+    spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece], most_keys: int = _FAR
+) -> tuple[Block, ...]:
+    """Return the blocks of runs that lie one behind the other in the local tensors.
+
+    most_keys: of one block that is not causal.
+    """
+    held = joined_runs(keys)
+    blocks = []
+    for query, begin, size in _tiles(queries):
+        for sample, ranges in _ranges(spans, begin, size):
+            for first, end, kind in ranges:
+                for key, start, count in held:
+                    low, high = max(first, start), min(end, start + count)
+                    whole = (low, high) == (first, end)
+                    step = high - low if kind == CAUSAL and whole else most_keys
+                    for at in range(low, high, max(step, 1)):
+                        part = min(step, high - at)
+                        place = query, size, key + at - start, part, kind == CAUSAL and whole, begin, at
+                        blocks.append(
+                            Block(*place, kind == PARTIAL or (kind == CAUSAL and not whole), sample)
+                        )
+    return tuple(_taller(blocks))
+
+
+def needed_keys(spans: Spans, runs: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Return the intervals of keys, (first, end), that some query of the runs attends to, in order."""
+    ranges = sorted(
+        {
+            (first, end)
+            for _, begin, size in _tiles(runs)
+            for _, found in _ranges(spans, begin, size)
+            for first, end, _ in found
+        }
+    )
+    needed: list[tuple[int, int]] = []
+    for first, end in ranges:
+        if needed and first <= needed[-1][1]:
+            needed[-1] = needed[-1][0], max(needed[-1][1], end)
+        else:
+            needed.append((first, end))
+    return needed
+
+
+def tile_of_keys(spans: Spans, runs: Sequence[Piece]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Return each tile: its first query in the local tensor and in the sequence, its size, its keys' ends.
+
+    The keys are one interval, of all samples: 0 to 0 if there are none.
+    """
+    for query, begin, size in _tiles(runs):
+        found = [r for _, ranges in _ranges(spans, begin, size) for r in ranges]
+        first, end = min([r.first for r in found], default=0), max([r.end for r in found], default=0)
+        yield query, begin, size, first, end
+
+
+def _tiles(runs: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:
+    """Cut runs at multiples of TILE of the sequence: (place in the local tensor, in the sequence, size)."""
+    at = 0
+    for start, size, _ in runs:
+        done = 0
+        while done < size:
+            part = min(TILE - (start + done) % TILE, size - done)
+            yield at + done, start + done, part
+            done += part
+        at += size
+
+
+def joined_runs(keys: Sequence[Piece]) -> list[tuple[int, int, int]]:
+    """Join runs that adjoin in the sequence: (place in the local tensor, in the sequence, size)."""
+    held: list[tuple[int, int, int]] = []
+    at = 0
+    for start, size, _ in keys:
+        if held and held[-1][1] + held[-1][2] == start:
+            place, first, count = held[-1]
+            held[-1] = place, first, count + size
+        elif size:
+            held.append((at, start, size))
+        at += size
+    return held
+
+
+Samples = list[tuple[int, list[Range]]]
+
+
+def _ranges(spans: Spans, begin: int, size: int) -> Samples:
+    """Return the ranges of a tile by sample, (-1, ranges) if all samples have the same."""
+    if size < TILE:
+        found: Samples = spans.remember(("tile", begin, size), lambda: _classified(spans, begin, size, 1)[0])
+        return found
+    whole = spans.remember(("tiles", TILE), lambda: _classified(spans, 0, TILE, spans.ends.size(2) // TILE))
+    found = whole[begin // TILE]
+    return found
+
+
+def _classified(spans: Spans, begin: int, size: int, count: int) -> list[Samples]:
+    """Classify `count` tiles of `size` queries, of which the first begins at `begin`."""
+    ends = spans.on_cpu.narrow(2, begin, size * count).unflatten(3, (-1, 2)).unflatten(2, (count, size))
+    first, end = ends.unbind(-1)  # [B, H, tiles, size, n]
+    dead = first >= end
+    ahead, behind = first.masked_fill(dead, _FAR), end.masked_fill(dead, 0)
+    places = torch.arange(begin + 1, begin + size * count + 1, dtype=end.dtype, device="cpu")
+    # A query without keys leaves none to which all attend.
+    columns = (
+        ahead.amin((1, 3)),
+        behind.amax((1, 3)),
+        ahead.amax((1, 3)),
+        behind.amin((1, 3)),
+        (end == places.view(count, size, 1)).all(3).all(1),
+    )
+    tiles = []
+    for tile, samples in enumerate(
+        zip(*[column.transpose(0, 1).tolist() for column in columns], strict=True)
+    ):
+        start = begin + tile * size
+        by_sample = [
+            _apart([r for column in zip(*sample, strict=True) for r in _of_column(start, size, *column)])
+            for sample in zip(*samples, strict=True)
+        ]
+        same = all(ranges == by_sample[0] for ranges in by_sample)
+        tiles.append([(-1, by_sample[0])] if same else list(enumerate(by_sample)))
+    return tiles
+
+
+def _of_column(
+    begin: int, size: int, first: int, end: int, full: int, full_end: int, diagonal: bool
+) -> list[Range]:
+    """Return the ranges of one interval of each query of a tile.
+
+    Args:
+        begin, size: of the tile.
+        first, end: the keys to which some query attends.
+        full, full_end: those to which all do.
+        diagonal: whether the interval of each query ends in its own place.
+    """
+    if first >= end:
+        return []
+    if (first, end) == (full, full_end):
+        return [Range(first, end, FULL)]
+    if diagonal and full <= begin:
+        if first < full and begin - full < _SHORT * size:
+            # One block with a mask, not three.
+            return [Range(first, end, PARTIAL)]
+        parts = [Range(first, full, PARTIAL), Range(full, begin, FULL), Range(begin, end, CAUSAL)]
+    elif full_end - full < _SHORT * size:
+        return [Range(first, end, PARTIAL)]
+    else:
+        parts = [Range(first, full, PARTIAL), Range(full, full_end, FULL), Range(full_end, end, PARTIAL)]
+    return [part for part in parts if part.first < part.end]
+
+
+def _apart(ranges: list[Range]) -> list[Range]:
+    """Join ranges that overlap, of several intervals of a query: a block's mask has all intervals."""
+    found: list[Range] = []
+    for r in sorted(ranges):
+        if found and r.first < found[-1].end:
+            found[-1] = Range(found[-1].first, max(found[-1].end, r.end), PARTIAL)
+        else:
+            found.append(r)
+    return found
+
+
+def _taller(blocks: list[Block]) -> list[Block]:
+    """Join full blocks of adjoining queries with the same keys."""
+    found: list[Block] = []
+    last: dict[tuple[int, int, int, int], int] = {}
+    for block in blocks:
+        if block.causal or block.partial:
+            found.append(block)
+            continue
+        place = block.key, block.keys, block.sample
+        index = last.pop((block.query, *place), None)
+        if index is not None and found[index].query_start + found[index].queries == block.query_start:
+            found[index] = found[index]._replace(queries=found[index].queries + block.queries)
+        else:
+            index = len(found)
+            found.append(block)
+        end = block.query + block.queries, *place
+        last[end] = index
+    return found
