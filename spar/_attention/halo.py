@@ -16,9 +16,10 @@ from torch import Tensor
 from .._exchange.arguments import Arguments, apply_together
 from .._exchange.layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, rotated
 from ..sequence_layout import SequenceLayout, numbers_of
+from . import tiles
 from .ring import Round, Shift, selected
 from .spans import Spans
-from .tiles import TILE, blocks_by, needed_keys
+from .tiles import _FAR, blocks_by, needed_keys
 
 
 class Halo(NamedTuple):
@@ -57,7 +58,7 @@ class Halo(NamedTuple):
 def halo_of(spans: Spans, queries: SequenceLayout, keys: SequenceLayout, world: int, rank: int) -> Halo:
     """Return the halo of a rank; its own keys stay, whether its queries attend to them or not."""
     of_queries, of_keys = numbers_of(queries, 0), numbers_of(keys, 0)
-    key = "halo", of_queries, of_keys, world, rank, TILE
+    key = "halo", of_queries, of_keys, world, rank, tiles.TILE
     made: Halo = spans.remember(key, lambda: _halo(spans, of_queries, of_keys, world, rank))
     return made
 
@@ -93,11 +94,17 @@ def within(intervals: Sequence[tuple[int, int]], held: Sequence[Piece]) -> list[
     return found
 
 
-def round_by(spans: Spans, layout: Layout, world: int, rank: int, most_keys: int) -> Round:
-    """Return the blocks of each step of a ring in which only the keys that spans leave go round.
+def round_by(spans: Spans, layout: Layout, world: int, rank: int, most_keys: int = _FAR) -> Round:
+    """Return a ring in which only the keys that spans leave go round, which is remembered.
 
     most_keys: of a block. Steps in which no rank needs keys are left out.
     """
+    key = "round", layout, world, rank, most_keys, tiles.TILE
+    made: Round = spans.remember(key, lambda: _round(spans, layout, world, rank, most_keys))
+    return made
+
+
+def _round(spans: Spans, layout: Layout, world: int, rank: int, most_keys: int) -> Round:
     shards = [pieces(layout, world, peer) for peer in range(world)]
     needs = [needed_keys(spans, shards[peer]) for peer in range(world)]
     steps = [blocks_by(spans, shards[rank], shards[rank], most_keys)]

@@ -15,14 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from .._C import MOST_TENSORS
 from .._control.state import ALONE, Place
 from .._exchange.arguments import ranks_of
-from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, pair, pieces, rotated
+from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, even, pair, pieces, rotated
 from .._group.group import Group
 from .._group.registry import place_of
 from ..ops.all_to_all import How, all_to_all_for
 from ..ops.gather import transpose_for
 from ..sequence_layout import SequenceLayout, numbers_of
 from . import tiles
-from .blocks import Block, blocks_before, blocks_of, keys_before, own_block
+from .blocks import blocks_before, blocks_of, keys_before, own_block
+from .graph_op import Description, in_graph
 from .halo import halo_of, round_by
 from .heads import Heads, heads_of_ranks, is_uniform, layers_of, matching_key_heads
 from .masks import causal_mask, joined, sliced
@@ -54,7 +55,8 @@ def _part(problem: Problem, tensors: Tensors, first: int = 0) -> Part:
     if count < problem.inputs.heads:
         mask = mask.narrow(1, first, count) if mask is not None and mask.size(1) > 1 else mask
         sinks = None if sinks is None else sinks.narrow(0, first, count)
-        spans = None if spans is None else spans.of_heads(first, count)
+        if spans is not None and not torch.compiler.is_compiling():
+            spans = spans.of_heads(first, count)
     scores = Scores(problem.scale, weights.softcap, spans, weights.bias, first, weights.kernel)
     return Part(tensors, mask, sinks, scores)
 
@@ -109,7 +111,9 @@ def _whole(problem: Problem, part: Part) -> Tensor:
     inputs, weights = problem.inputs, problem.weights
     if _is_empty(*part.tensors):
         return _nothing(problem, part)
-    if weights.spans is not None:
+    if weights.uses_spans:
+        if torch.compiler.is_compiling():
+            return _in_graph(problem, part, ALONE, even(0, inputs.queries.total), 1, 0)
         return _by_spans(problem, part, [Piece(0, inputs.queries.total, 0)], [Piece(0, inputs.total_keys, 0)])
     if weights.kernel is not None or not weights.plain:
         runs = _documents(inputs) if inputs.packed else [Piece(0, inputs.queries.total, 0)]
@@ -128,14 +132,16 @@ def _by_blocks(problem: Problem, part: Part, runs: Sequence[Piece]) -> Tensor:
 
 def _by_spans(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequence[Piece]) -> Tensor:
     """Attend with the runs of queries to the keys, runs that this rank holds, as the spans say."""
-    spans = part.scores.spans
-    assert spans is not None
     if problem.weights.dropout_p:
         return _by_tiles(problem, part, runs, keys)
-    most = MOST_KEYS if part.scores.bias is not None else 2**31
-    key = "blocks", tuple(runs), tuple(keys), most, tiles.TILE
-    blocks: tuple[Block, ...] = spans.remember(key, lambda: tiles.blocks_by(spans, runs, keys, most))
+    assert part.scores.spans is not None
+    blocks = tiles.blocks_by(part.scores.spans, runs, keys, _most_keys(part))
     return _attend_locally(problem, part, Round((blocks,)))
+
+
+def _most_keys(part: Part) -> int:
+    """Return how many keys a block may have: a bias is a tensor of all its scores."""
+    return MOST_KEYS if part.scores.bias is not None else 2**31
 
 
 def _attend_locally(problem: Problem, part: Part, blocks: Round, *gathered: Tensor) -> Tensor:
@@ -241,8 +247,12 @@ def gathered(problem: Problem) -> Tensor:
     """Gather K and V on every rank, and attend with this rank's queries."""
     inputs = problem.inputs
     q, k, v = (x.permute(inputs.by_heads) for x in (inputs.q, inputs.k, inputs.v))
-    if problem.weights.spans is not None:
+    by_spans, compiles = problem.weights.uses_spans, torch.compiler.is_compiling()
+    if by_spans and not compiles:
         return _by_halo(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
+    if by_spans and problem.call.world > 1 and inputs.keys == inputs.queries:
+        # The number of keys that a rank needs follows from the spans' values, which a graph does not know.
+        return round_the_ring(problem)
     if inputs.keys is not None:
         among, note = inputs.keys.group, problem.note
         given = [inputs.k, inputs.v]
@@ -273,6 +283,8 @@ def _by_queries(problem: Problem, part: Part) -> Tensor:
     q, k, v = part.tensors
     if _is_empty(q, k, v):
         return _nothing(problem, part)
+    if weights.uses_spans:
+        return _in_graph(problem, part, ALONE, numbers_of(inputs.queries, 0), call.world, call.rank)
     runs = pieces(numbers_of(inputs.queries, 0), call.world, call.rank)
     blockwise = weights.attend is None and weights.dropout_p == 0.0
     skips = weights.causal or inputs.packed or weights.mask is not None
@@ -330,14 +342,16 @@ def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: 
         raise problem.call.error("attend", "a function", expected)
     if weights.dropout_p:
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
-    world, rank, numbers, spans = place.world, place.rank, numbers_of(layout, 0), part.scores.spans
-    if spans is not None:
-        most = MOST_KEYS if part.scores.bias is not None else 2**31
-        key = "round", numbers, world, rank, most, tiles.TILE
-        round_: Round = spans.remember(key, lambda: round_by(spans, numbers, world, rank, most))
+    world, rank, numbers = place.world, place.rank, numbers_of(layout, 0)
+    compiles = torch.compiler.is_compiling()
+    if weights.uses_spans:
+        if compiles:
+            return _in_graph(problem, part, place, numbers, world, rank)
+        assert part.scores.spans is not None
+        round_ = round_by(part.scores.spans, numbers, world, rank, _most_keys(part))
     else:
         # Symbolic ints have no hash.
-        make = _round if torch.compiler.is_compiling() else _cached_round
+        make = _round if compiles else _cached_round
         round_ = make(numbers, world, rank, weights.causal, problem.inputs.packed, part.mask is None)
     ring = Ring(place, round_, part.scores, place, backward_exchanges(round_), problem.note)
     return attend_round(ring, *part.tensors, part.mask, part.sinks)
@@ -369,6 +383,40 @@ def _round(numbers: Layout, world: int, rank: int, causal: bool, packed: bool, p
 
 
 _cached_round = functools.lru_cache(256)(_round)
+
+
+# ---- compiled ----
+
+
+def _in_graph(
+    problem: Problem, part: Part, place: Group | Place, queries: Layout, world: int, rank: int
+) -> Tensor:
+    """Put one op into the graph for spans, whose values a graph does not know: see `graph_op`.
+
+    place: as of a Ring. queries, world, rank: the layout of the queries, and this rank's place in it.
+    """
+    weights, inputs, scores = problem.weights, problem.inputs, part.scores
+    if weights.bias is not None or weights.dropout_p:
+        name, value = ("bias", "a function") if weights.bias is not None else ("dropout_p", weights.dropout_p)
+        raise problem.call.error(name, f"{value} in compiled code, beside spans or a window", "none")
+    left, right = weights.window or (None, None)
+    documents = inputs.queries.numbers[2:] if inputs.packed else ()
+    sides = (-1 if left is None else left, -1 if right is None else right)
+    description = Description(
+        (place.handle, place.world, place.rank),
+        world,
+        rank,
+        queries,
+        inputs.total_keys,
+        (scores.first_head, inputs.heads),
+        (int(weights.causal), *sides, *documents),
+        scores.scale,
+        scores.softcap,
+        scores.kernel or "",
+        problem.note,
+    )
+    ends = None if weights.spans is None else weights.spans.ends
+    return in_graph(description, *part.tensors, part.mask, part.sinks, ends)
 
 
 # ---- hybrid ----

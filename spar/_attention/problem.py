@@ -21,7 +21,7 @@ from .kernels import NAMES, reason_against
 from .kernels.kernel import Needs
 from .masks import checked_mask
 from .scores import Bias
-from .spans import Spans, closed
+from .spans import Spans, with_keywords
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -88,6 +88,11 @@ class Weights:
     dropout_p: float
     attend: Attend | None
     kernel: str | None
+
+    @property
+    def uses_spans(self) -> bool:
+        """Whether spans say which blocks there are."""
+        return self.spans is not None or self.window is not None or self.bias is not None
 
     @property
     def plain(self) -> bool:
@@ -234,7 +239,7 @@ def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: f
         if kernel not in NAMES:
             expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
             raise call.error("attend", repr(kernel), expected)
-        masked = mask is not None or checked.spans is not None
+        masked = mask is not None or checked.uses_spans
         if why := reason_against(kernel, inputs.q, inputs.v, Needs(masked, softcap > 0)):
             expected = f"a kernel that can compute this; {kernel} cannot, as {why}"
             raise call.error("attend", repr(kernel), expected)
@@ -285,24 +290,22 @@ def _checked_sinks(call: Arguments, inputs: Inputs, sinks: Any) -> Tensor | None
 
 
 def _joined_spans(call: Arguments, inputs: Inputs, weights: Weights) -> Spans | None:
-    """Return which keys causality, documents, the window and the caller's spans leave together."""
-    given = weights.spans
-    if given is None and weights.window is None and weights.bias is None:
-        return None
-    queries, keys = inputs.queries.total, inputs.total_keys
-    documents = inputs.queries.numbers[2:] if inputs.packed else ()
-    of_keywords = queries, keys, weights.causal, weights.window, documents
-    if given is None:
-        return closed(*of_keywords)
-    batch = inputs.q.size(inputs.by_heads[0])
-    sizes = zip(given.shape[:2], (batch, inputs.heads), strict=True)
-    if given.shape[2:] != (queries, keys) or any(size not in (1, most) for size, most in sizes):
-        expected = f"Spans of [{batch} or 1, {inputs.heads} or 1, {queries}, {keys}]"
-        raise call.error("mask", f"Spans of {list(given.shape)}", expected)
-    if not weights.causal and weights.window is None and not documents:
+    """Return which keys causality, documents, the window and the caller's spans leave together.
+
+    In compiled code those of the caller alone: `graph_op` joins them when it runs.
+    """
+    given, queries, keys = weights.spans, inputs.queries.total, inputs.total_keys
+    if given is not None:
+        batch = inputs.q.size(inputs.by_heads[0])
+        shape = given.shape
+        fits = shape[2] == queries and shape[3] == keys
+        if not fits or shape[0] not in (1, batch) or shape[1] not in (1, inputs.heads):
+            expected = f"Spans of [{batch} or 1, {inputs.heads} or 1, {queries}, {keys}]"
+            raise call.error("mask", f"Spans of {list(shape)}", expected)
+    if not weights.uses_spans or torch.compiler.is_compiling():
         return given
-    made: Spans = given.remember(of_keywords, lambda: given & closed(*of_keywords))
-    return made
+    documents = inputs.queries.numbers[2:] if inputs.packed else ()
+    return with_keywords(given, (queries, keys, weights.causal, weights.window, documents))
 
 
 def _note(weights: Weights, mask: Tensor | None, scale: float | None) -> str:

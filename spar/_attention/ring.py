@@ -150,7 +150,7 @@ def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[lis
     return tensors, layouts
 
 
-def _forward(
+def forward_of(
     ring: Ring,
     q: Tensor,
     k: Tensor,
@@ -191,7 +191,7 @@ def _forward(
     return out.to(q.dtype), lse
 
 
-class _Backward:
+class Backward:
     """The gradients of one attention of q [B, H, S, D] to k and v [B, K, T, D]."""
 
     def __init__(self, ring: Ring, call: int, grad: Tensor, saved: Sequence[Any]) -> None:
@@ -291,7 +291,7 @@ def _as_items(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x if x.stride(-1) == 1 else x.contiguous()).view(dtype)
 
 
-def _no_autocast(device: str) -> AbstractContextManager[None]:
+def no_autocast(device: str) -> AbstractContextManager[None]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -310,8 +310,8 @@ class SparAttention(torch.autograd.Function):
         *gathered: Tensor,
     ) -> Tensor:
         ctx.ring = ring
-        with _no_autocast(q.device.type):
-            out, lse = _forward(ring, q, k, v, mask, sinks, gathered, True)
+        with no_autocast(q.device.type):
+            out, lse = forward_of(ring, q, k, v, mask, sinks, gathered, True)
         ctx.call = ring.place.calls if isinstance(ring.place, Group) else 0
         ctx.save_for_backward(q, k, v, out, lse, mask, sinks, *gathered)
         return out
@@ -325,8 +325,8 @@ class SparAttention(torch.autograd.Function):
                     "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
-            with _no_autocast(grad.device.type):
-                dq, dk, dv, *others = _Backward(ring, ctx.call, grad, saved).run()
+            with no_autocast(grad.device.type):
+                dq, dk, dv, *others = Backward(ring, ctx.call, grad, saved).run()
                 of_sinks = None if saved[6] is None else others.pop()
                 return None, dq, dk, dv, None, of_sinks, *others
 
@@ -354,5 +354,5 @@ def attend_round(
     leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
         return cast(Tensor, SparAttention.apply(ring, q, k, v, mask, sinks, *gathered))  # type: ignore[no-untyped-call]
-    with _no_autocast(q.device.type):
-        return _forward(ring, q, k, v, mask, sinks, gathered, False)[0]
+    with no_autocast(q.device.type):
+        return forward_of(ring, q, k, v, mask, sinks, gathered, False)[0]

@@ -327,6 +327,21 @@ def _size(where: str, name: str, value: object, least: int = 0) -> int:
     return size
 
 
+# As arguments of `closed`.
+Keywords = tuple[int, int, bool, tuple[int | None, int | None] | None, tuple[int, ...]]
+
+
+def with_keywords(given: Spans | None, keywords: Keywords) -> Spans:
+    """Return what the caller's spans and keywords of `spar.attention` leave together, which is remembered."""
+    if given is None:
+        return closed(*keywords)
+    _, _, causal, window, documents = keywords
+    if not causal and window is None and not documents:
+        return given
+    made: Spans = given.remember(keywords, lambda: given & closed(*keywords))
+    return made
+
+
 @functools.lru_cache(64)
 def closed(
     queries: int,

@@ -35,10 +35,18 @@ class Range(NamedTuple):
 def blocks_by(
     spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece], most_keys: int = _FAR
 ) -> tuple[Block, ...]:
-    """Return the blocks of runs that lie one behind the other in the local tensors.
+    """Return the blocks of runs that lie one behind the other in the local tensors, which are remembered.
 
     most_keys: of one block that is not causal.
     """
+    key = "blocks", tuple(queries), tuple(keys), most_keys, TILE
+    made: tuple[Block, ...] = spans.remember(key, lambda: _blocks(spans, queries, keys, most_keys))
+    return made
+
+
+def _blocks(
+    spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece], most_keys: int
+) -> tuple[Block, ...]:
     held = joined_runs(keys)
     blocks = []
     for query, begin, size in _tiles(queries):

@@ -14,23 +14,27 @@ from .layouts import Args
 
 library = torch.library.Library("spar", "DEF")
 # world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
-_SCHEMA = (
+SCHEMA = (
     "(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
     " bool divide, str gradient, str note, int[] then{}) -> Tensor[]"
 )
 # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
 _TAGS = (torch.Tag.nondeterministic_seeded,)
-# The last output is the number of the call, on the CPU. As `after` it keeps the order of a graph's exchanges
-# (`chained_exchange`); as `forward` it is that of the call whose gradient this one moves.
-library.define("exchange" + _SCHEMA.format(", Tensor? after=None, Tensor? forward=None"), tags=_TAGS)
+# Of the ops that exchange, the last output is the number of the call, on the CPU. As `after` it keeps the
+# order of a graph's exchanges (`chained`); as `forward` it is that of the call whose gradient this one moves.
+_CHAIN = ", Tensor? after=None, Tensor? forward=None"
 
 
-def implement(kernel: Any, fake: Any) -> None:
-    """Give the op what it runs, and what it returns for fake tensors."""
-    library.impl("exchange", kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake("spar::exchange", fake, lib=library)
+def implement(name: str, schema: str, kernel: Any, fake: Any) -> None:
+    """Define an op that exchanges: what it runs, and what it returns for fake tensors.
+
+    schema: its arguments, `{}` behind the last, and `-> Tensor[]`.
+    """
+    library.define(name + schema.format(_CHAIN), tags=_TAGS)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"spar::{name}", fake, lib=library)
     # tracers then chain the exchanges of a graph by tokens: none is dropped, moved or repeated on one rank
-    _register_effectful_op(torch.ops.spar.exchange.default, _EffectType.ORDERED)
+    _register_effectful_op(getattr(torch.ops.spar, name).default, _EffectType.ORDERED)
 
 
 def define(schema: str, function: Any) -> None:
@@ -69,8 +73,8 @@ def number_of_newest() -> torch.Tensor | int:
     return 0 if tracer is None else tracer._spar_exchange[1]
 
 
-def chained_exchange(*arguments: Any, forward: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Call the op with an output of the exchange before it in the same graph.
+def chained(op: Any, *arguments: Any, forward: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Call an op that exchanges with an output of the exchange before it in the same graph.
 
     Its effect keeps an exchange in a graph, but inductor takes effects out of their order (torch 2.13, 2.14).
     The order of inputs and outputs it keeps.
@@ -79,14 +83,16 @@ def chained_exchange(*arguments: Any, forward: torch.Tensor | None = None) -> li
     # torch begins another dict where it traces backward, which must not keep an output of forward
     tokens = getattr(tracer, "_tokens", None)
     of, after = getattr(tracer, "_spar_exchange", (None, None))
-    outputs: list[torch.Tensor] = torch.ops.spar.exchange(
-        *arguments, after if of is tokens else None, forward
-    )
+    outputs: list[torch.Tensor] = op(*arguments, after if of is tokens else None, forward)
     last = outputs.pop()
     if tracer is not None:
         tracer._spar_exchange = tokens, last
     return outputs
 
 
+def chained_exchange(*arguments: Any, forward: torch.Tensor | None = None) -> list[torch.Tensor]:
+    return chained(torch.ops.spar.exchange, *arguments, forward=forward)
+
+
 # what Dynamo sees: the tracer behind it chains the exchanges of its graph
-define("chained_exchange" + _SCHEMA.format(""), chained_exchange)
+define("chained_exchange" + SCHEMA.format(""), chained_exchange)

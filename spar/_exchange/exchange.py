@@ -29,7 +29,7 @@ from .._transports.dtypes import (
     apply_scale,
     copy_items,
 )
-from .dispatch import chained_exchange, flattened, implement, number_of_newest, unflattened
+from .dispatch import SCHEMA, chained_exchange, flattened, implement, number_of_newest, unflattened
 from .layouts import PACKED, ZIGZAG, Args, moved_back, out_shape, packed_index, select, shards_pair, swapped
 from .watch import _dispatch_modes, _functorch_transforms
 
@@ -365,7 +365,7 @@ def _fake_op(
     return [*outputs, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
-implement(_run_op, _fake_op)
+implement("exchange", SCHEMA, _run_op, _fake_op)
 
 
 Steps = Sequence[tuple[Group | Place, tuple[Args, ...]]]

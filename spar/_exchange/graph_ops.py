@@ -23,7 +23,7 @@ from .exchange import MOVE, Chain, Exchange, Tensors, in_steps
 
 
 @constant
-def _code() -> str:
+def code() -> str:
     """Identify what the op does, for its arguments: torch keeps compiled graphs on disk by these."""
     return _digest()
 
@@ -80,6 +80,6 @@ def in_graph(exchange: Exchange | Chain, inputs: Tensors) -> Tensors:
         kind,
         bool(first.gradient),
         first.note,
-        _code(),
+        code(),
     )
     return outputs
