@@ -23,6 +23,8 @@ from spar import SequenceLayout
 from spar._attention.kernels import KERNELS, flash_attn, flex, kernel_for, reason_against
 from spar._attention.kernels.flash_attn import FlashAttn
 from spar._attention.kernels.kernel import BlockInputs, Needs
+from spar._attention.strips import strip_blocks, strips_of
+from spar._exchange.layouts import Piece
 
 pytestmark = pytest.mark.one_transport
 
@@ -31,8 +33,8 @@ DOCUMENTS = [7, 0, 15, 1]
 
 
 class AnyDevice(flex.Flex):
-    def refuses(self, *arguments: Any) -> str:
-        return ""
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
+        return "it takes no window" if needs.window else ""
 
 
 def flex_standin(
@@ -180,3 +182,72 @@ def check_named_errors(rank: int, world: int, group: Group) -> None:
 
 def test_errors_of_named_kernels(ranks: Ranks) -> None:
     ranks(2, check_named_errors)
+
+
+def check_windows(rank: int, world: int, group: Group) -> None:
+    """flash_attn computes windows in long strips, packed documents and a cap among them."""
+    layouts = {
+        "zigzag": SequenceLayout.zigzag(61, group),
+        "even": SequenceLayout.even(61, group),
+        "packed": SequenceLayout.packed([20, 0, 40, 1], group),
+    }
+    place, key = torch.arange(61)[:, None], torch.arange(61)
+    document = torch.arange(3).repeat_interleave(torch.tensor([20, 40, 1]))
+    cases = itertools.product(
+        METHODS, layouts, (False, True), ((5, 0), (0, 3), (4, 2), (None, 7), (30, None))
+    )
+    for way, layout, causal, window in cases:
+        left, right = (61 if side is None else side for side in window)
+        allowed = (place - key <= left) & (key - place <= right)
+        if causal:
+            allowed &= key <= place
+        if layout == "packed":
+            allowed &= document[:, None] == document
+        whole = inputs(61, 4, 1, torch.float64)
+        expected = expected_of(whole, mask=allowed[None, None])
+        attend = partial(spar.attention, layout=layouts[layout], causal=causal, window=window, method=way)
+        for name in ("flash_attn", None):
+            flash_attn_standin.CALLS.clear()
+            with standins():
+                attend = partial(attend, attend=name)
+                found = error_of(
+                    attend, [x.to(torch.bfloat16) for x in whole], expected, layouts[layout].index()
+                )
+            assert found < 0.1, (way, layout, causal, window, name, found)
+            if way == "ulysses" and not (causal and window[0] is None):
+                assert "window" in flash_attn_standin.CALLS, (way, layout, causal, window)
+    refused = "flash_attn cannot, as it takes no mask"
+    mask = spar.Spans.padding(torch.arange(61) % 2)
+    *parts, _ = [x[:, layouts["even"].index()].bfloat16() for x in whole]
+    with standins(), pytest.raises(ValueError, match=refused):
+        spar.attention(*parts, layouts["even"], mask=mask, attend="flash_attn")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_windows_by_flash_attn(ranks: Ranks, world: int) -> None:
+    ranks(world, check_windows)
+
+
+def test_strips_are_the_spans() -> None:
+    for spans in (
+        spar.Spans.window(200, 5, 3),
+        spar.Spans.causal(200) & spar.Spans.documents(torch.arange(200) // 37),
+        spar.Spans.window(200, 40, 0) & spar.Spans.documents((torch.arange(200) + 1) // 50),
+        spar.Spans.causal(200) & spar.Spans.chunks(200, 64),
+        spar.Spans.causal(200) & spar.Spans.padding(torch.arange(200)[None] >= 33),
+        spar.Spans.window(1, 0, 0),
+    ):
+        total = spans.keys
+        covered = torch.zeros(total, total, dtype=torch.int32)
+        found = strips_of(spans)
+        assert found is not None
+        for block in strip_blocks(found, [Piece(0, total, 0)], [Piece(0, total, 0)]):
+            q = torch.arange(block.queries)[:, None] + block.keys - block.queries
+            k = torch.arange(block.keys)
+            left, right = block.window or (total, 0 if block.causal else total)
+            part = (q - k <= left) & (k - q <= right)
+            assert part.any(1).all()
+            covered[block.query :][: block.queries, block.key :][:, : block.keys] += part
+        assert torch.equal(covered, spans.dense()[0, 0].to(torch.int32)), spans
+    assert strips_of(spar.Spans.padding(torch.arange(400) // 50 % 2)) is None
+    assert strips_of(spar.Spans.documents(torch.arange(4000) // 2)) is None

@@ -20,6 +20,8 @@ class Block(NamedTuple):
         query_start, key_start: where the first query and key are in the sequence.
         partial: whether the spans say which of these keys a query attends to.
         sample: the one to which the block is limited; -1: all samples have it.
+        window: (left, right), if query i attends to the keys i - left to i + right alone, counted from the
+            last query and the last key; each has one.
     """
 
     query: int
@@ -31,6 +33,7 @@ class Block(NamedTuple):
     key_start: int
     partial: bool = False
     sample: int = -1
+    window: tuple[int, int] | None = None
 
 
 def blocks_of(
@@ -125,7 +128,7 @@ def _merged(blocks: list[Block], side: int) -> list[Block]:
         for i, last in enumerate(merged):
             if last.causal or block.causal or last[other : other + 2] != block[other : other + 2]:
                 continue
-            if last[side] + last[side + 1] == block[side]:
+            if last[:4][side] + last[:4][side + 1] == block[:4][side]:
                 if side == 0:
                     merged[i] = last._replace(queries=last.queries + block.queries)
                 else:

@@ -8,6 +8,7 @@ the op has the spans as a tensor, and runs what eager code runs: blocks of keys 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -78,7 +79,7 @@ def _ring(description: Description, q: Tensor, ends: Tensor | None) -> Ring:
         runs = pieces(tuple(description.queries), description.world, description.rank)
         blocks = blocks_by(spans, runs, [Piece(0, description.keys, 0)])
         return Ring(ALONE, Round((blocks,)), scores, ALONE, 0)
-    round_ = round_by(spans, tuple(description.queries), world, rank)
+    round_ = round_by(spans, tuple(description.queries), world, rank, partial(blocks_by, spans))
     note = f"{description.note}, hash of the spans {spans.digest:x}"
     group = group_at(handle)
     return Ring(group, round_, scores, group, backward_exchanges(round_), note)

@@ -7,19 +7,23 @@ All ranks know the spans, so that each derives what every rank needs: no sizes a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._exchange.arguments import Arguments, apply_together
-from .._exchange.layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, rotated
+from .._exchange.layouts import WHOLE, Args, Layout, Piece, by_sizes, packed, pair, pieces, rotated
 from ..sequence_layout import SequenceLayout, numbers_of
 from . import tiles
+from .blocks import Block
 from .ring import Round, Shift, selected
 from .spans import Spans
-from .tiles import _FAR, blocks_by, needed_keys
+from .tiles import needed_keys
+
+# Finds the blocks of runs of queries and of keys.
+BlocksMaker = Callable[[Sequence[Piece], Sequence[Piece]], tuple[Block, ...]]
 
 
 class Halo(NamedTuple):
@@ -94,20 +98,25 @@ def within(intervals: Sequence[tuple[int, int]], held: Sequence[Piece]) -> list[
     return found
 
 
-def round_by(spans: Spans, layout: Layout, world: int, rank: int, most_keys: int = _FAR) -> Round:
-    """Return a ring in which only the keys that spans leave go round, which is remembered.
+def round_by(spans: Spans, layout: Layout, world: int, rank: int, blocks: BlocksMaker) -> Round:
+    """Return a ring in which only the keys that spans leave go round.
 
-    most_keys: of a block. Steps in which no rank needs keys are left out.
+    Steps in which no rank needs keys are left out.
     """
-    key = "round", layout, world, rank, most_keys, tiles.TILE
-    made: Round = spans.remember(key, lambda: _round(spans, layout, world, rank, most_keys))
-    return made
+    held, shifts = spans.remember(
+        ("shifts", layout, world, rank, tiles.TILE), lambda: _shifts(spans, layout, world, rank)
+    )
+    runs = pieces(layout, world, rank)
+    return Round(tuple([blocks(runs, keys) for keys in held]), shifts, pair(layout, WHOLE))
 
 
-def _round(spans: Spans, layout: Layout, world: int, rank: int, most_keys: int) -> Round:
+def _shifts(
+    spans: Spans, layout: Layout, world: int, rank: int
+) -> tuple[list[Sequence[Piece]], tuple[Shift, ...]]:
+    """Return the runs of keys that a rank has in each step, and how they come."""
     shards = [pieces(layout, world, peer) for peer in range(world)]
     needs = [needed_keys(spans, shards[peer]) for peer in range(world)]
-    steps = [blocks_by(spans, shards[rank], shards[rank], most_keys)]
+    held: list[Sequence[Piece]] = [shards[rank]]
     shifts = []
     for step in range(1, world):
         sent = [within(needs[(peer + step) % world], shards[peer]) for peer in range(world)]
@@ -119,7 +128,5 @@ def _round(spans: Spans, layout: Layout, world: int, rank: int, most_keys: int) 
         gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
         own = tuple([(at, piece.size) for at, piece in sent[rank]])
         shifts.append(Shift(own, shard, gradient))
-        steps.append(
-            blocks_by(spans, shards[rank], [piece for _, piece in sent[(rank - step) % world]], most_keys)
-        )
-    return Round(tuple(steps), tuple(shifts), pair(layout, (-1,)))
+        held.append([piece for _, piece in sent[(rank - step) % world]])
+    return held, tuple(shifts)

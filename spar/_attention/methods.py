@@ -24,12 +24,14 @@ from ..sequence_layout import SequenceLayout, numbers_of
 from . import tiles
 from .blocks import blocks_before, blocks_of, keys_before, own_block
 from .graph_op import Description, in_graph
-from .halo import halo_of, round_by
+from .halo import BlocksMaker, halo_of, round_by
 from .heads import Heads, heads_of_ranks, is_uniform, layers_of, matching_key_heads
+from .kernels import has_window
 from .masks import causal_mask, joined, sliced
 from .problem import Inputs, Problem
 from .ring import Ring, Round, Shift, attend_round, backward_exchanges, selected
 from .scores import Scores
+from .strips import strip_blocks, strips_of
 
 # q [B, H, S, D], k [B, K, T, D] and v [B, K, T, E].
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -134,14 +136,19 @@ def _by_spans(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequenc
     """Attend with the runs of queries to the keys, runs that this rank holds, as the spans say."""
     if problem.weights.dropout_p:
         return _by_tiles(problem, part, runs, keys)
-    assert part.scores.spans is not None
-    blocks = tiles.blocks_by(part.scores.spans, runs, keys, _most_keys(part))
-    return _attend_locally(problem, part, Round((blocks,)))
+    return _attend_locally(problem, part, Round((_blocks_maker(part)(runs, keys),)))
 
 
-def _most_keys(part: Part) -> int:
-    """Return how many keys a block may have: a bias is a tensor of all its scores."""
-    return MOST_KEYS if part.scores.bias is not None else 2**31
+def _blocks_maker(part: Part) -> BlocksMaker:
+    """Return what finds the blocks of runs of queries and keys by the part's spans."""
+    spans, scores, (q, _, v) = part.scores.spans, part.scores, part.tensors
+    assert spans is not None
+    strips = None if part.mask is not None or scores.bias is not None else strips_of(spans)
+    if strips is not None and has_window(scores.kernel, q, v, scores.softcap > 0):
+        return functools.partial(strip_blocks, strips)
+    # A bias is a tensor of all scores of a block.
+    most = 2**31 if scores.bias is None else MOST_KEYS
+    return functools.partial(tiles.blocks_by, spans, most_keys=most)
 
 
 def _attend_locally(problem: Problem, part: Part, blocks: Round, *gathered: Tensor) -> Tensor:
@@ -348,7 +355,7 @@ def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: 
         if compiles:
             return _in_graph(problem, part, place, numbers, world, rank)
         assert part.scores.spans is not None
-        round_ = round_by(part.scores.spans, numbers, world, rank, _most_keys(part))
+        round_ = round_by(part.scores.spans, numbers, world, rank, _blocks_maker(part))
     else:
         # Symbolic ints have no hash.
         make = _round if compiles else _cached_round

@@ -22,6 +22,7 @@ from .kernels.kernel import Needs
 from .masks import checked_mask
 from .scores import Bias
 from .spans import Spans, with_keywords
+from .strips import strips_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -239,13 +240,24 @@ def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: f
         if kernel not in NAMES:
             expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
             raise call.error("attend", repr(kernel), expected)
-        masked = mask is not None or checked.uses_spans
-        if why := reason_against(kernel, inputs.q, inputs.v, Needs(masked, softcap > 0)):
+        if why := _reason_against(kernel, inputs, checked):
             expected = f"a kernel that can compute this; {kernel} cannot, as {why}"
             raise call.error("attend", repr(kernel), expected)
         if dropout_p:
             raise call.error("dropout_p", f"{dropout_p}", f"0 with the kernel {kernel}")
     return checked
+
+
+def _reason_against(kernel: str, inputs: Inputs, weights: Weights) -> str:
+    """Return why the named kernel cannot compute this; empty if it can."""
+    dense, softcap = weights.mask is not None or weights.bias is not None, weights.softcap > 0
+    why = reason_against(kernel, inputs.q, inputs.v, Needs(dense or weights.uses_spans, softcap))
+    spans = None if dense or torch.compiler.is_compiling() else weights.spans
+    if why and spans is not None and strips_of(spans) is not None:
+        # A kernel that takes windows needs no masks.
+        windowed = reason_against(kernel, inputs.q, inputs.v, Needs(softcap=softcap, window=True))
+        return why if windowed else ""
+    return why
 
 
 def _checked_window(call: Arguments, inputs: Inputs, window: Any) -> tuple[int | None, int | None] | None:

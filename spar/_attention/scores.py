@@ -47,16 +47,16 @@ class Blocks:
         """mask: of the whole sequence, [B or 1, H or 1, S, T]."""
         self._scores, self._mask = scores, mask
         self._q, self._v = q, v
-        self._kernels: dict[bool, Kernel] = {}
+        self._kernels: dict[Needs, Kernel] = {}
         # The newest mask of spans, by the ends that it is made of: windows have the same in all blocks.
         self._newest: tuple[Tensor, tuple[int, int], Tensor] | None = None
 
     def kernel(self, block: Block) -> Kernel:
         masked = self._mask is not None or self._scores.bias is not None or block.partial
-        if masked not in self._kernels:
-            needs = Needs(masked, self._scores.softcap > 0)
-            self._kernels[masked] = kernel_for(self._scores.kernel, self._q, self._v, needs)
-        return self._kernels[masked]
+        needs = Needs(masked, self._scores.softcap > 0, block.window is not None)
+        if needs not in self._kernels:
+            self._kernels[needs] = kernel_for(self._scores.kernel, self._q, self._v, needs)
+        return self._kernels[needs]
 
     def inputs(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> BlockInputs:
         """Return a block's parts of q, k and v, and what is added to its scores."""
@@ -68,7 +68,7 @@ class Blocks:
         if mask is not None and causal:
             # A query may have no key left only by both together, which the kernel must see.
             mask, causal = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device)), False
-        return BlockInputs(q, k, v, causal, mask, self._scores.scale, self._scores.softcap)
+        return BlockInputs(q, k, v, causal, mask, self._scores.scale, self._scores.softcap, block.window)
 
     def _added(self, block: Block, q: Tensor) -> Tensor | None:
         """Return what masks, spans and bias add to the scores of a block."""

@@ -19,9 +19,21 @@ from torch import Tensor
 CALLS: list[str] = []
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int, right: int, cap: float) -> Tensor:
     q, k = (x.float().transpose(1, 2) for x in (q, k))
     scores = q @ k.repeat_interleave(q.size(1) // k.size(1), 1).transpose(-1, -2) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    rows, columns = scores.shape[-2:]
+    ahead = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
+    if left >= 0:
+        scores = scores.masked_fill(ahead < -left, -torch.inf)
+    if right >= 0:
+        scores = scores.masked_fill(ahead > right, -torch.inf)
+    if left >= 0 or right >= 0:
+        CALLS.append("window")
+    # It returns inf as the log-sum-exp of a query without keys, which spar does not handle.
+    assert causal or bool((scores > -torch.inf).any(-1).all())
     if causal:
         rows, columns = scores.shape[-2:]
         allowed = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
@@ -53,10 +65,9 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(q, k, v)
-    plain = (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
-    assert plain == (0.0, -1, -1, 0.0, None, False)
+    assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
     CALLS.append("forward")
-    scores = _scores(q, k, softmax_scale, causal)
+    scores = _scores(q, k, softmax_scale, causal, window_size_left, window_size_right, softcap)
     out = (scores.softmax(-1) @ _wide(v, q.size(2))).transpose(1, 2).to(q.dtype)
     return out, scores.logsumexp(-1), q.new_empty(0), torch.empty(2, dtype=torch.int64)
 
@@ -84,13 +95,16 @@ def _flash_attn_backward(
     assert dq is not None and dk is not None and dv is not None
     _check(dout, q, k, v, out, dq, dk, dv)
     assert softmax_lse.is_contiguous() and softmax_lse.dtype == torch.float32
-    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+    assert (dropout_p, alibi_slopes) == (0.0, None)
     CALLS.append("backward")
     heads = q.size(2)
-    weights = torch.exp(_scores(q, k, softmax_scale, causal) - softmax_lse[..., None])
+    scores = _scores(q, k, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    weights = torch.exp(scores - softmax_lse[..., None])
     upper, wide = dout.float().transpose(1, 2), _wide(v, heads)
     softmax_d = (upper * out.float().transpose(1, 2)).sum(-1)
     inner = weights * (upper @ wide.transpose(-1, -2) - softmax_d[..., None]) * softmax_scale
+    if softcap:
+        inner = inner * (1 - (scores / softcap).masked_fill(weights == 0, 0.0).square())
 
     def summed(x: Tensor) -> Tensor:
         return x.unflatten(1, (k.size(2), -1)).sum(2).transpose(1, 2)

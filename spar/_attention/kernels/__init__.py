@@ -39,6 +39,13 @@ def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
     raise AssertionError("blockwise refuses nothing")
 
 
+def has_window(name: str | None, q: Tensor, v: Tensor, softcap: bool) -> bool:
+    """Whether the named kernel, or the first that can compute the rest, takes windows of these tensors."""
+    kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
+    names = kernels if name is None else [name]
+    return any(not _refusal(kernels[name], q, v, Needs(softcap=softcap, window=True)) for name in names)
+
+
 def _refusal(kernel: Kernel, q: Tensor, v: Tensor, needs: Needs) -> str:
     if kernel is not _BLOCKWISE and 0 in (q.size(3), v.size(3)):
         return f"heads of q or v have width 0: {q.size(3)} and {v.size(3)}"

@@ -8,10 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .kernel import BlockInputs, Gradients, Needs
+from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs
 
 _aten = torch.ops.aten
-NO_SOFTCAP = "it cannot cap scores (softcap)"
 
 
 class FlashCpu:
@@ -22,10 +21,10 @@ class FlashCpu:
             return f"its log-sum-exp has the accuracy of float32, and the tensors are {q.dtype}"
         if q.size(3) != v.size(3):
             return f"heads of q and v differ in width: {q.size(3)} and {v.size(3)}"
-        return NO_SOFTCAP if needs.softcap else ""
+        return lacks(needs)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, mask, scale, _ = block
+        q, k, v, causal, mask, scale, *_ = block
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -36,7 +35,7 @@ class FlashCpu:
         return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, causal, mask, scale, _ = block
+        q, k, v, causal, mask, scale, *_ = block
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -51,16 +50,16 @@ class FlashCuda:
             return "the GPU is older than Ampere"
         if not torch.backends.cuda.flash_sdp_enabled():
             return "torch.backends.cuda.enable_flash_sdp(False) was called"
-        return NO_SOFTCAP if needs.softcap else refuses_16_bits(q, v, needs)
+        return lacks(needs) or refuses_16_bits(q, v, needs)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, _, scale, _ = block
+        q, k, v, causal, _, scale, *_ = block
         k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, causal, _, scale, _ = block
+        q, k, v, causal, _, scale, *_ = block
         heads = k.size(1)
         # The state of the random numbers, of which dropout would use some.
         none = torch.empty((), dtype=torch.int64, device=q.device)
@@ -69,6 +68,13 @@ class FlashCuda:
             grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, none, none, scale=scale
         )
         return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+def lacks(needs: Needs) -> str:
+    """Return which of these needs torch's kernels do not have."""
+    if needs.softcap:
+        return "it cannot cap scores (softcap)"
+    return NO_WINDOW if needs.window else ""
 
 
 def refuses_16_bits(q: Tensor, v: Tensor, needs: Needs) -> str:

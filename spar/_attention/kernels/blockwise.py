@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernel import BlockInputs, Gradients, Needs, accumulated, finite
+from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
 
 # So many scores at a time at most, unless one query alone has more.
 _SCORES = 1 << 24
@@ -14,7 +14,7 @@ _SCORES = 1 << 24
 
 class Blockwise:
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
-        return ""
+        return NO_WINDOW if needs.window else ""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         block = _grouped(block)

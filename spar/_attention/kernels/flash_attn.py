@@ -18,12 +18,7 @@ from .aten import refuses_16_bits
 from .kernel import BlockInputs, Gradients, Needs
 
 _OLDEST = (2, 7)
-_PLAIN = {
-    "dropout_p": 0.0,
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "alibi_slopes": None,
-}
+_PLAIN = {"dropout_p": 0.0, "alibi_slopes": None}
 
 
 @functools.cache
@@ -40,6 +35,11 @@ def _interface() -> tuple[Any, str]:
     return interface, ""
 
 
+def _window(block: BlockInputs) -> dict[str, int]:
+    left, right = block.window or (-1, -1)
+    return {"window_size_left": left, "window_size_right": right}
+
+
 class FlashAttn:
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         why = "it cannot be inside compiled code" if torch.compiler.is_compiling() else ""
@@ -54,6 +54,7 @@ class FlashAttn:
             softmax_scale=block.scale,
             causal=block.causal,
             softcap=block.softcap,
+            **_window(block),
             return_softmax=False,
             **_PLAIN,
         )
@@ -73,6 +74,7 @@ class FlashAttn:
             softmax_scale=block.scale,
             causal=block.causal,
             softcap=block.softcap,
+            **_window(block),
             deterministic=False,
             **_PLAIN,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel import BlockInputs, Gradients, Needs, accumulated, finite
+from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
 
 _ON_A_CPU = "torch's flex_attention has no gradients on a CPU, and no log-sum-exp if compiled for one"
 
@@ -32,7 +32,9 @@ class Flex:
             return _ON_A_CPU
         if q.dtype == torch.float64:
             return f"its log-sum-exp is in float32, and the tensors are {q.dtype}"
-        return "it cannot be inside compiled code" if torch.compiler.is_compiling() else ""
+        if torch.compiler.is_compiling():
+            return "it cannot be inside compiled code"
+        return NO_WINDOW if needs.window else ""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -52,7 +54,7 @@ class Flex:
 
 
 def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:
-    q, k, v, causal, mask, scale, softcap = block
+    q, k, v, causal, mask, scale, softcap, _ = block
     change = None if mask is None else _added(mask)
     if causal:
         change = _causal

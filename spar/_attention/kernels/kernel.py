@@ -14,7 +14,8 @@ class BlockInputs(NamedTuple):
 
     `causal`: S is T, and query i attends to keys 0 to i. `mask`: added to the scores, [B, H, S, T], of which
     dims of size 1 broadcast. `softcap`: c, if scores x become c tanh(x / c) before the mask
-    is added; 0: none.
+    is added; 0: none. `window`: (left, right), if query i attends to the keys i + T - S - left to
+    i + T - S + right alone, of which there is at least one.
     """
 
     q: Tensor
@@ -24,15 +25,18 @@ class BlockInputs(NamedTuple):
     mask: Tensor | None
     scale: float
     softcap: float = 0.0
+    window: tuple[int, int] | None = None
 
 
 class Needs(NamedTuple):
-    """What a kernel must have besides the attention of q, k and v: masks, and a cap of the scores."""
+    """What a kernel must have besides the attention of q, k and v: masks, a cap of the scores, windows."""
 
     mask: bool = False
     softcap: bool = False
+    window: bool = False
 
 
+NO_WINDOW = "it takes masks instead of windows"
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
