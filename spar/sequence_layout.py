@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast, overload
@@ -27,9 +27,20 @@ from ._exchange.layouts import (
     extent,
     packed_index,
     pair,
+    pieces,
     select,
     shards_pair,
     total_of,
+)
+from ._exchange.pieces import (
+    Plan,
+    gather_pieces,
+    halo_plan,
+    remembered_halo,
+    remembered_shift,
+    runs_in_halo,
+    selected,
+    shift_plan,
 )
 from ._exchange.repeated import repeat, scale_key
 from ._exchange.together import exchange_together
@@ -271,6 +282,63 @@ class SequenceLayout:
         """Call `spar.reduce_scatter` with this layout: the input is in natural order."""
         return self._apply("reduce_scatter", x, dim, None, True, exact=True)
 
+    def halo(self, x: torch.Tensor, before: int, dim: int = 1, after: int = 0) -> torch.Tensor:
+        """Extend each of this rank's runs of tokens by those before and behind it, as a convolution needs.
+
+        One exchange moves the tokens of other ranks, and nothing else. Gradients are added at their owners.
+
+        Args:
+            x: this rank's shard, any strided tensor.
+            before, after: how many tokens to add on each side, at least 0. They are those of the sequence, in
+                a packed layout of the run's document; beyond its ends zeros.
+            dim: the sequence's dim.
+
+        Returns:
+            Along dim, for each run (one in an even layout, up to two in zigzag, one for each document in a
+            packed one) the tokens before it, the run, and the tokens behind it. `drop_halo` keeps the runs.
+        """
+        sides = _side("before", before), _side("after", after)
+        return self._gathered("SequenceLayout.halo", x, dim, remembered_halo, halo_plan, sides, 0)
+
+    def drop_halo(self, y: torch.Tensor, before: int, dim: int = 1, after: int = 0) -> torch.Tensor:
+        """Keep this rank's runs of a result as long as that of `halo` with the same arguments."""
+        place, sides = place_of(self.group), (_side("before", before), _side("after", after))
+        runs = pieces(numbers_of(self, 0), place.world, place.rank)
+        parts = runs_in_halo(runs, *sides)
+        expected = sum([size + sum(sides) for _, size in parts])
+        if y.size(dim) != expected:
+            raise ValueError(
+                f"SequenceLayout.drop_halo on rank {place.rank} of {place.world}: y is of size {y.size(dim)} "
+                f"in dim {dim}; expected {expected}, the runs of {self} with {sides[0]} and {sides[1]} tokens"
+            )
+        return selected(y, parts, dim).contiguous()
+
+    def shift(self, x: torch.Tensor, n: int, dim: int = 1, fill: float = 0) -> torch.Tensor:
+        """Replace each token by the n-th one behind it, as labels of the next token; of the same document.
+
+        n: below 0: the -n-th one before it. fill: where the document has no such token.
+        """
+        shift = check_int("SequenceLayout.shift", "n", n, -(2**31), 2**31)
+        return self._gathered("SequenceLayout.shift", x, dim, remembered_shift, shift_plan, (shift,), fill)
+
+    def _gathered(
+        self,
+        name: str,
+        x: torch.Tensor,
+        dim: int,
+        remembered: Callable[..., Plan],
+        plan: Callable[..., Plan],
+        numbers: tuple[int, ...],
+        fill: float,
+    ) -> torch.Tensor:
+        with Arguments(name, x, self.group) as call:
+            layout = checked_numbers(call, "layout", self, call.dim("dim", dim), False)
+            # Symbolic ints have no hash.
+            make = plan if torch.compiler.is_compiling() else remembered
+            made = make((0, *layout[1:]), self.kind == "packed", call.world, call.rank, *numbers)
+            call.note = f"{name} {numbers}"
+            return gather_pieces(call, made, [x], layout[0], call.note, fill)[0]
+
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False
     ) -> Any:
@@ -381,6 +449,10 @@ def checked_numbers(
             text += cumulative_hint(cut)
         raise call.error(f"input_{at}", f"of size {size} in dim {dim}", text)
     return numbers
+
+
+def _side(name: str, tokens: int) -> int:
+    return check_int("SequenceLayout.halo", name, tokens, 0, 2**31)
 
 
 def _total(kind: str, total: int, name: str = "total") -> int:

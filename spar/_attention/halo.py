@@ -6,57 +6,32 @@ All ranks know the spans, so that each derives what every rank needs: no sizes a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from .._exchange.arguments import Arguments, apply_together
-from .._exchange.layouts import WHOLE, Args, Layout, Piece, by_sizes, packed, pair, pieces, rotated
+from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, pair, pieces, rotated
+from .._exchange.pieces import Plan, plan_pieces
 from ..sequence_layout import SequenceLayout, numbers_of
 from . import tiles
 from .blocks import Block
-from .ring import Round, Shift, selected
+from .ring import Round, Shift
 from .spans import Spans
-from .tiles import needed_keys
+from .tiles import needed_keys, union
 
 # Finds the blocks of runs of queries and of keys.
 BlocksMaker = Callable[[Sequence[Piece], Sequence[Piece]], tuple[Block, ...]]
 
 
 class Halo(NamedTuple):
-    """What this rank sends and receives of the keys, along dim 2, so that it holds all that it needs.
+    """What a rank gathers so that it holds all keys that it needs.
 
     Attributes:
-        sent: the parts of this rank's shard that others need, (first, number), by receiver.
-        args: the layouts before and after the exchange of these parts.
-        order: the parts of this rank's shard and of what it received behind it, in the order of the sequence.
-        held: which keys these parts are, one behind the other.
+        plan: how they come.
+        held: which keys they are, one behind the other.
     """
 
-    sent: tuple[tuple[int, int], ...]
-    args: Args
-    order: tuple[tuple[int, int], ...]
+    plan: Plan
     held: tuple[Piece, ...]
-
-    def gathered(self, call: Arguments, note: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange the halo of k and v [B, K, T, D]; return the keys that this rank needs.
-
-        note: what ranks compare besides the layouts.
-        """
-        inputs = [call.beside(selected(x, self.sent), name) for x, name in ((k, "k"), (v, "v"))]
-        inputs[0].note = note
-        received = apply_together(inputs, (self.args, self.args))
-        # A rank that receives nothing keeps the empty tensor in its graph: its peers wait for it in backward.
-        whole = [torch.cat([own, others], 2) for own, others in zip((k, v), received, strict=True)]
-        first, second = (x if self.is_in_order else selected(x, self.order) for x in whole)
-        return first, second
-
-    @property
-    def is_in_order(self) -> bool:
-        return all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(self.order))
 
 
 def halo_of(spans: Spans, queries: SequenceLayout, keys: SequenceLayout, world: int, rank: int) -> Halo:
@@ -69,21 +44,13 @@ def halo_of(spans: Spans, queries: SequenceLayout, keys: SequenceLayout, world: 
 
 def _halo(spans: Spans, queries: Layout, keys: Layout, world: int, rank: int) -> Halo:
     shards = [pieces(keys, world, peer) for peer in range(world)]
-    needs = [needed_keys(spans, pieces(queries, world, peer)) for peer in range(world)]
-    # Of each receiver and each owner, in this order.
-    parts = [
-        [within(needs[to], shards[of]) if to != of else [] for of in range(world)] for to in range(world)
-    ]
-    sizes = [[sum([piece.size for _, piece in part]) for part in row] for row in parts]
-    sent = [(at, piece.size) for row in parts for at, piece in row[rank]]
-    # The parts of one owner are a sequence, sharded by receiver.
-    before = by_sizes(2, [sum([row[of] for row in sizes]) for of in range(world)])
-    after = packed(2, world, [size for row in sizes for size in row])
-    runs = [*shards[rank], *[piece for part in parts[rank] for _, piece in part]]
-    ends = itertools.accumulate([run.size for run in runs], initial=0)
-    placed = sorted([(run.start, at, run) for at, run in zip(ends, runs, strict=False) if run.size > 0])
-    order = tuple([(at, run.size) for _, at, run in placed])
-    return Halo(tuple(sent), pair(before, after), order, tuple([run for _, _, run in placed]))
+    wanted = []
+    for peer in range(world):
+        own = [(run.start, run.start + run.size) for run in shards[peer] if run.size > 0]
+        joined = union([*own, *needed_keys(spans, pieces(queries, world, peer))])
+        wanted.append([(first, end - first) for first, end in joined])
+    held = tuple([Piece(first, size, 0) for first, size in wanted[rank]])
+    return Halo(plan_pieces(shards, wanted, rank), held)
 
 
 def within(intervals: Sequence[tuple[int, int]], held: Sequence[Piece]) -> list[tuple[int, Piece]]:

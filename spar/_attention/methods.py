@@ -16,6 +16,7 @@ from .._C import MOST_TENSORS
 from .._control.state import ALONE, Place
 from .._exchange.arguments import ranks_of
 from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, even, pair, pieces, rotated
+from .._exchange.pieces import gather_pieces, selected
 from .._group.group import Group
 from .._group.registry import place_of
 from ..ops.all_to_all import How, all_to_all_for
@@ -29,7 +30,7 @@ from .heads import Heads, heads_of_ranks, is_uniform, layers_of, matching_key_he
 from .kernels import has_window
 from .masks import causal_mask, joined, sliced
 from .problem import Inputs, Problem
-from .ring import Ring, Round, Shift, attend_round, backward_exchanges, selected
+from .ring import Ring, Round, Shift, attend_round, backward_exchanges
 from .scores import Scores
 from .strips import strip_blocks, strips_of
 
@@ -172,7 +173,7 @@ def _by_tiles(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequenc
                 allowed.append(spans.dense(begin, size, low, high - low))
                 if part.mask is not None:
                     allowed[-1] = joined(sliced(part.mask, begin, size, low, high - low), allowed[-1])
-        of_tile = q.narrow(2, query, size), selected(k, held), selected(v, held)
+        of_tile = q.narrow(2, query, size), selected(k, held, 2), selected(v, held, 2)
         if held:
             outs.append(_kernel(problem, of_tile, torch.cat(allowed, 3), False).nan_to_num(0.0))
         else:
@@ -277,7 +278,7 @@ def _by_halo(problem: Problem, part: Part) -> Tensor:
     else:
         assert part.scores.spans is not None
         halo = halo_of(part.scores.spans, inputs.queries, inputs.keys, call.world, call.rank)
-        k, v = halo.gathered(call, problem.note, k, v)
+        k, v = gather_pieces(call, halo.plan, (k, v), 2, problem.note)
         held = list(halo.held)
     if _is_empty(q, k, v):
         return _nothing(problem, part._replace(tensors=(q, k, v)))

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from .._control.state import Place
 from .._exchange.exchange import Exchange
 from .._exchange.layouts import Args
+from .._exchange.pieces import selected
 from .._exchange.watch import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
@@ -132,20 +133,13 @@ def _coming(step: int, steps: int) -> tuple[int, ...]:
     return (step + 1,) if 2 <= step < steps - 1 else ()
 
 
-def selected(x: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
-    """Return parts of a shard [B, K, T, D], one behind the other."""
-    if len(parts) == 1:
-        return x.narrow(2, *parts[0])
-    return torch.cat([x.narrow(2, *part) for part in parts], 2) if parts else x.narrow(2, 0, 0)
-
-
 def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[list[Tensor], tuple[Args, ...]]:
     """Return the parts of this rank's shard to which other ranks attend in the steps, and their layouts."""
     tensors: list[Tensor] = []
     layouts: tuple[Args, ...] = ()
     for step in steps:
         parts, shard, _ = ring.round.shifts[step - 1]
-        tensors += (selected(k, parts), selected(v, parts))
+        tensors += (selected(k, parts, 2), selected(v, parts, 2))
         layouts += (shard, shard)
     return tensors, layouts
 

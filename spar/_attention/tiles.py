@@ -7,7 +7,7 @@ attend to, and which some do. It takes as long as the spans are, whatever the nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,7 +67,7 @@ def _blocks(
 
 def needed_keys(spans: Spans, runs: Sequence[Piece]) -> list[tuple[int, int]]:
     """Return the intervals of keys, (first, end), that some query of the runs attends to, in order."""
-    ranges = sorted(
+    return union(
         {
             (first, end)
             for _, begin, size in _tiles(runs)
@@ -75,13 +75,17 @@ def needed_keys(spans: Spans, runs: Sequence[Piece]) -> list[tuple[int, int]]:
             for first, end, _ in found
         }
     )
-    needed: list[tuple[int, int]] = []
-    for first, end in ranges:
-        if needed and first <= needed[-1][1]:
-            needed[-1] = needed[-1][0], max(needed[-1][1], end)
+
+
+def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return intervals, (first, end), in order, those that touch joined."""
+    joined: list[tuple[int, int]] = []
+    for first, end in sorted(intervals):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            needed.append((first, end))
-    return needed
+            joined.append((first, end))
+    return joined
 
 
 def tile_of_keys(spans: Spans, runs: Sequence[Piece]) -> Iterator[tuple[int, int, int, int, int]]:

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather listed pieces of a sharded dim: what each rank wants, which may overlap, in one exchange.
+
+All ranks know what every rank holds and wants, so that no sizes are exchanged. What a rank has itself stays.
+The gradient of a piece is added at its owner.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import Arguments, apply_together
+from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, total_of
+
+# (start, size) in the whole; a start of -1 stands for zeros.
+Wanted = Sequence[tuple[int, int]]
+# (first, number) along a dim.
+Part = tuple[int, int]
+ZEROS = -1
+# With more parts than that, one index is faster than a concatenation.
+_FEW = 16
+
+
+class Plan(NamedTuple):
+    """What one rank sends and receives, so that it has the pieces that it wants.
+
+    Attributes:
+        sent: the parts of its shard that others want, by receiver.
+        sizes: how much each receiver wants of each owner's shard, receiver by receiver.
+        order: the parts of its shard, and of what it receives behind it, that make up the result; those that
+            begin at ZEROS are zeros.
+    """
+
+    sent: tuple[Part, ...]
+    sizes: tuple[int, ...]
+    order: tuple[Part, ...]
+
+    def args(self, dim: int, world: int) -> Args:
+        """Return the layouts of the exchange: of what each rank sends, sharded by receiver."""
+        sent = [sum(self.sizes[owner::world]) for owner in range(world)]
+        return pair(by_sizes(dim, sent), packed(dim, world, self.sizes))
+
+
+def plan_pieces(shards: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], rank: int) -> Plan:
+    """Return a rank's plan.
+
+    shards: the runs that each rank holds. wanted: what each rank wants; starts ascend, but for zeros.
+    """
+    held = _ascending(
+        [
+            (start, size, owner, at)
+            for owner, runs in enumerate(shards)
+            for (start, size, _), at in zip(runs, _offsets(runs), strict=True)
+            if size > 0
+        ]
+    )
+    world, sent = len(shards), []
+    sizes = [0] * (world * world)
+    # Of this rank's pieces: (owner, place in its shard or in what it sends to this rank, size).
+    found: list[tuple[int, int, int]] = []
+    for receiver, listed in enumerate(wanted):
+        first = 0
+        for start, size in listed:
+            if start == ZEROS:
+                if receiver == rank and size > 0:
+                    found.append((ZEROS, 0, size))
+                continue
+            while first < len(held) and held[first][0] + held[first][1] <= start:
+                first += 1
+            for run, count, owner, at in itertools.islice(held, first, None):
+                if run >= start + size:
+                    break
+                low, high = max(start, run), min(start + size, run + count)
+                place, cell = at + low - run, receiver * world + owner
+                if receiver == rank:
+                    found.append((owner, place if owner == rank else sizes[cell], high - low))
+                if owner != receiver:
+                    sizes[cell] += high - low
+                    if owner == rank:
+                        sent.append((place, high - low))
+    own = sum([run.size for run in shards[rank]])
+    starts = list(itertools.accumulate(sizes[rank * world : (rank + 1) * world], initial=own))
+    order = [
+        (at if owner in (rank, ZEROS) else starts[owner] + at, size) if owner != ZEROS else (ZEROS, size)
+        for owner, at, size in found
+    ]
+    return Plan(tuple(sent), tuple(sizes), tuple(order))
+
+
+def _ascending(runs: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Sort runs by their starts, which are all different."""
+    if not torch.compiler.is_compiling():
+        return sorted(runs)
+    # Dynamo sorts no symbolic ints.
+    done: list[tuple[int, int, int, int]] = []
+    for run in runs:
+        at = len(done)
+        while at > 0 and done[at - 1][0] > run[0]:
+            at -= 1
+        done.insert(at, run)
+    return done
+
+
+def _offsets(runs: Sequence[Piece]) -> list[int]:
+    return list(itertools.accumulate([run.size for run in runs], initial=0))[:-1]
+
+
+def gather_pieces(
+    call: Arguments, plan: Plan, tensors: Sequence[Tensor], dim: int, note: str = "", fill: float = 0
+) -> list[Tensor]:
+    """Return the wanted pieces of each tensor, of one dtype, one behind the other along dim.
+
+    note: what ranks compare besides the layouts. fill: the value of zeros.
+    """
+    inputs = [call.beside(selected(x, plan.sent, dim), call.input_name) for x in tensors]
+    inputs[0].note = note
+    received = apply_together(inputs, (plan.args(dim, call.world),) * len(tensors))
+    return [_ordered(plan, x, other, dim, fill) for x, other in zip(tensors, received, strict=True)]
+
+
+def _ordered(plan: Plan, own: Tensor, received: Tensor, dim: int, fill: float) -> Tensor:
+    """Put parts of a rank's own and received items in order.
+
+    Both stay in the graph of autograd where none of their items is used: peers wait for the gradient.
+    """
+    size = own.size(dim)
+
+    def filled(count: int) -> Tensor:
+        shape = list(own.shape)
+        shape[dim] = count
+        return own.new_full(shape, fill)
+
+    if len(plan.order) > _FEW:
+        total = size + received.size(dim)
+        ranges = [
+            torch.full((count,), total, device="cpu")
+            if first == ZEROS
+            else torch.arange(first, first + count, device="cpu")
+            for first, count in plan.order
+        ]
+        index = torch.cat(ranges).to(own.device)
+        return torch.cat([own, received, filled(1)], dim).index_select(dim, index)
+    parts = [own.narrow(dim, 0, 0), received.narrow(dim, 0, 0)]
+    for first, count in plan.order:
+        if first == ZEROS:
+            parts.append(filled(count))
+        elif first < size:
+            parts.append(own.narrow(dim, first, count))
+        else:
+            parts.append(received.narrow(dim, first - size, count))
+    return torch.cat(parts, dim)
+
+
+def selected(x: Tensor, parts: Sequence[Part], dim: int) -> Tensor:
+    """Return parts of a tensor, one behind the other along dim; a view if there is one part."""
+    if len(parts) == 1:
+        return x.narrow(dim, *parts[0])
+    if len(parts) > _FEW:
+        index = torch.cat([torch.arange(first, first + count, device="cpu") for first, count in parts])
+        return x.index_select(dim, index.to(x.device))
+    return torch.cat([x.narrow(dim, *part) for part in parts], dim) if parts else x.narrow(dim, 0, 0)
+
+
+# ---- what a halo and a shift want ----
+
+
+def halo_plan(layout: Layout, documents: bool, world: int, rank: int, before: int, after: int) -> Plan:
+    """Return the plan of each run with the tokens before and after it, zeros beyond its document's ends.
+
+    documents: whether the sequences of a packed layout are apart; else the whole is one.
+    """
+    return _plan_runs(layout, documents, world, rank, -before, before + after)
+
+
+def shift_plan(layout: Layout, documents: bool, world: int, rank: int, n: int) -> Plan:
+    """Return the plan of each token's n-th one behind it, or before it; zeros beyond its document's ends."""
+    return _plan_runs(layout, documents, world, rank, n, 0)
+
+
+def _plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: int, more: int) -> Plan:
+    """Return the plan of each run, moved by an offset and longer by `more`."""
+    shards = [pieces(layout, world, peer) for peer in range(world)]
+    ends = _ends(shards) if documents else {0: (0, total_of(layout))}
+    wanted: list[list[tuple[int, int]]] = []
+    for runs in shards:
+        listed: list[tuple[int, int]] = []
+        for run in runs:
+            if run.size > 0:
+                low, high = ends[run.sequence if documents else 0]
+                listed += _clipped(run.start + offset, run.size + more, low, high)
+        wanted.append(listed)
+    return plan_pieces(shards, wanted, rank)
+
+
+remembered_halo = functools.lru_cache(256)(halo_plan)
+remembered_shift = functools.lru_cache(256)(shift_plan)
+
+
+def runs_in_halo(runs: Sequence[Piece], before: int, after: int) -> list[Part]:
+    """Return where the runs are in the result of `halo_plan`."""
+    found, at = [], 0
+    for run in runs:
+        if run.size > 0:
+            found.append((at + before, run.size))
+            at += before + run.size + after
+    return found
+
+
+def _ends(shards: Sequence[Sequence[Piece]]) -> dict[int, tuple[int, int]]:
+    """Return where each packed sequence begins and ends, of which some rank may hold nothing."""
+    found: dict[int, tuple[int, int]] = {}
+    for start, size, sequence in itertools.chain(*shards):
+        low, high = found.get(sequence, (start, start + size))
+        found[sequence] = min(low, start), max(high, start + size)
+    return found
+
+
+def _clipped(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
+    """Return an interval inside of [low, high), with zeros where it is beyond."""
+    first, end = min(max(start, low), high), max(min(start + size, high), low)
+    if first >= end:
+        return [(ZEROS, size)]
+    return [(ZEROS, first - start), (first, end - first), (ZEROS, start + size - end)]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SequenceLayout.halo and shift against the whole sequence: values, gradients and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers.tables import MAKERS
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from spar import SequenceLayout
+from spar._exchange.layouts import pieces
+from spar.sequence_layout import numbers_of
+
+Group = dist.ProcessGroup
+TOTAL = 23
+DOCUMENTS = [7, 0, 1, 1, 14]
+LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
+    **{name: partial(maker.of_total, TOTAL) for name, maker in MAKERS.items() if name != "packed"},
+    "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
+    "few tokens": lambda group: SequenceLayout.even(2, group),
+    "holes": lambda group: SequenceLayout("local", (*(0, 5, 0, 2)[: group.size() - 1], 6), group),
+}
+
+
+def owners(layout: SequenceLayout) -> Tensor:
+    """Return the document of each place of the sequence."""
+    lengths = layout.numbers[2:] if layout.kind == "packed" else (layout.total,)
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+def at(x: Tensor, layout: SequenceLayout, places: Tensor, of: Tensor, fill: float = 0) -> Tensor:
+    """Return x [B, S, C] at places, where they are in the same documents as the places `of`."""
+    document = owners(layout)
+    inside = (places >= 0) & (places < layout.total)
+    inside &= document[places.clamp(0, layout.total - 1)] == document[of]
+    values = x[:, places.clamp(0, layout.total - 1)]
+    return torch.where(inside[:, None], values, torch.full_like(values, fill))
+
+
+def expected_halo(x: Tensor, layout: SequenceLayout, rank: int, before: int, after: int) -> Tensor:
+    parts = [x[:, :0]]
+    for start, size, _ in pieces(numbers_of(layout, 0), layout.group.size(), rank):
+        if size:
+            places = torch.arange(start - before, start + size + after)
+            of = places.clamp(start, start + size - 1)
+            parts.append(at(x, layout, places, of))
+    return torch.cat(parts, 1)
+
+
+def check_halo(rank: int, world: int, group: Group) -> None:
+    for kind, make in LAYOUTS.items():
+        layout = make(group)
+        whole = torch.randn(
+            2, layout.total, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
+        for before, after in ((3, 0), (0, 2), (1, 1), (9, 4), (0, 0), (50, 50)):
+            wholes, leaf = whole.clone().requires_grad_(), whole[:, layout.index()].clone().requires_grad_()
+            expected = expected_halo(wholes, layout, rank, before, after)
+            found = layout.halo(leaf, before, 1, after)
+            assert torch.equal(found, expected), (kind, before, after)
+            # Both derivatives: of a function that is not linear, so that the second one is not 0.
+            weights = torch.arange(1.0, found.numel() + 1, dtype=torch.float64).view(found.shape)
+            one = torch.autograd.grad((weights * found.pow(3)).sum(), leaf, create_graph=True)[0]
+            two = torch.autograd.grad((weights * expected.pow(3)).sum(), wholes, create_graph=True)[0]
+            second = torch.autograd.grad(one.pow(2).sum(), leaf)[0]
+            total = two.clone()
+            dist.all_reduce(total.detach(), group=group)
+            summed = [two.detach().clone()]
+            dist.all_reduce(summed[0], group=group)
+            torch.testing.assert_close(one.detach(), summed[0][:, layout.index()])
+            assert second.shape == leaf.shape
+            kept = layout.drop_halo(found, before, 1, after)
+            assert torch.equal(kept, leaf), (kind, before, after)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_halo_matches_the_whole_sequence(ranks: Ranks, world: int) -> None:
+    ranks(world, check_halo)
+
+
+def check_shift(rank: int, world: int, group: Group) -> None:
+    for kind, make in LAYOUTS.items():
+        layout = make(group)
+        whole = torch.arange(2 * layout.total).view(2, layout.total, 1)
+        own = layout.index()
+        for n in (1, -1, 3, 0, -40):
+            found = layout.shift(whole[:, own], n, fill=-100)
+            assert torch.equal(found, at(whole, layout, own + n, own, -100)), (kind, n)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shift_matches_the_whole_sequence(ranks: Ranks, world: int) -> None:
+    ranks(world, check_shift)
+
+
+def check_compiled(rank: int, world: int, group: Group, kind: str) -> None:
+    def run(x: Tensor, layout: SequenceLayout) -> Tensor:
+        y = layout.halo(x * 2, 3, 2)
+        return layout.drop_halo(y.cumsum(2), 3, 2)
+
+    make = {
+        "even": lambda n: SequenceLayout.even(n, group),
+        "zigzag": lambda n: SequenceLayout.zigzag(n, group),
+        "packed": lambda n: SequenceLayout.packed([n - 9, 9], group),
+    }[kind]
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for total in (40, 47, 53, 64):
+        layout, results = make(total), []
+        x = torch.randn(2, 3, total, dtype=torch.float64)[:, :, layout.index()]
+        for function in (run, compiled, lambda x, layout: checkpoint(run, x, layout, use_reentrant=False)):
+            leaf = x.clone().requires_grad_()
+            y = function(leaf, layout)
+            y.square().sum().backward()
+            results.append((y, leaf.grad))
+        for other in results[1:]:
+            torch.testing.assert_close(other, results[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before in (1, 2)
+
+
+@pytest.mark.one_transport
+@pytest.mark.parametrize("kind", ["even", "zigzag", "packed"])
+def test_halo_compiles(ranks: Ranks, kind: str) -> None:
+    ranks(3, check_compiled, kind, timeout=280)
