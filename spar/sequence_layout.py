@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast, overload
@@ -32,16 +32,8 @@ from ._exchange.layouts import (
     shards_pair,
     total_of,
 )
-from ._exchange.pieces import (
-    Plan,
-    gather_pieces,
-    halo_plan,
-    remembered_halo,
-    remembered_shift,
-    runs_in_halo,
-    selected,
-    shift_plan,
-)
+from ._exchange.pieces import gather_pieces, remembered_plan, runs_in_halo, selected
+from ._exchange.pieces_op import Wish, in_graph
 from ._exchange.repeated import repeat, scale_key
 from ._exchange.together import exchange_together
 from ._exchange.watch import must_record
@@ -297,8 +289,8 @@ class SequenceLayout:
             Along dim, for each run (one in an even layout, up to two in zigzag, one for each document in a
             packed one) the tokens before it, the run, and the tokens behind it. `drop_halo` keeps the runs.
         """
-        sides = _side("before", before), _side("after", after)
-        return self._gathered("SequenceLayout.halo", x, dim, remembered_halo, halo_plan, sides, 0)
+        left, right = _side("before", before), _side("after", after)
+        return self._gathered("SequenceLayout.halo", x, dim, -left, left + right, 0)
 
     def drop_halo(self, y: torch.Tensor, before: int, dim: int = 1, after: int = 0) -> torch.Tensor:
         """Keep this rank's runs of a result as long as that of `halo` with the same arguments."""
@@ -318,26 +310,38 @@ class SequenceLayout:
 
         n: below 0: the -n-th one before it. fill: where the document has no such token.
         """
-        shift = check_int("SequenceLayout.shift", "n", n, -(2**31), 2**31)
-        return self._gathered("SequenceLayout.shift", x, dim, remembered_shift, shift_plan, (shift,), fill)
+        offset = check_int("SequenceLayout.shift", "n", n, -(2**31), 2**31)
+        return self._gathered("SequenceLayout.shift", x, dim, offset, 0, fill)
 
     def _gathered(
-        self,
-        name: str,
-        x: torch.Tensor,
-        dim: int,
-        remembered: Callable[..., Plan],
-        plan: Callable[..., Plan],
-        numbers: tuple[int, ...],
-        fill: float,
+        self, name: str, x: torch.Tensor, dim: int, offset: int, more: int, fill: float
     ) -> torch.Tensor:
+        """Gather each run, moved by an offset and longer by `more`."""
         with Arguments(name, x, self.group) as call:
             layout = checked_numbers(call, "layout", self, call.dim("dim", dim), False)
-            # Symbolic ints have no hash.
-            make = plan if torch.compiler.is_compiling() else remembered
-            made = make((0, *layout[1:]), self.kind == "packed", call.world, call.rank, *numbers)
-            call.note = f"{name} {numbers}"
-            return gather_pieces(call, made, [x], layout[0], call.note, fill)[0]
+            place, note = layout[0], f"offset {offset}, {more} more"
+            numbers, documents = (0, *layout[1:]), self.kind == "packed"
+            where = numbers, documents, call.world, call.rank, offset, more
+            if not is_dynamo_compiling():
+                return gather_pieces(call, remembered_plan(*where), [x], place, note, fill)[0]
+            runs = [run for run in pieces(numbers, call.world, call.rank) if run.size > 0]
+            size = x.size(place) + more * len(runs)
+            wish = Wish(
+                call.group.handle,
+                call.world,
+                call.rank,
+                numbers,
+                documents,
+                offset,
+                more,
+                name,
+                note,
+                place,
+                float(fill),
+                x.size(place),
+                size,
+            )
+            return in_graph(x, wish)
 
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False

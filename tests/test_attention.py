@@ -25,13 +25,13 @@ from torch import Tensor, nn
 import spar
 from spar import SequenceLayout
 from spar._attention import ring
-from spar._attention.heads import heads_of_ranks, layers_of
 from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
 from spar._attention.methods import _round
 from spar._exchange.layouts import Layout, even, extent, packed, zigzag
 from spar._group.registry import group_of
+from spar.ops.heads import heads_of_ranks, layers_of
 
 pytestmark = pytest.mark.one_transport
 

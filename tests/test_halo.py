@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from helpers.tables import MAKERS
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from spar import SequenceLayout
+from spar import MismatchError, SequenceLayout
+from spar._exchange import pieces as pieces_module
+from spar._exchange.arguments import apply_together
 from spar._exchange.layouts import pieces
 from spar.sequence_layout import numbers_of
 
@@ -130,3 +134,51 @@ def check_compiled(rank: int, world: int, group: Group, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["even", "zigzag", "packed"])
 def test_halo_compiles(ranks: Ranks, kind: str) -> None:
     ranks(3, check_compiled, kind, timeout=280)
+
+
+def check_bytes(rank: int, world: int, group: Group) -> None:
+    sent: list[int] = []
+
+    def counted(calls: Any, args: Any) -> Any:
+        sent.extend(call.input.numel() for call in calls)
+        return apply_together(calls, args)
+
+    for total in (40, 4000):
+        for layout, boundaries in (
+            (SequenceLayout.even(total, group), world - 1),
+            # The last rank holds two chunks that adjoin.
+            (SequenceLayout.zigzag(total, group), 2 * world - 2),
+            (SequenceLayout.packed([total // 2, total // 2], group), 2 * (world - 1)),
+        ):
+            sent.clear()
+            x = torch.ones(2, layout.sizes[rank], 5)
+            with mock.patch.object(pieces_module, "apply_together", counted):
+                layout.halo(x, 3)
+            counts: list[Any] = [None] * world
+            dist.all_gather_object(counts, sent, group=group)
+            assert sum(map(sum, counts)) == 3 * 2 * 5 * boundaries, (total, layout)
+
+
+@pytest.mark.one_transport
+def test_halo_moves_the_tokens_before_each_boundary_alone(ranks: Ranks) -> None:
+    ranks(3, check_bytes)
+
+
+def check_errors(rank: int, world: int, group: Group) -> None:
+    layout = SequenceLayout.even(10, group)
+    x = torch.zeros(1, layout.sizes[rank], 2)
+    with pytest.raises(ValueError, match=r"before is -1"):
+        layout.halo(x, -1)
+    with pytest.raises(TypeError, match=r"after is 1.5"):
+        layout.halo(x, 1, 1, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"y is of size {layout.sizes[rank]} in dim 1; expected"):
+        layout.drop_halo(x, 2)
+    with pytest.raises(ValueError, match=r"input_ is of size 10 in dim 1; expected 5"):
+        layout.halo(torch.zeros(1, 10, 2), 2)
+    with pytest.raises(MismatchError):
+        layout.halo(x, 1 + rank)
+
+
+@pytest.mark.one_transport
+def test_errors_of_halo(ranks: Ranks) -> None:
+    ranks(2, check_errors)

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .._C import MOST_TENSORS
 from .._control.state import ALONE, Place
 from .._exchange.arguments import ranks_of
 from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, even, pair, pieces, rotated
 from .._exchange.pieces import gather_pieces, selected
 from .._group.group import Group
 from .._group.registry import place_of
-from ..ops.all_to_all import How, all_to_all_for
 from ..ops.gather import transpose_for
+from ..ops.heads import Dims, gather_heads, scatter_heads
 from ..sequence_layout import SequenceLayout, numbers_of
+from ..sizes import share
 from . import tiles
 from .blocks import blocks_before, blocks_of, keys_before, own_block
 from .graph_op import Description, in_graph
 from .halo import BlocksMaker, halo_of, round_by
-from .heads import Heads, heads_of_ranks, is_uniform, layers_of, matching_key_heads
 from .kernels import has_window
 from .masks import causal_mask, joined, sliced
 from .problem import Inputs, Problem
@@ -82,31 +81,27 @@ def ulysses(problem: Problem) -> Tensor:
     if inputs.keys is None:
         raise problem.call.error("method", '"ulysses" and k and v have no layout', '"gather"')
     head, seq, group = inputs.head, inputs.seq, inputs.queries.group
-    plan = heads_of_ranks(inputs.heads, inputs.key_heads, problem.call.world)
-    out = _whole(problem, _scattered(problem, plan, group, None)).permute(inputs.as_given)
-    how = How(None, plan.queries, None, inputs.queries)
-    return cast(Tensor, all_to_all_for("attention", out, group, (seq, head, None), how))
+    dims = head, seq, group, None
+    out = _whole(problem, _scattered(problem, dims)).permute(inputs.as_given)
+    return cast(Tensor, gather_heads("attention", out, inputs.heads, dims, inputs.queries))
 
 
-def _scattered(problem: Problem, plan: Heads, group: Any, size: int | None) -> Part:
-    """Exchange tokens for this rank's heads: of the whole sequence, or of `size` tokens.
+def _scattered(problem: Problem, dims: Dims) -> Part:
+    """Exchange tokens for this rank's heads: of the whole sequence, or of the dims' number of tokens.
 
     Query heads of the result follow the key heads evenly.
     """
-    inputs, weights = problem.inputs, problem.weights
-    head, seq = inputs.head, inputs.seq
-    layers = layers_of(plan, (MOST_TENSORS - 1) // 2)
-    keys = [layer.select(x, head) for x in (inputs.k, inputs.v) for layer in layers]
-    layouts = [inputs.queries, *[inputs.keys] * len(keys)]
-    sizes = [plan.queries, *[layer.sizes for layer in layers] * 2]
-    how = How(sizes, None, layouts if size is None else None, None)
-    outputs = all_to_all_for("attention", [inputs.q, *keys], group, (head, seq, size), how, problem.note)
-    rank, count = place_of(group).rank, len(layers)
-    i = next((i for i, layer in enumerate(layers) if layer.sizes[rank]), 0)
-    q, k, v = (x.permute(inputs.by_heads) for x in (outputs[0], outputs[1 + i], outputs[1 + count + i]))
-    key_heads = matching_key_heads(plan, inputs.heads // inputs.key_heads, rank)
-    k, v = _matched(k, v, key_heads, weights.attend is not None)
-    return _part(problem, (q, k, v), sum(plan.queries[:rank]))
+    inputs, (_, _, group, size) = problem.inputs, dims
+    layouts = [inputs.queries, inputs.keys, inputs.keys] if size is None else None
+    tensors = scatter_heads(
+        "attention", [inputs.q, inputs.k, inputs.v], inputs.heads, dims, layouts, problem.note
+    )
+    q, k, v = (x.permute(inputs.by_heads) for x in tensors)
+    if problem.weights.attend is not None and k.size(1) not in (0, q.size(1)):
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    place = place_of(group)
+    first = sum([share(inputs.heads, place.world, rank) for rank in range(place.rank)])
+    return _part(problem, (q, k, v), first)
 
 
 def _whole(problem: Problem, part: Part) -> Tensor:
@@ -202,17 +197,6 @@ def _nothing(problem: Problem, part: Part) -> Tensor:
     return zeros
 
 
-def _matched(k: Tensor, v: Tensor, key_heads: Sequence[int], equal: bool) -> tuple[Tensor, Tensor]:
-    """Repeat heads of k and v [B, K, T, D] where query heads do not follow them evenly, or must be `equal`.
-
-    key_heads: the key head of each query head.
-    """
-    if list(key_heads) == list(range(k.size(1))) or (not equal and is_uniform(list(key_heads))):
-        return k, v
-    index = torch.tensor(key_heads, dtype=torch.int64, device=k.device)
-    return k.index_select(1, index), v.index_select(1, index)
-
-
 def _called(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Call the caller's kernel with `[B, S, H, D]`, and check what it returns."""
     assert problem.weights.attend is not None
@@ -305,8 +289,7 @@ def _by_queries(problem: Problem, part: Part) -> Tensor:
     if blockwise and (skips or weights.kernel is not None or not weights.plain):
         return _by_blocks(problem, part, runs)
     if weights.attend is not None:
-        group = inputs.heads // inputs.key_heads
-        k, v = _matched(k, v, [head // group for head in range(inputs.heads)], True)
+        k, v = (x.repeat_interleave(inputs.heads // inputs.key_heads, 1) for x in (k, v))
     whole = part._replace(tensors=(q, k, v))
     return _by_runs(problem, whole, runs if skips else [Piece(0, q.size(2), 0)])
 
@@ -434,12 +417,11 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> Tensor:
     """Exchange tokens for heads in the ulysses group, and let K and V go round the ring group."""
     inputs = problem.inputs
     head, seq = inputs.head, inputs.seq
-    ring_place, place = ranks_of(outer, "attention"), place_of(inner)
+    ring_place = ranks_of(outer, "attention")
     layout = SequenceLayout.zigzag(inputs.queries.total, outer)
-    plan = heads_of_ranks(inputs.heads, inputs.key_heads, place.world)
-    part = _scattered(problem, plan, inner, layout.sizes[ring_place.rank])
+    dims = head, seq, inner, layout.sizes[ring_place.rank]
+    part = _scattered(problem, dims)
     # Without heads, all ranks of this ring group have none.
-    out = _ring(problem, layout, ring_place, part) if plan.queries[place.rank] else _nothing(problem, part)
+    out = _ring(problem, layout, ring_place, part) if part.tensors[0].size(1) else _nothing(problem, part)
     out = out.permute(inputs.as_given)
-    how = How(None, plan.queries, None, None)
-    return cast(Tensor, all_to_all_for("attention", out, inner, (seq, head, None), how))
+    return cast(Tensor, gather_heads("attention", out, inputs.heads, dims, None))

@@ -52,7 +52,7 @@ def plan_pieces(shards: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], ran
 
     shards: the runs that each rank holds. wanted: what each rank wants; starts ascend, but for zeros.
     """
-    held = _ascending(
+    held = sorted(
         [
             (start, size, owner, at)
             for owner, runs in enumerate(shards)
@@ -93,20 +93,6 @@ def plan_pieces(shards: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], ran
     return Plan(tuple(sent), tuple(sizes), tuple(order))
 
 
-def _ascending(runs: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Sort runs by their starts, which are all different."""
-    if not torch.compiler.is_compiling():
-        return sorted(runs)
-    # Dynamo sorts no symbolic ints.
-    done: list[tuple[int, int, int, int]] = []
-    for run in runs:
-        at = len(done)
-        while at > 0 and done[at - 1][0] > run[0]:
-            at -= 1
-        done.insert(at, run)
-    return done
-
-
 def _offsets(runs: Sequence[Piece]) -> list[int]:
     return list(itertools.accumulate([run.size for run in runs], initial=0))[:-1]
 
@@ -121,10 +107,10 @@ def gather_pieces(
     inputs = [call.beside(selected(x, plan.sent, dim), call.input_name) for x in tensors]
     inputs[0].note = note
     received = apply_together(inputs, (plan.args(dim, call.world),) * len(tensors))
-    return [_ordered(plan, x, other, dim, fill) for x, other in zip(tensors, received, strict=True)]
+    return [ordered(plan, x, other, dim, fill) for x, other in zip(tensors, received, strict=True)]
 
 
-def _ordered(plan: Plan, own: Tensor, received: Tensor, dim: int, fill: float) -> Tensor:
+def ordered(plan: Plan, own: Tensor, received: Tensor, dim: int, fill: float) -> Tensor:
     """Put parts of a rank's own and received items in order.
 
     Both stay in the graph of autograd where none of their items is used: peers wait for the gradient.
@@ -170,21 +156,11 @@ def selected(x: Tensor, parts: Sequence[Part], dim: int) -> Tensor:
 # ---- what a halo and a shift want ----
 
 
-def halo_plan(layout: Layout, documents: bool, world: int, rank: int, before: int, after: int) -> Plan:
-    """Return the plan of each run with the tokens before and after it, zeros beyond its document's ends.
+def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: int, more: int) -> Plan:
+    """Return the plan of each run, moved by an offset and longer by `more`; zeros beyond its document's ends.
 
     documents: whether the sequences of a packed layout are apart; else the whole is one.
     """
-    return _plan_runs(layout, documents, world, rank, -before, before + after)
-
-
-def shift_plan(layout: Layout, documents: bool, world: int, rank: int, n: int) -> Plan:
-    """Return the plan of each token's n-th one behind it, or before it; zeros beyond its document's ends."""
-    return _plan_runs(layout, documents, world, rank, n, 0)
-
-
-def _plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: int, more: int) -> Plan:
-    """Return the plan of each run, moved by an offset and longer by `more`."""
     shards = [pieces(layout, world, peer) for peer in range(world)]
     ends = _ends(shards) if documents else {0: (0, total_of(layout))}
     wanted: list[list[tuple[int, int]]] = []
@@ -198,12 +174,11 @@ def _plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: i
     return plan_pieces(shards, wanted, rank)
 
 
-remembered_halo = functools.lru_cache(256)(halo_plan)
-remembered_shift = functools.lru_cache(256)(shift_plan)
+remembered_plan = functools.lru_cache(256)(plan_runs)
 
 
 def runs_in_halo(runs: Sequence[Piece], before: int, after: int) -> list[Part]:
-    """Return where the runs are in the result of `halo_plan`."""
+    """Return where the runs are among runs with their halos."""
     found, at = [], 0
     for run in runs:
         if run.size > 0:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A halo or a shift as one op of torch.compile's graphs.
+
+Which tokens travel follows from comparisons of sizes: traced, each would be a guard. So the op makes the plan
+when it runs, and does what eager code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .._group.group import Call
+from .._group.registry import group_at
+from .dispatch import chained, define, implement, number_of_newest
+from .exchange import Exchange
+from .graph_ops import code
+from .pieces import ZEROS, Plan, ordered, remembered_plan, selected
+from .watch import must_record
+
+
+class Wish(NamedTuple):
+    """What a rank wants, as the arguments of the op's schema.
+
+    Attributes:
+        group, world, rank: a Place.
+        layout, documents, offset, more: as of `plan_runs`.
+        name, note: of the exchange.
+        dim, fill: as of `gather_pieces`.
+        shard, size: of dim, of what the rank holds and of the result.
+    """
+
+    group: int
+    world: int
+    rank: int
+    layout: Sequence[int]
+    documents: bool
+    offset: int
+    more: int
+    name: str
+    note: str
+    dim: int
+    fill: float
+    shard: int
+    size: int
+
+
+_SCHEMA = (
+    "(Tensor x, int group, int world, int rank, SymInt[] layout, bool documents, SymInt offset,"
+    " SymInt more, str name, str note, int dim, float fill, SymInt shard, SymInt size, bool transposed,"
+    " bool records{}) -> {}"
+)
+
+
+def _added_back(plan: Plan, grad: Tensor, shard: int, received: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a rank's shard and of what it received: the transpose of `ordered`."""
+    shape = list(grad.shape)
+    shape[dim] = shard + received
+    sums, at = grad.new_zeros(shape), 0
+    for first, count in plan.order:
+        if first != ZEROS:
+            sums.narrow(dim, first, count).add_(grad.narrow(dim, at, count))
+        at += count
+    return sums.narrow(dim, 0, shard), sums.narrow(dim, shard, received)
+
+
+def _run_op(x: Tensor, *arguments: Any) -> list[Tensor]:
+    count = len(Wish._fields)
+    wish, (transposed, records) = Wish(*arguments[:count]), arguments[count : count + 2]
+    _after, forward = (*arguments[count + 2 :], None, None)[:2]
+    group, dim = group_at(wish.group), wish.dim
+    plan = remembered_plan(tuple(wish.layout), wish.documents, wish.world, wish.rank, wish.offset, wish.more)
+    with Call(group, wish.name, 1, x.device.type):
+        key = wish.name, wish.note, plan, dim, records
+        exchange = group.exchanges.get(key)
+        if exchange is None:
+            args = plan.args(dim, wish.world)
+            exchange = Exchange(wish.name, group, (args,), records=records, note=wish.note)
+            group.exchanges[key] = exchange
+        if not transposed:
+            received = exchange.run([selected(x, plan.sent, dim)])[0]
+            output = ordered(plan, x, received, dim, wish.fill)
+        else:
+            size = sum(plan.sizes[wish.rank * wish.world : (wish.rank + 1) * wish.world])
+            own, others = _added_back(plan, x, wish.shard, size, dim)
+            back = exchange.transposed.run([others], 0 if forward is None else int(forward))[0]
+            at, output = 0, own.contiguous()
+            for first, size in plan.sent:
+                output.narrow(dim, first, size).add_(back.narrow(dim, at, size))
+                at += size
+    return [output, torch.tensor(group.count(), device="cpu")]
+
+
+def _fake_op(x: Tensor, *arguments: Any) -> list[Tensor]:
+    wish, transposed = Wish(*arguments[: len(Wish._fields)]), arguments[len(Wish._fields)]
+    shape = list(x.shape)
+    shape[wish.dim] = wish.shard if transposed else wish.size
+    return [x.new_empty(shape), torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+implement("pieces", _SCHEMA.replace("-> {}", "-> Tensor[]"), _run_op, _fake_op)
+
+
+class SparPieces(torch.autograd.Function):
+    """The op, whose derivative is its transpose, of which it is the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wish: Wish, transposed: bool, forward: Any) -> Tensor:
+        output = chained(torch.ops.spar.pieces, x, *wish, transposed, True, forward=forward)[0]
+        number = number_of_newest()
+        ctx.call = wish, transposed, number if isinstance(number, Tensor) else None
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        wish, transposed, number = ctx.call
+        # Zeros that were filled have no gradient, and the gradient of others no other fill.
+        wish = wish._replace(fill=0.0)
+        return _apply(grad, wish, not transposed, number), None, None, None
+
+
+def _apply(x: Tensor, wish: Wish, transposed: bool, forward: Tensor | None) -> Tensor:
+    if torch.is_grad_enabled() and must_record((x,)):
+        return cast(Tensor, SparPieces.apply(x, wish, transposed, forward))  # type: ignore[no-untyped-call]
+    return chained(torch.ops.spar.pieces, x, *wish, transposed, True, forward=forward)[0]
+
+
+def _run(x: Tensor, *arguments: Any) -> Tensor:
+    wish = Wish(*arguments[: len(Wish._fields)])
+    if must_record((x,)):
+        return cast(Tensor, SparPieces.apply(x, wish, False, None))  # type: ignore[no-untyped-call]
+    return chained(torch.ops.spar.pieces, x, *wish, False, False)[0]
+
+
+define("gather_pieces" + _SCHEMA.format(", str code", "Tensor"), _run)
+
+
+def in_graph(x: Tensor, wish: Wish) -> Tensor:
+    """Put one op into Dynamo's graph for what `gather_pieces` does."""
+    output: Tensor = torch.ops.spar.gather_pieces(x, *wish, False, False, code())
+    return output

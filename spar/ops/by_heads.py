@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`by_heads`: run a function on whole sequences of this rank's heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._exchange.arguments import Arguments
+from ..sequence_layout import SequenceLayout, checked_numbers
+from .heads import gather_heads, heads_of_ranks, scatter_heads
+
+_NAME = "by_heads"
+
+
+def by_heads(
+    fn: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    layout: SequenceLayout,
+    *,
+    parameters: Sequence[Tensor | None] = (),
+    like: int | Sequence[int] = 0,
+    cu_seqlens: bool = False,
+    seq_dim: int = 1,
+    head_dim: int = 2,
+) -> Any:
+    """Exchange tokens for heads, run a function on the whole sequence of own heads, and exchange back.
+
+    For functions that mix tokens, head by head: linear attention, state spaces, any attention. One exchange
+    moves all tensors, of any dtypes, and one the results. Gradients are exact: those of parameters, also of
+    `parameters`, are to be summed over the ranks.
+
+    Args:
+        fn: called as fn(*tensors, *parameters) with the whole sequence in natural order, `[B, S, H_r, ...]`
+            for this rank's share H_r of the heads. In a packed layout it is called for each document by
+            itself. It returns a tensor `[B, S, H_r, ...]`, or a tuple of such. Not called on a rank without
+            heads.
+        tensors: this rank's tokens, `[B, S_local, H_i, ...]`. H is the largest H_i, and each H_i divides H:
+            head h goes with head h // (H / H_i). Where a rank's heads do not follow its H_i evenly, these are
+            repeated, so that fn may rely on its tensors' own numbers of heads.
+        layout: how the sequence lies on the ranks.
+        parameters: tensors `[H, ...]`, the same on all ranks, of which fn receives the own heads; or None.
+        like: for each result, the tensor whose shape behind the heads, and dtype, it has: on a rank without
+            heads nothing else says it.
+        cu_seqlens: whether fn keeps packed documents apart itself: it is then called once, with
+            cu_seqlens=, int32 `[documents + 1]` on the tensors' device.
+        seq_dim, head_dim: where S and H are in the tensors and results.
+
+    Returns:
+        What fn returns, `[B, S_local, H, ...]`, contiguous.
+
+    Raises:
+        ValueError, TypeError: a tensor does not fit the layout or the heads, or a result has another shape.
+        MismatchError: calls differ between ranks. Every rank raises.
+    """
+    tensors = list(tensors)
+    if not tensors:
+        raise ValueError(f"{_NAME}: tensors is empty; expected at least one tensor [B, S_local, H, ...]")
+    with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 3) as call:
+        seq, head = _dims(call, tensors, layout, seq_dim, head_dim)
+        heads = max([x.size(head) for x in tensors])
+        for i, x in enumerate(tensors):
+            if x.size(head) == 0 or heads % x.size(head):
+                raise call.error(
+                    f"tensors[{i}]", f"of {x.size(head)} heads", f"a number that divides {heads}"
+                )
+        of_results = [like] if isinstance(like, int) else list(like)
+        for index in of_results:
+            if not 0 <= index < len(tensors) or tensors[index].size(head) != heads:
+                raise call.error("like", like, f"the index of a tensor of {heads} heads, for each result")
+        dims = head, seq, layout.group, None
+        sent, items = _as_items(tensors)
+        received = scatter_heads(_NAME, sent, heads, dims, [layout] * len(sent))
+        own = [_from_items(x, y) for x, y in zip(received, tensors, strict=True)]
+        plan = heads_of_ranks(heads, heads, call.world)
+        count, first = plan.queries[call.rank], sum(plan.queries[: call.rank])
+        if count:
+            narrowed = _narrowed(call, parameters, heads, first, count)
+            results = _called(fn, own, narrowed, layout, cu_seqlens, seq)
+            shape = [*own[of_results[0]].shape[:3]]
+            results = _checked(call, results, len(of_results), shape, isinstance(like, int))
+        else:
+            results = [_nothing(own, own[index], head, parameters) for index in of_results]
+        sent, _ = _as_items(results, items)
+        gathered = gather_heads(_NAME, sent, heads, dims, layout)
+        outputs = [_from_items(x, y).contiguous() for x, y in zip(gathered, results, strict=True)]
+        return outputs[0] if isinstance(like, int) else tuple(outputs)
+
+
+def _dims(
+    call: Arguments, tensors: Sequence[Tensor], layout: SequenceLayout, seq_dim: int, head_dim: int
+) -> tuple[int, int]:
+    """Check the dims of S and H, and that each tensor has this rank's tokens."""
+    seq, head = call.dim("seq_dim", seq_dim), call.dim("head_dim", head_dim)
+    if seq == head or max(seq, head) > 2:
+        raise call.error("seq_dim", f"{seq_dim} and head_dim is {head_dim}", "two of the first three dims")
+    shape = None
+    for i, x in enumerate(tensors):
+        other = call.beside(x, f"tensors[{i}]")
+        if x.dim() < 3:
+            raise call.error(f"tensors[{i}]", f"of shape {list(x.shape)}", "[B, S_local, H, ...]")
+        checked_numbers(other, "layout", layout, seq, False)
+        batch = x.size(3 - seq - head)
+        if shape is not None and (batch, x.device) != shape:
+            raise call.error(f"tensors[{i}]", f"of batch {batch} on {x.device}", f"{shape[0]} on {shape[1]}")
+        shape = batch, x.device
+    return seq, head
+
+
+def _narrowed(
+    call: Arguments, parameters: Sequence[Tensor | None], heads: int, first: int, count: int
+) -> list[Tensor | None]:
+    for i, x in enumerate(parameters):
+        if x is not None and (x.dim() == 0 or x.size(0) != heads):
+            raise call.error(f"parameters[{i}]", f"of shape {list(x.shape)}", f"[{heads}, ...] or None")
+    return [None if x is None else x.narrow(0, first, count) for x in parameters]
+
+
+def _called(
+    fn: Callable[..., Any],
+    own: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+    layout: SequenceLayout,
+    cu_seqlens: bool,
+    seq: int,
+) -> Any:
+    """Call fn for the sequence, or for each packed document."""
+    lengths = layout.numbers[2:] if layout.kind == "packed" else (layout.total,)
+    if cu_seqlens:
+        return fn(*own, *parameters, cu_seqlens=layout.cu_seqlens().to(own[0].device))
+    if len(lengths) == 1:
+        return fn(*own, *parameters)
+    results = [
+        fn(*[x.narrow(seq, end - length, length) for x in own], *parameters)
+        for end, length in zip(accumulate(lengths), lengths, strict=True)
+        if length
+    ]
+    if not results or isinstance(results[0], Tensor):
+        return torch.cat(results, seq)
+    return tuple([torch.cat(parts, seq) for parts in zip(*results, strict=True)])
+
+
+def _checked(call: Arguments, results: Any, count: int, shape: list[int], one: bool) -> list[Tensor]:
+    """Check what fn returned: tensors that begin with the shape."""
+    listed = [results] if one else list(results) if isinstance(results, (tuple, list)) else []
+    if len(listed) != count:
+        raise call.error("the result of fn", f"a {type(results).__name__}", f"{count} tensors")
+    for x in listed:
+        if not isinstance(x, Tensor) or list(x.shape[:3]) != shape:
+            value = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise call.error("the result of fn", value, f"a tensor of shape {shape} and more")
+    return listed
+
+
+def _nothing(own: Sequence[Tensor], like: Tensor, head: int, parameters: Sequence[Tensor | None]) -> Tensor:
+    """Return a result without heads that depends on all tensors, whose gradients the peers exchange."""
+    result = like.narrow(head, 0, 0)
+    for x in (*own, *parameters):
+        if x is not None and x.is_floating_point():
+            none = x.reshape(-1)[:0]
+            result = result + (none * none).sum(dtype=like.dtype)
+    return result
+
+
+# ---- one exchange of several dtypes ----
+
+
+class _View(torch.autograd.Function):
+    """View a tensor as another dtype, bit by bit, and its gradient likewise back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.contiguous().view(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _viewed(grad, ctx.dtype), None
+
+
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else cast(Tensor, _View.apply(x, dtype))  # type: ignore[no-untyped-call]
+
+
+def _as_items(
+    tensors: Sequence[Tensor], items: torch.dtype | None = None
+) -> tuple[list[Tensor], torch.dtype]:
+    """View tensors as items of one dtype, the narrowest of theirs, with one more dim to grow; return it, too.
+
+    An exchange moves items and computes nothing, so that their values do not matter.
+    """
+    if items is None:
+        items = min(
+            [x.dtype for x in tensors], key=lambda dtype: (dtype.itemsize, not dtype.is_floating_point)
+        )
+    if all(x.dtype == items for x in tensors):
+        return list(tensors), items
+    return [_viewed(x[..., None], items) for x in tensors], items
+
+
+def _from_items(x: Tensor, like: Tensor) -> Tensor:
+    """Undo `_as_items`; like: a tensor of the dtype and number of dims."""
+    return x if x.dim() == like.dim() else _viewed(x, like.dtype)[..., 0]
