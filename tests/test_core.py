@@ -179,27 +179,27 @@ def test_ring(program: Builder, kind: str) -> None:
 @each(*BUILDS)
 def test_calls_over_tcp(program: Builder, world: int, kind: str) -> None:
     """Calls of any size; calls that differ, failures, breaks, deadlines and closes reach all ranks."""
-    done = run(program(kind), "links", "calls", str(world))
+    done = run(program(kind), "links", str(world))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @each(*BUILDS)
 def test_hostile_far_rank_ends_in_an_error(program: Builder, kind: str) -> None:
     """Messages of other lengths, other calls or other kinds than expected, or cut short."""
-    done = run(program(kind), "links", "hostile")
+    done = run(program(kind), "messages", "hostile")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @each(*BUILDS)
 def test_bytes_follow_their_message_on_a_full_connection(program: Builder, kind: str) -> None:
-    done = run(program(kind), "links", "full")
+    done = run(program(kind), "messages", "full")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @each(*BUILDS)
 def test_strangers_do_not_disturb_tcp_set_up(program: Builder, kind: str) -> None:
     """Strangers that connect to the listener and say nothing, send garbage, or replay greetings."""
-    done = run(program(kind), "links", "strangers")
+    done = run(program(kind), "strangers")
     assert (done.returncode, done.stderr) == (0, "")
 
 
