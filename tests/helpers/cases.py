@@ -47,9 +47,11 @@ class Part:
         shape = self.shape
         if self.layout == "expanded":
             shape = tuple(1 if n > 1 and i % 2 == 0 else n for i, n in enumerate(shape))
-        index = torch.arange(torch.Size(shape).numel()).view(shape)
-        if self.item == 1:
-            index = index % 251  # a prime: equal cells are not a power of two apart
+        count = torch.Size(shape).numel()
+        if self.item == 1:  # modulo a prime: equal cells are not a power of two apart
+            cycle = torch.arange(251, dtype=torch.uint8)
+            return cycle.repeat(-(-count // 251))[:count].view(*shape, 1).expand(*self.shape, 1)
+        index = torch.arange(count).view(shape)
         shifts = (8 * torch.arange(self.item)).clamp(max=56)
         return (index.unsqueeze(-1) >> shifts & 255).to(torch.uint8).expand(*self.shape, self.item)
 
@@ -89,8 +91,8 @@ class Case:
     def expected(self) -> list[tuple[torch.Tensor, ...]]:
         return list(zip(*(part.expected(self.world) for part in self.parts), strict=True))
 
-    def plans(self, sides: int = 0) -> list[Plan]:
-        return core.build_plans(self.op, self.inputs(), self.args, sides)
+    def plans(self, sides: int = 0, inputs: list[tuple[torch.Tensor, ...]] | None = None) -> list[Plan]:
+        return core.build_plans(self.op, self.inputs() if inputs is None else inputs, self.args, sides)
 
 
 LARGEST = {1: 150, 2: 40, 3: 13, 4: 7, 5: 4, 6: 3}  # extents by ndim: about a thousand cells
