@@ -6,13 +6,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Ranks
 from test_faults import start as start_processes
 
 import spar
@@ -23,6 +24,8 @@ import namespaces
 from namespaces import Network
 
 Shape = Sequence[int]  # the number of ranks of each host
+SHAPES = {"2 + 2": (2, 2), "3 + 1": (3, 1)}  # most tests run on both
+WORLD = 4
 
 
 @functools.cache
@@ -105,3 +108,22 @@ def _run(
     if set_up:
         spar.all_gather(torch.zeros(1))
     function(rank, folder, *args)
+
+
+def pool_of(shape: str) -> Iterator[Ranks]:
+    """Yield four ranks on two hosts, which the tests of a module share. spar chooses their transport."""
+    with Hosts(SHAPES[shape]) as hosts:
+        pool = Ranks((WORLD,), entering=[hosts.entering(rank) for rank in range(WORLD)])
+        pool.transport = ""
+        yield pool
+        pool.stop()
+
+
+def group_with(limit: float) -> dist.ProcessGroup:
+    """Return a new group of all ranks, after its first call, whose calls time out after `limit` seconds."""
+    group = dist.new_group(list(range(WORLD)))
+    os.environ["SPAR_TIMEOUT"] = str(limit)
+    spar.all_gather(torch.zeros(1), group)
+    del os.environ["SPAR_TIMEOUT"]
+    dist.barrier()
+    return group
