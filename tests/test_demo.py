@@ -3,43 +3,81 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from test_faults import finish, start
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytest.importorskip("matplotlib", reason="make demo's, with tqdm")
 SMALL = ["--steps", "12", "--batch", "1", "--seq", "130", "--dim", "48", "--layers", "1"]
 
 
-def run(script: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def run(script: Path, *arguments: str) -> tuple[int, str, str]:
+    """Return the exit status, stdout and stderr of two ranks of torchrun."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, str(script), *SMALL, *arguments]
-    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout, done.stderr
+
+
+def main_of(rank: int, folder: Path, port: int, arguments: list[str], tolerance: float | None) -> None:
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="localhost")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY), descriptor)
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = ["train.py", *SMALL, *arguments]
+    import train
+
+    train.TOLERANCE = train.TOLERANCE if tolerance is None else tolerance
+    train.main()
+
+
+def run_forked(folder: Path, *arguments: str, tolerance: float | None = None) -> tuple[int, str, str]:
+    """Run train.main as `run` does, on ranks that are forks: they need not import torch."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
+    ranks = start(main_of, 2, folder, store.port, list(arguments), tolerance, initialize=False)
+    codes = finish(ranks, 200)
+    out, err = (
+        "".join((folder / f"{rank}.{name}").read_text() for rank in (0, 1)) for name in ("out", "err")
+    )
+    assert None not in codes, err
+    return max(abs(code or 0) for code in codes), out, err
 
 
 @pytest.mark.parametrize("layout", ["plain", "hybrid", "packed"])
 def test_demo_reports_a_rank_share_of_memory_and_its_exchanges(tmp_path: Path, layout: str) -> None:
-    done = run(EXAMPLES / "train.py", 2, "--layout", layout, "--out", str(tmp_path / "demo.png"))
-    assert done.returncode == 0, done.stderr
+    arguments = ("--layout", layout, "--out", str(tmp_path / "demo.png"))
+    code, out, err = (
+        run(EXAMPLES / "train.py", *arguments) if layout == "plain" else run_forked(tmp_path, *arguments)
+    )
+    assert code == 0, err
     assert (tmp_path / "demo.png").stat().st_size > 10_000
-    report = [line for line in done.stdout.splitlines() if line]
-    assert len(report) <= 14, done.stdout
-    (share,) = re.findall(r"MB on a rank \((\d+)%\)", done.stdout)
+    report = [line for line in out.splitlines() if line]
+    assert len(report) <= 14, out
+    (share,) = re.findall(r"MB on a rank \((\d+)%\)", out)
     assert 49 <= int(share) <= 55
-    (longest,) = re.findall(r"([\d,]+) tokens instead of 130", done.stdout)
+    (longest,) = re.findall(r"([\d,]+) tokens instead of 130", out)
     assert 235 <= int(longest) <= 265
-    (exchanges, part) = re.findall(r"^(\d+) exchanges of a step: .*, (\d+)% of it$", done.stdout, re.M)[0]
+    (exchanges, part) = re.findall(r"^(\d+) exchanges of a step: .*, (\d+)% of it$", out, re.M)[0]
     assert 5 <= int(exchanges) <= 7 and 0 < int(part) < 100
 
 
 def test_demo_fails_where_a_loss_differs_from_one_process(tmp_path: Path) -> None:
-    script = tmp_path / "differs.py"
-    add = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import train"
-    script.write_text(f"{add}; train.TOLERANCE = -1; train.main()")
-    done = run(script, 2)
-    assert done.returncode != 0 and not (tmp_path / "demo.png").exists()
-    assert "step 0: the loss differs from one process on ranks [0, 1]" in done.stderr
+    code, _, err = run_forked(tmp_path, tolerance=-1)
+    assert code != 0 and not (tmp_path / "demo.png").exists()
+    assert "step 0: the loss differs from one process on ranks [0, 1]" in err
