@@ -227,6 +227,23 @@ def test_another_backend_than_gloo_moves_bytes_between_hosts(
     assert finish(start(call_over_mpi, 2, tmp_path, set_up=False, **environment), 60) == [0, 0]
 
 
+def exclude_torch_over_mpi(rank: int, folder: Path) -> None:
+    setup._host_id = lambda: bytes([1 + rank]) * 16
+    setup.backend_name = lambda group, device: "mpi"
+    reason = r"tcp: the group's backend for CPU tensors is mpi.*; unset it, or set it to the transport to use"
+    text = rf"SPAR_TRANSPORT=\^torch leaves no transport for cpu tensors \(.*{reason}"
+    with pytest.raises(spar.TransportError, match=text):
+        gather(torch.zeros(1), None, 0)
+    with pytest.raises(spar.SparError):  # without a wait for a peer
+        gather(torch.zeros(1), None, 0)
+
+
+def test_no_transport_beside_another_backend_than_gloo_is_an_error(tmp_path: Path) -> None:
+    """^torch leaves none between hosts: the error says why, and which setting helps."""
+    ranks = start(exclude_torch_over_mpi, 2, tmp_path, set_up=False, SPAR_TRANSPORT="^torch")
+    assert finish(ranks, 60) == [0, 0]
+
+
 def use_small_dev_shm(rank: int, folder: Path) -> None:
     """Mount a /dev/shm of 64 MB, as containers have; memfd memory does not count towards it."""
     private, new_namespace = 0x44000, 0x20000

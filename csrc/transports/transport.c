@@ -205,5 +205,12 @@ spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, c
         choice->rejected_names[choice->rejected] = (*row)->name;
         memcpy(choice->rejected_reasons[choice->rejected++], reason, sizeof reason);
     }
-    return spar_fail(SPAR_TRANSPORT, "SPAR_TRANSPORT=%s leaves no transport for %s tensors", request, device);
+    char reasons[512] = "";
+    for (int i = 0; i < choice->rejected; i++)
+        spar_append(reasons, sizeof reasons, "%s%s: %s", i ? ", " : "", choice->rejected_names[i],
+                    choice->rejected_reasons[i]);
+    return spar_fail(SPAR_TRANSPORT,
+                     "SPAR_TRANSPORT=%s leaves no transport for %s tensors (%s); unset it, or set it to the "
+                     "transport to use",
+                     request, device, reasons);
 }
