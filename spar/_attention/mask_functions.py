@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._exchange.arguments import ranks_of
+from .._group.group import Call
 from ..ops.gather import all_gather
 from ..sizes import cal_split_sizes
 from ..topology.resolve import process_group
@@ -58,10 +60,12 @@ def by_pairs(function: Function, shape: Sequence[int], device: torch.device | st
     real = process_group(group, "Spans.of")
     sizes = cal_split_sizes(queries, real.size())
     begin = sum(sizes[: real.rank()])
-    ends = _of_rows(function, shape, device, begin, sizes[real.rank()])
-    most = int(all_gather(torch.tensor([ends.size(3)], device=device), real).max())
-    ends = torch.nn.functional.pad(ends, (0, most - ends.size(3)))
-    return all_gather(ends, real, 2, sizes)
+    # A function that fails on one rank must not leave the others waiting for its part.
+    with Call(ranks_of(real, "Spans.of"), "Spans.of", 2, torch.device(device).type):
+        ends = _of_rows(function, shape, device, begin, sizes[real.rank()])
+        most = int(all_gather(torch.tensor([ends.size(3)], device=device), real).max())
+        ends = torch.nn.functional.pad(ends, (0, most - ends.size(3)))
+        return all_gather(ends, real, 2, sizes)
 
 
 def _of_rows(

@@ -88,11 +88,13 @@ class Spans:
         """
         total, size = _size("Spans.chunks", "total", total), _size("Spans.chunks", "size", size, 1)
         places = torch.arange(total, device="cpu")[None]
-        offset = (
-            torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-            if begin is None
-            else begin.to("cpu", torch.int64)[:, None]
-        )
+        if begin is None:
+            begin = torch.zeros(1, dtype=torch.int64, device="cpu")
+        if not isinstance(begin, Tensor) or begin.is_floating_point() or begin.is_complex():
+            raise TypeError(f"Spans.chunks: begin is {_kind(begin)}; expected an int tensor [B]")
+        if begin.dim() != 1 or begin.numel() == 0:
+            raise ValueError(f"Spans.chunks: begin is of shape {list(begin.shape)}; expected [B]")
+        offset = begin.to("cpu", torch.int64)[:, None]
         first = (places - offset).div(size, rounding_mode="floor") * size + offset
         return cls._of_samples(first, first + size, total)
 
@@ -199,8 +201,12 @@ class Spans:
         """Return the first keys and the ends, [B, H, S, n], of both."""
         if not isinstance(other, Spans):
             raise TypeError(f"Spans: combined with a {type(other).__name__}; expected Spans")
-        if self.ends.size(2) != other.ends.size(2) or self.keys != other.keys:
-            raise ValueError(f"Spans: {self} and {other}; expected the same numbers of queries and of keys")
+        sizes = list(zip(self.shape[:2], other.shape[:2], strict=True))
+        if self.shape[2:] != other.shape[2:] or any(a != b and 1 not in (a, b) for a, b in sizes):
+            raise ValueError(
+                f"Spans: {self} and {other}; expected the same numbers of queries and of keys, and B and H "
+                "that are equal or 1"
+            )
         other_ends = other.ends.to(self.ends.device)
         return self.ends.unflatten(3, (-1, 2)).unbind(-1), other_ends.unflatten(3, (-1, 2)).unbind(-1)
 
