@@ -128,6 +128,124 @@ CASES: dict[str, Case] = {
         TypeError,
         "attention: layout is (SequenceLayout.even(12, 3 ranks), 3); expected a SequenceLayout, or those",
     ),
+    "window of -1": (
+        {"window": (-1, 0)},
+        ValueError,
+        "window is (-1, 0); expected ints of at least 0 in (left, right): how many keys before and behind",
+    ),
+    "window of a bool": ({"window": (True, 0)}, TypeError, "window is (True, 0); expected (left, right)"),
+    "window of an int": ({"window": 512}, TypeError, "window is 512; expected (left, right)"),
+    "window of three": ({"window": (1, 2, 3)}, TypeError, "window is (1, 2, 3); expected (left, right)"),
+    "window of a float": ({"window": (1.5, 0)}, TypeError, "window is (1.5, 0); expected (left, right)"),
+    "window of a string": ({"window": "10"}, TypeError, "window is '10'; expected (left, right)"),
+    "window of a tensor": (
+        {"window": torch.tensor([3, 0])},
+        TypeError,
+        "window is tensor([3, 0]); expected (left, right)",
+    ),
+    "number of sinks": (
+        {"sinks": z(5)},
+        ValueError,
+        "sinks is of shape [5]; expected a floating tensor [6] on cpu, a score for each head of q",
+    ),
+    "dims of sinks": ({"sinks": z(1, 6)}, ValueError, "sinks is of shape [1, 6]; expected a floating tensor"),
+    "dtype of sinks": (
+        {"sinks": z(6, dtype=torch.int64)},
+        TypeError,
+        "sinks is of torch.int64 on cpu; expected a floating tensor [6] on cpu",
+    ),
+    "device of sinks": (
+        {"sinks": z(6, device="meta")},
+        TypeError,
+        "sinks is of torch.float32 on meta; expected a floating tensor [6] on cpu",
+    ),
+    "no sinks": ({"sinks": [0.0] * 6}, TypeError, "sinks is a list; expected a floating tensor [6] on cpu"),
+    "softcap of 0": ({"softcap": 0}, ValueError, "softcap is 0; expected a positive number, or None"),
+    "negative softcap": ({"softcap": -5.0}, ValueError, "softcap is -5.0; expected a positive number"),
+    "infinite softcap": ({"softcap": float("inf")}, ValueError, "softcap is inf; expected a positive number"),
+    "softcap of nan": ({"softcap": float("nan")}, ValueError, "softcap is nan; expected a positive number"),
+    "softcap of a bool": ({"softcap": True}, TypeError, "softcap is True; expected a positive number"),
+    "softcap of a string": ({"softcap": "30"}, TypeError, "softcap is '30'; expected a positive number"),
+    "no bias": ({"bias": z(12, 12)}, TypeError, "expected a function of index tensors, or None"),
+    "bias of ints": (
+        {"bias": lambda b, h, q, k: q - k},
+        TypeError,
+        "bias returned a tensor of torch.int64; expected a floating tensor",
+    ),
+    "bias of a number": (
+        {"bias": lambda b, h, q, k: 1.0},
+        TypeError,
+        "bias returned a float; expected a floating tensor",
+    ),
+    "shape of a bias": (
+        {"bias": lambda b, h, q, k: z(5, 7)},
+        ValueError,
+        "bias returned a tensor of shape [5, 7]; expected [2, 2, 12, 12], or one that broadcasts to it",
+    ),
+    "dims of a bias": (
+        {"bias": lambda b, h, q, k: z(1, 1, 1, 1, 1)},
+        ValueError,
+        "bias returned a tensor of shape [1, 1, 1, 1, 1]; expected [2, 2, 12, 12]",
+    ),
+    "learned bias": (
+        {"bias": lambda b, h, q, k: z(12, requires_grad=True)},
+        ValueError,
+        "bias returned a tensor that requires a gradient, as a learned bias (T5's) does",
+    ),
+    "a bias that raises": ({"bias": lambda b, h, q, k: 1 / 0}, ZeroDivisionError, "division by zero"),
+    "size of spans": (
+        {"mask": spar.Spans.causal(13)},
+        ValueError,
+        "mask is Spans of [1, 1, 13, 13]; expected Spans of [2 or 1, 6 or 1, 12, 12]",
+    ),
+    "batch of spans": (
+        {"mask": spar.Spans.documents(torch.arange(36).view(3, 12) // torch.tensor([[1], [2], [3]]))},
+        ValueError,
+        "mask is Spans of [3, 1, 12, 12]; expected Spans of [2 or 1, 6 or 1, 12, 12]",
+    ),
+    "heads of spans": (
+        {"mask": spar.Spans.of(lambda b, h, q, k: k <= q - h, (1, 4, 12, 12))},
+        ValueError,
+        "mask is Spans of [1, 4, 12, 12]; expected Spans of [2 or 1, 6 or 1, 12, 12]",
+    ),
+    "own kernel and spans": (
+        {"attend": whole_attention, "mask": spar.Spans.causal(12)},
+        ValueError,
+        "mask is passed, and attend too; expected attend to apply it itself",
+    ),
+    **{
+        f"own kernel and {name}": (
+            {"attend": whole_attention, name: value},
+            ValueError,
+            f"{name} is passed, and attend too; expected attend to apply it itself",
+        )
+        for name, value in {
+            "window": (3, 0),
+            "sinks": z(6),
+            "softcap": 5.0,
+            "bias": lambda b, h, q, k: 0.1 * (k - q),
+            "mask": z(12, 12),
+            "dropout_p": 0.1,
+        }.items()
+    },
+    **{
+        f"dropout and {name}": (
+            {"dropout_p": 0.25, name: value},
+            ValueError,
+            f"dropout_p is 0.25, and {name} is passed; expected 0 with it",
+        )
+        for name, value in {"sinks": z(6), "softcap": 5.0, "bias": lambda b, h, q, k: 0.1 * k}.items()
+    },
+    "a kernel without a cap": (
+        {"attend": "flash", "softcap": 5.0},
+        ValueError,
+        "attend is 'flash'; expected a kernel that can compute this; flash cannot, as it cannot cap scores",
+    ),
+    "a kernel of GPUs": (
+        {"attend": "flash_attn", "window": (3, 0)},
+        ValueError,
+        "attend is 'flash_attn'; expected a kernel that can compute this; flash_attn cannot, as it does",
+    ),
     "own kernel raises": ({"attend": lambda q, k, v: 1 / 0}, ZeroDivisionError, "division by zero"),
 }
 
@@ -139,6 +257,9 @@ def check_error(rank: int, world: int, group: Group, name: str) -> None:
     right: dict[str, Any] = {"method": "ring"} if options.get("method") == "ring" else {}
     if "attend" in options and not right:
         right = {"attend": whole_attention}
+    if callable(options.get("bias")) and "dropout_p" not in options and not right:
+        # It is called after the exchange: the peers wait in the next one.
+        right = {"bias": lambda b, h, q, k: 0.1 * (k - q)}
     with pytest.raises(kind if last else spar.MismatchError) as caught:
         call(group, **(options if last else right))
     assert text in str(caught.value), caught.value

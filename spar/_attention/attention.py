@@ -192,8 +192,7 @@ def _attend(
             raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
         mask = problem.weights.mask
         learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        by_blocks = weights.kernel is not None or problem.weights.uses_spans or not problem.weights.plain
-        if learns and (method != "ulysses" or by_blocks):
+        if learns and (method != "ulysses" or problem.weights.by_blocks):
             expected = (
                 'one that does not, or method="ulysses" without a named kernel, spans, window, sinks, '
                 "softcap and bias"

@@ -70,7 +70,8 @@ _spans = WeakTensorKeyDictionary()
 def _ring(description: Description, q: Tensor, ends: Tensor | None) -> Ring:
     """Return what eager code makes of the description."""
     handle, world, rank = description.place
-    spans = _joined(description, ends)
+    given = _given(ends, description.keys)
+    spans = _joined(description, given)
     first, heads = description.heads
     if q.size(1) < heads:
         spans = spans.of_heads(first, q.size(1))
@@ -80,20 +81,26 @@ def _ring(description: Description, q: Tensor, ends: Tensor | None) -> Ring:
         blocks = blocks_by(spans, runs, [Piece(0, description.keys, 0)])
         return Ring(ALONE, Round((blocks,)), scores, ALONE, 0)
     round_ = round_by(spans, tuple(description.queries), world, rank, partial(blocks_by, spans))
-    note = f"{description.note}, hash of the spans {spans.digest:x}"
+    # As eager code compares the caller's spans.
+    note = description.note + (f", hash of the spans {given.digest:x}" if given is not None else "")
     group = group_at(handle)
     return Ring(group, round_, scores, group, backward_exchanges(round_), note)
 
 
-def _joined(description: Description, ends: Tensor | None) -> Spans:
+def _given(ends: Tensor | None, keys: int) -> Spans | None:
+    """Return the caller's spans."""
+    if ends is None:
+        return None
+    spans = _spans.get(ends)
+    if spans is None:
+        spans = _spans[ends] = Spans(ends, keys)
+    return cast(Spans, spans)
+
+
+def _joined(description: Description, given: Spans | None) -> Spans:
     causal, left, right, *documents = description.keywords
     window = (None if left < 0 else left, None if right < 0 else right) if left >= 0 or right >= 0 else None
     queries, keys = total_of(tuple(description.queries)), description.keys
-    given = None
-    if ends is not None:
-        given = _spans.get(ends)
-        if given is None:
-            given = _spans[ends] = Spans(ends, keys)
     return with_keywords(given, (queries, keys, bool(causal), window, tuple(documents)))
 
 

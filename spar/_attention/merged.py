@@ -81,7 +81,8 @@ class Merged:
             self._merged = out, lse
             return
         self._merged = self._merged or self.total()
-        merged, sums = (x.narrow(2, query, size) for x in self._merged)
+        merged, sums = self._merged
+        merged, sums = merged.narrow(2, query, size), sums.narrow(2, query, size)
         if sample >= 0:
             merged, sums = merged.narrow(0, sample, 1), sums.narrow(0, sample, 1)
         # Not exp(lse - logaddexp(..)): scores of -1e9 absorb a logarithm, and weights would not sum to 1.

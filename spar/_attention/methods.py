@@ -113,7 +113,7 @@ def _whole(problem: Problem, part: Part) -> Tensor:
         if torch.compiler.is_compiling():
             return _in_graph(problem, part, ALONE, even(0, inputs.queries.total), 1, 0)
         return _by_spans(problem, part, [Piece(0, inputs.queries.total, 0)], [Piece(0, inputs.total_keys, 0)])
-    if weights.kernel is not None or not weights.plain:
+    if weights.by_blocks:
         runs = _documents(inputs) if inputs.packed else [Piece(0, inputs.queries.total, 0)]
         return _by_blocks(problem, part, runs)
     if not inputs.packed:
@@ -286,7 +286,7 @@ def _by_queries(problem: Problem, part: Part) -> Tensor:
         blocks = Round((tuple(own_block(runs)), tuple(blocks_before(runs))))
         own_k, own_v = inputs.k.permute(inputs.by_heads), inputs.v.permute(inputs.by_heads)
         return _attend_locally(problem, part._replace(tensors=(q, own_k, own_v)), blocks, k, v)
-    if blockwise and (skips or weights.kernel is not None or not weights.plain):
+    if blockwise and (skips or weights.by_blocks):
         return _by_blocks(problem, part, runs)
     if weights.attend is not None:
         k, v = (x.repeat_interleave(inputs.heads // inputs.key_heads, 1) for x in (k, v))

@@ -17,6 +17,7 @@ from .._exchange.arguments import Arguments
 from .._exchange.layouts import extent, total_of
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
+from ..sizes import as_int
 from .kernels import NAMES, reason_against
 from .kernels.kernel import Needs
 from .masks import checked_mask
@@ -96,9 +97,10 @@ class Weights:
         return self.spans is not None or self.window is not None or self.bias is not None
 
     @property
-    def plain(self) -> bool:
-        """Whether torch's scaled_dot_product_attention can compute it."""
-        return self.sinks is None and not self.softcap and self.bias is None
+    def by_blocks(self) -> bool:
+        """Whether torch's scaled_dot_product_attention cannot compute it, or the caller named a kernel."""
+        changes = self.sinks is not None or self.softcap > 0
+        return changes or self.uses_spans or self.kernel is not None
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,14 @@ def checked(
     call: Arguments, k: Any, v: Any, layouts: Layouts, dims: Dims, weights: Weights, scale: float | None
 ) -> Problem:
     """Check an attention of which the call's input is q."""
-    q, device, given = call.input, call.input.device.type, weights.mask
+    q, device, given, spans = call.input, call.input.device.type, weights.mask, weights.spans
     if torch.is_autocast_enabled(device):
         q, k, v, mask = (_autocast(x, device) for x in (q, k, v, weights.mask))
         weights = replace(weights, mask=mask)
     inputs = _checked_inputs(call, (q, k, v), layouts, dims)
     _check_shapes(call, inputs)
     weights = _checked_weights(call, inputs, weights, scale)
-    note = _note(weights, given, scale)
+    note = _note(weights, given, spans, scale)
     # Scores of no width are 0.
     factor = max(inputs.q.size(3), 1) ** -0.5 if scale is None else float(scale)
     return Problem(call, inputs, weights, factor, note)
@@ -213,10 +215,12 @@ def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: f
         mask = checked_mask(call, mask, (batch, inputs.heads, total, inputs.total_keys))
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
-    window, softcap = _checked_window(call, inputs, weights.window), _checked_softcap(call, weights.softcap)
+    # Most calls have none of these.
+    window = None if weights.window is None else _checked_window(call, inputs, weights.window)
+    softcap = _checked_softcap(call, weights.softcap) if weights.softcap is not None else 0.0
+    sinks = None if weights.sinks is None else _checked_sinks(call, inputs, weights.sinks)
     if weights.bias is not None and not callable(weights.bias):
         raise call.type_error("bias", f"{weights.bias!r:.200}", "a function of index tensors, or None")
-    sinks = _checked_sinks(call, inputs, weights.sinks)
     own = {"sinks": sinks, "softcap": softcap or None, "bias": weights.bias}
     if attend is not None:
         others = {"mask": mask, "mask ": weights.spans, "window": window, "scale": scale}
@@ -235,7 +239,8 @@ def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: f
         softcap=softcap,
         dropout_p=float(dropout_p),
     )
-    checked = replace(checked, spans=_joined_spans(call, inputs, checked))
+    if checked.uses_spans:
+        checked = replace(checked, spans=_joined_spans(call, inputs, checked))
     if kernel is not None:
         if kernel not in NAMES:
             expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
@@ -260,27 +265,24 @@ def _reason_against(kernel: str, inputs: Inputs, weights: Weights) -> str:
     return why
 
 
-def _checked_window(call: Arguments, inputs: Inputs, window: Any) -> tuple[int | None, int | None] | None:
+def _checked_window(call: Arguments, inputs: Inputs, window: Any) -> tuple[int | None, int | None]:
     """Check how many keys on each side a query attends to."""
-    if window is None:
-        return None
     expected = "(left, right): how many keys before and behind a query's place; None: all on that side"
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
         raise call.type_error("window", f"{window!r:.200}", expected)
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise call.type_error("window", f"{window!r:.200}", expected)
-        if side is not None and side < 0:
-            raise call.error("window", f"{window!r:.200}", f"ints of at least 0 in {expected}")
+    try:
+        left, right = (None if side is None else as_int(side) for side in window)
+    except TypeError:
+        raise call.type_error("window", f"{window!r:.200}", expected) from None
+    if min(left or 0, right or 0) < 0:
+        raise call.error("window", f"{window!r:.200}", f"ints of at least 0 in {expected}")
     if inputs.total_keys != inputs.queries.total:
         value = f"{window!r}, of {inputs.queries.total} queries and {inputs.total_keys} keys"
         raise call.error("window", value, "as many keys as queries, or Spans as mask")
-    return tuple(window)
+    return left, right
 
 
 def _checked_softcap(call: Arguments, softcap: Any) -> float:
-    if softcap is None:
-        return 0.0
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise call.type_error("softcap", f"{softcap!r:.200}", "a positive number, or None")
     if not 0 < softcap < float("inf"):
@@ -288,9 +290,7 @@ def _checked_softcap(call: Arguments, softcap: Any) -> float:
     return float(softcap)
 
 
-def _checked_sinks(call: Arguments, inputs: Inputs, sinks: Any) -> Tensor | None:
-    if sinks is None:
-        return None
+def _checked_sinks(call: Arguments, inputs: Inputs, sinks: Any) -> Tensor:
     expected = f"a floating tensor [{inputs.heads}] on {inputs.q.device}, a score for each head of q"
     if not isinstance(sinks, Tensor):
         raise call.type_error("sinks", f"a {type(sinks).__name__}", expected)
@@ -314,16 +314,16 @@ def _joined_spans(call: Arguments, inputs: Inputs, weights: Weights) -> Spans | 
         if not fits or shape[0] not in (1, batch) or shape[1] not in (1, inputs.heads):
             expected = f"Spans of [{batch} or 1, {inputs.heads} or 1, {queries}, {keys}]"
             raise call.error("mask", f"Spans of {list(shape)}", expected)
-    if not weights.uses_spans or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return given
     documents = inputs.queries.numbers[2:] if inputs.packed else ()
     return with_keywords(given, (queries, keys, weights.causal, weights.window, documents))
 
 
-def _note(weights: Weights, mask: Tensor | None, scale: float | None) -> str:
+def _note(weights: Weights, mask: Tensor | None, spans: Spans | None, scale: float | None) -> str:
     """Return what ranks compare besides shapes and layouts, which are the same in compiled code.
 
-    mask: the caller's own, by which its hash is remembered.
+    mask, spans: the caller's own, by which their hashes are remembered.
     """
     parts = ["causal True"] if weights.causal else []
     if mask is not None:
@@ -333,8 +333,10 @@ def _note(weights: Weights, mask: Tensor | None, scale: float | None) -> str:
             parts.append(f"hash of the mask {_digest_of(mask):x}")
     if weights.window is not None:
         parts.append(f"window {weights.window}")
-    if weights.spans is not None and not torch.compiler.is_compiling():
-        parts.append(f"hash of the spans {weights.spans.digest:x}")
+    if spans is not None:
+        parts.append("spans")
+        if not torch.compiler.is_compiling():
+            parts.append(f"hash of the spans {spans.digest:x}")
     if weights.sinks is not None:
         parts.append(f"sinks of {weights.sinks.dtype}")
         if not torch.compiler.is_compiling() and _C.env("check") == "1":

@@ -171,7 +171,9 @@ def forward_of(
                 args = (*args, ring.round.layout)
             sending = _Sending(tensors, args, ring, name, records, ring.note)
         for block in blocks:
-            out, lse = of_scores.kernel(block).forward(of_scores.inputs(block, q, k, v))
+            kernel, inputs = of_scores.of(block, q, k, v)
+            out, lse = kernel.forward(inputs)
+            del inputs  # they would hold the shard when the next one is here
             merged.add(block.query, out, lse, block.sample)
         if sending is not None:
             ahead += sending.wait()[: 2 * len(coming)]
@@ -200,6 +202,7 @@ class Backward:
         self.dq, self.dk, self.dv = Sum(q, self.dtype), Sum(k, self.dtype), Sum(v, self.dtype)
         # Of other ranks' keys: the step, and the sums, which go back to their owners.
         self.unsent: list[tuple[int, Tensor]] = []
+        self.returned: list[int] = []
 
     def run(self) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, of gathered keys and values, and of sinks if there are any."""
@@ -244,12 +247,12 @@ class Backward:
         """Add the gradients of a step's blocks to those of q and of the step's shard, k and v."""
         grad, out, lse = self.of_output
         for block in self.ring.round.steps[step]:
-            of_block = [x.narrow(2, block.query, block.queries) for x in (grad, out, lse)]
+            first, size = block.query, block.queries
+            parts = [grad.narrow(2, first, size), out.narrow(2, first, size), lse.narrow(2, first, size)]
             if block.sample >= 0:
-                of_block = [x.narrow(0, block.sample, 1) for x in of_block]
-            dq_part, dk_part, dv_part = self.blocks.kernel(block).backward(
-                self.blocks.inputs(block, self.q, k, v), *of_block
-            )
+                parts = [x.narrow(0, block.sample, 1) for x in parts]
+            kernel, inputs = self.blocks.of(block, self.q, k, v)
+            dq_part, dk_part, dv_part = kernel.backward(inputs, *parts)
             self.dq.add(block.query, dq_part, block.sample)
             dk.add(block.key, dk_part, block.sample)
             dv.add(block.key, dv_part, block.sample)
@@ -257,11 +260,14 @@ class Backward:
     def send(self, steps: Sequence[int]) -> _Sending:
         """Send this rank's keys for the steps, and gradients of other ranks' keys to their owners."""
         tensors, args = _needed(self.ring, steps, self.k, self.v)
+        # Each rank returns its gradients of the same steps.
+        self.returned = []
         for step, x in self.unsent:
             tensors.append(_as_items(x, self.k.dtype))
             args = (*args, self.ring.round.shifts[step - 1].gradient)
-        # Each rank returns its gradients of the same steps.
-        self.returned, self.unsent = [step for step, _ in self.unsent[::2]], []
+            if step not in self.returned:
+                self.returned.append(step)
+        self.unsent = []
         return _Sending(tensors, args, self.ring, "backward of attention", False, forward=self.call)
 
     def receive(self, sending: _Sending, steps: Sequence[int]) -> list[Tensor]:
@@ -345,8 +351,8 @@ def attend_round(
         )
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+    learns = q.requires_grad or k.requires_grad or v.requires_grad
+    if torch.is_grad_enabled() and (learns or (sinks is not None and sinks.requires_grad)):
         return cast(Tensor, SparAttention.apply(ring, q, k, v, mask, sinks, *gathered))  # type: ignore[no-untyped-call]
     with no_autocast(q.device.type):
         return forward_of(ring, q, k, v, mask, sinks, gathered, False)[0]

@@ -46,29 +46,31 @@ class Blocks:
     def __init__(self, scores: Scores, q: Tensor, v: Tensor, mask: Tensor | None) -> None:
         """mask: of the whole sequence, [B or 1, H or 1, S, T]."""
         self._scores, self._mask = scores, mask
+        self._changed = mask is not None or scores.bias is not None
         self._q, self._v = q, v
-        self._kernels: dict[Needs, Kernel] = {}
+        self._kernels: dict[tuple[bool, bool], Kernel] = {}
         # The newest mask of spans, by the ends that it is made of: windows have the same in all blocks.
         self._newest: tuple[Tensor, tuple[int, int], Tensor] | None = None
 
-    def kernel(self, block: Block) -> Kernel:
-        masked = self._mask is not None or self._scores.bias is not None or block.partial
-        needs = Needs(masked, self._scores.softcap > 0, block.window is not None)
-        if needs not in self._kernels:
-            self._kernels[needs] = kernel_for(self._scores.kernel, self._q, self._v, needs)
-        return self._kernels[needs]
-
-    def inputs(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> BlockInputs:
-        """Return a block's parts of q, k and v, and what is added to its scores."""
+    def of(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Kernel, BlockInputs]:
+        """Return a block's kernel, and its parts of q, k and v with what is added to its scores."""
+        masked = self._changed or block.partial
+        way = masked, block.window is not None
+        kernel = self._kernels.get(way)
+        if kernel is None:
+            needs = Needs(masked, self._scores.softcap > 0, way[1])
+            kernel = kernel_for(self._scores.kernel, self._q, self._v, needs)
+            self._kernels[way] = kernel
         if block.sample >= 0:
             q, k, v = (x.narrow(0, block.sample, 1) for x in (q, k, v))
         q = q.narrow(2, block.query, block.queries)
         k, v = k.narrow(2, block.key, block.keys), v.narrow(2, block.key, block.keys)
-        mask, causal = self._added(block, q), block.causal
+        mask, causal = self._added(block, q) if masked else None, block.causal
         if mask is not None and causal:
             # A query may have no key left only by both together, which the kernel must see.
             mask, causal = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device)), False
-        return BlockInputs(q, k, v, causal, mask, self._scores.scale, self._scores.softcap, block.window)
+        scale, softcap = self._scores.scale, self._scores.softcap
+        return kernel, BlockInputs(q, k, v, causal, mask, scale, softcap, block.window)
 
     def _added(self, block: Block, q: Tensor) -> Tensor | None:
         """Return what masks, spans and bias add to the scores of a block."""
