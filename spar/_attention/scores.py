@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .blocks import Block
 from .kernels import kernel_for
-from .kernels.kernel import BlockInputs, Kernel, Needs
+from .kernels.kernel import BlockInputs, Kernel, Needs, accumulated
 from .masks import added, causal_mask, joined, sliced
 from .spans import Spans
 
@@ -119,7 +119,9 @@ class Blocks:
         )
         with torch.enable_grad():
             value = bias(b[:, None, None, None], h[:, None, None], query[:, None], key)
-        return checked_bias(value, (batch, q.size(1), block.queries, block.keys)).to(q.dtype)
+        shape = batch, q.size(1), block.queries, block.keys
+        # Not q's dtype: 16 bits round a bias of 100 by 0.25, and ALiBi has thousands.
+        return checked_bias(value, shape).to(accumulated(q.dtype))
 
 
 def checked_bias(value: object, shape: tuple[int, int, int, int]) -> Tensor:
