@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random operations under random faults: make soak SECONDS=60 ARGS=SEED.
 
-One world after another, of 2 to 4 ranks over each transport for CPU tensors, makes random calls, and those of
-`spar check`; each rank checks its results by itself. Injected faults: calls that differ, a rank that is
-stopped (shorter or longer than the timeout), a rank that makes no call. Each world ends with a death; its
-survivors must raise, close their groups and exit.
+One world after another, of 2 to 4 ranks over each transport for CPU tensors, makes random calls, those of
+`spar check`, and random attentions; each rank checks its results by itself. Injected faults: calls that
+differ, a rank that is stopped (shorter or longer than the timeout), a rank that makes no call. Each world
+ends with a death; its survivors must raise, close their groups and exit.
 
 The last line counts calls, faults and failures. The exit status is 1 if anything hung, was wrong or leaked.
 """
@@ -32,6 +32,7 @@ from conftest import TRANSPORTS
 from test_faults import finish, start
 
 import spar
+from helpers import attention_cases
 from helpers.operations import failures, setting_of_world
 from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
 from helpers.tables import MAKERS
@@ -210,6 +211,16 @@ CALLS = {
 }
 
 
+def attention(rng: random.Random, world: int, group: Group, state: Any) -> list[str]:
+    """Run a random attention; return what is wrong with it."""
+    seed, levels = rng.randrange(1 << 30), all(state.get_group(name) for name in ("ring", "ulysses"))
+    case = attention_cases.make_case(seed, world, levels)
+    error = attention_cases.error_of_rank(case, group, attention_cases.whole(case), state)
+    wrong = error >= attention_cases.LIMITS[case.dtype]
+    what = f"case {seed}: {case.keywords['method']}, {', '.join(case.parts)}, {case.dtype}"
+    return [f"{what} differs by {error}"] if wrong else []
+
+
 # ---- faults that processes survive ----
 
 
@@ -310,6 +321,9 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
             else:
                 op = rng.choice(list(CALLS))
                 wrong = [] if same_bits(*CALLS[op](rng, rank, world, all_ranks)) else ["wrong bytes"]
+            if rng.random() < 0.05:
+                counts["attentions"] += 1
+                wrong += attention(rng, world, all_ranks, setting.state)
             where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
             report["wrong"] += [f"{op} on {where}: {text}" for text in wrong]
         fault, odd = rng.choice(FAULTS), rng.randrange(world)
@@ -412,12 +426,12 @@ def main(seconds: float, seed: int) -> int:
     for kind, found in failures.items():
         for one in found:
             print(f"{kind}: {one}")
-    faults = {name: n for name, n in sorted(counts.items()) if name != "calls"}
+    faults = {name: n for name, n in sorted(counts.items()) if name not in ("calls", "attentions")}
     shown = ", ".join(f"{n} x {name}" for name, n in faults.items())
     tail = ", ".join(f"{len(failures[kind])} {kind}" for kind in kinds)
     print(
-        f"soak: {time.monotonic() - begin:.0f} s, {counts['calls']} calls, "
-        f"{sum(faults.values())} faults ({shown}), {tail}"
+        f"soak: {time.monotonic() - begin:.0f} s, {counts['calls']} calls and "
+        f"{counts['attentions']} attentions, {sum(faults.values())} faults ({shown}), {tail}"
     )
     return int(any(failures.values()))
 
