@@ -69,6 +69,7 @@ class Merged:
     def __init__(self, q: Tensor, width: int) -> None:
         self._q, self._width = q, width
         self._merged: tuple[Tensor, Tensor] | None = None
+        self._end = 0  # of the queries that have had a block
 
     def add(self, query: int, out: Tensor, lse: Tensor, sample: int = -1) -> None:
         """Merge a block's output [B, H, T, E] and log-sum-exp, new tensors; its first query is `query`.
@@ -78,13 +79,20 @@ class Merged:
         size = out.shape[2]
         first = self._merged is None and not is_dynamo_compiling()
         if first and sample < 0 and size == self._q.shape[2] and out.dtype == lse.dtype:
-            self._merged = out, lse
+            self._merged, self._end = (out, lse), size
             return
         self._merged = self._merged or self.total()
         merged, sums = self._merged
         merged, sums = merged.narrow(2, query, size), sums.narrow(2, query, size)
         if sample >= 0:
             merged, sums = merged.narrow(0, sample, 1), sums.narrow(0, sample, 1)
+        if not is_dynamo_compiling():
+            # Of windows, most queries have one block.
+            is_only, self._end = sample < 0 and query >= self._end, max(self._end, query + size)
+            if is_only:
+                merged.copy_(out)
+                sums.copy_(lse)
+                return
         # Not exp(lse - logaddexp(..)): scores of -1e9 absorb a logarithm, and weights would not sum to 1.
         # Both are -inf for a query without keys so far, whose weight is then not a number.
         weight = torch.sub(lse, sums).sigmoid_().nan_to_num_(0.0)

@@ -50,7 +50,7 @@ class Blocks:
         self._q, self._v = q, v
         self._kernels: dict[tuple[bool, bool], Kernel] = {}
         # The newest mask of spans, by the ends that it is made of: windows have the same in all blocks.
-        self._newest: tuple[Tensor, tuple[int, int], Tensor] | None = None
+        self._newest: tuple[Tensor, tuple[int, int], Tensor, bool] | None = None
 
     def of(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Kernel, BlockInputs]:
         """Return a block's kernel, and its parts of q, k and v with what is added to its scores."""
@@ -65,31 +65,33 @@ class Blocks:
             q, k, v = (x.narrow(0, block.sample, 1) for x in (q, k, v))
         q = q.narrow(2, block.query, block.queries)
         k, v = k.narrow(2, block.key, block.keys), v.narrow(2, block.key, block.keys)
-        mask, causal = self._added(block, q) if masked else None, block.causal
+        mask, has_empty = self._added(block, q) if masked else (None, False)
+        causal = block.causal
         if mask is not None and causal:
             # A query may have no key left only by both together, which the kernel must see.
             mask, causal = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device)), False
         scale, softcap = self._scores.scale, self._scores.softcap
-        return kernel, BlockInputs(q, k, v, causal, mask, scale, softcap, block.window)
+        return kernel, BlockInputs(q, k, v, causal, mask, scale, softcap, block.window, has_empty)
 
-    def _added(self, block: Block, q: Tensor) -> Tensor | None:
-        """Return what masks, spans and bias add to the scores of a block."""
-        result = None
+    def _added(self, block: Block, q: Tensor) -> tuple[Tensor | None, bool]:
+        """Return what masks, spans and bias add to a block's scores, and whether a query may have no key."""
+        result, has_empty = None, self._changed
         if self._mask is not None:
             mask = sliced(self._mask, block.query_start, block.queries, block.key_start, block.keys)
             if block.sample >= 0 and mask.size(0) > 1:
                 mask = mask.narrow(0, block.sample, 1)
             result = added(mask, q.dtype)
         if block.partial:
-            spans = self._of_spans(block, q)
+            spans, is_empty = self._of_spans(block, q)
+            has_empty = has_empty or is_empty
             result = spans if result is None else result + spans
         if self._scores.bias is not None:
             bias = self._of_bias(self._scores.bias, block, q)
             result = bias if result is None else result + bias
-        return result
+        return result, has_empty
 
-    def _of_spans(self, block: Block, q: Tensor) -> Tensor:
-        """Return 0 where spans let a query attend to a key, and -inf elsewhere."""
+    def _of_spans(self, block: Block, q: Tensor) -> tuple[Tensor, bool]:
+        """Return 0 where spans let a query attend to a key and -inf elsewhere; whether a query has no key."""
         spans = self._scores.spans
         assert spans is not None
         ends = spans.on_cpu.narrow(2, block.query_start, block.queries)
@@ -98,13 +100,16 @@ class Blocks:
         # Empty intervals stay empty wherever they are.
         ends, size = ends - block.key_start, (block.queries, block.keys)
         if self._newest is not None and self._newest[1] == size and torch.equal(self._newest[0], ends):
-            return self._newest[2]
+            return self._newest[2:]
         first, end = ends.to(q.device).unflatten(3, (-1, 2))[..., None].unbind(-2)
         places = torch.arange(block.keys, dtype=torch.int32, device=q.device)
         allowed = ((places >= first) & (places < end)).any(3)
         mask = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, -torch.inf)
-        self._newest = ends, size, mask
-        return mask
+        # Of the intervals alone, which are fewer than the keys.
+        first, end = ends.unflatten(3, (-1, 2)).unbind(-1)
+        is_empty = not bool((first.clamp(min=0) < end.clamp(max=block.keys)).any(3).all())
+        self._newest = ends, size, mask, is_empty
+        return mask, is_empty
 
     def _of_bias(self, bias: Bias, block: Block, q: Tensor) -> Tensor:
         batch = q.size(0)

@@ -24,11 +24,11 @@ class FlashCpu:
         return lacks(needs)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, mask, scale, *_ = block
+        q, k, v, causal, mask, scale, _, _, has_empty = block
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        if mask is None:
+        if mask is None or not has_empty:
             return out, lse
         # It returns 0 as the log-sum-exp of a query without keys.
         empty = (mask == -torch.inf).all(-1)

@@ -54,7 +54,7 @@ class Flex:
 
 
 def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:
-    q, k, v, causal, mask, scale, softcap, _ = block
+    q, k, v, causal, mask, scale, softcap, *_ = block
     change = None if mask is None else _added(mask)
     if causal:
         change = _causal

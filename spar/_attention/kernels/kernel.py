@@ -12,10 +12,13 @@ from torch import Tensor
 class BlockInputs(NamedTuple):
     """Queries [B, H, S, D], keys [B, K, T, D] and values [B, K, T, E] of one block; K divides H.
 
-    `causal`: S is T, and query i attends to keys 0 to i. `mask`: added to the scores, [B, H, S, T], of which
-    dims of size 1 broadcast. `softcap`: c, if scores x become c tanh(x / c) before the mask
-    is added; 0: none. `window`: (left, right), if query i attends to the keys i + T - S - left to
-    i + T - S + right alone, of which there is at least one.
+    Attributes:
+        causal: S is T, and query i attends to keys 0 to i.
+        mask: added to the scores, [B, H, S, T], of which dims of size 1 broadcast.
+        softcap: c, if scores x become c tanh(x / c) before the mask is added; 0: none.
+        window: (left, right), if query i attends to the keys i + T - S - left to i + T - S + right alone, of
+            which there is at least one.
+        has_empty: whether the mask may leave a query no key.
     """
 
     q: Tensor
@@ -26,6 +29,7 @@ class BlockInputs(NamedTuple):
     scale: float
     softcap: float = 0.0
     window: tuple[int, int] | None = None
+    has_empty: bool = True
 
 
 class Needs(NamedTuple):
