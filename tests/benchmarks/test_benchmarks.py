@@ -186,6 +186,21 @@ def test_attention_bench_times_every_way(tmp_path: Path) -> None:
     assert found[24, "ring"]["products"] == 1.0, "zigzag balances the work"
 
 
+def test_attention_bench_times_windows(tmp_path: Path) -> None:
+    out = tmp_path / "windows"
+    options = ["--window", "5", "--tokens", "21", "40", "--heads", "2", "--key-heads", "1", "--width", "8"]
+    launch(bench, 2, tmp_path, "--attention", *options, "--seconds", "0.001", "--out", str(out))
+    table = (tmp_path / "table.0").read_text()
+    facts = json.loads(out.with_suffix(".json").read_text())
+    assert out.with_suffix(".png").exists() and "a window of 5" in facts["title"]
+    found = {(row["tokens"], row["way"]): row for row in facts["rows"]}
+    ways = ["window, ulysses", "window, gather", "window, ring", "causal", "mask"]
+    assert list(found) == [(tokens, way) for tokens in (21, 40) for way in ways]
+    for (_, way), row in found.items():
+        assert way in table and row["step"] > 0 and row["cpu"] > 0 and row["error"] < 1e-5
+    assert len(facts["bars"]) == 3 and table.count("of at most") == 3
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("mpi4py"), reason="mpi4py is not installed (make bench-mpi)")
 def test_mpi_bench_runs() -> None:
     mpiexec = Path(sys.executable).parent / "mpiexec"

@@ -125,7 +125,7 @@ def _over_mean(seconds: float) -> float:
 # ---- memory ----
 
 
-def peak(step: Callable[[], Any]) -> float:
+def peak(step: Callable[[], Any], steps: int = 3) -> float:
     """Return by how much this process's memory grows at most, in bytes.
 
     VmHWM counts memory of the peers that is mapped, too: of shared memory only this process's is added.
@@ -137,7 +137,7 @@ def peak(step: Callable[[], Any]) -> float:
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, shared = _status(), spar.memory_stats()["arena.reserved_bytes"]
-    for _ in range(3):
+    for _ in range(steps):
         step()
     after = _status()
     anonymous = after["VmHWM"] - after["RssShmem"] - after["RssFile"] - before["RssAnon"]

@@ -17,6 +17,7 @@ from ...printing import MIB, progress, table
 from ...ranks import Ranks, UsageError
 from ..busy import beside
 from ..report import save
+from . import windows
 from .measure import Layer, Row, measure_balance, measure_memory, measure_outside, measure_steps
 from .ways import GATHER, RING, ULYSSES, USUAL, WHOLE
 
@@ -42,12 +43,16 @@ Figures of a step, which is a forward and a backward; of times, the slowest rank
 - peak: by how much a step raises this process's memory, shared memory included, mean of the ranks;
 - K/V: by how much 8 key heads raise that peak, say, estimated from the peaks of all key heads and of one;
 - slowest: the kernels of the slowest rank by the ranks' mean, in multiply-adds and in CPU time;
-- error: the largest difference from one process, of outputs and gradients."""
+- error: the largest difference from one process, of outputs and gradients.
+
+"""
+DESCRIPTION += windows.DESCRIPTION
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     layer = parser.add_argument_group("the layers of --attention")
-    layer.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="lengths of the whole sequence")
+    layer.add_argument("--tokens", type=int, nargs="+", help="lengths of the whole sequence")
+    layer.add_argument("--window", type=int, metavar="N", help="time attention to the newest N keys instead")
     layer.add_argument("--heads", type=int, default=8, help="(default: %(default)s)")
     layer.add_argument("--key-heads", type=int, default=2, help="(default: %(default)s)")
     layer.add_argument("--width", type=int, default=64, help="of a head (default: %(default)s)")
@@ -60,15 +65,19 @@ def check(args: Namespace) -> None:
     """Raise UsageError if the layers cannot be measured."""
     if sys.platform != "linux":
         raise UsageError("--attention reads the peak of memory from /proc, which only Linux has")
-    for name in ("tokens", "heads", "key_heads", "width"):
+    args.tokens = args.tokens or (TOKENS if args.window is None else windows.TOKENS)
+    for name in ("tokens", "heads", "key_heads", "width", "window"):
         value = getattr(args, name)
-        if min(value if name == "tokens" else [value]) < 1:
+        if value is not None and min(value if name == "tokens" else [value]) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
     if args.heads % args.key_heads:
         raise UsageError(f"--heads is {args.heads}; expected a multiple of --key-heads, {args.key_heads}")
 
 
 def run(args: Namespace, ranks: Ranks) -> None:
+    if args.window is not None:
+        windows.run(args, ranks)
+        return
     rows: list[Row] = []
     for tokens in progress(args.tokens, len(args.tokens), lambda n: f"{n} tokens", ranks.rank == 0):
         layer = Layer(tokens, args, args.key_heads)
