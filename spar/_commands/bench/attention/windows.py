@@ -37,15 +37,15 @@ WINDOW = f"window, {GATHER}"
 FASTER, LINEAR = 0.1, 1.25  # the bars
 
 DESCRIPTION = """\
-With --attention --window N: time causal attention to the newest N keys, in a zigzag layout, at 8,192 to 65,536
-tokens by default, in these ways:
+With --attention --window N: time causal attention to the newest N keys, in a zigzag layout, at 8,192 to
+65,536 tokens by default, in these ways:
 
 - causal: gather without a window;
 - mask: gather with an S x S mask of booleans, up to 16,384 tokens;
 - window, METHOD: window=(N - 1, 0), by each method.
 
-Each step makes its mask or its spans. The CPU time of a step is that of the process, the slowest rank's; waits
-of the exchanges are in it. Error: from the mask's results, else from those by ulysses."""
+Each step makes its mask or its spans. The CPU time of a step is that of the process, the slowest rank's;
+waits of the exchanges are in it. Error: from the mask's results, else from those by ulysses."""
 
 
 @dataclass
