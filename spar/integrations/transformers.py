@@ -87,8 +87,8 @@ def shard(
             the model has dropout. The hash copies the batch to the CPU.
 
     Returns:
-        A dict of this rank's shards, position_ids of the whole sequence, masks over the whole sequence,
-        shifted labels, num_items_in_batch, `layout` and `method`. use_cache is False.
+        A dict of this rank's shards, position_ids of the whole sequence, masks over the whole sequence as
+        `spar.Spans`, shifted labels, num_items_in_batch, `layout` and `method`. use_cache is False.
 
     Raises:
         ValueError: the model, the batch or the layout cannot be sharded.

@@ -170,9 +170,11 @@ def seeded(make: Callable[[], Any], attention: str) -> Any:
     return model
 
 
-def gradients_of_one_process(make: Callable[[], Any], *batches: dict[str, Tensor]) -> dict[str, Tensor]:
+def gradients_of_one_process(
+    make: Callable[[], Any], *batches: dict[str, Tensor], attention: str = "sdpa"
+) -> dict[str, Tensor]:
     """Return the gradients of the mean over the labels of all batches."""
-    model = seeded(make, "sdpa")
+    model = seeded(make, attention)
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:
         model(**batch, num_items_in_batch=count).loss.backward()

@@ -195,8 +195,6 @@ def test_equal_seeds_with_dropout_are_an_error(pool: Ranks) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "softcap": ("Gemma2", {"query_pre_attn_scalar": 8}, "softcap is passed: a cap of the scores"),
-    "sinks": ("GptOss", {"num_local_experts": 4, "sliding_window": 64}, "s_aux is passed: attention sinks"),
     "linear attention": (
         "Qwen3Next",
         llms.EXPERTS

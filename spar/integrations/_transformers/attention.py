@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from ..._attention.attention import attention
+from ..._attention.spans import Spans
 from ...sequence_layout import SequenceLayout
 from .masks import longest_run
 
 _REFUSED = {  # keywords of other attentions, with what they are
-    "softcap": "a cap of the scores (logit softcapping)",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a position bias",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
@@ -25,6 +23,7 @@ _CACHE = (
     "there is a KV cache ({} keys for {} queries); expected none. Pass no past_key_values, and "
     "use_cache=False as shard does"
 )
+Mask = torch.Tensor | Spans | None
 registered: set[str] = set()  # the names of attention_forward in transformers
 
 
@@ -33,13 +32,16 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     layout: SequenceLayout | None = None,
     method: str | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Call spar.attention as transformers calls an attention function.
@@ -48,8 +50,10 @@ def attention_forward(
         module: the attention layer.
         query: `[B, H, S_local, D]`.
         key, value: `[B, K, S_local, D]`.
-        attention_mask: over the whole sequence: `[B, 1, S, S]`; `[B, 1, 1, S]` or None are causal besides.
+        attention_mask: over the whole sequence: Spans, or `[B, 1, S, S]`; None is causal.
         layout, method: from `shard`.
+        softcap: what limits the scores.
+        s_aux, sinks: `[H]`, the scores of attention sinks: transformers' models have two names for them.
 
     Returns:
         `[B, S_local, H, D]`, and None for the weights.
@@ -71,13 +75,14 @@ def attention_forward(
         raise ValueError(f"{caller}: {_CACHE.format(key.size(2), query.size(2))}")
     if kwargs.get("output_attentions"):
         raise ValueError(f"{caller}: output_attentions is True; spar.attention has no weights to return")
-    if attention_mask is None and sliding_window is not None and longest_run(layout) > sliding_window:
+    mask = attention_mask
+    if mask is None and sliding_window is not None and longest_run(layout) > sliding_window:
         raise ValueError(
             f"{caller}: sliding_window is {sliding_window} and there is no mask for {layout}; pass the batch "
             "through spar.integrations.transformers.shard, with this model"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if attention_mask is not None and attention_mask.size(2) > 1:  # it has causality in it
+    if isinstance(mask, Spans) or (mask is not None and mask.size(2) > 1):  # it has causality in it
         causal = False
     out = attention(
         query.transpose(1, 2),
@@ -85,7 +90,9 @@ def attention_forward(
         value.transpose(1, 2),
         layout,
         causal=causal,
-        mask=attention_mask,
+        mask=mask,
+        sinks=s_aux if sinks is None else sinks,
+        softcap=softcap,
         scale=scaling,
         dropout_p=dropout,
         method=method,
@@ -93,10 +100,10 @@ def attention_forward(
     return out, None
 
 
-def mask_in_forward(
-    *, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any
-) -> None:
-    """Return no mask: `shard` has built those that are needed. Refuse the caller's."""
+def mask_in_forward(*, q_length: int, kv_length: int, attention_mask: Any = None, **_: Any) -> Any:
+    """Return the mask that `shard` has built, or none. Refuse the caller's."""
+    if isinstance(attention_mask, Spans):
+        return attention_mask
     if attention_mask is not None:
         raise ValueError(
             f"attention_mask is of shape {list(attention_mask.shape)}, and shard did not build it; pass the "
@@ -104,3 +111,4 @@ def mask_in_forward(
         )
     if kv_length != q_length:
         raise ValueError(_CACHE.format(kv_length, q_length))
+    return None

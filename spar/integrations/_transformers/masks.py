@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
+from ..._attention.spans import Spans
 from ...sequence_layout import SequenceLayout
 
 WHOLE = "spar: masks of the whole sequence"  # the name of `whole_mask` in transformers
@@ -15,35 +18,93 @@ WHOLE = "spar: masks of the whole sequence"  # the name of `whole_mask` in trans
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
+class Wanted(NamedTuple):
+    """A mask that transformers asks for. `masks_of` makes its spans, in an order that is equal on all ranks.
+
+    Attributes:
+        function: of index tensors (batch, head, query, key).
+        shape: (B, 1, S, S).
+        own: whether transformers made the function, so that it takes tensors that broadcast.
+        valid: bool [B, S], False for padding; None if there is none.
+        device: of the tensors that the function has in it.
+    """
+
+    function: Callable[..., torch.Tensor]
+    shape: tuple[int, int, int, int]
+    own: bool
+    valid: torch.Tensor | None
+    device: torch.device
+
+    def spans(self, group: Any) -> Spans:
+        """Return the spans of the mask; the ranks of the group share the work of a function of the user's."""
+        if self.own and _are_runs(self.function):
+            spans = Spans.of(self.function, self.shape, contiguous=True, device=self.device)
+        else:
+            function = self.function if self.own else _by_vmap(self.function)
+            spans = Spans.of(function, self.shape, group=group, device=self.device)
+        return spans if self.valid is None else spans & Spans.padding(self.valid)
+
+
 def whole_mask(
     *,
+    batch_size: int,
     kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """Return what spar.attention needs besides causality: nothing, a key mask, or all of `[B, 1, S, S]`.
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Wanted | None:
+    """Return what spar.attention needs besides causality, which is nothing, or all of a mask.
 
     Args:
         kv_length: the length of the whole sequence, as that of the queries.
         attention_mask: bool `[B, S]`, False for padding.
         local_size: of a sliding window, or of a chunk.
         allow_is_causal_skip: whether the mask is causal, but for padding and `local_size`.
+        use_vmap: whether a part of the function is the user's, which may take one index at a time alone.
     """
-    from transformers.masking_utils import sdpa_mask
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    if allow_is_causal_skip and not padded and (local_size is None or kv_length <= local_size):
+        return None
+    shape = batch_size, 1, kv_length, kv_length
+    valid = attention_mask if padded else None
+    return Wanted(mask_function, shape, not use_vmap, valid, torch.device(device))
 
-    if allow_is_causal_skip and (local_size is None or kv_length <= local_size):
-        padded = attention_mask is not None and not bool(attention_mask.all())
-        return attention_mask[:, None, None, :] if attention_mask is not None and padded else None
-    mask: torch.Tensor = sdpa_mask(
-        kv_length=kv_length,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        **kwargs,
-    )
-    return mask
+
+def _by_vmap(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function of whole index tensors that calls the user's with one index at a time."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from transformers.masking_utils import _vmap_expansion_sdpa
+
+    mapped = _vmap_expansion_sdpa(function)
+
+    def whole(*indices: torch.Tensor) -> torch.Tensor:
+        with TransformGetItemToIndex():
+            allowed: torch.Tensor = mapped(*(index.flatten() for index in indices))
+        return allowed
+
+    return whole
+
+
+def _are_runs(function: Any) -> bool:
+    """Whether all blocks of tokens in a function of transformers are runs of neighbours.
+
+    Then a query has one interval of keys around it, as all other parts of these functions leave one.
+    """
+    for cell in getattr(function, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, torch.Tensor) and function.__qualname__.startswith("blockwise_overlay"):
+            starts = torch.nn.functional.pad(value[:, 1:] != value[:, :-1], (1, 0), value=True)
+            begun = [ids[start & (ids >= 0)] for ids, start in zip(value, starts, strict=True)]
+            if any(len(ids) > len(ids.unique()) for ids in begun):
+                return False
+        parts = value if isinstance(value, tuple) else (value,)
+        if not all(_are_runs(part) for part in parts if callable(part)):
+            return False
+    return True
 
 
 def masks_of(
@@ -53,14 +114,18 @@ def masks_of(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor,
     layout: SequenceLayout,
+    token_type_ids: torch.Tensor | None,
 ) -> Any:
     """Return the masks of a whole batch: None, one for all layers, or a dict with one for each type of layer.
+
+    Collective over the layout's group if the model's masks have functions of a user's in them.
 
     Args:
         tokens: any tensor [B, S, ..] of the batch.
         attention_mask: [B, S], 0 for padding; or 4-D, which is returned with all its queries.
         position_ids: [B or 1, S], of the whole sequence.
         layout: one of packed documents needs no mask for them.
+        token_type_ids: [B, S], for models of which the masks depend on them.
     """
     from transformers import masking_utils
 
@@ -69,32 +134,45 @@ def masks_of(
         # attention_forward takes one row of queries for a key mask, to which it adds causality
         return attention_mask.expand(-1, -1, total, -1) if attention_mask.size(2) == 1 else attention_mask
     packed = layout.kind == "packed"
-    if packed and attention_mask is None and longest_run(layout) <= _window(config):
+    if packed and attention_mask is None and longest_run(layout) <= shortest_window(config):
         return None
     whole = copy.copy(config)
     whole._attn_implementation_internal = WHOLE
     create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
-    masks = create(
+    given = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+    wanted = create(
         config=whole,
         inputs_embeds=torch.empty(batch, total, 0, dtype=model.dtype, device=tokens.device),
         attention_mask=attention_mask,
         past_key_values=None,
         position_ids=position_ids,
+        **{name: x for name, x in given.items() if name in inspect.signature(create).parameters},
     )
-    if not isinstance(masks, dict):
-        return masks
+    if not isinstance(wanted, dict):
+        return _made(wanted, layout.group)
+    # transformers iterates over a set of types, in another order on each rank
+    masks = {kind: _made(wanted[kind], layout.group) for kind in sorted(wanted)}
     if packed and attention_mask is None and "full_attention" in masks:
         masks["full_attention"] = None
-    kinds = list(masks.values())
-    same = len(kinds) == 1 or all(kind is None for kind in kinds)
-    return kinds[0] if same else masks
+    return masks
 
 
-def _window(config: Any) -> float:
-    """Return the shortest window or chunk of a model's layers."""
+def _made(wanted: Any, group: Any) -> Any:
+    return wanted.spans(group) if isinstance(wanted, Wanted) else wanted
+
+
+def shortest_window(config: Any) -> float:
+    """Return the shortest window or chunk of a model's layers; refuse one without a key."""
     kinds = getattr(config, "layer_types", None)
-    sizes = [getattr(config, name, None) for kind, name in WINDOWS.items() if kinds is None or kind in kinds]
-    return min([size for size in sizes if size is not None], default=float("inf"))
+    names = [name for kind, name in WINDOWS.items() if kinds is None or kind in kinds]
+    sizes = [(name, size) for name in names if (size := getattr(config, name, None)) is not None]
+    for name, size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+            raise ValueError(
+                f"shard: config.{name} is {size!r:.80}; expected an int of at least 1, the number of keys "
+                "that a query attends to, or None for layers without one"
+            )
+    return min([size for _, size in sizes], default=float("inf"))
 
 
 def longest_run(layout: SequenceLayout) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .attention import registered
-from .masks import WINDOWS
+from .masks import WINDOWS, shortest_window
 from .sources import drops_arguments, is_attention, mask_builder, masks_of_forward
 
 # parts of the names of outputs, and of heads, that have one value for a sequence
@@ -123,6 +123,7 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
     """Refuse a model whose masks are other ones than those that `masks_of` builds with transformers."""
     from transformers import masking_utils
 
+    shortest_window(config)
     masks = masks_of_forward(model)
     if not masks.functions:
         raise _refused(model, "it builds attention masks by its own code, of the tokens that a rank has")

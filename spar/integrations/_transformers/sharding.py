@@ -19,6 +19,7 @@ from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from .masks import documents_of, lengths_of, masks_of, restarting
 from .models import checked_config, has_dropout
+from .sources import masks_of_forward
 
 NAME = "transformers.shard"
 _IDS = ("input_ids", "inputs_embeds")
@@ -73,7 +74,8 @@ class Sharding:
             layout = self.default_layout(documents, total, method, config)
         self.check_layout(layout, total, documents)
         positions = positions.to(tokens.device)
-        mask = masks_of(self.model, config, tokens, self.mask_of(batch, tokens), positions, layout)
+        mask, types = self.mask_of(batch, tokens), batch.get("token_type_ids")
+        masks = masks_of(self.model, config, tokens, mask, positions, layout, types)
         part: dict[str, Any] = {name: batch[name] for name in _PLAIN if name in batch}
         for name in (*_IDS, *_SEQUENCES):
             if batch.get(name) is not None:
@@ -82,7 +84,12 @@ class Sharding:
                 part[name] = layout.shard(batch[name], 1, scale).contiguous()
         part["position_ids"] = layout.shard(positions, 1).contiguous()
         # a caller who passes one of these besides is told by Python
-        part |= {"attention_mask": mask, "past_key_values": None, "use_cache": False, "layout": layout}
+        part |= {
+            "attention_mask": self.passed(masks),
+            "past_key_values": None,
+            "use_cache": False,
+            "layout": layout,
+        }
         if hasattr(config, "output_router_logits"):
             part["output_router_logits"] = False
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
@@ -215,6 +222,16 @@ class Sharding:
             raise self.error(
                 "layout", f"{layout}, without a token on rank {empty}", "at least one token on each rank"
             )
+
+    def passed(self, masks: Any) -> Any:
+        """Return masks as the model accepts them: one, or a dict with one for each type of layer."""
+        if not isinstance(masks, dict):
+            return masks
+        if all(mask is None for mask in masks.values()):
+            return None
+        if len(masks) == 1 and not masks_of_forward(self.model).by_kind:
+            return next(iter(masks.values()))
+        return masks
 
     def labels_of(
         self, batch: Mapping[str, Any], tokens: torch.Tensor, layout: SequenceLayout

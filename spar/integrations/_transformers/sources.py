@@ -22,20 +22,22 @@ class Masks(NamedTuple):
     Attributes:
         functions: the names of transformers' functions that they call.
         documents: whether they pass position_ids, by which these functions separate packed documents.
+        by_kind: whether they accept a dict with a mask for each type of layer.
     """
 
     functions: frozenset[str]
     documents: bool
+    by_kind: bool
 
 
 def is_attention(module: torch.nn.Module) -> bool:
     """Whether a layer calls the attention that is set by its name."""
-    return _INTERFACE in _names(type(module).forward)
+    return _INTERFACE in names_of(type(module).forward)
 
 
 def mask_builder(module: torch.nn.Module) -> str | None:
     """Return the name of the method by which an attention layer builds a mask itself."""
-    names = sorted(_names(type(module).forward))
+    names = sorted(names_of(type(module).forward))
     return next((name for name in names if "mask" in name and callable(getattr(module, name, None))), None)
 
 
@@ -61,21 +63,33 @@ def masks_of_forward(model: torch.nn.Module) -> Masks:
     from transformers import PreTrainedModel
 
     kinds: set[Any] = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    by_kind = [_masks_of(kind) for kind in kinds]
-    functions: set[str] = set().union(*(masks.functions for masks in by_kind))
-    return Masks(frozenset(functions), any(masks.documents for masks in by_kind))
+    found = [_masks_of(kind) for kind in kinds]
+    functions: set[str] = set().union(*(masks.functions for masks in found))
+    documents, by_kind = any(masks.documents for masks in found), any(masks.by_kind for masks in found)
+    return Masks(frozenset(functions), documents, by_kind)
 
 
 @functools.cache
 def _masks_of(kind: type) -> Masks:
     builders: set[str] = set()
-    documents = False
+    documents = by_kind = False
     for function in _functions(kind):
         names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
         causal = {name for name in names if name.startswith("create_") and name.endswith("causal_mask")}
         builders |= causal
         documents = documents or any("position_ids" in passed for passed in _arguments(function) if causal)
-    return Masks(frozenset(builders), documents)
+        by_kind = by_kind or any(_asks_for_dict(node) for node in ast.walk(function))
+    return Masks(frozenset(builders), documents, by_kind)
+
+
+def _asks_for_dict(node: ast.AST) -> bool:
+    """Whether a node is `isinstance(attention_mask, dict)`, perhaps with an assignment in it."""
+    return (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "isinstance"
+        and ast.unparse(node.args[1]) == "dict"
+        and "attention_mask" in ast.unparse(node.args[0])
+    )
 
 
 def _arguments(function: ast.AST) -> Iterator[set[object]]:
@@ -91,7 +105,8 @@ def _arguments(function: ast.AST) -> Iterator[set[object]]:
 
 
 @functools.cache
-def _names(forward: Callable[..., object]) -> frozenset[str]:
+def names_of(forward: Callable[..., object]) -> frozenset[str]:
+    """Return the global names and attributes that a function has in its code."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset(() if code is None else code.co_names)
 
