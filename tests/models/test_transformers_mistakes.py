@@ -212,7 +212,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"state_size": 4, "hidden_size": 32, "vocab_size": llms.VOCABULARY, "num_hidden_layers": 1},
         "cannot run over a sharded sequence",
     ),
-    "router loss": ("Qwen3Moe", llms.EXPERTS | {"output_router_logits": True}, "adds a load-balancing loss"),
     "rotary embedding": (
         "Llama",
         {

@@ -11,6 +11,7 @@ from ..._attention.attention import attention
 from ..._attention.spans import Spans
 from ...sequence_layout import SequenceLayout
 from .masks import longest_run
+from .router import Routed
 
 _REFUSED = {  # keywords of other attentions, with what they are
     "position_bias": "a position bias",
@@ -23,7 +24,7 @@ _CACHE = (
     "there is a KV cache ({} keys for {} queries); expected none. Pass no past_key_values, and "
     "use_cache=False as shard does"
 )
-Mask = torch.Tensor | Spans | None
+Mask = torch.Tensor | Spans | Routed | None
 registered: set[str] = set()  # the names of attention_forward in transformers
 
 
@@ -75,7 +76,7 @@ def attention_forward(
         raise ValueError(f"{caller}: {_CACHE.format(key.size(2), query.size(2))}")
     if kwargs.get("output_attentions"):
         raise ValueError(f"{caller}: output_attentions is True; spar.attention has no weights to return")
-    mask = attention_mask
+    mask = attention_mask.mask if isinstance(attention_mask, Routed) else attention_mask
     if mask is None and sliding_window is not None and longest_run(layout) > sliding_window:
         raise ValueError(
             f"{caller}: sliding_window is {sliding_window} and there is no mask for {layout}; pass the batch "
@@ -102,7 +103,7 @@ def attention_forward(
 
 def mask_in_forward(*, q_length: int, kv_length: int, attention_mask: Any = None, **_: Any) -> Any:
     """Return the mask that `shard` has built, or none. Refuse the caller's."""
-    if isinstance(attention_mask, Spans):
+    if isinstance(attention_mask, (Spans, Routed)):
         return attention_mask
     if attention_mask is not None:
         raise ValueError(

@@ -10,6 +10,7 @@ import torch
 
 from .attention import registered
 from .masks import WINDOWS, shortest_window
+from .router import has_other_router_loss, has_router_loss, sum_router_loss
 from .sources import drops_arguments, is_attention, mask_builder, masks_of_forward
 
 # parts of the names of outputs, and of heads, that have one value for a sequence
@@ -68,8 +69,11 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
     if learns and getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise _refused(model, "its loss is not that of causal language models; pass no labels")
     if getattr(config, "output_router_logits", False):
-        why = "config.output_router_logits is True, which adds a load-balancing loss"
-        raise _refused(model, f"{why} that is not a sum over tokens; set it to False")
+        if has_other_router_loss(model):
+            why = "config.output_router_logits is True, which adds a loss that is not the usual one of"
+            raise _refused(model, f"{why} load balancing (load_balancing_loss_func); set it to False")
+        if has_router_loss(model):
+            sum_router_loss(model)
     return config
 
 

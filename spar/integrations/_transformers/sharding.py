@@ -19,6 +19,7 @@ from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from .masks import documents_of, lengths_of, masks_of, restarting
 from .models import checked_config, has_dropout
+from .router import Routed, Router, has_router_loss
 from .sources import masks_of_forward
 
 NAME = "transformers.shard"
@@ -76,6 +77,8 @@ class Sharding:
         positions = positions.to(tokens.device)
         mask, types = self.mask_of(batch, tokens), batch.get("token_type_ids")
         masks = masks_of(self.model, config, tokens, mask, positions, layout, types)
+        routes = bool(getattr(config, "output_router_logits", False))
+        router = self.router_of(tokens, mask, layout) if routes and has_router_loss(self.model) else None
         part: dict[str, Any] = {name: batch[name] for name in _PLAIN if name in batch}
         for name in (*_IDS, *_SEQUENCES):
             if batch.get(name) is not None:
@@ -84,14 +87,10 @@ class Sharding:
                 part[name] = layout.shard(batch[name], 1, scale).contiguous()
         part["position_ids"] = layout.shard(positions, 1).contiguous()
         # a caller who passes one of these besides is told by Python
-        part |= {
-            "attention_mask": self.passed(masks),
-            "past_key_values": None,
-            "use_cache": False,
-            "layout": layout,
-        }
+        passed = self.passed(config, masks, (tokens.size(0), 1, total, total), router)
+        part |= {"attention_mask": passed, "past_key_values": None, "use_cache": False, "layout": layout}
         if hasattr(config, "output_router_logits"):
-            part["output_router_logits"] = False
+            part["output_router_logits"] = routes
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             part["logits_to_keep"] = 0  # all: the last ones of a shard are not those of the sequence
         if method is not None:
@@ -223,15 +222,38 @@ class Sharding:
                 "layout", f"{layout}, without a token on rank {empty}", "at least one token on each rank"
             )
 
-    def passed(self, masks: Any) -> Any:
+    def passed(self, config: Any, masks: Any, shape: tuple[int, int, int, int], router: Router | None) -> Any:
         """Return masks as the model accepts them: one, or a dict with one for each type of layer."""
-        if not isinstance(masks, dict):
+        by_kind = masks_of_forward(self.model).by_kind
+        if isinstance(masks, dict):
+            if all(mask is None for mask in masks.values()):
+                masks = None
+            elif len(masks) == 1 and not by_kind:
+                (masks,) = masks.values()
+        if router is None:
             return masks
-        if all(mask is None for mask in masks.values()):
-            return None
-        if len(masks) == 1 and not masks_of_forward(self.model).by_kind:
-            return next(iter(masks.values()))
-        return masks
+        if masks is None and by_kind:
+            masks = dict.fromkeys(getattr(config, "layer_types", None) or ())
+        if not isinstance(masks, dict) or not masks:
+            return Routed(masks or None, shape, router)
+        return {kind: Routed(mask, shape, router) for kind, mask in masks.items()}
+
+    def router_of(self, tokens: torch.Tensor, mask: torch.Tensor | None, layout: SequenceLayout) -> Router:
+        """Return what the router loss needs of the tokens of all ranks."""
+        if mask is not None and mask.dim() != 2:
+            raise self.error(
+                "batch['attention_mask']",
+                f"of shape {list(mask.shape)}, and config.output_router_logits is True",
+                f"{list(tokens.shape[:2])}, which says which tokens the router loss counts",
+            )
+        has_group = self.tokens_have_group("")
+        valid = torch.ones(tokens.shape[:2], device=tokens.device, dtype=torch.int64)
+        valid = valid if mask is None else mask.to(torch.int64)
+        local = layout.shard(valid, 1)
+        count = self.counted(valid, local.sum())
+        groups = [self.tokens] if has_group else [self.group, self.tokens]
+        rows = None if mask is None else local.reshape(-1).float()
+        return Router(tuple(group for group in groups if group is not None), rows, count.float())
 
     def labels_of(
         self, batch: Mapping[str, Any], tokens: torch.Tensor, layout: SequenceLayout
@@ -250,21 +272,24 @@ class Sharding:
         return shards | {"num_items_in_batch": self.counted(shifted != _IGNORED, (local != _IGNORED).sum())}
 
     def counted(self, valid: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Return the number of labels of the token group; 1 if there are none, so that the loss is 0."""
+        """Return the number of valid tokens of the token group, at least 1: a loss of none is 0."""
         whole, has_group = valid.sum(), self.tokens_have_group()
         if self.tokens is not None:
             mine = local if has_group else whole
             whole = self.gathered(mine.reshape(1), self.tokens).sum()
         return whole.clamp(min=1)
 
-    def tokens_have_group(self) -> bool:
-        """Check the token group; return whether it has all ranks of the group."""
+    def tokens_have_group(self, other: str = "; or num_items_in_batch in the batch") -> bool:
+        """Check the token group; return whether it has all ranks of the group.
+
+        other: what may be passed instead of one.
+        """
         if self.tokens is None:
             if dist.get_world_size() != self.place.world:
                 raise self.error(
                     "token_group",
                     f"None, and group has {self.place.world} of {dist.get_world_size()} ranks",
-                    "the data-parallel group, or all ranks with tokens; or num_items_in_batch in the batch",
+                    f"the data-parallel group, or all ranks with tokens{other}",
                 )
             return False
         ranks = set(dist.get_process_group_ranks(self.group))
