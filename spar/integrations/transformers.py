@@ -72,9 +72,9 @@ def shard(
         model: a causal language model of transformers that uses the registered attention; it may be inside
             PEFT, DDP, FSDP2 (fully_shard) or torch.compile.
         batch: the whole batch, equal on all ranks of `group`. It has input_ids `[B, S]` or inputs_embeds
-            `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]` or `[B, 1, S, S]`), labels or
-            shift_labels, and what transformers' collators add for flash attention. With num_items_in_batch,
-            the number of all ranks' labels in the whole step, labels are not counted.
+            `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]`, `[B, 1, S, S]` or
+            `spar.Spans`), labels or shift_labels, and what transformers' collators add for flash attention.
+            With num_items_in_batch, the number of all ranks' labels in the step, labels are not counted.
         layout: how the sequence lies on the ranks. None: packed if position_ids restart, in the same places
             in each sample, and each rank then has a token; else zigzag if keys are gathered or go round a
             ring; else even.

@@ -345,6 +345,31 @@ def test_functions_of_users_are_exact(pool: Ranks, world: int) -> None:
     pool(world, check_own_functions)
 
 
+def check_own_spans(rank: int, world: int, group: Group) -> None:
+    """Spans of the caller's are the tensor of the same booleans, for each kind of layers."""
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 20, 12]))
+    spans = spar.Spans.causal(TOTAL) & spar.Spans.documents(documents)
+    for name, config in (("llama", {}), ("Gemma3", MIXED), ("GptOss", MODELS["sinks"][1])):
+        found = []
+        for mask in (spans, spans.dense()):
+            model = seeded(maker(name, **config), "spar")
+            loss = model(**sharding(group)(model, whole() | {"attention_mask": mask})).loss
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        torch.testing.assert_close(found[0], found[1])
+        plain = model(**sharding(group)(model, whole())).loss
+        assert abs(float(plain.detach() - loss.detach())) > 1e-3
+    wrong = spar.Spans.causal(TOTAL - rank)
+    with pytest.raises(spar.MismatchError, match=r"batch\['attention_mask'\] of ranks \[1\] differs"):
+        sharding(group)(model, whole() | {"attention_mask": wrong})
+    with pytest.raises(ValueError, match=r"is of shape \[1, 1, 36, 36\]; expected \[2, 37\]"):
+        sharding(group)(model, whole() | {"attention_mask": spar.Spans.causal(36)})
+
+
+def test_spans_of_the_caller(pool: Ranks) -> None:
+    pool(2, check_own_spans)
+
+
 def bytes_of(part: Any) -> int:
     """Return the bytes of all tensors in what shard returned, but for a rank's own tokens."""
     if isinstance(part, dict):

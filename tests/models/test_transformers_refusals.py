@@ -88,7 +88,9 @@ def check_documents(rank: int, world: int, group: llms.Group) -> None:
         joined = alone(**batch).logits[:, :25]
         cut = alone(**{name: x[:, 5:25] for name, x in batch.items()}).logits
     assert (joined[:, 5:] - cut).abs().max() > 0.1
-    with pytest.raises(ValueError, match=r"passes no position_ids to its masks.* 4-D attention_mask"):
+    with pytest.raises(
+        ValueError, match=r"passes no position_ids to its masks.* spar.Spans or a 4-D attention_mask"
+    ):
         sharding(group)(make(), batch)
     document = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 20, 12]))
     mask = (document[:, None] == document) & torch.ones(37, 37, dtype=torch.bool).tril()

@@ -111,7 +111,7 @@ def masks_of(
     model: Any,
     config: Any,
     tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | Spans | None,
     position_ids: torch.Tensor,
     layout: SequenceLayout,
     token_type_ids: torch.Tensor | None,
@@ -122,7 +122,7 @@ def masks_of(
 
     Args:
         tokens: any tensor [B, S, ..] of the batch.
-        attention_mask: [B, S], 0 for padding; or 4-D, which is returned with all its queries.
+        attention_mask: [B, S], 0 for padding; or 4-D, which is returned with all its queries; or Spans.
         position_ids: [B or 1, S], of the whole sequence.
         layout: one of packed documents needs no mask for them.
         token_type_ids: [B, S], for models of which the masks depend on them.
@@ -130,6 +130,8 @@ def masks_of(
     from transformers import masking_utils
 
     batch, total = tokens.shape[:2]
+    if isinstance(attention_mask, Spans):
+        return attention_mask
     if attention_mask is not None and attention_mask.dim() == 4:
         # attention_forward takes one row of queries for a key mask, to which it adds causality
         return attention_mask.expand(-1, -1, total, -1) if attention_mask.size(2) == 1 else attention_mask

@@ -135,7 +135,7 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
         raise _refused(
             model,
             "it passes no position_ids to its masks, so that in one process, too, packed documents attend to "
-            "each other. Pass them one by one, or a 4-D attention_mask",
+            "each other. Pass them one by one, or spar.Spans or a 4-D attention_mask",
         )
     if hasattr(model, "create_masks_for_generate"):
         return

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..._attention.spans import Spans
 from ..._checks import digest
 from ..._group.registry import group_of, place_of
 from ...errors import MismatchError
@@ -122,25 +123,27 @@ class Sharding:
         whole: torch.Tensor = inputs[0]
         return whole
 
-    def mask_of(self, batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
+    def mask_of(self, batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor | Spans | None:
         """Check the attention mask; None if there is none."""
         mask = batch.get("attention_mask")
         if mask is None:
             return None
         size, total = tokens.shape[:2]
-        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else None
+        shape = list(mask.shape) if isinstance(mask, (torch.Tensor, Spans)) else None
         fits = shape == [size, total] or (
             shape is not None
             and len(shape) == 4
             and shape[0] in (1, size)
-            and shape[2] in (1, total)
+            and shape[2] in ((total,) if isinstance(mask, Spans) else (1, total))
             and shape[3] == total
         )
         if not fits:
             value = f"of shape {shape}" if shape else f"a {type(mask).__name__}"
-            expected = f"[{size}, {total}] or [{size}, 1, {total}, {total}], over the whole sequence"
+            expected = (
+                f"[{size}, {total}], or a tensor or spar.Spans [{size}, 1, {total}, {total}] of the whole"
+            )
             raise self.error("batch['attention_mask']", value, expected)
-        whole: torch.Tensor = mask
+        whole: torch.Tensor | Spans = mask
         return whole
 
     def positions_of(
@@ -164,7 +167,7 @@ class Sharding:
                 )
         documents = documents_of(positions)
         if documents is not None and mask is not None:
-            if ids is not None and mask.dim() == 2 and bool(mask.all()):
+            if ids is not None and mask.ndim == 2 and bool(mask.all()):
                 raise self.error(
                     "batch['attention_mask']",
                     "all ones, and position_ids restart",
@@ -224,23 +227,25 @@ class Sharding:
 
     def passed(self, config: Any, masks: Any, shape: tuple[int, int, int, int], router: Router | None) -> Any:
         """Return masks as the model accepts them: one, or a dict with one for each type of layer."""
-        by_kind = masks_of_forward(self.model).by_kind
+        types = getattr(config, "layer_types", None) if masks_of_forward(self.model).by_kind else None
         if isinstance(masks, dict):
             if all(mask is None for mask in masks.values()):
                 masks = None
-            elif len(masks) == 1 and not by_kind:
+            elif len(masks) == 1 and not types:
                 (masks,) = masks.values()
+        if types and (isinstance(masks, Spans) or (masks is None and router is not None)):
+            masks = dict.fromkeys(types, masks)
         if router is None:
             return masks
-        if masks is None and by_kind:
-            masks = dict.fromkeys(getattr(config, "layer_types", None) or ())
-        if not isinstance(masks, dict) or not masks:
-            return Routed(masks or None, shape, router)
-        return {kind: Routed(mask, shape, router) for kind, mask in masks.items()}
+        if isinstance(masks, dict):
+            return {kind: Routed(mask, shape, router) for kind, mask in masks.items()}
+        return Routed(masks, shape, router)
 
-    def router_of(self, tokens: torch.Tensor, mask: torch.Tensor | None, layout: SequenceLayout) -> Router:
+    def router_of(
+        self, tokens: torch.Tensor, mask: torch.Tensor | Spans | None, layout: SequenceLayout
+    ) -> Router:
         """Return what the router loss needs of the tokens of all ranks."""
-        if mask is not None and mask.dim() != 2:
+        if isinstance(mask, Spans) or (mask is not None and mask.dim() != 2):
             raise self.error(
                 "batch['attention_mask']",
                 f"of shape {list(mask.shape)}, and config.output_router_logits is True",
@@ -316,7 +321,8 @@ class Sharding:
     def compare(self, batch: Mapping[str, Any], tokens: torch.Tensor, random: bool, settings: str) -> None:
         """Compare a hash of each entry of the batch over the group; and that random numbers differ."""
         names = [*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH]
-        hashes = [digest(batch.get(name)) for name in names] + [digest(settings)]
+        values = [batch.get(name) for name in names]
+        hashes = [x.digest if isinstance(x, Spans) else digest(x) for x in (*values, settings)]
         state = _generator(tokens.device) if random else None
         mine = torch.tensor([*hashes, int(random), digest(state)], device=tokens.device)
         rows = self.gathered(mine, self.group).cpu()
