@@ -32,8 +32,8 @@ from ._exchange.layouts import (
     shards_pair,
     total_of,
 )
-from ._exchange.pieces import gather_pieces, remembered_plan, runs_in_halo, selected
-from ._exchange.pieces_op import Wish, in_graph
+from ._exchange.pieces import runs_in_halo, selected
+from ._exchange.pieces_op import gather_runs
 from ._exchange.repeated import repeat, scale_key
 from ._exchange.together import exchange_together
 from ._exchange.watch import must_record
@@ -319,29 +319,7 @@ class SequenceLayout:
         """Gather each run, moved by an offset and longer by `more`."""
         with Arguments(name, x, self.group) as call:
             layout = checked_numbers(call, "layout", self, call.dim("dim", dim), False)
-            place, note = layout[0], f"offset {offset}, {more} more"
-            numbers, documents = (0, *layout[1:]), self.kind == "packed"
-            where = numbers, documents, call.world, call.rank, offset, more
-            if not is_dynamo_compiling():
-                return gather_pieces(call, remembered_plan(*where), [x], place, note, fill)[0]
-            runs = [run for run in pieces(numbers, call.world, call.rank) if run.size > 0]
-            size = x.size(place) + more * len(runs)
-            wish = Wish(
-                call.group.handle,
-                call.world,
-                call.rank,
-                numbers,
-                documents,
-                offset,
-                more,
-                name,
-                note,
-                place,
-                float(fill),
-                x.size(place),
-                size,
-            )
-            return in_graph(x, wish)
+            return gather_runs(call, layout, self.kind == "packed", offset, more, fill)
 
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False

@@ -81,6 +81,7 @@ SIGNATURES = {
     "out=None",
     "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
     "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2",
+    "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",
@@ -118,6 +119,9 @@ LAYOUT = {
     "SequenceLayout.gather": "self, x, dim, grad_scale=NOT_GIVEN",
     "SequenceLayout.all_gather": "self, x, dim",
     "SequenceLayout.reduce_scatter": "self, x, dim",
+    "SequenceLayout.halo": "self, x, before, dim=1, after=0",
+    "SequenceLayout.drop_halo": "self, y, before, dim=1, after=0",
+    "SequenceLayout.shift": "self, x, n, dim=1, fill=0",
 }
 SHARDING = {
     "sp_shard": "tensor, dim, validate=True",

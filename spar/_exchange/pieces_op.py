@@ -12,13 +12,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .._group.group import Call
 from .._group.registry import group_at
+from .arguments import Arguments
 from .dispatch import chained, define, implement, number_of_newest
 from .exchange import Exchange
 from .graph_ops import code
-from .pieces import ZEROS, Plan, ordered, remembered_plan, selected
+from .layouts import Layout, pieces
+from .pieces import ZEROS, Plan, gather_pieces, ordered, remembered_plan, selected
 from .watch import must_record
 
 
@@ -138,7 +141,33 @@ def _run(x: Tensor, *arguments: Any) -> Tensor:
 define("gather_pieces" + _SCHEMA.format(", str code", "Tensor"), _run)
 
 
-def in_graph(x: Tensor, wish: Wish) -> Tensor:
-    """Put one op into Dynamo's graph for what `gather_pieces` does."""
+def gather_runs(
+    call: Arguments, layout: Layout, documents: bool, offset: int, more: int, fill: float
+) -> Tensor:
+    """Gather each run of this rank, moved by an offset and longer by `more`, along the layout's dim.
+
+    documents: as of `plan_runs`.
+    """
+    x, dim, numbers, world, rank = call.input, layout[0], (0, *layout[1:]), call.world, call.rank
+    note = f"offset {offset}, {more} more"
+    if not is_dynamo_compiling():
+        plan = remembered_plan(numbers, documents, world, rank, offset, more)
+        return gather_pieces(call, plan, [x], dim, note, fill)[0]
+    runs = [run for run in pieces(numbers, world, rank) if run.size > 0]
+    shard = x.size(dim)
+    place = call.group.handle, world, rank
+    wish = Wish(
+        *place,
+        numbers,
+        documents,
+        offset,
+        more,
+        call.name,
+        note,
+        dim,
+        float(fill),
+        shard,
+        shard + more * len(runs),
+    )
     output: Tensor = torch.ops.spar.gather_pieces(x, *wish, False, False, code())
     return output
