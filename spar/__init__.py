@@ -26,7 +26,8 @@ Work: an exchange in flight, which `async_op=True` returns.
 SequenceLayout: how a sequence lies on the ranks; it shards, gathers, shifts, and adds halos.
 
 attention: over a sequence that is sharded by a layout; Spans: which keys its queries attend to.
-by_heads: any function that mixes tokens head by head, such as linear attention.
+by_heads: any function that mixes tokens head by head, such as linear attention; by_state: recurrences with a
+linear state, of which states alone travel.
 
 Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
 empty_cache, debug.
@@ -70,6 +71,7 @@ from .groups import close, debug, empty_cache, init, memory_stats, transport
 from .loss import mean_loss
 from .ops.all_to_all import all_to_all
 from .ops.by_heads import by_heads
+from .ops.by_state import by_state
 from .ops.gather import all_gather, reduce_scatter
 from .ops.hybrid import (
     gather_forward_split_backward_with_cp,
@@ -107,6 +109,7 @@ __all__ = [
     "all_to_all",
     "attention",
     "by_heads",
+    "by_state",
     "cal_split_sizes",
     "cal_split_sizes_multi",
     "close",

@@ -82,6 +82,7 @@ SIGNATURES = {
     "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
     "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2",
     "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",
+    "by_state": "fn, tensors, layout, state, transition, decay=False, correct=None, like=0, seq_dim=1",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""spar.by_state against one process: delta rules by matrices, state spaces by decays, documents and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import spar
+from spar import MismatchError, SequenceLayout
+from spar._group.registry import group_of
+
+Group = dist.ProcessGroup
+TOTAL, HEADS, KEY, VALUE = 23, 2, 3, 4
+DOCUMENTS = [7, 0, 1, 15]
+LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
+    "even": lambda group: SequenceLayout.even(TOTAL, group),
+    "zigzag": lambda group: SequenceLayout.zigzag(TOTAL, group),
+    "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
+    "few tokens": lambda group: SequenceLayout.even(2, group),
+}
+
+
+def delta_rule(v: Tensor, k: Tensor, q: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """A gated delta rule, token by token: v [B, S, H, V], k and q [B, S, H, K], gate [B, S, H]."""
+    k, outputs = torch.nn.functional.normalize(k, dim=-1), []
+    for i in range(v.size(1)):
+        state = state * torch.sigmoid(gate[:, i])[..., None, None]
+        seen = (k[:, i, :, None] @ state)[:, :, 0]
+        state = state + k[:, i, :, :, None] * (v[:, i] - seen)[:, :, None]
+        outputs.append((q[:, i, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1), state
+
+
+def transition_of_delta_rule(v: Tensor, k: Tensor, q: Tensor, gate: Tensor) -> Tensor:
+    zeros = v.new_zeros(*v.shape[:3], k.size(3))
+    identity = torch.eye(k.size(3), dtype=v.dtype).expand(v.size(0), v.size(2), -1, -1)
+    return delta_rule(zeros, k, q, gate, identity)[1]
+
+
+def decaying(v: Tensor, k: Tensor, q: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """A state space: the state decays, and values are added."""
+    outputs = []
+    for i in range(v.size(1)):
+        state = state * torch.sigmoid(gate[:, i])[..., None, None] + k[:, i, :, :, None] * v[:, i, :, None]
+        outputs.append((q[:, i, :, None] @ state)[:, :, 0])
+    return torch.stack(outputs, 1), state
+
+
+def decay_of(v: Tensor, k: Tensor, q: Tensor, gate: Tensor) -> Tensor:
+    return torch.sigmoid(gate).prod(1)[..., None, None]
+
+
+def correction(v: Tensor, k: Tensor, q: Tensor, gate: Tensor, state: Tensor) -> Tensor:
+    factor = torch.sigmoid(gate).cumprod(1)[..., None]
+    return torch.einsum("bshk,bhkv->bshv", q, state) * factor
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "delta rule": {"fn": delta_rule, "transition": transition_of_delta_rule},
+    "decay": {"fn": decaying, "transition": decay_of, "decay": True},
+    "corrected": {"fn": decaying, "transition": decay_of, "decay": True, "correct": correction},
+}
+
+
+def whole(fn: Callable[..., Any], tensors: list[Tensor], documents: list[int]) -> Tensor:
+    zeros = torch.zeros(2, HEADS, KEY, VALUE, dtype=tensors[0].dtype)
+    parts = [x.split(documents, 1) for x in tensors]
+    return torch.cat([fn(*part, zeros)[0] for part in zip(*parts, strict=True) if part[0].size(1)], 1)
+
+
+def check(rank: int, world: int, group: Group, way: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for kind, make in LAYOUTS.items():
+        layout = make(group)
+        shapes = [(2, layout.total, HEADS, width) for width in (VALUE, KEY, KEY)]
+        shapes.append((2, layout.total, HEADS))
+        values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        leaves = [x.clone().requires_grad_() for x in values]
+        expected = whole(WAYS[way]["fn"], leaves, DOCUMENTS if kind == "packed" else [layout.total])
+        upper = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        gradients = torch.autograd.grad(expected, leaves, upper)
+        own = layout.index()
+        mine = [x[:, own].clone().requires_grad_() for x in values]
+        run = partial(spar.by_state, layout=layout, state=(2, HEADS, KEY, VALUE), **WAYS[way])
+        for function in (run, partial(checkpoint, run, use_reentrant=False)):
+            before = group_of(group).count()
+            y = function(tensors=mine)
+            assert group_of(group).count() - before == int(world > 1)
+            found = torch.autograd.grad(y, mine, upper[:, own])
+            assert y.is_contiguous()
+            torch.testing.assert_close(y, expected[:, own])
+            for x, e in zip(found, gradients, strict=True):
+                assert torch.allclose(x, e[:, own]), kind
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_by_state_matches_one_process(ranks: Ranks, world: int, way: str) -> None:
+    ranks(world, check, way)
+
+
+def check_errors(rank: int, world: int, group: Group) -> None:
+    layout = SequenceLayout.even(4 * world, group)
+    x = torch.zeros(1, 4, 2, 3)
+
+    def fn(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return x, state
+
+    given: dict[str, Any] = {
+        "fn": fn,
+        "tensors": [x],
+        "layout": layout,
+        "state": (1, 2, 3, 3),
+        "transition": lambda x: torch.zeros(1, 2, 3, 3),
+    }
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, r"tensors is empty", {"tensors": []}),
+        (ValueError, r"like is 1; expected the index", {"like": 1}),
+        (ValueError, r"the result of fn is a Tensor; expected \(output, state\)", {"fn": lambda x, s: x}),
+        (ValueError, r"the output of fn is of shape", {"fn": lambda x, s: (x[:, :1], s)}),
+        (ValueError, r"the state of fn is of shape \[1\]", {"fn": lambda x, s: (x, torch.zeros(1))}),
+        (ValueError, r"input_ is of size 5 in dim 1; expected 4", {"tensors": [torch.zeros(1, 5, 2, 3)]}),
+    ]
+    for kind, message, arguments in cases:
+        # The last rank calls fn once it has the states of the others, which raise before.
+        with pytest.raises((kind, MismatchError), match=message):
+            spar.by_state(**{**given, **arguments})
+    with pytest.raises(MismatchError):
+        spar.by_state(**{**given, "decay": rank == 0})
+    # Only the rank between two others needs a transition.
+    if world == 3:
+        wrong = {**given, "transition": lambda x: x[:, :, :1, 0]}
+        expected = ValueError if rank == 1 else MismatchError
+        with pytest.raises(expected, match=r"the result of transition is of shape"):
+            spar.by_state(**wrong)
+
+
+@pytest.mark.one_transport
+@pytest.mark.parametrize("world", [2, 3])
+def test_errors_of_by_state(ranks: Ranks, world: int) -> None:
+    ranks(world, check_errors)
