@@ -129,8 +129,10 @@ def block(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_attention(group: dist.ProcessGroup) -> Names:
-    q = torch.randn(1, spar.SequenceLayout.zigzag(18, group).sizes[group.rank()], 2, 4)
-    return {"total": 18, "x": torch.randn(1, 18, 8), "q": q, "k": q, "v": q}
+    layout = spar.SequenceLayout.zigzag(18, group)
+    q = torch.randn(1, layout.sizes[group.rank()], 2, 4)
+    ids = torch.arange(18)[None] // 7
+    return {"total": 18, "x": torch.randn(1, 18, 8), "q": q, "k": q, "v": q, "ids": ids, "layout": layout}
 
 
 def of_gradients(group: dist.ProcessGroup) -> Names:

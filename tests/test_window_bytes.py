@@ -17,6 +17,7 @@ from torch import Tensor
 import spar
 from spar import SequenceLayout
 from spar._attention.halo import halo_of
+from spar._attention.tiles import joined_runs
 from spar._exchange.layouts import pieces
 from spar.sequence_layout import numbers_of
 
@@ -143,6 +144,18 @@ def check_whole_keys(rank: int, world: int, group: Group) -> None:
     indices = [layout.index(), layout.index(), other.index(), other.index()]
     for x, e, index in zip((y, *found), expected, indices, strict=True):
         torch.testing.assert_close(x, e[:, index])
+
+
+def check_strips(rank: int, world: int, group: Group) -> None:
+    """The halo lies beside a rank's own keys: one block covers both."""
+    layout = SequenceLayout.even(16 * world, group)
+    halo = halo_of(spar.Spans.window(16 * world, 5, 3), layout, layout, world, rank)
+    before, behind = 5 * (rank > 0), 3 * (rank < world - 1)
+    assert joined_runs(halo.held) == [(0, 16 * rank - before, before + 16 + behind)]
+
+
+def test_halo_and_own_keys_are_one_run(ranks: Ranks) -> None:
+    ranks(3, check_strips)
 
 
 @pytest.mark.parametrize("world", [2, 3])
