@@ -8,8 +8,9 @@ from torch import Tensor
 
 from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
 
-# So many scores at a time at most, unless one query alone has more.
+# So many scores at a time at most, unless one query alone has more. On a CPU they should stay in its cache.
 _SCORES = 1 << 24
+_SCORES_OF_CPU = 1 << 20
 
 
 class Blockwise:
@@ -61,7 +62,8 @@ def _runs(block: BlockInputs) -> list[tuple[int, int]]:
     batch, heads, group, queries, _ = block.q.shape
     if torch.compiler.is_compiling():
         return [(0, queries)]
-    most = max(1, _SCORES // max(1, batch * heads * group * block.k.size(3)))
+    scores = _SCORES_OF_CPU if block.q.is_cpu else _SCORES
+    most = max(1, scores // max(1, batch * heads * group * block.k.size(3)))
     return [(begin, min(most, queries - begin)) for begin in range(0, queries, most)]
 
 
