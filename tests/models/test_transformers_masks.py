@@ -174,6 +174,43 @@ def test_gradient_checkpointing(pool: Ranks, reentrant: bool) -> None:
     pool(2, check_checkpointing, reentrant)
 
 
+def check_compiled(rank: int, world: int, group: Group, name: str, method: str) -> None:
+    """Each length has other documents, or other padding."""
+    kind, config = MODELS[name]
+    model = seeded(with_sinks(maker(kind, **config)), "spar")
+    torch._dynamo.reset()
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for total in (24, 29, 29, 37):
+        batch = whole(2, total)
+        if kind == "GptOss":
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, total - 5 :] = 0
+        else:
+            cuts = (total // 3, total // 2)
+            positions = [torch.cat([torch.arange(cut), torch.arange(total - cut)]) for cut in cuts]
+            batch["position_ids"] = torch.stack(positions)
+        part = shard(forward, batch, zigzag(total, group), group=group, token_group=group, method=method)
+        found = []
+        for run in (model, forward):
+            model.zero_grad()
+            loss = run(**part).loss
+            loss.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append([loss.detach(), *[g.clone() for g in gradients]])
+        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert graphs in (1, 2), graphs
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("windows", "ring"), ("softcap", "ulysses"), ("sinks and windows", "gather")],
+)
+def test_compiled_models_make_two_graphs(pool: Ranks, name: str, method: str) -> None:
+    pool(2, check_compiled, name, method, timeout=280)
+
+
 def check_wrapped(rank: int, world: int, group: Group) -> None:
     """DDP, and FSDP2 with checkpointing, of dp 2 x cp 2; samples of a rank have documents of their own."""
     mesh, dp, cp = meshes()
