@@ -18,6 +18,9 @@ import spar
 from spar import MismatchError, SequenceLayout
 from spar._group.registry import group_of
 
+# Exchanges over each transport are tested by other modules.
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 TOTAL = 23
 DOCUMENTS = [7, 0, 1, 15]
@@ -112,7 +115,6 @@ def check_uses(rank: int, world: int, group: Group) -> None:
     assert torch.equal(y, flipped[:, own].transpose(1, 2))
 
 
-@pytest.mark.one_transport
 def test_by_heads_makes_one_exchange_each_way(ranks: Ranks) -> None:
     ranks(2, check_uses)
 
@@ -146,7 +148,6 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         spar.by_heads(lambda x: x, [x if rank else x.double()], layout)
 
 
-@pytest.mark.one_transport
 def test_errors_of_by_heads(ranks: Ranks) -> None:
     ranks(2, check_errors)
 
@@ -177,6 +178,5 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before in (1, 2)
 
 
-@pytest.mark.one_transport
 def test_by_heads_compiles(ranks: Ranks) -> None:
     ranks(2, check_compiled, timeout=280)

@@ -18,6 +18,9 @@ import spar
 from spar import MismatchError, SequenceLayout
 from spar._group.registry import group_of
 
+# Exchanges over each transport are tested by other modules.
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
 TOTAL, HEADS, KEY, VALUE = 23, 2, 3, 4
 DOCUMENTS = [7, 0, 1, 15]
@@ -144,7 +147,6 @@ def check_errors(rank: int, world: int, group: Group) -> None:
             spar.by_state(**wrong)
 
 
-@pytest.mark.one_transport
 @pytest.mark.parametrize("world", [2, 3])
 def test_errors_of_by_state(ranks: Ranks, world: int) -> None:
     ranks(world, check_errors)

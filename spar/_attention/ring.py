@@ -139,7 +139,11 @@ def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[lis
     layouts: tuple[Args, ...] = ()
     for step in steps:
         parts, shard, _ = ring.round.shifts[step - 1]
-        tensors += (selected(k, parts, 2), selected(v, parts, 2))
+        if len(parts) == 1:
+            first, count = parts[0]
+            tensors += (k.narrow(2, first, count), v.narrow(2, first, count))
+        else:
+            tensors += (selected(k, parts, 2), selected(v, parts, 2))
         layouts += (shard, shard)
     return tensors, layouts
 

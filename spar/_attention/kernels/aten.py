@@ -21,7 +21,7 @@ class FlashCpu:
             return f"its log-sum-exp has the accuracy of float32, and the tensors are {q.dtype}"
         if q.size(3) != v.size(3):
             return f"heads of q and v differ in width: {q.size(3)} and {v.size(3)}"
-        return lacks(needs)
+        return lacks(needs) if needs.softcap or needs.window else ""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v, causal, mask, scale, _, _, has_empty = block

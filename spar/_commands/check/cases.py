@@ -14,7 +14,20 @@ from torch.nn.functional import pad
 
 import spar
 
-from .shards import DOCUMENTS, PLACES, WIDE, Run, add, attend, exact_gather, gather, indices, split, swap
+from .shards import (
+    DOCUMENTS,
+    PLACES,
+    WIDE,
+    Run,
+    accumulate_tokens,
+    add,
+    attend,
+    exact_gather,
+    gather,
+    indices,
+    split,
+    swap,
+)
 from .trial import NO_GRADIENT, OWN, Case, Setting, Tensors, Trial, numbers
 
 Call = Callable[..., Any]
@@ -82,15 +95,37 @@ def layout_cases(name: str) -> list[Case]:
 
 
 def attention_case(
-    variant: str, name: str, method: str | None, causal: bool = True, masked: bool = False
+    variant: str,
+    name: str,
+    method: str | None,
+    causal: bool = True,
+    masked: bool = False,
+    window: int | None = None,
 ) -> Case:
     where, layout = LAYOUTS[name]
+    options: dict[str, Any] = {"causal": causal, "method": method}
+    if window is not None:
+        options["window"] = (window, None)
 
     def call(f: Any, s: Setting, n: Sizes, mask: Tensor | None, *qkv: Tensor) -> Any:
-        return f(*qkv, layout(s, n), causal=causal, mask=mask, method=method)
+        return f(*qkv, layout(s, n), mask=mask, **options)
 
-    more = {"causal": causal, "masked": masked, "documents": name == "packed"}
+    more = {"causal": causal, "masked": masked, "documents": name == "packed", "window": window}
     return case("attention", attend, variant, call, where, **more)
+
+
+def summed_by_heads(f: Any, s: Setting, n: Sizes, x: Tensor) -> Any:
+    return f(lambda whole: whole.cumsum(1), [x], spar.SequenceLayout.even(sum(n), s.group))
+
+
+def summed_by_state(f: Any, s: Setting, n: Sizes, x: Tensor) -> Any:
+    def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.cumsum(1) + state[:, None, :, 0]
+        return y, y[:, -1, :, None]
+
+    batch, _, heads, width = x.shape
+    layout = spar.SequenceLayout.zigzag(sum(n), s.group)
+    return f(step, [x], layout, (batch, heads, 1, width), lambda x: x.new_ones(1, 1, 1, 1), decay=True)
 
 
 # ---- trials of one operation each ----
@@ -303,4 +338,8 @@ ATTENTION = [
     ),
     *(attention_case(f"{method}, key mask", "even", method, causal=False, masked=True) for method in METHODS),
     attention_case("ring x ulysses, causal", "hybrid", None),
+    *(attention_case(f"{method}, window, zigzag", "zigzag", method, window=2) for method in METHODS),
+    attention_case("gather, window, packed", "packed", "gather", window=2),
+    case("by_heads", accumulate_tokens, "uneven", summed_by_heads, "uneven"),
+    case("by_state", accumulate_tokens, "zigzag", summed_by_state, "zigzag"),
 ]

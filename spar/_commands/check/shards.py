@@ -168,14 +168,24 @@ def plain_attention(qkv: Tensors, forbidden: Tensor) -> Tensor:
     return torch.einsum("bhst,bthd->bshd", weights, v).float()
 
 
-def attend(s: Setting, run: Run, index: Index, causal: bool, masked: bool, documents: bool) -> Trial:
-    """run: also of the mask of keys. documents: each attends to itself alone."""
+def accumulate_tokens(s: Setting, run: Run, index: Index) -> Trial:
+    """Each token becomes the sum of those up to it, of each head."""
+    parts = chosen([numbers(2, total(index), 2 * s.world + 1, HEAD)], index)
+    return Trial(parts, run, lambda inputs: chosen([joined(inputs, index)[0].cumsum(1)], index))
+
+
+def attend(
+    s: Setting, run: Run, index: Index, causal: bool, masked: bool, documents: bool, window: int | None = None
+) -> Trial:
+    """run: also of the mask of keys. documents: each attends to itself alone. window: so many keys before."""
     query_heads, key_heads = 2 * s.world + 2, s.world + 1
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, total(index), heads, HEAD) for heads in (query_heads, key_heads, key_heads)]
     parts = chosen([torch.randn(shape, generator=generator) for shape in shapes], index)
     position, mask = torch.arange(total(index)), None
     forbidden = ((position > position[:, None]) & causal)[None, None]  # [B or 1, 1, S, S]
+    if window is not None:
+        forbidden = forbidden | (position < position[:, None] - window)
     if documents:
         document = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
         forbidden = forbidden | (document != document[:, None])
