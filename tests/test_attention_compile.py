@@ -70,12 +70,15 @@ def check_compiled(rank: int, world: int, group: Group, method: str, backend: st
     assert graphs in (1, 2), graphs
 
 
-@pytest.mark.parametrize("kind", ["window", "packed", "documents", "capped", "checkpoint"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [*((method, "window") for method in METHODS)]
+    + [("ring", "documents"), ("gather", "packed"), ("ulysses", "capped"), ("ring", "checkpoint")],
+)
 def test_windows_and_spans_compile_twice(ranks: Ranks, method: str, kind: str) -> None:
     ranks(3, check_compiled, method, "aot_eager", kind, timeout=280)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_inductor_computes_spans(ranks: Ranks, method: str) -> None:
     ranks(2, check_compiled, method, "inductor", "documents", timeout=280)
