@@ -303,7 +303,7 @@ class SequenceLayout:
                 f"SequenceLayout.drop_halo on rank {place.rank} of {place.world}: y is of size {y.size(dim)} "
                 f"in dim {dim}; expected {expected}, the runs of {self} with {sides[0]} and {sides[1]} tokens"
             )
-        return selected(y, parts, dim).contiguous()
+        return selected(y, parts, dim)
 
     def shift(self, x: torch.Tensor, n: int, dim: int = 1, fill: float = 0) -> torch.Tensor:
         """Replace each token by the n-th one behind it, as labels of the next token; of the same document.

@@ -72,8 +72,13 @@ def check_compiled(rank: int, world: int, group: Group, method: str, backend: st
 
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [*((method, "window") for method in METHODS)]
-    + [("ring", "documents"), ("gather", "packed"), ("ulysses", "capped"), ("ring", "checkpoint")],
+    [
+        *((method, "window") for method in METHODS),
+        ("ring", "documents"),
+        ("gather", "packed"),
+        ("ulysses", "capped"),
+        ("ring", "checkpoint"),
+    ],
 )
 def test_windows_and_spans_compile_twice(ranks: Ranks, method: str, kind: str) -> None:
     ranks(3, check_compiled, method, "aot_eager", kind, timeout=280)

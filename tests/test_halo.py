@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from spar import MismatchError, SequenceLayout
-from spar._exchange import pieces as pieces_module
-from spar._exchange.arguments import apply_together
+from spar._exchange.exchange import Exchange
 from spar._exchange.layouts import pieces
 from spar.sequence_layout import numbers_of
 
@@ -139,9 +138,11 @@ def test_halo_compiles(ranks: Ranks, kind: str) -> None:
 def check_bytes(rank: int, world: int, group: Group) -> None:
     sent: list[int] = []
 
-    def counted(calls: Any, args: Any) -> Any:
-        sent.extend(call.input.numel() for call in calls)
-        return apply_together(calls, args)
+    def counted(exchange: Exchange, tensors: list[Tensor], *more: Any) -> Any:
+        sent.extend(x.numel() for x in tensors)
+        return run(exchange, tensors, *more)
+
+    run = Exchange.run
 
     for total in (40, 4000):
         for layout, boundaries in (
@@ -152,7 +153,7 @@ def check_bytes(rank: int, world: int, group: Group) -> None:
         ):
             sent.clear()
             x = torch.ones(2, layout.sizes[rank], 5)
-            with mock.patch.object(pieces_module, "apply_together", counted):
+            with mock.patch.object(Exchange, "run", counted):
                 layout.halo(x, 3)
             counts: list[Any] = [None] * world
             dist.all_gather_object(counts, sent, group=group)

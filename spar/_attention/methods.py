@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .._control.state import ALONE, Place
 from .._exchange.arguments import ranks_of
+from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, even, pair, pieces, rotated
-from .._exchange.pieces import gather_pieces, selected
+from .._exchange.pieces import selected
 from .._group.group import Group
 from .._group.registry import place_of
 from ..ops.gather import transpose_for

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Arguments, apply_together
 from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, total_of
 
 # (start, size) in the whole; a start of -1 stands for zeros.
@@ -97,19 +96,6 @@ def _offsets(runs: Sequence[Piece]) -> list[int]:
     return list(itertools.accumulate([run.size for run in runs], initial=0))[:-1]
 
 
-def gather_pieces(
-    call: Arguments, plan: Plan, tensors: Sequence[Tensor], dim: int, note: str = "", fill: float = 0
-) -> list[Tensor]:
-    """Return the wanted pieces of each tensor, of one dtype, one behind the other along dim.
-
-    note: what ranks compare besides the layouts. fill: the value of zeros.
-    """
-    inputs = [call.beside(selected(x, plan.sent, dim), call.input_name) for x in tensors]
-    inputs[0].note = note
-    received = apply_together(inputs, (plan.args(dim, call.world),) * len(tensors))
-    return [ordered(plan, x, other, dim, fill) for x, other in zip(tensors, received, strict=True)]
-
-
 def ordered(plan: Plan, own: Tensor, received: Tensor, dim: int, fill: float) -> Tensor:
     """Put parts of a rank's own and received items in order.
 
@@ -123,14 +109,7 @@ def ordered(plan: Plan, own: Tensor, received: Tensor, dim: int, fill: float) ->
         return own.new_full(shape, fill)
 
     if len(plan.order) > _FEW:
-        total = size + received.size(dim)
-        ranges = [
-            torch.full((count,), total, device="cpu")
-            if first == ZEROS
-            else torch.arange(first, first + count, device="cpu")
-            for first, count in plan.order
-        ]
-        index = torch.cat(ranges).to(own.device)
+        index = _index(plan.order, size + received.size(dim), own.device)
         return torch.cat([own, received, filled(1)], dim).index_select(dim, index)
     parts = [own.narrow(dim, 0, 0), received.narrow(dim, 0, 0)]
     for first, count in plan.order:
@@ -141,6 +120,55 @@ def ordered(plan: Plan, own: Tensor, received: Tensor, dim: int, fill: float) ->
         else:
             parts.append(received.narrow(dim, first - size, count))
     return torch.cat(parts, dim)
+
+
+def added_back(plan: Plan, grad: Tensor, shard: int, received: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a rank's own and received items: the transpose of `ordered`."""
+
+    def sized(size: int) -> Tensor:
+        shape = list(grad.shape)
+        shape[dim] = size
+        return grad.new_empty(shape)
+
+    own, others = sized(shard), sized(received)
+    if len(plan.order) > _FEW:
+        sums = torch.cat([own.zero_(), others.zero_(), sized(1)], dim)
+        sums.index_add_(dim, _index(plan.order, shard + received, grad.device), grad)
+        return sums.narrow(dim, 0, shard).contiguous(), sums.narrow(dim, shard, received).contiguous()
+    places = itertools.accumulate([count for _, count in plan.order], initial=0)
+    parts = [
+        (first, count, grad.narrow(dim, at, count))
+        for (first, count), at in zip(plan.order, places, strict=False)
+        if first != ZEROS
+    ]
+    # Runs are apart and cover the shard; a halo of own tokens is added to them.
+    copied: list[tuple[int, int]] = []
+    mine, apart = sorted([part for part in parts if part[0] < shard], key=lambda part: -part[1]), []
+    for first, count, _ in mine:
+        apart.append(all(first + count <= begin or first >= end for begin, end in copied))
+        if apart[-1]:
+            copied.append((first, first + count))
+    whole = sum([end - begin for begin, end in copied]) == shard
+    if not whole:
+        own.zero_()
+    for (first, count, part), is_apart in zip(mine, apart, strict=True):
+        target = own.narrow(dim, first, count)
+        target.copy_(part) if whole and is_apart else target.add_(part)
+    for first, count, part in parts:
+        if first >= shard:
+            others.narrow(dim, first - shard, count).copy_(part)
+    return own, others
+
+
+def _index(order: Sequence[Part], zeros: int, device: torch.device) -> Tensor:
+    """Return the item of each place of a result; `zeros`: of those that are zeros."""
+    ranges = [
+        torch.full((count,), zeros, device="cpu")
+        if first == ZEROS
+        else torch.arange(first, first + count, device="cpu")
+        for first, count in order
+    ]
+    return torch.cat(ranges).to(device)
 
 
 def selected(x: Tensor, parts: Sequence[Part], dim: int) -> Tensor:

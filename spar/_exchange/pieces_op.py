@@ -18,10 +18,10 @@ from .._group.group import Call
 from .._group.registry import group_at
 from .arguments import Arguments
 from .dispatch import chained, define, implement, number_of_newest
-from .exchange import Exchange
+from .gathering import gather_pieces, gathering_of
 from .graph_ops import code
 from .layouts import Layout, pieces
-from .pieces import ZEROS, Plan, gather_pieces, ordered, remembered_plan, selected
+from .pieces import remembered_plan
 from .watch import must_record
 
 
@@ -58,42 +58,15 @@ _SCHEMA = (
 )
 
 
-def _added_back(plan: Plan, grad: Tensor, shard: int, received: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a rank's shard and of what it received: the transpose of `ordered`."""
-    shape = list(grad.shape)
-    shape[dim] = shard + received
-    sums, at = grad.new_zeros(shape), 0
-    for first, count in plan.order:
-        if first != ZEROS:
-            sums.narrow(dim, first, count).add_(grad.narrow(dim, at, count))
-        at += count
-    return sums.narrow(dim, 0, shard), sums.narrow(dim, shard, received)
-
-
 def _run_op(x: Tensor, *arguments: Any) -> list[Tensor]:
     count = len(Wish._fields)
     wish, (transposed, records) = Wish(*arguments[:count]), arguments[count : count + 2]
     _after, forward = (*arguments[count + 2 :], None, None)[:2]
-    group, dim = group_at(wish.group), wish.dim
+    group = group_at(wish.group)
     plan = remembered_plan(tuple(wish.layout), wish.documents, wish.world, wish.rank, wish.offset, wish.more)
     with Call(group, wish.name, 1, x.device.type):
-        key = wish.name, wish.note, plan, dim, records
-        exchange = group.exchanges.get(key)
-        if exchange is None:
-            args = plan.args(dim, wish.world)
-            exchange = Exchange(wish.name, group, (args,), records=records, note=wish.note)
-            group.exchanges[key] = exchange
-        if not transposed:
-            received = exchange.run([selected(x, plan.sent, dim)])[0]
-            output = ordered(plan, x, received, dim, wish.fill)
-        else:
-            size = sum(plan.sizes[wish.rank * wish.world : (wish.rank + 1) * wish.world])
-            own, others = _added_back(plan, x, wish.shard, size, dim)
-            back = exchange.transposed.run([others], 0 if forward is None else int(forward))[0]
-            at, output = 0, own.contiguous()
-            for first, size in plan.sent:
-                output.narrow(dim, first, size).add_(back.narrow(dim, at, size))
-                at += size
+        gathering = gathering_of(group, wish.name, plan, 1, wish.dim, records, wish.note, wish.fill)
+        output = gathering.run([x], transposed, wish.shard, 0 if forward is None else int(forward))[0]
     return [output, torch.tensor(group.count(), device="cpu")]
 
 

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the exchanges of a linear attention layer, and count their bytes, beside the usual code over gloo.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/hybrid.py 2048 8192 32768
+
+spar: a halo for the convolution, and `by_heads` for the recurrence. The usual code, as in Megatron: six
+all_to_all_single with permutes before the convolution (q, k, v, z, beta, alpha), and one behind it. The
+convolution and the recurrence are left out. Forward and backward, median of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import spar
+from spar import SequenceLayout
+
+KEY_HEADS, VALUE_HEADS, WIDTH, TAPS = 4, 8, 64, 4
+
+
+class UsualExchange(torch.autograd.Function):
+    """Tokens for heads of [S_local, H, D], or back, by permute, all_to_all_single and permute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
+        ctx.to_heads = to_heads
+        return UsualExchange.exchange(x, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return UsualExchange.exchange(grad, not ctx.to_heads), None
+
+    @staticmethod
+    def exchange(x: Tensor, to_heads: bool) -> Tensor:
+        world = dist.get_world_size()
+        split = 1 if to_heads else 0
+        parts = x.unflatten(split, (world, -1)).movedim(split, 0).contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts)
+        return received.flatten(0, 1) if to_heads else received.movedim(0, 1).flatten(1, 2)
+
+
+class Recurrence(torch.autograd.Function):
+    """What stands for it: the output is v, and the other gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, *others: Tensor) -> Tensor:
+        ctx.shapes = [x.shape for x in others]
+        return v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, *(grad.new_zeros(()).expand(shape) for shape in ctx.shapes)
+
+
+def recurrence(*tensors: Tensor) -> Tensor:
+    y: Tensor = Recurrence.apply(*tensors)  # type: ignore[no-untyped-call]
+    return y
+
+
+SIZES = [KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH]
+
+
+def usual(mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+    parts = [x.unflatten(1, (-1, WIDTH)) for x in mixed.split(SIZES, 1)]
+    tensors = [UsualExchange.apply(x, True) for x in (*parts, z, beta, alpha)]  # type: ignore[no-untyped-call]
+    q, k, v, *others = tensors
+    y: Tensor = UsualExchange.apply(recurrence(v, q, k, *others), False)  # type: ignore[no-untyped-call]
+    return y
+
+
+def by_spar(mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor, layout: SequenceLayout) -> Tensor:
+    convolved = layout.drop_halo(layout.halo(mixed[None], TAPS - 1), TAPS - 1)
+    q, k, v = (x.unflatten(2, (-1, WIDTH)) for x in convolved.split(SIZES, 2))
+    y: Tensor = spar.by_heads(recurrence, [v, q, k, beta[None], alpha[None]], layout)
+    return recurrence(y[0], z)
+
+
+def seconds_of(call: Callable[[], Tensor], upper: Tensor, turns: int) -> float:
+    times = []
+    for _ in range(turns + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        call().backward(upper)
+        elapsed = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+        times.append(float(elapsed))
+    return statistics.median(times[1:])
+
+
+def sent() -> int:
+    """Return the bytes that this rank's exchanges sent to others so far."""
+    return sum(size for name, size in spar.memory_stats().items() if name.startswith("sent."))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("tokens", nargs="*", type=int, default=[2048, 8192, 32768], help="of the sequence")
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print(
+            f"{world} ranks, {os.cpu_count()} cores, torch {torch.__version__}, float32, {KEY_HEADS} key and"
+        )
+        print(f"{VALUE_HEADS} value heads of {WIDTH}; bytes a token: sent in forward by all ranks, expected")
+        print(f"{'tokens':>7} {'usual ms':>9} {'spar ms':>8} {'ratio':>6} {'bytes':>7} {'expected':>9}")
+    for total in args.tokens:
+        local = total // world
+        shapes = [(local, sum(SIZES)), (local, VALUE_HEADS, WIDTH), *[(local, VALUE_HEADS, 1)] * 2]
+        tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        upper = torch.ones(local, VALUE_HEADS, WIDTH)
+        layout = SequenceLayout.even(total)
+        theirs = seconds_of(partial(usual, *tensors), upper, args.turns)
+        ours = seconds_of(partial(by_spar, *tensors, layout), upper, args.turns)
+        before = sent()
+        by_spar(*tensors, layout)
+        bytes_ = torch.tensor(float(sent() - before))
+        dist.all_reduce(bytes_)
+        count = float(bytes_) / total
+        # q, k, v, beta and alpha out, the output back; the halo is of the sequence, not of its tokens.
+        numbers = WIDTH * (2 * KEY_HEADS + 2 * VALUE_HEADS) + 2 * VALUE_HEADS
+        halo = (TAPS - 1) * WIDTH * (2 * KEY_HEADS + VALUE_HEADS) * (world - 1) / world
+        expected = 4 * (numbers * (world - 1) / world + halo / local)
+        if rank == 0:
+            figures = (
+                f"{1e3 * theirs:9.1f} {1e3 * ours:8.1f} {ours / theirs:6.2f} {count:7.0f} {expected:9.0f}"
+            )
+            print(f"{total:7} {figures}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
