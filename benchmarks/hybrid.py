@@ -79,7 +79,7 @@ def usual(mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
     return y
 
 
-def by_spar(mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor, layout: SequenceLayout) -> Tensor:
+def by_spar(layout: SequenceLayout, mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
     convolved = layout.drop_halo(layout.halo(mixed[None], TAPS - 1), TAPS - 1)
     q, k, v = (x.unflatten(2, (-1, WIDTH)) for x in convolved.split(SIZES, 2))
     y: Tensor = spar.by_heads(recurrence, [v, q, k, beta[None], alpha[None]], layout)
@@ -123,9 +123,9 @@ def main() -> None:
         upper = torch.ones(local, VALUE_HEADS, WIDTH)
         layout = SequenceLayout.even(total)
         theirs = seconds_of(partial(usual, *tensors), upper, args.turns)
-        ours = seconds_of(partial(by_spar, *tensors, layout), upper, args.turns)
+        ours = seconds_of(partial(by_spar, layout, *tensors), upper, args.turns)
         before = sent()
-        by_spar(*tensors, layout)
+        by_spar(layout, *tensors)
         bytes_ = torch.tensor(float(sent() - before))
         dist.all_reduce(bytes_)
         count = float(bytes_) / total
