@@ -24,6 +24,11 @@ _CACHE = (
     "there is a KV cache ({} keys for {} queries); expected none. Pass no past_key_values, and "
     "use_cache=False as shard does"
 )
+NO_LAYOUT = (
+    "{}: layout is None; pass the batch through spar.integrations.transformers.shard. If it went through it, "
+    "the model does not pass keyword arguments on to this layer, and cannot run over a sharded sequence. "
+    + _WHOLE
+)
 Mask = torch.Tensor | Spans | Routed | None
 registered: set[str] = set()  # the names of attention_forward in transformers
 
@@ -64,11 +69,7 @@ def attention_forward(
     """
     caller = f"attention of {type(module).__name__}"
     if layout is None:
-        raise ValueError(
-            f"{caller}: layout is None; pass the batch through spar.integrations.transformers.shard. If it "
-            "went through it, the model does not pass keyword arguments on to this layer, and cannot run "
-            f"over a sharded sequence. {_WHOLE}"
-        )
+        raise ValueError(NO_LAYOUT.format(caller))
     for name, feature in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{caller}: {name} is passed: {feature}, which spar.attention does not compute")

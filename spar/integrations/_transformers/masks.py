@@ -151,16 +151,19 @@ def masks_of(
         **{name: x for name, x in given.items() if name in inspect.signature(create).parameters},
     )
     if not isinstance(wanted, dict):
-        return _made(wanted, layout.group)
+        return _made(wanted, layout)
     # transformers iterates over a set of types, in another order on each rank
-    masks = {kind: _made(wanted[kind], layout.group) for kind in sorted(wanted)}
+    masks = {kind: _made(wanted[kind], layout) for kind in sorted(wanted)}
     if packed and attention_mask is None and "full_attention" in masks:
         masks["full_attention"] = None
     return masks
 
 
-def _made(wanted: Any, group: Any) -> Any:
-    return wanted.spans(group) if isinstance(wanted, Wanted) else wanted
+def _made(wanted: Any, layout: SequenceLayout) -> Any:
+    """Return the spans of a mask; of a mask [B, S] of padding, as layers without attention have, the shard."""
+    if isinstance(wanted, torch.Tensor) and wanted.dim() == 2:
+        return layout.shard(wanted, 1).contiguous()
+    return wanted.spans(layout.group) if isinstance(wanted, Wanted) else wanted
 
 
 def shortest_window(config: Any) -> float:

@@ -10,13 +10,24 @@ import torch
 
 from .attention import registered
 from .masks import WINDOWS, shortest_window
+from .mixers import (
+    KINDS,
+    RECURRENT,
+    WITHOUT_TOKENS,
+    Mixer,
+    convolutions_of,
+    mask_kinds,
+    mixers_of,
+    serve,
+    why_refused,
+)
 from .router import has_other_router_loss, has_router_loss, sum_router_loss
 from .sources import drops_arguments, is_attention, mask_builder, masks_of_forward
 
 # parts of the names of outputs, and of heads, that have one value for a sequence
 _POOLED = ("SequenceClassif", "MultipleChoice", "NextSentence", "DoubleHeads")
-_LAYERS = {"full_attention", *WINDOWS}
-# they mix neighbouring tokens: state spaces, linear attention and convolutions are made of them
+_LAYERS = {"full_attention", *WINDOWS, *KINDS, *WITHOUT_TOKENS}
+# they mix neighbouring tokens; those of state spaces and linear attention are served: mixers.py
 _MIXERS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase)
 
 
@@ -55,7 +66,8 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
     config = model.config
     if config.get_text_config() is not config:
         raise _refused(model, "it is not of text alone: its config has another one for text")
-    _check_layers(model, config)
+    mixers = mixers_of(model)
+    _check_layers(model, config, mixers)
     _check_head(model)
     _check_masks(model, config, documents)
     if not positions:
@@ -66,6 +78,7 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
             'spar.integrations.transformers.register() and model.set_attn_implementation("spar") first'
         )
     _check_rope(model, config, longest)
+    serve(model, mixers)
     if learns and getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise _refused(model, "its loss is not that of causal language models; pass no labels")
     if getattr(config, "output_router_logits", False):
@@ -77,16 +90,19 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
     return config
 
 
-def _check_layers(model: torch.nn.Module, config: Any) -> None:
-    """Refuse layers through which tokens see each other other than by causal attention."""
+def _check_layers(model: torch.nn.Module, config: Any, mixers: list[Mixer]) -> None:
+    """Refuse layers through which tokens see each other, but for causal attention and served mixers."""
     causal = getattr(config, "is_causal", True) and not getattr(config, "is_encoder_decoder", False)
     if not causal or not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise _refused(model, "its attention is not causal")
     unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     if unsupported:
         raise _refused(model, f"it has layers of {', '.join(unsupported)}, which pass more between tokens")
+    if why := why_refused(config, mixers):
+        raise _refused(model, why)
+    convolutions = convolutions_of(mixers)
     for path, module in model.named_modules():
-        if isinstance(module, _MIXERS):
+        if isinstance(module, _MIXERS) and module not in convolutions:
             kind = type(module).__name__
             raise _refused(model, f"{path} is a {kind}, which mixes tokens outside of attention")
         if isinstance(module, torch.nn.Embedding) and _takes_mask(module):
@@ -97,9 +113,9 @@ def _check_layers(model: torch.nn.Module, config: Any) -> None:
             if is_attention(child) and drops_arguments(module, name):
                 why = f"{type(module).__name__} does not pass on keyword arguments to {name}"
                 raise _refused(model, f"{why}, such as the layout")
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not mixers:
         raise _refused(model, "it has a state that passes from token to token")
-    if not any(is_attention(module) for module in model.modules()):
+    if not mixers and not any(is_attention(module) for module in model.modules()):
         raise _refused(
             model,
             "its layers do not call the attention that set_attn_implementation sets: they have attention "
@@ -129,6 +145,8 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
 
     shortest_window(config)
     masks = masks_of_forward(model)
+    if not any(is_attention(module) for module in model.modules()):
+        return
     if not masks.functions:
         raise _refused(model, "it builds attention masks by its own code, of the tokens that a rank has")
     if documents and not masks.documents:
@@ -139,12 +157,12 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
         )
     if hasattr(model, "create_masks_for_generate"):
         return
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
+    kinds = mask_kinds(config)
+    if not kinds:
         windowed = [kind for kind, name in WINDOWS.items() if getattr(config, name, None) is not None]
         kinds = windowed[:1] or ["full_attention"]
     table = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-    missing = {table[kind].__name__ for kind in kinds} - masks.functions
+    missing = {table[kind].__name__ for kind in kinds if kind not in RECURRENT} - masks.functions
     if missing:
         raise _refused(
             model,

@@ -73,8 +73,9 @@ def sum_router_loss(model: Any) -> None:
     def load_balancing_loss_func(
         gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None
     ) -> Any:
-        mask = next(iter(attention_mask.values())) if isinstance(attention_mask, dict) else attention_mask
-        if not isinstance(mask, Routed) or not isinstance(gate_logits, tuple):
+        masks = attention_mask.values() if isinstance(attention_mask, dict) else (attention_mask,)
+        mask = next((mask for mask in masks if isinstance(mask, Routed)), None)
+        if mask is None or not isinstance(gate_logits, tuple):
             return own(gate_logits, num_experts, top_k, attention_mask)
         return router_loss(gate_logits, num_experts, top_k, mask.router)
 

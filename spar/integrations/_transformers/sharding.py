@@ -19,6 +19,7 @@ from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from .masks import documents_of, lengths_of, masks_of, restarting
+from .mixers import RECURRENT, carries, mask_kinds, mixers_of, with_layout
 from .models import checked_config, has_dropout
 from .router import Routed, Router, has_router_loss
 from .sources import masks_of_forward
@@ -89,6 +90,9 @@ class Sharding:
         part["position_ids"] = layout.shard(positions, 1).contiguous()
         # a caller who passes one of these besides is told by Python
         passed = self.passed(config, masks, (tokens.size(0), 1, total, total), router)
+        if carries(self.model, mixers_of(self.model)):
+            kinds = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
+            passed = with_layout(passed, kinds, layout)
         part |= {"attention_mask": passed, "past_key_values": None, "use_cache": False, "layout": layout}
         if hasattr(config, "output_router_logits"):
             part["output_router_logits"] = routes
@@ -204,7 +208,7 @@ class Sharding:
             if min(packed.sizes) > 0:
                 return packed
         blocks = method in ("gather", "ring") or (
-            method is None and config.num_attention_heads < self.place.world
+            method is None and getattr(config, "num_attention_heads", self.place.world) < self.place.world
         )
         if blocks and total >= 2 * self.place.world:
             return SequenceLayout.zigzag(total, self.group)
@@ -217,6 +221,14 @@ class Sharding:
             raise self.error("layout", f"{layout} of another group", "a layout of `group`")
         if layout.total != total:
             raise self.error("layout", layout, f"a layout of {total} tokens, the whole sequence")
+        if layout.kind != "packed" and documents is not None and mixers_of(self.model):
+            raise self.error(
+                "layout",
+                f"{layout}, and position_ids separate documents",
+                "a packed one: layers without attention run each of its documents alone. Documents that "
+                "differ between samples have none: pass the samples one by one. A packed layout needs a "
+                "token on each rank: join documents to longer rows",
+            )
         if layout.kind == "packed" and documents is not None and lengths_of(documents) is None:
             raise self.error("layout", layout, "an even or zigzag one: the samples' documents differ")
         if min(layout.sizes) == 0:
@@ -227,18 +239,21 @@ class Sharding:
 
     def passed(self, config: Any, masks: Any, shape: tuple[int, int, int, int], router: Router | None) -> Any:
         """Return masks as the model accepts them: one, or a dict with one for each type of layer."""
-        types = getattr(config, "layer_types", None) if masks_of_forward(self.model).by_kind else None
+        types = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
         if isinstance(masks, dict):
             if all(mask is None for mask in masks.values()):
                 masks = None
             elif len(masks) == 1 and not types:
                 (masks,) = masks.values()
         if types and (isinstance(masks, Spans) or (masks is None and router is not None)):
-            masks = dict.fromkeys(types, masks)
+            masks = {kind: None if kind in RECURRENT else masks for kind in types}
         if router is None:
             return masks
         if isinstance(masks, dict):
-            return {kind: Routed(mask, shape, router) for kind, mask in masks.items()}
+            return {
+                kind: mask if kind in RECURRENT else Routed(mask, shape, router)
+                for kind, mask in masks.items()
+            }
         return Routed(masks, shape, router)
 
     def router_of(

@@ -51,7 +51,7 @@ def drops_arguments(module: torch.nn.Module, child: str) -> bool:
 def _drops_arguments(kind: type, child: str) -> bool:
     calls = [
         node
-        for function in _functions(kind)
+        for function in functions_of(kind)
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
     ]
@@ -73,7 +73,7 @@ def masks_of_forward(model: torch.nn.Module) -> Masks:
 def _masks_of(kind: type) -> Masks:
     builders: set[str] = set()
     documents = by_kind = False
-    for function in _functions(kind):
+    for function in functions_of(kind):
         names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
         causal = {name for name in names if name.startswith("create_") and name.endswith("causal_mask")}
         builders |= causal
@@ -111,7 +111,7 @@ def names_of(forward: Callable[..., object]) -> frozenset[str]:
     return frozenset(() if code is None else code.co_names)
 
 
-def _functions(kind: type) -> list[ast.AST]:
+def functions_of(kind: type) -> list[ast.AST]:
     """Return the methods of a class of a model, and of its bases but for those of all models."""
     functions: list[ast.AST] = []
     for base in kind.__mro__:

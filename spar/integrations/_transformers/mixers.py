@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that mix tokens without attention: convolutions, linear attention and state spaces.
+
+transformers calls their functions by global names of a model's module, with the keyword arguments of the
+forward. `serve` puts functions of the same names before them, which act on the layout that `shard` passes.
+All names of transformers of which this depends on are those of this file, as of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.by_heads import by_heads
+from ...sequence_layout import SequenceLayout
+from .attention import NO_LAYOUT, registered
+from .sources import drops_arguments, functions_of, is_attention, names_of
+
+# kinds of layers, in config.layer_types and as keys of masks, whose masks are [B, S] of padding
+RECURRENT = ("linear_attention", "conv")
+_BY_KIND = {"hybrid": ("full_attention", "linear_attention")}  # the keys of such a layer's masks
+KINDS = {*RECURRENT, *_BY_KIND}
+WITHOUT_TOKENS = {"mlp", "moe"}  # layers of Nemotron-H in which no token sees another one
+_MASK = "create_recurrent_attention_mask"  # by which a model makes such a mask of the one that it receives
+_current: ContextVar[SequenceLayout | None] = ContextVar(
+    "spar: the layout of a mixer's forward", default=None
+)
+
+
+# ---- the functions of transformers, over a sharded sequence ----
+
+
+def _convolution(
+    own: Callable[..., Any],
+    layout: SequenceLayout,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> Any:
+    """Convolve [B, C, S_local] with [C, W]: each run of tokens with the W - 1 tokens before it."""
+    before = weight.size(-1) - 1
+    return layout.drop_halo(own(layout.halo(x, before, 2), weight, bias, activation, **others), before, 2)
+
+
+def _delta_rule(
+    own: Callable[..., Any],
+    layout: SequenceLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Run a gated delta rule by heads: those of values; queries and keys may have fewer."""
+    _check_no_state(initial_state is not None or output_final_state)
+
+    def whole(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Any:
+        return own(q, k, v, g=g, beta=beta, **others)[0]
+
+    return by_heads(whole, [value, query, key, g, beta], layout), None
+
+
+def _chunk_scan(
+    own: Callable[..., Any],
+    layout: SequenceLayout,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    **others: Any,
+) -> Any:
+    """Run Mamba 2's scan by heads; B and C have groups of heads."""
+    _check_no_state(initial_states is not None or return_final_states)
+    if others.get("z") is not None:
+        raise ValueError(f"mamba2_chunk_scan: z is of shape {list(others['z'].shape)}; expected None: a gate")
+
+    def whole(
+        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
+    ) -> Any:
+        return own(x, dt, A, B, C, D=D, dt_bias=bias, **others).to(x.dtype)  # mamba_ssm's; torch's is float32
+
+    return by_heads(whole, [x, dt, B, C], layout, parameters=[A, D, dt_bias])
+
+
+def _selective_scan(
+    own: Callable[..., Any],
+    layout: SequenceLayout,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    return_last_state: bool = False,
+    **others: Any,
+) -> Any:
+    """Run Mamba 1's scan by channels, [B, C, S_local]. All channels share B and C [B, N, S_local]."""
+    _check_no_state(return_last_state)
+
+    def whole(
+        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
+    ) -> Any:
+        B, C = (state[:, 0].transpose(1, 2) for state in (B, C))
+        return own(x, dt, A, B, C, D=D, delta_bias=bias, **others).to(x.dtype)
+
+    states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
+    y = by_heads(whole, [x, dt, *states], layout, parameters=[A, D, delta_bias], seq_dim=2, head_dim=1)
+    return y if z is None else y * torch.nn.functional.silu(z)  # of own tokens: the gate is not exchanged
+
+
+def _not_fused(own: Callable[..., Any], layout: SequenceLayout, *args: Any, **kwargs: Any) -> None:
+    """Return None, upon which the layer calls the convolution and the scan themselves."""
+
+
+def _check_no_state(has_state: bool) -> None:
+    if has_state:
+        raise ValueError(
+            "a layer keeps its state for the next call, or continues one; expected none over a sharded "
+            "sequence. Pass no past_key_values or cache_params, and use_cache=False as shard does"
+        )
+
+
+class _Function(NamedTuple):
+    """A function of transformers.
+
+    Attributes:
+        run: computes it over a sharded sequence: run(own, layout, ...), own being transformers'.
+        parameters: names of its parameters that are passed to it.
+    """
+
+    run: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+
+_DELTA = _Function(_delta_rule, ("g", "beta", "initial_state", "output_final_state"))
+_CONVOLUTIONS = {"causal_conv1d_fn": _Function(_convolution, ("weight", "bias", "activation"))}
+_SCANS = {
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
+    "mamba2_chunk_scan": _Function(_chunk_scan, ("D", "dt_bias", "initial_states", "return_final_states")),
+    "mamba_selective_scan": _Function(_selective_scan, ("D", "z", "delta_bias", "return_last_state")),
+}
+_FUSED = {
+    "mamba2_split_conv1d_scan_combined": _Function(_not_fused, ()),
+    "mamba_inner_fn": _Function(_not_fused, ()),
+}
+_SERVED = _CONVOLUTIONS | _SCANS | _FUSED
+_ALLOWED = {  # they see one token each, or serve generation, which has a cache
+    "apply_mask_to_padding_states",
+    "causal_conv1d_update",
+    "torch_recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
+    "mamba2_selective_state_update",
+    "mamba_selective_state_update",
+}
+
+
+# ---- a model's layers ----
+
+
+class Mixer(NamedTuple):
+    """A layer that calls functions of this file: its path, the module around it, and its name there."""
+
+    path: str
+    module: torch.nn.Module
+    parent: torch.nn.Module
+    name: str
+
+    @property
+    def functions(self) -> frozenset[str]:
+        return _called(self.module)
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        """The globals in which the forward finds its functions."""
+        forward: Any = inspect.unwrap(type(self.module).forward)
+        return forward.__globals__  # type: ignore[no-any-return]
+
+
+def mixers_of(model: torch.nn.Module) -> list[Mixer]:
+    return [
+        Mixer(f"{path}.{name}" if path else name, child, parent, name)
+        for path, parent in model.named_modules()
+        for name, child in parent.named_children()
+        if _called(child)
+    ]
+
+
+def _called(module: torch.nn.Module) -> frozenset[str]:
+    return names_of(type(module).forward) & _SERVED.keys()
+
+
+def convolutions_of(mixers: list[Mixer]) -> set[torch.nn.Module]:
+    """Return the convolutions whose weights go to a function, and which are not called themselves."""
+    return {
+        child
+        for mixer in mixers
+        if mixer.functions & _CONVOLUTIONS.keys()
+        for name, child in mixer.module.named_children()
+        if isinstance(child, torch.nn.Conv1d) and not drops_arguments(mixer.module, name)
+    }
+
+
+def why_refused(config: Any, mixers: list[Mixer]) -> str | None:
+    """Return why a model's layers without attention cannot be served, or None."""
+    for mixer in mixers:
+        others = [
+            name
+            for name in names_of(type(mixer.module).forward) - _SERVED.keys() - _ALLOWED
+            if isinstance(mixer.scope.get(name), types.FunctionType)
+        ]
+        if others:
+            return f"{mixer.path} calls {', '.join(sorted(others))}, which spar does not know"
+        if not hasattr(mixer.module, "layer_idx"):
+            return f"{mixer.path} has no layer_idx, by which spar finds its kind in config.layer_types"
+    served: dict[str, set[object]] = {
+        kind: {mixer.module.layer_idx for mixer in mixers if mixer.functions & functions.keys()}
+        for kind, functions in (("conv", _CONVOLUTIONS), ("linear_attention", _SCANS))
+    }
+    kinds = (getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
+    for index, kind in enumerate(kinds):
+        if kind in KINDS and index not in served["conv" if kind == "conv" else "linear_attention"]:
+            expected = ", ".join(_CONVOLUTIONS if kind == "conv" else _SCANS)
+            return (
+                f"layer {index} is one of {kind}, which passes more between tokens, and calls none of the "
+                f"functions that spar computes over a sharded sequence ({expected})"
+            )
+    return None
+
+
+def mask_kinds(config: Any) -> list[str]:
+    """Return the keys of the masks of a model that accepts one for each kind of layer."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return sorted({key for kind in kinds for key in _BY_KIND.get(kind, (kind,))})
+
+
+# ---- the layout's way to the functions ----
+
+
+class Carried:
+    """A mask that also has the layout, for layers to which a model passes no arguments but their mask.
+
+    Such are those of Mamba 1 and 2, Falcon-Mamba, Jamba and Zamba. The mask reaches them in any case, also
+    when gradient checkpointing calls a layer once more during backward; a hook takes it apart there.
+    """
+
+    def __init__(self, mask: Tensor | None, layout: SequenceLayout) -> None:
+        self.mask = mask
+        self.layout = layout
+
+
+def carries(model: torch.nn.Module, mixers: list[Mixer]) -> bool:
+    """Whether masks are to have the layout: arguments are lost, or no attention would report their loss."""
+    return bool(mixers) and (
+        not any(is_attention(module) for module in model.modules())
+        or any(
+            drops_arguments(mixer.parent, mixer.name) or _omits_arguments(type(mixer.module))
+            for mixer in mixers
+        )
+    )
+
+
+@functools.cache
+def _omits_arguments(kind: type) -> bool:
+    """Whether a layer calls one of the functions without the keyword arguments that it received."""
+    return any(
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) in _SERVED
+        and not any(keyword.arg is None for keyword in node.keywords)
+        for function in functions_of(kind)
+        for node in ast.walk(function)
+    )
+
+
+def with_layout(masks: Any, kinds: list[str] | None, layout: SequenceLayout) -> Any:
+    """Let the masks of these layers have the layout.
+
+    masks: None, one for all layers, or a dict by kind.
+    kinds: the keys of such a dict if the model accepts one, else None.
+    """
+    if kinds is None:
+        if masks is not None and (not isinstance(masks, Tensor) or masks.dim() != 2):
+            raise ValueError(
+                f"shard: batch['attention_mask'] is of shape {list(masks.shape)}; expected [B, S], or none: "
+                "the model has no attention"
+            )
+        return Carried(masks, layout)
+    if not isinstance(masks, dict):
+        masks = {kind: None if kind in RECURRENT else masks for kind in kinds}
+    return {kind: Carried(mask, layout) if kind in RECURRENT else mask for kind, mask in masks.items()}
+
+
+def serve(model: Any, mixers: list[Mixer]) -> None:
+    """Put spar's functions before those of the model's modules; let its layers find the layout.
+
+    Raises:
+        ValueError: this version of transformers has another function.
+    """
+    for mixer in mixers:
+        scope = mixer.scope
+        for name in sorted(mixer.functions):
+            if not hasattr(scope.get(name), "of_transformers"):
+                scope[name] = _served(name, scope)
+        if _MASK in scope and not hasattr(scope[_MASK], "of_transformers"):
+            scope[_MASK] = _passes_carried(scope[_MASK])
+        hooks = mixer.module._forward_pre_hooks.values()
+        if not any(getattr(hook, "func", None) is _before for hook in hooks):
+            before = functools.partial(_before, model.config)
+            mixer.module.register_forward_pre_hook(before, with_kwargs=True)
+            mixer.module.register_forward_hook(_after, always_call=True)
+
+
+def _served(name: str, scope: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that calls spar's where there is a layout, and transformers' else."""
+    own, function = scope.get(name), _SERVED[name]
+    found = inspect.signature(own).parameters if callable(own) else {}
+    missing = [parameter for parameter in function.parameters if parameter not in found]
+    if not callable(own) or missing:
+        import transformers
+
+        what = f"has no parameter {', '.join(missing)}" if callable(own) else "does not exist"
+        raise ValueError(
+            f"shard: {name} of {scope.get('__name__')} {what} in transformers {transformers.__version__}; "
+            "expected the function of transformers 5.23, which spar computes over a sharded sequence. "
+            "Install transformers 5.23, or a spar for this version"
+        )
+
+    @functools.wraps(own)
+    def served(*args: Any, layout: SequenceLayout | None = None, **kwargs: Any) -> Any:
+        layout = _current.get() if layout is None else layout
+        if layout is None or (layout.group.size() == 1 and layout.kind != "packed"):
+            return own(*args, **kwargs)
+        return function.run(own, layout, *args, **kwargs)
+
+    served.of_transformers = own  # type: ignore[attr-defined]
+    return served
+
+
+def _passes_carried(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that makes a layer's mask, which leaves a mask with a layout as it is."""
+
+    @functools.wraps(own)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        return mask if isinstance(mask, Carried) else own(*args, **kwargs)
+
+    create.of_transformers = own  # type: ignore[attr-defined]
+    return create
+
+
+def _before(
+    config: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take a mask and its layout apart; report a layout that did not arrive: the shard would run alone."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Carried):
+        _current.set(mask.layout)
+        return args, kwargs | {"attention_mask": mask.mask}
+    if kwargs.get("layout") is None and config._attn_implementation in registered:
+        raise ValueError(NO_LAYOUT.format(type(module).__name__))
+    return args, kwargs
+
+
+def _after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if _current.get() is not None:
+        _current.set(None)
