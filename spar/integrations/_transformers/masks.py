@@ -160,7 +160,7 @@ def masks_of(
 
 
 def _made(wanted: Any, layout: SequenceLayout) -> Any:
-    """Return the spans of a mask; of a mask [B, S] of padding, as layers without attention have, the shard."""
+    """Return the spans of a mask. Of one [B, S] of padding, as in layers without attention, the shard."""
     if isinstance(wanted, torch.Tensor) and wanted.dim() == 2:
         return layout.shard(wanted, 1).contiguous()
     return wanted.spans(layout.group) if isinstance(wanted, Wanted) else wanted

@@ -194,6 +194,12 @@ class Mixer(NamedTuple):
         return _called(self.module)
 
     @property
+    def omits_arguments(self) -> bool:
+        """Whether it calls one of the functions without the keyword arguments that it received."""
+        kind: Any = type(self.module)
+        return _omits_arguments(kind)
+
+    @property
     def scope(self) -> dict[str, Any]:
         """The globals in which the forward finds its functions."""
         forward: Any = inspect.unwrap(type(self.module).forward)
@@ -276,16 +282,12 @@ def carries(model: torch.nn.Module, mixers: list[Mixer]) -> bool:
     """Whether masks are to have the layout: arguments are lost, or no attention would report their loss."""
     return bool(mixers) and (
         not any(is_attention(module) for module in model.modules())
-        or any(
-            drops_arguments(mixer.parent, mixer.name) or _omits_arguments(type(mixer.module))
-            for mixer in mixers
-        )
+        or any(drops_arguments(mixer.parent, mixer.name) or mixer.omits_arguments for mixer in mixers)
     )
 
 
 @functools.cache
 def _omits_arguments(kind: type) -> bool:
-    """Whether a layer calls one of the functions without the keyword arguments that it received."""
     return any(
         isinstance(node, ast.Call)
         and ast.unparse(node.func) in _SERVED

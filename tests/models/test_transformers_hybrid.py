@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers without attention: convolutions, linear attention and state spaces, as one process."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from conftest import TRANSPORTS, Ranks
+from helpers import llms
+from helpers.llms import compared, even, left_padded, packed, packed_rows, seeded, sharding, whole, zigzag
+from torch import Tensor, nn
+
+import spar
+from spar import SequenceLayout
+from spar.integrations.transformers import shard, total_loss
+
+PRELOAD = llms.PRELOAD
+Group = dist.ProcessGroup
+TOLERANCE = 1e-5
+# Gradients of A_log and dt_bias are sums over all tokens that almost cancel. transformers computes the gates
+# in float32; `test_gates_in_float64` compares them without this rounding.
+GATES, ROUNDING = ("A_log.grad", "dt_bias.grad"), 1e-4
+
+
+# ---- models ----
+
+FOUR = {"num_hidden_layers": 4}
+EXPERTS = llms.EXPERTS | {"shared_expert_intermediate_size": 16, "num_local_experts": 4}
+LATENT = llms.LATENT | {"q_lora_rank": None, "num_key_value_heads": 8, "n_group": 1, "topk_group": 1}
+LINEAR = FOUR | {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,  # fewer than of values, and than ranks
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+KDA = LINEAR | LATENT | EXPERTS | {"linear_num_heads": 5, "linear_head_dim": 8}
+MAMBA2 = FOUR | {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+MAMBA = {"state_size": 6, "time_step_rank": 4}
+CONVOLUTION = FOUR | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # type: its class's name without ForCausalLM, and config
+    "qwen3_next": ("Qwen3Next", LINEAR | EXPERTS),
+    "qwen3_5_text": ("Qwen3_5", LINEAR),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", LINEAR | EXPERTS),
+    "olmo_hybrid": ("OlmoHybrid", LINEAR | {"linear_num_key_heads": 4}),
+    "kimi_linear": ("KimiLinear", KDA),
+    "bailing_hybrid": ("BailingHybrid", KDA),
+    "bamba": ("Bamba", MAMBA2 | {"attn_layer_indices": [1, 3]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        MAMBA2 | EXPERTS | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 16},
+    ),
+    "falcon_h1": ("FalconH1", MAMBA2 | {"num_hidden_layers": 2, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 5,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 6,
+            "n_groups": 1,
+            "chunk_size": 8,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        FOUR
+        | {
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "mamba_d_state": 6,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 8,
+            "mamba_expand": 2,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+            "adapter_rank": 4,
+        },
+    ),
+    "mamba2": (
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 8, "expand": 2},
+    ),
+    "lfm2": ("Lfm2", CONVOLUTION | {"block_multiple_of": 8}),
+    "lfm2_moe": ("Lfm2Moe", CONVOLUTION | EXPERTS | {"num_dense_layers": 1}),
+    "lfm3": (
+        "Lfm3",
+        CONVOLUTION
+        | {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 9},
+    ),
+    "jamba": (
+        "Jamba",
+        FOUR
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 6, "mamba_dt_rank": 4},
+    ),
+    "mamba": ("Mamba", MAMBA),
+    "falcon_mamba": ("FalconMamba", MAMBA),
+    "zamba": (
+        "Zamba",
+        FOUR
+        | {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64, "attention_head_dim": 8}
+        | {"mamba_d_state": 6, "mamba_dt_rank": 4, "n_mamba_heads": 2, "num_key_value_heads": 8},
+    ),
+}
+# Their attention passes no position_ids to its masks, so that shard refuses packed documents.
+WITHOUT_DOCUMENTS = {"granitemoehybrid"}
+
+
+def maker(name: str, **changes: Any) -> Callable[[], Any]:
+    """Return a function that builds a model of a type in which each head is another one."""
+    kind, config = TYPES[name]
+
+    def make() -> Any:
+        model = getattr(transformers, f"{kind}ForCausalLM")
+        made = model(model.config_class(**llms.SMALL | {"initializer_range": 0.1} | config | changes))
+        for path, p in made.named_parameters():
+            if p.numel() > 1 and p.unique().numel() == 1 and not path.endswith("norm.weight"):
+                nn.init.normal_(p, std=0.2)  # as dt_bias and D, which begin with ones
+        return made.train()
+
+    return make
+
+
+def padded() -> dict[str, Tensor]:
+    """Return a batch with padding before the first sample; no token that is padding predicts one."""
+    batch = left_padded()
+    batch["labels"][0, 11] = -100
+    return batch
+
+
+def built(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def limit(name: str) -> float:
+    return ROUNDING if name.endswith(GATES) else TOLERANCE
+
+
+def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> None:
+    report = compared(make, batch, group, **arguments)
+    for entry in report.entries:
+        zero = entry.reference_norm < 1e-6 and entry.max_abs_error < 1e-6  # rounding of a gradient of 0
+        assert zero or entry.max_rel_error < limit(entry.name), f"{entry}, {arguments}\n{report}"
+    assert report.entries[1].name == "logits" and report.reference_loss > 1
+
+
+def check_documents(make: Callable[[], Any], lengths: tuple[int, ...], group: Group, **given: Any) -> None:
+    """Compare packed documents with runs of each document alone: one process does not separate them."""
+    batch, alone, model = packed(*lengths), built(make), built(make)
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    expected, logits = 0.0, []
+    for end, length in zip(accumulate(lengths), lengths, strict=True):
+        document = {name: batch[name][:, end - length : end] for name in ("input_ids", "labels")}
+        output = alone(**document, num_items_in_batch=count)
+        output.loss.backward()
+        expected += float(output.loss.detach())
+        logits.append(output.logits.detach())
+    part = sharding(group, **given)(model, batch)
+    assert part["layout"].kind == "packed"
+    output = model(**part)
+    output.loss.backward()
+    assert abs(float(total_loss(output.loss, group=group, token_group=group)) - expected) < 1e-5 * expected
+    own = part["layout"].shard(torch.cat(logits, 1), 1)
+    assert (output.logits - own).abs().max() < TOLERANCE * own.abs().max()
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        gradient = torch.zeros_like(q) if q.grad is None else q.grad
+        found, reference = spar.all_gather(gradient[None], group).sum(0), p.grad
+        reference = torch.zeros_like(p) if reference is None else reference
+        error = (found - reference).abs().max()
+        assert error < max(1e-6, limit(f"{name}.grad") * float(reference.abs().max())), (name, error)
+
+
+# ---- each type ----
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    pool = Ranks((2, 3, 4))
+    pool.transport = TRANSPORTS[0]
+    yield pool
+    pool.stop()
+
+
+DOCUMENTS = (5, 1, 18, 2, 11)  # some are shorter than a convolution, or than the ranks
+
+
+def check_type(rank: int, world: int, group: Group, name: str) -> None:
+    make = maker(name)
+    check_exact(make, whole(), group, layout=even)
+    check_exact(make, padded(), group, layout=zigzag)
+    if name not in WITHOUT_DOCUMENTS:
+        check_documents(make, DOCUMENTS, group)
+    else:
+        with pytest.raises(ValueError, match="passes no position_ids to its masks"):
+            sharding(group)(make(), packed(*DOCUMENTS))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types_are_exact(pool: Ranks, name: str) -> None:
+    pool(3, check_type, name)
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [*product((2, 4), ("qwen3_next", "bamba", "mamba")), (2, "lfm2"), (4, "kimi_linear")]
+)
+def test_types_are_exact_on_other_numbers_of_ranks(pool: Ranks, world: int, name: str) -> None:
+    pool(world, check_type, name)
+
+
+# ---- in float64 ----
+
+
+class _Torch(types.ModuleType):
+    """torch for a module of transformers, in which float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def check_float64(rank: int, world: int, group: Group, name: str) -> None:
+    def make() -> Any:
+        model = maker(name)().to(torch.float64)
+        if hasattr(model.config, "num_experts_per_tok"):
+            model.set_experts_implementation("eager")  # torch has no grouped products in float64
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(type(make()).forward.__globals__, "torch", _Torch("torch"))
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        report = compared(make, padded(), group, layout=zigzag)
+    for entry in report.entries:
+        assert entry.max_rel_error < 1e-10, f"{entry}\n{report}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "zamba2"])
+def test_gates_in_float64(pool: Ranks, name: str) -> None:
+    pool(3, check_float64, name)
