@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterator
 from itertools import accumulate, product
@@ -252,3 +253,215 @@ def check_float64(rank: int, world: int, group: Group, name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "zamba2"])
 def test_gates_in_float64(pool: Ranks, name: str) -> None:
     pool(3, check_float64, name)
+
+
+# ---- with what else a model may use ----
+
+
+def check_methods(rank: int, world: int, group: Group, name: str) -> None:
+    for method in ("ulysses", "ring"):
+        check_exact(maker(name), padded(), group, layout=zigzag, method=method)
+        check_documents(maker(name), DOCUMENTS, group, method=method)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_attention_methods(pool: Ranks, name: str) -> None:
+    pool(3, check_methods, name)
+
+
+def check_router_loss(rank: int, world: int, group: Group, name: str) -> None:
+    make = maker(name, output_router_logits=True, router_aux_loss_coef=1.0)
+    for batch in (whole(), padded()):
+        check_exact(make, batch, group)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+def test_router_losses(pool: Ranks, name: str) -> None:
+    pool(2, check_router_loss, name)
+
+
+def check_checkpointing(rank: int, world: int, group: Group, name: str, reentrant: bool) -> None:
+    """Layers run again in backward: those of Mamba find the layout in their mask."""
+
+    def make() -> Any:
+        model = maker(name)()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    check_exact(make, padded(), group, layout=zigzag)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba", "jamba"])
+def test_gradient_checkpointing(pool: Ranks, name: str, reentrant: bool) -> None:
+    pool(2, check_checkpointing, name, reentrant)
+
+
+def check_lora(rank: int, world: int, group: Group) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "in_proj", "out_proj"]  # of attention, and of Mamba
+
+    def adapted() -> Any:
+        settings = LoraConfig(r=4, init_lora_weights=False, target_modules=targets)
+        return get_peft_model(maker("bamba")(), settings)
+
+    assert sum(p.requires_grad for p in adapted().parameters()) == 12
+    check_exact(adapted, whole(), group, layout=zigzag)
+
+
+def test_lora(pool: Ranks) -> None:
+    pool(2, check_lora)
+
+
+def check_bfloat16(rank: int, world: int, group: Group, name: str) -> None:
+    """Gates stay float32 beside keys of 16 bits, and a rank without heads has the others' dtype."""
+
+    def make() -> Any:
+        return maker(name, **({"linear_num_value_heads": 2} if name == "qwen3_next" else {}))().bfloat16()
+
+    report = compared(make, whole(), group)
+    for entry in report.entries:
+        assert entry.max_rel_error < 0.1, f"{entry}\n{report}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "mamba"])
+def test_bfloat16(pool: Ranks, name: str) -> None:
+    pool(3, check_bfloat16, name)
+
+
+def check_compiled(rank: int, world: int, group: Group, name: str) -> None:
+    """Rank 0 compiles, so that only one process does."""
+    model = seeded(maker(name), "spar")
+    torch._dynamo.reset()
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if rank == 0 else model
+    for total in (29, 37):
+        part = shard(forward, whole(1, total), group=group, token_group=group, method="ulysses")
+        found = []
+        for run in (model, forward):
+            model.zero_grad()
+            loss = run(**part).loss
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        for eager, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(compiled, eager)
+    assert rank > 0 or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_compiled_models(pool: Ranks, name: str) -> None:
+    pool(2, check_compiled, name, timeout=280)
+
+
+# ---- mistakes ----
+
+
+def check_alone(rank: int, world: int, group: Group, name: str) -> None:
+    """Without its functions for a layout, a model of shards is wrong, and the comparison shows it."""
+    from spar.integrations._transformers import mixers
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ("_convolution", "_delta_rule", "_chunk_scan", "_selective_scan"):
+            own: Callable[..., Any] = lambda own, layout, *args, **kwargs: own(*args, **kwargs)
+            for table in (mixers._CONVOLUTIONS, mixers._SCANS, mixers._SERVED):
+                for key, entry in table.items():
+                    if entry.run is getattr(mixers, function):
+                        patch.setitem(table, key, entry._replace(run=own))
+        scope = type(maker(name)().base_model.layers[0]).forward.__globals__
+        for key, value in list(scope.items()):
+            if hasattr(value, "of_transformers"):
+                patch.setitem(scope, key, value.of_transformers)
+        report = compared(maker(name), whole(), group)
+    assert report.worst.max_rel_error > 0.05, str(report)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "mamba", "lfm2"])
+def test_shards_alone_are_wrong(pool: Ranks, name: str) -> None:
+    pool(2, check_alone, name)
+
+
+def check_refused(rank: int, world: int, group: Group) -> None:
+    calls = "calls none of the functions that spar computes over a sharded sequence"
+    heads = {"num_attention_heads": 4}
+    for kind, config, message in (
+        ("RecurrentGemma", {"num_hidden_layers": 3}, f"layer 0 is one of linear_attention, .* {calls}"),
+        ("Zaya", FOUR | heads, f"layer 0 is one of hybrid, .* {calls}"),
+        ("Inkling", {}, "it has layers of hybrid_sliding"),
+        ("Qwen4Exp", {}, "it has layers of indexed_attention"),
+        ("Rwkv", {}, "it has a state that passes from token to token"),
+        ("xLSTM", {}, "it has a state that passes from token to token"),
+    ):
+        model = llms.maker(kind, **config)()
+        with pytest.raises(ValueError, match=rf"{kind}\w* cannot run over a sharded sequence: {message}"):
+            sharding(group)(model, whole())
+
+
+def test_other_layers_are_refused(pool: Ranks) -> None:
+    pool(2, check_refused)
+
+
+def check_arguments(rank: int, world: int, group: Group) -> None:
+    model = seeded(maker("bamba"), "spar")
+    with pytest.raises(ValueError, match=r"layout is SequenceLayout.even.* position_ids separate documents"):
+        shard(model, packed(*DOCUMENTS), SequenceLayout.even(37, group), token_group=group)
+    with pytest.raises(ValueError, match=r"differ between samples have none: pass the samples one by one"):
+        shard(model, packed_rows(), group=group, token_group=group)
+    mask = torch.ones(2, 1, 37, 37, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"is of shape \[2, 1, 37, 37\]; expected \[B, S\], or none"):
+        shard(built(maker("mamba")), whole() | {"attention_mask": mask}, group=group, token_group=group)
+    check_exact(maker("bamba"), whole() | {"attention_mask": mask}, group)
+    part = shard(model, whole(), group=group, token_group=group)
+    with pytest.raises(ValueError, match=r"^BambaMixer: layout is None; pass the batch through"):
+        model(**{name: value for name, value in part.items() if name != "layout"})
+    cached = transformers.DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match=r"expected none over a sharded sequence. Pass no past_key_values"):
+        model(**part | {"past_key_values": cached, "use_cache": True})
+
+
+def test_arguments_that_do_not_fit(pool: Ranks) -> None:
+    pool(2, check_arguments)
+
+
+def check_after(rank: int, world: int, group: Group) -> None:
+    """In the same process a model still runs whole sequences, generates, and is copied."""
+    for name in ("bamba", "mamba"):
+        alone, model = built(maker(name)).eval(), built(maker(name)).eval()
+        model(**sharding(group)(model, whole()))
+        ids = whole(1, 12)["input_ids"]
+        if name == "bamba":
+            model.set_attn_implementation("sdpa")
+        expected = alone.generate(ids, max_new_tokens=5, use_cache=True, do_sample=False)
+        for other in (model, copy.deepcopy(model)):
+            assert other.generate(ids, max_new_tokens=5, use_cache=True, do_sample=False).equal(expected)
+
+
+def test_whole_sequences_afterwards(pool: Ranks) -> None:
+    pool(2, check_after)
+
+
+def check_versions(rank: int, world: int, group: Group) -> None:
+    """Another version of transformers: a function is gone, has other parameters, or is new."""
+    from transformers.models.lfm2 import modeling_lfm2 as lfm2
+    from transformers.models.mamba2 import modeling_mamba2 as mamba2
+
+    version = rf"in transformers {transformers.__version__}; expected the function of transformers 5.23"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(mamba2, "mamba2_chunk_scan")
+        with pytest.raises(ValueError, match=rf"mamba2_chunk_scan of .*mamba2 does not exist {version}"):
+            sharding(group)(maker("mamba2")(), whole())
+        patch.setattr(lfm2, "causal_conv1d_fn", lambda x, kernel, bias, activation=None, **_: x)
+        with pytest.raises(
+            ValueError, match=rf"causal_conv1d_fn of .*lfm2 has no parameter weight {version}"
+        ):
+            sharding(group)(maker("lfm2")(), whole())
+        patch.setattr(mamba2, "ACT2FN", lambda x: x)
+        patch.setattr(mamba2, "apply_mask_to_padding_states", None)
+        patch.setattr(mamba2, "torch", lambda x: x)
+        with pytest.raises(
+            ValueError, match=r"backbone.layers.0.mixer calls torch, which spar does not know"
+        ):
+            sharding(group)(maker("mamba2")(), whole())
+
+
+def test_other_versions_of_transformers(pool: Ranks) -> None:
+    pool(2, check_versions)

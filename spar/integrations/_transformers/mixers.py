@@ -11,9 +11,9 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,15 @@ _BY_KIND = {"hybrid": ("full_attention", "linear_attention")}  # the keys of suc
 KINDS = {*RECURRENT, *_BY_KIND}
 WITHOUT_TOKENS = {"mlp", "moe"}  # layers of Nemotron-H in which no token sees another one
 _MASK = "create_recurrent_attention_mask"  # by which a model makes such a mask of the one that it receives
-_current: ContextVar[SequenceLayout | None] = ContextVar(
-    "spar: the layout of a mixer's forward", default=None
-)
+
+
+class _Current(threading.local):
+    """The layout of the layer that runs in this thread: backward runs layers again in threads of its own."""
+
+    layout: SequenceLayout | None = None
+
+
+_current = _Current()
 
 
 # ---- the functions of transformers, over a sharded sequence ----
@@ -321,6 +327,7 @@ def serve(model: Any, mixers: list[Mixer]) -> None:
     Raises:
         ValueError: this version of transformers has another function.
     """
+    carried = carries(model, mixers)
     for mixer in mixers:
         scope = mixer.scope
         for name in sorted(mixer.functions):
@@ -332,7 +339,8 @@ def serve(model: Any, mixers: list[Mixer]) -> None:
         if not any(getattr(hook, "func", None) is _before for hook in hooks):
             before = functools.partial(_before, model.config)
             mixer.module.register_forward_pre_hook(before, with_kwargs=True)
-            mixer.module.register_forward_hook(_after, always_call=True)
+            if carried:
+                mixer.module.register_forward_hook(_after, always_call=True)
 
 
 def _served(name: str, scope: dict[str, Any]) -> Callable[..., Any]:
@@ -352,7 +360,7 @@ def _served(name: str, scope: dict[str, Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def served(*args: Any, layout: SequenceLayout | None = None, **kwargs: Any) -> Any:
-        layout = _current.get() if layout is None else layout
+        layout = _current.layout if layout is None else layout
         if layout is None or (layout.group.size() == 1 and layout.kind != "packed"):
             return own(*args, **kwargs)
         return function.run(own, layout, *args, **kwargs)
@@ -379,7 +387,7 @@ def _before(
     """Take a mask and its layout apart; report a layout that did not arrive: the shard would run alone."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Carried):
-        _current.set(mask.layout)
+        _current.layout = mask.layout
         return args, kwargs | {"attention_mask": mask.mask}
     if kwargs.get("layout") is None and config._attn_implementation in registered:
         raise ValueError(NO_LAYOUT.format(type(module).__name__))
@@ -387,5 +395,4 @@ def _before(
 
 
 def _after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if _current.get() is not None:
-        _current.set(None)
+    _current.layout = None
