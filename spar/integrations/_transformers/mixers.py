@@ -22,7 +22,7 @@ from torch import Tensor
 from ...ops.by_heads import by_heads
 from ...sequence_layout import SequenceLayout
 from .attention import NO_LAYOUT, registered
-from .sources import drops_arguments, functions_of, is_attention, names_of
+from .sources import drops_arguments, functions_of, has_attention, names_of
 
 # kinds of layers, in config.layer_types and as keys of masks, whose masks are [B, S] of padding
 RECURRENT = ("linear_attention", "conv")
@@ -287,7 +287,7 @@ class Carried:
 def carries(model: torch.nn.Module, mixers: list[Mixer]) -> bool:
     """Whether masks are to have the layout: arguments are lost, or no attention would report their loss."""
     return bool(mixers) and (
-        not any(is_attention(module) for module in model.modules())
+        not has_attention(model)
         or any(drops_arguments(mixer.parent, mixer.name) or mixer.omits_arguments for mixer in mixers)
     )
 
@@ -337,7 +337,7 @@ def serve(model: Any, mixers: list[Mixer]) -> None:
             scope[_MASK] = _passes_carried(scope[_MASK])
         hooks = mixer.module._forward_pre_hooks.values()
         if not any(getattr(hook, "func", None) is _before for hook in hooks):
-            before = functools.partial(_before, model.config)
+            before = functools.partial(_before, model.config if has_attention(model) else None)
             mixer.module.register_forward_pre_hook(before, with_kwargs=True)
             if carried:
                 mixer.module.register_forward_hook(_after, always_call=True)
@@ -384,12 +384,15 @@ def _passes_carried(own: Callable[..., Any]) -> Callable[..., Any]:
 def _before(
     config: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take a mask and its layout apart; report a layout that did not arrive: the shard would run alone."""
+    """Take a mask and its layout apart; report a layout that did not arrive: the shard would run alone.
+
+    config: None if the model has no attention, of which the name would say that sequences are sharded.
+    """
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Carried):
         _current.layout = mask.layout
         return args, kwargs | {"attention_mask": mask.mask}
-    if kwargs.get("layout") is None and config._attn_implementation in registered:
+    if config is not None and kwargs.get("layout") is None and config._attn_implementation in registered:
         raise ValueError(NO_LAYOUT.format(type(module).__name__))
     return args, kwargs
 

@@ -22,7 +22,7 @@ from .mixers import (
     why_refused,
 )
 from .router import has_other_router_loss, has_router_loss, sum_router_loss
-from .sources import drops_arguments, is_attention, mask_builder, masks_of_forward
+from .sources import drops_arguments, has_attention, is_attention, mask_builder, masks_of_forward
 
 # parts of the names of outputs, and of heads, that have one value for a sequence
 _POOLED = ("SequenceClassif", "MultipleChoice", "NextSentence", "DoubleHeads")
@@ -72,7 +72,7 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
     _check_masks(model, config, documents)
     if not positions:
         _check_positions(model)
-    if config._attn_implementation not in registered:
+    if config._attn_implementation not in registered and has_attention(model):
         raise ValueError(
             f"shard: {type(model).__name__} uses the attention {config._attn_implementation!r}; call "
             'spar.integrations.transformers.register() and model.set_attn_implementation("spar") first'
@@ -115,7 +115,7 @@ def _check_layers(model: torch.nn.Module, config: Any, mixers: list[Mixer]) -> N
                 raise _refused(model, f"{why}, such as the layout")
     if getattr(model, "_is_stateful", False) and not mixers:
         raise _refused(model, "it has a state that passes from token to token")
-    if not mixers and not any(is_attention(module) for module in model.modules()):
+    if not mixers and not has_attention(model):
         raise _refused(
             model,
             "its layers do not call the attention that set_attn_implementation sets: they have attention "
@@ -145,7 +145,7 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
 
     shortest_window(config)
     masks = masks_of_forward(model)
-    if not any(is_attention(module) for module in model.modules()):
+    if not has_attention(model):
         return
     if not masks.functions:
         raise _refused(model, "it builds attention masks by its own code, of the tokens that a rank has")

@@ -35,6 +35,11 @@ def is_attention(module: torch.nn.Module) -> bool:
     return _INTERFACE in names_of(type(module).forward)
 
 
+def has_attention(model: torch.nn.Module) -> bool:
+    """Whether any of a model's layers calls the attention that is set by its name."""
+    return any(is_attention(module) for module in model.modules())
+
+
 def mask_builder(module: torch.nn.Module) -> str | None:
     """Return the name of the method by which an attention layer builds a mask itself."""
     names = sorted(names_of(type(module).forward))
