@@ -141,6 +141,49 @@ def _not_fused(own: Callable[..., Any], layout: SequenceLayout, *args: Any, **kw
     """Return None, upon which the layer calls the convolution and the scan themselves."""
 
 
+def _lightning(
+    own: Callable[..., Any],
+    layout: SequenceLayout,
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Run MiniMax's lightning attention by heads.
+
+    It is no function but a layer's forward, own, which runs here for a stand-in of the layer that has the
+    decays of own heads, and neither projections nor norm: these are of own tokens.
+    """
+    _check_no_state(past_key_values is not None)
+    batch, tokens = hidden_states.shape[:2]
+    mixed = layer.act_fn(layer.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
+    queries, keys, values = mixed.view(batch, tokens, -1, 3 * layer.head_dim).chunk(3, -1)
+
+    def whole(v: Tensor, q: Tensor, k: Tensor, slope: Tensor, *decays: Tensor) -> Any:
+        stand_in = types.SimpleNamespace(
+            **dict.fromkeys(("qkv_proj", "act_fn", "norm", "out_proj"), lambda x: x),
+            output_gate=lambda x: x.new_tensor(torch.inf),  # of which the sigmoid is 1
+            num_attention_heads=q.size(2),
+            head_dim=layer.head_dim,
+            block_size=layer.block_size,
+            slope_rate=slope,
+            query_decay=decays[0],
+            key_decay=decays[1],
+            diagonal_decay=decays[2][None],
+        )
+        mixed = torch.cat([q, k, v], -1).flatten(2)
+        return own(stand_in, mixed, None, None)[0].view(v.shape)
+
+    decays = [layer.slope_rate, layer.query_decay, layer.key_decay, layer.diagonal_decay[0]]
+    y = by_heads(whole, [values, queries, keys], layout, parameters=decays).flatten(2)
+    gate = torch.sigmoid(layer.output_gate(hidden_states))
+    return layer.out_proj(gate * layer.norm(y)), None
+
+
 def _check_no_state(has_state: bool) -> None:
     if has_state:
         raise ValueError(
@@ -174,6 +217,13 @@ _FUSED = {
     "mamba_inner_fn": _Function(_not_fused, ()),
 }
 _SERVED = _CONVOLUTIONS | _SCANS | _FUSED
+# MiniMax's layer: the names that its forward has in it
+_LIGHTNING = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "head_dim", "block_size"} | {
+    "slope_rate",
+    "query_decay",
+    "key_decay",
+    "diagonal_decay",
+}
 _ALLOWED = {  # they see one token each, or serve generation, which has a cache
     "apply_mask_to_padding_states",
     "causal_conv1d_update",
@@ -217,12 +267,16 @@ def mixers_of(model: torch.nn.Module) -> list[Mixer]:
         Mixer(f"{path}.{name}" if path else name, child, parent, name)
         for path, parent in model.named_modules()
         for name, child in parent.named_children()
-        if _called(child)
+        if _called(child) or _is_lightning(child)
     ]
 
 
 def _called(module: torch.nn.Module) -> frozenset[str]:
     return names_of(type(module).forward) & _SERVED.keys()
+
+
+def _is_lightning(module: torch.nn.Module) -> bool:
+    return names_of(type(module).forward) >= _LIGHTNING
 
 
 def convolutions_of(mixers: list[Mixer]) -> set[torch.nn.Module]:
@@ -252,6 +306,7 @@ def why_refused(config: Any, mixers: list[Mixer]) -> str | None:
         kind: {mixer.module.layer_idx for mixer in mixers if mixer.functions & functions.keys()}
         for kind, functions in (("conv", _CONVOLUTIONS), ("linear_attention", _SCANS))
     }
+    served["linear_attention"] |= {m.module.layer_idx for m in mixers if _is_lightning(m.module)}
     kinds = (getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
     for index, kind in enumerate(kinds):
         if kind in KINDS and index not in served["conv" if kind == "conv" else "linear_attention"]:
@@ -333,6 +388,9 @@ def serve(model: Any, mixers: list[Mixer]) -> None:
         for name in sorted(mixer.functions):
             if not hasattr(scope.get(name), "of_transformers"):
                 scope[name] = _served(name, scope)
+        kind: Any = type(mixer.module)
+        if _is_lightning(mixer.module) and not hasattr(kind.forward, "of_transformers"):
+            kind.forward = _for_layout(kind.forward, _lightning)
         if _MASK in scope and not hasattr(scope[_MASK], "of_transformers"):
             scope[_MASK] = _passes_carried(scope[_MASK])
         hooks = mixer.module._forward_pre_hooks.values()
@@ -358,12 +416,16 @@ def _served(name: str, scope: dict[str, Any]) -> Callable[..., Any]:
             "Install transformers 5.23, or a spar for this version"
         )
 
+    return _for_layout(own, function.run)
+
+
+def _for_layout(own: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def served(*args: Any, layout: SequenceLayout | None = None, **kwargs: Any) -> Any:
         layout = _current.layout if layout is None else layout
         if layout is None or (layout.group.size() == 1 and layout.kind != "packed"):
             return own(*args, **kwargs)
-        return function.run(own, layout, *args, **kwargs)
+        return run(own, layout, *args, **kwargs)
 
     served.of_transformers = own  # type: ignore[attr-defined]
     return served
