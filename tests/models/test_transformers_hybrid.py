@@ -358,6 +358,73 @@ def test_compiled_models(pool: Ranks, name: str) -> None:
     pool(2, check_compiled, name, timeout=280)
 
 
+# ---- what moves ----
+
+
+def sent() -> tuple[int, int]:
+    """Return the bytes that this process sent, and its exchanges."""
+    stats = spar.memory_stats()
+    sums = [sum(n for name, n in stats.items() if name.startswith(kind)) for kind in ("sent.", "calls.")]
+    return sums[0], sums[1]
+
+
+def check_bytes(rank: int, world: int, group: Group) -> None:
+    """The formulas of docs/hybrid.md, for each of P ranks with T tokens in an even layout."""
+    from spar.integrations._transformers import mixers
+
+    T, P, layout = 12, world, SequenceLayout.even(12 * world, group)
+    H, HK, K, V, G, N, C, W = 4, 2, 8, 6, 2, 5, 8, 4
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    keys, gates = zeros(1, T, HK, K), zeros(1, T, H, dtype=torch.float32)
+    channels, states, x = zeros(1, C, T), zeros(1, N, T), zeros(1, T, H, K)
+    shared, float32, A = (P - 1) / P, torch.float32, zeros(H)
+    for run, arguments, named, own, exchanges, expected in (
+        (
+            mixers._convolution,
+            (channels, zeros(C, W)),
+            {},
+            lambda x, *_: x,
+            1,
+            (rank < P - 1) * (W - 1) * C * 2,
+        ),
+        (
+            mixers._delta_rule,
+            (keys, keys, zeros(1, T, H, V), gates, zeros(1, T, H)),
+            {},
+            lambda q, k, v, **_: (v, None),
+            2,
+            T * shared * ((2 * HK * K + 2 * H * V) * 2 + H * 4 + H * 2),
+        ),
+        (
+            mixers._chunk_scan,
+            (x, zeros(1, T, H), A, zeros(1, T, G, N), zeros(1, T, G, N)),
+            {},
+            lambda x, *_, **__: x,
+            2,
+            T * shared * (2 * H * K + 2 * G * N + H) * 2,
+        ),
+        (
+            mixers._selective_scan,
+            (channels, channels, zeros(C, N, dtype=float32), states, states),
+            {"z": channels},
+            lambda x, *_, **__: x,
+            2,
+            T * shared * 3 * C * 2 + T * (P - 1) * 2 * N * 2,
+        ),
+    ):
+        before = sent()
+        run(own, layout, *arguments, **named)  # type: ignore[operator]
+        found, calls = (after - n for after, n in zip(sent(), before, strict=True))
+        assert (found, calls) == (expected, exchanges), (run, found, expected, calls)
+
+
+def test_bytes(pool: Ranks) -> None:
+    pool(2, check_bytes)
+
+
 # ---- mistakes ----
 
 
