@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import spar
 from spar import SequenceLayout
 from spar.integrations.transformers import shard, total_loss
+from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
 PRELOAD = llms.PRELOAD
 Group = dist.ProcessGroup
@@ -226,6 +227,46 @@ def test_types_are_exact(pool: Ranks, name: str) -> None:
 )
 def test_types_are_exact_on_other_numbers_of_ranks(pool: Ranks, world: int, name: str) -> None:
     pool(world, check_type, name)
+
+
+FEW = {  # two heads, for more ranks
+    "qwen3_next": {"linear_num_value_heads": 2, "linear_num_key_heads": 1},
+    "bamba": {"mamba_n_heads": 2, "mamba_d_head": 32, "mamba_n_groups": 1},
+}
+
+
+def check_few_heads(rank: int, world: int, group: Group, name: str) -> None:
+    check_exact(maker(name, **FEW[name]), whole(), group, layout=zigzag)
+    check_documents(maker(name, **FEW[name]), DOCUMENTS, group)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_fewer_heads_than_ranks(pool: Ranks, name: str) -> None:
+    pool(4, check_few_heads, name)
+
+
+def check_hybrid_layout(rank: int, world: int, group: Group) -> None:
+    state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    try:
+        layout = SequenceLayout.hybrid(37, state)
+        for name in ("qwen3_next", "mamba"):
+            check_exact(maker(name), padded(), layout.group, layout=layout)
+    finally:
+        destroy_parallel_state()
+
+
+def test_ring_by_ulysses(pool: Ranks) -> None:
+    pool(4, check_hybrid_layout)
+
+
+def check_one_rank(rank: int, world: int, group: Group, name: str) -> None:
+    """Packed documents are apart on one rank, too."""
+    check_documents(maker(name), DOCUMENTS, group)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
+def test_documents_on_one_rank(pool: Ranks, name: str) -> None:
+    pool(1, check_one_rank, name)
 
 
 # ---- in float64 ----
