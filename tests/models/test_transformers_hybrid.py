@@ -123,6 +123,18 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # type: its class's name witho
         | {"mamba_d_state": 6, "mamba_dt_rank": 4, "n_mamba_heads": 2, "num_key_value_heads": 8},
     ),
 }
+INDEXED = (
+    LINEAR
+    | EXPERTS
+    | {
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    }
+)
 # Their attention passes no position_ids to its masks, so that shard refuses packed documents.
 WITHOUT_DOCUMENTS = {"granitemoehybrid"}
 
@@ -498,6 +510,7 @@ def check_refused(rank: int, world: int, group: Group) -> None:
         ("RecurrentGemma", {"num_hidden_layers": 3}, f"layer 0 is one of linear_attention, .* {calls}"),
         ("Zaya", FOUR | heads, f"layer 0 is one of hybrid, .* {calls}"),
         ("Inkling", {}, "it has layers of hybrid_sliding"),
+        ("Qwen4Exp", INDEXED, "it has layers of indexed_attention"),
         ("Rwkv", {}, "it has a state that passes from token to token"),
         ("xLSTM", {}, "it has a state that passes from token to token"),
     ):
