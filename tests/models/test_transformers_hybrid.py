@@ -18,13 +18,14 @@ from conftest import TRANSPORTS, Ranks
 from helpers import llms
 from helpers.llms import compared, even, left_padded, packed, packed_rows, seeded, sharding, whole, zigzag
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import spar
 from spar import SequenceLayout
 from spar.integrations.transformers import shard, total_loss
 from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
-PRELOAD = llms.PRELOAD
+PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
 Group = dist.ProcessGroup
 TOLERANCE = 1e-5
 # Gradients of A_log and dt_bias are sums over all tokens that almost cancel. transformers computes the gates
@@ -411,6 +412,28 @@ def test_compiled_models(pool: Ranks, name: str) -> None:
     pool(2, check_compiled, name, timeout=280)
 
 
+def check_fsdp2(rank: int, world: int, group: Group, name: str) -> None:
+    """dp 2 x cp 2, with checkpointing: gradients are averaged."""
+    mesh, dp, cp = llms.meshes()
+    make, batch = maker(name), whole(llms.ROWS)
+    expected = llms.gradients_of_one_process(make, batch, attention="eager")
+    model = built(make)
+    if name != "mamba":
+        model.set_attn_implementation("spar")
+    model.gradient_checkpointing_enable()
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=mesh._flatten("world"))
+    fully_shard(model, mesh=mesh["world"])
+    part = shard(model, llms.rows(batch, dp), group=cp, token_group=dp)
+    (model(**part).loss * world).backward()
+    llms.check_gradients(model, expected)
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba"])
+def test_fsdp2(pool: Ranks, name: str) -> None:
+    pool(4, check_fsdp2, name)
+
+
 # ---- what moves ----
 
 
@@ -419,6 +442,60 @@ def sent() -> tuple[int, int]:
     stats = spar.memory_stats()
     sums = [sum(n for name, n in stats.items() if name.startswith(kind)) for kind in ("sent.", "calls.")]
     return sums[0], sums[1]
+
+
+# The functions of causal_conv1d, flash-linear-attention and mamba_ssm, by their parameters: transformers
+# passes positional arguments on to them as they are.
+
+
+def conv1d_of_package(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    assert seq_idx is None and activation == "silu"
+    return x
+
+
+def delta_rule_of_package(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None
+) -> tuple[Tensor, None]:
+    assert g.dtype == torch.float32 and beta.dtype == v.dtype and scale is None
+    return v, None
+
+
+def chunk_scan_of_package(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> Tensor:
+    assert z is None and D is not None and A.shape == D.shape == x.shape[2:3]
+    return x
+
+
+def selective_scan_of_package(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+) -> Tensor:
+    assert z is None and A.size(0) == u.size(1) and B.shape == C.shape == (1, A.size(1), u.size(2))
+    return u
 
 
 def check_bytes(rank: int, world: int, group: Group) -> None:
@@ -431,50 +508,28 @@ def check_bytes(rank: int, world: int, group: Group) -> None:
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    keys, gates = zeros(1, T, HK, K), zeros(1, T, H, dtype=torch.float32)
-    channels, states, x = zeros(1, C, T), zeros(1, N, T), zeros(1, T, H, K)
-    shared, float32, A = (P - 1) / P, torch.float32, zeros(H)
-    for run, arguments, named, own, exchanges, expected in (
-        (
-            mixers._convolution,
-            (channels, zeros(C, W)),
-            {},
-            lambda x, *_: x,
-            1,
-            (rank < P - 1) * (W - 1) * C * 2,
-        ),
-        (
-            mixers._delta_rule,
-            (keys, keys, zeros(1, T, H, V), gates, zeros(1, T, H)),
-            {},
-            lambda q, k, v, **_: (v, None),
-            2,
-            T * shared * ((2 * HK * K + 2 * H * V) * 2 + H * 4 + H * 2),
-        ),
-        (
-            mixers._chunk_scan,
-            (x, zeros(1, T, H), A, zeros(1, T, G, N), zeros(1, T, G, N)),
-            {},
-            lambda x, *_, **__: x,
-            2,
-            T * shared * (2 * H * K + 2 * G * N + H) * 2,
-        ),
-        (
-            mixers._selective_scan,
-            (channels, channels, zeros(C, N, dtype=float32), states, states),
-            {"z": channels},
-            lambda x, *_, **__: x,
-            2,
-            T * shared * 3 * C * 2 + T * (P - 1) * 2 * N * 2,
-        ),
-    ):
+    def check(exchanges: int, expected: float, run: Any, own: Any, *args: Tensor, **named: Any) -> None:
         before = sent()
-        run(own, layout, *arguments, **named)  # type: ignore[operator]
+        run(own, layout, *args, **named)
         found, calls = (after - n for after, n in zip(sent(), before, strict=True))
         assert (found, calls) == (expected, exchanges), (run, found, expected, calls)
 
+    shared, channels, states = (P - 1) / P, zeros(1, C, T), zeros(1, N, T)
+    halo = (rank < P - 1) * (W - 1) * C * 2
+    check(1, halo, mixers._convolution, conv1d_of_package, channels, zeros(C, W), activation="silu")
+    keys, gates = zeros(1, T, HK, K), zeros(1, T, H, dtype=torch.float32)
+    delta = keys, keys, zeros(1, T, H, V), gates, zeros(1, T, H)
+    moved = T * shared * ((2 * HK * K + 2 * H * V) * 2 + H * 4 + H * 2)
+    check(2, moved, mixers._delta_rule, delta_rule_of_package, *delta)
+    scan = zeros(1, T, H, K), zeros(1, T, H), zeros(H), zeros(1, T, G, N), zeros(1, T, G, N)
+    moved = T * shared * (2 * H * K + 2 * G * N + H) * 2
+    check(2, moved, mixers._chunk_scan, chunk_scan_of_package, *scan, D=zeros(H), chunk_size=8)
+    selective = channels, channels, zeros(C, N, dtype=torch.float32), states, states
+    moved = T * shared * 3 * C * 2 + T * (P - 1) * 2 * N * 2
+    check(2, moved, mixers._selective_scan, selective_scan_of_package, *selective, z=channels)
 
-def test_bytes(pool: Ranks) -> None:
+
+def test_bytes_and_calls_of_kernels(pool: Ranks) -> None:
     pool(2, check_bytes)
 
 

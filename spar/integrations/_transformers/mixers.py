@@ -55,7 +55,9 @@ def _convolution(
 ) -> Any:
     """Convolve [B, C, S_local] with [C, W]: each run of tokens with the W - 1 tokens before it."""
     before = weight.size(-1) - 1
-    return layout.drop_halo(own(layout.halo(x, before, 2), weight, bias, activation, **others), before, 2)
+    # By keyword: the fourth parameter of causal_conv1d's function is another one.
+    y = own(layout.halo(x, before, 2), weight, bias, activation=activation, **others)
+    return layout.drop_halo(y, before, 2)
 
 
 def _delta_rule(
