@@ -195,23 +195,6 @@ def test_equal_seeds_with_dropout_are_an_error(pool: Ranks) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "linear attention": (
-        "Qwen3Next",
-        llms.EXPERTS
-        | {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-        "layers of linear_attention, which pass more between tokens",
-    ),
-    "state space": (
-        "Mamba",
-        {"state_size": 4, "hidden_size": 32, "vocab_size": llms.VOCABULARY, "num_hidden_layers": 1},
-        "cannot run over a sharded sequence",
-    ),
     "rotary embedding": (
         "Llama",
         {
