@@ -93,6 +93,38 @@ def test_by_heads_matches_one_process(ranks: Ranks, world: int, heads: int, key_
     ranks(world, check, heads, key_heads)
 
 
+def masked(q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
+    k = k.repeat_interleave(q.size(2) // k.size(2), 2)
+    return torch.where(keep, q * k.cumsum(1), 0.0).to(q.dtype)
+
+
+def check_dtypes(rank: int, world: int, group: Group, kept: torch.dtype) -> None:
+    """Gradients of a wide key head that several ranks need, beside narrow queries and a narrower mask."""
+    layout = SequenceLayout.zigzag(TOTAL, group)
+    own = layout.index()
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, TOTAL, n, 3, generator=generator) for n in (4, 1))
+    keep = (torch.rand(2, TOTAL, 4, 1, generator=generator) > 0.5).to(kept)
+    for dtypes in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
+        leaves = [x.to(dtype).requires_grad_() for x, dtype in zip((q, k), dtypes, strict=True)]
+        expected = masked(*leaves, keep.bool())
+        gradients = torch.autograd.grad(expected.double().square().sum(), leaves)
+        mine = [x.detach()[:, own].clone().requires_grad_() for x in leaves]
+        y = spar.by_heads(lambda q, k, keep: masked(q, k, keep.bool()), [*mine, keep[:, own]], layout)
+        found = torch.autograd.grad(y.double().square().sum(), mine)
+        assert torch.equal(y, expected[:, own])
+        for x, gradient in zip(found, gradients, strict=True):
+            limits = {"rtol": 1e-5, "atol": 1e-5} if x.dtype != torch.bfloat16 else {}
+            torch.testing.assert_close(x, gradient[:, own], **limits)
+
+
+@pytest.mark.one_transport
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kept", [torch.bool, torch.uint8, torch.int16, torch.int64])
+def test_gradients_beside_tensors_of_other_dtypes(ranks: Ranks, world: int, kept: torch.dtype) -> None:
+    ranks(world, check_dtypes, kept)
+
+
 def check_uses(rank: int, world: int, group: Group) -> None:
     """One exchange each way whatever the dtypes are; tuples; cu_seqlens; other dims."""
     layout = SequenceLayout.packed(DOCUMENTS, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from .._exchange.arguments import Arguments
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .heads import gather_heads, heads_of_ranks, scatter_heads
+from .items import as_items, from_items
 
 _NAME = "by_heads"
 
@@ -73,9 +74,7 @@ def by_heads(
             if not 0 <= index < len(tensors) or tensors[index].size(head) != heads:
                 raise call.error("like", like, f"the index of a tensor of {heads} heads, for each result")
         dims = head, seq, layout.group, None
-        sent, items = _as_items(tensors)
-        received = scatter_heads(_NAME, sent, heads, dims, [layout] * len(sent))
-        own = [_from_items(x, y) for x, y in zip(received, tensors, strict=True)]
+        own = scatter_heads(_NAME, tensors, heads, dims, [layout] * len(tensors))
         plan = heads_of_ranks(heads, heads, call.world)
         count, first = plan.queries[call.rank], sum(plan.queries[: call.rank])
         if count:
@@ -85,9 +84,8 @@ def by_heads(
             results = _checked(call, results, len(of_results), shape, isinstance(like, int))
         else:
             results = [_nothing(own, own[index], head, parameters) for index in of_results]
-        sent, _ = _as_items(results, items)
-        gathered = gather_heads(_NAME, sent, heads, dims, layout)
-        outputs = [_from_items(x, y).contiguous() for x, y in zip(gathered, results, strict=True)]
+        gathered = gather_heads(_NAME, as_items(results), heads, dims, layout)
+        outputs = [from_items(x, y).contiguous() for x, y in zip(gathered, results, strict=True)]
         return outputs[0] if isinstance(like, int) else tuple(outputs)
 
 
@@ -164,44 +162,3 @@ def _nothing(own: Sequence[Tensor], like: Tensor, head: int, parameters: Sequenc
             none = x.reshape(-1)[:0]
             result = result + (none * none).sum(dtype=like.dtype)
     return result
-
-
-# ---- one exchange of several dtypes ----
-
-
-class _View(torch.autograd.Function):
-    """View a tensor as another dtype, bit by bit, and its gradient likewise back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
-        return x.contiguous().view(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _viewed(grad, ctx.dtype), None
-
-
-def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else cast(Tensor, _View.apply(x, dtype))  # type: ignore[no-untyped-call]
-
-
-def _as_items(
-    tensors: Sequence[Tensor], items: torch.dtype | None = None
-) -> tuple[list[Tensor], torch.dtype]:
-    """View tensors as items of one dtype, the narrowest of theirs, with one more dim to grow; return it, too.
-
-    An exchange moves items and computes nothing, so that their values do not matter.
-    """
-    if items is None:
-        items = min(
-            [x.dtype for x in tensors], key=lambda dtype: (dtype.itemsize, not dtype.is_floating_point)
-        )
-    if all(x.dtype == items for x in tensors):
-        return list(tensors), items
-    return [_viewed(x[..., None], items) for x in tensors], items
-
-
-def _from_items(x: Tensor, like: Tensor) -> Tensor:
-    """Undo `_as_items`; like: a tensor of the dtype and number of dims."""
-    return x if x.dim() == like.dim() else _viewed(x, like.dtype)[..., 0]

@@ -13,6 +13,7 @@ from .._C import MOST_TENSORS
 from .._group.registry import place_of
 from ..sizes import share
 from .all_to_all import How, all_to_all_for
+from .items import as_items, from_items
 
 # The dims of heads and tokens, the group, and a number of tokens or None.
 Dims = tuple[int, int, Any, int | None]
@@ -132,9 +133,10 @@ def scatter_heads(
     by_layer = None
     if layouts is not None:
         by_layer = [layout for layout, of in zip(layouts, layers, strict=True) for _ in of]
-    outputs = iter(
-        all_to_all_for(name, inputs, group, (head, seq, size), How(sizes, None, by_layer, None), note)
-    )
+    how = How(sizes, None, by_layer, None)
+    received = all_to_all_for(name, as_items(inputs), group, (head, seq, size), how, note)
+    # A key head that several ranks need is in several inputs: autograd sums its gradients in their dtype.
+    outputs = iter([from_items(x, y) for x, y in zip(received, inputs, strict=True)])
     results = []
     for count in counts:
         plan, of = of_count[count]
