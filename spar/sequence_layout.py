@@ -289,18 +289,20 @@ class SequenceLayout:
             Along dim, for each run (one in an even layout, up to two in zigzag, one for each document in a
             packed one) the tokens before it, the run, and the tokens behind it. `drop_halo` keeps the runs.
         """
-        left, right = _side("before", before), _side("after", after)
-        return self._gathered("SequenceLayout.halo", x, dim, -left, left + right, 0)
+        with Arguments("SequenceLayout.halo", x, self.group) as call:
+            left, right = _side(call.where, "before", before), _side(call.where, "after", after)
+            return self._gathered(call, dim, -left, left + right, 0)
 
     def drop_halo(self, y: torch.Tensor, before: int, dim: int = 1, after: int = 0) -> torch.Tensor:
         """Keep this rank's runs of a result as long as that of `halo` with the same arguments."""
-        place, sides = place_of(self.group), (_side("before", before), _side("after", after))
+        place, name = place_of(self.group), "SequenceLayout.drop_halo"
+        sides = _side(name, "before", before), _side(name, "after", after)
         runs = pieces(numbers_of(self, 0), place.world, place.rank)
         parts = runs_in_halo(runs, *sides)
         expected = sum([size + sum(sides) for _, size in parts])
         if y.size(dim) != expected:
             raise ValueError(
-                f"SequenceLayout.drop_halo on rank {place.rank} of {place.world}: y is of size {y.size(dim)} "
+                f"{name} on rank {place.rank} of {place.world}: y is of size {y.size(dim)} "
                 f"in dim {dim}; expected {expected}, the runs of {self} with {sides[0]} and {sides[1]} tokens"
             )
         return selected(y, parts, dim)
@@ -310,16 +312,15 @@ class SequenceLayout:
 
         n: below 0: the -n-th one before it. fill: where the document has no such token.
         """
-        offset = check_int("SequenceLayout.shift", "n", n, -(2**31), 2**31)
-        return self._gathered("SequenceLayout.shift", x, dim, offset, 0, fill)
+        # One exchange, and the peers' next call: only ranks that fill find out that fill does not fit.
+        with Arguments("SequenceLayout.shift", x, self.group, exchanges=2) as call:
+            offset = check_int(call.where, "n", n, -(2**31), 2**31)
+            return self._gathered(call, dim, offset, 0, fill)
 
-    def _gathered(
-        self, name: str, x: torch.Tensor, dim: int, offset: int, more: int, fill: float
-    ) -> torch.Tensor:
+    def _gathered(self, call: Arguments, dim: int, offset: int, more: int, fill: float) -> torch.Tensor:
         """Gather each run, moved by an offset and longer by `more`."""
-        with Arguments(name, x, self.group) as call:
-            layout = checked_numbers(call, "layout", self, call.dim("dim", dim), False)
-            return gather_runs(call, layout, self.kind == "packed", offset, more, fill)
+        layout = checked_numbers(call, "layout", self, call.dim("dim", dim), False)
+        return gather_runs(call, layout, self.kind == "packed", offset, more, fill)
 
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False
@@ -433,8 +434,8 @@ def checked_numbers(
     return numbers
 
 
-def _side(name: str, tokens: int) -> int:
-    return check_int("SequenceLayout.halo", name, tokens, 0, 2**31)
+def _side(where: str, name: str, tokens: int) -> int:
+    return check_int(where, name, tokens, 0, 2**31)
 
 
 def _total(kind: str, total: int, name: str = "total") -> int:

@@ -157,7 +157,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.even(8, group)
     x = torch.zeros(1, layout.sizes[rank], 4, 2)
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ValueError, r"tensors is empty", {"tensors": []}),
+        (ValueError, r"tensors is an empty list", {"tensors": []}),
         (
             ValueError,
             r"tensors\[1\] is of 3 heads; expected a number that divides 4",
@@ -180,6 +180,10 @@ def check_errors(rank: int, world: int, group: Group) -> None:
             spar.by_heads(given.pop("fn"), given.pop("tensors"), layout, **given)
     with pytest.raises(MismatchError):
         spar.by_heads(lambda x: x, [x if rank else x.double()], layout)
+    with pytest.raises(MismatchError if rank else ValueError, match="tensors is an empty list"):
+        spar.by_heads(lambda x: x, [x] if rank else [], layout)
+    # Where all ranks have heads, results may have another dtype than the tensors.
+    assert torch.equal(spar.by_heads(lambda x: x.bfloat16(), [x], layout), x.bfloat16())
 
 
 def test_errors_of_by_heads(ranks: Ranks) -> None:

@@ -126,7 +126,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         "transition": lambda x: torch.zeros(1, 2, 3, 3),
     }
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ValueError, r"tensors is empty", {"tensors": []}),
+        (ValueError, r"tensors is an empty list", {"tensors": []}),
         (ValueError, r"like is 1; expected the index", {"like": 1}),
         (ValueError, r"the result of fn is a Tensor; expected \(output, state\)", {"fn": lambda x, s: x}),
         (ValueError, r"the output of fn is of shape", {"fn": lambda x, s: (x[:, :1], s)}),
@@ -145,6 +145,29 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         expected = ValueError if rank == 1 else MismatchError
         with pytest.raises(expected, match=r"the result of transition is of shape"):
             spar.by_state(**wrong)
+
+
+def check_late_failure(rank: int, world: int, group: Group) -> None:
+    """The last rank fails once it has the states of the others, which wait for it in backward."""
+    layout = SequenceLayout.even(4 * world, group)
+    x = torch.zeros(1, 4, 2, 3, requires_grad=True)
+
+    def fn(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if rank == world - 1:
+            raise KeyError("mine")
+        return x, state + x.sum()
+
+    with pytest.raises(KeyError if rank == world - 1 else MismatchError, match="mine"):
+        y = spar.by_state(fn, [x], layout, (1, 2, 3, 3), lambda x: torch.ones(1, 2, 3, 1), decay=True)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError if rank == 0 else MismatchError, match="tensors is an empty list"):
+        spar.by_state(fn, [x] if rank else [], layout, (1, 2, 3, 3), lambda x: torch.ones(1, 2, 3, 3))
+    assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_failure_behind_the_exchange_of_states_is_reported(ranks: Ranks, world: int) -> None:
+    ranks(world, check_late_failure, timeout=20)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -16,6 +16,7 @@ from helpers.tables import MAKERS
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import spar
 from spar import MismatchError, SequenceLayout
 from spar._exchange.exchange import Exchange
 from spar._exchange.layouts import pieces
@@ -178,6 +179,30 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         layout.halo(torch.zeros(1, 10, 2), 2)
     with pytest.raises(MismatchError):
         layout.halo(x, 1 + rank)
+    with pytest.raises(ValueError, match=r"SequenceLayout.drop_halo: before is -1"):
+        layout.drop_halo(x, -1)
+
+
+def check_errors_of_one_rank(rank: int, world: int, group: Group) -> None:
+    """Peers raise at once: in the call, or in the next one if the rank has made its exchange."""
+    layout = SequenceLayout.even(10, group)
+    x = torch.zeros(1, layout.sizes[rank], 2)
+    wrong: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = [
+        (lambda: layout.halo(x, -1), lambda: layout.halo(x, 1)),
+        (lambda: layout.halo(x, 1, after=1.5), lambda: layout.halo(x, 1)),  # type: ignore[arg-type]
+        (lambda: layout.shift(x, "1"), lambda: layout.shift(x, 1)),  # type: ignore[arg-type]
+        # Only the last rank fills.
+        (lambda: layout.shift(x, 1, fill=None), lambda: layout.all_gather(layout.shift(x, 1), 1)),  # type: ignore[arg-type]
+    ]
+    for fails, right in wrong:
+        with pytest.raises(MismatchError if rank == 0 else (ValueError, TypeError, RuntimeError)):
+            right() if rank == 0 else fails()
+        assert spar.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
+
+
+@pytest.mark.one_transport
+def test_errors_of_halo_are_reported(ranks: Ranks) -> None:
+    ranks(2, check_errors_of_one_rank, timeout=20)
 
 
 @pytest.mark.one_transport

@@ -41,6 +41,23 @@ def ranks_of(group: Group | Group_ | Place, name: str) -> Group_ | Place:
     return group_of(process_group(group, name))
 
 
+def not_empty(
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    group: Group | Group_ | Place,
+    argument: str = "tensors",
+    exchanges: int = 1,
+) -> list[torch.Tensor]:
+    """Return the tensors of an operation as a list; report to the peers that there are none."""
+    listed = list(tensors)
+    if not listed:
+        ranks = ranks_of(group, name)
+        with Call(ranks, name, exchanges):
+            where = f"{name} on rank {ranks.rank} of {ranks.world}"
+            raise ValueError(f"{where}: {argument} is an empty list; expected at least one tensor")
+    return listed
+
+
 def from_cumulative(numbers: Sequence[int]) -> Sequence[int]:
     """Return the lengths between cu_seqlens; empty if the numbers cannot be cumulative."""
     if not numbers or numbers[0] != 0:

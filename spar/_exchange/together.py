@@ -12,7 +12,7 @@ from .. import _C
 from .._control.state import Place
 from .._group.group import Group as Group_
 from ..topology.resolve import Group
-from .arguments import Arguments, Key, apply_together, check_summable, ranks_of
+from .arguments import Arguments, Key, apply_together, check_summable, not_empty, ranks_of
 from .exchange import MOVE, SUM, Exchange, Scale
 from .layouts import Args
 from .outputs import write_to
@@ -50,10 +50,8 @@ def exchange_together(
         A list, or its only tensor if `input_` is not a list; with async_op a tuple of that and a Work.
     """
     one = not isinstance(input_, (list, tuple))
-    inputs: Sequence[Any] = [input_] if one else input_
     ranks = ranks_of(group, name)
-    if not inputs:
-        _reject_empty_list(name, ranks, exchanges)
+    inputs: Sequence[Any] = [input_] if one else not_empty(name, input_, ranks, "input_", exchanges)
     first = Arguments(name, inputs[0], ranks, "input_" if one else "input_[0]", exchanges)
     first.tensors = 0 if one else len(inputs)
     with first:
@@ -92,15 +90,6 @@ def _check_alike(first: Arguments, inputs: Sequence[torch.Tensor]) -> None:
         if y.dtype != dtype or not (y.is_cpu if on_cpu else y.device == x.device):
             value = f"of {y.dtype} on {y.device}"
             raise first.type_error(f"input_[{i}]", value, f"{dtype} on {x.device}, as input_[0]")
-
-
-def _reject_empty_list(name: str, ranks: Group_ | Place, exchanges: int) -> None:
-    where = f"{name} on rank {ranks.rank} of {ranks.world}"
-    error = ValueError(f"{where}: input_ is an empty list; expected at least one tensor")
-    if isinstance(ranks, Group_):
-        with ranks.call(name, exchanges):
-            raise error
-    raise error
 
 
 def entries(call: Arguments, name: str, sizes: Any, at: list[str]) -> Sequence[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._exchange.arguments import Arguments
+from .._exchange.arguments import Arguments, not_empty
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .heads import gather_heads, heads_of_ranks, scatter_heads
 from .items import as_items, from_items
@@ -58,9 +58,7 @@ def by_heads(
         ValueError, TypeError: a tensor does not fit the layout or the heads, or a result has another shape.
         MismatchError: calls differ between ranks. Every rank raises.
     """
-    tensors = list(tensors)
-    if not tensors:
-        raise ValueError(f"{_NAME}: tensors is empty; expected at least one tensor [B, S_local, H, ...]")
+    tensors = not_empty(_NAME, tensors, layout.group)
     with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 3) as call:
         seq, head = _dims(call, tensors, layout, seq_dim, head_dim)
         heads = max([x.size(head) for x in tensors])

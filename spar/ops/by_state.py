@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._exchange.arguments import Arguments
+from .._exchange.arguments import Arguments, not_empty
 from .._exchange.layouts import pieces
 from ..sequence_layout import SequenceLayout, checked_numbers, numbers_of
 from .gather import transpose_for
@@ -65,10 +65,9 @@ def by_state(
         ValueError, TypeError: a tensor does not fit the layout, or a result another shape.
         MismatchError: calls differ between ranks. Every rank raises.
     """
-    tensors = list(tensors)
-    if not tensors:
-        raise ValueError(f"{_NAME}: tensors is empty; expected at least one tensor [B, S_local, ...]")
-    with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 1) as call:
+    tensors = not_empty(_NAME, tensors, layout.group)
+    # One exchange, and the peers' next call, in which they learn that fn failed behind it.
+    with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 2) as call:
         seq = call.dim("seq_dim", seq_dim)
         for i, x in enumerate(tensors):
             checked_numbers(call.beside(x, f"tensors[{i}]"), "layout", layout, seq, False)
