@@ -65,6 +65,27 @@ def test_heads_without_width_and_empty_batches(ranks: Ranks, empty: str, world: 
     ranks(world, check_empty, *SHAPES[empty])
 
 
+def check_no_sink(rank: int, world: int, group: Group) -> None:
+    """A sink of -inf changes nothing, also for queries without keys; its gradient is 0."""
+    layout = SequenceLayout.even(TOTAL, group)
+    mask = spar.Spans.causal(TOTAL) & spar.Spans.padding(torch.arange(TOTAL)[None] >= 5)
+    for method in METHODS:
+        results = []
+        for sinks in (None, torch.full((4,), -torch.inf, requires_grad=True)):
+            torch.manual_seed(rank)
+            leaves = [torch.randn(1, layout.sizes[rank], 4, 8, requires_grad=True) for _ in range(3)]
+            y = spar.attention(*leaves, layout, mask=mask, sinks=sinks, method=method)
+            y.square().sum().backward()
+            results.append([y, *[x.grad for x in leaves]])
+        torch.testing.assert_close(results[1], results[0])
+        assert sinks is not None and sinks.grad is not None and not sinks.grad.any()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sinks_of_minus_infinity_are_none(ranks: Ranks, world: int) -> None:
+    ranks(world, check_no_sink)
+
+
 def test_no_kernel_but_blockwise_computes_heads_without_width() -> None:
     empty, v = torch.zeros(1, 1, 1, 0), torch.zeros(1, 1, 1, 8)
     for q, values in ((empty, v), (v, empty), (empty, empty)):

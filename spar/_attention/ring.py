@@ -187,7 +187,8 @@ def forward_of(
     if sinks is not None:
         # A sink is one more key, of this score and the value 0.
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        out, lse = out * torch.exp(lse - total)[..., None], total
+        # A sink of -inf is none: a query without keys then has no weights at all.
+        out, lse = out * torch.exp(lse - finite(total))[..., None], total
     return out.to(q.dtype), lse
 
 
