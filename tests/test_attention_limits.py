@@ -86,6 +86,24 @@ def test_sinks_of_minus_infinity_are_none(ranks: Ranks, world: int) -> None:
     ranks(world, check_no_sink)
 
 
+def check_inference(rank: int, world: int, group: Group) -> None:
+    """Masks that are made in inference mode are compared, too."""
+    layout, x = SequenceLayout.even(TOTAL, group), torch.randn(1, TOTAL // world, 4, 8)
+    for method in METHODS:
+        with torch.inference_mode():
+            mask = torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril()
+            for _ in range(2):
+                y = spar.attention(x, x, x, layout, mask=mask, method=method)
+            torch.testing.assert_close(y, spar.attention(x, x, x, layout, causal=True, method=method))
+            mask[rank:] = False
+            with pytest.raises(spar.MismatchError, match="hash of the mask"):
+                spar.attention(x, x, x, layout, mask=mask, method=method)
+
+
+def test_masks_of_inference_mode(ranks: Ranks) -> None:
+    ranks(2, check_inference)
+
+
 def test_no_kernel_but_blockwise_computes_heads_without_width() -> None:
     empty, v = torch.zeros(1, 1, 1, 0), torch.zeros(1, 1, 1, 8)
     for q, values in ((empty, v), (v, empty), (empty, empty)):

@@ -357,6 +357,9 @@ _digests = WeakTensorKeyDictionary()
 
 
 def _digest_of(mask: Tensor) -> int:
+    if mask.is_inference():
+        # It has no version that shows a change.
+        return digest(mask)
     version, value = _digests.get(mask, (-1, 0))
     if version != mask._version:
         value = digest(mask)
