@@ -43,6 +43,8 @@ def by_heads(
         tensors: this rank's tokens, `[B, S_local, H_i, ...]`. H is the largest H_i, and each H_i divides H:
             head h goes with head h // (H / H_i). Where a rank's heads do not follow its H_i evenly, these are
             repeated, so that fn may rely on its tensors' own numbers of heads.
+            With fewer heads than ranks one of them, or of `parameters`, must require a gradient where results
+            of fn do: a rank without heads does not call it.
         layout: how the sequence lies on the ranks.
         parameters: tensors `[H, ...]`, the same on all ranks, of which fn receives the own heads; or None.
         like: for each result, the tensor whose shape behind the heads, and dtype, it has: on a rank without

@@ -46,7 +46,8 @@ def by_state(
         fn: called as fn(*tensors, state) with a fragment of this rank's tokens and the state before it, for
             each of its documents. It returns the output `[B, T, ...]` and the state behind it. The state must
             be affine in the one before.
-        tensors: this rank's tokens, `[B, S_local, ...]`.
+        tensors: this rank's tokens, `[B, S_local, ...]`. One must require a gradient where results of fn do:
+            not all ranks call it before the exchange.
         layout: how the sequence lies on the ranks. In a packed layout each document begins with zeros.
         state: the shape of the state, `[B, H, K, V]`. Zeros, and what ranks gather, are float32, or float64
             if the first tensor is.
