@@ -232,7 +232,8 @@ def test_functions_may_broadcast_and_need_no_equal_numbers() -> None:
     assert spans.shape == (1, 1, 5, 9) and torch.equal(
         spans.dense()[0, 0], (torch.arange(9) < 4).expand(5, 9)
     )
-    assert Spans.of(lambda b, h, q, k: k < q, (1, 1, 0, 4)).shape == (1, 1, 0, 4)
+    for shape in ((1, 1, 0, 4), (1, 1, 4, 0), (1, 1, 0, 0)):
+        assert Spans.of(lambda b, h, q, k: k < q, shape).shape == shape
 
 
 def check_divided(rank: int, world: int, group: dist.ProcessGroup) -> None:

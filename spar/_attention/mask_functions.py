@@ -88,7 +88,7 @@ def _of_rows(
 
 def intervals_of(allowed: Tensor) -> Tensor:
     """Return the runs of True along the last dim as int32 [.., 2n], (0, 0) behind the last."""
-    shape, rows = allowed.shape[:-1], allowed.reshape(-1, allowed.size(-1))
+    shape, rows = allowed.shape[:-1], allowed.flatten(0, -2)
     # A run begins and ends where neighbours differ.
     rises, falls = rows.clone(), rows.clone()
     rises[:, 1:] &= ~rows[:, :-1]
