@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -87,3 +88,25 @@ def test_windows_and_spans_compile_twice(ranks: Ranks, method: str, kind: str) -
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_inductor_computes_spans(ranks: Ranks, method: str) -> None:
     ranks(2, check_compiled, method, "inductor", "documents", timeout=280)
+
+
+def check_refusals(rank: int, world: int, group: Group) -> None:
+    """What a graph cannot have is named, also where gather becomes a ring in compiled code."""
+    layout = SequenceLayout.even(8, group)
+    x = torch.zeros(1, 4, 4, 8)
+    wrong: list[dict[str, Any]] = [{"dropout_p": 0.1}, {"bias": lambda b, h, q, k: 0.1 * k}]
+    for method, keywords in itertools.product(METHODS, wrong):
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def run(x: Tensor) -> Tensor:
+            return spar.attention(x, x, x, layout, window=(3, 0), method=method, **keywords)  # noqa: B023
+
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match=f"{next(iter(keywords))} is .* in compiled code"
+        ):
+            run(x)
+
+
+def test_what_compiled_code_cannot_have_is_named(ranks: Ranks) -> None:
+    ranks(2, check_refusals, timeout=120)

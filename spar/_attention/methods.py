@@ -328,14 +328,13 @@ def round_the_ring(problem: Problem) -> Tensor:
 
 def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: Part) -> Tensor:
     """Return the attention [B, H, S, E] of this rank's tokens in the layout to those of all ranks."""
-    weights = problem.weights
+    weights, compiles = problem.weights, torch.compiler.is_compiling()
     if weights.attend is not None:
         expected = 'a kernel\'s name with a ring; or pass method="ulysses" or "gather"'
         raise problem.call.error("attend", "a function", expected)
-    if weights.dropout_p:
+    if weights.dropout_p and not (weights.uses_spans and compiles):
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     world, rank, numbers = place.world, place.rank, numbers_of(layout, 0)
-    compiles = torch.compiler.is_compiling()
     if weights.uses_spans:
         if compiles:
             return _in_graph(problem, part, place, numbers, world, rank)
