@@ -348,7 +348,8 @@ def with_keywords(given: Spans | None, keywords: Keywords) -> Spans:
     return made
 
 
-@functools.lru_cache(64)
+# Of long packed sequences each is megabytes.
+@functools.lru_cache(16)
 def closed(
     queries: int,
     keys: int,
