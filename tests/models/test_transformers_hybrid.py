@@ -16,12 +16,13 @@ import torch.distributed as dist
 import transformers
 from conftest import TRANSPORTS, Ranks
 from helpers import llms
-from helpers.llms import compared, even, left_padded, packed, packed_rows, seeded, sharding, whole, zigzag
+from helpers.llms import compared, even, left_padded, packed, restarts, seeded, sharding, whole, zigzag
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import spar
 from spar import SequenceLayout
+from spar.integrations._transformers.tokens import Tokens
 from spar.integrations.transformers import shard, total_loss
 from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
@@ -30,6 +31,7 @@ Group = dist.ProcessGroup
 TOLERANCE = 1e-5
 # Gradients of A_log and dt_bias are sums over all tokens that almost cancel. transformers computes the gates
 # in float32; `test_gates_in_float64` compares them without this rounding.
+Rows = tuple[tuple[int, ...], ...]
 GATES, ROUNDING = ("A_log.grad", "dt_bias.grad"), 1e-4
 
 
@@ -179,23 +181,30 @@ def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **
     assert report.entries[1].name == "logits" and report.reference_loss > 1
 
 
-def check_documents(make: Callable[[], Any], lengths: tuple[int, ...], group: Group, **given: Any) -> None:
-    """Compare packed documents with runs of each document alone: one process does not separate them."""
-    batch, alone, model = packed(*lengths), built(make), built(make)
-    count = int((batch["labels"][:, 1:] != -100).sum())
-    expected, logits = 0.0, []
-    for end, length in zip(accumulate(lengths), lengths, strict=True):
-        document = {name: batch[name][:, end - length : end] for name in ("input_ids", "labels")}
-        output = alone(**document, num_items_in_batch=count)
-        output.loss.backward()
-        expected += float(output.loss.detach())
-        logits.append(output.logits.detach())
-    part = sharding(group, **given)(model, batch)
-    assert part["layout"].kind == "packed"
+def check_documents(make: Callable[[], Any], documents: Rows, group: Group, **given: Any) -> SequenceLayout:
+    """Compare packed documents with runs of each document alone: one process does not separate them.
+
+    documents: their lengths in each sample.
+    """
+    batch = whole(len(documents), sum(documents[0]))
+    positions = torch.stack([restarts(*lengths) for lengths in documents])
+    batch["labels"] = batch["labels"].masked_fill(positions == 0, -100)
+    count = int((batch["labels"] != -100).sum())
+    alone, model, expected, logits = built(make), built(make), 0.0, []
+    for row, lengths in enumerate(documents):
+        for end, length in zip(accumulate(lengths), lengths, strict=True):
+            of = slice(row, row + 1), slice(end - length, end)
+            output = alone(
+                input_ids=batch["input_ids"][of], labels=batch["labels"][of], num_items_in_batch=count
+            )
+            output.loss.backward()
+            expected += float(output.loss.detach())
+            logits.append(output.logits.detach())
+    part = sharding(group, **given)(model, batch | {"position_ids": positions})
     output = model(**part)
     output.loss.backward()
     assert abs(float(total_loss(output.loss, group=group, token_group=group)) - expected) < 1e-5 * expected
-    own = part["layout"].shard(torch.cat(logits, 1), 1)
+    own = part["layout"].shard(torch.cat(logits, 1).view(*batch["labels"].shape, -1), 1)
     assert (output.logits - own).abs().max() < TOLERANCE * own.abs().max()
     for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
         gradient = torch.zeros_like(q) if q.grad is None else q.grad
@@ -203,6 +212,8 @@ def check_documents(make: Callable[[], Any], lengths: tuple[int, ...], group: Gr
         reference = torch.zeros_like(p) if reference is None else reference
         error = (found - reference).abs().max()
         assert error < max(1e-6, limit(f"{name}.grad") * float(reference.abs().max())), (name, error)
+    layout: SequenceLayout = part["layout"]
+    return layout
 
 
 # ---- each type ----
@@ -216,7 +227,8 @@ def pool() -> Iterator[Ranks]:
     pool.stop()
 
 
-DOCUMENTS = (5, 1, 18, 2, 11)  # some are shorter than a convolution, or than the ranks
+DOCUMENTS = ((5, 1, 18, 2, 11),)  # some are shorter than a convolution, or than the ranks
+OTHERS = ((5, 1, 18, 2, 11), (14, 23))
 
 
 def check_type(rank: int, world: int, group: Group, name: str) -> None:
@@ -224,10 +236,11 @@ def check_type(rank: int, world: int, group: Group, name: str) -> None:
     check_exact(make, whole(), group, layout=even)
     check_exact(make, padded(), group, layout=zigzag)
     if name not in WITHOUT_DOCUMENTS:
-        check_documents(make, DOCUMENTS, group)
+        assert check_documents(make, DOCUMENTS, group).kind == "packed"
+        check_documents(make, OTHERS, group, layout=zigzag)
     else:
         with pytest.raises(ValueError, match="passes no position_ids to its masks"):
-            sharding(group)(make(), packed(*DOCUMENTS))
+            sharding(group)(make(), packed(*DOCUMENTS[0]))
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -270,6 +283,18 @@ def check_hybrid_layout(rank: int, world: int, group: Group) -> None:
 
 def test_ring_by_ulysses(pool: Ranks) -> None:
     pool(4, check_hybrid_layout)
+
+
+def check_other_layouts(rank: int, world: int, group: Group, name: str) -> None:
+    """Documents in a layout that does not know of them: the same in all samples, or others."""
+    for documents, layout in product((DOCUMENTS * 2, OTHERS, OTHERS[::-1]), (even, zigzag)):
+        check_documents(maker(name), documents, group, layout=layout)
+    assert check_documents(maker(name), DOCUMENTS * 2, group).kind == "packed"
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba", "lfm2", "minimax"])
+def test_documents_in_other_layouts(pool: Ranks, name: str) -> None:
+    pool(3, check_other_layouts, name)
 
 
 def check_one_rank(rank: int, world: int, group: Group, name: str) -> None:
@@ -502,7 +527,7 @@ def check_bytes(rank: int, world: int, group: Group) -> None:
     """The formulas of docs/hybrid.md, for each of P ranks with T tokens in an even layout."""
     from spar.integrations._transformers import mixers
 
-    T, P, layout = 12, world, SequenceLayout.even(12 * world, group)
+    T, P, tokens = 12, world, Tokens(SequenceLayout.even(12 * world, group))
     H, HK, K, V, G, N, C, W = 4, 2, 8, 6, 2, 5, 8, 4
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -510,7 +535,7 @@ def check_bytes(rank: int, world: int, group: Group) -> None:
 
     def check(exchanges: int, expected: float, run: Any, own: Any, *args: Tensor, **named: Any) -> None:
         before = sent()
-        run(own, layout, *args, **named)
+        run(own, tokens, *args, **named)
         found, calls = (after - n for after, n in zip(sent(), before, strict=True))
         assert (found, calls) == (expected, exchanges), (run, found, expected, calls)
 
@@ -540,7 +565,7 @@ def check_alone(rank: int, world: int, group: Group, name: str) -> None:
     """Without its functions for a layout, a model of shards is wrong, and the comparison shows it."""
     from spar.integrations._transformers import mixers
 
-    def alone(own: Callable[..., Any], layout: SequenceLayout, *args: Any, **kwargs: Any) -> Any:
+    def alone(own: Callable[..., Any], tokens: Tokens, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
     scope = vars(sys.modules[type(maker(name)()).__module__])
@@ -580,10 +605,6 @@ def test_other_layers_are_refused(pool: Ranks) -> None:
 
 def check_arguments(rank: int, world: int, group: Group) -> None:
     model = seeded(maker("bamba"), "spar")
-    with pytest.raises(ValueError, match=r"layout is SequenceLayout.even.* position_ids separate documents"):
-        shard(model, packed(*DOCUMENTS), SequenceLayout.even(37, group), token_group=group)
-    with pytest.raises(ValueError, match=r"differ between samples have none: pass the samples one by one"):
-        shard(model, packed_rows(), group=group, token_group=group)
     mask = torch.ones(2, 1, 37, 37, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match=r"is of shape \[2, 1, 37, 37\]; expected \[B, S\], or none"):
         shard(built(maker("mamba")), whole() | {"attention_mask": mask}, group=group, token_group=group)

@@ -201,6 +201,12 @@ def lengths_of(documents: torch.Tensor) -> list[int] | None:
     return lengths
 
 
+def lengths_by_sample(documents: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of each sample's documents; those of one sample if all samples have the same."""
+    rows = documents[:1] if bool((documents == documents[:1]).all()) else documents
+    return tuple([tuple(torch.unique_consecutive(row, return_counts=True)[1].tolist()) for row in rows])
+
+
 def restarting(lengths: torch.Tensor) -> torch.Tensor:
     """Return position_ids [1, S] that begin at 0 in each document."""
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

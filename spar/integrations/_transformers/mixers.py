@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.by_heads import by_heads
 from ...sequence_layout import SequenceLayout
 from .attention import NO_LAYOUT, registered
 from .sources import drops_arguments, functions_of, has_attention, names_of
+from .tokens import Lengths, Tokens
 
 # kinds of layers, in config.layer_types and as keys of masks, whose masks are [B, S] of padding
 RECURRENT = ("linear_attention", "conv")
@@ -33,9 +33,9 @@ _MASK = "create_recurrent_attention_mask"  # by which a model makes such a mask 
 
 
 class _Current(threading.local):
-    """The layout of the layer that runs in this thread: backward runs layers again in threads of its own."""
+    """The tokens of the layer that runs in this thread: backward runs layers again in threads of its own."""
 
-    layout: SequenceLayout | None = None
+    tokens: Tokens | None = None
 
 
 _current = _Current()
@@ -46,7 +46,7 @@ _current = _Current()
 
 def _convolution(
     own: Callable[..., Any],
-    layout: SequenceLayout,
+    tokens: Tokens,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -54,15 +54,16 @@ def _convolution(
     **others: Any,
 ) -> Any:
     """Convolve [B, C, S_local] with [C, W]: each run of tokens with the W - 1 tokens before it."""
-    before = weight.size(-1) - 1
-    # By keyword: the fourth parameter of causal_conv1d's function is another one.
-    y = own(layout.halo(x, before, 2), weight, bias, activation=activation, **others)
-    return layout.drop_halo(y, before, 2)
+
+    def of_runs(x: Tensor) -> Any:  # the fourth parameter of causal_conv1d's function is not the activation
+        return own(x, weight, bias, activation=activation, **others)
+
+    return tokens.convolve(of_runs, x, weight.size(-1) - 1)
 
 
 def _delta_rule(
     own: Callable[..., Any],
-    layout: SequenceLayout,
+    tokens: Tokens,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -79,12 +80,12 @@ def _delta_rule(
     def whole(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Any:
         return own(q, k, v, g=g, beta=beta, **others)[0]
 
-    return by_heads(whole, [value, query, key, g, beta], layout), None
+    return tokens.by_heads(whole, [value, query, key, g, beta]), None
 
 
 def _chunk_scan(
     own: Callable[..., Any],
-    layout: SequenceLayout,
+    tokens: Tokens,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -107,12 +108,12 @@ def _chunk_scan(
     ) -> Any:
         return own(x, dt, A, B, C, D=D, dt_bias=bias, **others).to(x.dtype)  # mamba_ssm's; torch's is float32
 
-    return by_heads(whole, [x, dt, B, C], layout, parameters=[A, D, dt_bias])
+    return tokens.by_heads(whole, [x, dt, B, C], [A, D, dt_bias])
 
 
 def _selective_scan(
     own: Callable[..., Any],
-    layout: SequenceLayout,
+    tokens: Tokens,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -135,17 +136,17 @@ def _selective_scan(
         return own(x, dt, A, B, C, D=D, delta_bias=bias, **others).to(x.dtype)
 
     states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
-    y = by_heads(whole, [x, dt, *states], layout, parameters=[A, D, delta_bias], seq_dim=2, head_dim=1)
+    y = tokens.by_heads(whole, [x, dt, *states], [A, D, delta_bias], seq_dim=2, head_dim=1)
     return y if z is None else y * torch.nn.functional.silu(z)  # of own tokens: the gate is not exchanged
 
 
-def _not_fused(own: Callable[..., Any], layout: SequenceLayout, *args: Any, **kwargs: Any) -> None:
+def _not_fused(own: Callable[..., Any], tokens: Tokens, *args: Any, **kwargs: Any) -> None:
     """Return None, upon which the layer calls the convolution and the scan themselves."""
 
 
 def _lightning(
     own: Callable[..., Any],
-    layout: SequenceLayout,
+    tokens: Tokens,
     layer: Any,
     hidden_states: Tensor,
     position_embeddings: Any = None,
@@ -159,11 +160,11 @@ def _lightning(
     decays of own heads, and neither projections nor norm: these are of own tokens.
     """
     _check_no_state(past_key_values is not None)
-    batch, tokens = hidden_states.shape[:2]
+    batch, count = hidden_states.shape[:2]
     mixed = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
         mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
-    queries, keys, values = mixed.view(batch, tokens, -1, 3 * layer.head_dim).chunk(3, -1)
+    queries, keys, values = mixed.view(batch, count, -1, 3 * layer.head_dim).chunk(3, -1)
 
     def whole(v: Tensor, q: Tensor, k: Tensor, slope: Tensor, *decays: Tensor) -> Any:
         stand_in = types.SimpleNamespace(
@@ -181,7 +182,7 @@ def _lightning(
         return own(stand_in, mixed, None, None)[0].view(v.shape)
 
     decays = [layer.slope_rate, layer.query_decay, layer.key_decay, layer.diagonal_decay[0]]
-    y = by_heads(whole, [values, queries, keys], layout, parameters=decays).flatten(2)
+    y = tokens.by_heads(whole, [values, queries, keys], decays).flatten(2)
     gate = torch.sigmoid(layer.output_gate(hidden_states))
     return layer.out_proj(gate * layer.norm(y)), None
 
@@ -198,7 +199,7 @@ class _Function(NamedTuple):
     """A function of transformers.
 
     Attributes:
-        run: computes it over a sharded sequence: run(own, layout, ...), own being transformers'.
+        run: computes it over a sharded sequence: run(own, tokens, ...), own being transformers'.
         parameters: names of its parameters that are passed to it.
     """
 
@@ -336,9 +337,9 @@ class Carried:
     when gradient checkpointing calls a layer once more during backward; a hook takes it apart there.
     """
 
-    def __init__(self, mask: Tensor | None, layout: SequenceLayout) -> None:
+    def __init__(self, mask: Tensor | None, tokens: Tokens) -> None:
         self.mask = mask
-        self.layout = layout
+        self.tokens = tokens
 
 
 def carries(model: torch.nn.Module, mixers: list[Mixer]) -> bool:
@@ -360,7 +361,7 @@ def _omits_arguments(kind: type) -> bool:
     )
 
 
-def with_layout(masks: Any, kinds: list[str] | None, layout: SequenceLayout) -> Any:
+def with_layout(masks: Any, kinds: list[str] | None, tokens: Tokens) -> Any:
     """Let the masks of these layers have the layout.
 
     masks: None, one for all layers, or a dict by kind.
@@ -372,10 +373,10 @@ def with_layout(masks: Any, kinds: list[str] | None, layout: SequenceLayout) -> 
                 f"shard: batch['attention_mask'] is of shape {list(masks.shape)}; expected [B, S], or none: "
                 "the model has no attention"
             )
-        return Carried(masks, layout)
+        return Carried(masks, tokens)
     if not isinstance(masks, dict):
         masks = {kind: None if kind in RECURRENT else masks for kind in kinds}
-    return {kind: Carried(mask, layout) if kind in RECURRENT else mask for kind, mask in masks.items()}
+    return {kind: Carried(mask, tokens) if kind in RECURRENT else mask for kind, mask in masks.items()}
 
 
 def serve(model: Any, mixers: list[Mixer]) -> None:
@@ -423,11 +424,13 @@ def _served(name: str, scope: dict[str, Any]) -> Callable[..., Any]:
 
 def _for_layout(own: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
-    def served(*args: Any, layout: SequenceLayout | None = None, **kwargs: Any) -> Any:
-        layout = _current.layout if layout is None else layout
-        if layout is None or (layout.group.size() == 1 and layout.kind != "packed"):
+    def served(
+        *args: Any, layout: SequenceLayout | None = None, documents: Lengths | None = None, **kwargs: Any
+    ) -> Any:
+        tokens = _current.tokens if layout is None else Tokens(layout, documents)
+        if tokens is None or tokens.are_one_sequence:
             return own(*args, **kwargs)
-        return run(own, layout, *args, **kwargs)
+        return run(own, tokens, *args, **kwargs)
 
     served.of_transformers = own  # type: ignore[attr-defined]
     return served
@@ -454,7 +457,7 @@ def _before(
     """
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Carried):
-        _current.layout = mask.layout
+        _current.tokens = mask.tokens
         return args, kwargs | {"attention_mask": mask.mask}
     if config is not None and kwargs.get("layout") is None and config._attn_implementation in registered:
         raise ValueError(NO_LAYOUT.format(type(module).__name__))
@@ -462,4 +465,4 @@ def _before(
 
 
 def _after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    _current.layout = None
+    _current.tokens = None

@@ -18,11 +18,12 @@ from ...errors import MismatchError
 from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
-from .masks import documents_of, lengths_of, masks_of, restarting
+from .masks import documents_of, lengths_by_sample, lengths_of, masks_of, restarting
 from .mixers import RECURRENT, carries, mask_kinds, mixers_of, with_layout
 from .models import checked_config, has_dropout
 from .router import Routed, Router, has_router_loss
 from .sources import masks_of_forward
+from .tokens import Tokens
 
 NAME = "transformers.shard"
 _IDS = ("input_ids", "inputs_embeds")
@@ -90,9 +91,13 @@ class Sharding:
         part["position_ids"] = layout.shard(positions, 1).contiguous()
         # a caller who passes one of these besides is told by Python
         passed = self.passed(config, masks, (tokens.size(0), 1, total, total), router)
-        if carries(self.model, mixers_of(self.model)):
+        apart = None if documents is None or layout.kind == "packed" else lengths_by_sample(documents)
+        mixers = mixers_of(self.model)
+        if carries(self.model, mixers):
             kinds = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
-            passed = with_layout(passed, kinds, layout)
+            passed = with_layout(passed, kinds, Tokens(layout, apart))
+        elif mixers and apart is not None:
+            part["documents"] = apart
         part |= {"attention_mask": passed, "past_key_values": None, "use_cache": False, "layout": layout}
         if hasattr(config, "output_router_logits"):
             part["output_router_logits"] = routes
@@ -221,14 +226,6 @@ class Sharding:
             raise self.error("layout", f"{layout} of another group", "a layout of `group`")
         if layout.total != total:
             raise self.error("layout", layout, f"a layout of {total} tokens, the whole sequence")
-        if layout.kind != "packed" and documents is not None and mixers_of(self.model):
-            raise self.error(
-                "layout",
-                f"{layout}, and position_ids separate documents",
-                "a packed one: layers without attention run each of its documents alone. Documents that "
-                "differ between samples have none: pass the samples one by one. A packed layout needs a "
-                "token on each rank: join documents to longer rows",
-            )
         if layout.kind == "packed" and documents is not None and lengths_of(documents) is None:
             raise self.error("layout", layout, "an even or zigzag one: the samples' documents differ")
         if min(layout.sizes) == 0:
