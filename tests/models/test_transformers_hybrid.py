@@ -62,7 +62,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # type: its class's name witho
     "qwen3_next": ("Qwen3Next", LINEAR | EXPERTS),
     "qwen3_5_text": ("Qwen3_5", LINEAR),
     "qwen3_5_moe_text": ("Qwen3_5Moe", LINEAR | EXPERTS),
-    "olmo_hybrid": ("OlmoHybrid", LINEAR | {"linear_num_key_heads": 4}),
+    "olmo_hybrid": ("OlmoHybrid", LINEAR | {"linear_num_key_heads": 4, "initializer_range": 0.05}),
     "kimi_linear": ("KimiLinear", KDA),
     "bailing_hybrid": ("BailingHybrid", KDA),
     "bamba": ("Bamba", MAMBA2 | {"attn_layer_indices": [1, 3]}),
