@@ -37,6 +37,7 @@ from helpers.operations import failures, setting_of_world
 from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
 from helpers.tables import MAKERS
 from spar._commands.check.cases import cases
+from spar._commands.check.trial import Setting
 
 Group = dist.ProcessGroup
 LIMIT = 1.5  # timeout in seconds of groups that a fault breaks
@@ -211,11 +212,13 @@ CALLS = {
 }
 
 
-def attention(rng: random.Random, world: int, group: Group, state: Any) -> list[str]:
+def attention(rng: random.Random, world: int, group: Group, setting: Setting) -> list[str]:
     """Run a random attention; return what is wrong with it."""
+    state = setting.state
     seed, levels = rng.randrange(1 << 30), all(state.get_group(name) for name in ("ring", "ulysses"))
     case = attention_cases.make_case(seed, world, levels)
-    error = attention_cases.error_of_rank(case, group, attention_cases.whole(case), state)
+    with setting.topology:
+        error = attention_cases.error_of_rank(case, group, attention_cases.whole(case), state)
     wrong = error >= attention_cases.LIMITS[case.dtype]
     what = f"case {seed}: {case.keywords['method']}, {', '.join(case.parts)}, {case.dtype}"
     return [f"{what} differs by {error}"] if wrong else []
@@ -323,7 +326,7 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
                 wrong = [] if same_bits(*CALLS[op](rng, rank, world, all_ranks)) else ["wrong bytes"]
             if rng.random() < 0.05:
                 counts["attentions"] += 1
-                wrong += attention(rng, world, all_ranks, setting.state)
+                wrong += attention(rng, world, all_ranks, setting)
             where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
             report["wrong"] += [f"{op} on {where}: {text}" for text in wrong]
         fault, odd = rng.choice(FAULTS), rng.randrange(world)
