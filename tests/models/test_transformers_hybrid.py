@@ -525,7 +525,7 @@ def selective_scan_of_package(
 
 def check_bytes(rank: int, world: int, group: Group) -> None:
     """The formulas of docs/hybrid.md, for each of P ranks with T tokens in an even layout."""
-    from spar.integrations._transformers import mixers
+    from spar.integrations._transformers import scans
 
     T, P, tokens = 12, world, Tokens(SequenceLayout.even(12 * world, group))
     H, HK, K, V, G, N, C, W = 4, 2, 8, 6, 2, 5, 8, 4
@@ -541,17 +541,17 @@ def check_bytes(rank: int, world: int, group: Group) -> None:
 
     shared, channels, states = (P - 1) / P, zeros(1, C, T), zeros(1, N, T)
     halo = (rank < P - 1) * (W - 1) * C * 2
-    check(1, halo, mixers._convolution, conv1d_of_package, channels, zeros(C, W), activation="silu")
+    check(1, halo, scans._convolution, conv1d_of_package, channels, zeros(C, W), activation="silu")
     keys, gates = zeros(1, T, HK, K), zeros(1, T, H, dtype=torch.float32)
     delta = keys, keys, zeros(1, T, H, V), gates, zeros(1, T, H)
     moved = T * shared * ((2 * HK * K + 2 * H * V) * 2 + H * 4 + H * 2)
-    check(2, moved, mixers._delta_rule, delta_rule_of_package, *delta)
+    check(2, moved, scans._delta_rule, delta_rule_of_package, *delta)
     scan = zeros(1, T, H, K), zeros(1, T, H), zeros(H), zeros(1, T, G, N), zeros(1, T, G, N)
     moved = T * shared * (2 * H * K + 2 * G * N + H) * 2
-    check(2, moved, mixers._chunk_scan, chunk_scan_of_package, *scan, D=zeros(H), chunk_size=8)
+    check(2, moved, scans._chunk_scan, chunk_scan_of_package, *scan, D=zeros(H), chunk_size=8)
     selective = channels, channels, zeros(C, N, dtype=torch.float32), states, states
     moved = T * shared * 3 * C * 2 + T * (P - 1) * 2 * N * 2
-    check(2, moved, mixers._selective_scan, selective_scan_of_package, *selective, z=channels)
+    check(2, moved, scans._selective_scan, selective_scan_of_package, *selective, z=channels)
 
 
 def test_bytes_and_calls_of_kernels(pool: Ranks) -> None:
@@ -563,16 +563,16 @@ def test_bytes_and_calls_of_kernels(pool: Ranks) -> None:
 
 def check_alone(rank: int, world: int, group: Group, name: str) -> None:
     """Without its functions for a layout, a model of shards is wrong, and the comparison shows it."""
-    from spar.integrations._transformers import mixers
+    from spar.integrations._transformers import scans
 
     def alone(own: Callable[..., Any], tokens: Tokens, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
     scope = vars(sys.modules[type(maker(name)()).__module__])
     with pytest.MonkeyPatch.context() as patch:
-        for key, entry in mixers._SERVED.items():
-            patch.setitem(mixers._SERVED, key, entry._replace(run=alone))
-        for key in mixers._SERVED.keys() & scope.keys():  # as before a first call of shard
+        for key, entry in scans.SERVED.items():
+            patch.setitem(scans.SERVED, key, entry._replace(run=alone))
+        for key in scans.SERVED.keys() & scope.keys():  # as before a first call of shard
             patch.setitem(scope, key, getattr(scope[key], "of_transformers", scope[key]))
         report = compared(maker(name), whole(), group)
     assert report.worst.max_rel_error > 0.05, str(report)

@@ -3,7 +3,7 @@
 
 transformers calls their functions by global names of a model's module, with the keyword arguments of the
 forward. `serve` puts functions of the same names before them, which act on the layout that `shard` passes.
-All names of transformers of which this depends on are those of this file, as of transformers 5.23.
+All names of transformers on which this depends stand here and in `scans`, as of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...sequence_layout import SequenceLayout
 from .attention import NO_LAYOUT, registered
+from .scans import ALLOWED, CONVOLUTIONS, LIGHTNING, SCANS, SERVED, lightning
 from .sources import drops_arguments, functions_of, has_attention, names_of
 from .tokens import Lengths, Tokens
 
@@ -39,202 +40,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-
-
-# ---- the functions of transformers, over a sharded sequence ----
-
-
-def _convolution(
-    own: Callable[..., Any],
-    tokens: Tokens,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **others: Any,
-) -> Any:
-    """Convolve [B, C, S_local] with [C, W]: each run of tokens with the W - 1 tokens before it."""
-
-    def of_runs(x: Tensor) -> Any:  # the fourth parameter of causal_conv1d's function is not the activation
-        return own(x, weight, bias, activation=activation, **others)
-
-    return tokens.convolve(of_runs, x, weight.size(-1) - 1)
-
-
-def _delta_rule(
-    own: Callable[..., Any],
-    tokens: Tokens,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Run a gated delta rule by heads: those of values; queries and keys may have fewer."""
-    _check_no_state(initial_state is not None or output_final_state)
-
-    def whole(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Any:
-        return own(q, k, v, g=g, beta=beta, **others)[0]
-
-    return tokens.by_heads(whole, [value, query, key, g, beta]), None
-
-
-def _chunk_scan(
-    own: Callable[..., Any],
-    tokens: Tokens,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    **others: Any,
-) -> Any:
-    """Run Mamba 2's scan by heads; B and C have groups of heads."""
-    _check_no_state(initial_states is not None or return_final_states)
-    if others.get("z") is not None:
-        raise ValueError(f"mamba2_chunk_scan: z is of shape {list(others['z'].shape)}; expected None: a gate")
-
-    def whole(
-        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
-    ) -> Any:
-        return own(x, dt, A, B, C, D=D, dt_bias=bias, **others).to(x.dtype)  # mamba_ssm's; torch's is float32
-
-    return tokens.by_heads(whole, [x, dt, B, C], [A, D, dt_bias])
-
-
-def _selective_scan(
-    own: Callable[..., Any],
-    tokens: Tokens,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    return_last_state: bool = False,
-    **others: Any,
-) -> Any:
-    """Run Mamba 1's scan by channels, [B, C, S_local]. All channels share B and C [B, N, S_local]."""
-    _check_no_state(return_last_state)
-
-    def whole(
-        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
-    ) -> Any:
-        B, C = (state[:, 0].transpose(1, 2) for state in (B, C))
-        return own(x, dt, A, B, C, D=D, delta_bias=bias, **others).to(x.dtype)
-
-    states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
-    y = tokens.by_heads(whole, [x, dt, *states], [A, D, delta_bias], seq_dim=2, head_dim=1)
-    return y if z is None else y * torch.nn.functional.silu(z)  # of own tokens: the gate is not exchanged
-
-
-def _not_fused(own: Callable[..., Any], tokens: Tokens, *args: Any, **kwargs: Any) -> None:
-    """Return None, upon which the layer calls the convolution and the scan themselves."""
-
-
-def _lightning(
-    own: Callable[..., Any],
-    tokens: Tokens,
-    layer: Any,
-    hidden_states: Tensor,
-    position_embeddings: Any = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Run MiniMax's lightning attention by heads.
-
-    It is no function but a layer's forward, own, which runs here for a stand-in of the layer that has the
-    decays of own heads, and neither projections nor norm: these are of own tokens.
-    """
-    _check_no_state(past_key_values is not None)
-    batch, count = hidden_states.shape[:2]
-    mixed = layer.act_fn(layer.qkv_proj(hidden_states))
-    if attention_mask is not None:
-        mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
-    queries, keys, values = mixed.view(batch, count, -1, 3 * layer.head_dim).chunk(3, -1)
-
-    def whole(v: Tensor, q: Tensor, k: Tensor, slope: Tensor, *decays: Tensor) -> Any:
-        stand_in = types.SimpleNamespace(
-            **dict.fromkeys(("qkv_proj", "act_fn", "norm", "out_proj"), lambda x: x),
-            output_gate=lambda x: x.new_tensor(torch.inf),  # of which the sigmoid is 1
-            num_attention_heads=q.size(2),
-            head_dim=layer.head_dim,
-            block_size=layer.block_size,
-            slope_rate=slope,
-            query_decay=decays[0],
-            key_decay=decays[1],
-            diagonal_decay=decays[2][None],
-        )
-        mixed = torch.cat([q, k, v], -1).flatten(2)
-        return own(stand_in, mixed, None, None)[0].view(v.shape)
-
-    decays = [layer.slope_rate, layer.query_decay, layer.key_decay, layer.diagonal_decay[0]]
-    y = tokens.by_heads(whole, [values, queries, keys], decays).flatten(2)
-    gate = torch.sigmoid(layer.output_gate(hidden_states))
-    return layer.out_proj(gate * layer.norm(y)), None
-
-
-def _check_no_state(has_state: bool) -> None:
-    if has_state:
-        raise ValueError(
-            "a layer keeps its state for the next call, or continues one; expected none over a sharded "
-            "sequence. Pass no past_key_values or cache_params, and use_cache=False as shard does"
-        )
-
-
-class _Function(NamedTuple):
-    """A function of transformers.
-
-    Attributes:
-        run: computes it over a sharded sequence: run(own, tokens, ...), own being transformers'.
-        parameters: names of its parameters that are passed to it.
-    """
-
-    run: Callable[..., Any]
-    parameters: tuple[str, ...]
-
-
-_DELTA = _Function(_delta_rule, ("g", "beta", "initial_state", "output_final_state"))
-_CONVOLUTIONS = {"causal_conv1d_fn": _Function(_convolution, ("weight", "bias", "activation"))}
-_SCANS = {
-    "torch_chunk_gated_delta_rule": _DELTA,
-    "chunk_kimi_delta_attention": _DELTA,
-    "mamba2_chunk_scan": _Function(_chunk_scan, ("D", "dt_bias", "initial_states", "return_final_states")),
-    "mamba_selective_scan": _Function(_selective_scan, ("D", "z", "delta_bias", "return_last_state")),
-}
-_FUSED = {
-    "mamba2_split_conv1d_scan_combined": _Function(_not_fused, ()),
-    "mamba_inner_fn": _Function(_not_fused, ()),
-}
-_SERVED = _CONVOLUTIONS | _SCANS | _FUSED
-# MiniMax's layer: the names that its forward has in it
-_LIGHTNING = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "head_dim", "block_size"} | {
-    "slope_rate",
-    "query_decay",
-    "key_decay",
-    "diagonal_decay",
-}
-_ALLOWED = {  # they see one token each, or serve generation, which has a cache
-    "apply_mask_to_padding_states",
-    "causal_conv1d_update",
-    "torch_recurrent_gated_delta_rule",
-    "recurrent_kimi_delta_attention",
-    "mamba2_selective_state_update",
-    "mamba_selective_state_update",
-}
 
 
 # ---- a model's layers ----
@@ -275,11 +80,11 @@ def mixers_of(model: torch.nn.Module) -> list[Mixer]:
 
 
 def _called(module: torch.nn.Module) -> frozenset[str]:
-    return names_of(type(module).forward) & _SERVED.keys()
+    return names_of(type(module).forward) & SERVED.keys()
 
 
 def _is_lightning(module: torch.nn.Module) -> bool:
-    return names_of(type(module).forward) >= _LIGHTNING
+    return names_of(type(module).forward) >= LIGHTNING
 
 
 def convolutions_of(mixers: list[Mixer]) -> set[torch.nn.Module]:
@@ -287,7 +92,7 @@ def convolutions_of(mixers: list[Mixer]) -> set[torch.nn.Module]:
     return {
         child
         for mixer in mixers
-        if mixer.functions & _CONVOLUTIONS.keys()
+        if mixer.functions & CONVOLUTIONS.keys()
         for name, child in mixer.module.named_children()
         if isinstance(child, torch.nn.Conv1d) and not drops_arguments(mixer.module, name)
     }
@@ -298,7 +103,7 @@ def why_refused(config: Any, mixers: list[Mixer]) -> str | None:
     for mixer in mixers:
         others = [
             name
-            for name in names_of(type(mixer.module).forward) - _SERVED.keys() - _ALLOWED
+            for name in names_of(type(mixer.module).forward) - SERVED.keys() - ALLOWED
             if isinstance(mixer.scope.get(name), types.FunctionType)
         ]
         if others:
@@ -307,13 +112,13 @@ def why_refused(config: Any, mixers: list[Mixer]) -> str | None:
             return f"{mixer.path} has no layer_idx, by which spar finds its kind in config.layer_types"
     served: dict[str, set[object]] = {
         kind: {mixer.module.layer_idx for mixer in mixers if mixer.functions & functions.keys()}
-        for kind, functions in (("conv", _CONVOLUTIONS), ("linear_attention", _SCANS))
+        for kind, functions in (("conv", CONVOLUTIONS), ("linear_attention", SCANS))
     }
     served["linear_attention"] |= {m.module.layer_idx for m in mixers if _is_lightning(m.module)}
     kinds = (getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
     for index, kind in enumerate(kinds):
         if kind in KINDS and index not in served["conv" if kind == "conv" else "linear_attention"]:
-            expected = ", ".join(_CONVOLUTIONS if kind == "conv" else _SCANS)
+            expected = ", ".join(CONVOLUTIONS if kind == "conv" else SCANS)
             return (
                 f"layer {index} is one of {kind}, which passes more between tokens, and calls none of the "
                 f"functions that spar computes over a sharded sequence ({expected})"
@@ -354,7 +159,7 @@ def carries(model: torch.nn.Module, mixers: list[Mixer]) -> bool:
 def _omits_arguments(kind: type) -> bool:
     return any(
         isinstance(node, ast.Call)
-        and ast.unparse(node.func) in _SERVED
+        and ast.unparse(node.func) in SERVED
         and not any(keyword.arg is None for keyword in node.keywords)
         for function in functions_of(kind)
         for node in ast.walk(function)
@@ -393,7 +198,7 @@ def serve(model: Any, mixers: list[Mixer]) -> None:
                 scope[name] = _served(name, scope)
         kind: Any = type(mixer.module)
         if _is_lightning(mixer.module) and not hasattr(kind.forward, "of_transformers"):
-            kind.forward = _for_layout(kind.forward, _lightning)
+            kind.forward = _for_layout(kind.forward, lightning)
         if _MASK in scope and not hasattr(scope[_MASK], "of_transformers"):
             scope[_MASK] = _passes_carried(scope[_MASK])
         hooks = mixer.module._forward_pre_hooks.values()
@@ -406,7 +211,7 @@ def serve(model: Any, mixers: list[Mixer]) -> None:
 
 def _served(name: str, scope: dict[str, Any]) -> Callable[..., Any]:
     """Return a function that calls spar's where there is a layout, and transformers' else."""
-    own, function = scope.get(name), _SERVED[name]
+    own, function = scope.get(name), SERVED[name]
     found = inspect.signature(own).parameters if callable(own) else {}
     missing = [parameter for parameter in function.parameters if parameter not in found]
     if not callable(own) or missing:
