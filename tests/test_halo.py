@@ -69,17 +69,20 @@ def check_halo(rank: int, world: int, group: Group) -> None:
             expected = expected_halo(wholes, layout, rank, before, after)
             found = layout.halo(leaf, before, 1, after)
             assert torch.equal(found, expected), (kind, before, after)
-            # Both derivatives: of a function that is not linear, so that the second one is not 0.
-            weights = torch.arange(1.0, found.numel() + 1, dtype=torch.float64).view(found.shape)
-            one = torch.autograd.grad((weights * found.pow(3)).sum(), leaf, create_graph=True)[0]
-            two = torch.autograd.grad((weights * expected.pow(3)).sum(), wholes, create_graph=True)[0]
+
+            # Both derivatives of a function that is not linear: the second one is not 0. Losses are summed
+            # over the ranks, as is what is differentiated again.
+            def weighed(y: Tensor) -> Tensor:
+                return (torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view(y.shape) * y.pow(3)).sum()
+
+            one = torch.autograd.grad(weighed(found), leaf, create_graph=True)[0]
             second = torch.autograd.grad(one.pow(2).sum(), leaf)[0]
-            total = two.clone()
-            dist.all_reduce(total.detach(), group=group)
-            summed = [two.detach().clone()]
-            dist.all_reduce(summed[0], group=group)
-            torch.testing.assert_close(one.detach(), summed[0][:, layout.index()])
-            assert second.shape == leaf.shape
+            of_ranks = [expected_halo(wholes, layout, peer, before, after) for peer in range(world)]
+            loss = sum([weighed(y) for y in of_ranks], wholes.sum() * 0)
+            first = torch.autograd.grad(loss, wholes, create_graph=True)[0]
+            twice = torch.autograd.grad(first.pow(2).sum(), wholes)[0]
+            torch.testing.assert_close(one, first[:, layout.index()])
+            torch.testing.assert_close(second, twice[:, layout.index()])
             kept = layout.drop_halo(found, before, 1, after)
             assert torch.equal(kept, leaf), (kind, before, after)
 
