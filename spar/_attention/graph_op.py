@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._control.state import ALONE
+from .._control.state import ALONE, Place
 from .._exchange.dispatch import chained, define, implement, number_of_newest
 from .._exchange.graph_ops import code
 from .._exchange.layouts import Piece, pieces, total_of
@@ -67,24 +67,28 @@ _DESCRIPTION = (
 _spans = WeakTensorKeyDictionary()
 
 
-def _ring(description: Description, q: Tensor, ends: Tensor | None) -> Ring:
+def _place(description: Description) -> Group | Place:
+    handle, world, _ = description.place
+    return group_at(handle) if world > 1 else ALONE
+
+
+def _ring(description: Description, place: Group | Place, q: Tensor, ends: Tensor | None) -> Ring:
     """Return what eager code makes of the description."""
-    handle, world, rank = description.place
     given = _given(ends, description.keys)
     spans = _joined(description, given)
     first, heads = description.heads
     if q.size(1) < heads:
         spans = spans.of_heads(first, q.size(1))
     scores = Scores(description.scale, description.softcap, spans, None, first, description.kernel or None)
-    if world == 1:
+    if place.world == 1:
         runs = pieces(tuple(description.queries), description.world, description.rank)
         blocks = blocks_by(spans, runs, [Piece(0, description.keys, 0)])
         return Ring(ALONE, Round((blocks,)), scores, ALONE, 0)
-    round_ = round_by(spans, tuple(description.queries), world, rank, partial(blocks_by, spans))
+    queries = tuple(description.queries)
+    round_ = round_by(spans, queries, place.world, place.rank, partial(blocks_by, spans))
     # As eager code compares the caller's spans.
     note = description.note + (f", hash of the spans {given.digest:x}" if given is not None else "")
-    group = group_at(handle)
-    return Ring(group, round_, scores, group, backward_exchanges(round_), note)
+    return Ring(place, round_, scores, place, backward_exchanges(round_), note)
 
 
 def _given(ends: Tensor | None, keys: int) -> Spans | None:
@@ -117,12 +121,12 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, ends: Any, *arguments: Any
 ) -> list[Tensor]:
     described, (records, *_chain) = arguments[:_NUMBERS], arguments[_NUMBERS:]
-    ring = _ring(Description(*described), q, ends)
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    with (
-        Call(ring.place, "attention", forward_exchanges(ring.place.world) + 1, q.device.type),
-        no_autocast(q.device.type),
-    ):
+    description = Description(*described)
+    place, device = _place(description), q.device.type
+    # What fails before the first exchange, too, is reported to the peers, which wait for it.
+    with Call(place, "attention", forward_exchanges(place.world) + 1, device), no_autocast(device):
+        ring = _ring(description, place, q, ends)
+        q, k, v = (x.contiguous() for x in (q, k, v))
         out, lse = forward_of(ring, q, k, v, mask, sinks, (), records)
     return [_by_token(out), lse.contiguous(), _number(ring)]
 
@@ -131,13 +135,12 @@ def _attend_backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
     (q, k, v, mask, sinks, ends, out, lse), described = arguments[:8], arguments[8 : 8 + _NUMBERS]
     # torch leaves out trailing arguments that are None.
     _after, forward = (*arguments[8 + _NUMBERS :], None, None)[:2]
-    ring = _ring(Description(*described), q, ends)
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    call = 0 if forward is None else int(forward)
-    with (
-        Call(ring.reports_to, "backward of attention", ring.exchanges, q.device.type),
-        no_autocast(q.device.type),
-    ):
+    description = Description(*described)
+    place, device = _place(description), q.device.type
+    call, most = 0 if forward is None else int(forward), max(place.world - 1, 2)
+    with Call(place, "backward of attention", most, device), no_autocast(device):
+        ring = _ring(description, place, q, ends)
+        q, k, v = (x.contiguous() for x in (q, k, v))
         gradients = Backward(ring, call, grad, (q, k, v, out, lse, mask, sinks)).run()
     return [*(x.contiguous() for x in gradients), _number(ring)]
 

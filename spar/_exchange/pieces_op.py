@@ -63,8 +63,9 @@ def _run_op(x: Tensor, *arguments: Any) -> list[Tensor]:
     wish, (transposed, records) = Wish(*arguments[:count]), arguments[count : count + 2]
     _after, forward = (*arguments[count + 2 :], None, None)[:2]
     group = group_at(wish.group)
-    plan = remembered_plan(tuple(wish.layout), wish.documents, wish.world, wish.rank, wish.offset, wish.more)
     with Call(group, wish.name, 1, x.device.type):
+        place = wish.world, wish.rank, wish.offset, wish.more
+        plan = remembered_plan(tuple(wish.layout), wish.documents, *place)
         gathering = gathering_of(group, wish.name, plan, 1, wish.dim, records, wish.note, wish.fill)
         output = gathering.run([x], transposed, wish.shard, 0 if forward is None else int(forward))[0]
     return [output, torch.tensor(group.count(), device="cpu")]
