@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import spar
 from spar import SequenceLayout
+from spar._attention import tiles
 
 pytestmark = pytest.mark.one_transport
 Group = dist.ProcessGroup
@@ -110,3 +113,24 @@ def check_refusals(rank: int, world: int, group: Group) -> None:
 
 def test_what_compiled_code_cannot_have_is_named(ranks: Ranks) -> None:
     ranks(2, check_refusals, timeout=120)
+
+
+def check_failing_plan(rank: int, world: int, group: Group) -> None:
+    """A rank that fails while it finds the blocks reports it: its peers do not wait for the exchange."""
+    layout = SequenceLayout.even(24, group)
+    q, k, v = [x[:, layout.index()] for x in inputs(24, 4, 2, torch.float32)[:3]]
+
+    def attend(q: Tensor, layout: SequenceLayout, mask: spar.Spans) -> Tensor:
+        return spar.attention(q, k, v, layout, mask=mask, method="ring")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled(q, layout, documents_of(24, 0))
+    failing = mock.patch.object(tiles, "_classified", side_effect=RuntimeError("mine"))
+    expected = RuntimeError if rank == 1 else spar.MismatchError
+    with failing if rank == 1 else contextlib.nullcontext(), pytest.raises(expected, match="mine"):
+        compiled(q, layout, documents_of(24, 1))
+
+
+def test_failing_plan_of_compiled_code_is_reported(ranks: Ranks) -> None:
+    ranks(2, check_failing_plan, timeout=60)
