@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,15 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from helpers import flash_attn_standin
+from helpers import flash_attn_standin, flex_standin
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs
-from torch import Tensor
 
 import spar
 from spar import SequenceLayout
-from spar._attention.kernels import KERNELS, flash_attn, flex, kernel_for, reason_against
+from spar._attention.kernels import KERNELS, flash_attn, kernel_for, reason_against
 from spar._attention.kernels.flash_attn import FlashAttn
-from spar._attention.kernels.kernel import BlockInputs, Needs
+from spar._attention.kernels.kernel import Needs
 from spar._attention.strips import strip_blocks, strips_of
 from spar._exchange.layouts import Piece
 
@@ -32,42 +31,14 @@ Group = dist.ProcessGroup
 DOCUMENTS = [7, 0, 15, 1]
 
 
-class AnyDevice(flex.Flex):
-    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
-        return "it takes no window" if needs.window else ""
-
-
-def flex_standin(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: Callable[..., Tensor] | None = None,
-    block_mask: None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Compute what torch's flex_attention does, which has no gradients on a CPU."""
-    assert return_lse and enable_gqa == (q.size(1) != k.size(1)) and scale is not None
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    scores = q.float() @ k.float().transpose(-1, -2) * scale
-    if score_mod is not None:
-        places = torch.meshgrid(*[torch.arange(n) for n in scores.shape], indexing="ij")
-        scores = score_mod(scores, *places)
-    lse = scores.logsumexp(-1)
-    return (torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]) @ v.float()).to(
-        q.dtype
-    ), lse
-
-
 @contextmanager
 def standins() -> Iterator[None]:
     """Let CPU tensors reach the kernels for GPUs."""
     flash_attn._interface.cache_clear()
     with (
         flash_attn_standin.installed(),
-        mock.patch.dict(KERNELS["cpu"], flash_attn=FlashAttn(), flex=AnyDevice()),
-        mock.patch.object(flex, "_compiled", lambda: flex_standin),
+        flex_standin.installed(),
+        mock.patch.dict(KERNELS["cpu"], flash_attn=FlashAttn()),
     ):
         yield
     flash_attn._interface.cache_clear()
@@ -107,22 +78,6 @@ def check_with_standins(rank: int, world: int, group: Group, name: str) -> None:
         check_named(rank, world, group, name)
         called = set(flash_attn_standin.CALLS)
     assert called == ({"forward", "backward"} if name == "flash_attn" else set())
-
-
-def test_flex_attention_of_torch_computes_the_same_forward() -> None:
-    """Uncompiled, which runs on a CPU without gradients."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q, k, v = [x.transpose(1, 2) for x in inputs(6, 4, 2, torch.float32)[:3]]
-    mask = torch.zeros(1, 1, 1, 6).masked_fill(torch.arange(6) == 2, -torch.inf)
-    for causal, bias in ((True, None), (False, mask)):
-        block = BlockInputs(q, k, v, causal, bias, 0.3)
-        found = []
-        for function in (flex_attention, flex_standin):
-            with mock.patch.object(flex, "_compiled", lambda function=function: function):
-                found.append(flex.Flex().forward(block))
-        for one, other in zip(*found, strict=True):
-            assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_first_kernel_that_can_compute_a_call() -> None:

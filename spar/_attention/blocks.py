@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._exchange.layouts import Piece
+from .spans import Spans
 
 
 class Block(NamedTuple):
@@ -22,6 +23,7 @@ class Block(NamedTuple):
         sample: the one to which the block is limited; -1: all samples have it.
         window: (left, right), if query i attends to the keys i - left to i + right alone, counted from the
             last query and the last key; each has one.
+        spans: which of these keys each of these queries attends to, counted from the block's first ones.
     """
 
     query: int
@@ -34,6 +36,7 @@ class Block(NamedTuple):
     partial: bool = False
     sample: int = -1
     window: tuple[int, int] | None = None
+    spans: Spans | None = None
 
 
 def blocks_of(

@@ -27,7 +27,9 @@ from . import tiles
 from .blocks import blocks_before, blocks_of, keys_before, own_block
 from .graph_op import Description, in_graph
 from .halo import BlocksMaker, halo_of, round_by
-from .kernels import has_window
+from .kernels import can_compute
+from .kernels.kernel import Needs
+from .long_blocks import long_blocks, suits
 from .masks import causal_mask, joined, sliced
 from .problem import Inputs, Problem
 from .ring import Ring, Round, Shift, attend_round, backward_exchanges
@@ -140,9 +142,13 @@ def _blocks_maker(part: Part) -> BlocksMaker:
     """Return what finds the blocks of runs of queries and keys by the part's spans."""
     spans, scores, (q, _, v) = part.scores.spans, part.scores, part.tensors
     assert spans is not None
-    strips = None if part.mask is not None or scores.bias is not None else strips_of(spans)
-    if strips is not None and has_window(scores.kernel, q, v, scores.softcap > 0):
-        return functools.partial(strip_blocks, strips)
+    kernel, softcap = scores.kernel, scores.softcap > 0
+    if part.mask is None and scores.bias is None:
+        windowed = can_compute(kernel, q, v, Needs(softcap=softcap, window=True))
+        if windowed and (strips := strips_of(spans)) is not None:
+            return functools.partial(strip_blocks, strips)
+        if suits(spans, kernel, q) and can_compute(kernel, q, v, Needs(softcap=softcap, spans=True)):
+            return functools.partial(long_blocks, spans)
     # A bias is a tensor of all scores of a block.
     most = 2**31 if scores.bias is None else MOST_KEYS
     return functools.partial(tiles.blocks_by, spans, most_keys=most)

@@ -48,19 +48,18 @@ class Blocks:
         self._scores, self._mask = scores, mask
         self._changed = mask is not None or scores.bias is not None
         self._q, self._v = q, v
-        self._kernels: dict[tuple[bool, bool], Kernel] = {}
+        self._kernels: dict[Needs, Kernel] = {}
         # The newest mask of spans, by the ends that it is made of: windows have the same in all blocks.
         self._newest: tuple[Tensor, tuple[int, int], Tensor, bool] | None = None
 
     def of(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Kernel, BlockInputs]:
         """Return a block's kernel, and its parts of q, k and v with what is added to its scores."""
         masked = self._changed or block.partial
-        way = masked, block.window is not None
-        kernel = self._kernels.get(way)
+        needs = Needs(masked, self._scores.softcap > 0, block.window is not None, block.spans is not None)
+        kernel = self._kernels.get(needs)
         if kernel is None:
-            needs = Needs(masked, self._scores.softcap > 0, way[1])
             kernel = kernel_for(self._scores.kernel, self._q, self._v, needs)
-            self._kernels[way] = kernel
+            self._kernels[needs] = kernel
         if block.sample >= 0:
             q, k, v = (x.narrow(0, block.sample, 1) for x in (q, k, v))
         q = q.narrow(2, block.query, block.queries)
@@ -71,7 +70,9 @@ class Blocks:
             # A query may have no key left only by both together, which the kernel must see.
             mask, causal = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device)), False
         scale, softcap = self._scores.scale, self._scores.softcap
-        return kernel, BlockInputs(q, k, v, causal, mask, scale, softcap, block.window, has_empty)
+        return kernel, BlockInputs(
+            q, k, v, causal, mask, scale, softcap, block.window, has_empty, block.spans
+        )
 
     def _added(self, block: Block, q: Tensor) -> tuple[Tensor | None, bool]:
         """Return what masks, spans and bias add to a block's scores, and whether a query may have no key."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._exchange.layouts import Piece
 from .blocks import Block
@@ -142,17 +143,8 @@ def _classified(spans: Spans, begin: int, size: int, count: int) -> list[Samples
     """Classify `count` tiles of `size` queries, of which the first begins at `begin`."""
     ends = spans.on_cpu.narrow(2, begin, size * count).unflatten(3, (-1, 2)).unflatten(2, (count, size))
     first, end = ends.unbind(-1)  # [B, H, tiles, size, n]
-    dead = first >= end
-    ahead, behind = first.masked_fill(dead, _FAR), end.masked_fill(dead, 0)
     places = torch.arange(begin + 1, begin + size * count + 1, dtype=end.dtype, device="cpu")
-    # A query without keys leaves none to which all attend.
-    columns = (
-        ahead.amin((1, 3)),
-        behind.amax((1, 3)),
-        ahead.amax((1, 3)),
-        behind.amin((1, 3)),
-        (end == places.view(count, size, 1)).all(3).all(1),
-    )
+    columns = *bounds(first, end, (1, 3)), (end == places.view(count, size, 1)).all(3).all(1)
     tiles = []
     for tile, samples in enumerate(
         zip(*[column.transpose(0, 1).tolist() for column in columns], strict=True)
@@ -165,6 +157,17 @@ def _classified(spans: Spans, begin: int, size: int, count: int) -> list[Samples
         same = all(ranges == by_sample[0] for ranges in by_sample)
         tiles.append([(-1, by_sample[0])] if same else list(enumerate(by_sample)))
     return tiles
+
+
+def bounds(first: Tensor, end: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the first key and the end of those that some query has, and of those that all have, over dims.
+
+    first, end: of one interval of each query. A range of which the end is not behind the first key is empty.
+    """
+    dead = first >= end
+    # A query without keys leaves none to which all attend.
+    ahead, behind = first.masked_fill(dead, _FAR), end.masked_fill(dead, 0)
+    return ahead.amin(dims), behind.amax(dims), ahead.amax(dims), behind.amin(dims)
 
 
 def _of_column(

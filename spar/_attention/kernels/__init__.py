@@ -13,7 +13,8 @@ from .kernel import Kernel, Needs
 
 _BLOCKWISE: Kernel = Blockwise()
 _FLEX: Kernel = Flex()
-# By device type and name. The first that does not refuse a call computes it; those after blockwise, if named.
+# By device type and name. The first that does not refuse a block computes it. Blockwise refuses only windows
+# and spans: kernels after it compute blocks with spans, and others if they are named.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "cpu": {"flash": FlashCpu(), "blockwise": _BLOCKWISE, "flex": _FLEX},
     "cuda": {"flash": FlashCuda(), "flash_attn": FlashAttn(), "blockwise": _BLOCKWISE, "flex": _FLEX},
@@ -39,11 +40,11 @@ def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
     raise AssertionError("blockwise refuses nothing")
 
 
-def has_window(name: str | None, q: Tensor, v: Tensor, softcap: bool) -> bool:
-    """Whether the named kernel, or the first that can compute the rest, takes windows of these tensors."""
+def can_compute(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> bool:
+    """Whether the named kernel, or any if none is named, can compute blocks of these tensors."""
     kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
     names = kernels if name is None else [name]
-    return any(not _refusal(kernels[name], q, v, Needs(softcap=softcap, window=True)) for name in names)
+    return any(not _refusal(kernels[name], q, v, needs) for name in names)
 
 
 def _refusal(kernel: Kernel, q: Tensor, v: Tensor, needs: Needs) -> str:

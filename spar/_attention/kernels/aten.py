@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs
+from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Needs
 
 _aten = torch.ops.aten
 
@@ -21,14 +21,14 @@ class FlashCpu:
             return f"its log-sum-exp has the accuracy of float32, and the tensors are {q.dtype}"
         if q.size(3) != v.size(3):
             return f"heads of q and v differ in width: {q.size(3)} and {v.size(3)}"
-        return lacks(needs) if needs.softcap or needs.window else ""
+        return lacks(needs) if needs.softcap or needs.window or needs.spans else ""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, mask, scale, _, _, has_empty = block
+        q, k, v, causal, mask, scale, *_ = block
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        if mask is None or not has_empty:
+        if mask is None or not block.has_empty:
             return out, lse
         # It returns 0 as the log-sum-exp of a query without keys.
         empty = (mask == -torch.inf).all(-1)
@@ -74,14 +74,16 @@ def lacks(needs: Needs) -> str:
     """Return which of these needs torch's kernels do not have."""
     if needs.softcap:
         return "it cannot cap scores (softcap)"
-    return NO_WINDOW if needs.window else ""
+    if needs.window:
+        return NO_WINDOW
+    return NO_SPANS if needs.spans else ""
 
 
 def refuses_16_bits(q: Tensor, v: Tensor, needs: Needs) -> str:
     """Return why a flash attention kernel for GPUs cannot compute this; empty if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the tensors are {q.dtype}"
-    if needs.mask:
+    if needs.mask or needs.spans:
         return "it takes no mask"
     if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > 256:
         return f"the heads' widths are {q.size(3)} and {v.size(3)}, not one multiple of 8 up to 256"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
+from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
 
 # So many scores at a time at most, unless one query alone has more. On a CPU they should stay in its cache.
 _SCORES = 1 << 24
@@ -15,7 +15,9 @@ _SCORES_OF_CPU = 1 << 20
 
 class Blockwise:
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
-        return NO_WINDOW if needs.window else ""
+        if needs.window:
+            return NO_WINDOW
+        return NO_SPANS if needs.spans else ""
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         block = _grouped(block)

@@ -1,29 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's flex_attention, compiled: blocks with masks on a GPU, without their scores in memory.
+"""torch's flex_attention, compiled: masks and spans on a GPU, without scores in memory.
 
-It has no backward that takes the log-sum-exp of all blocks. So backward computes the block again, and
-differentiates both its output and its log-sum-exp. Not verified on hardware: tested over a stand-in.
+Spans are read by its mask function, and say which of its blocks have pairs at all. It has no backward that
+takes the log-sum-exp of all blocks. So backward computes the block again, and differentiates both its output
+and its log-sum-exp. Not verified on hardware: tested over a stand-in, and over torch's uncompiled one.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .block_mask import block_mask_of, intervals_of
 from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
 
 _ON_A_CPU = "torch's flex_attention has no gradients on a CPU, and no log-sum-exp if compiled for one"
+# Narrower products have no kernel.
+_NARROWEST = 16
+# The oldest torch that computes widths other than powers of 2.
+_ANY_WIDTH = (2, 8)
+
+
+def uncompiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return flex_attention as a new function that also returns the log-sum-exp."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    new = hasattr(module, "AuxRequest")
+    request = {"return_aux": module.AuxRequest(lse=True)} if new else {"return_lse": True}
+
+    def attend(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        out, sums = module.flex_attention(*tensors, **options, **request)
+        return out, sums.lse if new else sums
+
+    # Its own code object: torch.compile keeps 8 graphs of one, and compiles no more.
+    attend.__code__ = attend.__code__.replace()
+    return attend
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
+def _compiled(variant: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the function of a variant: of all calls for which one graph of symbolic sizes is enough."""
+    return torch.compile(uncompiled(), dynamic=True, fullgraph=True)
 
-    return torch.compile(flex_attention, dynamic=True)
+
+@functools.cache
+def _why_not_compiled(device: torch.device) -> str:
+    """Return why torch.compile cannot make a kernel for a GPU here; empty if it can.
+
+    It needs Triton, a C compiler and Python's headers, which only a compilation shows.
+    """
+
+    def increment(x: Tensor) -> Tensor:
+        return x + 1
+
+    try:
+        torch.compile(increment)(torch.zeros(1, device=device))
+    except Exception as error:
+        # The compilers of torch, Triton and C raise their own.
+        first, *_ = [*str(error).splitlines(), ""]
+        return f"torch.compile fails on {device}: {type(error).__name__}: {first}"
+    return ""
 
 
 class Flex:
@@ -34,7 +74,7 @@ class Flex:
             return f"its log-sum-exp is in float32, and the tensors are {q.dtype}"
         if torch.compiler.is_compiling():
             return "it cannot be inside compiled code"
-        return NO_WINDOW if needs.window else ""
+        return NO_WINDOW if needs.window else _why_not_wide(q, v) or _why_not_compiled(q.device)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -53,24 +93,60 @@ class Flex:
         return dq, dk, dv
 
 
+def _why_not_wide(q: Tensor, v: Tensor) -> str:
+    widths = q.size(3), v.size(3)
+    if min(widths) < _NARROWEST:
+        return f"the heads' widths are {widths[0]} and {widths[1]}, not at least {_NARROWEST}"
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < _ANY_WIDTH and any(width & (width - 1) for width in widths):
+        return (
+            f"torch {torch.__version__} computes widths that are powers of 2, not {widths[0]} and {widths[1]}"
+        )
+    return ""
+
+
 def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:
-    q, k, v, causal, mask, scale, softcap, *_ = block
+    q, k, v, causal, mask, scale, softcap, _, _, spans = block
     change = None if mask is None else _added(mask)
     if causal:
         change = _causal
     if softcap:
-        change = _capped(softcap, change)
-    outputs: tuple[Tensor, Tensor] = _compiled()(
-        q, k, v, score_mod=change, scale=scale, enable_gqa=q.size(1) != k.size(1), return_lse=True
+        # A tensor: torch.compile would make a symbol of a float, and not all versions compile that here.
+        change = _capped(torch.full((), softcap, device=q.device), change)
+    blocks = None if spans is None else block_mask_of(spans, q.device)
+    return _compiled(_variant(block, blocks))(
+        q,
+        k,
+        v,
+        score_mod=change,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
+        # Not the kernel for short queries, which lacks some numbers of heads.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
-    return outputs
+
+
+def _variant(block: BlockInputs, blocks: Any) -> tuple[Any, ...]:
+    """Return what a graph is compiled for: dtypes, heads, widths, gradients, and which sizes are 1."""
+    q, k, v, causal, mask, scale, softcap, *_ = block
+    sizes = [q.shape, k.shape]
+    if mask is not None:
+        sizes.append(mask.shape)
+    intervals = 0
+    if block.spans is not None:
+        intervals = intervals_of(block.spans)
+        sizes += [blocks.kv_indices.shape, blocks.q_indices.shape]
+    is_one = tuple([n == 1 for size in sizes for n in size])
+    of_tensors = q.dtype, q.size(1), k.size(1), q.size(3), v.size(3)
+    return torch.is_grad_enabled(), causal, softcap > 0, scale, mask is None, intervals, *of_tensors, *is_one
 
 
 def _causal(score: Any, b: Any, h: Any, query: Any, key: Any) -> Any:
     return torch.where(query >= key, score, -torch.inf)
 
 
-def _capped(softcap: float, then: Callable[..., Any] | None) -> Callable[..., Any]:
+def _capped(softcap: Tensor, then: Callable[..., Any] | None) -> Callable[..., Any]:
     def change(score: Any, b: Any, h: Any, query: Any, key: Any) -> Any:
         score = softcap * torch.tanh(score / softcap)
         return score if then is None else then(score, b, h, query, key)

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..spans import Spans
+
 
 class BlockInputs(NamedTuple):
     """Queries [B, H, S, D], keys [B, K, T, D] and values [B, K, T, E] of one block; K divides H.
@@ -19,6 +21,7 @@ class BlockInputs(NamedTuple):
         window: (left, right), if query i attends to the keys i + T - S - left to i + T - S + right alone, of
             which there is at least one.
         has_empty: whether the mask may leave a query no key.
+        spans: which of these keys each of these queries attends to; None: what is above says it.
     """
 
     q: Tensor
@@ -30,17 +33,20 @@ class BlockInputs(NamedTuple):
     softcap: float = 0.0
     window: tuple[int, int] | None = None
     has_empty: bool = True
+    spans: Spans | None = None
 
 
 class Needs(NamedTuple):
-    """What a kernel must have besides the attention of q, k and v: masks, a cap of the scores, windows."""
+    """What a kernel must have besides attention itself: masks, a cap of the scores, windows, spans."""
 
     mask: bool = False
     softcap: bool = False
     window: bool = False
+    spans: bool = False
 
 
 NO_WINDOW = "it takes masks instead of windows"
+NO_SPANS = "it takes masks instead of spans"
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
