@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of a torch function as its rule sees it, and the plan that the rule makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .part import Part, Parts, part_of, tensors_in
+
+
+class Plan(NamedTuple):
+    """How a function runs on parts. It depends on parts and whole shapes alone, which all ranks know.
+
+    Attributes:
+        part: of the result; of each result if it is a tuple; None if it is whole.
+        moves: what is first made of tensors among the arguments, by their order: a part of a whole tensor, or
+            None, the whole of a part.
+        replaced: other values of arguments, by position or name.
+        run: what is called in the function's place.
+        work: multiply-adds on this rank, and in the whole.
+        is_constant: whether `run` is the result itself.
+    """
+
+    part: Part | tuple[Part | None, ...] | None = None
+    moves: tuple[tuple[int, Part | None], ...] = ()
+    replaced: tuple[tuple[int | str, Any], ...] = ()
+    run: Any = None
+    work: tuple[int, int] = (0, 0)
+    is_constant: bool = False
+
+
+class FunctionCall:
+    """A torch function with its arguments, some of which are parts."""
+
+    def __init__(self, parts: Parts, name: str, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.parts, self.name, self.function = parts, name, function
+        self.args, self.kwargs = args, kwargs
+        self.tensors = tensors_in(args, kwargs)
+        self.is_inplace = is_inplace(name)
+
+    def get(self, position: int, *names: str, default: Any = None) -> Any:
+        """Return an argument by its position, or by the first of its names that was passed."""
+        if position < len(self.args):
+            return self.args[position]
+        return next((self.kwargs[name] for name in names if name in self.kwargs), default)
+
+    def place(self, position: int, name: str) -> int | str:
+        """Return by what `Plan.replaced` names an argument."""
+        return position if position < len(self.args) else name
+
+    def sizes(self, position: int, *names: str) -> list[int]:
+        """Return sizes that are passed as one argument or as all the rest."""
+        rest = self.args[position:] or (self.get(position, *names, default=()),)
+        return list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else list(rest)
+
+    @property
+    def input(self) -> Any:
+        return self.get(0, "input", "self", "query", "tensor")
+
+    @property
+    def part(self) -> Part | None:
+        """The part of the first argument."""
+        return part_of(self.input)
+
+    def dims(self, x: Tensor, dim: Any) -> list[int]:
+        """Return dims, from 0, of one or several that may count from the last."""
+        return [d % max(x.dim(), 1) for d in (dim if isinstance(dim, (list, tuple)) else (dim,))]
+
+
+Rule = Callable[[FunctionCall], Plan | None]
+RULES: dict[str, Rule] = {}
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for functions of these names: torch's, its methods, and get_x for the attribute x.
+
+    A rule returns None for a call that it cannot run on parts; then it runs whole on each rank.
+    """
+
+    def register(function: Rule) -> Rule:
+        for name in names.split():
+            assert name not in RULES, name
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def moves_to(
+    call: FunctionCall, wanted: Sequence[tuple[Tensor, Part | None]]
+) -> tuple[tuple[int, Part | None], ...]:
+    """Return a plan's moves of tensors that are not yet the parts which they are to be."""
+    parts = {id(x): part for x, part in wanted}
+    return tuple(
+        [
+            (i, parts[id(x)])
+            for i, x in enumerate(call.tensors)
+            if id(x) in parts and part_of(x) is not parts[id(x)]
+        ]
+    )
+
+
+def is_inplace(name: str) -> bool:
+    """Whether a function of torch changes its first argument, by its name."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__"))
+    return name.endswith("_") and name not in ("requires_grad_", "detach_")

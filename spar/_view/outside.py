@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that is no torch function, and so not seen by a mode: it gets whole tensors.
+
+Custom autograd Functions, whose backward would compute from a part, and TorchScript.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpoints
+from torch.overrides import _get_current_function_mode
+
+from .part import changed, mark, part_of, tensors_in
+from .view import View
+
+# They return their arguments: FSDP2's hooks.
+_IDENTITIES = ("torch.distributed.",)
+_RECOMPUTED = "_checkpoint_without_reentrant_generator"  # which each checkpoint without reentry calls
+
+_lock = threading.Lock()
+_entered = 0  # views, in all threads
+_restore = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def intercepted() -> Iterator[None]:
+    """Let the view of this thread see calls of autograd Functions and of TorchScript."""
+    global _entered
+    with _lock:
+        _entered += 1
+        if _entered == 1:
+            _replace(torch.autograd.Function, "apply", classmethod(_apply(torch.autograd.Function.apply)))
+            _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
+            for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
+                _replace(kind, "__call__", _scripted(kind.__call__))
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered -= 1
+            if _entered == 0:
+                _restore.close()
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    if before is None:
+        _restore.callback(delattr, owner, name)
+    else:
+        _restore.callback(setattr, owner, name, before)
+
+
+def _apply(own: Any) -> Callable[..., Any]:
+    call = own.__func__
+
+    @functools.wraps(call)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        view = _get_current_function_mode()
+        if not isinstance(view, View) or not _has_parts(args, kwargs):
+            return call(cls, *args, **kwargs)
+        if cls.__module__.startswith(_IDENTITIES):
+            return call(cls, *args, **kwargs)
+        if cls is checkpoints.CheckpointFunction:
+            return _reentrant(view, functools.partial(call, cls), *args)
+        return view.outside(cls.__name__, functools.partial(call, cls), args, kwargs)
+
+    return apply
+
+
+def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        view = _get_current_function_mode()
+        if not isinstance(view, View) or not _has_parts(args, kwargs):
+            return own(self, *args, **kwargs)
+        return view.outside(getattr(self, "name", "TorchScript"), functools.partial(own, self), args, kwargs)
+
+    return call
+
+
+def _has_parts(args: Any, kwargs: Any) -> bool:
+    return any(part_of(x) is not None for x in tensors_in(args, kwargs))
+
+
+def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        view = _get_current_function_mode()
+        return own(_in(view, function) if isinstance(view, View) else function, *args, **kwargs)
+
+    return checkpoint
+
+
+def _reentrant(view: View, apply: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Run a reentrant checkpoint, which detaches its arguments in backward: they keep their parts."""
+    parts = [part_of(x) for x in tensors_in(args)]
+    of_outputs: list[Any] = []
+
+    def run(*again: Any) -> Any:
+        each = iter(parts)
+        out = function(*changed(lambda x: mark(x, next(each)), again))
+        of_outputs[:] = [part_of(x) for x in tensors_in(out)]
+        return out
+
+    out = apply(_in(view, run), *args)
+    for x, part in zip(tensors_in(out), of_outputs, strict=True):
+        mark(x, part)
+    return out
+
+
+def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that backward may call again, outside of the view."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _get_current_function_mode() is view:
+            return function(*args, **kwargs)
+        with intercepted(), view:
+            return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a whole tensor a rank holds: an attribute of an ordinary tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sequence_layout import SequenceLayout
+from ..sizes import cal_split_sizes
+
+_PART = "_spar_part"
+
+
+class Part:
+    """A dim of a tensor that has the tokens, of which each rank holds its own.
+
+    The dim is (outer, tokens, inner), flattened. Its tokens are those of one or several sequences that were
+    joined, each of which lies on the ranks by `cal_split_sizes`. Parts are equal only if they are the same
+    object: `Parts` makes each once.
+
+    Attributes:
+        dim: the dim, counted from the first.
+        lengths: of the sequences.
+        whole, local: the dim's size in the whole tensor, and on this rank.
+    """
+
+    __slots__ = ("dim", "held", "inner", "lengths", "local", "outer", "parts", "whole")
+
+    def __init__(self, parts: Parts, dim: int, lengths: tuple[int, ...], outer: int, inner: int) -> None:
+        self.parts = parts
+        self.dim, self.lengths, self.outer, self.inner = dim, lengths, outer, inner
+        self.held = parts.held(lengths)
+        self.whole = outer * sum(lengths) * inner
+        self.local = outer * self.held * inner
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the dim has tokens and nothing else."""
+        return self.outer == self.inner == 1
+
+    def at(self, dim: int) -> Part:
+        """Return the same part of another dim."""
+        return self if dim == self.dim else self.parts.part(dim, self.lengths, self.outer, self.inner)
+
+    def of(self, lengths: tuple[int, ...]) -> Part:
+        """Return the part of other sequences in the same dim."""
+        return self.parts.part(self.dim, lengths, self.outer, self.inner)
+
+    def repeated(self, outer: int, inner: int) -> Part:
+        return self.parts.part(self.dim, self.lengths, self.outer * outer, self.inner * inner)
+
+    def between(self, start: int, stop: int) -> tuple[int, int] | None:
+        """Return which sequences lie in tokens start to before stop; None if one lies in them partly."""
+        ends = [0]
+        for length in self.lengths:
+            ends.append(ends[-1] + length)
+        if start not in ends or stop not in ends or stop < start:
+            return None
+        first = ends.index(start)
+        return first, max(first, len(ends) - 1 - ends[::-1].index(stop))
+
+    def __deepcopy__(self, memo: object) -> Part:
+        return self
+
+    def __repr__(self) -> str:
+        around = "" if self.is_plain else f", outer={self.outer}, inner={self.inner}"
+        return f"Part(dim={self.dim}, lengths={list(self.lengths)}{around})"
+
+
+class Parts:
+    """The parts of a group's ranks.
+
+    method: of `spar.attention`; None lets each attention choose.
+    """
+
+    def __init__(self, group: Any, world: int, rank: int, method: str | None = None) -> None:
+        self.group, self.world, self.rank, self.method = group, world, rank, method
+        self.device = torch.device("cpu")  # of the model
+        self._made: dict[tuple[object, ...], Part] = {}
+        self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
+
+    def part(self, dim: int, lengths: tuple[int, ...], outer: int = 1, inner: int = 1) -> Part:
+        key = dim, lengths, outer, inner
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = Part(self, *key)
+        return found
+
+    def layout(self, lengths: tuple[int, ...]) -> SequenceLayout:
+        """Return how the sequences lie on the ranks."""
+        found = self._layouts.get(lengths)
+        if found is None:
+            found = self._layouts[lengths] = (
+                SequenceLayout.even(lengths[0], self.group)
+                if len(lengths) == 1
+                else SequenceLayout("joint", (1, len(lengths), *lengths), self.group)
+            )
+        return found
+
+    def run(self, length: int) -> tuple[int, int]:
+        """Return where this rank's tokens of a sequence begin, and how many they are."""
+        sizes = cal_split_sizes(length, self.world)
+        return sum(sizes[: self.rank]), sizes[self.rank]
+
+    def held(self, lengths: tuple[int, ...]) -> int:
+        return sum(self.run(length)[1] for length in lengths)
+
+    def shard(self, x: Tensor, part: Part) -> Tensor:
+        """Keep this rank's part of a whole tensor: a view where it is one run of tokens.
+
+        In backward each rank's gradient is its part's, and zero elsewhere: their mean over the ranks is right
+        if the gradients of parts are those of the sum of all ranks' losses.
+        """
+        dim, flat = part.dim, x
+        if not part.is_plain:
+            flat, dim = x.unflatten(dim, (part.outer, part.tokens, part.inner)), dim + 1
+        pieces, at = [], 0
+        for length in part.lengths:
+            start, size = self.run(length)
+            pieces.append(flat.narrow(dim, at + start, size))
+            at += length
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return mark(out if part.is_plain else out.flatten(part.dim, part.dim + 2), part)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the whole of a tensor of which each rank has its part; gradients are summed over the ranks."""
+        part = part_of(x)
+        if part is None:
+            return x
+        if part.parts is not self:
+            raise RuntimeError(
+                f"a tensor of shape {list(x.shape)} is a part of another group's; expected one of {self.group}"
+            )
+        if part.is_plain:
+            return self.layout(part.lengths).all_gather(x, part.dim)
+        flat = x.unflatten(part.dim, (part.outer, part.held, part.inner))
+        return self.layout(part.lengths).all_gather(flat, part.dim + 1).flatten(part.dim, part.dim + 2)
+
+
+def part_of(x: Any) -> Part | None:
+    """Return which part of a whole tensor x is; None if it is whole, or no tensor."""
+    return getattr(x, _PART, None) if isinstance(x, Tensor) else None
+
+
+def mark(x: Any, part: Part | None) -> Any:
+    """Say which part of a whole tensor x is."""
+    if isinstance(x, Tensor) and (part is not None or hasattr(x, _PART)):
+        setattr(x, _PART, part)
+    return x
+
+
+def whole_shape(x: Tensor, part: Part | None = None) -> list[int]:
+    """Return the shape of the whole tensor of which x is a part."""
+    part = part or part_of(x)
+    shape = list(x.shape)
+    if part is not None:
+        shape[part.dim] = part.whole
+    return shape
+
+
+def whole_numel(x: Tensor) -> int:
+    return prod(whole_shape(x))
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
+def changed(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a nested value with function's result for each tensor, called in the order of `tensors_in`."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[changed(function, entry) for entry in value])
+    if type(value) is list or isinstance(value, tuple):
+        return type(value)([changed(function, entry) for entry in value])
+    if isinstance(value, dict):
+        entries = {key: changed(function, entry) for key, entry in value.items()}
+        return entries if type(value) is dict else type(value)(**entries)
+    return value

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model did under a view: which functions ran whole, and how much of the work each rank does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+_PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class RanWhole(NamedTuple):
+    """A function that ran on gathered arguments on each rank."""
+
+    function: str
+    place: str
+    in_block: bool
+    calls: int
+
+    def __str__(self) -> str:
+        times = f" x{self.calls}" if self.calls > 1 else ""
+        return f"{self.function} at {self.place}{times}"
+
+
+class Report:
+    """Of the first forward.
+
+    Attributes:
+        share: the multiply-adds of this rank inside blocks, as a share of one process's.
+        functions: those that ran whole on each rank, with the line of the model that called each.
+    """
+
+    def __init__(self) -> None:
+        self._whole: Counter[tuple[str, str, bool]] = Counter()
+        self.warned = False
+        self._work = {True: [0, 0], False: [0, 0]}  # by whether it is inside blocks: of this rank, of the whole
+
+    @property
+    def functions(self) -> list[RanWhole]:
+        return [RanWhole(*key, count) for key, count in self._whole.items()]
+
+    @property
+    def share(self) -> float:
+        local, whole = self._work[True]
+        return local / whole if whole else 1.0
+
+    @property
+    def share_of_model(self) -> float:
+        """Multiply-adds of this rank, as a share of one process's, of the whole forward."""
+        local, whole = (a + b for a, b in zip(*self._work.values(), strict=True))
+        return local / whole if whole else 1.0
+
+    def add(self, work: tuple[int, int], in_block: bool) -> None:
+        for i, amount in enumerate(work):
+            self._work[in_block][i] += amount
+
+    def ran_whole(self, name: str, in_block: bool) -> None:
+        self._whole[name, place_of_caller(), in_block] += 1
+
+    def count(self, name: str, args: Any, kwargs: dict[str, Any], in_block: bool) -> None:
+        """Add the multiply-adds of a function that runs whole."""
+        work = multiply_adds(name, args, kwargs)
+        if work:
+            self.add((work, work), in_block)
+
+    def __str__(self) -> str:
+        lines = [f"this rank does {self.share:.1%} of the multiply-adds in blocks, {self.share_of_model:.1%} of all"]
+        lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
+        return "\n".join(lines)
+
+
+def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
+    """Return how many multiply-adds a function of whole tensors does, as far as they are of weight."""
+    from .part import whole_numel, whole_shape
+
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    if len(tensors) < 2:
+        return 0
+    a, b = tensors[:2]
+    if name == "linear":
+        return whole_numel(a) * b.size(0)
+    if name in ("matmul", "__matmul__", "bmm", "mm"):
+        return whole_numel(a) * (whole_shape(b)[-1] if b.dim() > 1 else 1)
+    if name == "scaled_dot_product_attention":
+        return 2 * whole_numel(a) * whole_shape(b)[-2]
+    if name in ("conv1d", "conv2d", "conv3d"):
+        return whole_numel(a) // max(a.size(1), 1) * b.numel()
+    return 0
+
+
+def frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def place_of_caller() -> str:
+    """Return file:line of the innermost code that is neither torch's nor spar's."""
+    for frame in frames():
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGES) and not name.startswith("<"):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+    return "unknown"

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over parts: exchanged by `spar.attention` where queries and keys are of sharded sequences."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._attention.attention import attention
+from ...random import rank_seed
+from ..call import FunctionCall, Plan, moves_to, rule
+from ..part import Part, Parts, part_of, whole_shape
+from .pointwise import aligned
+from .products import work
+
+
+class _Attention(NamedTuple):
+    """The arguments of scaled_dot_product_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+@rule("scaled_dot_product_attention")
+def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
+    asked = _Attention(*call.args, **call.kwargs)
+    q, k, v, mask = asked[:4]
+    part, dims = part_of(q), q.dim()
+    if part is None:
+        return None
+    if part.dim < dims - 2:
+        return _of_samples(call, asked, part)
+    if part.dim != dims - 2 or not part.is_plain:
+        return None
+    return _of_tokens(call, asked, part)
+
+
+def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
+    """Attend without an exchange: each rank has other samples or heads."""
+    operands = [x for x in asked[:4] if x is not None]
+    if asked.enable_gqa and part.dim == asked.query.dim() - 3 and asked.key.size(-3) != asked.query.size(-3):
+        return None
+    moves = aligned(operands, asked.query, part)
+    if moves is None or any(i and operands[i].dim() != asked.query.dim() for i, to in moves if to):
+        return None
+    wanted = [(operands[i], to) for i, to in moves]
+    local = 2 * asked.query.numel() * whole_shape(asked.key)[-2]
+    function = call.function
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        with _drawing(part.parts, asked.dropout_p):
+            return _connected(function(*args, **kwargs), _Attention(*args, **kwargs))
+
+    return Plan(part, moves_to(call, wanted), run=run, work=work(local, asked.query, part))
+
+
+def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
+    q, k, v, mask = asked[:4]
+    keys, values, dims = part_of(k), part_of(v), q.dim()
+    if keys is not None and (keys.dim != dims - 2 or not keys.is_plain):
+        return None
+    length = whole_shape(k)[-2]
+    local = 2 * q.numel() * length
+    rows = whole_shape(mask)[-2] if mask is not None and mask.dim() > 1 else 1
+    if rows not in (1, part.whole):
+        return None
+    gathers = [(mask, None)] if mask is not None else []
+    like = dims == k.dim() == v.dim() and q.size(0) == k.size(0) == v.size(0)
+    heads = dims == 3 or (q.size(1) == k.size(1) or asked.enable_gqa)
+    causal = asked.is_causal and keys is not part
+    if keys is not None and values is keys and dims in (3, 4) and like and heads and not causal:
+        run = _exchanged(part, keys, call.function)
+        return Plan(part, moves_to(call, gathers), run=run, work=work(local, q, part))
+    gathers += [(k, None), (v, None)]
+    return Plan(part, moves_to(call, gathers), run=_rows(part, length, call.function), work=work(local, q, part))
+
+
+def _exchanged(part: Part, keys: Part, function: Any) -> Any:
+    """Attend over the sharded sequences of queries and keys."""
+    layouts = part.parts.layout(part.lengths), part.parts.layout(keys.lengths)
+    few = keys.tokens * (part.parts.world - 1) < part.tokens  # then gathering them moves less than queries do
+    method = part.parts.method or ("gather" if few else None)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        q, k, v, mask, dropout_p, causal, scale, grouped = _Attention(*args, **kwargs)
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            return _rows(part, keys.tokens, function)(
+                q, part.parts.gather(k), part.parts.gather(v), mask, dropout_p, causal, scale, grouped
+            )
+        single = q.dim() == 3
+        if single:
+            q, k, v = q[:, None], k[:, None], v[:, None]
+        mask = None if mask is None else _mask(mask, q.size(0), part.tokens, keys.tokens, single)
+
+        layout = layouts[0] if keys is part else layouts
+        options = {"causal": causal, "mask": mask, "scale": scale, "dropout_p": dropout_p, "method": method}
+        with _drawing(part.parts, dropout_p):
+            out = attention(q, k, v, layout, **options, seq_dim=2, head_dim=1)
+        return out[:, 0] if single else out
+
+    return run
+
+
+def _mask(mask: Tensor, batch: int, queries: int, keys: int, single: bool) -> Tensor:
+    """Return torch's mask as one of `spar.attention`: [B, S] of keys where it has no rows, else [.., S, S]."""
+    mask = mask[:, None] if single and mask.dim() == 3 else mask[(None,) * (4 - mask.dim())]
+    if mask.size(1) == mask.size(2) == 1:
+        return mask[:, 0, 0].expand(batch, keys)
+    return mask.expand(*mask.shape[:2], queries, keys)
+
+
+def _rows(part: Part, length: int, function: Any) -> Any:
+    """Attend from own queries to whole keys, without an exchange."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        q, k, v, mask, dropout_p, causal, scale, grouped = _Attention(*args, **kwargs)
+        if causal:
+            places = torch.arange(length, device=q.device)
+            mask = part.parts.shard(torch.arange(part.tokens, device=q.device), part.at(0))[:, None] >= places
+        elif mask is not None and mask.dim() > 1 and mask.size(-2) == part.tokens:
+            mask = part.parts.shard(mask, part.at(mask.dim() - 2))
+        options = {"enable_gqa": True} if grouped else {}
+        with _drawing(part.parts, dropout_p):
+            out = function(q, k, v, mask, dropout_p, scale=scale, **options)
+        return _connected(out, _Attention(q, k, v, mask))
+
+    return run
+
+
+def _connected(out: Tensor, asked: _Attention) -> Tensor:
+    """Let an empty result, which torch does not derive from keys and mask, reach the exchanges behind them.
+
+    Ranks with elements reach those in backward, and would wait for this one.
+    """
+    if not out.numel():
+        for x in asked[1:4]:
+            if x is not None and x.requires_grad:
+                out = out + x.sum().to(out.dtype) * 0
+    return out
+
+
+@contextlib.contextmanager
+def _drawing(parts: Parts, dropout_p: float) -> Iterator[None]:
+    """Let the ranks draw other numbers for their tokens, and leave their generators alike."""
+    if not dropout_p:
+        yield
+        return
+    with rank_seed(int(torch.randint(2**31, (), device="cpu")), parts.group):
+        yield

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that read or make no elements: shapes, dtypes, devices."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from ..call import FunctionCall, Plan, rule
+from ..part import whole_shape
+
+
+@rule(
+    "get_dtype get_device get_ndim dim ndimension get_requires_grad get_is_leaf get_grad_fn get_layout "
+    "get_is_cuda get_is_cpu get_is_mps get_is_xpu get_is_meta get_is_nested get_is_quantized get_is_sparse "
+    "get_is_mkldnn get_is_vulkan get_names get_itemsize get_output_nr get__version get__backward_hooks "
+    "is_floating_point is_complex is_tensor is_contiguous is_conj is_neg is_inference element_size "
+    "requires_grad_ set_requires_grad register_hook __hash__ stride can_cast result_type "
+    "new_zeros new_ones new_full new_empty new_tensor"
+)
+def same_for_parts(call: FunctionCall) -> Plan:
+    """Run on the part: the result does not depend on the tokens."""
+    return Plan()
+
+
+@rule("get_shape size")
+def shape(call: FunctionCall) -> Plan:
+    sizes = torch.Size(whole_shape(call.input))
+    dim = call.get(1, "dim")
+    return Plan(run=sizes if dim is None else sizes[dim], is_constant=True)
+
+
+@rule("numel nelement __len__")
+def count(call: FunctionCall) -> Plan:
+    sizes = whole_shape(call.input)
+    return Plan(run=sizes[0] if call.name == "__len__" else prod(sizes), is_constant=True)

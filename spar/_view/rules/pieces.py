@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that cut a tensor, or join several: along the tokens at borders of sequences alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..call import FunctionCall, Plan, moves_to, rule
+from ..part import Part, part_of, whole_shape
+
+
+@rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind")
+def split(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    if part is None or x.dim() == 0:
+        return None
+    (dim,) = call.dims(x, call.get(1 if call.name == "unbind" else 2, "dim", default=0))
+    if dim != part.dim:
+        return Plan(part.at(part.dim - (dim < part.dim)) if call.name == "unbind" else part)
+    sizes = _sizes(call, part.whole)
+    if sizes is None or not part.is_plain:
+        return None
+    cuts, at = [], 0
+    for size in sizes:
+        found = part.between(at, at + size)
+        if found is None:
+            return None
+        cuts.append(_cut(part, *found))
+        at += size
+    return Plan(
+        tuple([piece for _, _, piece in cuts]),
+        run=lambda x, *_, **__: tuple([x.narrow(dim, start, size) for start, size, _ in cuts]),
+    )
+
+
+def _sizes(call: FunctionCall, whole: int) -> list[int] | None:
+    """Return into which sizes a dim is split."""
+    if call.name in ("unbind", "tensor_split"):
+        return None
+    wanted = call.get(1, "split_size_or_sections", "split_size", "split_sizes", "chunks")
+    if not isinstance(wanted, int):
+        return list(wanted)
+    each = -(-whole // wanted) if "chunk" in call.name else wanted
+    return [min(each, whole - at) for at in range(0, whole, each)] if each else None
+
+
+def _cut(part: Part, first: int, end: int) -> tuple[int, int, Part]:
+    """Return where sequences first to before end begin on this rank, their number of tokens, and their part."""
+    return part.parts.held(part.lengths[:first]), part.parts.held(part.lengths[first:end]), part.of(
+        part.lengths[first:end]
+    )
+
+
+@rule("narrow")
+def narrow(call: FunctionCall) -> Plan | None:
+    part = call.part
+    if part is None:
+        return None
+    (dim,) = call.dims(call.input, call.get(1, "dim"))
+    start, length = call.get(2, "start"), call.get(3, "length")
+    if dim != part.dim:
+        return Plan(part)
+    found = part.between(start, start + length) if isinstance(start, int) and part.is_plain else None
+    if found is None:
+        return None
+    begin, size, piece = _cut(part, *found)
+    return Plan(piece, run=lambda x, *_, **__: x.narrow(dim, begin, size))
+
+
+@rule("select")
+def select(call: FunctionCall) -> Plan | None:
+    part = call.part
+    if part is None:
+        return None
+    (dim,) = call.dims(call.input, call.get(1, "dim"))
+    return None if dim == part.dim else Plan(part.at(part.dim - (dim < part.dim)))
+
+
+def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] | None:
+    """Return the index of the part, and the part of the result, of basic indexing; None if it needs the whole."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(entry, (Tensor, list, bool, range)) for entry in entries):
+        return None
+    if all(entry is not Ellipsis for entry in entries):
+        entries = (*entries, Ellipsis)
+    used = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    local: list[Any] = []
+    dim = at = 0  # of x, and of the result
+    result: Part | None = None
+    for entry in entries:
+        if entry is None:
+            local.append(None)
+            at += 1
+        elif entry is Ellipsis:
+            skipped = x.dim() - used
+            if dim <= part.dim < dim + skipped:
+                result = part.at(at + part.dim - dim)
+            local += [slice(None)] * skipped
+            dim, at = dim + skipped, at + skipped
+        elif isinstance(entry, slice):
+            if dim == part.dim:
+                cut = _sliced(part, entry)
+                if cut is None:
+                    return None
+                entry, result = cut[0], cut[1].at(at)
+            local.append(entry)
+            dim, at = dim + 1, at + 1
+        else:
+            if dim == part.dim:
+                return None
+            local.append(entry)
+            dim += 1
+    return None if result is None else (tuple(local), result)
+
+
+def _sliced(part: Part, entry: slice) -> tuple[slice, Part] | None:
+    start, stop, step = entry.indices(part.whole)
+    if (start, stop, step) == (0, part.whole, 1):
+        return slice(None), part
+    found = part.between(start, stop) if step == 1 and part.is_plain else None
+    if found is None:
+        return None
+    begin, size, piece = _cut(part, *found)
+    return slice(begin, begin + size), piece
+
+
+@rule("__getitem__")
+def getitem(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    found = indexed(x, part, call.args[1]) if part is not None else None
+    return None if found is None else Plan(found[1], replaced=((1, found[0]),))
+
+
+@rule("__setitem__")
+def setitem(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    found = indexed(x, part, call.args[1]) if part is not None else None
+    if found is None:
+        return None
+    index, target = found
+    value, moves = call.args[2], ()
+    if isinstance(value, Tensor):
+        dims = len(x[index].shape)
+        dim = target.dim - dims + value.dim()
+        if dim < 0:
+            moves = moves_to(call, [(value, None)])
+        elif part_of(value) is not target.at(dim):
+            size = whole_shape(value)[dim]
+            if size == target.whole:
+                moves = moves_to(call, [(value, target.at(dim))])
+            elif size != 1 or part_of(value) is not None:
+                return None
+    return Plan(moves=moves, replaced=((1, index),))
+
+
+@rule("cat concat concatenate stack")
+def join(call: FunctionCall) -> Plan | None:
+    tensors = list(call.get(0, "tensors"))
+    first = next(x for x in call.tensors if part_of(x) is not None)
+    part = part_of(first)
+    assert part is not None
+    dims = first.dim() + (call.name == "stack")
+    dim = call.get(1, "dim", "axis", default=0) % dims
+    if call.name != "stack" and dim == part.dim:
+        return _along_tokens(call, tensors, dim)
+    if any(x.dim() != first.dim() or whole_shape(x)[part.dim] != part.whole for x in tensors):
+        return None
+    result = part.at(part.dim + (call.name == "stack" and dim <= part.dim))
+    return Plan(result, moves_to(call, [(x, part) for x in tensors]))
+
+
+def _along_tokens(call: FunctionCall, tensors: list[Tensor], dim: int) -> Plan | None:
+    """Join sequences: the parts of one rank lie one behind the other."""
+    lengths: list[int] = []
+    wanted = []
+    for x in tensors:
+        part = part_of(x)
+        if part is None:
+            if x.dim() <= dim:
+                continue  # an empty tensor of one dim, which joins nothing
+            part = call.parts.part(dim, (x.size(dim),))
+        if part.dim != dim or not part.is_plain:
+            return None
+        lengths += part.lengths
+        wanted.append((x, part))
+    return Plan(call.parts.part(dim, tuple(lengths)), moves_to(call, wanted))
+
+
+@rule("pad")
+def pad(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    if part is None:
+        return None
+    padding = call.get(1, "pad", default=())
+    padded = {x.dim() - 1 - i // 2 for i, size in enumerate(padding) if size}
+    return None if part.dim in padded else Plan(part)
+
+
+@rule("roll")
+def roll(call: FunctionCall) -> Plan | None:
+    part, dim = call.part, call.get(2, "dims")
+    if part is None or dim is None or dim == () or part.dim in call.dims(call.input, dim):
+        return None
+    return Plan(part)
+
+
+@rule("flip")
+def flip(call: FunctionCall) -> Plan | None:
+    part = call.part
+    return None if part is None or part.dim in call.dims(call.input, call.sizes(1, "dims")) else Plan(part)
+
+

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products, convolutions, norms and embeddings: along other dims than the tokens, or summed over the ranks."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from ..call import FunctionCall, Plan, moves_to, rule
+from ..part import Part, part_of, whole_numel, whole_shape
+from ..sums import sum_over_ranks
+
+
+def work(local: int, x: Tensor, part: Part | None) -> tuple[int, int]:
+    """Return multiply-adds on this rank and in the whole, in proportion to the elements of x."""
+    return (local, local) if part is None else (local, local // max(x.numel(), 1) * whole_numel(x))
+
+
+@rule("linear")
+def linear(call: FunctionCall) -> Plan | None:
+    x, weight, part = call.input, call.get(1, "weight"), call.part
+    if part is None or part.dim == x.dim() - 1 or any(part_of(t) is not None for t in call.tensors[1:]):
+        return None
+    return Plan(part, work=work(x.numel() * weight.size(0), x, part))
+
+
+@rule("matmul __matmul__ __rmatmul__ bmm mm")
+def product(call: FunctionCall) -> Plan | None:
+    if len(call.args) != 2 or call.kwargs:
+        return None
+    a, b = call.args[::-1] if call.name == "__rmatmul__" else call.args
+    if a.dim() < 2 or b.dim() < 2:
+        return None
+    of_a, of_b = part_of(a), part_of(b)
+    at_a = of_a.dim - a.dim() if of_a else 0  # dims from the last, in which a and b broadcast
+    at_b = of_b.dim - b.dim() if of_b else 0
+    dims = max(a.dim(), b.dim())
+    local = a.numel() * b.size(-1)
+    if of_a and of_b and at_a == -1 and at_b == -2 and of_a.at(0) is of_b.at(0):
+        parts = call.parts
+        return Plan(
+            run=lambda *tensors: sum_over_ranks(parts, call.function(*tensors)), work=work(local, a, of_a)
+        )
+    if of_a and at_a == -2:
+        if of_b and at_b < -2:
+            return None
+        return Plan(of_a.at(dims - 2), moves_to(call, [(b, None)]), work=work(local, a, of_a))
+    if of_b and at_b == -1:
+        return Plan(of_b.at(dims - 1), moves_to(call, [(a, None)]), work=work(local, b, of_b))
+    if of_a and at_a < -2:
+        other = of_a.at(b.dim() + at_a) if b.dim() >= -at_a else None
+        if of_b is other and of_b is not None:
+            return Plan(of_a.at(dims + at_a), work=work(local, a, of_a))
+        if of_b is None and (other is None or b.shape[at_a] == 1):
+            return Plan(of_a.at(dims + at_a), work=work(local, a, of_a))
+        if of_b is None and b.shape[at_a] == of_a.whole:
+            return Plan(of_a.at(dims + at_a), moves_to(call, [(b, other)]), work=work(local, a, of_a))
+    return None
+
+
+@rule("einsum")
+def einsum(call: FunctionCall) -> Plan | None:
+    """Contract the part: a letter of tokens that is summed over is summed over the ranks, too."""
+    equation = call.get(0, "equation")
+    operands = [x for x in call.tensors]
+    if not isinstance(equation, str) or "..." in equation:
+        return None
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow or len(terms) != len(operands) or any(len(t) != x.dim() for t, x in zip(terms, operands)):
+        return None
+    letters = {term[part.dim] for term, x in zip(terms, operands) if (part := part_of(x)) is not None}
+    found = [(term, part) for term, x in zip(terms, operands) if (part := part_of(x)) is not None]
+    letter, first = found[0][0][found[0][1].dim], found[0][1]
+    if len(letters) != 1 or any(part.at(0) is not first.at(0) for _, part in found):
+        return None
+    if any(term.count(letter) > 1 for term in terms):
+        return None
+    wanted = [(x, first.at(term.index(letter))) for term, x in zip(terms, operands) if letter in term]
+    if any(whole_shape(x)[part.dim] != first.whole for x, part in wanted):
+        return None
+    sizes = {name: size for term, x in zip(terms, operands) for name, size in zip(term, whole_shape(x))}
+    whole = prod(sizes.values())
+    share = whole // max(first.whole, 1) * first.local, whole
+    if letter in output:
+        return Plan(first.at(output.index(letter)), moves_to(call, wanted), work=share)
+    parts, function = call.parts, call.function
+    return Plan(
+        moves=moves_to(call, wanted),
+        run=lambda *args: sum_over_ranks(parts, function(*args)),
+        work=share,
+    )
+
+
+@rule("layer_norm rms_norm")
+def norm(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    dims = call.get(1, "normalized_shape")
+    if part is None or part.dim >= x.dim() - len(dims) or any(part_of(t) is not None for t in call.tensors[1:]):
+        return None
+    return Plan(part)
+
+
+@rule("group_norm instance_norm")
+def norm_of_samples(call: FunctionCall) -> Plan | None:
+    part = call.part
+    return None if part is None or part.dim != 0 or call.get(1, "running_mean") is not None else Plan(part)
+
+
+@rule("embedding")
+def embedding(call: FunctionCall) -> Plan | None:
+    index, weight = call.input, call.get(1, "weight")
+    part = part_of(index)
+    return None if part is None or part_of(weight) is not None else Plan(part)
+
+
+@rule("conv1d conv2d conv3d")
+def convolution(call: FunctionCall) -> Plan | None:
+    """Convolve samples, or positions one by one."""
+    x, weight, part = call.input, call.get(1, "weight"), call.part
+    if part is None or x.dim() != weight.dim() or any(part_of(t) is not None for t in call.tensors[1:]):
+        return None
+    plain = all(size == 1 for size in weight.shape[2:]) and all(
+        _all(call.get(at, name, default=value), value)
+        for at, name, value in ((3, "stride", 1), (4, "padding", 0))
+    )
+    if part.dim == 1 or (part.dim > 1 and not plain):
+        return None
+    local = x.numel() // max(x.size(1), 1) * weight.numel()
+    return Plan(part, work=work(local, x, part))
+
+
+def _all(value: Any, wanted: int) -> bool:
+    return all(each == wanted for each in value) if isinstance(value, (tuple, list)) else value == wanted

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers: drawn for the whole tensor on each rank, as one process does, and sliced."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import FunctionCall, Plan, rule
+from ...ops.gather import all_gather
+from ..part import Part, Parts, whole_shape
+
+# Functions that draw numbers, with or without a part among their arguments: the ranks' generators must agree.
+DRAWING = frozenset(
+    "dropout dropout_ alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu "
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal "
+    "normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ poisson gumbel_softmax".split()
+)
+
+
+@rule("rand_like randn_like randint_like")
+def like(call: FunctionCall) -> Plan | None:
+    part = call.part
+    if part is None:
+        return None
+    function = call.function
+    return Plan(part, run=lambda x, *args, **kwargs: _drawn(part, x, lambda e: function(e, *args, **kwargs)))
+
+
+@rule("normal_ uniform_ bernoulli_ random_ exponential_")
+def in_place(call: FunctionCall) -> Plan | None:
+    part = call.part
+    if part is None or len(call.tensors) > 1:
+        return None
+    function = call.function
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            return x.copy_(_drawn(part, x, lambda e: function(e, *args, **kwargs)))
+
+    return Plan(part, run=run)
+
+
+@rule("dropout")
+def dropout(call: FunctionCall) -> Plan | None:
+    """Multiply by what dropout makes of ones of the whole shape."""
+    part, function = call.part, call.function
+    if part is None:
+        return None
+    if call.get(1, "p", default=0.5) == 0 or not call.get(2, "training", "train", default=True):
+        return Plan(part)
+    inplace, p = call.get(3, "inplace", default=False), call.get(1, "p", default=0.5)
+
+    def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        kept = _drawn(part, input, lambda e: function(e.fill_(1), p, True))
+        return input.mul_(kept) if inplace else input * kept
+
+    return Plan(part, run=run)
+
+
+def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:
+    """Return this rank's part of what is drawn for an empty tensor of the whole shape."""
+    with torch.no_grad():
+        whole = draw(torch.empty(whole_shape(x, part), dtype=x.dtype, device=x.device))
+        return part.parts.shard(whole, part).detach()
+
+
+def same_generators(parts: Parts) -> None:
+    """Check that the ranks' generators are alike. Collective."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    digest = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in states), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device="cpu")
+    found = all_gather(own.to(parts.device), parts.group).tolist()
+    if len(set(found)) > 1:
+        others = [rank for rank, value in enumerate(found) if value != found[0]]
+        raise RuntimeError(
+            f"a sharded model draws random numbers on rank {parts.rank} of {parts.world}: the generators of "
+            f"ranks {others} differ from rank 0's; seed all ranks alike, torch.manual_seed(seed): each draws "
+            "the whole tensor and keeps its part"
+        )

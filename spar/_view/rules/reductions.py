@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions along dims: of other dims than the tokens, or sums over the tokens, which are summed over the ranks."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import FunctionCall, Plan, rule
+from ..part import whole_shape
+from ..sums import sum_over_ranks
+from .pointwise import pointwise
+
+_NO_DIM = object()
+# The position of dim among the arguments, and its default.
+_ALONG: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys("softmax log_softmax softmin cumsum cumprod".split(), (1, _NO_DIM)),
+    **dict.fromkeys("mean sum nansum amax amin max min argmax argmin any all prod var std".split(), (1, None)),
+    **dict.fromkeys("logsumexp count_nonzero median nanmean aminmax".split(), (1, None)),
+    **dict.fromkeys("glu sort argsort".split(), (1, -1)),
+    **dict.fromkeys("norm linalg_norm linalg_vector_norm".split(), (2, None)),
+    "topk": (2, -1),
+    "normalize": (2, 1),
+}
+_KEEP_SIZE = frozenset("softmax log_softmax softmin cumsum cumprod glu sort argsort topk normalize".split())
+
+
+@rule(" ".join(_ALONG))
+def along(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    if call.name in ("max", "min") and len(call.tensors) == 2:
+        return pointwise(call)
+    if part is None or len(call.tensors) != 1:
+        return None
+    at, default = _ALONG[call.name]
+    dim = call.get(at, "dim", "axis", default=default)
+    every = dim is None or dim == () or dim == []
+    if dim is _NO_DIM or isinstance(dim, bool) or (every and call.name not in ("sum", "mean")):
+        return None
+    dims = list(range(x.dim())) if every else call.dims(x, dim)
+    if part.dim in dims:
+        return _summed(call, dims) if call.name in ("sum", "mean") else None
+    if call.name in _KEEP_SIZE or call.get(3 if call.name in ("var", "std") else at + 1, "keepdim", default=False):
+        return Plan(part)
+    return Plan(part.at(part.dim - sum(d < part.dim for d in dims)))
+
+
+def _summed(call: FunctionCall, dims: list[int]) -> Plan:
+    """Sum each rank's tokens, and then the ranks' sums; a mean divides by the whole count."""
+    keep, dtype = bool(call.get(2, "keepdim", default=False)), call.kwargs.get("dtype")
+    shape, parts = whole_shape(call.input), call.parts
+    count = prod([shape[d] for d in dims]) if call.name == "mean" else 0
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        kind = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else None)
+        sums_in = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind  # as torch's kernels
+        total = sum_over_ranks(parts, x.sum(dims, keepdim=keep, dtype=sums_in))
+        return (total / count if count else total).to(kind or total.dtype)
+
+    return Plan(run=run)
+
+

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that give a tensor another shape, or its dims another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import FunctionCall, Plan, rule
+from ..part import Part, whole_shape
+
+
+def reshaped(shape: Sequence[int], part: Part, new: Sequence[int]) -> tuple[list[int], Part] | None:
+    """Return the local sizes and the part of a tensor that is given a new shape; None if it cuts the tokens up."""
+    sizes = _inferred(list(new), prod(shape))
+    before = prod(shape[: part.dim]) * part.outer  # rows of tokens in front
+    best: tuple[int, int, int, int] | None = None
+    front = 1
+    for dim, size in enumerate(sizes):
+        if front and before % front == 0:
+            outer = before // front
+            inner, rest = divmod(size, max(outer * part.tokens, 1))
+            mixed = (outer > 1) + (inner > 1)
+            if not rest and inner and (best is None or mixed < best[0]):
+                best = mixed, dim, outer, inner
+        front *= size
+    if best is None:
+        return None
+    found = part.parts.part(best[1], part.lengths, best[2], best[3])
+    sizes[found.dim] = found.local
+    return sizes, found
+
+
+def _inferred(sizes: list[int], count: int) -> list[int]:
+    if -1 in sizes:
+        known = prod([size for size in sizes if size != -1])
+        sizes[sizes.index(-1)] = count // max(known, 1)
+    return sizes
+
+
+@rule("view reshape view_as reshape_as flatten unflatten ravel")
+def reshape(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    if part is None:
+        other = call.get(1, "other")
+        if call.name in ("view_as", "reshape_as"):
+            return Plan(run=_to(whole_shape(other), call.name))
+        return None
+    shape = whole_shape(x)
+    if call.name in ("view_as", "reshape_as"):
+        new = whole_shape(call.get(1, "other"))
+    elif call.name in ("flatten", "ravel"):
+        start, end = call.dims(x, [call.get(1, "start_dim", default=0), call.get(2, "end_dim", default=-1)])
+        new = [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]]
+    elif call.name == "unflatten":
+        (dim,) = call.dims(x, call.get(1, "dim"))
+        new = [*shape[:dim], *_inferred(list(call.get(2, "sizes")), shape[dim]), *shape[dim + 1 :]]
+    else:
+        new = call.sizes(1, "shape", "size", "dtype")
+        if not all(isinstance(size, int) for size in new):
+            return None  # view(dtype)
+    found = reshaped(shape, part, new)
+    if found is None:
+        return None
+    return Plan(found[1], run=_to(found[0], call.name))
+
+
+def _to(sizes: list[int], name: str) -> Any:
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x.reshape(sizes) if name in ("reshape", "reshape_as", "flatten", "ravel") else x.view(sizes)
+
+    return run
+
+
+@rule("transpose transpose_ swapaxes swapdims permute movedim moveaxis t get_T get_mT get_H get_mH adjoint")
+def reordered(call: FunctionCall) -> Plan | None:
+    """Find where the dim of tokens goes by a tensor without elements, whose sizes name its dims."""
+    x, part = call.input, call.part
+    if part is None or call.is_inplace:
+        return None
+    probe = torch.empty([0, *range(2, x.dim() + 1)] if x.dim() else [], device="meta")
+    sizes = list(probe.size())
+    moved = list(call.function(probe, *call.args[1:], **_but_input(call)).size())
+    return Plan(part.at(moved.index(sizes[part.dim])))
+
+
+def _but_input(call: FunctionCall) -> dict[str, Any]:
+    return {name: value for name, value in call.kwargs.items() if name not in ("input", "self")}
+
+
+@rule("unsqueeze")
+def unsqueeze(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    if part is None:
+        return None
+    dim = call.get(1, "dim") % (x.dim() + 1)
+    return Plan(part.at(part.dim + (dim <= part.dim)))
+
+
+@rule("squeeze")
+def squeeze(call: FunctionCall) -> Plan | None:
+    """Drop dims of size 1 of the whole: a dim of tokens may have size 1 on this rank alone."""
+    x, part = call.input, call.part
+    if part is None:
+        return None
+    dim, shape = call.get(1, "dim"), whole_shape(x)
+    dims = call.dims(x, dim) if dim is not None else list(range(x.dim()))
+    dropped = [d for d in dims if shape[d] == 1]
+    if part.dim in dropped:
+        return None
+    return Plan(
+        part.at(part.dim - sum(d < part.dim for d in dropped)), run=lambda x, *_, **__: x.squeeze(dropped)
+    )
+
+
+@rule("expand expand_as broadcast_to")
+def expand(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    sizes = whole_shape(call.get(1, "other")) if call.name == "expand_as" else call.sizes(1, "size", "shape")
+    if part is None:
+        return Plan(run=lambda x, *_, **__: x.expand(sizes)) if call.name == "expand_as" else None
+    dim = part.dim + len(sizes) - x.dim()
+    if sizes[dim] not in (-1, part.whole):
+        return None
+    sizes[dim] = -1
+    return Plan(part.at(dim), run=lambda x, *_, **__: x.expand(sizes))
+
+
+@rule("repeat tile")
+def repeat(call: FunctionCall) -> Plan | None:
+    x, part = call.input, call.part
+    times = call.sizes(1, "repeats", "dims")
+    if part is None:
+        return None
+    times = [1] * (x.dim() - len(times)) + times
+    dim = part.dim + len(times) - x.dim()
+    return Plan(part.at(dim).repeated(times[dim], 1))
+
+
+@rule("repeat_interleave")
+def repeat_interleave(call: FunctionCall) -> Plan | None:
+    part, times, dim = call.part, call.get(1, "repeats"), call.get(2, "dim")
+    if part is None or not isinstance(times, int) or dim is None:
+        return None
+    return Plan(part.repeated(1, times) if call.dims(call.input, dim) == [part.dim] else part)
+

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mode under which torch functions run on parts, and report whole shapes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from .call import RULES, FunctionCall, Plan, is_inplace
+from .part import _PART, Part, Parts, changed, mark, part_of, tensors_in, whole_shape
+from .report import Report, place_of_caller
+from .rules.random import DRAWING, same_generators
+from .slices import Slices
+
+_COPY = "_spar_copy"  # the attribute of a copy that would be a view if nothing was sharded
+_MOST_PLANS = 20_000
+_VIEWS = frozenset(
+    "narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose "
+    "permute expand squeeze unsqueeze diagonal movedim swapaxes unfold t get_T get_mT split_with_sizes".split()
+)
+# Functions of which nobody could make the result right: they read or change memory of the part.
+_MEMORY = frozenset(
+    "data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad "
+    "swap_tensors share_memory_ __dlpack__ _typed_storage".split()
+)
+
+
+class _Function(NamedTuple):
+    name: str
+    is_inplace: bool
+    draws: bool
+
+
+class View(TorchFunctionMode):
+    """While it is entered, a tensor that is a rank's part appears whole to the code that runs.
+
+    Each torch function runs on parts by its rule, or whole on gathered arguments. Ranks agree on each
+    exchange, since all decisions depend on parts and whole shapes.
+
+    strict: whether a function inside blocks that has to run whole is an error.
+    """
+
+    def __init__(self, parts: Parts, strict: bool = False) -> None:
+        super().__init__()
+        self.parts, self.strict = parts, strict
+        self.report = Report()
+        self.recording = True  # what runs whole, and how much work each rank does
+        self.blocks = 0  # of the model, that the code is in
+        self._functions: dict[Any, _Function] = {}
+        self._plans: dict[object, Plan | None] = {}
+        self._compared = False  # whether the ranks' generators were, in this forward
+        self._slices = Slices()
+
+    # ---- what a model's hooks call ----
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Enter the view for one forward of the model."""
+        self._compared = False
+        self._slices = Slices()
+        with self:
+            yield
+        self.recording = False
+
+    def shard(self, x: Tensor, part: Part) -> Tensor:
+        """Return the part of a whole tensor, that blocks receive in its place."""
+        out = self.parts.shard(x, part)
+        if not out.is_contiguous():
+            out = mark(out.clone(memory_format=torch.preserve_format), part)
+        self._slices.add(out, x)
+        return out
+
+    def gather(self, value: Any) -> Any:
+        """Return a nested value with whole tensors."""
+        return changed(self.parts.gather, value)
+
+    # ---- the mode ----
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        function = self._functions.get(func) or self._function(func)
+        try:
+            key, sharded = _signature(args, kwargs)
+        except _Unhashable:
+            key, sharded = None, any(part_of(x) is not None for x in tensors_in(args, kwargs))
+        if function.is_inplace or self._slices.written:
+            self._check_written(function, args, kwargs)
+        if not sharded:
+            if function.draws:
+                self._compare_generators()
+            if self.recording:
+                self.report.count(function.name, args, kwargs, self.blocks > 0)
+            return func(*args, **kwargs)
+        key = key and (func, key)
+        plan = self._plans.get(key, _MISSING) if key else _MISSING
+        if plan is _MISSING:
+            plan = self._planned(function, func, args, kwargs)
+            if key:
+                if len(self._plans) > _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = plan
+        if plan is None:
+            return self._whole(function, func, args, kwargs)
+        if plan.is_constant:
+            return plan.run
+        if function.draws:
+            self._compare_generators()
+        if self.recording and plan.work[1]:
+            self.report.add(plan.work, self.blocks > 0)
+        return self._run(plan, func, args, kwargs)
+
+    def _function(self, func: Any) -> _Function:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = f"{name[2:5]}_{func.__self__.__name__}"
+        made = self._functions[func] = _Function(name, is_inplace(name), name in DRAWING)
+        return made
+
+    def _planned(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
+        name = function.name
+        if name in _MEMORY or (name.startswith("set_") and name != "set_requires_grad"):
+            raise self.error(name, "reads or replaces memory of a tensor that is sharded", "gather it first")
+        if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
+            raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
+        found = RULES.get(name)
+        call = FunctionCall(self.parts, name, func, args, kwargs)
+        plan = found(call) if found is not None else None
+        return plan if plan is None or plan.is_constant else self._verified(call, plan)
+
+    def _verified(self, call: FunctionCall, plan: Plan) -> Plan | None:
+        """Compare the shapes that a plan promises with those of the function of whole tensors, without elements."""
+        if call.is_inplace or not plan.part:
+            return plan
+        try:
+            meta = changed(_without_elements, (call.args, call.kwargs))
+            expected = tensors_in(call.function(*meta[0], **meta[1]))
+        except Exception:  # functions that do not run without elements
+            return plan
+        each = plan.part if isinstance(plan.part, tuple) else (plan.part,) * len(expected)
+        for part, x in zip(each, expected, strict=True):
+            if part is not None and (part.dim >= x.dim() or x.size(part.dim) != part.whole):
+                raise RuntimeError(
+                    f"{call.name}: the rule says {part} for a result of shape {list(x.shape)}; this is a "
+                    "fault of spar, please report it"
+                )
+        return plan
+
+    def _run(self, plan: Plan, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if plan.moves:
+            args, kwargs = self._moved(dict(plan.moves), args, kwargs)
+        for place, value in plan.replaced:
+            if isinstance(place, int):
+                args = (*args[:place], value, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, place: value}
+        out = (plan.run or func)(*args, **kwargs)
+        part = plan.part
+        if part is None:
+            return out
+        if isinstance(out, Tensor):
+            if out.__dict__.get(_PART) is not part:
+                setattr(out, _PART, part)
+            return out
+        for i, x in enumerate(out):
+            mark(x, part[i] if isinstance(part, tuple) else part)
+        return out
+
+    def _moved(self, moves: dict[int, Part | None], args: Any, kwargs: Any) -> Any:
+        count = -1
+
+        def move(x: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            if count not in moves:
+                return x
+            part, own = moves[count], part_of(x)
+            if own is not None:
+                x = self.parts.gather(x)
+            return x if part is None else self.parts.shard(x, part)
+
+        return changed(move, (args, kwargs))
+
+    # ---- functions that run whole ----
+
+    def _whole(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = function.name
+        body = _body_of(func)
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        if function.draws:
+            self._compare_generators()
+        if self.strict and self.blocks:
+            raise self.error(name, "has no rule for these arguments, and would run whole", "pass strict=False")
+        if self.recording:
+            self.report.ran_whole(name, self.blocks > 0)
+            self.report.count(name, args, kwargs, self.blocks > 0)
+        if kwargs.get("inplace"):
+            raise self.error(name, "changes a sharded tensor in place, whole", "pass inplace=False")
+        if function.is_inplace:
+            return self._whole_in_place(function, func, args, kwargs)
+        out = func(*self.gather(args), **self.gather(kwargs))
+        if name in _VIEWS or (name == "__getitem__" and _is_basic(args[1])):
+            for x in tensors_in(out):
+                setattr(x, _COPY, True)
+        return out
+
+    def _whole_in_place(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Change the whole, and keep this rank's part of it."""
+        target, part = args[0], part_of(args[0])
+        if not isinstance(target, Tensor):
+            raise self.error(function.name, "changes several tensors, of which some are sharded", "pass one each")
+        rest = self.gather(args[1:]), self.gather(kwargs)
+        if part is None:
+            return func(target, *rest[0], **rest[1])
+        whole = self.parts.gather(target).clone()
+        func(whole, *rest[0], **rest[1])
+        target.copy_(self.parts.shard(whole, part))
+        return None if function.name == "__setitem__" else target
+
+    def outside(self, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run what is no torch function on whole tensors."""
+        if self.strict and self.blocks:
+            raise self.error(name, "is no torch function, and would run whole", "pass strict=False")
+        if self.recording:
+            self.report.ran_whole(name, self.blocks > 0)
+        with _pop_mode_temporarily():
+            return call(*self.gather(args), **self.gather(kwargs))
+
+    def _check_written(self, function: _Function, args: Any, kwargs: dict[str, Any]) -> None:
+        """Follow changes in place: of a copy that should be a view, and of a part whose whole others may read."""
+        if function.is_inplace and args and isinstance(args[0], Tensor):
+            if getattr(args[0], _COPY, False):
+                raise self.error(
+                    function.name,
+                    "changes a copy in place, which would be a view if nothing was sharded",
+                    "change the sharded tensor itself, or a clone",
+                )
+            if part_of(args[0]) is not None:
+                self._slices.write(args[0])
+        for x in tensors_in(args, kwargs) if self._slices.written else ():
+            if part_of(x) is None and self._slices.is_stale(x):
+                raise self.error(
+                    function.name,
+                    f"reads a tensor of shape {list(x.shape)} of which blocks changed this rank's part in place",
+                    "change a clone of it in the block",
+                )
+
+    # ---- random numbers ----
+
+    def _compare_generators(self) -> None:
+        if not self._compared:
+            self._compared = True
+            same_generators(self.parts)
+
+    def error(self, name: str, problem: str, advice: str) -> RuntimeError:
+        return RuntimeError(
+            f"{name} at {place_of_caller()} on rank {self.parts.rank} of {self.parts.world}: it {problem}; {advice}"
+        )
+
+    def __deepcopy__(self, memo: object) -> View:
+        return View(self.parts, self.strict)
+
+
+_MISSING: Any = object()
+_bodies: dict[Any, Any] = {}
+
+
+def _body_of(func: Any) -> Any:
+    """Return a function of torch that is written in Python, such that it runs by the rules of what it calls.
+
+    Such a function asks first whether a mode is active, and would come here again; the copy does not ask.
+    """
+    if func in _bodies:
+        return _bodies[func]
+    body = None
+    scope = getattr(func, "__globals__", {})
+    if isinstance(func, types.FunctionType) and scope.get("__name__") == "torch.nn.functional":
+        asks = {name: _never for name in scope if name.startswith("has_torch_function")}
+        body = types.FunctionType(func.__code__, {**scope, **asks}, func.__name__, func.__defaults__, func.__closure__)
+        body.__kwdefaults__ = func.__kwdefaults__
+    _bodies[func] = body
+    return body
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+class _Unhashable(Exception):
+    pass
+
+
+_VALUES = frozenset(
+    {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
+)
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], bool]:
+    """Return what rules may depend on, and whether there is a part."""
+    key: list[Any] = []
+    sharded = _collect(args, key)
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            sharded |= _collect((value,), key)
+    return tuple(key), sharded
+
+
+def _collect(values: Any, key: list[Any]) -> bool:
+    sharded = False
+    for x in values:
+        kind = type(x)
+        if kind in _VALUES:
+            key.append(x)
+        elif isinstance(x, Tensor):
+            part = getattr(x, _PART, None)
+            key += (part, x.shape)
+            if part is not None:
+                sharded = True
+        elif kind is bool:
+            key.append("true" if x else "false")
+        elif kind is float:
+            key.append(float)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            key.append(len(x))
+            sharded |= _collect(x, key)
+            key.append(kind)
+        elif kind is slice:
+            key.append(slice)
+            sharded |= _collect((x.start, x.stop, x.step), key)
+        else:
+            raise _Unhashable
+    return sharded
+
+
+def _without_elements(x: Tensor) -> Tensor:
+    return torch.empty(whole_shape(x), dtype=x.dtype, device="meta")
+
+
+def _is_basic(index: Any) -> bool:
+    entries = index if isinstance(index, tuple) else (index,)
+    return not any(isinstance(entry, (Tensor, list, range)) for entry in entries)
+
+
