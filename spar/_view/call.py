@@ -77,6 +77,8 @@ RULES: dict[str, Rule] = {}
 def rule(names: str) -> Callable[[Rule], Rule]:
     """Register a rule for functions of these names: torch's, its methods, and get_x for the attribute x.
 
+    get_is_* stands for all attributes of such a name, as one for each type of device.
+
     A rule returns None for a call that it cannot run on parts; then it runs whole on each rank.
     """
 
@@ -87,6 +89,10 @@ def rule(names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def rule_of(name: str) -> Rule | None:
+    return RULES.get("get_is_*" if name.startswith("get_is_") else name)
 
 
 def moves_to(
@@ -106,5 +112,7 @@ def moves_to(
 def is_inplace(name: str) -> bool:
     """Whether a function of torch changes its first argument, by its name."""
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__"))
+        return name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+        )
     return name.endswith("_") and name not in ("requires_grad_", "detach_")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..sequence_layout import SequenceLayout
 from ..sizes import cal_split_sizes
 
+_T = TypeVar("_T")
 _PART = "_spar_part"
 
 
@@ -132,18 +133,19 @@ class Parts:
         return mark(out if part.is_plain else out.flatten(part.dim, part.dim + 2), part)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the whole of a tensor of which each rank has its part; gradients are summed over the ranks."""
+        """Return the whole of a tensor of which each rank has its part; ranks' gradients are summed."""
         part = part_of(x)
         if part is None:
             return x
         if part.parts is not self:
             raise RuntimeError(
-                f"a tensor of shape {list(x.shape)} is a part of another group's; expected one of {self.group}"
+                f"a tensor of shape {list(x.shape)} is another group's part; expected one of {self.group}"
             )
         if part.is_plain:
             return self.layout(part.lengths).all_gather(x, part.dim)
-        flat = x.unflatten(part.dim, (part.outer, part.held, part.inner))
-        return self.layout(part.lengths).all_gather(flat, part.dim + 1).flatten(part.dim, part.dim + 2)
+        flat: Tensor = x.unflatten(part.dim, (part.outer, part.held, part.inner))
+        whole: Tensor = self.layout(part.lengths).all_gather(flat, part.dim + 1)
+        return whole.flatten(part.dim, part.dim + 2)
 
 
 def part_of(x: Any) -> Part | None:
@@ -151,7 +153,7 @@ def part_of(x: Any) -> Part | None:
     return getattr(x, _PART, None) if isinstance(x, Tensor) else None
 
 
-def mark(x: Any, part: Part | None) -> Any:
+def mark(x: _T, part: Part | None) -> _T:
     """Say which part of a whole tensor x is."""
     if isinstance(x, Tensor) and (part is not None or hasattr(x, _PART)):
         setattr(x, _PART, part)

@@ -38,7 +38,10 @@ class Report:
     def __init__(self) -> None:
         self._whole: Counter[tuple[str, str, bool]] = Counter()
         self.warned = False
-        self._work = {True: [0, 0], False: [0, 0]}  # by whether it is inside blocks: of this rank, of the whole
+        self._work = {
+            True: [0, 0],
+            False: [0, 0],
+        }  # by whether it is inside blocks: of this rank, of the whole
 
     @property
     def functions(self) -> list[RanWhole]:
@@ -69,7 +72,8 @@ class Report:
             self.add((work, work), in_block)
 
     def __str__(self) -> str:
-        lines = [f"this rank does {self.share:.1%} of the multiply-adds in blocks, {self.share_of_model:.1%} of all"]
+        shares = f"{self.share:.1%} of the multiply-adds in blocks, {self.share_of_model:.1%} of all"
+        lines = [f"this rank does {shares}"]
         lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
         return "\n".join(lines)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from .call import RULES, FunctionCall, Plan, is_inplace
+from .call import FunctionCall, Plan, is_inplace, rule_of
 from .part import _PART, Part, Parts, changed, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import DRAWING, same_generators
@@ -21,13 +21,52 @@ from .slices import Slices
 _COPY = "_spar_copy"  # the attribute of a copy that would be a view if nothing was sharded
 _MOST_PLANS = 20_000
 _VIEWS = frozenset(
-    "narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose "
-    "permute expand squeeze unsqueeze diagonal movedim swapaxes unfold t get_T get_mT split_with_sizes".split()
+    [
+        "narrow",
+        "view",
+        "reshape",
+        "view_as",
+        "reshape_as",
+        "flatten",
+        "unflatten",
+        "chunk",
+        "split",
+        "unbind",
+        "tensor_split",
+        "select",
+        "transpose",
+        "permute",
+        "expand",
+        "squeeze",
+        "unsqueeze",
+        "diagonal",
+        "movedim",
+        "swapaxes",
+        "unfold",
+        "t",
+        "get_T",
+        "get_mT",
+        "split_with_sizes",
+    ]
 )
 # Functions of which nobody could make the result right: they read or change memory of the part.
 _MEMORY = frozenset(
-    "data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad "
-    "swap_tensors share_memory_ __dlpack__ _typed_storage".split()
+    [
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "storage_offset",
+        "as_strided",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "get_grad",
+        "retain_grad",
+        "swap_tensors",
+        "share_memory_",
+        "__dlpack__",
+        "_typed_storage",
+    ]
 )
 
 
@@ -62,11 +101,13 @@ class View(TorchFunctionMode):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Enter the view for one forward of the model."""
-        self._compared = False
-        self._slices = Slices()
-        with self:
-            yield
-        self.recording = False
+        try:
+            with self:
+                yield
+            self.recording = False
+        finally:
+            self._compared = False
+            self._slices = Slices()
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
         """Return the part of a whole tensor, that blocks receive in its place."""
@@ -130,13 +171,13 @@ class View(TorchFunctionMode):
             raise self.error(name, "reads or replaces memory of a tensor that is sharded", "gather it first")
         if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
             raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
-        found = RULES.get(name)
+        found = rule_of(name)
         call = FunctionCall(self.parts, name, func, args, kwargs)
         plan = found(call) if found is not None else None
         return plan if plan is None or plan.is_constant else self._verified(call, plan)
 
     def _verified(self, call: FunctionCall, plan: Plan) -> Plan | None:
-        """Compare the shapes that a plan promises with those of the function of whole tensors, without elements."""
+        """Compare the part that a plan promises with the function's whole shapes, found without elements."""
         if call.is_inplace or not plan.part:
             return plan
         try:
@@ -199,7 +240,9 @@ class View(TorchFunctionMode):
         if function.draws:
             self._compare_generators()
         if self.strict and self.blocks:
-            raise self.error(name, "has no rule for these arguments, and would run whole", "pass strict=False")
+            raise self.error(
+                name, "has no rule for these arguments, and would run whole", "pass strict=False"
+            )
         if self.recording:
             self.report.ran_whole(name, self.blocks > 0)
             self.report.count(name, args, kwargs, self.blocks > 0)
@@ -217,7 +260,9 @@ class View(TorchFunctionMode):
         """Change the whole, and keep this rank's part of it."""
         target, part = args[0], part_of(args[0])
         if not isinstance(target, Tensor):
-            raise self.error(function.name, "changes several tensors, of which some are sharded", "pass one each")
+            raise self.error(
+                function.name, "changes several tensors, of which some are sharded", "pass one each"
+            )
         rest = self.gather(args[1:]), self.gather(kwargs)
         if part is None:
             return func(target, *rest[0], **rest[1])
@@ -236,7 +281,7 @@ class View(TorchFunctionMode):
             return call(*self.gather(args), **self.gather(kwargs))
 
     def _check_written(self, function: _Function, args: Any, kwargs: dict[str, Any]) -> None:
-        """Follow changes in place: of a copy that should be a view, and of a part whose whole others may read."""
+        """Follow changes in place: of a copy in a view's place, of a part of what others may read."""
         if function.is_inplace and args and isinstance(args[0], Tensor):
             if getattr(args[0], _COPY, False):
                 raise self.error(
@@ -250,7 +295,7 @@ class View(TorchFunctionMode):
             if part_of(x) is None and self._slices.is_stale(x):
                 raise self.error(
                     function.name,
-                    f"reads a tensor of shape {list(x.shape)} of which blocks changed this rank's part in place",
+                    f"reads a tensor of shape {list(x.shape)}, of which a block changed this rank's part",
                     "change a clone of it in the block",
                 )
 
@@ -262,9 +307,8 @@ class View(TorchFunctionMode):
             same_generators(self.parts)
 
     def error(self, name: str, problem: str, advice: str) -> RuntimeError:
-        return RuntimeError(
-            f"{name} at {place_of_caller()} on rank {self.parts.rank} of {self.parts.world}: it {problem}; {advice}"
-        )
+        where = f"{place_of_caller()} on rank {self.parts.rank} of {self.parts.world}"
+        return RuntimeError(f"{name} at {where} {problem}; {advice}")
 
     def __deepcopy__(self, memo: object) -> View:
         return View(self.parts, self.strict)
@@ -285,7 +329,9 @@ def _body_of(func: Any) -> Any:
     scope = getattr(func, "__globals__", {})
     if isinstance(func, types.FunctionType) and scope.get("__name__") == "torch.nn.functional":
         asks = {name: _never for name in scope if name.startswith("has_torch_function")}
-        body = types.FunctionType(func.__code__, {**scope, **asks}, func.__name__, func.__defaults__, func.__closure__)
+        body = types.FunctionType(
+            func.__code__, {**scope, **asks}, func.__name__, func.__defaults__, func.__closure__
+        )
         body.__kwdefaults__ = func.__kwdefaults__
     _bodies[func] = body
     return body
@@ -349,5 +395,3 @@ def _without_elements(x: Tensor) -> Tensor:
 def _is_basic(index: Any) -> bool:
     entries = index if isinstance(index, tuple) else (index,)
     return not any(isinstance(entry, (Tensor, list, range)) for entry in entries)
-
-

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class _Attention(NamedTuple):
 @rule("scaled_dot_product_attention")
 def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
     asked = _Attention(*call.args, **call.kwargs)
-    q, k, v, mask = asked[:4]
+    q = asked.query
     part, dims = part_of(q), q.dim()
     if part is None:
         return None
@@ -82,10 +82,12 @@ def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None
         run = _exchanged(part, keys, call.function)
         return Plan(part, moves_to(call, gathers), run=run, work=work(local, q, part))
     gathers += [(k, None), (v, None)]
-    return Plan(part, moves_to(call, gathers), run=_rows(part, length, call.function), work=work(local, q, part))
+    return Plan(
+        part, moves_to(call, gathers), run=_rows(part, length, call.function), work=work(local, q, part)
+    )
 
 
-def _exchanged(part: Part, keys: Part, function: Any) -> Any:
+def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
     """Attend over the sharded sequences of queries and keys."""
     layouts = part.parts.layout(part.lengths), part.parts.layout(keys.lengths)
     few = keys.tokens * (part.parts.world - 1) < part.tokens  # then gathering them moves less than queries do
@@ -94,32 +96,30 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         q, k, v, mask, dropout_p, causal, scale, grouped = _Attention(*args, **kwargs)
         if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-            return _rows(part, keys.tokens, function)(
-                q, part.parts.gather(k), part.parts.gather(v), mask, dropout_p, causal, scale, grouped
-            )
+            rows, whole = _rows(part, keys.tokens, function), (part.parts.gather(k), part.parts.gather(v))
+            return rows(q, *whole, mask, dropout_p, causal, scale, grouped)
         single = q.dim() == 3
         if single:
             q, k, v = q[:, None], k[:, None], v[:, None]
         mask = None if mask is None else _mask(mask, q.size(0), part.tokens, keys.tokens, single)
-
         layout = layouts[0] if keys is part else layouts
-        options = {"causal": causal, "mask": mask, "scale": scale, "dropout_p": dropout_p, "method": method}
+        options: dict[str, Any] = {"causal": causal, "mask": mask, "scale": scale, "method": method}
         with _drawing(part.parts, dropout_p):
-            out = attention(q, k, v, layout, **options, seq_dim=2, head_dim=1)
+            out = attention(q, k, v, layout, dropout_p=dropout_p, seq_dim=2, head_dim=1, **options)
         return out[:, 0] if single else out
 
     return run
 
 
 def _mask(mask: Tensor, batch: int, queries: int, keys: int, single: bool) -> Tensor:
-    """Return torch's mask as one of `spar.attention`: [B, S] of keys where it has no rows, else [.., S, S]."""
+    """Return torch's mask as one of `spar.attention`: [B, S] where it has no rows, else [.., S, S]."""
     mask = mask[:, None] if single and mask.dim() == 3 else mask[(None,) * (4 - mask.dim())]
     if mask.size(1) == mask.size(2) == 1:
         return mask[:, 0, 0].expand(batch, keys)
     return mask.expand(*mask.shape[:2], queries, keys)
 
 
-def _rows(part: Part, length: int, function: Any) -> Any:
+def _rows(part: Part, length: int, function: Any) -> Callable[..., Tensor]:
     """Attend from own queries to whole keys, without an exchange."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

@@ -38,7 +38,9 @@ def of_classes(call: FunctionCall) -> Plan | None:
     options = {"label_smoothing": smoothing} if smoothing else {}
 
     def run(input: Tensor, target: Tensor, *_: Any, **__: Any) -> Tensor:
-        total = sum_over_ranks(parts, function(input, target, ignore_index=ignored, reduction="sum", **options))
+        total = sum_over_ranks(
+            parts, function(input, target, ignore_index=ignored, reduction="sum", **options)
+        )
         return total / sum_over_ranks(parts, (target != ignored).sum()) if mean else total
 
     return Plan(moves=moves, run=run)

@@ -47,9 +47,11 @@ def _sizes(call: FunctionCall, whole: int) -> list[int] | None:
 
 
 def _cut(part: Part, first: int, end: int) -> tuple[int, int, Part]:
-    """Return where sequences first to before end begin on this rank, their number of tokens, and their part."""
-    return part.parts.held(part.lengths[:first]), part.parts.held(part.lengths[first:end]), part.of(
-        part.lengths[first:end]
+    """Return where sequences first to before end begin on this rank, their tokens, and their part."""
+    return (
+        part.parts.held(part.lengths[:first]),
+        part.parts.held(part.lengths[first:end]),
+        part.of(part.lengths[first:end]),
     )
 
 
@@ -79,7 +81,7 @@ def select(call: FunctionCall) -> Plan | None:
 
 
 def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] | None:
-    """Return the index of the part, and the part of the result, of basic indexing; None if it needs the whole."""
+    """Return a basic index of the part, and the part of its result; None if it needs the whole."""
     entries = index if isinstance(index, tuple) else (index,)
     if any(isinstance(entry, (Tensor, list, bool, range)) for entry in entries):
         return None
@@ -140,7 +142,8 @@ def setitem(call: FunctionCall) -> Plan | None:
     if found is None:
         return None
     index, target = found
-    value, moves = call.args[2], ()
+    value = call.args[2]
+    moves: tuple[tuple[int, Part | None], ...] = ()
     if isinstance(value, Tensor):
         dims = len(x[index].shape)
         dim = target.dim - dims + value.dim()
@@ -210,5 +213,3 @@ def roll(call: FunctionCall) -> Plan | None:
 def flip(call: FunctionCall) -> Plan | None:
     part = call.part
     return None if part is None or part.dim in call.dims(call.input, call.sizes(1, "dims")) else Plan(part)
-
-

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products, convolutions, norms and embeddings: along other dims than the tokens, or summed over the ranks."""
+"""Products, convolutions, norms and embeddings: of other dims than the tokens, or summed over ranks."""
 
 from __future__ import annotations
 
@@ -64,24 +64,24 @@ def product(call: FunctionCall) -> Plan | None:
 def einsum(call: FunctionCall) -> Plan | None:
     """Contract the part: a letter of tokens that is summed over is summed over the ranks, too."""
     equation = call.get(0, "equation")
-    operands = [x for x in call.tensors]
+    operands = call.tensors
     if not isinstance(equation, str) or "..." in equation:
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
-    if not arrow or len(terms) != len(operands) or any(len(t) != x.dim() for t, x in zip(terms, operands)):
+    if not arrow or [len(term) for term in terms] != [x.dim() for x in operands]:
         return None
-    letters = {term[part.dim] for term, x in zip(terms, operands) if (part := part_of(x)) is not None}
-    found = [(term, part) for term, x in zip(terms, operands) if (part := part_of(x)) is not None]
+    pairs = list(zip(terms, operands, strict=True))
+    found = [(term, part) for term, x in pairs if (part := part_of(x)) is not None]
     letter, first = found[0][0][found[0][1].dim], found[0][1]
-    if len(letters) != 1 or any(part.at(0) is not first.at(0) for _, part in found):
+    if any(term[part.dim] != letter or part.at(0) is not first.at(0) for term, part in found):
         return None
     if any(term.count(letter) > 1 for term in terms):
         return None
-    wanted = [(x, first.at(term.index(letter))) for term, x in zip(terms, operands) if letter in term]
+    wanted = [(x, first.at(term.index(letter))) for term, x in pairs if letter in term]
     if any(whole_shape(x)[part.dim] != first.whole for x, part in wanted):
         return None
-    sizes = {name: size for term, x in zip(terms, operands) for name, size in zip(term, whole_shape(x))}
+    sizes = {name: size for term, x in pairs for name, size in zip(term, whole_shape(x), strict=True)}
     whole = prod(sizes.values())
     share = whole // max(first.whole, 1) * first.local, whole
     if letter in output:
@@ -98,7 +98,11 @@ def einsum(call: FunctionCall) -> Plan | None:
 def norm(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     dims = call.get(1, "normalized_shape")
-    if part is None or part.dim >= x.dim() - len(dims) or any(part_of(t) is not None for t in call.tensors[1:]):
+    if (
+        part is None
+        or part.dim >= x.dim() - len(dims)
+        or any(part_of(t) is not None for t in call.tensors[1:])
+    ):
         return None
     return Plan(part)
 

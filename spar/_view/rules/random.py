@@ -9,15 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, rule
 from ...ops.gather import all_gather
+from ..call import FunctionCall, Plan, rule
 from ..part import Part, Parts, whole_shape
 
 # Functions that draw numbers, with or without a part among their arguments: the ranks' generators must agree.
 DRAWING = frozenset(
-    "dropout dropout_ alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu "
-    "rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal "
-    "normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ poisson gumbel_softmax".split()
+    [
+        "dropout",
+        "dropout_",
+        "alpha_dropout",
+        "feature_dropout",
+        "feature_alpha_dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "rrelu",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "bernoulli_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "cauchy_",
+        "poisson",
+        "gumbel_softmax",
+    ]
 )
 
 
@@ -71,8 +99,8 @@ def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:
 def same_generators(parts: Parts) -> None:
     """Check that the ranks' generators are alike. Collective."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
+    if parts.device.type != "cpu":
+        states.append(torch.get_device_module(parts.device).get_rng_state(parts.device))
     digest = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in states), digest_size=8).digest()
     own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device="cpu")
     found = all_gather(own.to(parts.device), parts.group).tolist()

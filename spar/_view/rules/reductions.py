@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions along dims: of other dims than the tokens, or sums over the tokens, which are summed over the ranks."""
+"""Functions along dims: other dims than the tokens, or sums over tokens, which are summed over ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,35 @@ from .pointwise import pointwise
 _NO_DIM = object()
 # The position of dim among the arguments, and its default.
 _ALONG: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys("softmax log_softmax softmin cumsum cumprod".split(), (1, _NO_DIM)),
-    **dict.fromkeys("mean sum nansum amax amin max min argmax argmin any all prod var std".split(), (1, None)),
-    **dict.fromkeys("logsumexp count_nonzero median nanmean aminmax".split(), (1, None)),
-    **dict.fromkeys("glu sort argsort".split(), (1, -1)),
-    **dict.fromkeys("norm linalg_norm linalg_vector_norm".split(), (2, None)),
+    **dict.fromkeys(["softmax", "log_softmax", "softmin", "cumsum", "cumprod"], (1, _NO_DIM)),
+    **dict.fromkeys(
+        [
+            "mean",
+            "sum",
+            "nansum",
+            "amax",
+            "amin",
+            "max",
+            "min",
+            "argmax",
+            "argmin",
+            "any",
+            "all",
+            "prod",
+            "var",
+            "std",
+        ],
+        (1, None),
+    ),
+    **dict.fromkeys(["logsumexp", "count_nonzero", "median", "nanmean", "aminmax"], (1, None)),
+    **dict.fromkeys(["glu", "sort", "argsort"], (1, -1)),
+    **dict.fromkeys(["norm", "linalg_norm", "linalg_vector_norm"], (2, None)),
     "topk": (2, -1),
     "normalize": (2, 1),
 }
-_KEEP_SIZE = frozenset("softmax log_softmax softmin cumsum cumprod glu sort argsort topk normalize".split())
+_KEEP_SIZE = frozenset(
+    ["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "glu", "sort", "argsort", "topk", "normalize"]
+)
 
 
 @rule(" ".join(_ALONG))
@@ -43,7 +63,9 @@ def along(call: FunctionCall) -> Plan | None:
     dims = list(range(x.dim())) if every else call.dims(x, dim)
     if part.dim in dims:
         return _summed(call, dims) if call.name in ("sum", "mean") else None
-    if call.name in _KEEP_SIZE or call.get(3 if call.name in ("var", "std") else at + 1, "keepdim", default=False):
+    if call.name in _KEEP_SIZE or call.get(
+        3 if call.name in ("var", "std") else at + 1, "keepdim", default=False
+    ):
         return Plan(part)
     return Plan(part.at(part.dim - sum(d < part.dim for d in dims)))
 
@@ -61,5 +83,3 @@ def _summed(call: FunctionCall, dims: list[int]) -> Plan:
         return (total / count if count else total).to(kind or total.dtype)
 
     return Plan(run=run)
-
-

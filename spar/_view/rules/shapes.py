@@ -15,7 +15,7 @@ from ..part import Part, whole_shape
 
 
 def reshaped(shape: Sequence[int], part: Part, new: Sequence[int]) -> tuple[list[int], Part] | None:
-    """Return the local sizes and the part of a tensor that is given a new shape; None if it cuts the tokens up."""
+    """Return the local sizes and the part of a tensor of a new shape; None if it cuts the tokens up."""
     sizes = _inferred(list(new), prod(shape))
     before = prod(shape[: part.dim]) * part.outer  # rows of tokens in front
     best: tuple[int, int, int, int] | None = None
@@ -147,4 +147,3 @@ def repeat_interleave(call: FunctionCall) -> Plan | None:
     if part is None or not isinstance(times, int) or dim is None:
         return None
     return Plan(part.repeated(1, times) if call.dims(call.input, dim) == [part.dim] else part)
-

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch functions on parts against whole tensors: values, and gradients averaged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers import view_cases
+from helpers.view_cases import PAIRS, Inputs, compare, functions
+from helpers.view_programs import program
+from torch import Tensor
+
+from spar._group.registry import place_of
+from spar._view.outside import intercepted
+from spar._view.part import Parts, mark, part_of
+from spar._view.view import View
+
+# Exchanges over each transport are tested by other modules.
+pytestmark = pytest.mark.one_transport
+
+Group = dist.ProcessGroup
+REFUSED = "changes a copy in place"  # the only refusal: views that cut sequences up are copies here
+
+
+def check_expressions(rank: int, world: int, group: Group) -> None:
+    inputs, failures, refused = Inputs(3), [], set()
+    for i, (name, function) in enumerate(functions().items()):
+        for k in range(0, len(PAIRS), 5):  # the soak runs all
+            pair = PAIRS[(i + world + k) % len(PAIRS)]
+            try:
+                problem = compare(group, function, pair, inputs)
+            except RuntimeError as error:
+                if REFUSED not in str(error):
+                    raise RuntimeError(f"{name} of {pair}") from error
+                refused.add(name)
+                continue
+            if problem:
+                failures.append(f"{name} of {pair}: {problem}")
+    assert not failures, "\n".join(failures)
+    assert refused <= {
+        "x[:, 5:] += 1; out = x",
+        "x[:, 5:] *= y[:, 5:]; out = x",
+        "z = x.view(2, 12, 3, 2); z[..., 0] = 1; out = x",
+        "z = x[:, 5:]; z.add_(1); out = x.clone(), z",
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_expressions_are_exact(ranks: Ranks, world: int) -> None:
+    """On 3 ranks one has none of the 2 samples."""
+    ranks(world, check_expressions)
+
+
+def check_programs(rank: int, world: int, group: Group) -> None:
+    for seed in range(40 * world, 40 * world + 60):
+        pair = PAIRS[seed % len(PAIRS)]
+        problem = compare(group, program(seed, 14), pair, Inputs(seed), 1e-8)
+        assert problem is None, (seed, pair, problem)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_random_programs_are_exact(ranks: Ranks, world: int) -> None:
+    ranks(world, check_programs)
+
+
+# ---- what is refused ----
+
+
+def viewed(group: Group, run: Callable[[View, Tensor], Any], strict: bool = False) -> Any:
+    """Run a function of a view and a part of [2, 12, 6]."""
+    place = place_of(group)
+    view = View(Parts(group, place.world, place.rank), strict)
+    x = view.shard(Inputs(1).x, view.parts.part(1, (12,)))
+    with intercepted(), view.forward():
+        return run(view, x)
+
+
+def check_refusals(rank: int, world: int, group: Group) -> None:
+    refused: dict[str, tuple[Callable[[View, Tensor], Any], str]] = {
+        "memory": (lambda view, x: x.data_ptr(), "reads or replaces memory"),
+        "strides": (lambda view, x: x.as_strided((2, 2), (1, 1)), "reads or replaces memory"),
+        "data": (lambda view, x: setattr(x, "data", x * 2), "reads or replaces memory"),
+        "out": (lambda view, x: torch.add(x, 1, out=torch.empty(2, 12, 6)), "has out="),
+        "copy": (lambda view, x: x[:, 1:5].add_(1), REFUSED),
+        "several": (lambda view, x: torch._foreach_add_([x, x * 2], 1), "changes several tensors"),
+    }
+    for name, (function, message) in refused.items():
+        with pytest.raises(RuntimeError, match=message) as caught:
+            viewed(group, function)
+        assert f"rank {rank} of {world}" in str(caught.value), name
+        assert "test_view.py:" in str(caught.value), name
+
+
+def test_what_cannot_be_right_is_refused(ranks: Ranks) -> None:
+    ranks(2, check_refusals)
+
+
+def check_written(rank: int, world: int, group: Group) -> None:
+    place = place_of(group)
+    whole = Inputs(1).x
+    for x in (whole, whole[:1]):  # sliced to a copy, and to a view
+        view = View(Parts(group, place.world, place.rank))
+        part = view.shard(x, view.parts.part(1, (12,)))
+        with intercepted(), view.forward():
+            part.transpose(1, 2).add_(1)
+            part.sum()
+            with pytest.raises(RuntimeError, match="of which a block changed this rank's part"):
+                x.view(-1) + 1
+
+
+def test_a_whole_tensor_is_stale_once_its_part_is_changed(ranks: Ranks) -> None:
+    ranks(2, check_written)
+
+
+def check_strict(rank: int, world: int, group: Group) -> None:
+    def run(view: View, x: Tensor) -> None:
+        view.blocks = 1
+        assert (x @ x.mT).shape == (2, 12, 12)
+        with pytest.raises(
+            RuntimeError, match=r"cumsum at test_view.py:.*would run whole; pass strict=False"
+        ):
+            x.cumsum(1)
+        with pytest.raises(RuntimeError, match=r"Double .*is no torch function"):
+            view_cases.Double.apply(x)  # type: ignore[no-untyped-call]
+
+    viewed(group, run, True)
+
+
+def test_strict_refuses_functions_that_run_whole(ranks: Ranks) -> None:
+    ranks(2, check_strict)
+
+
+def check_generators(rank: int, world: int, group: Group) -> None:
+    for function in (lambda view, x: torch.dropout(x, 0.5, True), lambda view, x: torch.randn(x.shape) + x):
+        torch.manual_seed(rank)
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] differ from rank 0's; seed all ranks alike"):
+            viewed(group, function)
+
+
+def test_generators_that_differ_are_reported(ranks: Ranks) -> None:
+    ranks(2, check_generators)
+
+
+def check_other_group(rank: int, world: int, group: Group) -> None:
+    place = place_of(group)
+    other = Parts(group, place.world, place.rank)
+    with pytest.raises(RuntimeError, match="is another group's part"):
+        viewed(group, lambda view, x: mark(torch.ones(2, 6, 6), other.part(1, (12,))).sum(1).cumsum(1) + x)
+
+
+def test_parts_of_another_group_are_refused(ranks: Ranks) -> None:
+    ranks(2, check_other_group)
+
+
+def check_plans(rank: int, world: int, group: Group) -> None:
+    """Count the rules that are asked: once for each function, parts and shapes."""
+
+    def run(view: View, x: Tensor) -> None:
+        for scale in (0.1, 0.2, 0.3):
+            y = (x * scale).view(2, 12, 3, 2).transpose(1, 2)
+        assert part_of(y) is view.parts.part(2, (12,))
+        assert len(view._plans) == 3
+
+    viewed(group, run)
+
+
+def test_plans_are_made_once(ranks: Ranks) -> None:
+    ranks(2, check_plans)
