@@ -137,10 +137,6 @@ class Parts:
         part = part_of(x)
         if part is None:
             return x
-        if part.parts is not self:
-            raise RuntimeError(
-                f"a tensor of shape {list(x.shape)} is another group's part; expected one of {self.group}"
-            )
         if part.is_plain:
             return self.layout(part.lengths).all_gather(x, part.dim)
         flat: Tensor = x.unflatten(part.dim, (part.outer, part.held, part.inner))

@@ -171,8 +171,10 @@ class View(TorchFunctionMode):
             raise self.error(name, "reads or replaces memory of a tensor that is sharded", "gather it first")
         if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
             raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
-        found = rule_of(name)
         call = FunctionCall(self.parts, name, func, args, kwargs)
+        if any((part := part_of(x)) is not None and part.parts is not self.parts for x in call.tensors):
+            raise self.error(name, "has a part of another view's", "gather it in its own forward")
+        found = rule_of(name)
         plan = found(call) if found is not None else None
         return plan if plan is None or plan.is_constant else self._verified(call, plan)
 

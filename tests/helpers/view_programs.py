@@ -64,7 +64,7 @@ def _like(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _binary(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
-    function = rng.choice([torch.add, torch.sub, torch.mul, torch.maximum, torch.atan2])
+    function = rng.choice([torch.add, torch.sub, torch.mul, torch.maximum])
     other = _like(rng, x, y)
     return function(x, other) if rng.random() < 0.7 else function(other, x)
 
@@ -125,7 +125,7 @@ def _reduce(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
             lambda: x.max(dim, keep)[0],
             lambda: x.softmax(dim),
             lambda: x.cumsum(dim),
-            lambda: x.std(dim, unbiased=False, keepdim=keep),
+            lambda: x.var(dim, unbiased=False, keepdim=keep),
             lambda: F.normalize(x, dim=dim),
             lambda: x.logsumexp(dim, keep),
         ]
