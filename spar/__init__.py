@@ -29,6 +29,8 @@ attention: over a sequence that is sharded by a layout; Spans: which keys its qu
 by_heads: any function that mixes tokens head by head, such as linear attention; by_state: recurrences with a
 linear state, of which states alone travel.
 
+shard_model: any torch model over a sharded sequence, unchanged; unshard_model undoes it.
+
 Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
 empty_cache, debug.
 
@@ -57,6 +59,7 @@ from ._attention.spans import Spans
 from ._control.state import Transport
 from ._exchange.work import Work
 from ._version import __version__
+from ._view.model import shard_model, unshard_model
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (
     ExchangeTimeoutError,
@@ -130,9 +133,11 @@ __all__ = [
     "rank_seed",
     "reduce_scatter",
     "reorder_output",
+    "shard_model",
     "split_forward_gather_backward",
     "split_forward_gather_backward_with_cp",
     "transport",
+    "unshard_model",
 ]
 
 if _TYPE_CHECKING:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +19,18 @@ from .._exchange.arguments import ranks_of
 from .._group.group import Call
 from .._group.registry import place_of
 from ..topology.resolve import Group, process_group
+from .inputs import check_equal
 from .outside import intercepted
 from .part import Part, Parts, part_of, tensors_in
 from .report import Report
 from .view import View
 
-_STATE = "_spar_view"
+_STATE = "_spar_view"  # the attribute of a model that is sharded
 _MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 _STREAMS = ("hidden_states", "x", "src", "tgt", "input")  # the names of what blocks pass on
+_METHODS = (None, "ulysses", "gather", "ring")
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def shard_model(
@@ -39,45 +44,29 @@ def shard_model(
     """Shard the sequence of any torch model over the ranks of a group, in each later forward.
 
     Every rank calls the model with the same whole inputs and receives the whole output. From its first block
-    on each rank has its part of the tokens, of any number; the model's code still sees whole shapes. Each
-    torch function runs on parts, with exchanges where it mixes tokens, or whole on each rank, which the
-    report names. Compute the same loss on all ranks, and average the gradients of parameters over them, as
-    DDP and FSDP2 do: they are then those of one process. Does not communicate.
+    on each rank has its part of the tokens, of any number, by `cal_split_sizes`; the model's code still sees
+    whole shapes. Each torch function runs on parts, with an exchange where it mixes tokens, or whole on each
+    rank, which the report names. Compute the same loss on all ranks, and average gradients of parameters over
+    them, as DDP and FSDP2 do: they are then those of one process. Does not communicate.
 
     Args:
-        model: it is changed in place, until `unshard_model`. Not a wrapper such as DDP's.
+        model: it is changed in place, until `unshard_model`. Not a wrapper such as DDP.
         group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
             sequence group (WORLD if there is none).
-        blocks: names of the modules before which the sequence is sharded, with wildcards: "layers.*". None:
-            the elements of each outermost ModuleList that has attention in it.
+        blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
+            receives, if it is whole. None: the elements of each outermost ModuleList or Sequential that has
+            attention in it.
         method: of attention: "ulysses", "gather" or "ring"; None chooses for each.
-        strict: whether a function inside blocks that would run whole is an error.
+        strict: whether a function inside blocks that would run whole raises.
 
     Returns:
         The report of the first forward, empty until then.
 
     Raises:
-        ValueError: the model is sharded already, is compiled, or has no such blocks.
+        ValueError: the model is sharded already or wrapped, or has no such blocks.
         TypeError: model is no module.
     """
-    where = "shard_model"
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{where}: model is {model!r:.200}; expected a torch.nn.Module")
-    for inner in ("module", "_orig_mod"):  # where DDP and torch.compile keep the model
-        if isinstance(getattr(model, inner, None), torch.nn.Module):
-            raise ValueError(
-                f"{where}: model is a {type(model).__name__}; expected what it wraps: model.{inner}"
-            )
-    if _STATE in vars(model):
-        raise ValueError(f"{where}: the model is sharded already; call unshard_model(model) first")
-    if method not in (None, "ulysses", "gather", "ring"):
-        raise ValueError(f'{where}: method is {method!r}; expected "ulysses", "gather", "ring" or None')
-    found = _blocks(model, blocks)
-    real = process_group(group, where)
-    place = place_of(real)
-    parts = Parts(real, place.world, place.rank, method)
-    sharded = vars(model)[_STATE] = _Sharded(model, View(parts, strict), found)
-    return sharded.view.report
+    return sharded(model, group, "shard_model", blocks=blocks, method=method, strict=strict)
 
 
 def unshard_model(model: torch.nn.Module) -> None:
@@ -86,32 +75,78 @@ def unshard_model(model: torch.nn.Module) -> None:
     Raises:
         ValueError: the model is not sharded, or its forward was replaced since.
     """
+    unsharded(model, "unshard_model")
+
+
+def sharded(
+    model: torch.nn.Module,
+    group: Group,
+    where: str,
+    *,
+    blocks: Sequence[str] | None = None,
+    method: str | None = None,
+    strict: bool = False,
+    around: Around = contextlib.nullcontext,
+) -> Report:
+    """Shard a model as `shard_model` does.
+
+    where: the caller, for messages. around: what is entered around each run of its code on parts.
+    """
+    check_module(model, where)
+    if is_sharded(model):
+        raise ValueError(f"{where}: the model is sharded already; undo that first")
+    if method not in _METHODS:
+        raise ValueError(f'{where}: method is {method!r}; expected "ulysses", "gather", "ring" or None')
+    found = _blocks(model, blocks, where)
+    real = process_group(group, where)
+    place = place_of(real)
+    view = View(Parts(real, place.world, place.rank, method), strict)
+    vars(model)[_STATE] = _Sharded(model, view, found, around)
+    return view.report
+
+
+def unsharded(model: torch.nn.Module, where: str) -> None:
     state = vars(model).get(_STATE) if isinstance(model, torch.nn.Module) else None
     if state is None:
-        raise ValueError("unshard_model: the model is not sharded; expected one that shard_model changed")
-    state.remove()
+        raise ValueError(f"{where}: the model is not sharded; expected one that was")
+    state.remove(where)
     del vars(model)[_STATE]
 
 
-def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None) -> dict[str, torch.nn.Module]:
+def is_sharded(model: torch.nn.Module) -> bool:
+    return _STATE in vars(model)
+
+
+def check_module(model: Any, where: str) -> None:
+    """Check that a model is a module itself, not what DDP or torch.compile made of one."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{where}: model is {model!r:.200}; expected a torch.nn.Module")
+    for inner in ("module", "_orig_mod"):
+        if isinstance(getattr(model, inner, None), torch.nn.Module):
+            kind = type(model).__name__
+            raise ValueError(f"{where}: model is a {kind}; expected what it wraps: model.{inner}")
+
+
+# ---- blocks ----
+
+
+def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None, where: str) -> dict[str, torch.nn.Module]:
     if patterns is None:
         found = dict(_lists_with_attention(model, ""))
         if not found:
             raise ValueError(
-                f"shard_model: {type(model).__name__} has no ModuleList of blocks with attention; "
+                f"{where}: {type(model).__name__} has no ModuleList of blocks with attention; "
                 'pass blocks=["layers.*"], the modules before which its sequence is to be sharded'
             )
         return found
-    modules = dict(model.named_modules())
-    found = {}
-    for pattern in patterns:
-        matches = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
-        if not matches:
-            raise ValueError(
-                f"shard_model: blocks has {pattern!r}; expected the name of a module, such as "
-                f"{', '.join([name for name in modules if name][:5])}"
-            )
-        found |= {name: modules[name] for name in matches if name.count(".") == pattern.count(".")}
+    modules, found = dict(model.named_modules()), {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        depth = pattern.count(".")
+        names = [n for n in modules if n and n.count(".") == depth and fnmatch.fnmatchcase(n, pattern)]
+        if not names:
+            known = ", ".join([name for name in modules if name][:8])
+            raise ValueError(f"{where}: blocks has {pattern!r}; expected names of modules, such as {known}")
+        found |= {name: modules[name] for name in names}
     return found
 
 
@@ -130,11 +165,17 @@ def _lists_with_attention(module: torch.nn.Module, path: str) -> list[tuple[str,
     return found
 
 
-class _Sharded:
-    """What `shard_model` changed in a model; copied with it."""
+# ---- what is changed in a model ----
 
-    def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
-        self.model, self.view, self.blocks = model, view, blocks
+
+class _Sharded:
+    """What `shard_model` changed in a model; it is copied with the model."""
+
+    def __init__(
+        self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module], around: Around
+    ) -> None:
+        self.model, self.view, self.around = model, view, around
+        self.compared = False  # whether the ranks' inputs were, in the first forward
         self.hooks = [
             block.register_forward_pre_hook(_Shards(self), with_kwargs=True) for block in blocks.values()
         ]
@@ -144,18 +185,17 @@ class _Sharded:
         self._replace(model, _ModelForward)
 
     def _replace(self, module: torch.nn.Module, kind: Any) -> None:
-        before = vars(module).get("forward")
-        now = kind(self, module.forward)
-        functools.update_wrapper(now, module.forward)
+        before, own = vars(module).get("forward"), module.forward
+        now = functools.update_wrapper(kind(self, own), own)
         module.forward = now
         self.forwards.append((module, before, now))
 
-    def remove(self) -> None:
+    def remove(self, where: str) -> None:
         for module, _, now in self.forwards:
             if vars(module).get("forward") is not now:
                 raise ValueError(
-                    f"unshard_model: the forward of {type(module).__name__} was replaced since; expected "
-                    "shard_model's; undo what replaced it first"
+                    f"{where}: the forward of a {type(module).__name__} was replaced since; undo what "
+                    "replaced it first"
                 )
         for hook in self.hooks:
             hook.remove()
@@ -166,8 +206,13 @@ class _Sharded:
                 module.forward = before
 
     @property
-    def active(self) -> bool:
+    def is_running(self) -> bool:
         return _get_current_function_mode() is self.view
+
+    @contextlib.contextmanager
+    def intercepted(self) -> Any:
+        with intercepted(), self.around():
+            yield
 
 
 class _Forward:
@@ -180,14 +225,12 @@ class _Forward:
 class _BlockForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a block; in the view too if backward runs it again, for a checkpoint."""
-        view = self.sharded.view
+        sharded, view = self.sharded, self.sharded.view
         view.blocks += 1
         try:
-            if self.sharded.active:
+            if sharded.is_running or not any(part_of(x) is not None for x in tensors_in(args, kwargs)):
                 return self.own(*args, **kwargs)
-            if not any(part_of(x) is not None for x in tensors_in(args, kwargs)):
-                return self.own(*args, **kwargs)  # called alone, with whole tensors
-            with intercepted(), view:
+            with sharded.intercepted(), view:
                 return self.own(*args, **kwargs)
         finally:
             view.blocks -= 1
@@ -195,15 +238,23 @@ class _BlockForward(_Forward):
 
 class _ModelForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        view = self.sharded.view
+        """Call the model's forward over the ranks."""
+        sharded, view = self.sharded, self.sharded.view
         if torch.compiler.is_compiling():
-            raise RuntimeError("a model of shard_model cannot be compiled; compile functions that it calls")
-        if view.parts.world == 1 or self.sharded.active:
+            raise RuntimeError(
+                "a sharded model's forward: torch.compile cannot trace it; compile functions that it "
+                "calls, or enable a model of diffusers by a plan"
+            )
+        if view.parts.world == 1 or sharded.is_running:
             return self.own(*args, **kwargs)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", _MOST_EXCHANGES) as call:
             try:
-                view.parts.device = _device_of(self.sharded.model)
-                with intercepted(), view.forward():
+                view.parts.device = _device_of(sharded.model)
+                if not sharded.compared:
+                    names = inspect.signature(self.own).parameters
+                    check_equal(view.parts.group, dict(zip(names, args, strict=False)) | kwargs)
+                    sharded.compared = True
+                with sharded.intercepted(), view.forward():
                     output = self.own(*args, **kwargs)
                 output = view.gather(output)
             except BaseException:
@@ -214,12 +265,13 @@ class _ModelForward(_Forward):
 
     def _warn(self) -> None:
         """Name once what runs whole in blocks."""
-        report = self.sharded.view.report
-        if report.warned or self.sharded.view.parts.rank:
+        view = self.sharded.view
+        report, kind = view.report, type(self.sharded.model).__name__
+        if report.warned or view.parts.rank:
             return
         report.warned = True
         if report.share > 0.9 or any(each.in_block for each in report.functions):
-            warnings.warn(f"shard_model({type(self.sharded.model).__name__}): {report}", stacklevel=3)
+            warnings.warn(f"sharded {kind}: {report}", stacklevel=3)
 
 
 class _Shards:
@@ -229,7 +281,7 @@ class _Shards:
         self.sharded = sharded
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.sharded.active:
+        if not self.sharded.is_running:
             return None
         with _pop_mode_temporarily():
             return self._shard(module, args, kwargs)
@@ -264,8 +316,8 @@ def _main(tensors: list[tuple[str, Tensor]]) -> Tensor | None:
     """Return the sequence among a block's arguments: of its usual names, else the longest."""
     named = [x for name, x in tensors if name in _STREAMS and x.dim() in (2, 3)]
     some = named or [x for _, x in tensors if x.dim() == 3] or [x for _, x in tensors if x.dim() == 2]
-    sharded = next((x for x in some if part_of(x) is not None), None)
-    return sharded if sharded is not None else max(some, key=lambda x: max(x.shape[:-1]), default=None)
+    found = next((x for x in some if part_of(x) is not None), None)
+    return found if found is not None else max(some, key=lambda x: max(x.shape[:-1]), default=None)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -13,9 +13,9 @@ import torch
 from .._control.agreement import is_reported
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
+from .._view.inputs import check_equal
 from ..topology.resolve import Group, process_group
 from ._diffusers.attention import JointProcessor, ShardedAttention, register_backend, unregister_backend
-from ._diffusers.inputs import check_equal
 from ._diffusers.names import BACKEND, Names, load
 from ._diffusers.plan import Part, Rule, argument_names, default_plan, rules_of
 from ._diffusers.sequences import TEXT, Sequences

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..._group.registry import place_of
-from ...ops.gather import all_gather
+from .._group.registry import place_of
+from ..ops.gather import all_gather
+from .part import tensors_in
 
 _SIZES, _SAMPLES = 8, 120  # numbers that stand for each tensor
 _TOLERANCE = 1e-2  # of the largest sample: another GPU may round the embeddings differently
@@ -22,9 +23,10 @@ def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
         ValueError: an input differs between ranks. Every rank raises.
     """
     tensors = {
-        name: x
-        for name, x in sorted(inputs.items())  # callers may pass keywords in any order
-        if isinstance(x, torch.Tensor) and x.device.type != "meta"
+        f"{name}[{i}]" if x is not value else name: x
+        for name, value in sorted(inputs.items())  # callers may pass keywords in any order
+        for i, x in enumerate(tensors_in(value))
+        if x.device.type != "meta"
     }
     place = place_of(group)
     if not tensors or place.world == 1:
