@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import socket
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import TRANSPORTS, Ranks
 from helpers.whole_attention import whole_attention
+from torch.nn.parallel import DistributedDataParallel
 
 import spar
 from spar.parallel_state import Topology
@@ -174,7 +176,12 @@ def of_several_nodes(group: dist.ProcessGroup) -> Names:
     return {"ranks_per_node": 2}
 
 
+def of_any_model(group: dist.ProcessGroup) -> Names:
+    return {"x": torch.randn(2, 13, 64), "DistributedDataParallel": DistributedDataParallel}
+
+
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
+    "any-model.md": of_any_model,
     "profiling.md": of_debugging,
     "index.md": of_index,
     "ops.md": of_ops,
@@ -230,6 +237,13 @@ def check_utils(names: Names) -> None:
     stateless_destroy_torch_distributed_process_group(names["group"])
 
 
+def check_any_model(names: Names) -> None:
+    whole = copy.deepcopy(names["model"])
+    spar.unshard_model(whole)
+    torch.testing.assert_close(whole.eval()(names["x"]), names["model"].eval()(names["x"]))
+    assert names["report"].share < 0.4
+
+
 def check_groups_of_a_node(names: Names) -> None:
     """The sequence groups are ranks 0 and 1, and 2 and 3, as if these shared a node."""
     first = dist.get_rank() // 2 * 2
@@ -244,6 +258,7 @@ def check_rings_across_nodes(names: Names) -> None:
 
 
 CHECKS = {
+    ("any-model.md", 0): check_any_model,
     ("data-parallel.md", 0): check_data_parallel,
     ("packed.md", 0): check_packed,
     ("index.md", 0): check_index,

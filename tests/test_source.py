@@ -81,6 +81,8 @@ SIGNATURES = {
     "out=None",
     "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
     "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2",
+    "shard_model": "model, group=None, blocks=None, method=None, strict=False",
+    "unshard_model": "model",
     "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",
     "by_state": "fn, tensors, layout, state, transition, decay=False, correct=None, like=0, seq_dim=1",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",

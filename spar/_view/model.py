@@ -7,6 +7,7 @@ import contextlib
 import fnmatch
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -238,13 +239,12 @@ class _BlockForward(_Forward):
 
 class _ModelForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward over the ranks."""
+        """Call the model's forward over the ranks, never compiled: torch.compile cannot trace the view."""
+        run = self._run if "torch._dynamo" not in sys.modules else torch._dynamo.disable(self._run)
+        return run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         sharded, view = self.sharded, self.sharded.view
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "a sharded model's forward: torch.compile cannot trace it; compile functions that it "
-                "calls, or enable a model of diffusers by a plan"
-            )
         if view.parts.world == 1 or sharded.is_running:
             return self.own(*args, **kwargs)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", _MOST_EXCHANGES) as call:
@@ -262,6 +262,8 @@ class _ModelForward(_Forward):
                 raise
         self._warn()
         return output
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined] # it calls what is disabled in depth
 
     def _warn(self) -> None:
         """Name once what runs whole in blocks."""

@@ -63,12 +63,12 @@ def _apply(own: Any) -> Callable[..., Any]:
     @functools.wraps(call)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         view = _get_current_function_mode()
+        if isinstance(view, View) and cls is checkpoints.CheckpointFunction:
+            return _reentrant(view, functools.partial(call, cls), *args)
         if not isinstance(view, View) or not _has_parts(args, kwargs):
             return call(cls, *args, **kwargs)
         if cls.__module__.startswith(_IDENTITIES):
             return call(cls, *args, **kwargs)
-        if cls is checkpoints.CheckpointFunction:
-            return _reentrant(view, functools.partial(call, cls), *args)
         return view.outside(cls.__name__, functools.partial(call, cls), args, kwargs)
 
     return apply

@@ -15,65 +15,28 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from .call import FunctionCall, Plan, is_inplace, rule_of
 from .part import _PART, Part, Parts, changed, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
-from .rules.random import DRAWING, same_generators
+from .rules.random import draws, may_draw, same_generators
 from .slices import Slices
 
 _COPY = "_spar_copy"  # the attribute of a copy that would be a view if nothing was sharded
 _MOST_PLANS = 20_000
-_VIEWS = frozenset(
-    [
-        "narrow",
-        "view",
-        "reshape",
-        "view_as",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "chunk",
-        "split",
-        "unbind",
-        "tensor_split",
-        "select",
-        "transpose",
-        "permute",
-        "expand",
-        "squeeze",
-        "unsqueeze",
-        "diagonal",
-        "movedim",
-        "swapaxes",
-        "unfold",
-        "t",
-        "get_T",
-        "get_mT",
-        "split_with_sizes",
-    ]
-)
+_VIEWS_NAMES = """
+narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
+permute expand squeeze unsqueeze diagonal movedim swapaxes unfold t get_T get_mT split_with_sizes
+"""
+_VIEWS = frozenset(_VIEWS_NAMES.split())
 # Functions of which nobody could make the result right: they read or change memory of the part.
-_MEMORY = frozenset(
-    [
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "storage_offset",
-        "as_strided",
-        "set_",
-        "resize_",
-        "resize_as_",
-        "get_grad",
-        "retain_grad",
-        "swap_tensors",
-        "share_memory_",
-        "__dlpack__",
-        "_typed_storage",
-    ]
-)
+_MEMORY_NAMES = """
+data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad
+swap_tensors share_memory_ __dlpack__ _typed_storage
+"""
+_MEMORY = frozenset(_MEMORY_NAMES.split())
 
 
 class _Function(NamedTuple):
     name: str
     is_inplace: bool
-    draws: bool
+    may_draw: bool
 
 
 class View(TorchFunctionMode):
@@ -135,8 +98,8 @@ class View(TorchFunctionMode):
         if function.is_inplace or self._slices.written:
             self._check_written(function, args, kwargs)
         if not sharded:
-            if function.draws:
-                self._compare_generators()
+            if function.may_draw:
+                self._compare_generators(function, func, args, kwargs)
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
             return func(*args, **kwargs)
@@ -152,8 +115,8 @@ class View(TorchFunctionMode):
             return self._whole(function, func, args, kwargs)
         if plan.is_constant:
             return plan.run
-        if function.draws:
-            self._compare_generators()
+        if function.may_draw:
+            self._compare_generators(function, func, args, kwargs)
         if self.recording and plan.work[1]:
             self.report.add(plan.work, self.blocks > 0)
         return self._run(plan, func, args, kwargs)
@@ -162,7 +125,7 @@ class View(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):
             name = f"{name[2:5]}_{func.__self__.__name__}"
-        made = self._functions[func] = _Function(name, is_inplace(name), name in DRAWING)
+        made = self._functions[func] = _Function(name, is_inplace(name), may_draw(name))
         return made
 
     def _planned(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
@@ -239,8 +202,8 @@ class View(TorchFunctionMode):
         if body is not None:
             with self:
                 return body(*args, **kwargs)
-        if function.draws:
-            self._compare_generators()
+        if function.may_draw:
+            self._compare_generators(function, func, args, kwargs)
         if self.strict and self.blocks:
             raise self.error(
                 name, "has no rule for these arguments, and would run whole", "pass strict=False"
@@ -303,8 +266,9 @@ class View(TorchFunctionMode):
 
     # ---- random numbers ----
 
-    def _compare_generators(self) -> None:
-        if not self._compared:
+    def _compare_generators(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Compare the ranks' generators where a forward first draws numbers."""
+        if not self._compared and draws(FunctionCall(self.parts, function.name, func, args, kwargs)):
             self._compared = True
             same_generators(self.parts)
 

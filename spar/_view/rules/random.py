@@ -13,40 +13,27 @@ from ...ops.gather import all_gather
 from ..call import FunctionCall, Plan, rule
 from ..part import Part, Parts, whole_shape
 
-# Functions that draw numbers, with or without a part among their arguments: the ranks' generators must agree.
-DRAWING = frozenset(
-    [
-        "dropout",
-        "dropout_",
-        "alpha_dropout",
-        "feature_dropout",
-        "feature_alpha_dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "rrelu",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-        "poisson",
-        "gumbel_softmax",
-    ]
-)
+_DROPOUT = """
+dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout dropout1d dropout2d
+dropout3d
+"""
+_OTHERS = """
+rrelu rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal
+normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ poisson gumbel_softmax
+"""
+_DROPPING = frozenset(_DROPOUT.split())
+_DRAWING = _DROPPING | frozenset(_OTHERS.split())
+
+
+def may_draw(name: str) -> bool:
+    """Whether a function of this name may draw numbers: then the ranks' generators must agree."""
+    return name in _DRAWING
+
+
+def draws(call: FunctionCall) -> bool:
+    if call.name not in _DROPPING:
+        return call.name in _DRAWING
+    return bool(call.get(1, "p", default=0.5) and call.get(2, "training", "train", default=True))
 
 
 @rule("rand_like randn_like randint_like")
@@ -78,7 +65,7 @@ def dropout(call: FunctionCall) -> Plan | None:
     part, function = call.part, call.function
     if part is None:
         return None
-    if call.get(1, "p", default=0.5) == 0 or not call.get(2, "training", "train", default=True):
+    if not draws(call):
         return Plan(part)
     inplace, p = call.get(3, "inplace", default=False), call.get(1, "p", default=0.5)
 

@@ -15,37 +15,21 @@ from ..sums import sum_over_ranks
 from .pointwise import pointwise
 
 _NO_DIM = object()
-# The position of dim among the arguments, and its default.
-_ALONG: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(["softmax", "log_softmax", "softmin", "cumsum", "cumprod"], (1, _NO_DIM)),
-    **dict.fromkeys(
-        [
-            "mean",
-            "sum",
-            "nansum",
-            "amax",
-            "amin",
-            "max",
-            "min",
-            "argmax",
-            "argmin",
-            "any",
-            "all",
-            "prod",
-            "var",
-            "std",
-        ],
-        (1, None),
-    ),
-    **dict.fromkeys(["logsumexp", "count_nonzero", "median", "nanmean", "aminmax"], (1, None)),
-    **dict.fromkeys(["glu", "sort", "argsort"], (1, -1)),
-    **dict.fromkeys(["norm", "linalg_norm", "linalg_vector_norm"], (2, None)),
-    "topk": (2, -1),
-    "normalize": (2, 1),
+# Functions by the position of dim among the arguments, and its default.
+_BY_DIM: dict[tuple[int, Any], str] = {
+    (1, _NO_DIM): "softmax log_softmax softmin cumsum cumprod",
+    (1, None): """
+    mean sum nansum amax amin max min argmax argmin any all prod var std logsumexp count_nonzero median
+    nanmean aminmax
+    """,
+    (1, -1): "glu sort argsort",
+    (2, None): "norm linalg_norm linalg_vector_norm",
+    (2, -1): "topk",
+    (2, 1): "normalize",
 }
-_KEEP_SIZE = frozenset(
-    ["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "glu", "sort", "argsort", "topk", "normalize"]
-)
+_ALONG = {name: place for place, names in _BY_DIM.items() for name in names.split()}
+_SAME_SIZE = "softmax log_softmax softmin cumsum cumprod glu sort argsort topk normalize"
+_KEEP_SIZE = frozenset(_SAME_SIZE.split())
 
 
 @rule(" ".join(_ALONG))
