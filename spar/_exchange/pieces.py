@@ -7,6 +7,7 @@ The gradient of a piece is added at its owner.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class Plan(NamedTuple):
         sent: the parts of its shard that others want, by receiver.
         sizes: how much each receiver wants of each owner's shard, receiver by receiver.
         order: the parts of its shard, and of what it receives behind it, that make up the result; those that
-            begin at ZEROS are zeros.
+            begin at ZEROS are zeros. A received item is in one of them at most.
     """
 
     sent: tuple[Part, ...]
@@ -151,9 +152,12 @@ def added_back(plan: Plan, grad: Tensor, shard: int, received: int, dim: int) ->
     whole = sum([end - begin for begin, end in copied]) == shard
     if not whole:
         own.zero_()
-    for (first, count, part), is_apart in zip(mine, apart, strict=True):
+    # Copies first: an addition can reach into several of them.
+    for is_apart, (first, count, part) in sorted(zip(apart, mine, strict=True), key=lambda pair: not pair[0]):
         target = own.narrow(dim, first, count)
         target.copy_(part) if whole and is_apart else target.add_(part)
+    if sum([count for first, count, _ in parts if first >= shard]) < received:
+        others.zero_()
     for first, count, part in parts:
         if first >= shard:
             others.narrow(dim, first - shard, count).copy_(part)
@@ -197,7 +201,7 @@ def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: in
         for run in runs:
             if run.size > 0:
                 low, high = ends[run.sequence if documents else 0]
-                listed += _clipped(run.start + offset, run.size + more, low, high)
+                listed += within(run.start + offset, run.size + more, low, high)
         wanted.append(listed)
     return plan_pieces(shards, wanted, rank)
 
@@ -224,7 +228,43 @@ def _ends(shards: Sequence[Sequence[Piece]]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _clipped(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
+class Fragment(NamedTuple):
+    """A part of one document in one of a rank's runs.
+
+    Attributes:
+        run, at: the number of the run, and the fragment's place in the shard.
+        start, size: in the whole.
+        low: where its document begins in the whole.
+    """
+
+    run: int
+    at: int
+    start: int
+    size: int
+    low: int
+
+
+def fragments(layout: Layout, lengths: Sequence[int], world: int, rank: int) -> list[Fragment]:
+    """Return the fragments of a rank's runs; lengths: of the documents, one behind the other."""
+    found: list[Fragment] = []
+    ends = list(itertools.accumulate(lengths))
+    at = number = 0
+    for run in pieces(layout, world, rank):
+        if run.size == 0:
+            continue
+        end = run.start + run.size
+        for i in range(bisect.bisect_right(ends, run.start), len(ends)):
+            low = ends[i] - lengths[i]
+            if low >= end:
+                break
+            first, last = max(low, run.start), min(ends[i], end)
+            if first < last:
+                found.append(Fragment(number, at + first - run.start, first, last - first, low))
+        at, number = at + run.size, number + 1
+    return found
+
+
+def within(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
     """Return an interval inside of [low, high), with zeros where it is beyond."""
     first, end = min(max(start, low), high), max(min(start + size, high), low)
     if first >= end:

@@ -51,7 +51,8 @@ def from_items(x: Tensor, like: Tensor) -> Tensor:
     if x.dim() == like.dim():
         return x
     wide = _INTS[x.itemsize] if like.itemsize < x.itemsize else like.dtype
-    return _viewed(x, wide)[..., 0].to(like.dtype)
+    # Not [..., 0], whose gradient would be a whole tensor of zeros and a copy.
+    return _viewed(x, wide).squeeze(-1).to(like.dtype)
 
 
 def _widened(x: Tensor, size: int) -> Tensor:

@@ -31,7 +31,9 @@ def _convolution(
     def of_runs(x: Tensor) -> Any:  # the fourth parameter of causal_conv1d's function is not the activation
         return own(x, weight, bias, activation=activation, **others)
 
-    return tokens.convolve(of_runs, x, weight.size(-1) - 1)
+    # These need no result for their gradient; others, such as tanh, do.
+    keeps_result = activation not in (None, "silu", "swish")
+    return tokens.convolve(of_runs, x, weight.size(-1) - 1, keeps_result)
 
 
 def _delta_rule(

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._exchange.layouts import pieces
+from ..._exchange.pieces import fragments
 from ..._group.registry import place_of
 from ...ops.by_heads import by_heads
+from ...ops.convolution import can_correct, convolve
 from ...sequence_layout import SequenceLayout, numbers_of
 
 Lengths = tuple[tuple[int, ...], ...]
@@ -62,20 +63,38 @@ class Tokens(NamedTuple):
         )
         return result
 
-    def convolve(self, fn: Callable[[Tensor], Tensor], x: Tensor, before: int) -> Tensor:
-        """Apply a causal function of `before` tokens and one more to [B, C, S_local]."""
+    def convolve(
+        self, fn: Callable[[Tensor], Tensor], x: Tensor, before: int, keeps_result: bool = False
+    ) -> Tensor:
+        """Apply a causal function of `before` tokens and one more to [B, C, S_local].
+
+        keeps_result: whether fn's backward needs its result.
+        """
+        if before == 0:
+            return fn(x)
+        if x.size(2) == 0:
+            # Of one token of zeros, so that parameters and the exchange have their gradients.
+            wide = torch.cat([self.layout.halo(x, before, 2), x.new_zeros(x.size(0), x.size(1), 1)], 2)
+            return fn(wide).narrow(2, 0, 0)
+        if can_correct(x) and (self.documents is None or len(self.documents) == 1):
+            lengths = None if self.documents is None else self.documents[0]
+            return convolve(fn, x, self.layout, lengths, before, 2, keeps_result)
         wide = self.layout.halo(x, before, 2)
         if self.documents is None:
             return self.layout.drop_halo(fn(wide), before, 2)
+        place = place_of(self.layout.group)
         samples = []
         for rows, lengths in self._samples(len(x)):
             parts, results, at = [], [], 0
             own = wide[rows]
-            for first, missing, size in self._fragments(lengths, before):
-                zeros = own.new_zeros(own.size(0), own.size(1), missing)
-                parts += [zeros, own.narrow(2, first, before - missing + size)]
-                results.append((at + before, size))
-                at += before + size
+            for fragment in fragments(numbers_of(self.layout, 0), lengths, place.world, place.rank):
+                # Of the tokens before it, those of another document are zeros.
+                context = min(before, fragment.start - fragment.low)
+                zeros = own.new_zeros(own.size(0), own.size(1), before - context)
+                first = fragment.at + (fragment.run + 1) * before - context
+                parts += [zeros, own.narrow(2, first, context + fragment.size)]
+                results.append((at + before, fragment.size))
+                at += before + fragment.size
             y = fn(torch.cat(parts, 2))
             samples.append(torch.cat([y.narrow(2, *result) for result in results], 2))
         return torch.cat(samples)
@@ -87,20 +106,3 @@ class Tokens(NamedTuple):
         else:
             for row, lengths in zip(range(count), documents, strict=True):
                 yield slice(row, row + 1), lengths
-
-    def _fragments(self, lengths: tuple[int, ...], before: int) -> Iterator[tuple[int, int, int]]:
-        """Return each part of a document in a run of this rank's tokens.
-
-        It begins, with the tokens of its document before it, at a place of the result of `halo`; so many of
-        `before` tokens are missing there, as its document begins later; and the part has so many tokens.
-        """
-        place, at = place_of(self.layout.group), 0
-        for run in pieces(numbers_of(self.layout, 0), place.world, place.rank):
-            if run.size == 0:
-                continue
-            for end, length in zip(accumulate(lengths), lengths, strict=True):
-                first, last = max(end - length, run.start), min(end, run.start + run.size)
-                if first < last:
-                    context = max(end - length, first - before)
-                    yield at + before + context - run.start, before - (first - context), last - first
-            at += before + run.size

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a causal convolution on a rank's tokens where they are, and correct the first results of each fragment.
+
+A fragment is a run of one document on one rank. Only its first results, fewer than taps, need tokens of other
+ranks. With a halo, all tokens would be copied to a longer tensor, and so would their gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .._exchange.arguments import Arguments
+from .._exchange.gathering import gather_pieces
+from .._exchange.layouts import Layout, pieces
+from .._exchange.pieces import ZEROS, Part, Plan, fragments, plan_pieces, within
+from .._exchange.watch import is_any_traced, is_transformed, must_record
+from ..sequence_layout import SequenceLayout, checked_numbers
+
+Lengths = tuple[int, ...]
+
+
+class Windows(NamedTuple):
+    """The first tokens of each fragment behind the tokens before them.
+
+    Twice: the tokens of its document, zeros before it begins, as is right; and those before it in the shard.
+    The difference of both results corrects that of the shard.
+
+    Attributes:
+        plan: gathers the windows, one behind the other, from the shard's tokens at `places`.
+        places: what windows and peers need of the shard.
+        first: the places of results that are wrong in the shard.
+        right, wrong: the places of the same results in that of the windows.
+    """
+
+    plan: Plan
+    places: Tensor
+    first: Tensor
+    right: Tensor
+    wrong: Tensor
+
+
+def _windows(
+    layout: Layout, lengths: Lengths, documents: Lengths, before: int, world: int, rank: int, device: Any
+) -> Windows:
+    """Return the windows of a rank; lengths, documents: the layout's, and what they are divided into."""
+    of_ranks = [fragments(layout, documents, world, peer) for peer in range(world)]
+    wanted: list[list[Part]] = []
+    for peer, listed in enumerate(of_ranks):
+        # The exchange is that of a halo, which ranks in a graph make: in front of a run, of its sequence.
+        lows = {x.start: x.low for x in fragments(layout, lengths, world, peer)}
+        windows = [(x, lows.get(x.start, x.start), min(before, x.size)) for x in listed]
+        wanted.append([part for x, low, count in windows for part in _window(x.start, before, count, low)])
+    plan = plan_pieces([pieces(layout, world, peer) for peer in range(world)], wanted, rank)
+    order: list[Part] = []
+    parts = iter(plan.order)
+    for x in of_ranks[rank]:
+        order += _cleared(parts, before + min(before, x.size), before - min(before, x.start - x.low))
+    shard = sum([x.size for x in of_ranks[rank]])
+    firsts = [(x.at, min(before, x.size)) for x in of_ranks[rank]]
+    order += [part for at, count in firsts for part in _window(at, before, count, 0)]
+    own = [part for part in (*plan.sent, *order) if part[0] != ZEROS and part[0] < shard]
+    places = sorted({place for first, count in own for place in range(first, first + count)})
+    moved = {place: i for i, place in enumerate(places)}
+
+    def of_places(part: Part) -> Part:
+        first, count = part
+        if first == ZEROS:
+            return part
+        return moved[first] if first < shard else first - shard + len(places), count
+
+    right: list[int] = []
+    at = 0
+    for _, count in firsts:
+        right += range(at + before, at + before + count)
+        at += before + count
+    with torch.inference_mode(False):
+        numbers = [places, [place for first, count in firsts for place in range(first, first + count)]]
+        numbers += [right, [at + place for place in right]]
+        tensors = [torch.tensor(listed, dtype=torch.int64, device=device) for listed in numbers]
+    moved_plan = Plan(tuple(map(of_places, plan.sent)), plan.sizes, tuple(map(of_places, order)))
+    return Windows(moved_plan, *tensors)
+
+
+def _window(start: int, before: int, count: int, low: int) -> list[Part]:
+    """Return the tokens before a place, zeros below the lowest one, and those behind it."""
+    return [part for part in within(start - before, before + count, low, start + count) if part[1]]
+
+
+def _cleared(parts: Iterator[Part], size: int, zeros: int) -> list[Part]:
+    """Take parts of a size in all, of whose items the first ones become zeros."""
+    found, at = [(ZEROS, zeros)] if zeros else [], 0
+    while at < size:
+        first, count = next(parts)
+        kept = min(count, at + count - zeros)
+        if kept > 0:
+            found.append((first if first == ZEROS else first + count - kept, kept))
+        at += count
+    return found
+
+
+_remembered = functools.lru_cache(256)(_windows)
+
+
+def can_correct(x: Tensor) -> bool:
+    """Whether `convolve` serves: not in graphs and transforms, which see no operation in place."""
+    return not (is_any_traced((x,)) or is_transformed() or forward_ad._current_level >= 0)
+
+
+def convolve(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    layout: SequenceLayout,
+    documents: Lengths | None,
+    before: int,
+    dim: int,
+    keeps_result: bool,
+) -> Tensor:
+    """Apply a causal function of `before` tokens and one more along dim, each document by itself.
+
+    Args:
+        fn: called with this rank's tokens, and with the windows. Before the first token it assumes zeros.
+        x: at least one token.
+        documents: their lengths, one behind the other; None: there are none, or the layout has them.
+        keeps_result: whether fn's backward needs its result, which is then copied, not modified.
+    """
+    with Arguments("SequenceLayout.halo", x, layout.group) as call:
+        numbers = checked_numbers(call, "layout", layout, call.dim("dim", dim), False)[1:]
+        lengths = tuple(layout.numbers[2:]) if layout.kind == "packed" else (layout.total,)
+        place = call.world, call.rank, x.device
+        windows = _remembered((0, *numbers), lengths, documents or lengths, before, *place)
+        # Storage of the gradient of fn's result: see _Tap.
+        shared = SimpleNamespace(upper=0)
+        own, tokens = _Tap.apply(x, windows.places, dim, shared)  # type: ignore[no-untyped-call]
+        gathered = gather_pieces(call, windows.plan, [tokens], dim, f"offset {-before}, {before} more")[0]
+    corrections, y = fn(gathered), fn(own)
+    if keeps_result or y._is_view() or _storage(y) == _storage(x):
+        y = y.clone()
+    result: Tensor = _Corrected.apply(y, corrections, windows, dim, shared)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Tap(torch.autograd.Function):
+    """Return x, and its tokens at some places, whose gradients are added to that of x in place.
+
+    As two operations, the second gradient would be a whole tensor of zeros. That of x is fn's, new and nobody
+    else's, unless fn passed on the gradient of its result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, dim: int, shared: Any) -> tuple[Tensor, Tensor]:
+        ctx.call = places, dim, shared
+        return x.view_as(x), x.index_select(dim, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_tokens: Tensor) -> Any:
+        places, dim, shared = ctx.call
+        records = torch.is_grad_enabled() and must_record((grad, of_tokens))
+        if records or _storage(grad) == shared.upper or 0 in grad.stride():
+            grad = grad.index_add(dim, places, of_tokens)
+        else:
+            grad.index_add_(dim, places, of_tokens)
+        return grad, None, None, None
+
+
+class _Corrected(torch.autograd.Function):
+    """Replace the first results of fragments in place.
+
+    y + right - wrong has the same value, as y is wrong there, and a gradient that needs no copy of y's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, corrections: Tensor, windows: Windows, dim: int, shared: Any) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.call = windows, dim, corrections.size(dim), shared
+        return y.index_copy_(dim, windows.first, corrections.index_select(dim, windows.right))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        windows, dim, size, shared = ctx.call
+        shared.upper = _storage(grad)
+        first = grad.index_select(dim, windows.first)
+        shape = list(grad.shape)
+        shape[dim] = size
+        corrections = grad.new_zeros(shape).index_copy(dim, windows.right, first)
+        return grad, corrections.index_copy(dim, windows.wrong, -first), None, None, None
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal convolutions over a sharded sequence: values, both derivatives, memory that is written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import Ranks
+from helpers.tables import MAKERS
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from spar import MismatchError, SequenceLayout
+from spar.integrations._transformers.tokens import Lengths, Tokens
+
+pytestmark = pytest.mark.one_transport
+
+Group = dist.ProcessGroup
+TOTAL = 23
+LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
+    **{name: partial(maker.of_total, TOTAL) for name, maker in MAKERS.items() if name != "packed"},
+    "packed": lambda group: SequenceLayout.packed([7, 0, 1, 1, 14], group),
+    "short packed": lambda group: SequenceLayout.packed([2] * 20, group),
+    "few tokens": lambda group: SequenceLayout.even(2, group),
+    "holes": lambda group: SequenceLayout("local", (*(0, 5, 0, 2)[: group.size() - 1], 6), group),
+}
+
+
+def conv(weight: Tensor, x: Tensor, activation: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """[B, C, S] with [C, W], as transformers' causal_conv1d_fn."""
+    taps = weight.size(1)
+    if x.numel() == 0:  # a document without tokens, which torch refuses
+        return x * weight[:, :1]
+    y = F.conv1d(x, weight[:, None], padding=taps - 1, groups=x.size(1))[:, :, : x.size(2)]
+    return activation(y)
+
+
+def of_documents(fn: Callable[[Tensor], Tensor], x: Tensor, documents: Lengths) -> Tensor:
+    rows = [x] if len(documents) == 1 else list(x.split(1))
+    return torch.cat(
+        [
+            torch.cat([fn(part) for part in row.split(lengths, 2)], 2)
+            for row, lengths in zip(rows, documents, strict=True)
+        ]
+    )
+
+
+def documents_of(layout: SequenceLayout) -> list[Lengths | None]:
+    """Return documents for a layout: none, the same in both samples, and others in each."""
+    if layout.kind == "packed":
+        return [None]
+    total = layout.total
+    return [None, ((1, 0, total - 1),), ((total // 2, total - total // 2), (total,))]
+
+
+def check(rank: int, world: int, group: Group) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for make in LAYOUTS.values():
+        layout = make(group)
+        own, total = layout.index(), layout.total
+        for taps, documents in [(w, d) for w in (2, 4, 9) for d in documents_of(layout)]:
+            whole, upper = torch.randn(2, 2, 3, total, dtype=torch.float64, generator=generator)
+            weight = torch.randn(3, taps, dtype=torch.float64, generator=generator).requires_grad_()
+            lengths = tuple(layout.numbers[2:]) if layout.kind == "packed" else (total,)
+            leaf = whole.clone().requires_grad_()
+            expected = of_documents(partial(conv, weight), leaf, documents or (lengths,))
+            first = torch.autograd.grad(expected, (leaf, weight), upper, create_graph=True)
+            # The sum over the ranks of the square of x's gradient is differentiated again.
+            (second,) = torch.autograd.grad(first[0].pow(2).sum(), leaf)
+            tokens = Tokens(layout, documents)
+
+            def run(x: Tensor, weight: Tensor, tokens: Tokens = tokens) -> Tensor:
+                return tokens.convolve(partial(conv, weight), x, weight.size(1) - 1)
+
+            for function in (run, partial(checkpoint, run, use_reentrant=False)):
+                mine, shared = whole[:, :, own].requires_grad_(), weight.detach().requires_grad_()
+                given = mine.detach().clone()
+                y = function(mine, shared)
+                found = torch.autograd.grad(y, (mine, shared), upper[:, :, own])
+                assert torch.equal(mine, given), "the input was modified"
+                torch.testing.assert_close(y, expected[:, :, own])
+                sums = found[1].clone()
+                dist.all_reduce(sums, group=group)
+                torch.testing.assert_close(found[0], first[0][:, :, own])
+                torch.testing.assert_close(sums, first[1])
+            (of_x,) = torch.autograd.grad(run(mine, shared), mine, upper[:, :, own], create_graph=True)
+            (again,) = torch.autograd.grad(of_x.pow(2).sum(), mine)
+            torch.testing.assert_close(again, second[:, :, own])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_convolution_matches_the_whole_sequence(ranks: Ranks, world: int) -> None:
+    ranks(world, check, timeout=240)
+
+
+def check_memory(rank: int, world: int, group: Group) -> None:
+    """Functions that return their input, a view, or a gradient that others have keep right values."""
+    layout = SequenceLayout.even(TOTAL, group)
+    own, tokens = layout.index(), Tokens(layout)
+    whole = torch.randn(1, 3, TOTAL, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    cases: list[tuple[Callable[[Tensor], Tensor], bool]] = [
+        (lambda x: x, False),
+        (lambda x: x.view_as(x), False),
+        (lambda x: x * 2, False),
+        (lambda x: x + 0 * x.detach(), False),
+        (partial(conv, weight, activation=lambda y: y), False),
+        (partial(conv, weight, activation=torch.tanh), True),
+        (lambda x: x.cumsum(2) - F.pad(x.cumsum(2), (4, 0))[:, :, : x.size(2)], False),
+    ]
+    assert torch.equal(tokens.convolve(lambda x: x * 3, whole[:, :, own], 0), whole[:, :, own] * 3)
+    for fn, keeps_result in cases:
+        for upper in (
+            torch.ones(()).double().expand(whole.shape),
+            torch.randn(whole.shape, dtype=torch.float64, generator=generator),
+        ):
+            leaf = whole.clone().requires_grad_()
+            expected = fn(leaf)
+            (gradient,) = torch.autograd.grad(expected, leaf, upper)
+            mine = whole[:, :, own].requires_grad_()
+            given, part = mine.detach().clone(), upper[:, :, own]
+            kept = part.clone()
+            y = tokens.convolve(fn, mine, 3, keeps_result)
+            # Two passes: the first must leave what it received to the second.
+            for _ in range(2):
+                (found,) = torch.autograd.grad(y, mine, part, retain_graph=True)
+                torch.testing.assert_close(found, gradient[:, :, own])
+                assert torch.equal(part, kept) and torch.equal(mine, given)
+            torch.testing.assert_close(y, expected[:, :, own])
+            with torch.no_grad():
+                torch.testing.assert_close(tokens.convolve(fn, mine, 3, keeps_result), expected[:, :, own])
+                assert torch.equal(mine, given)
+
+
+def test_memory_of_others_is_not_modified(ranks: Ranks) -> None:
+    ranks(2, check_memory)
+
+
+def check_narrow(rank: int, world: int, group: Group) -> None:
+    """In 16 bits gradients are as near to those of float64 as one process's."""
+    layout = SequenceLayout.zigzag(TOTAL, group)
+    own, tokens = layout.index(), Tokens(layout)
+    generator = torch.Generator().manual_seed(0)
+    whole, upper = torch.randn(2, 2, 8, TOTAL, generator=generator).bfloat16()
+    weight = torch.randn(8, 4, generator=generator).bfloat16()
+    exact_x, exact_w = whole.double().requires_grad_(), weight.double().requires_grad_()
+    exact = torch.autograd.grad(conv(exact_w, exact_x), (exact_x, exact_w), upper.double())
+    mine, shared = whole[:, :, own].requires_grad_(), weight.clone().requires_grad_()
+    y = tokens.convolve(partial(conv, shared), mine, 3)
+    found = torch.autograd.grad(y, (mine, shared), upper[:, :, own])
+    sums = found[1].double()
+    dist.all_reduce(sums, group=group)
+    for x, e in ((found[0].double(), exact[0][:, :, own]), (sums, exact[1])):
+        assert float((x - e).abs().max() / e.abs().max()) < 0.02
+
+
+def test_convolution_in_16_bits(ranks: Ranks) -> None:
+    ranks(3, check_narrow)
+
+
+def check_errors(rank: int, world: int, group: Group) -> None:
+    layout = SequenceLayout.even(10, group)
+    x = torch.zeros(1, 2, layout.sizes[rank])
+    with pytest.raises(ValueError, match="input_ is of size 10 in dim 2; expected 5"):
+        Tokens(layout).convolve(lambda x: x, torch.zeros(1, 2, 10), 3)
+    with pytest.raises(MismatchError):
+        Tokens(layout).convolve(lambda x: x, x, 3 + rank)
+
+
+def test_errors_of_convolutions(ranks: Ranks) -> None:
+    ranks(2, check_errors, timeout=60)
