@@ -232,7 +232,9 @@ def _for_layout(own: Callable[..., Any], run: Callable[..., Any]) -> Callable[..
     def served(
         *args: Any, layout: SequenceLayout | None = None, documents: Lengths | None = None, **kwargs: Any
     ) -> Any:
-        tokens = _current.tokens if layout is None else Tokens(layout, documents)
+        # Where a mask has them, no documents are passed, but the layout may be.
+        carried = _current.tokens
+        tokens = carried if layout is None or carried is not None else Tokens(layout, documents)
         if tokens is None or tokens.are_one_sequence:
             return own(*args, **kwargs)
         return run(own, tokens, *args, **kwargs)
