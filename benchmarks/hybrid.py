@@ -3,9 +3,16 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/hybrid.py 2048 8192 32768
 
-spar: a halo for the convolution, and `by_heads` for the recurrence. The usual code, as in Megatron: six
-all_to_all_single with permutes before the convolution (q, k, v, z, beta, alpha), and one behind it. The
-convolution and the recurrence are left out. Forward and backward, median of the slowest rank.
+spar: what a stock model of transformers runs, a convolution of own tokens whose first results a halo
+corrects, and `by_heads` for the recurrence. The usual code, as in Megatron: six all_to_all_single with
+permutes before the convolution (q, k, v, z, beta, alpha), and one behind it. The convolution and the
+recurrence take no time in either: they return memory that is there. Forward and backward, median of the
+slowest rank.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/hybrid.py --memory 8192
+
+With --memory: the peak of the process's memory over that before, in a training step of a small Qwen3.5 of
+transformers, of the rank that needs most. With 1, 2 and 4 processes it falls as 1 / P.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from torch import Tensor
 
 import spar
 from spar import SequenceLayout
+from spar.integrations._transformers.tokens import Tokens
 
 KEY_HEADS, VALUE_HEADS, WIDTH, TAPS = 4, 8, 64, 4
 
@@ -63,6 +71,32 @@ class Recurrence(torch.autograd.Function):
         return grad, *(grad.new_zeros(()).expand(shape) for shape in ctx.shapes)
 
 
+class Convolution(torch.autograd.Function):
+    """What stands for it: tensors of the same shape, which nobody computes, and which are allocated once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, result: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.gradient.detach(), None, None
+
+
+class Convolved:
+    """The function of `Tokens.convolve`: its tensors are those of the shapes that it was called with."""
+
+    def __init__(self) -> None:
+        self.memory: dict[torch.Size, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape not in self.memory:
+            self.memory[x.shape] = torch.zeros_like(x), torch.zeros_like(x)
+        y: Tensor = Convolution.apply(x, *self.memory[x.shape])  # type: ignore[no-untyped-call]
+        return y
+
+
 def recurrence(*tensors: Tensor) -> Tensor:
     y: Tensor = Recurrence.apply(*tensors)  # type: ignore[no-untyped-call]
     return y
@@ -79,23 +113,72 @@ def usual(mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
     return y
 
 
-def by_spar(layout: SequenceLayout, mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-    convolved = layout.drop_halo(layout.halo(mixed[None], TAPS - 1), TAPS - 1)
+def by_spar(
+    tokens: Tokens, convolution: Convolved, mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor
+) -> Tensor:
+    convolved = tokens.convolve(convolution, mixed[None].transpose(1, 2), TAPS - 1).transpose(1, 2)
     q, k, v = (x.unflatten(2, (-1, WIDTH)) for x in convolved.split(SIZES, 2))
-    y: Tensor = spar.by_heads(recurrence, [v, q, k, beta[None], alpha[None]], layout)
-    return recurrence(y[0], z)
+    y: Tensor = spar.by_heads(recurrence, [v, q, k, beta[None], alpha[None]], tokens.layout)
+    return recurrence(y.squeeze(0), z)  # whose gradient is a view, unlike that of y[0]
 
 
-def seconds_of(call: Callable[[], Tensor], upper: Tensor, turns: int) -> float:
+def seconds_of(call: Callable[..., Tensor], tensors: list[Tensor], upper: Tensor, turns: int) -> float:
     times = []
     for _ in range(turns + 1):
         dist.barrier()
         begin = time.perf_counter()
-        call().backward(upper)
+        torch.autograd.grad(call(*tensors), tensors, upper)
         elapsed = torch.tensor(time.perf_counter() - begin)
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
         times.append(float(elapsed))
     return statistics.median(times[1:])
+
+
+def status(name: str) -> int:
+    """Return a line of this process's status in bytes."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
+
+
+def peak_of_step(total: int) -> int:
+    """Return by how much this process's peak memory in a step is over its memory before it."""
+    import transformers
+
+    import spar.integrations.transformers as integration
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+        linear_num_key_heads=KEY_HEADS,
+        linear_num_value_heads=VALUE_HEADS,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        max_position_embeddings=total,
+        use_cache=False,
+    )
+    model = transformers.Qwen3_5ForCausalLM(config)
+    integration.register()
+    model.set_attn_implementation("spar")
+
+    def step(tokens: int) -> None:
+        ids = torch.arange(tokens)[None] % 64
+        group = dist.group.WORLD
+        part = integration.shard(model, {"input_ids": ids, "labels": ids}, group=group, token_group=group)
+        model(**part).loss.backward()
+
+    step(256)  # allocates gradients, and what is kept between steps
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # resets VmHWM
+    before = status("VmRSS")
+    step(total)
+    return status("VmHWM") - before
 
 
 def sent() -> int:
@@ -107,9 +190,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("tokens", nargs="*", type=int, default=[2048, 8192, 32768], help="of the sequence")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="measure the peak memory of a model instead")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    if args.memory:
+        for total in args.tokens:
+            peak = torch.tensor(peak_of_step(total))
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            if rank == 0:
+                print(f"{world} ranks, {total} tokens: {peak / 2**20:.0f} MiB", flush=True)
+        dist.destroy_process_group()
+        return
     if rank == 0:
         print(
             f"{world} ranks, {os.cpu_count()} cores, torch {torch.__version__}, float32, {KEY_HEADS} key and"
@@ -121,11 +213,11 @@ def main() -> None:
         shapes = [(local, sum(SIZES)), (local, VALUE_HEADS, WIDTH), *[(local, VALUE_HEADS, 1)] * 2]
         tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
         upper = torch.ones(local, VALUE_HEADS, WIDTH)
-        layout = SequenceLayout.even(total)
-        theirs = seconds_of(partial(usual, *tensors), upper, args.turns)
-        ours = seconds_of(partial(by_spar, layout, *tensors), upper, args.turns)
+        layer = partial(by_spar, Tokens(SequenceLayout.even(total)), Convolved())
+        theirs = seconds_of(usual, tensors, upper, args.turns)
+        ours = seconds_of(layer, tensors, upper, args.turns)
         before = sent()
-        by_spar(layout, *tensors)
+        layer(*tensors)
         bytes_ = torch.tensor(float(sent() - before))
         dist.all_reduce(bytes_)
         count = float(bytes_) / total
