@@ -69,6 +69,7 @@ def correction(v: Tensor, k: Tensor, q: Tensor, gate: Tensor, state: Tensor) -> 
 
 WAYS: dict[str, dict[str, Any]] = {
     "delta rule": {"fn": delta_rule, "transition": transition_of_delta_rule},
+    "delta rule by columns": {"fn": delta_rule, "values": 0},
     "decay": {"fn": decaying, "transition": decay_of, "decay": True},
     "corrected": {"fn": decaying, "transition": decay_of, "decay": True, "correct": correction},
 }
@@ -128,6 +129,16 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, r"tensors is an empty list", {"tensors": []}),
         (ValueError, r"like is 1; expected the index", {"like": 1}),
+        (ValueError, r"state is \[3\]; expected a shape", {"state": (3,)}),
+        (ValueError, r"transition is None; expected one of transition and values", {"transition": None}),
+        (ValueError, r"transition is passed besides values; expected one of", {"values": 0}),
+        (ValueError, r"values is 1; expected the index", {"transition": None, "values": 1}),
+        (ValueError, r"values is 0; expected None: fn", {"transition": None, "values": 0, "decay": True}),
+        (
+            ValueError,
+            r"tensors\[0\] is of shape \[1, 4, 2, 3\]; expected \[1, 4, 2, 5\], as state",
+            {"transition": None, "values": 0, "state": (1, 2, 3, 5)},
+        ),
         (ValueError, r"the result of fn is a Tensor; expected \(output, state\)", {"fn": lambda x, s: x}),
         (ValueError, r"the output of fn is of shape", {"fn": lambda x, s: (x[:, :1], s)}),
         (ValueError, r"the state of fn is of shape \[1\]", {"fn": lambda x, s: (x, torch.zeros(1))}),
@@ -173,3 +184,70 @@ def test_failure_behind_the_exchange_of_states_is_reported(ranks: Ranks, world: 
 @pytest.mark.parametrize("world", [2, 3])
 def test_errors_of_by_state(ranks: Ranks, world: int) -> None:
     ranks(world, check_errors)
+
+
+def check_bytes(rank: int, world: int, group: Group) -> None:
+    """Only fragments that another one continues are gathered."""
+
+    def sent_by(layout: SequenceLayout, **given: Any) -> int:
+        tensors = [torch.zeros(2, layout.sizes[rank], HEADS, width) for width in (VALUE, KEY, KEY)]
+        tensors.append(torch.zeros(2, layout.sizes[rank], HEADS))
+        before = group_of(group).count(), sent()
+        spar.by_state(tensors=tensors, layout=layout, state=(2, HEADS, KEY, VALUE), **given)
+        assert group_of(group).count() - before[0] == int(min(layout.sizes) > 0)
+        return sent() - before[1]
+
+    def sent() -> int:
+        return sum(n for name, n in spar.memory_stats().items() if name.startswith("sent."))
+
+    one = 4 * (world - 1) * 2 * HEADS * KEY
+    for way, width in (("delta rule", KEY), ("delta rule by columns", KEY), ("corrected", 1)):
+        even, zigzag = SequenceLayout.even(TOTAL, group), SequenceLayout.zigzag(TOTAL, group)
+        assert sent_by(even, **WAYS[way]) == int(rank < world - 1) * one * (width + VALUE)
+        # Chunks P - 1 and P of 2P are neighbours on one rank, and the last chunk is on rank 0.
+        assert sent_by(zigzag, **WAYS[way]) == [1, 2, 1][rank] * one * (width + VALUE)
+        assert sent_by(SequenceLayout.packed([1] * 2, group), **WAYS[way]) == 0
+
+
+def test_bytes_of_by_state(ranks: Ranks) -> None:
+    ranks(3, check_bytes)
+
+
+def running_sum(v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum values over tokens, [B, S, H, V]; a state [B, H, 1, V]."""
+    output = v.cumsum(1) + state.transpose(1, 2)
+    return output, output[:, -1, :, None]
+
+
+def check_compiled(rank: int, world: int, group: Group, dynamic: bool) -> None:
+    """Rank 0 compiles; lengths become symbolic."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def run(v: Tensor, layout: SequenceLayout) -> Tensor:
+        return spar.by_state(
+            running_sum, [v], layout, (2, HEADS, 1, VALUE), lambda v: torch.ones(1, 1, 1, 1), decay=True
+        )
+
+    for make in (SequenceLayout.even, SequenceLayout.zigzag):
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend=backend)
+        for total in (4 * world, 4 * world + 1, 6 * world + 3, 8 * world + 2):
+            layout = make(total, group)
+            whole = torch.randn(2, total, HEADS, VALUE, generator=torch.Generator().manual_seed(total))
+            v = layout.shard(whole, 1, None).clone().requires_grad_()
+            y = (compiled if rank == 0 else run)(v, layout)
+            torch.testing.assert_close(y, layout.shard(whole.cumsum(1), 1, None))
+            (gradient,) = torch.autograd.grad(y.sum(), v)
+            index = layout.index()
+            torch.testing.assert_close(gradient, (total - index.float())[None, :, None, None].expand_as(v))
+        assert rank > 0 or len(graphs) <= (2 if dynamic else 4)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compiled_by_state(ranks: Ranks, dynamic: bool) -> None:
+    ranks(3, check_compiled, dynamic, timeout=200)

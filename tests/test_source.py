@@ -84,7 +84,8 @@ SIGNATURES = {
     "shard_model": "model, group=None, blocks=None, method=None, strict=False",
     "unshard_model": "model",
     "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",
-    "by_state": "fn, tensors, layout, state, transition, decay=False, correct=None, like=0, seq_dim=1",
+    "by_state": "fn, tensors, layout, state, transition=None, values=None, decay=False, correct=None, "
+    "like=0, seq_dim=1",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",
@@ -172,7 +173,7 @@ TESTING = {
 }
 TRANSFORMERS = {
     "register": "name='spar'",
-    "shard": "model, batch, layout=None, group=None, method=None, token_group=None, check=True",
+    "shard": "model, batch, layout=None, group=None, method=None, scan=None, token_group=None, check=True",
     "total_loss": "loss, group=None, token_group=None",
 }
 DIFFUSERS = {

@@ -2,25 +2,38 @@
 """`by_state`: run a recurrence with a linear state on each rank's tokens, and pass states between ranks.
 
 A fragment, a run of one document on one rank, maps the state affinely: S_out = M S_in + S_own, where S_own is
-the state that it leaves from zero. Ranks gather (M, S_own) of all fragments, and fold those before each of
-theirs.
+the state that it leaves from zero. Ranks gather (M, S_own) of the fragments that have a successor, and fold
+those before each of theirs.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._exchange.arguments import Arguments, not_empty
-from .._exchange.layouts import pieces
-from ..sequence_layout import SequenceLayout, checked_numbers, numbers_of
+from ..sequence_layout import SequenceLayout, checked_numbers
+from .fragments import Fragment, Lengths, fragments_of
 from .gather import transpose_for
 
 _NAME = "by_state"
 Step = Callable[..., tuple[Tensor, Tensor]]
+Transition = Callable[..., Tensor]
+
+
+class Recurrence(NamedTuple):
+    """What computes a fragment: the arguments of `by_state` of these names."""
+
+    fn: Step
+    state: tuple[int, ...]
+    transition: Transition | None = None
+    values: int | None = None
+    decay: bool = False
+    correct: Callable[..., Tensor] | None = None
+    like: int = 0
 
 
 def by_state(
@@ -28,8 +41,9 @@ def by_state(
     tensors: Sequence[Tensor],
     layout: SequenceLayout,
     state: Sequence[int],
-    transition: Callable[..., Tensor],
+    transition: Transition | None = None,
     *,
+    values: int | None = None,
     decay: bool = False,
     correct: Callable[..., Tensor] | None = None,
     like: int = 0,
@@ -38,9 +52,10 @@ def by_state(
     """Run a recurrence over a sharded sequence; only states travel, whose size does not depend on its length.
 
     For linear attention, delta rules and state spaces, with any kernel that takes and returns a state. One
-    all_gather in forward, of a state and a transition for each fragment, and its transpose in backward.
-    Gradients are exact, those of parameters are to be summed over the ranks. `by_heads` does the same by
-    another exchange: it moves fewer bytes for short shards, and needs as many heads as ranks to balance.
+    all_gather in forward, of a state and a transition for each fragment that another one continues, and its
+    transpose in backward; none if each document lies on one rank. Gradients are exact, those of parameters
+    are to be summed over the ranks. `by_heads` does the same by another exchange: it moves fewer bytes for
+    short shards, and needs as many heads as ranks to balance.
 
     Args:
         fn: called as fn(*tensors, state) with a fragment of this rank's tokens and the state before it, for
@@ -52,10 +67,14 @@ def by_state(
         state: the shape of the state, `[B, H, K, V]`. Zeros, and what ranks gather, are float32, or float64
             if the first tensor is.
         transition: called as transition(*tensors) with a fragment; the matrix `[B, H, K, K]` by which it
-            multiplies the state before it. For a delta rule: fn's final state from the identity and values 0.
+            multiplies the state before it. None: fn computes it, from `values`.
+        values: instead of transition: the index of the tensor `[B, S_local, H, V]` whose columns fn keeps
+            apart, as it does those of the state and of the output, `[B, S_local, H, V]`: linear attention and
+            delta rules. A fragment that continues another one runs once, with K more columns: values 0 from
+            the identity. They are its transition, and what any state before it adds to the output.
         decay: whether the transition is a factor instead, `[B, H, K, 1]` or what broadcasts to it.
         correct: called as correct(*tensors, state); what the state before a fragment adds to its output from
-            zero. With it, fn runs once for each fragment, not twice.
+            zero. With it, fn runs once for each fragment and from zeros only, else twice.
         like: the tensor whose shape and dtype the output has, where a rank has no tokens.
         seq_dim: where S is in the tensors and the output.
 
@@ -66,17 +85,67 @@ def by_state(
         ValueError, TypeError: a tensor does not fit the layout, or a result another shape.
         MismatchError: calls differ between ranks. Every rank raises.
     """
+    recurrence = Recurrence(fn, tuple(state), transition, values, decay, correct, like)
+    return pass_states(recurrence, tensors, layout, None, seq_dim)
+
+
+def pass_states(
+    recurrence: Recurrence,
+    tensors: Sequence[Tensor],
+    layout: SequenceLayout,
+    documents: Lengths | None = None,
+    seq: int = 1,
+) -> Tensor:
+    """Run `by_state`, also with documents in a layout that does not know of them: see `fragments_of`."""
     tensors = not_empty(_NAME, tensors, layout.group)
     # One exchange, and the peers' next call, in which they learn that fn failed behind it.
     with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 2) as call:
-        seq = call.dim("seq_dim", seq_dim)
+        seq = call.dim("seq_dim", seq)
         for i, x in enumerate(tensors):
             checked_numbers(call.beside(x, f"tensors[{i}]"), "layout", layout, seq, False)
-        if not 0 <= like < len(tensors):
-            raise call.error("like", like, f"the index of one of {len(tensors)} tensors")
-        passing = _Passing(call, fn, tensors, layout, tuple(state), transition, correct, seq)
-        passing.decay, passing.like = decay, tensors[like]
-        return passing.run()
+        if not 0 <= recurrence.like < len(tensors):
+            raise call.error("like", recurrence.like, f"the index of one of {len(tensors)} tensors")
+        _check_recurrence(call, recurrence, tensors, seq)
+        return _Passing(call, recurrence, tensors, layout, documents, seq).run()
+
+
+def _check_recurrence(call: Arguments, given: Recurrence, tensors: Sequence[Tensor], seq: int) -> None:
+    values, state = given.values, given.state
+    if len(state) < 2:
+        raise call.error("state", list(state), "a shape [..., K, V]")
+    if (given.transition is None) == (values is None):
+        raise call.error(
+            "transition",
+            "None" if values is None else "passed besides values",
+            "one of transition and values",
+        )
+    if values is None:
+        return
+    if given.decay or given.correct is not None:
+        raise call.error("values", values, "None: fn computes no decay, and needs no correct")
+    if not 0 <= values < len(tensors):
+        raise call.error("values", values, f"the index of one of {len(tensors)} tensors")
+    x = tensors[values]
+    shape = [*state[:seq], x.size(seq), *state[seq:-2], state[-1]]
+    if seq > len(state) - 2 or list(x.shape) != shape:
+        expected = f"{shape}, as state {list(state)} says"
+        raise call.error(f"tensors[{values}]", f"of shape {list(x.shape)}", expected)
+
+
+class _Alone(NamedTuple):
+    """What a fragment computes without the state before it; None where nobody needs it.
+
+    Attributes:
+        output: from zeros.
+        own: the state behind it, from zeros.
+        transition: what multiplies the state before it.
+        added: what multiplies the state before it and is then added to the output, `[B, T, H, K]`.
+    """
+
+    output: Tensor | None = None
+    own: Tensor | None = None
+    transition: Tensor | None = None
+    added: Tensor | None = None
 
 
 class _Passing:
@@ -85,65 +154,97 @@ class _Passing:
     def __init__(
         self,
         call: Arguments,
-        fn: Step,
+        given: Recurrence,
         tensors: Sequence[Tensor],
         layout: SequenceLayout,
-        state: tuple[int, ...],
-        transition: Callable[..., Tensor],
-        correct: Callable[..., Tensor] | None,
+        documents: Lengths | None,
         seq: int,
     ) -> None:
-        self.call, self.fn, self.tensors, self.layout = call, fn, tensors, layout
-        self.state, self.transition, self.correct, self.seq = state, transition, correct, seq
-        self.decay, self.like = False, tensors[0]
-        shards = [pieces(numbers_of(layout, 0), call.world, rank) for rank in range(call.world)]
-        fragments = [[run for run in runs if run.size > 0] for runs in shards]
-        self.sizes = [len(runs) for runs in fragments]
-        self.own, first = fragments[call.rank], sum(self.sizes[: call.rank])
-        # By document: the numbers of its fragments, as they are gathered, in the order of the sequence.
-        documents: dict[int, list[tuple[int, int]]] = {}
-        for number, run in enumerate(itertools.chain(*fragments)):
-            document = run.sequence if layout.kind == "packed" else 0
-            documents.setdefault(document, []).append((run.start, number))
-        numbers = [[number for _, number in sorted(runs)] for runs in documents.values()]
-        places = {number: (runs, i) for runs in numbers for i, number in enumerate(runs)}
-        # For each own fragment: the numbers of those before it in its document, and whether it is the last.
-        self.before = [places[first + i][0][: places[first + i][1]] for i in range(len(self.own))]
-        self.last = [places[first + i][0][-1] == first + i for i in range(len(self.own))]
+        self.call, self.given, self.tensors, self.layout, self.seq = call, given, tensors, layout, seq
+        self.own, self.succession = fragments_of(layout, call.world, call.rank, documents)
+        by_sample = documents is not None and len(documents) > 1
+        self.state = (1, *given.state[1:]) if by_sample else given.state
+        self.width = 1 if given.decay else self.state[-2]
         dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-        self.zeros = torch.zeros(state, dtype=dtype, device=tensors[0].device)
+        self.zeros = torch.zeros(self.state, dtype=dtype, device=tensors[0].device)
 
     def run(self) -> Tensor:
-        ends = itertools.accumulate([run.size for run in self.own], initial=0)
-        parts = [
-            [x.narrow(self.seq, begin, run.size) for x in self.tensors]
-            for begin, run in zip(ends, self.own, strict=False)
-        ]
-        outputs: list[Tensor | None] = [None] * len(parts)
-        maps = []
-        for i, part in enumerate(parts):
-            if self.last[i] and self.before[i] and self.correct is None:
-                # Nobody needs its state, and its output needs the state before it.
-                maps.append(self.map(None, self.zeros))
-                continue
-            outputs[i], own = self.stepped(part, self.zeros)
-            maps.append(self.map(part if self.before[i] and not self.last[i] else None, own))
-        gathered = self.gathered(maps)
-        for i, part in enumerate(parts):
-            if self.before[i]:
-                state, zero = self.folded(gathered, self.before[i]), outputs[i]
-                if zero is None or self.correct is None:
-                    outputs[i] = self.stepped(part, state)[0]
-                else:
-                    outputs[i] = zero + self.correct(*part, state).to(zero.dtype)
-        found = [x for x in outputs if x is not None]
-        result = torch.cat(found, self.seq) if found else self.like
-        # A rank that uses no state of others takes part in the gradient's exchange.
-        return (result + (gathered.reshape(-1)[:0] ** 2).sum().to(result.dtype)).contiguous()
+        _, before, continued = self.succession
+        parts = [self.part(fragment) for fragment in self.own]
+        runs = [self.alone(*of) for of in zip(parts, before, continued, strict=True)]
+        outputs = [alone.output for alone in runs]
+        if sum(self.succession.sizes):
+            maps = [self.map(alone) for alone, others in zip(runs, continued, strict=True) if others]
+            gathered = self.gathered(maps)
+            for i, (part, alone) in enumerate(zip(parts, runs, strict=True)):
+                if before[i]:
+                    outputs[i] = self.behind(part, alone, self.folded(gathered, before[i]))
+            result = self.joined(outputs)
+            # A rank that uses no state of others takes part in the gradient's exchange.
+            result = result + (gathered.reshape(-1)[:0] ** 2).sum().to(result.dtype)
+        else:
+            result = self.joined(outputs)
+        return result.contiguous()
+
+    def part(self, fragment: Fragment) -> list[Tensor]:
+        """Return a fragment of each tensor."""
+        rows = self.tensors if fragment.row is None else [x.narrow(0, fragment.row, 1) for x in self.tensors]
+        return [x.narrow(self.seq, fragment.begin, fragment.size) for x in rows]
+
+    def joined(self, outputs: Sequence[Tensor | None]) -> Tensor:
+        """Concatenate the outputs of all fragments."""
+        rows: dict[int | None, list[Tensor]] = {}
+        for fragment, output in zip(self.own, outputs, strict=True):
+            assert output is not None
+            rows.setdefault(fragment.row, []).append(output)
+        if not rows:
+            return self.tensors[self.given.like]
+        return torch.cat([torch.cat(parts, self.seq) for parts in rows.values()])
+
+    def alone(self, part: Sequence[Tensor], before: Sequence[int], continued: bool) -> _Alone:
+        """Compute what a fragment does without the state before it."""
+        if not before:
+            output, own = self.stepped(part, self.zeros)
+            return _Alone(output, own)
+        if self.given.values is not None:
+            return self.widened(part, self.given.values)
+        if not continued and self.given.correct is None:
+            return _Alone()  # its output needs the state before it
+        output, own = self.stepped(part, self.zeros)
+        assert self.given.transition is not None
+        return _Alone(output, own, self.given.transition(*part) if continued else None)
+
+    def widened(self, part: Sequence[Tensor], values: int) -> _Alone:
+        """Run fn with K more columns of values, 0, from the identity."""
+        x, (width, columns) = part[values], self.state[-2:]
+        identity = torch.eye(width, dtype=self.zeros.dtype, device=self.zeros.device)
+        state = torch.cat([self.zeros, identity.expand(*self.state[:-1], width)], -1)
+        wide = [*part]
+        wide[values] = torch.cat([x, x.new_zeros(*x.shape[:-1], width)], -1)
+        output, final = self.stepped(wide, state)
+        if output.size(-1) != columns + width:
+            expected = f"[..., {columns + width}], a column for each of values"
+            raise self.call.error("the output of fn", f"of shape {list(output.shape)}", expected)
+        sizes = [columns, width]
+        (output, added), (own, transition) = output.split(sizes, -1), final.split(sizes, -1)
+        return _Alone(output, own, transition, added)
+
+    def behind(self, part: Sequence[Tensor], alone: _Alone, state: Tensor) -> Tensor:
+        """Return a fragment's output, of the state before it."""
+        if alone.output is not None and alone.added is not None:
+            with without_autocast(self.zeros):
+                # [B, T, H, K] by [B, H, K, V]
+                added = alone.added.movedim(self.seq, -2).to(state.dtype) @ state
+            added = added.movedim(-2, self.seq)
+        elif alone.output is not None and self.given.correct is not None:
+            added = self.given.correct(*part, state)
+        else:
+            return self.stepped(part, state)[0]
+        return (alone.output + added).to(alone.output.dtype)
 
     def stepped(self, part: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """Call fn, and check what it returns."""
-        result = self.fn(*part, state)
+        result = self.given.fn(*part, state)
         if (
             not isinstance(result, tuple)
             or len(result) != 2
@@ -155,18 +256,19 @@ class _Passing:
         if output.dim() <= self.seq or output.size(self.seq) != tokens:
             expected = f"{tokens} tokens in dim {self.seq}"
             raise self.call.error("the output of fn", f"of shape {list(output.shape)}", expected)
-        if final.shape != self.zeros.shape:
-            raise self.call.error("the state of fn", f"of shape {list(final.shape)}", f"{list(self.state)}")
+        if final.shape != state.shape:
+            raise self.call.error("the state of fn", f"of shape {list(final.shape)}", f"{list(state.shape)}")
         return output, final.to(self.zeros.dtype)
 
-    def map(self, part: Sequence[Tensor] | None, own: Tensor) -> Tensor:
+    def map(self, alone: _Alone) -> Tensor:
         """Return (M, S_own) of a fragment, [B, H, K, K or 1 + V]; zeros for an M that nobody needs."""
-        shape = (*self.state[:-1], 1 if self.decay else self.state[-2])
-        if part is None:
+        shape, value, own = (*self.state[:-1], self.width), alone.transition, alone.own
+        assert own is not None
+        if value is None:
             return torch.cat([self.zeros.new_zeros(shape), own], -1)
-        value = self.transition(*part)
         fits = value.dim() == len(shape) and all(
-            size == most or (self.decay and size == 1) for size, most in zip(value.shape, shape, strict=True)
+            size == most or (self.given.decay and size == 1)
+            for size, most in zip(value.shape, shape, strict=True)
         )
         if not fits:
             found, expected = f"of shape {list(value.shape)}", f"{list(shape)}"
@@ -174,21 +276,28 @@ class _Passing:
         return torch.cat([value.to(own.dtype).expand(shape), own], -1)
 
     def gathered(self, maps: Sequence[Tensor]) -> Tensor:
-        """Gather the maps of all fragments along a dim in front."""
-        width = (1 if self.decay else self.state[-2]) + self.state[-1]
+        """Gather the maps of all fragments that are continued, along a dim in front."""
+        width = self.width + self.state[-1]
         own = torch.stack(list(maps)) if maps else self.zeros.new_zeros(0, *self.state[:-1], width)
         for x in self.tensors:
             if x.is_floating_point():
                 # All ranks record the exchange alike.
                 own = own + (x.reshape(-1)[:0] ** 2).sum().to(own.dtype)
-        gathered: Tensor = transpose_for(_NAME, False, own, self.layout.group, 0, self.sizes, None)
+        sizes = self.succession.sizes
+        gathered: Tensor = transpose_for(_NAME, False, own, self.layout.group, 0, sizes, None)
         return gathered
 
     def folded(self, gathered: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return the state behind the fragments of these numbers, which are a document's first ones."""
-        state, width = self.zeros, 1 if self.decay else self.state[-2]
-        for i, number in enumerate(numbers):
-            before, own = gathered[number, ..., :width], gathered[number, ..., width:]
-            # The M of a first fragment is not gathered.
-            state = own if i == 0 else own + (before * state if self.decay else before @ state)
+        state = self.zeros
+        with without_autocast(self.zeros):
+            for i, number in enumerate(numbers):
+                before, own = gathered[number, ..., : self.width], gathered[number, ..., self.width :]
+                # The M of a first fragment is not gathered.
+                state = own if i == 0 else own + (before * state if self.given.decay else before @ state)
         return state
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """Return a block in which autocast leaves products on the tensor's device in their dtype."""
+    return torch.autocast(x.device.type, enabled=False)
