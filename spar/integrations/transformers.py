@@ -57,6 +57,7 @@ def shard(
     *,
     group: Group = None,
     method: str | None = None,
+    scan: str | None = None,
     token_group: Group = None,
     check: bool = True,
 ) -> dict[str, Any]:
@@ -81,6 +82,10 @@ def shard(
         group: the ranks that share the sequence: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or
             None for the layout's, or the current topology's sequence group (WORLD if there is none).
         method: as in `spar.attention`.
+        scan: what ranks exchange for recurrences: linear attention and state spaces. "heads": tokens for
+            heads; "state": states, whose size does not depend on the length; "bytes": states, if they are
+            less than half of the bytes. None: "bytes" if the ranks are on several hosts; else "heads" where
+            each rank has a head, and "state" where there are fewer.
         token_group: the ranks over which labels are counted, a group as above: the data-parallel ranks, which
             have other batches; or all ranks, with those of `group`. None if `group` spans all ranks.
         check: whether to compare the batch over the group by a hash, and the states of torch's generator if
@@ -99,7 +104,7 @@ def shard(
     real = process_group(sequence_group, "transformers.shard")
     sharding = Sharding(stock(model), real, token_group)
     with sharding.reported():
-        return sharding.run(batch, layout, method, check)
+        return sharding.run(batch, layout, method, scan, check)
 
 
 def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = None) -> torch.Tensor:

@@ -169,15 +169,17 @@ def built(make: Callable[[], Any]) -> Any:
     return make()
 
 
-def limit(name: str) -> float:
-    return ROUNDING if name.endswith(GATES) else TOLERANCE
+def limit(name: str, scan: str | None = None) -> float:
+    # By state sums run in another order: as far from one process as one process in float32 is from float64.
+    return (ROUNDING if name.endswith(GATES) else TOLERANCE) * (3 if scan == "state" else 1)
 
 
 def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> None:
     report = compared(make, batch, group, **arguments)
     for entry in report.entries:
         zero = entry.reference_norm < 1e-6 and entry.max_abs_error < 1e-6  # rounding of a gradient of 0
-        assert zero or entry.max_rel_error < limit(entry.name), f"{entry}, {arguments}\n{report}"
+        most = limit(entry.name, arguments.get("scan"))
+        assert zero or entry.max_rel_error < most, f"{entry}, {arguments}\n{report}"
     assert report.entries[1].name == "logits" and report.reference_loss > 1
 
 
@@ -211,7 +213,8 @@ def check_documents(make: Callable[[], Any], documents: Rows, group: Group, **gi
         found, reference = spar.all_gather(gradient[None], group).sum(0), p.grad
         reference = torch.zeros_like(p) if reference is None else reference
         error = (found - reference).abs().max()
-        assert error < max(1e-6, limit(f"{name}.grad") * float(reference.abs().max())), (name, error)
+        most = limit(f"{name}.grad", given.get("scan"))
+        assert error < max(1e-6, most * float(reference.abs().max())), (name, error)
     layout: SequenceLayout = part["layout"]
     return layout
 
@@ -319,17 +322,21 @@ class _Torch(types.ModuleType):
         return getattr(torch, name)
 
 
-def check_float64(rank: int, world: int, group: Group, name: str) -> None:
+def check_float64(rank: int, world: int, group: Group, name: str, scan: str | None = None) -> None:
     def make() -> Any:
         model = maker(name)().to(torch.float64)
+        for module in model.modules():
+            if hasattr(module, "decay_factors"):  # MiniMax's, which are buffers
+                factors = module.decay_factors(module.slope_rate)
+                module.query_decay, module.key_decay, module.diagonal_decay = factors
         if hasattr(model.config, "num_experts_per_tok"):
             model.set_experts_implementation("eager")  # torch has no grouped products in float64
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(type(make()).forward.__globals__, "torch", _Torch("torch"))
+        patch.setitem(vars(sys.modules[type(make()).__module__]), "torch", _Torch("torch"))
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        report = compared(make, padded(), group, layout=zigzag)
+        report = compared(make, padded(), group, layout=zigzag, scan=scan)
     for entry in report.entries:
         assert entry.max_rel_error < 1e-10, f"{entry}\n{report}"
 
@@ -404,7 +411,7 @@ def check_bfloat16(rank: int, world: int, group: Group, name: str) -> None:
     def make() -> Any:
         return maker(name, **({"linear_num_value_heads": 2} if name == "qwen3_next" else {}))().bfloat16()
 
-    report = compared(make, whole(), group)
+    report = compared(make, whole(), group, scan="heads")
     for entry in report.entries:
         assert entry.max_rel_error < 0.1, f"{entry}\n{report}"
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.fragments import Lengths
 from ...sequence_layout import SequenceLayout
 from .attention import NO_LAYOUT, registered
 from .scans import ALLOWED, CONVOLUTIONS, LIGHTNING, SCANS, SERVED, lightning
 from .sources import drops_arguments, functions_of, has_attention, names_of
-from .tokens import Lengths, Tokens
+from .tokens import Tokens
 
 # kinds of layers, in config.layer_types and as keys of masks, whose masks are [B, S] of padding
 RECURRENT = ("linear_attention", "conv")
@@ -56,6 +57,11 @@ class Mixer(NamedTuple):
     @property
     def functions(self) -> frozenset[str]:
         return _called(self.module)
+
+    @property
+    def has_scan(self) -> bool:
+        """Whether it is a recurrence, rather than a convolution alone."""
+        return bool(self.functions & SCANS.keys()) or _is_lightning(self.module)
 
     @property
     def omits_arguments(self) -> bool:
@@ -230,11 +236,15 @@ def _served(name: str, scope: dict[str, Any]) -> Callable[..., Any]:
 def _for_layout(own: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def served(
-        *args: Any, layout: SequenceLayout | None = None, documents: Lengths | None = None, **kwargs: Any
+        *args: Any,
+        layout: SequenceLayout | None = None,
+        documents: Lengths | None = None,
+        scan: str | None = None,
+        **kwargs: Any,
     ) -> Any:
         # Where a mask has them, no documents are passed, but the layout may be.
         carried = _current.tokens
-        tokens = carried if layout is None or carried is not None else Tokens(layout, documents)
+        tokens = carried if layout is None or carried is not None else Tokens(layout, documents, scan)
         if tokens is None or tokens.are_one_sequence:
             return own(*args, **kwargs)
         return run(own, tokens, *args, **kwargs)

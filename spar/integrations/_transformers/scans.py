@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.by_state import Recurrence, without_autocast
 from .tokens import Tokens
 
 
@@ -49,13 +50,20 @@ def _delta_rule(
     output_final_state: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Run a gated delta rule by heads: those of values; queries and keys may have fewer."""
+    """Run a gated delta rule by heads, those of values, or by state; keys may have fewer heads."""
     _check_no_state(initial_state is not None or output_final_state)
+    tensors = [value, query, key, g, beta]
+    state = value.size(0), value.size(2), key.size(3), value.size(3)
 
     def whole(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Any:
         return own(q, k, v, g=g, beta=beta, **others)[0]
 
-    return tokens.by_heads(whole, [value, query, key, g, beta]), None
+    def continued(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
+        return own(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **others)
+
+    if tokens.passes_states(tensors, state[1] * state[2] * sum(state[2:])):
+        return tokens.by_state(Recurrence(continued, state, values=0), tensors), None
+    return tokens.by_heads(whole, tensors), None
 
 
 def _chunk_scan(
@@ -73,7 +81,7 @@ def _chunk_scan(
     return_final_states: bool = False,
     **others: Any,
 ) -> Any:
-    """Run Mamba 2's scan by heads; B and C have groups of heads."""
+    """Run Mamba 2's scan by heads, or by state; B and C have groups of heads."""
     _check_no_state(initial_states is not None or return_final_states)
     if others.get("z") is not None:
         raise ValueError(f"mamba2_chunk_scan: z is of shape {list(others['z'].shape)}; expected None: a gate")
@@ -83,7 +91,37 @@ def _chunk_scan(
     ) -> Any:
         return own(x, dt, A, B, C, D=D, dt_bias=bias, **others).to(x.dtype)  # mamba_ssm's; torch's is float32
 
-    return tokens.by_heads(whole, [x, dt, B, C], [A, D, dt_bias])
+    tensors = [x, dt, B, C]
+    batch, _, heads, width = x.shape
+    if not tokens.passes_states(tensors, heads * width * (1 + B.size(3))):
+        return tokens.by_heads(whole, tensors, [A, D, dt_bias])
+
+    # The kernel gets the time steps of which the decays are made, so that both round alike.
+    softplus, limit = others.pop("dt_softplus", False), others.get("dt_limit")
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = torch.nn.functional.softplus(dt) if softplus else dt
+    dt = dt if limit is None else dt.clamp(*limit)
+
+    def alone(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, _: Tensor, state: Tensor) -> Any:
+        y, final = own(x, dt, A, B, C, D=D, dt_bias=None, return_final_states=True, **others)
+        return y.to(x.dtype), final
+
+    def decay(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, exponents: Tensor) -> Tensor:
+        factor: Tensor = exponents.sum(1).exp()
+        return factor[..., None, None]
+
+    def correct(
+        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, exponents: Tensor, state: Tensor
+    ) -> Tensor:  # [B, T, G, N] by [B, H, P, N]
+        C = C.to(state.dtype).transpose(1, 2)
+        with without_autocast(C):
+            added: Tensor = C[:, :, None] @ state.unflatten(1, (C.size(1), -1)).transpose(3, 4)
+        return added.flatten(1, 2).transpose(1, 2) * exponents.cumsum(1).exp()[..., None]
+
+    state = batch, heads, width, B.size(3)
+    recurrence = Recurrence(alone, state, decay, decay=True, correct=correct)
+    return tokens.by_state(recurrence, [x, dt, B, C, dt * A])
 
 
 def _selective_scan(
@@ -129,10 +167,10 @@ def lightning(
     past_key_values: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Run MiniMax's lightning attention by heads.
+    """Run MiniMax's lightning attention by heads, or by state.
 
     It is no function but a layer's forward, own, which runs here for a stand-in of the layer that has the
-    decays of own heads, and neither projections nor norm: these are of own tokens.
+    decays of some heads, and neither projections nor norm: these are of own tokens.
     """
     _check_no_state(past_key_values is not None)
     batch, count = hidden_states.shape[:2]
@@ -141,7 +179,9 @@ def lightning(
         mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
     queries, keys, values = mixed.view(batch, count, -1, 3 * layer.head_dim).chunk(3, -1)
 
-    def whole(v: Tensor, q: Tensor, k: Tensor, slope: Tensor, *decays: Tensor) -> Any:
+    decays = [layer.slope_rate, layer.query_decay, layer.key_decay, layer.diagonal_decay[0]]
+
+    def run(v: Tensor, q: Tensor, k: Tensor, slope: Tensor, *decays: Tensor) -> tuple[Tensor, Tensor]:
         stand_in = types.SimpleNamespace(
             **dict.fromkeys(("qkv_proj", "act_fn", "norm", "out_proj"), lambda x: x),
             output_gate=lambda x: x.new_tensor(torch.inf),  # of which the sigmoid is 1
@@ -153,13 +193,37 @@ def lightning(
             key_decay=decays[1],
             diagonal_decay=decays[2][None],
         )
-        mixed = torch.cat([q, k, v], -1).flatten(2)
-        return own(stand_in, mixed, None, None)[0].view(v.shape)
+        y, final = own(stand_in, torch.cat([q, k, v], -1).flatten(2), None, None)
+        return y.view(v.shape), final
 
-    decays = [layer.slope_rate, layer.query_decay, layer.key_decay, layer.diagonal_decay[0]]
-    y = tokens.by_heads(whole, [values, queries, keys], decays).flatten(2)
+    def whole(*tensors: Tensor) -> Tensor:
+        return run(*tensors)[0]
+
+    def alone(v: Tensor, q: Tensor, k: Tensor, state: Tensor) -> Any:
+        return run(v, q, k, *decays)
+
+    # In a model of 16 bits they have 16 bits, in which the exponents of many tokens would round.
+    slopes = layer.slope_rate.to(torch.promote_types(layer.slope_rate.dtype, torch.float32))
+
+    def decay(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        factor: Tensor = (-v.size(1) * slopes).exp()
+        return factor[None]
+
+    def correct(v: Tensor, q: Tensor, k: Tensor, state: Tensor) -> Tensor:
+        ages = torch.arange(1, 1 + q.size(1), device=q.device)
+        factors: Tensor = (-slopes * ages[:, None]).exp()
+        with without_autocast(q):
+            added = q.transpose(1, 2).to(state.dtype) @ state
+        return (factors * added).transpose(1, 2)
+
+    tensors = [values, queries, keys]
+    if tokens.passes_states(tensors, values.size(2) * layer.head_dim * (1 + layer.head_dim)):
+        state = batch, values.size(2), layer.head_dim, layer.head_dim
+        y = tokens.by_state(Recurrence(alone, state, decay, decay=True, correct=correct), tensors)
+    else:
+        y = tokens.by_heads(whole, tensors, decays)
     gate = torch.sigmoid(layer.output_gate(hidden_states))
-    return layer.out_proj(gate * layer.norm(y)), None
+    return layer.out_proj(gate * layer.norm(y.flatten(2))), None
 
 
 def _check_no_state(has_state: bool) -> None:
@@ -190,6 +254,7 @@ SCANS = {
     "mamba2_chunk_scan": _Function(_chunk_scan, ("D", "dt_bias", "initial_states", "return_final_states")),
     "mamba_selective_scan": _Function(_selective_scan, ("D", "z", "delta_bias", "return_last_state")),
 }
+BY_HEADS_ALONE = {"mamba_selective_scan"}  # it returns its last state, but begins with zeros
 _FUSED = {
     "mamba2_split_conv1d_scan_combined": _Function(_not_fused, ()),
     "mamba_inner_fn": _Function(_not_fused, ()),

@@ -15,15 +15,17 @@ from ..._attention.spans import Spans
 from ..._checks import digest
 from ..._group.registry import group_of, place_of
 from ...errors import MismatchError
+from ...groups import init
 from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from .masks import documents_of, lengths_by_sample, lengths_of, masks_of, restarting
-from .mixers import RECURRENT, carries, mask_kinds, mixers_of, with_layout
+from .mixers import RECURRENT, Mixer, carries, mask_kinds, mixers_of, with_layout
 from .models import checked_config, has_dropout
 from .router import Routed, Router, has_router_loss
+from .scans import BY_HEADS_ALONE
 from .sources import masks_of_forward
-from .tokens import Tokens
+from .tokens import SCAN_CHOICES, Tokens
 
 NAME = "transformers.shard"
 _IDS = ("input_ids", "inputs_embeds")
@@ -64,7 +66,12 @@ class Sharding:
         return all_gather(x[None], group)
 
     def run(
-        self, batch: Mapping[str, Any], layout: SequenceLayout | None, method: str | None, check: bool
+        self,
+        batch: Mapping[str, Any],
+        layout: SequenceLayout | None,
+        method: str | None,
+        scan: str | None,
+        check: bool,
     ) -> dict[str, Any]:
         tokens = self.tokens_of(batch)
         total = tokens.size(1)
@@ -72,8 +79,10 @@ class Sharding:
         learns = batch.get("labels") is not None or batch.get("shift_labels") is not None
         given = batch.get("position_ids") is not None
         config = checked_config(self.model, int(positions.max()) + 1, learns, given, documents is not None)
+        mixers = mixers_of(self.model)
+        self.check_scan(scan, mixers)
         if check and self.place.world > 1:
-            self.compare(batch, tokens, has_dropout(self.model, config), repr((layout, method)))
+            self.compare(batch, tokens, has_dropout(self.model, config), repr((layout, method, scan)))
         if layout is None:
             layout = self.default_layout(documents, total, method, config)
         self.check_layout(layout, total, documents)
@@ -92,12 +101,13 @@ class Sharding:
         # a caller who passes one of these besides is told by Python
         passed = self.passed(config, masks, (tokens.size(0), 1, total, total), router)
         apart = None if documents is None or layout.kind == "packed" else lengths_by_sample(documents)
-        mixers = mixers_of(self.model)
+        scan = self.default_scan(mixers, tokens.device) if scan is None else scan
         if carries(self.model, mixers):
             kinds = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
-            passed = with_layout(passed, kinds, Tokens(layout, apart))
-        elif mixers and apart is not None:
-            part["documents"] = apart
+            passed = with_layout(passed, kinds, Tokens(layout, apart, scan))
+        elif mixers:
+            others = {"documents": apart, "scan": scan}
+            part |= {name: value for name, value in others.items() if value is not None}
         part |= {"attention_mask": passed, "past_key_values": None, "use_cache": False, "layout": layout}
         if hasattr(config, "output_router_logits"):
             part["output_router_logits"] = routes
@@ -218,6 +228,24 @@ class Sharding:
         if blocks and total >= 2 * self.place.world:
             return SequenceLayout.zigzag(total, self.group)
         return SequenceLayout.even(total, self.group)
+
+    def check_scan(self, scan: Any, mixers: list[Mixer]) -> None:
+        if scan not in (None, *SCAN_CHOICES):
+            expected = f"{', '.join(repr(choice) for choice in SCAN_CHOICES)} or None"
+            raise self.error("scan", f"{scan!r:.80}", expected)
+        for mixer in mixers:
+            if scan == "state" and mixer.functions & BY_HEADS_ALONE:
+                raise self.error(
+                    "scan",
+                    f"'state', and {mixer.path} is a layer of Mamba 1, whose scan continues no state",
+                    "'heads', 'bytes' or None",
+                )
+
+    def default_scan(self, mixers: list[Mixer], device: torch.device) -> str | None:
+        """Return "bytes" if ranks are on several hosts, where bytes count; None if not."""
+        if self.place.world == 1 or not any(mixer.has_scan for mixer in mixers):
+            return None
+        return "bytes" if len(init(self.group, device).hosts) > 1 else None
 
     def check_layout(self, layout: Any, total: int, documents: torch.Tensor | None) -> None:
         if not isinstance(layout, SequenceLayout):
@@ -340,7 +368,7 @@ class Sharding:
         rows = self.gathered(mine, self.group).cpu()
         differs = rows[:, :-1] != rows[0, :-1]
         if bool(differs.any()):
-            columns = [*(f"batch[{name!r}]" for name in names), "layout or method", "dropout"]
+            columns = [*(f"batch[{name!r}]" for name in names), "layout, method or scan", "dropout"]
             column = int(differs.any(0).nonzero()[0])
             ranks = tuple(differs[:, column].nonzero()[:, 0].tolist())
             raise self.mismatch(

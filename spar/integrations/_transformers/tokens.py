@@ -13,10 +13,12 @@ from torch import Tensor
 from ..._exchange.pieces import fragments
 from ..._group.registry import place_of
 from ...ops.by_heads import by_heads
+from ...ops.by_state import Recurrence, pass_states
 from ...ops.convolution import can_correct, convolve
+from ...ops.fragments import Lengths, fragments_of
 from ...sequence_layout import SequenceLayout, numbers_of
 
-Lengths = tuple[tuple[int, ...], ...]
+SCAN_CHOICES = ("heads", "state", "bytes")  # of `shard`
 
 
 class Tokens(NamedTuple):
@@ -26,10 +28,12 @@ class Tokens(NamedTuple):
         layout: of the sequence.
         documents: the lengths of the documents in each sample; one entry if they are the same in all samples.
             None: there are none, or the layout has them.
+        scan: "heads", "state" or "bytes", as in `shard`; None: by heads where each rank has one.
     """
 
     layout: SequenceLayout
     documents: Lengths | None = None
+    scan: str | None = None
 
     @property
     def are_one_sequence(self) -> bool:
@@ -62,6 +66,46 @@ class Tokens(NamedTuple):
             function, tensors, self.layout, parameters=parameters, seq_dim=seq_dim, head_dim=head_dim
         )
         return result
+
+    def passes_states(self, tensors: Sequence[Tensor], items: int) -> bool:
+        """Whether a recurrence passes states between ranks; else these exchange tokens for heads.
+
+        The rule, where the caller of `shard` chose neither:
+
+        - By state with fewer heads than ranks: by heads some ranks would have none, and wait.
+        - By state if bytes count ("bytes": the ranks are on several hosts), and states are less than half of
+          the bytes of tokens: a delta rule computes up to twice as much by state.
+        - Else by heads.
+
+        All ranks decide alike: they have the same layout, documents, widths and dtypes.
+
+        tensors: `[B, S_local, H, ...]`, which would be exchanged for heads; the result is like the first.
+        items: of a state and its transition, for one sample.
+        """
+        world = self.layout.group.size()
+        if self.scan in ("heads", "state") or world == 1:
+            return self.scan == "state"
+        if tensors[0].size(2) < world:
+            return True
+        return self.scan == "bytes" and 2 * self._bytes_by_state(tensors, items) < self._bytes_by_heads(
+            tensors
+        )
+
+    def _bytes_by_heads(self, tensors: Sequence[Tensor]) -> int:
+        """Return what all ranks send for one sample, times P / (P - 1)."""
+        widths = [x.element_size() * x.shape[2:].numel() for x in (*tensors, tensors[0])]
+        return self.layout.total * sum(widths)
+
+    def _bytes_by_state(self, tensors: Sequence[Tensor], items: int) -> int:
+        """Return what all ranks send for one sample, in the mean over the samples, times P / (P - 1)."""
+        world, samples = self.layout.group.size(), len(self.documents or (None,))
+        size = 8 if tensors[0].dtype == torch.float64 else 4
+        sent = sum(fragments_of(self.layout, world, 0, self.documents)[1].sizes)
+        return sent * items * size * world // samples
+
+    def by_state(self, recurrence: Recurrence, tensors: Sequence[Tensor]) -> Tensor:
+        """Call `spar.by_state` with a recurrence of one document of tensors [B, S_local, ...]."""
+        return pass_states(recurrence, tensors, self.layout, self.documents)
 
     def convolve(
         self, fn: Callable[[Tensor], Tensor], x: Tensor, before: int, keeps_result: bool = False
