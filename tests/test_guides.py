@@ -46,6 +46,10 @@ COMPILED_ONLY = {
     ("diffusers.md", 2): "compares a model of diffusers: tests/models/test_diffusers.py",
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
+    (
+        "hybrid.md",
+        0,
+    ): "a model of transformers: tests/models/test_transformers_whole_errors.py runs this block",
     ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 1): "compares a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 2): "a reward model: tests/models/test_transformers_refusals.py runs this block",

@@ -173,7 +173,8 @@ TESTING = {
 }
 TRANSFORMERS = {
     "register": "name='spar'",
-    "shard": "model, batch, layout=None, group=None, method=None, scan=None, token_group=None, check=True",
+    "shard": "model, batch, layout=None, group=None, method=None, scan=None, token_group=None, check=True, "
+    "whole=None",
     "total_loss": "loss, group=None, token_group=None",
 }
 DIFFUSERS = {

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def shard(
     scan: str | None = None,
     token_group: Group = None,
     check: bool = True,
+    whole: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Turn a whole batch into this rank's keyword arguments of the model's forward.
 
@@ -90,6 +91,10 @@ def shard(
             have other batches; or all ranks, with those of `group`. None if `group` spans all ranks.
         check: whether to compare the batch over the group by a hash, and the states of torch's generator if
             the model has dropout. The hash copies the batch to the CPU.
+        whole: patterns (fnmatch) of the paths of modules, as of `named_modules()` of the transformers model.
+            Each rank runs these on the whole sequence, and keeps its own part of their outputs: the way out
+            for layers that mix tokens as spar does not know. Exact, but no faster than one process. The next
+            call replaces it.
 
     Returns:
         A dict of this rank's shards, position_ids of the whole sequence, masks over the whole sequence as
@@ -104,7 +109,7 @@ def shard(
     real = process_group(sequence_group, "transformers.shard")
     sharding = Sharding(stock(model), real, token_group)
     with sharding.reported():
-        return sharding.run(batch, layout, method, scan, check)
+        return sharding.run(batch, layout, method, scan, check, whole)
 
 
 def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = None) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import types
 from collections.abc import Callable, Iterator
 from itertools import accumulate, product
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from conftest import TRANSPORTS, Ranks
 from helpers import llms
+from helpers.float64 import in_float64
 from helpers.llms import compared, even, left_padded, packed, restarts, seeded, sharding, whole, zigzag
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -313,15 +313,6 @@ def test_documents_on_one_rank(pool: Ranks, name: str) -> None:
 # ---- in float64 ----
 
 
-class _Torch(types.ModuleType):
-    """torch for a module of transformers, in which float32 is float64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 def check_float64(rank: int, world: int, group: Group, name: str, scan: str | None = None) -> None:
     def make() -> Any:
         model = maker(name)().to(torch.float64)
@@ -333,9 +324,7 @@ def check_float64(rank: int, world: int, group: Group, name: str, scan: str | No
             model.set_experts_implementation("eager")  # torch has no grouped products in float64
         return model
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vars(sys.modules[type(make()).__module__]), "torch", _Torch("torch"))
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    with in_float64(type(make())):
         report = compared(make, padded(), group, layout=zigzag, scan=scan)
     for entry in report.entries:
         assert entry.max_rel_error < 1e-10, f"{entry}\n{report}"

@@ -147,7 +147,7 @@ def check_other_samples(rank: int, world: int, group: Group) -> None:
     with pytest.raises(spar.MismatchError, match=r"batch\['input_ids'\] of ranks \[1\] differs") as caught:
         shard(model, batch, group=group, token_group=group)
     assert caught.value.ranks == (1,) and caught.value.rank == rank
-    with pytest.raises(spar.MismatchError, match="layout, method or scan of ranks"):
+    with pytest.raises(spar.MismatchError, match="layout, method, scan or whole of ranks"):
         shard(model, whole(), group=group, token_group=group, method=["ring", "gather"][rank])
     check_exact(maker("llama"), whole(), group)  # the group stays usable
 

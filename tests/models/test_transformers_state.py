@@ -316,7 +316,7 @@ def check_mistakes(rank: int, world: int, group: Group) -> None:
         )
         with pytest.raises(ValueError, match=text):
             shard(seeded(maker(name), "spar"), whole(), scan="state", **given)
-    with pytest.raises(spar.MismatchError, match=r"layout, method or scan of ranks \[1\] differs"):
+    with pytest.raises(spar.MismatchError, match=r"layout, method, scan or whole of ranks \[1\] differs"):
         shard(model, whole(), scan=["heads", "state"][rank], **given)
     with pytest.raises((ValueError, spar.MismatchError), match="scan is 'none'"):
         shard(model, whole(), scan=["heads", "none"][rank], **given)

@@ -115,6 +115,7 @@ def masks_of(
     position_ids: torch.Tensor,
     layout: SequenceLayout,
     token_type_ids: torch.Tensor | None,
+    known: bool = True,
 ) -> Any:
     """Return the masks of a whole batch: None, one for all layers, or a dict with one for each type of layer.
 
@@ -126,6 +127,7 @@ def masks_of(
         position_ids: [B or 1, S], of the whole sequence.
         layout: one of packed documents needs no mask for them.
         token_type_ids: [B, S], for models of which the masks depend on them.
+        known: whether all kinds of the model's layers are; of others the windows are not known.
     """
     from transformers import masking_utils
 
@@ -136,7 +138,7 @@ def masks_of(
         # attention_forward takes one row of queries for a key mask, to which it adds causality
         return attention_mask.expand(-1, -1, total, -1) if attention_mask.size(2) == 1 else attention_mask
     packed = layout.kind == "packed"
-    if packed and attention_mask is None and longest_run(layout) <= shortest_window(config):
+    if packed and known and attention_mask is None and longest_run(layout) <= shortest_window(config):
         return None
     whole = copy.copy(config)
     whole._attn_implementation_internal = WHOLE

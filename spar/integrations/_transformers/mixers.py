@@ -104,8 +104,11 @@ def convolutions_of(mixers: list[Mixer]) -> set[torch.nn.Module]:
     }
 
 
-def why_refused(config: Any, mixers: list[Mixer]) -> str | None:
-    """Return why a model's layers without attention cannot be served, or None."""
+def why_refused(config: Any, mixers: list[Mixer], whole: set[int]) -> str | None:
+    """Return why a model's layers without attention cannot be served, or None.
+
+    whole: the numbers of layers that need not be.
+    """
     for mixer in mixers:
         others = [
             name
@@ -123,7 +126,8 @@ def why_refused(config: Any, mixers: list[Mixer]) -> str | None:
     served["linear_attention"] |= {m.module.layer_idx for m in mixers if _is_lightning(m.module)}
     kinds = (getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
     for index, kind in enumerate(kinds):
-        if kind in KINDS and index not in served["conv" if kind == "conv" else "linear_attention"]:
+        needed = kind in KINDS and index not in whole
+        if needed and index not in served["conv" if kind == "conv" else "linear_attention"]:
             expected = ", ".join(CONVOLUTIONS if kind == "conv" else SCANS)
             return (
                 f"layer {index} is one of {kind}, which passes more between tokens, and calls none of the "
@@ -282,4 +286,9 @@ def _before(
 
 
 def _after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    _current.tokens = None
+
+
+def forget_tokens() -> None:
+    """Let the functions of a layer that has whole sequences be transformers' own."""
     _current.tokens = None

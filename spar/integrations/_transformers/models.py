@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .mixers import (
 )
 from .router import has_other_router_loss, has_router_loss, sum_router_loss
 from .sources import drops_arguments, has_attention, is_attention, mask_builder, masks_of_forward
+from .whole import hint, inside, layers_of, left_over
 
 # parts of the names of outputs, and of heads, that have one value for a sequence
 _POOLED = ("SequenceClassif", "MultipleChoice", "NextSentence", "DoubleHeads")
@@ -44,7 +46,14 @@ def stock(model: Any) -> Any:
     return model
 
 
-def checked_config(model: Any, longest: int, learns: bool, positions: bool, documents: bool) -> Any:
+def checked_config(
+    model: Any,
+    longest: int,
+    learns: bool,
+    positions: bool,
+    documents: bool,
+    whole: dict[str, torch.nn.Module],
+) -> Any:
     """Return a model's config; refuse a model that would compute something else over a sharded sequence.
 
     Args:
@@ -53,6 +62,7 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
         learns: whether there are labels.
         positions: whether the batch has position_ids.
         documents: whether position_ids separate packed documents.
+        whole: the modules that run on the whole sequence on each rank, by their paths.
 
     Raises:
         TypeError: not a model of transformers.
@@ -66,8 +76,9 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
     config = model.config
     if config.get_text_config() is not config:
         raise _refused(model, "it is not of text alone: its config has another one for text")
-    mixers = mixers_of(model)
-    _check_layers(model, config, mixers)
+    covered = inside(whole)
+    mixers = [mixer for mixer in mixers_of(model) if mixer.module not in covered]
+    _check_layers(model, config, mixers, covered)
     _check_head(model)
     _check_masks(model, config, documents)
     if not positions:
@@ -90,37 +101,85 @@ def checked_config(model: Any, longest: int, learns: bool, positions: bool, docu
     return config
 
 
-def _check_layers(model: torch.nn.Module, config: Any, mixers: list[Mixer]) -> None:
-    """Refuse layers through which tokens see each other, but for causal attention and served mixers."""
+def _check_layers(
+    model: torch.nn.Module, config: Any, mixers: list[Mixer], whole: frozenset[torch.nn.Module]
+) -> None:
+    """Refuse layers through which tokens see each other, but for causal attention and served mixers.
+
+    whole: the modules that see all tokens.
+    """
     causal = getattr(config, "is_causal", True) and not getattr(config, "is_encoder_decoder", False)
     if not causal or not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise _refused(model, "its attention is not causal")
-    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    if unsupported:
-        raise _refused(model, f"it has layers of {', '.join(unsupported)}, which pass more between tokens")
-    if why := why_refused(config, mixers):
-        raise _refused(model, why)
+    kinds = list(getattr(config, "layer_types", None) or ())[: getattr(config, "num_hidden_layers", None)]
+    left = _left_over(model, config, mixers, whole)
+    if others := [path for index, kind in enumerate(kinds) if kind not in _LAYERS for path in left(index)]:
+        why = f"it has layers of {', '.join(unknown_kinds(config))}, which pass more between tokens"
+        raise _refused(model, why + hint(others))
+    served_whole = {index for index, kind in enumerate(kinds) if kind in KINDS and not left(index)}
+    if unknown := why_refused(config, mixers, served_whole):
+        unserved = [path for index, kind in enumerate(kinds) if kind in KINDS for path in left(index)]
+        raise _refused(model, unknown + hint(unserved))
+    _check_modules(model, mixers, whole)
+    if mixers or (has_attention(model) and not getattr(model, "_is_stateful", False)):
+        return
+    others = [path for index in range(max(1, len(layers_of(model, config)))) for path in left(index)]
+    if masks_of_forward(model).functions and not has_attention(model):
+        others = []  # it makes masks for attention code of its own, of the tokens that it receives
+    elif whole and not others:
+        return
+    stateful = getattr(model, "_is_stateful", False)
+    reason = (
+        "it has a state that passes from token to token"
+        if stateful
+        else "its layers do not call the attention that set_attn_implementation sets: they have attention "
+        "code of their own, or none"
+    )
+    raise _refused(model, reason + hint(others))
+
+
+def unknown_kinds(config: Any) -> list[str]:
+    """Return the kinds of a model's layers of which spar does not know what passes between tokens."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+
+
+def _left_over(
+    model: torch.nn.Module, config: Any, mixers: list[Mixer], whole: frozenset[torch.nn.Module]
+) -> Callable[[int], list[str]]:
+    """Return a function of a layer's number: the paths of modules that would mix tokens of a shard alone."""
+    layers, served = layers_of(model, config), frozenset(mixer.module for mixer in mixers)
+    kinds = getattr(config, "layer_types", None) or ()
+
+    def left(index: int) -> list[str]:
+        if index >= len(layers):
+            return [""]  # it was not found
+        strict = index < len(kinds) and kinds[index] not in _LAYERS
+        return left_over(*layers[index], whole, served, strict)
+
+    return left
+
+
+def _check_modules(model: torch.nn.Module, mixers: list[Mixer], whole: frozenset[torch.nn.Module]) -> None:
+    """Refuse modules that mix neighbours, build masks or lose the layout, but for those that run whole."""
     convolutions = convolutions_of(mixers)
     for path, module in model.named_modules():
+        if module in whole:
+            continue
         if isinstance(module, _MIXERS) and module not in convolutions:
             kind = type(module).__name__
-            raise _refused(model, f"{path} is a {kind}, which mixes tokens outside of attention")
+            parent = path.rpartition(".")[0]
+            raise _refused(
+                model, f"{path} is a {kind}, which mixes tokens outside of attention" + hint([parent])
+            )
         if isinstance(module, torch.nn.Embedding) and _takes_mask(module):
             raise _refused(model, f"{path} derives positions from the attention mask")
         if is_attention(module) and (builder := mask_builder(module)):
-            raise _refused(model, f"{path} builds masks itself ({builder}), of the tokens that a rank has")
+            why = f"{path} builds masks itself ({builder}), of the tokens that a rank has"
+            raise _refused(model, why + hint([path]))
         for name, child in module.named_children():
-            if is_attention(child) and drops_arguments(module, name):
+            if is_attention(child) and child not in whole and drops_arguments(module, name):
                 why = f"{type(module).__name__} does not pass on keyword arguments to {name}"
-                raise _refused(model, f"{why}, such as the layout")
-    if getattr(model, "_is_stateful", False) and not mixers:
-        raise _refused(model, "it has a state that passes from token to token")
-    if not mixers and not has_attention(model):
-        raise _refused(
-            model,
-            "its layers do not call the attention that set_attn_implementation sets: they have attention "
-            "code of their own, or none",
-        )
+                raise _refused(model, f"{why}, such as the layout" + hint([f"{path}.{name}"]))
 
 
 def _check_head(model: Any) -> None:
@@ -162,7 +221,13 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
         windowed = [kind for kind, name in WINDOWS.items() if getattr(config, name, None) is not None]
         kinds = windowed[:1] or ["full_attention"]
     table = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-    missing = {table[kind].__name__ for kind in kinds if kind not in RECURRENT} - masks.functions
+    unknown = sorted(kind for kind in kinds if not callable(table.get(kind)))
+    if unknown:
+        raise _refused(
+            model, f"transformers does not say which masks its layers of {', '.join(unknown)} have"
+        )
+    functions = [table[kind] for kind in kinds if kind not in RECURRENT]
+    missing = {getattr(function, "func", function).__name__ for function in functions} - masks.functions
     if missing:
         raise _refused(
             model,

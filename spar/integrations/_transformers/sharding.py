@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from .masks import documents_of, lengths_by_sample, lengths_of, masks_of, restarting
 from .mixers import RECURRENT, Mixer, carries, mask_kinds, mixers_of, with_layout
-from .models import checked_config, has_dropout
+from .models import checked_config, has_dropout, unknown_kinds
 from .router import Routed, Router, has_router_loss
 from .scans import BY_HEADS_ALONE
-from .sources import masks_of_forward
+from .sources import has_attention, masks_of_forward
 from .tokens import SCAN_CHOICES, Tokens
+from .whole import check_router, inside, install, modules_of
 
 NAME = "transformers.shard"
 _IDS = ("input_ids", "inputs_embeds")
@@ -72,23 +73,35 @@ class Sharding:
         method: str | None,
         scan: str | None,
         check: bool,
+        patterns: Sequence[str] | None,
     ) -> dict[str, Any]:
         tokens = self.tokens_of(batch)
         total = tokens.size(1)
         positions, documents = self.positions_of(batch, layout, total)
         learns = batch.get("labels") is not None or batch.get("shift_labels") is not None
         given = batch.get("position_ids") is not None
-        config = checked_config(self.model, int(positions.max()) + 1, learns, given, documents is not None)
-        mixers = mixers_of(self.model)
+        whole = modules_of(self.model, patterns)
+        longest = int(positions.max()) + 1
+        config = checked_config(self.model, longest, learns, given, documents is not None, whole)
+        covered = inside(whole)
+        mixers = [mixer for mixer in mixers_of(self.model) if mixer.module not in covered]
         self.check_scan(scan, mixers)
         if check and self.place.world > 1:
-            self.compare(batch, tokens, has_dropout(self.model, config), repr((layout, method, scan)))
+            settings = repr((layout, method, scan, sorted(whole)))
+            self.compare(batch, tokens, has_dropout(self.model, config), settings)
         if layout is None:
             layout = self.default_layout(documents, total, method, config)
         self.check_layout(layout, total, documents)
         positions = positions.to(tokens.device)
         mask, types = self.mask_of(batch, tokens), batch.get("token_type_ids")
-        masks = masks_of(self.model, config, tokens, mask, positions, layout, types)
+        known = not unknown_kinds(config)
+        masks = masks_of(self.model, config, tokens, mask, positions, layout, types, known)
+        if whole:
+            positions = positions.expand(tokens.size(0), -1)  # modules may take them by sample
+            if not has_attention(self.model) and not mixers_of(self.model):
+                masks = self.own_padding(mask, layout)
+            check_router(self.model, config, whole)
+        install(self.model, whole)
         routes = bool(getattr(config, "output_router_logits", False))
         router = self.router_of(tokens, mask, layout) if routes and has_router_loss(self.model) else None
         part: dict[str, Any] = {name: batch[name] for name in _PLAIN if name in batch}
@@ -281,6 +294,15 @@ class Sharding:
             }
         return Routed(masks, shape, router)
 
+    def own_padding(self, mask: torch.Tensor | Spans | None, layout: SequenceLayout) -> torch.Tensor | None:
+        """Return this rank's part of the padding of a model without attention, which may ignore it."""
+        if mask is None:
+            return None
+        if isinstance(mask, Spans) or mask.dim() != 2:
+            expected = "[B, S], or none: the model has no attention"
+            raise self.error("batch['attention_mask']", f"of shape {list(mask.shape)}", expected)
+        return layout.shard(mask, 1).contiguous()
+
     def router_of(
         self, tokens: torch.Tensor, mask: torch.Tensor | Spans | None, layout: SequenceLayout
     ) -> Router:
@@ -368,7 +390,7 @@ class Sharding:
         rows = self.gathered(mine, self.group).cpu()
         differs = rows[:, :-1] != rows[0, :-1]
         if bool(differs.any()):
-            columns = [*(f"batch[{name!r}]" for name in names), "layout, method or scan", "dropout"]
+            columns = [*(f"batch[{name!r}]" for name in names), "layout, method, scan or whole", "dropout"]
             column = int(differs.any(0).nonzero()[0])
             ranks = tuple(differs[:, column].nonzero()[:, 0].tolist())
             raise self.mismatch(

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a layer calls for the registered attention
+# what a layer passes to a module that mixes tokens, besides masks: generation needs one of them there
+_STATES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "cache", "state"}
 
 
 class Masks(NamedTuple):
@@ -61,6 +63,28 @@ def _drops_arguments(kind: type, child: str) -> bool:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
     ]
     return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
+
+
+def mixing_children(module: torch.nn.Module) -> dict[str, frozenset[str]]:
+    """Return the modules to which a layer passes a cache, a state or a mask, and the names that it passes."""
+    kind: Any = type(module)
+    names = {name for name, _ in module.named_children()}
+    return {name: passed for name, passed in _receive_state(kind).items() if name in names}
+
+
+@functools.cache
+def _receive_state(kind: type) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for function in functions_of(kind):
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("self."):
+                continue
+            passed = {keyword.arg or "" for keyword in node.keywords}
+            passed |= {name.id for x in node.args for name in ast.walk(x) if isinstance(name, ast.Name)}
+            if passed & _STATES or any("mask" in name for name in passed):
+                name = ast.unparse(node.func).removeprefix("self.")
+                found[name] = found.get(name, frozenset()) | passed
+    return found
 
 
 def masks_of_forward(model: torch.nn.Module) -> Masks:
