@@ -49,6 +49,7 @@ TYPES: dict[str, tuple[str, dict[str, Any], list[str]]] = {  # its class, config
     "deepseek_v32": ("DeepseekV32", DSA | {"first_k_dense_replace": 1}, ATTENTION),
     "glm_moe_dsa": ("GlmMoeDsa", DSA, ATTENTION),
     "nemotron": ("Nemotron", {}, ATTENTION),
+    "stablelm": ("StableLm", {}, ATTENTION),
     "doge": ("Doge", {}, ATTENTION),
     "mamba": ("Mamba", {"state_size": 6, "time_step_rank": 4}, ["backbone.layers.0.mixer"]),
     "layers": ("Qwen3", llms.MIXED | {"use_sliding_window": True}, ["model.layers.1"]),
