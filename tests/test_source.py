@@ -178,7 +178,7 @@ TRANSFORMERS = {
     "total_loss": "loss, group=None, token_group=None",
 }
 DIFFUSERS = {
-    "enable": "model, group=None, plan=None",
+    "enable": "model, group=None, plan=None, method=None, strict=False",
     "disable": "model",
 }
 TABLES = {

@@ -14,8 +14,11 @@ from .._control.agreement import is_reported
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
 from .._view.inputs import check_equal
+from .._view.model import check_module, is_sharded, sharded, unsharded
+from .._view.report import Report
 from ..topology.resolve import Group, process_group
 from ._diffusers.attention import JointProcessor, ShardedAttention, register_backend, unregister_backend
+from ._diffusers.kernels import kernels_of_parts
 from ._diffusers.names import BACKEND, Names, load
 from ._diffusers.plan import Part, Rule, argument_names, default_plan, rules_of
 from ._diffusers.sequences import TEXT, Sequences
@@ -28,7 +31,14 @@ _ABSENT = object()  # the value of an attribute that an object lacks
 _MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 
-def enable(model: torch.nn.Module, group: Group = None, plan: Any = None) -> None:
+def enable(
+    model: torch.nn.Module,
+    group: Group = None,
+    plan: Any = None,
+    *,
+    method: str | None = None,
+    strict: bool = False,
+) -> Report | None:
     """Shard the sequence of a diffusers transformer over the ranks of a group, in each later forward.
 
     Every rank calls the model with the same whole inputs and receives the whole output, of the type that the
@@ -40,32 +50,40 @@ def enable(model: torch.nn.Module, group: Group = None, plan: Any = None) -> Non
         model: the transformer itself, `pipe.transformer`, not a wrapper of it. It is changed in place.
         group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
             sequence group (WORLD if there is none).
-        plan: where the sequence is sharded and gathered, as diffusers' `_cp_plan`, where an int may stand for
-            its entries: `{module: {argument or output index: dim}}` shards, `{module: dim}` gathers. None:
-            the plan of the model's class, which must be one that spar has verified.
+        plan: None for any class: `spar.shard_model` shards it. Models under torch.compile need a plan, of
+            where the sequence is sharded and gathered: "default", which classes have that spar has verified;
+            or as diffusers' `_cp_plan`, where an int may stand for its entries: `{module: {argument or output
+            index: dim}}` shards, `{module: dim}` gathers.
+        method: of attention: "ulysses", "gather" or "ring"; None chooses for each. Without a plan only.
+        strict: whether a function inside blocks that would run whole raises. Without a plan only.
+
+    Returns:
+        The report of what runs whole, and of the share of work, which the first forward fills; None with a
+        plan.
 
     Raises:
         ImportError: diffusers is not installed, or its version lacks a name that spar uses.
-        ValueError: the model is enabled already, has no plan or another attention, or the plan does not
-            match the model. The model is unchanged.
+        ValueError: the model is enabled already, or the plan does not match it. The model is unchanged.
         TypeError: an argument is of another type.
     """
+    where = "diffusers.enable"
     names = load()
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"diffusers.enable: model is {model!r:.200}; expected a module of diffusers")
-    for inner in ("module", "_orig_mod"):  # where DDP and torch.compile keep the model
-        if isinstance(getattr(model, inner, None), torch.nn.Module):
-            kind = type(model).__name__
-            raise ValueError(f"diffusers.enable: model is a {kind}; expected what it wraps: model.{inner}")
-    if _STATE in vars(model):
-        raise ValueError("diffusers.enable: the model is enabled already; call disable(model) first")
+    check_module(model, where)
+    if _STATE in vars(model) or is_sharded(model):
+        raise ValueError(f"{where}: the model is enabled already; call disable(model) first")
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError(
-            "diffusers.enable: diffusers' own enable_parallelism was called; expected a model without it"
+            f"{where}: diffusers' own enable_parallelism was called; expected a model without it"
         )
-    rules = rules_of(model, default_plan(model) if plan is None else plan, names)
+    if plan is None:
+        around = functools.partial(kernels_of_parts, names)
+        return sharded(model, group, where, method=method, strict=strict, around=around)
+    if method is not None or strict:
+        raise ValueError(f"{where}: method is {method!r} and strict {strict}; expected neither with a plan")
+    rules = rules_of(model, default_plan(model) if plan == "default" else plan, names)
     modules = _attention_modules(model, names)
-    vars(model)[_STATE] = _Sharded(model, process_group(group, "diffusers.enable"), names, rules, modules)
+    vars(model)[_STATE] = _Sharded(model, process_group(group, where), names, rules, modules)
+    return None
 
 
 def disable(model: torch.nn.Module) -> None:
@@ -75,10 +93,13 @@ def disable(model: torch.nn.Module) -> None:
         ValueError: the model is not enabled, or its forward was replaced after `enable`.
     """
     state = vars(model).get(_STATE) if isinstance(model, torch.nn.Module) else None
-    if state is None:
+    if state is not None:
+        state.remove()
+        del vars(model)[_STATE]
+    elif isinstance(model, torch.nn.Module) and is_sharded(model):
+        unsharded(model, "diffusers.disable")
+    else:
         raise ValueError("diffusers.disable: the model is not enabled; expected one that enable changed")
-    state.remove()
-    del vars(model)[_STATE]
 
 
 def _attention_modules(model: torch.nn.Module, names: Names) -> dict[str, torch.nn.Module]:
