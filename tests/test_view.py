@@ -82,9 +82,10 @@ def viewed(group: Group, run: Callable[[View, Tensor], Any], strict: bool = Fals
 
 def check_refusals(rank: int, world: int, group: Group) -> None:
     refused: dict[str, tuple[Callable[[View, Tensor], Any], str]] = {
-        "memory": (lambda view, x: x.data_ptr(), "reads or replaces memory"),
-        "strides": (lambda view, x: x.as_strided((2, 2), (1, 1)), "reads or replaces memory"),
-        "data": (lambda view, x: setattr(x, "data", x * 2), "reads or replaces memory"),
+        "memory": (lambda view, x: x.data_ptr(), "reads or replaces the memory"),
+        "strides": (lambda view, x: x.as_strided((2, 2), (1, 1)), "reads or replaces the memory"),
+        "shape": (lambda view, x: x.unsqueeze_(0), "reads or replaces the memory or the shape"),
+        "data": (lambda view, x: setattr(x, "data", x * 2), "reads or replaces the memory"),
         "out": (lambda view, x: torch.add(x, 1, out=torch.empty(2, 12, 6)), "has out="),
         "copy": (lambda view, x: x[:, 1:5].add_(1), REFUSED),
         "several": (lambda view, x: torch._foreach_add_([x, x * 2], 1), "changes several tensors"),
@@ -164,7 +165,7 @@ def check_plans(rank: int, world: int, group: Group) -> None:
         for scale in (0.1, 0.2, 0.3):
             y = (x * scale).view(2, 12, 3, 2).transpose(1, 2)
         assert part_of(y) is view.parts.part(2, (12,))
-        assert len(view._plans) == 3
+        assert len(view._steps) == 3
 
     viewed(group, run)
 

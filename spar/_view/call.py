@@ -21,7 +21,6 @@ class Plan(NamedTuple):
         replaced: other values of arguments, by position or name.
         run: what is called in the function's place.
         work: multiply-adds on this rank, and in the whole.
-        is_constant: whether `run` is the result itself.
     """
 
     part: Part | tuple[Part | None, ...] | None = None
@@ -29,7 +28,6 @@ class Plan(NamedTuple):
     replaced: tuple[tuple[int | str, Any], ...] = ()
     run: Any = None
     work: tuple[int, int] = (0, 0)
-    is_constant: bool = False
 
 
 class FunctionCall:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from ..sequence_layout import SequenceLayout
 from ..sizes import cal_split_sizes
 
 _T = TypeVar("_T")
-_PART = "_spar_part"
+_SHARD = "_spar_shard"
 
 
 class Part:
@@ -30,7 +30,7 @@ class Part:
         whole, local: the dim's size in the whole tensor, and on this rank.
     """
 
-    __slots__ = ("dim", "held", "inner", "lengths", "local", "outer", "parts", "whole")
+    __slots__ = ("_shards", "dim", "held", "inner", "lengths", "local", "outer", "parts", "whole")
 
     def __init__(self, parts: Parts, dim: int, lengths: tuple[int, ...], outer: int, inner: int) -> None:
         self.parts = parts
@@ -38,6 +38,7 @@ class Part:
         self.held = parts.held(lengths)
         self.whole = outer * sum(lengths) * inner
         self.local = outer * self.held * inner
+        self._shards: dict[tuple[int, ...], Shard] = {}
 
     @property
     def tokens(self) -> int:
@@ -59,6 +60,14 @@ class Part:
     def repeated(self, outer: int, inner: int) -> Part:
         return self.parts.part(self.dim, self.lengths, self.outer * outer, self.inner * inner)
 
+    def shard(self, local: Sequence[int]) -> Shard:
+        """Return what a tensor of a local shape is."""
+        shape = *local[: self.dim], self.whole, *local[self.dim + 1 :]
+        found = self._shards.get(shape)
+        if found is None:
+            found = self._shards[shape] = Shard(self, torch.Size(shape))
+        return found
+
     def between(self, start: int, stop: int) -> tuple[int, int] | None:
         """Return which sequences lie in tokens start to before stop; None if one lies in them partly."""
         ends = [0]
@@ -75,6 +84,18 @@ class Part:
     def __repr__(self) -> str:
         around = "" if self.is_plain else f", outer={self.outer}, inner={self.inner}"
         return f"Part(dim={self.dim}, lengths={list(self.lengths)}{around})"
+
+
+class Shard:
+    """What a tensor is: a part of a whole tensor, of this shape. Equal ones are the same object."""
+
+    __slots__ = ("part", "shape")
+
+    def __init__(self, part: Part, shape: torch.Size) -> None:
+        self.part, self.shape = part, shape
+
+    def __deepcopy__(self, memo: object) -> Shard:
+        return self
 
 
 class Parts:
@@ -146,23 +167,21 @@ class Parts:
 
 def part_of(x: Any) -> Part | None:
     """Return which part of a whole tensor x is; None if it is whole, or no tensor."""
-    return getattr(x, _PART, None) if isinstance(x, Tensor) else None
+    shard: Shard | None = getattr(x, _SHARD, None) if isinstance(x, Tensor) else None
+    return None if shard is None else shard.part
 
 
 def mark(x: _T, part: Part | None) -> _T:
     """Say which part of a whole tensor x is."""
-    if isinstance(x, Tensor) and (part is not None or hasattr(x, _PART)):
-        setattr(x, _PART, part)
+    if isinstance(x, Tensor) and (part is not None or hasattr(x, _SHARD)):
+        setattr(x, _SHARD, None if part is None else part.shard(x.shape))
     return x
 
 
-def whole_shape(x: Tensor, part: Part | None = None) -> list[int]:
+def whole_shape(x: Tensor) -> list[int]:
     """Return the shape of the whole tensor of which x is a part."""
-    part = part or part_of(x)
-    shape = list(x.shape)
-    if part is not None:
-        shape[part.dim] = part.whole
-    return shape
+    shard = getattr(x, _SHARD, None)
+    return list(x.shape if shard is None else shard.shape)
 
 
 def whole_numel(x: Tensor) -> int:

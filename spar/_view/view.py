@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .call import FunctionCall, Plan, is_inplace, rule_of
-from .part import _PART, Part, Parts, changed, mark, part_of, tensors_in, whole_shape
+from .part import _SHARD, Part, Parts, Shard, changed, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
 from .slices import Slices
 
 _COPY = "_spar_copy"  # the attribute of a copy that would be a view if nothing was sharded
-_MOST_PLANS = 20_000
+_MOST_STEPS = 20_000
 _VIEWS_NAMES = """
 narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
 permute expand squeeze unsqueeze diagonal movedim swapaxes unfold t get_T get_mT split_with_sizes
@@ -28,7 +29,8 @@ _VIEWS = frozenset(_VIEWS_NAMES.split())
 # Functions of which nobody could make the result right: they read or change memory of the part.
 _MEMORY_NAMES = """
 data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad
-swap_tensors share_memory_ __dlpack__ _typed_storage
+swap_tensors share_memory_ __dlpack__ _typed_storage unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ t_
+rename_
 """
 _MEMORY = frozenset(_MEMORY_NAMES.split())
 
@@ -37,6 +39,29 @@ class _Function(NamedTuple):
     name: str
     is_inplace: bool
     may_draw: bool
+
+
+class _Step:
+    """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
+
+    __slots__ = ("is_simple", "plan", "run", "shard", "shards")
+
+    def __init__(self, plan: Plan | None, func: Any) -> None:
+        self.plan = plan
+        self.run = (plan and plan.run) or func
+        self.shard: Shard | None = None  # of a single result
+        self.shards: list[Shard | None] | None = None
+        self.is_simple = False  # whether to run it is all that there is to do
+
+    def mark(self, out: Any, part: Part | tuple[Part | None, ...]) -> None:
+        results = [out] if isinstance(out, Tensor) else list(out)
+        if self.shards is None:
+            parts = part if isinstance(part, tuple) else (part,) * len(results)
+            pairs = zip(results, parts, strict=True)
+            self.shards = [None if p is None else p.shard(x.shape) for x, p in pairs]
+            self.shard = self.shards[0] if isinstance(out, Tensor) else None
+        for x, shard in zip(results, self.shards, strict=True):
+            setattr(x, _SHARD, shard)
 
 
 class View(TorchFunctionMode):
@@ -52,12 +77,12 @@ class View(TorchFunctionMode):
         super().__init__()
         self.parts, self.strict = parts, strict
         self.report = Report()
-        self.recording = True  # what runs whole, and how much work each rank does
         self.blocks = 0  # of the model, that the code is in
         self._functions: dict[Any, _Function] = {}
-        self._plans: dict[object, Plan | None] = {}
+        self._steps: dict[tuple[Any, ...], _Step] = {}
         self._compared = False  # whether the ranks' generators were, in this forward
         self._slices = Slices()
+        self.recording = True  # in the first forward
 
     # ---- what a model's hooks call ----
 
@@ -71,6 +96,7 @@ class View(TorchFunctionMode):
         finally:
             self._compared = False
             self._slices = Slices()
+            self._watch()
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
         """Return the part of a whole tensor, that blocks receive in its place."""
@@ -89,37 +115,91 @@ class View(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        key: list[Any] = [func]
+        sharded = False
+        for x in args:  # as `_collect`, of which the call takes as long as what it does
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                shard = getattr(x, "_spar_shard", None)
+                if shard is None:
+                    key.append(x.shape)
+                else:
+                    key.append(shard)
+                    sharded = True
+            elif kind in _VALUES:
+                key.append(x)
+            elif _collect((x,), key):
+                sharded = True
+        if kwargs:
+            key += kwargs
+            sharded = _collect(kwargs.values(), key) or sharded
+        step = self._steps.get(tuple(key)) if sharded else None
+        if step is None or not step.is_simple or self._is_watching:
+            return self._call(key, sharded, func, args, kwargs or {})
+        out = step.run(*args, **kwargs) if kwargs else step.run(*args)
+        if step.shard is not None:
+            out._spar_shard = step.shard
+        return out
+
+    def _call(self, key: list[Any], sharded: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a function whose plan is not known, or needs more than to be run."""
         function = self._functions.get(func) or self._function(func)
-        try:
-            key, sharded = _signature(args, kwargs)
-        except _Unhashable:
-            key, sharded = None, any(part_of(x) is not None for x in tensors_in(args, kwargs))
         if function.is_inplace or self._slices.written:
             self._check_written(function, args, kwargs)
+        if function.may_draw:
+            self._compare_generators(function, func, args, kwargs)
         if not sharded:
-            if function.may_draw:
-                self._compare_generators(function, func, args, kwargs)
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
             return func(*args, **kwargs)
-        key = key and (func, key)
-        plan = self._plans.get(key, _MISSING) if key else _MISSING
-        if plan is _MISSING:
-            plan = self._planned(function, func, args, kwargs)
-            if key:
-                if len(self._plans) > _MOST_PLANS:
-                    self._plans.clear()
-                self._plans[key] = plan
+        step = self._step(key, function, func, args, kwargs)
+        plan = step.plan
         if plan is None:
             return self._whole(function, func, args, kwargs)
-        if plan.is_constant:
-            return plan.run
-        if function.may_draw:
-            self._compare_generators(function, func, args, kwargs)
         if self.recording and plan.work[1]:
             self.report.add(plan.work, self.blocks > 0)
-        return self._run(plan, func, args, kwargs)
+        if plan.moves:
+            args, kwargs = self._moved(dict(plan.moves), args, kwargs)
+        for place, value in plan.replaced:
+            if isinstance(place, int):
+                args = (*args[:place], value, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, place: value}
+        out = step.run(*args, **kwargs)
+        if plan.part is not None:
+            step.mark(out, plan.part)
+        step.is_simple = not (plan.moves or plan.replaced or function.is_inplace or function.may_draw) and (
+            plan.part is None or isinstance(out, Tensor)
+        )
+        return out
+
+    def _step(
+        self, key: list[Any], function: _Function, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> _Step:
+        """Return what to do for a call, planned where equal ones were not met before."""
+        known = tuple(key)
+        step = self._steps.get(known)
+        if step is None:
+            step = _Step(self._planned(function, func, args, kwargs), func)
+            if _UNKNOWN not in key:
+                if len(self._steps) > _MOST_STEPS:
+                    self._steps.clear()
+                self._steps[known] = step
+        return step
+
+    @property
+    def recording(self) -> bool:
+        """Whether the report counts work and what runs whole."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        self._recording = value
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note whether each call has to be looked at."""
+        self._is_watching = self._recording or bool(self._slices.written)
 
     def _function(self, func: Any) -> _Function:
         name = getattr(func, "__name__", str(func))
@@ -131,7 +211,11 @@ class View(TorchFunctionMode):
     def _planned(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
         name = function.name
         if name in _MEMORY or (name.startswith("set_") and name != "set_requires_grad"):
-            raise self.error(name, "reads or replaces memory of a tensor that is sharded", "gather it first")
+            raise self.error(
+                name,
+                "reads or replaces the memory or the shape of a tensor that is sharded",
+                "gather it first",
+            )
         if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
             raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
         call = FunctionCall(self.parts, name, func, args, kwargs)
@@ -139,45 +223,9 @@ class View(TorchFunctionMode):
             raise self.error(name, "has a part of another view's", "gather it in its own forward")
         found = rule_of(name)
         plan = found(call) if found is not None else None
-        return plan if plan is None or plan.is_constant else self._verified(call, plan)
-
-    def _verified(self, call: FunctionCall, plan: Plan) -> Plan | None:
-        """Compare the part that a plan promises with the function's whole shapes, found without elements."""
-        if call.is_inplace or not plan.part:
-            return plan
-        try:
-            meta = changed(_without_elements, (call.args, call.kwargs))
-            expected = tensors_in(call.function(*meta[0], **meta[1]))
-        except Exception:  # functions that do not run without elements
-            return plan
-        each = plan.part if isinstance(plan.part, tuple) else (plan.part,) * len(expected)
-        for part, x in zip(each, expected, strict=True):
-            if part is not None and (part.dim >= x.dim() or x.size(part.dim) != part.whole):
-                raise RuntimeError(
-                    f"{call.name}: the rule says {part} for a result of shape {list(x.shape)}; this is a "
-                    "fault of spar, please report it"
-                )
+        if plan is not None and plan.part and not call.is_inplace:
+            _verify(call, plan)
         return plan
-
-    def _run(self, plan: Plan, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if plan.moves:
-            args, kwargs = self._moved(dict(plan.moves), args, kwargs)
-        for place, value in plan.replaced:
-            if isinstance(place, int):
-                args = (*args[:place], value, *args[place + 1 :])
-            else:
-                kwargs = {**kwargs, place: value}
-        out = (plan.run or func)(*args, **kwargs)
-        part = plan.part
-        if part is None:
-            return out
-        if isinstance(out, Tensor):
-            if out.__dict__.get(_PART) is not part:
-                setattr(out, _PART, part)
-            return out
-        for i, x in enumerate(out):
-            mark(x, part[i] if isinstance(part, tuple) else part)
-        return out
 
     def _moved(self, moves: dict[int, Part | None], args: Any, kwargs: Any) -> Any:
         count = -1
@@ -202,8 +250,6 @@ class View(TorchFunctionMode):
         if body is not None:
             with self:
                 return body(*args, **kwargs)
-        if function.may_draw:
-            self._compare_generators(function, func, args, kwargs)
         if self.strict and self.blocks:
             raise self.error(
                 name, "has no rule for these arguments, and would run whole", "pass strict=False"
@@ -256,6 +302,7 @@ class View(TorchFunctionMode):
                 )
             if part_of(args[0]) is not None:
                 self._slices.write(args[0])
+                self._watch()
         for x in tensors_in(args, kwargs) if self._slices.written else ():
             if part_of(x) is None and self._slices.is_stale(x):
                 raise self.error(
@@ -280,7 +327,6 @@ class View(TorchFunctionMode):
         return View(self.parts, self.strict)
 
 
-_MISSING: Any = object()
 _bodies: dict[Any, Any] = {}
 
 
@@ -307,51 +353,56 @@ def _never(*_: Any) -> bool:
     return False
 
 
-class _Unhashable(Exception):
-    pass
-
-
 _VALUES = frozenset(
     {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
 )
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], bool]:
-    """Return what rules may depend on, and whether there is a part."""
-    key: list[Any] = []
-    sharded = _collect(args, key)
-    if kwargs:
-        for name, value in kwargs.items():
-            key.append(name)
-            sharded |= _collect((value,), key)
-    return tuple(key), sharded
+_UNKNOWN = object()  # in the key of a call that no key can tell from others
 
 
 def _collect(values: Any, key: list[Any]) -> bool:
+    """Add what rules may depend on to a key; return whether there is a part."""
     sharded = False
     for x in values:
         kind = type(x)
-        if kind in _VALUES:
-            key.append(x)
-        elif isinstance(x, Tensor):
-            part = getattr(x, _PART, None)
-            key += (part, x.shape)
-            if part is not None:
+        if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
+            shard = getattr(x, _SHARD, None)
+            if shard is None:
+                key.append(x.shape)
+            else:
+                key.append(shard)
                 sharded = True
-        elif kind is bool:
-            key.append("true" if x else "false")
+        elif kind in _VALUES:
+            key.append(x)
         elif kind is float:
             key.append(float)
+        elif kind is bool:
+            key.append("true" if x else "false")
         elif kind is list or kind is tuple or kind is torch.Size:
-            key.append(len(x))
-            sharded |= _collect(x, key)
-            key.append(kind)
+            key += kind, len(x)
+            sharded = _collect(x, key) or sharded
         elif kind is slice:
             key.append(slice)
-            sharded |= _collect((x.start, x.stop, x.step), key)
+            sharded = _collect((x.start, x.stop, x.step), key) or sharded
         else:
-            raise _Unhashable
+            key.append(_UNKNOWN)
+            sharded = sharded or any(part_of(y) is not None for y in tensors_in(x))
     return sharded
+
+
+def _verify(call: FunctionCall, plan: Plan) -> None:
+    """Compare the part that a plan promises with the function's whole shapes, found without elements."""
+    try:
+        meta = changed(_without_elements, (call.args, call.kwargs))
+        expected = tensors_in(call.function(*meta[0], **meta[1]))
+    except Exception:  # a function that does not run without elements
+        return
+    each = plan.part if isinstance(plan.part, tuple) else (plan.part,) * len(expected)
+    for part, x in zip(each, expected, strict=True):
+        if part is not None and (part.dim >= x.dim() or x.size(part.dim) != part.whole):
+            raise RuntimeError(
+                f"{call.name}: the rule says {part} for a result of shape {list(x.shape)}; this is a fault "
+                "of spar, please report it"
+            )
 
 
 def _without_elements(x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def dropout(call: FunctionCall) -> Plan | None:
 def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:
     """Return this rank's part of what is drawn for an empty tensor of the whole shape."""
     with torch.no_grad():
-        whole = draw(torch.empty(whole_shape(x, part), dtype=x.dtype, device=x.device))
+        whole = draw(torch.empty(whole_shape(x), dtype=x.dtype, device=x.device))
         return part.parts.shard(whole, part).detach()
 
 

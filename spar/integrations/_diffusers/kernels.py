@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of diffusers' dispatcher that are no torch functions, such as flash_attn: a view does not see them."""
+"""Kernels of diffusers' dispatcher that are no torch functions, which a view does not see: flash_attn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _own: dict[Any, Any] = {}  # what the dispatcher's table had
 
 @contextlib.contextmanager
 def kernels_of_parts(names: Names) -> Iterator[None]:
-    """Let each backend but torch's own receive whole sequences of some heads where it is called with parts."""
+    """Let backends other than torch's receive whole sequences of some heads in place of parts."""
     global _entered
     table = names.registry._backends
     with _lock:
