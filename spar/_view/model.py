@@ -178,7 +178,8 @@ class _Sharded:
         self.model, self.view, self.around = model, view, around
         self.compared = False  # whether the ranks' inputs were, in the first forward
         self.hooks = [
-            block.register_forward_pre_hook(_Shards(self), with_kwargs=True) for block in blocks.values()
+            block.register_forward_pre_hook(_Shards(self, block), with_kwargs=True)
+            for block in blocks.values()
         ]
         self.forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # modules, what they had, what they have
         for module in blocks.values():
@@ -279,19 +280,19 @@ class _ModelForward(_Forward):
 class _Shards:
     """The hook in front of a block: shards the sequence that it receives, and all that is as long."""
 
-    def __init__(self, sharded: _Sharded) -> None:
+    def __init__(self, sharded: _Sharded, block: torch.nn.Module) -> None:
         self.sharded = sharded
+        self.names = tuple(inspect.signature(block.forward).parameters)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.sharded.is_running:
             return None
         with _pop_mode_temporarily():
-            return self._shard(module, args, kwargs)
+            return self._shard(args, kwargs)
 
-    def _shard(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _shard(self, args: Any, kwargs: Any) -> Any:
         """Which tensor is the sequence is a matter of speed alone: whatever is sharded, results are right."""
-        forward = getattr(module.forward, "own", module.forward)
-        named = [*zip(inspect.signature(forward).parameters, args, strict=False), *kwargs.items()]
+        named = [*zip(self.names, args, strict=False), *kwargs.items()]
         main = _main([(name, x) for name, x in named if isinstance(x, Tensor) and x.is_floating_point()])
         view = self.sharded.view
         if main is None:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a forward of Wan by a view, by its plan, and in one process; and the host's time for each torch function.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/view.py
+
+Wan of 6 blocks, width 256, 1,152 tokens, in turns; median of the slowest rank. A function's time is that of a
+chain of 20 on a small tensor, in CPU time, without a view and with one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spar
+from spar.integrations.diffusers import enable
+
+CHAIN = 20
+
+
+class Functions(nn.Module):
+    """A block of 20 functions of different kinds, three of them reads of sizes."""
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        h = F.linear(x, weight) + y
+        h = h.view(batch, tokens, 4, -1).transpose(1, 2) * 2
+        h = h.transpose(1, 2).flatten(2)
+        a, b = F.layer_norm(h, (width,)).chunk(2, -1)
+        h = F.gelu(torch.cat([a, b], -1))
+        h = h.unsqueeze(1).squeeze(1).float().to(torch.float32)
+        h = h[:, :, None][:, :, 0].view(h.size(0), h.size(1), width)
+        return h.mean(-1, keepdim=True) * x
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Functions() for _ in range(50)])
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, y, weight)
+        return x
+
+
+def slowest(seconds: float) -> float:
+    found = torch.tensor(seconds)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def functions() -> tuple[float, float]:
+    """Return the microseconds of CPU of a function without and with a view: the least of some turns."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1, 64, 32, generator=generator) for _ in range(2))
+    weight = torch.randn(32, 32, generator=generator) / 6
+    plain, viewed = Chain(), Chain()
+    spar.shard_model(viewed, blocks=["blocks.*"])
+    # The part's size without a view, so that the kernels take as long.
+    runs: list[Callable[[], Any]] = [
+        lambda: plain(x[:, : 64 // dist.get_world_size()], y[:, : 64 // dist.get_world_size()], weight),
+        lambda: viewed(x, y, weight),
+    ]
+    least = [float("inf")] * 2
+    for _ in range(20):
+        for i, run in enumerate(runs):
+            begin = time.process_time()
+            run()
+            least[i] = min(least[i], time.process_time() - begin)
+    return tuple(seconds * 1e6 / CHAIN / 50 for seconds in least)  # type: ignore[return-value]
+
+
+def wan(turns: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=64,
+        in_channels=16,
+        out_channels=16,
+        text_dim=64,
+        ffn_dim=1024,
+        num_layers=6,
+        rope_max_seq_len=64,
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 8, 24, 24),
+        "timestep": torch.tensor([10.0]),
+        "encoder_hidden_states": torch.randn(1, 32, 64),
+    }
+    models = {"one process": model, "plan": copy.deepcopy(model), "view": copy.deepcopy(model)}
+    enable(models["plan"], plan="default")
+    enable(models["view"])
+    times: dict[str, list[float]] = {name: [] for name in models}
+    outputs = {}
+    for _ in range(turns + 1):
+        for name, each in models.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            outputs[name] = each(**inputs).sample
+            times[name].append(slowest(time.perf_counter() - begin))
+    for name, out in outputs.items():
+        torch.testing.assert_close(out, outputs["one process"], rtol=1e-3, atol=1e-4, msg=name)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=7)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    with torch.no_grad():
+        plain, viewed = functions()
+        times = wan(options.turns)
+    if dist.get_rank() == 0:
+        print(f"a function: {plain:.2f} us, with a view {viewed:.2f} us")
+        print(", ".join(f"Wan, {name}: {seconds * 1e3:.0f} ms" for name, seconds in times.items()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
