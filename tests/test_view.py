@@ -147,6 +147,16 @@ def test_generators_that_differ_are_reported(ranks: Ranks) -> None:
     ranks(2, check_generators)
 
 
+def check_unused_generators(rank: int, world: int, group: Group) -> None:
+    for dropout in (torch.nn.Dropout(0.0), torch.nn.Dropout(0.5).eval()):
+        viewed(group, lambda view, x, dropout=dropout: dropout(x) + dropout(torch.ones(12, 6)))
+
+
+def test_generators_may_differ_if_nothing_is_dropped(ranks: Ranks) -> None:
+    ranks(2, check_unused_generators)
+
+
+
 def check_other_group(rank: int, world: int, group: Group) -> None:
     place = place_of(group)
     other = Parts(group, place.world, place.rank)

@@ -14,6 +14,8 @@ from .part import Part, Parts, part_of, tensors_in
 class Plan(NamedTuple):
     """How a function runs on parts. It depends on parts and whole shapes alone, which all ranks know.
 
+    It serves later calls with other floats, too.
+
     Attributes:
         part: of the result; of each result if it is a tuple; None if it is whole.
         moves: what is first made of tensors among the arguments, by their order: a part of a whole tensor, or

@@ -58,8 +58,9 @@ def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | Non
     function = call.function
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        with _drawing(part.parts, asked.dropout_p):
-            return _connected(function(*args, **kwargs), _Attention(*args, **kwargs))
+        given = _Attention(*args, **kwargs)
+        with _drawing(part.parts, given.dropout_p):
+            return _connected(function(*args, **kwargs), given)
 
     return Plan(part, moves_to(call, wanted), run=run, work=work(local, asked.query, part))
 

@@ -34,10 +34,9 @@ def of_classes(call: FunctionCall) -> Plan | None:
         return Plan(targets, moves)
     parts, function, mean = call.parts, call.function, reduction == "mean"
 
-    smoothing = call.get(7, "label_smoothing", default=0.0)
-    options = {"label_smoothing": smoothing} if smoothing else {}
-
-    def run(input: Tensor, target: Tensor, *_: Any, **__: Any) -> Tensor:
+    def run(input: Tensor, target: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        smoothing = rest[5] if len(rest) > 5 else kwargs.get("label_smoothing", 0.0)
+        options = {"label_smoothing": smoothing} if smoothing else {}
         total = sum_over_ranks(
             parts, function(input, target, ignore_index=ignored, reduction="sum", **options)
         )

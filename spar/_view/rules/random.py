@@ -36,6 +36,7 @@ def draws(call: FunctionCall) -> bool:
     return bool(call.get(1, "p", default=0.5) and call.get(2, "training", "train", default=True))
 
 
+
 @rule("rand_like randn_like randint_like")
 def like(call: FunctionCall) -> Plan | None:
     part = call.part
@@ -67,11 +68,11 @@ def dropout(call: FunctionCall) -> Plan | None:
         return None
     if not draws(call):
         return Plan(part)
-    inplace, p = call.get(3, "inplace", default=False), call.get(1, "p", default=0.5)
+    is_inplace = call.get(3, "inplace", default=False)
 
-    def run(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    def run(input: Tensor, p: float = 0.5, *_: Any, inplace: bool = False, **__: Any) -> Tensor:
         kept = _drawn(part, input, lambda e: function(e.fill_(1), p, True))
-        return input.mul_(kept) if inplace else input * kept
+        return input.mul_(kept) if inplace or is_inplace else input * kept
 
     return Plan(part, run=run)
 
