@@ -22,7 +22,7 @@ from .._group.registry import place_of
 from ..topology.resolve import Group, process_group
 from .inputs import check_equal
 from .outside import intercepted
-from .part import Part, Parts, part_of, tensors_in
+from .part import Part, Parts, part_of, tensors_in, whole_shape
 from .report import Report
 from .view import View
 
@@ -293,34 +293,37 @@ class _Shards:
     def _shard(self, args: Any, kwargs: Any) -> Any:
         """Which tensor is the sequence is a matter of speed alone: whatever is sharded, results are right."""
         named = [*zip(self.names, args, strict=False), *kwargs.items()]
-        main = _main([(name, x) for name, x in named if isinstance(x, Tensor) and x.is_floating_point()])
+        tensors = [(name, x) for name, x in named if isinstance(x, Tensor)]
+        parts: dict[int, Part] = {}
         view = self.sharded.view
-        if main is None:
-            return None
-        part = part_of(main)
-        if part is None:
-            dim = 1 if main.dim() == 3 and main.size(1) >= main.size(0) else 0
-            if main.size(dim) < view.parts.world:
-                return None
-            part = view.parts.part(dim, (main.size(dim),))
-        if not part.is_plain:
-            return None
+        for main in _streams([(name, x) for name, x in tensors if x.is_floating_point()]):
+            part = part_of(main)
+            if part is None:
+                dim = 1 if main.dim() == 3 and main.size(1) >= main.size(0) else 0
+                if main.size(dim) < view.parts.world:
+                    continue
+                part = view.parts.part(dim, (main.size(dim),))
+                parts[id(main)] = part
+            if part.is_plain:
+                for _, x in tensors:
+                    if x.dim() > max(part.dim, 2) and x.size(part.dim) == part.whole:
+                        parts.setdefault(id(x), part)
 
-        def sharded(x: Any, part: Part = part) -> Any:
-            if not isinstance(x, Tensor) or part_of(x) is not None:
-                return x
-            fits = x is main or (x.dim() > max(part.dim, 2) and x.size(part.dim) == part.whole)
-            return view.shard(x, part) if fits else x
+        def sharded(x: Any) -> Any:
+            is_whole = isinstance(x, Tensor) and part_of(x) is None
+            return view.shard(x, parts[id(x)]) if is_whole and id(x) in parts else x
 
         return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
 
 
-def _main(tensors: list[tuple[str, Tensor]]) -> Tensor | None:
-    """Return the sequence among a block's arguments: of its usual names, else the longest."""
+def _streams(tensors: list[tuple[str, Tensor]]) -> list[Tensor]:
+    """Return the sequences among a block's arguments: of their usual names, else the first and the longest."""
     named = [x for name, x in tensors if name in _STREAMS and x.dim() in (2, 3)]
-    some = named or [x for _, x in tensors if x.dim() == 3] or [x for _, x in tensors if x.dim() == 2]
-    found = next((x for x in some if part_of(x) is not None), None)
-    return found if found is not None else max(some, key=lambda x: max(x.shape[:-1]), default=None)
+    if named:
+        return named
+    some = [x for _, x in tensors if x.dim() == 3] or [x for _, x in tensors if x.dim() == 2]
+    some = [x for x in some if min(whole_shape(x)[:-1]) > 1] or some
+    return [*some[:1], max(some, key=lambda x: max(whole_shape(x)[:-1]))] if some else []
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -374,7 +374,7 @@ def _collect(values: Any, key: list[Any]) -> bool:
         elif kind in _VALUES:
             key.append(x)
         elif kind is float:
-            key.append(float if x else 0.0)  # a rule may depend on whether it is 0
+            key.append(float if x else "0.0")  # `run` reads its value from the arguments
         elif kind is bool:
             key.append("true" if x else "false")
         elif kind is list or kind is tuple or kind is torch.Size:
