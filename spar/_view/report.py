@@ -90,6 +90,8 @@ def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
         return whole_numel(a) * b.size(0)
     if name in ("matmul", "__matmul__", "bmm", "mm"):
         return whole_numel(a) * (whole_shape(b)[-1] if b.dim() > 1 else 1)
+    if name == "baddbmm" and len(tensors) == 3:
+        return whole_numel(b) * whole_shape(tensors[2])[-1]
     if name == "scaled_dot_product_attention":
         return 2 * whole_numel(a) * whole_shape(b)[-2]
     if name in ("conv1d", "conv2d", "conv3d"):

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..._attention.attention import attention
 from ...random import rank_seed
 from ..call import FunctionCall, Plan, moves_to, rule
-from ..part import Part, Parts, part_of, whole_shape
+from ..part import Part, Parts, part_of, whole_numel, whole_shape
 from .pointwise import aligned
-from .products import work
+from .products import shared, work
 
 
 class _Attention(NamedTuple):
@@ -37,7 +37,10 @@ def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
     q = asked.query
     part, dims = part_of(q), q.dim()
     if part is None:
-        return None
+        keys = part_of(asked.key)
+        if keys is None or keys.dim != dims - 2 or asked.key.dim() != dims:
+            return None
+        part = call.parts.part(dims - 2, (q.size(-2),))  # shards few queries rather than gathers many keys
     if part.dim < dims - 2:
         return _of_samples(call, asked, part)
     if part.dim != dims - 2 or not part.is_plain:
@@ -71,21 +74,21 @@ def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None
     if keys is not None and (keys.dim != dims - 2 or not keys.is_plain):
         return None
     length = whole_shape(k)[-2]
-    local = 2 * q.numel() * length
+    amount = shared(2 * whole_numel(q) * length, part)
     rows = whole_shape(mask)[-2] if mask is not None and mask.dim() > 1 else 1
     if rows not in (1, part.whole):
         return None
-    gathers = [(mask, None)] if mask is not None else []
+    wanted: list[tuple[Tensor, Part | None]] = [(q, part)]
+    if mask is not None:
+        wanted.append((mask, None))
     like = dims == k.dim() == v.dim() and q.size(0) == k.size(0) == v.size(0)
     heads = dims == 3 or (q.size(1) == k.size(1) or asked.enable_gqa)
     causal = asked.is_causal and keys is not part
     if keys is not None and values is keys and dims in (3, 4) and like and heads and not causal:
         run = _exchanged(part, keys, call.function)
-        return Plan(part, moves_to(call, gathers), run=run, work=work(local, q, part))
-    gathers += [(k, None), (v, None)]
-    return Plan(
-        part, moves_to(call, gathers), run=_rows(part, length, call.function), work=work(local, q, part)
-    )
+        return Plan(part, moves_to(call, wanted), run=run, work=amount)
+    wanted += [(k, None), (v, None)]
+    return Plan(part, moves_to(call, wanted), run=_rows(part, length, call.function), work=amount)
 
 
 def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:

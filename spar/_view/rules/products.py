@@ -18,6 +18,11 @@ def work(local: int, x: Tensor, part: Part | None) -> tuple[int, int]:
     return (local, local) if part is None else (local, local // max(x.numel(), 1) * whole_numel(x))
 
 
+def shared(whole: int, part: Part) -> tuple[int, int]:
+    """Return multiply-adds on this rank and in the whole, of which it has its part."""
+    return whole // max(part.whole, 1) * part.local, whole
+
+
 @rule("linear")
 def linear(call: FunctionCall) -> Plan | None:
     x, weight, part = call.input, call.get(1, "weight"), call.part
@@ -58,6 +63,24 @@ def product(call: FunctionCall) -> Plan | None:
         if of_b is None and b.shape[at_a] == of_a.whole:
             return Plan(of_a.at(dims + at_a), moves_to(call, [(b, other)]), work=work(local, a, of_a))
     return None
+
+
+@rule("baddbmm")
+def product_and_sum(call: FunctionCall) -> Plan | None:
+    """Multiply rows of a, or matrices of a batch; the sum's other term is the same part, or broadcast."""
+    if len(call.tensors) != 3:
+        return None
+    other, a, b = call.tensors
+    part = part_of(a)
+    if part is None or part.dim == 2:
+        return None
+    wanted = [(b, part if part.dim == 0 else None)]
+    dim = part.dim - 3 + other.dim()
+    size = whole_shape(other)[dim] if dim >= 0 else 1
+    if size not in (1, part.whole) or (size == 1 and part_of(other) is not None):
+        return None
+    wanted.append((other, None if size == 1 else part.at(dim)))
+    return Plan(part, moves_to(call, wanted), work=shared(whole_numel(a) * b.size(-1), part))
 
 
 @rule("einsum")
