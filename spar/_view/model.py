@@ -317,7 +317,7 @@ class _Shards:
 
 
 def _streams(tensors: list[tuple[str, Tensor]]) -> list[Tensor]:
-    """Return the sequences among a block's arguments: of their usual names, else the first and the longest."""
+    """Return the sequences among a block's arguments: by their names, else the first and the longest."""
     named = [x for name, x in tensors if name in _STREAMS and x.dim() in (2, 3)]
     if named:
         return named

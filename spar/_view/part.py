@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._exchange.pieces import Plan
 from ..sequence_layout import SequenceLayout
 from ..sizes import cal_split_sizes
 
 _T = TypeVar("_T")
 _SHARD = "_spar_shard"
+COPY = "_spar_copy"  # the attribute of a copy that would be a view if nothing was sharded
 
 
 class Part:
@@ -48,6 +50,11 @@ class Part:
     def is_plain(self) -> bool:
         """Whether the dim has tokens and nothing else."""
         return self.outer == self.inner == 1
+
+    @property
+    def plain(self) -> Part:
+        """The part of the same dim as one sequence."""
+        return self if self.is_plain else self.parts.part(self.dim, (self.whole,))
 
     def at(self, dim: int) -> Part:
         """Return the same part of another dim."""
@@ -109,6 +116,7 @@ class Parts:
         self.device = torch.device("cpu")  # of the model
         self._made: dict[tuple[object, ...], Part] = {}
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
+        self.moves: dict[tuple[Part, Part, int], Plan] = {}  # the plans of `moved`
 
     def part(self, dim: int, lengths: tuple[int, ...], outer: int = 1, inner: int = 1) -> Part:
         key = dim, lengths, outer, inner
@@ -128,10 +136,10 @@ class Parts:
             )
         return found
 
-    def run(self, length: int) -> tuple[int, int]:
-        """Return where this rank's tokens of a sequence begin, and how many they are."""
-        sizes = cal_split_sizes(length, self.world)
-        return sum(sizes[: self.rank]), sizes[self.rank]
+    def run(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """Return where a rank's tokens of a sequence begin, and how many they are; by default this rank's."""
+        sizes, rank = cal_split_sizes(length, self.world), self.rank if rank is None else rank
+        return sum(sizes[:rank]), sizes[rank]
 
     def held(self, lengths: tuple[int, ...]) -> int:
         return sum(self.run(length)[1] for length in lengths)

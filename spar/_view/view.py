@@ -14,12 +14,12 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .call import FunctionCall, Plan, is_inplace, rule_of
-from .part import _SHARD, Part, Parts, Shard, changed, mark, part_of, tensors_in, whole_shape
+from .moving import moved
+from .part import _SHARD, COPY, Part, Parts, Shard, changed, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
 from .slices import Slices
 
-_COPY = "_spar_copy"  # the attribute of a copy that would be a view if nothing was sharded
 _MOST_STEPS = 20_000
 _VIEWS_NAMES = """
 narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
@@ -236,6 +236,8 @@ class View(TorchFunctionMode):
             if count not in moves:
                 return x
             part, own = moves[count], part_of(x)
+            if own is not None and part is not None and (own.dim, own.whole) == (part.dim, part.whole):
+                return moved(x, part)
             if own is not None:
                 x = self.parts.gather(x)
             return x if part is None else self.parts.shard(x, part)
@@ -264,7 +266,7 @@ class View(TorchFunctionMode):
         out = func(*self.gather(args), **self.gather(kwargs))
         if name in _VIEWS or (name == "__getitem__" and _is_basic(args[1])):
             for x in tensors_in(out):
-                setattr(x, _COPY, True)
+                setattr(x, COPY, True)
         return out
 
     def _whole_in_place(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -294,7 +296,7 @@ class View(TorchFunctionMode):
     def _check_written(self, function: _Function, args: Any, kwargs: dict[str, Any]) -> None:
         """Follow changes in place: of a copy in a view's place, of a part of what others may read."""
         if function.is_inplace and args and isinstance(args[0], Tensor):
-            if getattr(args[0], _COPY, False):
+            if getattr(args[0], COPY, False):
                 raise self.error(
                     function.name,
                     "changes a copy in place, which would be a view if nothing was sharded",

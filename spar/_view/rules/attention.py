@@ -43,9 +43,7 @@ def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
         part = call.parts.part(dims - 2, (q.size(-2),))  # shards few queries rather than gathers many keys
     if part.dim < dims - 2:
         return _of_samples(call, asked, part)
-    if part.dim != dims - 2 or not part.is_plain:
-        return None
-    return _of_tokens(call, asked, part)
+    return _of_tokens(call, asked, part.plain) if part.dim == dims - 2 else None
 
 
 def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
@@ -70,8 +68,8 @@ def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | Non
 
 def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
     q, k, v, mask = asked[:4]
-    keys, values, dims = part_of(k), part_of(v), q.dim()
-    if keys is not None and (keys.dim != dims - 2 or not keys.is_plain):
+    (keys, values), dims = [part and part.plain for part in (part_of(k), part_of(v))], q.dim()
+    if keys is not None and keys.dim != dims - 2:
         return None
     length = whole_shape(k)[-2]
     amount = shared(2 * whole_numel(q) * length, part)
@@ -86,7 +84,7 @@ def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None
     causal = asked.is_causal and keys is not part
     if keys is not None and values is keys and dims in (3, 4) and like and heads and not causal:
         run = _exchanged(part, keys, call.function)
-        return Plan(part, moves_to(call, wanted), run=run, work=amount)
+        return Plan(part, moves_to(call, [*wanted, (k, keys), (v, keys)]), run=run, work=amount)
     wanted += [(k, None), (v, None)]
     return Plan(part, moves_to(call, wanted), run=_rows(part, length, call.function), work=amount)
 

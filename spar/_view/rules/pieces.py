@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that cut a tensor, or join several: along the tokens at borders of sequences alone."""
+"""Functions that cut a tensor, or join several.
+
+Inside of a sequence, a cut moves tokens, such that each rank has its part of either side.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, moves_to, rule
-from ..part import Part, part_of, whole_shape
+from ..moving import cut, within
+from ..part import COPY, Part, part_of, whole_shape
 
 
 @rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind")
@@ -24,15 +29,29 @@ def split(call: FunctionCall) -> Plan | None:
         return None
     cuts, at = [], 0
     for size in sizes:
-        found = part.between(at, at + size)
+        found = _between(part, at, at + size)
         if found is None:
             return None
-        cuts.append(_cut(part, *found))
+        cuts.append(found)
         at += size
     return Plan(
-        tuple([piece for _, _, piece in cuts]),
-        run=lambda x, *_, **__: tuple([x.narrow(dim, start, size) for start, size, _ in cuts]),
+        tuple([piece for piece, _ in cuts]),
+        run=lambda x, *_, **__: tuple([take(x) for _, take in cuts]),
     )
+
+
+Taken = tuple[Part, Callable[[Tensor], Tensor]]
+
+
+def _between(part: Part, start: int, stop: int) -> Taken | None:
+    """Return the part of tokens start to before stop, and what takes it; None for fewer tokens than ranks."""
+    dim, found = part.dim, part.between(start, stop)
+    if found is not None:
+        begin, size, piece = _cut(part, *found)
+        return piece, lambda x: x.narrow(dim, begin, size)
+    if stop - start < part.parts.world:
+        return None
+    return within(part, start, stop), lambda x: cut(x, start, stop)
 
 
 def _sizes(call: FunctionCall, whole: int) -> list[int] | None:
@@ -64,11 +83,11 @@ def narrow(call: FunctionCall) -> Plan | None:
     start, length = call.get(2, "start"), call.get(3, "length")
     if dim != part.dim:
         return Plan(part)
-    found = part.between(start, start + length) if isinstance(start, int) and part.is_plain else None
+    found = _between(part, start, start + length) if isinstance(start, int) and part.is_plain else None
     if found is None:
         return None
-    begin, size, piece = _cut(part, *found)
-    return Plan(piece, run=lambda x, *_, **__: x.narrow(dim, begin, size))
+    piece, take = found
+    return Plan(piece, run=lambda x, *_, **__: take(x))
 
 
 @rule("select")
@@ -131,8 +150,37 @@ def _sliced(part: Part, entry: slice) -> tuple[slice, Part] | None:
 @rule("__getitem__")
 def getitem(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
-    found = indexed(x, part, call.args[1]) if part is not None else None
-    return None if found is None else Plan(found[1], replaced=((1, found[0]),))
+    if part is None:
+        return None
+    found = indexed(x, part, call.args[1])
+    return _cut_and_indexed(call, part) if found is None else Plan(found[1], replaced=((1, found[0]),))
+
+
+def _cut_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
+    """Index what a slice inside of a sequence takes."""
+    index = call.args[1]
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not part.is_plain or not all(entry is None or isinstance(entry, (int, slice)) for entry in entries):
+        return None
+    dims = [i for i, entry in enumerate(entries) if entry is not None]
+    if part.dim >= len(dims) or not isinstance(entries[dims[part.dim]], slice):
+        return None
+    start, stop, step = entries[dims[part.dim]].indices(part.whole)
+    taken = _between(part, start, stop) if step == 1 else None
+    if taken is None:
+        return None
+    entries[dims[part.dim]] = slice(None)
+    found = indexed(call.input, taken[0], tuple(entries))
+    if found is None:
+        return None
+    result, take = found[1], taken[1]
+
+    def run(x: Tensor, _: Any) -> Tensor:
+        out = take(x)[found[0]]
+        setattr(out, COPY, True)
+        return out
+
+    return Plan(result, run=run)
 
 
 @rule("__setitem__")

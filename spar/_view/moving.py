@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one part to another of the same tokens: an exchange of those that another rank is to hold."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._exchange.arguments import Arguments
+from .._exchange.gathering import gather_pieces
+from .._exchange.layouts import Piece
+from .._exchange.pieces import Plan, plan_pieces
+from .part import COPY, Part, mark, part_of
+
+
+def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
+    """Return another part of the whole of x, or of what begins at `start` in the dim of its part.
+
+    Both parts are of the same dim.
+    """
+    own = part_of(x)
+    assert own is not None
+    if own is part:
+        return x
+    with Arguments("a sharded model", x, part.parts.group) as call:
+        out = gather_pieces(call, _plan(own, part, start), [x], own.dim, f"part at {start}")[0]
+    return mark(out, part)
+
+
+def _plan(own: Part, wanted: Part, start: int) -> Plan:
+    known, key = own.parts.moves, (own, wanted, start)
+    plan = known.get(key)
+    if plan is None:
+        ranks = range(own.parts.world)
+        pieces = [[(start + run.start, run.size) for run in _runs(wanted, rank)] for rank in ranks]
+        plan = known[key] = plan_pieces([_runs(own, rank) for rank in ranks], pieces, own.parts.rank)
+    return plan
+
+
+def _runs(part: Part, rank: int) -> list[Piece]:
+    """Return the runs of a whole dim that a rank holds, in order."""
+    found: list[Piece] = []
+    for outer in range(part.outer):
+        at = outer * part.tokens
+        for length in part.lengths:
+            start, size = part.parts.run(length, rank)
+            found.append(Piece((at + start) * part.inner, size * part.inner, 0))
+            at += length
+    return found
+
+
+def cut(x: Tensor, start: int, stop: int) -> Tensor:
+    """Return the part of tokens start to before stop, which lie anywhere in the sequences of x."""
+    part = part_of(x)
+    assert part is not None
+    out = moved(x, within(part, start, stop), start)
+    setattr(out, COPY, True)
+    return out
+
+
+def within(part: Part, start: int, stop: int) -> Part:
+    """Return the part that `cut` makes: of what is left of each sequence."""
+    left, at = [], 0
+    for length in part.lengths:
+        size = min(stop, at + length) - max(start, at)
+        if size > 0:
+            left.append(size)
+        at += length
+    return part.of(tuple(left))
