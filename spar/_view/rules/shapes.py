@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, rule
-from ..part import Part, whole_shape
+from ..call import FunctionCall, Plan, moves_to, rule
+from ..part import COPY, Part, whole_shape
+
+_EVEN_ENOUGH = 1.25  # the largest share of a rank, in equal shares
 
 
 def reshaped(shape: Sequence[int], part: Part, new: Sequence[int]) -> tuple[list[int], Part] | None:
@@ -64,14 +66,42 @@ def reshape(call: FunctionCall) -> Plan | None:
         if not all(isinstance(size, int) for size in new):
             return None  # view(dtype)
     found = reshaped(shape, part, new)
+    if found is not None:
+        return Plan(found[1], run=_to(found[0], call.name))
+    rows = _rows(shape, part, new)
+    found = reshaped(shape, rows, new) if rows is not None else None
     if found is None:
         return None
-    return Plan(found[1], run=_to(found[0], call.name))
+    return Plan(found[1], moves_to(call, [(x, rows)]), run=_to(found[0], "reshape", is_copy=True))
 
 
-def _to(sizes: list[int], name: str) -> Any:
+def _rows(shape: Sequence[int], part: Part, new: Sequence[int]) -> Part | None:
+    """Return a part that a shape which cuts the tokens up leaves whole rows, frames or the like of.
+
+    It is of the first dim that lies evenly enough on the ranks, else of that which lies most evenly.
+    """
+    before, front, world = prod(shape[: part.dim]), 1, part.parts.world
+    found: list[tuple[float, Part]] = []
+    for size in _inferred(list(new), prod(shape)):
+        outer, rest = divmod(max(front, before), min(front, before)) if front and before else (0, 1)
+        count = size if front >= before else size // max(outer, 1)
+        outer = outer if front >= before else 1
+        if not rest and count >= world and part.whole % (outer * count) == 0:
+            rows = part.parts.part(part.dim, (count,), outer, part.whole // (outer * count))
+            found.append((-(-count // world) * world / count, rows))
+        front *= size
+    even = next((rows for excess, rows in found if excess <= _EVEN_ENOUGH), None)
+    return even or min(found, key=lambda each: each[0], default=(0, None))[1]
+
+
+def _to(sizes: list[int], name: str, is_copy: bool = False) -> Any:
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x.reshape(sizes) if name in ("reshape", "reshape_as", "flatten", "ravel") else x.view(sizes)
+        if name not in ("reshape", "reshape_as", "flatten", "ravel"):
+            return x.view(sizes)
+        out = x.reshape(sizes)
+        if is_copy:
+            setattr(out, COPY, True)
+        return out
 
     return run
 
