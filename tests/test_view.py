@@ -47,6 +47,7 @@ def check_expressions(rank: int, world: int, group: Group) -> None:
         "x[:, 5:] *= y[:, 5:]; out = x",
         "z = x.view(2, 12, 3, 2); z[..., 0] = 1; out = x",
         "z = x[:, 5:]; z.add_(1); out = x.clone(), z",
+        "z = x[:, 3:]; z.mul_(2); out = x",
     }
 
 

@@ -153,10 +153,46 @@ def convolution(call: FunctionCall) -> Plan | None:
         _all(call.get(at, name, default=value), value)
         for at, name, value in ((3, "stride", 1), (4, "padding", 0))
     )
-    if part.dim == 1 or (part.dim > 1 and not plain):
+    if part.dim == 1:
         return None
+    if part.dim > 1 and not plain:
+        return _with_halo(call, x, weight, part.parts.part(part.dim, (part.whole,)))
     local = x.numel() // max(x.size(1), 1) * weight.numel()
     return Plan(part, work=work(local, x, part))
+
+
+def _with_halo(call: FunctionCall, x: Tensor, weight: Tensor, part: Part) -> Plan | None:
+    """Convolve rows with those of other ranks around them, if the result has as many."""
+    at, dims = part.dim - 2, x.dim() - 2
+    stride, padding, dilation, groups = [
+        call.get(place, name, default=default)
+        for place, name, default in (
+            (3, "stride", 1),
+            (4, "padding", 0),
+            (5, "dilation", 1),
+            (6, "groups", 1),
+        )
+    ]
+    if isinstance(padding, str) or part.whole < part.parts.world:
+        return None
+    strides, sides, steps = [
+        list(value) * (dims // len(value)) if isinstance(value, (tuple, list)) else [value] * dims
+        for value in (stride, padding, dilation)
+    ]
+    side = sides[at]
+    if strides[at] != 1 or 2 * side != steps[at] * (weight.size(part.dim) - 1):
+        return None
+    sides[at] = 0
+    layout, function = part.parts.layout(part.lengths), call.function
+
+    def run(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        rows = layout.halo(input, side, part.dim, side)
+        out: Tensor = function(rows, weight, bias, strides, sides, steps, groups)
+        return out
+
+    whole = prod([size for dim, size in enumerate(whole_shape(x)) if dim != 1]) * weight.numel()
+    work = shared(whole // prod(strides), part)
+    return Plan(part, moves_to(call, [(x, part)]), run=run, work=work)
 
 
 def _all(value: Any, wanted: int) -> bool:
