@@ -157,7 +157,6 @@ def test_generators_may_differ_if_nothing_is_dropped(ranks: Ranks) -> None:
     ranks(2, check_unused_generators)
 
 
-
 def check_other_group(rank: int, world: int, group: Group) -> None:
     place = place_of(group)
     other = Parts(group, place.world, place.rank)
@@ -183,3 +182,44 @@ def check_plans(rank: int, world: int, group: Group) -> None:
 
 def test_plans_are_made_once(ranks: Ranks) -> None:
     ranks(2, check_plans)
+
+
+def check_flex_attention(rank: int, world: int, group: Group) -> None:
+    """Compare masks of all and of each head, captured tensors, fewer key heads, scores, and joint sequences."""
+    import torch.nn.attention.flex_attention as flex
+
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 12, 3, 16, generator=draw) for _ in range(3))
+    near = torch.randn(12, generator=draw) > 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, near: Tensor) -> list[Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        n = q.shape[2]
+        causal = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, "cpu")
+        heads = flex.create_block_mask(lambda b, h, i, j: (i - j).abs() <= 4 * h, None, 3, n, n, "cpu")
+        found = [
+            flex.flex_attention(q, k, v, block_mask=causal),
+            flex.flex_attention(q, k[:, :1], v[:, :1], block_mask=heads, enable_gqa=True, scale=0.5),
+            flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * torch.where(near[j], 2.0, 1.0)),
+            flex.flex_attention(q, k, v, return_lse=True)[1],
+        ]
+        return [x.transpose(1, 2) for x in found]
+
+    with torch.no_grad():
+        expected = attend(q, k, v, near)
+        for lengths in ((12,), (5, 7)):
+            view = View(Parts(group, world, rank))
+            shards = [view.shard(x, view.parts.part(1, lengths)) for x in (q, k, v)]
+            shards.append(view.shard(near, view.parts.part(0, lengths)))
+            with intercepted(), view.forward():
+                found = attend(*shards)
+            for x, y in zip(view.gather(found), expected, strict=True):
+                torch.testing.assert_close(x, y)
+            whole = {each.function for each in view.report.functions}
+            assert whole == {"flex_attention"}  # those with score_mod and return_lse
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_flex_attention_is_exact(ranks: Ranks, world: int) -> None:
+    """Of 3 heads 4 ranks have none for one."""
+    ranks(world, check_flex_attention)

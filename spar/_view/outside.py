@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that is no torch function, and so not seen by a mode: it gets whole tensors.
 
-Custom autograd Functions, whose backward would compute from a part, and TorchScript.
+Custom autograd Functions, whose backward would compute from a part, TorchScript, and flex_attention.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 from torch.overrides import _get_current_function_mode
 
+from .flex import intercepting
 from .part import changed, mark, part_of, tensors_in
 from .view import View
 
@@ -39,6 +41,9 @@ def intercepted() -> Iterator[None]:
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
             for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
                 _replace(kind, "__call__", _scripted(kind.__call__))
+            flex = sys.modules.get("torch.nn.attention.flex_attention")
+            if flex is not None:
+                _replace(flex, "flex_attention", intercepting(flex.flex_attention))
     try:
         yield
     finally:

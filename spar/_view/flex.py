@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention in a view: on whole sequences of this rank's heads, or whole.
+
+It compiles itself, which the view must not see.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+
+from ..ops.by_heads import by_heads
+from ..ops.heads import heads_of_ranks
+from .moving import moved
+from .part import Part, mark, part_of, whole_numel
+from .rules.products import shared
+from .view import View
+
+
+def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a flex_attention that takes parts."""
+
+    @functools.wraps(own)
+    def flex_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        view = _get_current_function_mode()
+        if not isinstance(view, View):
+            return own(query, key, value, score_mod, block_mask, *rest, **kwargs)
+        with _pop_mode_temporarily():
+            score_mod, block_mask = _whole_function(view, score_mod), _whole_mask(view, block_mask)
+        tensors = query, key, value
+        part = _of_heads(tensors, score_mod, kwargs) if not rest else None
+        if part is not None:
+            if view.recording:
+                work = shared(2 * whole_numel(query) * part.whole, part)
+                view.report.add(work, view.blocks > 0)
+            call = functools.partial(
+                own, block_mask=_mask_of_heads(part, query.size(1), block_mask), **kwargs
+            )
+            with _pop_mode_temporarily():
+                one = part.parts.part(part.dim, (part.whole,))  # joint sequences, too, are one for a mask
+                own_tokens = [moved(x, one) for x in tensors]
+                out = by_heads(call, own_tokens, part.parts.layout(one.lengths), seq_dim=2, head_dim=1)
+                return moved(mark(out, one), part)
+        if any(part_of(x) is not None for x in tensors):
+            return view.outside("flex_attention", own, (*tensors, score_mod, block_mask, *rest), kwargs)
+        with _pop_mode_temporarily():
+            return own(*tensors, score_mod, block_mask, *rest, **kwargs)
+
+    return flex_attention
+
+
+def _of_heads(tensors: tuple[Tensor, ...], score_mod: Any, options: Any) -> Part | None:
+    """Return the part of sequences that can be exchanged for heads; None if all need be whole."""
+    parts = {part and part.plain for part in map(part_of, tensors)}
+    part = parts.pop()
+    if part is None or parts or part.dim != 2 or score_mod is not None:
+        return None
+    if options.get("return_lse") or options.get("return_aux"):
+        return None
+    heads = tensors[0].size(1)
+    return None if any(heads % x.size(1) for x in tensors) else part
+
+
+def _mask_of_heads(part: Part, heads: int, mask: Any) -> Any:
+    """Return the BlockMask of the heads that `by_heads` gives this rank."""
+    counts = heads_of_ranks(heads, heads, part.parts.world).queries
+    first, count = sum(counts[: part.parts.rank]), counts[part.parts.rank]
+    if mask is None or mask.shape[1] == 1 or not count:
+        return mask
+    own = mask[:, first : first + count]
+    own.mask_mod = lambda b, h, i, j: mask.mask_mod(b, h + first, i, j)
+    return own
+
+
+def _whole_mask(view: View, mask: Any) -> Any:
+    """Return a BlockMask of whole tensors."""
+    if mask is None:
+        return None
+    parts = {name: x for name, x in vars(mask).items() if part_of(x) is not None}
+    function = _whole_function(view, mask.mask_mod)
+    if not parts and function is mask.mask_mod:
+        return mask
+    mask = copy.copy(mask)
+    for name, x in parts.items():
+        setattr(mask, name, view.gather(x))
+    mask.mask_mod = function
+    return mask
+
+
+def _whole_function(view: View, function: Any) -> Any:
+    """Return a function that refers to whole tensors instead of parts."""
+    cells = getattr(function, "__closure__", None) or ()
+    if all(part_of(cell.cell_contents) is None for cell in cells):
+        return function
+    closure = tuple([types.CellType(view.gather(cell.cell_contents)) for cell in cells])
+    return types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
