@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time a forward of Wan by a view, by its plan, and in one process; and the host's time for each torch function.
+"""Time a forward of Wan by a view, by its plan and in one process; and the host's time for a torch function.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/view.py
 

@@ -185,7 +185,7 @@ def test_plans_are_made_once(ranks: Ranks) -> None:
 
 
 def check_flex_attention(rank: int, world: int, group: Group) -> None:
-    """Compare masks of all and of each head, captured tensors, fewer key heads, scores, and joint sequences."""
+    """Compare masks of all and of each head, captured tensors, fewer key heads, scores, joint sequences."""
     import torch.nn.attention.flex_attention as flex
 
     draw = torch.Generator().manual_seed(1)

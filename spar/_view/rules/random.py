@@ -36,7 +36,6 @@ def draws(call: FunctionCall) -> bool:
     return bool(call.get(1, "p", default=0.5) and call.get(2, "training", "train", default=True))
 
 
-
 @rule("rand_like randn_like randint_like")
 def like(call: FunctionCall) -> Plan | None:
     part = call.part
