@@ -77,7 +77,7 @@ def viewed(group: Group, run: Callable[[View, Tensor], Any], strict: bool = Fals
     place = place_of(group)
     view = View(Parts(group, place.world, place.rank), strict)
     x = view.shard(Inputs(1).x, view.parts.part(1, (12,)))
-    with intercepted(), view.forward():
+    with intercepted(view), view.forward():
         return run(view, x)
 
 
@@ -108,7 +108,7 @@ def check_written(rank: int, world: int, group: Group) -> None:
     for x in (whole, whole[:1]):  # sliced to a copy, and to a view
         view = View(Parts(group, place.world, place.rank))
         part = view.shard(x, view.parts.part(1, (12,)))
-        with intercepted(), view.forward():
+        with intercepted(view), view.forward():
             part.transpose(1, 2).add_(1)
             part.sum()
             with pytest.raises(RuntimeError, match="of which a block changed this rank's part"):

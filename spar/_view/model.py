@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,12 @@ from .inputs import check_equal
 from .outside import intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
 from .report import Report
-from .view import View
+from .view import Around, View
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 _STREAMS = ("hidden_states", "x", "src", "tgt", "input")  # the names of what blocks pass on
 _METHODS = (None, "ulysses", "gather", "ring")
-
-Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def shard_model(
@@ -101,8 +99,8 @@ def sharded(
     found = _blocks(model, blocks, where)
     real = process_group(group, where)
     place = place_of(real)
-    view = View(Parts(real, place.world, place.rank, method), strict)
-    vars(model)[_STATE] = _Sharded(model, view, found, around)
+    view = View(Parts(real, place.world, place.rank, method), strict, around)
+    vars(model)[_STATE] = _Sharded(model, view, found)
     return view.report
 
 
@@ -172,10 +170,8 @@ def _lists_with_attention(module: torch.nn.Module, path: str) -> list[tuple[str,
 class _Sharded:
     """What `shard_model` changed in a model; it is copied with the model."""
 
-    def __init__(
-        self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module], around: Around
-    ) -> None:
-        self.model, self.view, self.around = model, view, around
+    def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
+        self.model, self.view = model, view
         self.compared = False  # whether the ranks' inputs were, in the first forward
         self.hooks = [
             block.register_forward_pre_hook(_Shards(self, block), with_kwargs=True)
@@ -211,11 +207,6 @@ class _Sharded:
     def is_running(self) -> bool:
         return _get_current_function_mode() is self.view
 
-    @contextlib.contextmanager
-    def intercepted(self) -> Any:
-        with intercepted(), self.around():
-            yield
-
 
 class _Forward:
     """A module's forward in place of its own."""
@@ -232,7 +223,7 @@ class _BlockForward(_Forward):
         try:
             if sharded.is_running or not any(part_of(x) is not None for x in tensors_in(args, kwargs)):
                 return self.own(*args, **kwargs)
-            with sharded.intercepted(), view:
+            with intercepted(view), view:
                 return self.own(*args, **kwargs)
         finally:
             view.blocks -= 1
@@ -255,7 +246,7 @@ class _ModelForward(_Forward):
                     names = inspect.signature(self.own).parameters
                     check_equal(view.parts.group, dict(zip(names, args, strict=False)) | kwargs)
                     sharded.compared = True
-                with sharded.intercepted(), view.forward():
+                with intercepted(view), view.forward():
                     output = self.own(*args, **kwargs)
                 output = view.gather(output)
             except BaseException:

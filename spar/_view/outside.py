@@ -31,8 +31,8 @@ _restore = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def intercepted() -> Iterator[None]:
-    """Let the view of this thread see calls of autograd Functions and of TorchScript."""
+def intercepted(view: View) -> Iterator[None]:
+    """Let a view see calls of autograd Functions and of TorchScript, and enter what is around it."""
     global _entered
     with _lock:
         _entered += 1
@@ -45,7 +45,8 @@ def intercepted() -> Iterator[None]:
             if flex is not None:
                 _replace(flex, "flex_attention", intercepting(flex.flex_attention))
     try:
-        yield
+        with view.around():
+            yield
     finally:
         with _lock:
             _entered -= 1
@@ -127,7 +128,7 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if _get_current_function_mode() is view:
             return function(*args, **kwargs)
-        with intercepted(), view:
+        with intercepted(view), view:
             return function(*args, **kwargs)
 
     return run

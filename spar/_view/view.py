@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ swap_tensors share_memory_ __dlpack__ _typed_storage unsqueeze_ squeeze_ transpo
 rename_
 """
 _MEMORY = frozenset(_MEMORY_NAMES.split())
+
+Around = Callable[[], AbstractContextManager[None]]
 
 
 class _Function(NamedTuple):
@@ -71,11 +73,12 @@ class View(TorchFunctionMode):
     exchange, since all decisions depend on parts and whole shapes.
 
     strict: whether a function inside blocks that has to run whole is an error.
+    around: what is entered around each run of a model's code, also by backward for a checkpoint.
     """
 
-    def __init__(self, parts: Parts, strict: bool = False) -> None:
+    def __init__(self, parts: Parts, strict: bool = False, around: Around = nullcontext) -> None:
         super().__init__()
-        self.parts, self.strict = parts, strict
+        self.parts, self.strict, self.around = parts, strict, around
         self.report = Report()
         self.blocks = 0  # of the model, that the code is in
         self._functions: dict[Any, _Function] = {}
@@ -326,7 +329,7 @@ class View(TorchFunctionMode):
         return RuntimeError(f"{name} at {where} {problem}; {advice}")
 
     def __deepcopy__(self, memo: object) -> View:
-        return View(self.parts, self.strict)
+        return View(self.parts, self.strict, self.around)
 
 
 _bodies: dict[Any, Any] = {}

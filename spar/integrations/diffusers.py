@@ -87,7 +87,7 @@ def enable(
 
 
 def disable(model: torch.nn.Module) -> None:
-    """Undo `enable`: restore the model's forward, its processors and hooks.
+    """Undo `enable`: restore the model's forward, its processors and hooks; empty its cache of diffusers.
 
     Raises:
         ValueError: the model is not enabled, or its forward was replaced after `enable`.
@@ -98,6 +98,8 @@ def disable(model: torch.nn.Module) -> None:
         del vars(model)[_STATE]
     elif isinstance(model, torch.nn.Module) and is_sharded(model):
         unsharded(model, "diffusers.disable")
+        if getattr(model, "is_cache_enabled", False):
+            model._reset_stateful_cache()  # type: ignore[operator] # it holds parts
     else:
         raise ValueError("diffusers.disable: the model is not enabled; expected one that enable changed")
 

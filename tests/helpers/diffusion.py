@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spar._view.report import Report
 from spar.integrations.diffusers import disable, enable
 
 Group = dist.ProcessGroup
 Inputs = dict[str, Any]
 HEADS, WIDTH = 3, 12
+PLANS = (None, "default")  # by a view, and by the plan of a verified class
 
 # ranks are forked from a process that has imported these
 _MODELS = ("wan", "flux", "sd3", "chronoedit", "flux2", "ltx", "qwenimage")
+_MODELS += ("hunyuan_video",)
 PRELOAD = [f"diffusers.models.transformers.transformer_{name}" for name in _MODELS]
+PRELOAD += ["diffusers.models.transformers.cogvideox_transformer_3d"]
 
 
 def wan(**config: Any) -> nn.Module:
@@ -64,11 +68,35 @@ def qwen_image() -> nn.Module:
     return _made("QwenImageTransformer2DModel", sizes)
 
 
+def hunyuan_video() -> nn.Module:
+    """It has no plan."""
+    sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": HEADS, "attention_head_dim": WIDTH}
+    sizes |= {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8}
+    sizes |= {"pooled_projection_dim": 8, "guidance_embeds": False}
+    return _made("HunyuanVideoTransformer3DModel", sizes | {"rope_axes_dim": (4, 4, 4)})
+
+
+def cogvideox() -> nn.Module:
+    """It has no plan, and does not call diffusers' dispatcher."""
+    sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": HEADS, "attention_head_dim": 16}
+    sizes |= {"time_embed_dim": 8, "text_embed_dim": 8, "num_layers": 2, "max_text_seq_length": 7}
+    return _made("CogVideoXTransformer3DModel", sizes | {"sample_width": 10, "sample_height": 2})
+
+
+def flux_control_net() -> nn.Module:
+    sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": HEADS}
+    sizes |= {"attention_head_dim": WIDTH, "joint_attention_dim": 8, "pooled_projection_dim": 8}
+    return _made("FluxControlNetModel", sizes | {"axes_dims_rope": (4, 4, 4)})
+
+
 def _made(name: str, config: dict[str, Any]) -> nn.Module:
-    """Draw all parameters, also those that begin as zeros or ones; equally on each rank."""
     import diffusers
 
-    model: nn.Module = getattr(diffusers, name)(**config)
+    return drawn(getattr(diffusers, name)(**config))
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """Draw all parameters, also those that begin as zeros or ones; equally on each rank."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -148,6 +176,23 @@ def flux2_inputs() -> Inputs:
     }
 
 
+def hunyuan_video_inputs() -> Inputs:
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 4:] = 0
+    inputs = wan_inputs((5, 2, 10)) | {"encoder_attention_mask": mask}
+    return inputs | {"pooled_projections": _draw(7)(2, 8)}
+
+
+def cogvideox_inputs() -> Inputs:
+    """5 x 1 x 5 = 25 tokens."""
+    draw = _draw(8)
+    return {
+        "hidden_states": draw(2, 5, 4, 2, 10),
+        "timestep": torch.tensor([50, 150]),
+        "encoder_hidden_states": draw(2, 7, 8),
+    }
+
+
 MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Inputs]]] = {
     "wan": (wan, wan_inputs),
     "flux": (flux, flux_inputs),
@@ -156,6 +201,10 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Inputs]]] = {
     "flux2": (flux2, flux2_inputs),
     "ltx": (ltx, ltx_inputs),
     "qwen_image": (qwen_image, qwen_image_inputs),
+}
+OTHERS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Inputs]]] = {
+    "hunyuan_video": (hunyuan_video, hunyuan_video_inputs),
+    "cogvideox": (cogvideox, cogvideox_inputs),
 }
 
 
@@ -189,16 +238,23 @@ def gradients(model: nn.Module, average: Group | None = None) -> list[Tensor]:
     return found
 
 
-def check_exact(group: Group, model: nn.Module, inputs: Inputs, plan: Any = None) -> None:
-    """Train and run a model on the ranks, and compare the outputs and all gradients with one process."""
+def check_exact(
+    group: Group, model: nn.Module, inputs: Inputs, plans: Sequence[Any] = PLANS, **options: Any
+) -> Report | None:
+    """Train and run a model on the ranks, and compare the outputs and all gradients with one process.
+
+    Does so by each plan, and returns the last one's report.
+    """
     expected = trained(model, inputs)
     used = sum(bool(gradient.any()) for gradient in expected)
     assert used > 0.5 * len(expected)  # some models have parameters that no output uses
-    enable(model, group, plan)
-    compare(trained(model, inputs, group), expected, model)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs)[0], expected[0], rtol=1e-5, atol=1e-5)
-    disable(model)
+    for plan in plans:
+        report = enable(model, group, plan, **options)
+        compare(trained(model, inputs, group), expected, model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs)[0], expected[0], rtol=1e-5, atol=1e-5)
+        disable(model)
+    return report
 
 
 def compare(found: list[Tensor], expected: list[Tensor], model: nn.Module) -> None:

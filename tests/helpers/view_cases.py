@@ -85,7 +85,7 @@ def compare(
         ids, mask = inputs.ids, inputs.mask
         if parts[0] is not None and parts[0].dim < 2:
             ids, mask = (view.shard(t, parts[0]) for t in (ids, mask))
-        with intercepted(), view.forward():
+        with intercepted(view), view.forward():
             out = function(*shards, *mine[2:], ids, mask)
         found = _tensors(view.gather(out))
     if len(found) != len(expected):

@@ -60,7 +60,7 @@ def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | Non
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         given = _Attention(*args, **kwargs)
-        with _drawing(part.parts, given.dropout_p):
+        with drawing(part.parts, given.dropout_p):
             return _connected(function(*args, **kwargs), given)
 
     return Plan(part, moves_to(call, wanted), run=run, work=work(local, asked.query, part))
@@ -89,11 +89,18 @@ def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None
     return Plan(part, moves_to(call, wanted), run=_rows(part, length, call.function), work=amount)
 
 
+def method_of(part: Part, keys: Part | None) -> str | None:
+    """Return the method by which queries and keys are exchanged; None lets `spar.attention` choose."""
+    if keys is None:
+        return None
+    few = keys.tokens * (part.parts.world - 1) < part.tokens  # then gathering them moves less than queries do
+    return part.parts.method or ("gather" if few else None)
+
+
 def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
     """Attend over the sharded sequences of queries and keys."""
     layouts = part.parts.layout(part.lengths), part.parts.layout(keys.lengths)
-    few = keys.tokens * (part.parts.world - 1) < part.tokens  # then gathering them moves less than queries do
-    method = part.parts.method or ("gather" if few else None)
+    method = method_of(part, keys)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         q, k, v, mask, dropout_p, causal, scale, grouped = _Attention(*args, **kwargs)
@@ -106,7 +113,7 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
         mask = None if mask is None else _mask(mask, q.size(0), part.tokens, keys.tokens, single)
         layout = layouts[0] if keys is part else layouts
         options: dict[str, Any] = {"causal": causal, "mask": mask, "scale": scale, "method": method}
-        with _drawing(part.parts, dropout_p):
+        with drawing(part.parts, dropout_p):
             out = attention(q, k, v, layout, dropout_p=dropout_p, seq_dim=2, head_dim=1, **options)
         return out[:, 0] if single else out
 
@@ -132,7 +139,7 @@ def _rows(part: Part, length: int, function: Any) -> Callable[..., Tensor]:
         elif mask is not None and mask.dim() > 1 and mask.size(-2) == part.tokens:
             mask = part.parts.shard(mask, part.at(mask.dim() - 2))
         options = {"enable_gqa": True} if grouped else {}
-        with _drawing(part.parts, dropout_p):
+        with drawing(part.parts, dropout_p):
             out = function(q, k, v, mask, dropout_p, scale=scale, **options)
         return _connected(out, _Attention(q, k, v, mask))
 
@@ -152,7 +159,7 @@ def _connected(out: Tensor, asked: _Attention) -> Tensor:
 
 
 @contextlib.contextmanager
-def _drawing(parts: Parts, dropout_p: float) -> Iterator[None]:
+def drawing(parts: Parts, dropout_p: float) -> Iterator[None]:
     """Let the ranks draw other numbers for their tokens, and leave their generators alike."""
     if not dropout_p:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of diffusers' dispatcher that are no torch functions, which a view does not see: flash_attn."""
+"""Kernels of diffusers' dispatcher that a view does not see, as flash_attn: they are no torch functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from ..._attention.attention import attention
-from ..._view.part import mark, part_of
+from ..._view.part import mark, part_of, tensors_in, whole_numel, whole_shape
+from ..._view.rules.attention import drawing, method_of
+from ..._view.rules.products import work
 from ..._view.view import View
+from ...sizes import share
 from .names import Names
+
+# Backends that call torch's attention, which a view sees. "_native_npu" and "_native_xla" do not.
+_OF_TORCH = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+# Options that mean the same for some of the queries and all keys. Others, such as a window, need all queries.
+_OF_EACH_QUERY = ("dropout_p", "scale", "enable_gqa")
+_RETURNED = ("return_lse", "return_attn_probs")  # options with which a kernel returns more than the output
 
 _lock = threading.Lock()
 _entered = 0
@@ -24,7 +33,7 @@ _own: dict[Any, Any] = {}  # what the dispatcher's table had
 
 @contextlib.contextmanager
 def kernels_of_parts(names: Names) -> Iterator[None]:
-    """Let backends other than torch's receive whole sequences of some heads in place of parts."""
+    """Let each backend but torch's own receive whole sequences of some heads in place of parts."""
     global _entered
     table = names.registry._backends
     with _lock:
@@ -32,7 +41,7 @@ def kernels_of_parts(names: Names) -> Iterator[None]:
         if _entered == 1:
             _own.update(table)
             for member, kernel in _own.items():
-                if not str(member.value).startswith(("native", "_native")):
+                if member.value not in _OF_TORCH:
                     table[member] = _of_parts(str(member.value), kernel)
     try:
         yield
@@ -46,29 +55,75 @@ def kernels_of_parts(names: Names) -> Iterator[None]:
 
 def _of_parts(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
-    def run(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Attend over [B, S, H, D]."""
+    def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """Attend over [B, S, H, D], all or parts."""
         view = _get_current_function_mode()
-        part, keys = part_of(query), part_of(key)
-        if not isinstance(view, View) or not (part or keys or part_of(value)):
-            return kernel(query, key, value, *args, **kwargs)
-        plain = part is not None and part.dim == 1 and part.is_plain and part_of(value) is keys
-        named = {"attn_mask", "is_causal", "return_lse"}
-        if not plain or args or any(kwargs.get(option) not in (None, False) for option in named):
-            return view.outside(name, kernel, (query, key, value, *args), kwargs)
-        assert part is not None
-        with _pop_mode_temporarily():
-            if keys is None:  # each rank has all keys
-                return mark(kernel(query, key, value, **kwargs), part)
-            layouts = view.parts.layout(part.lengths), view.parts.layout(keys.lengths)
-            out = attention(
-                query,
-                key,
-                value,
-                layouts[0] if keys is part else layouts,
-                method=view.parts.method if view.parts.method != "ring" else None,
-                attend=lambda q, k, v: kernel(q, k, v, **kwargs),
-            )
-        return mark(out, part)
+        if not isinstance(view, View) or not any(
+            part_of(x) is not None for x in tensors_in(query, key, value, options)
+        ):
+            return kernel(query=query, key=key, value=value, **options)
+        out = _attended(view, kernel, query, key, value, options)
+        if out is not None:
+            return out
+        _count(view, 2 * whole_numel(query) * whole_shape(key)[1], query, None)
+        return view.outside(name, kernel, (), {"query": query, "key": key, "value": value, **options})
 
     return run
+
+
+def _attended(
+    view: View, kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> Tensor | None:
+    """Attend with this rank's queries, or to whole sequences of some heads; None if the kernel cannot."""
+    part, keys = part_of(q), part_of(k)
+    if part is None or part_of(v) is not keys:
+        return None
+    if any(p.dim != 1 or not p.is_plain for p in (part, keys) if p is not None):
+        return None
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    weights = given.pop("attn_mask", None)
+    if any(name in given for name in _RETURNED) or (
+        weights is not None and not _has_heads(weights, q.size(2))
+    ):
+        return None
+    rows = weights is not None and not (len(weights.shape) == 4 and weights.shape[2] == 1)
+    by_heads = rows or any(name not in _OF_EACH_QUERY for name in given)
+    if by_heads and (q.size(2) < view.parts.world or keys is None):
+        return None
+    heads = q.size(2)
+    with _pop_mode_temporarily(), drawing(view.parts, options.get("dropout_p", 0.0)):
+        whole = view.gather(options)
+        layouts = view.parts.layout(part.lengths), None if keys is None else view.parts.layout(keys.lengths)
+        method = "ulysses" if by_heads else method_of(part, keys)
+        _count(view, 2 * q.numel() * whole_shape(k)[1], q, part)
+        out = attention(
+            q,
+            k,
+            v,
+            layouts[0] if keys is part else layouts,
+            method=method if method != "ring" else None,
+            attend=lambda q, k, v: kernel(query=q, key=k, value=v, **_of_heads(whole, view, q, heads)),
+        )
+    return mark(out, part)
+
+
+def _has_heads(mask: Any, heads: int) -> bool:
+    """Whether a mask, or a BlockMask of flex_attention, can be cut to some heads, and has no gradient."""
+    shape = mask.shape
+    if not isinstance(mask, Tensor):
+        return bool(shape[1] == 1)
+    return not mask.requires_grad and (len(shape) == 2 or (len(shape) == 4 and shape[1] in (1, heads)))
+
+
+def _of_heads(options: dict[str, Any], view: View, q: Tensor, heads: int) -> dict[str, Any]:
+    """Return the options for the heads of which q is: all, or this rank's share."""
+    mask, own = options.get("attn_mask"), q.size(2)
+    if not isinstance(mask, Tensor) or mask.dim() < 4 or mask.size(1) == 1 or own == heads:
+        return options
+    first = sum(share(heads, view.parts.world, rank) for rank in range(view.parts.rank))
+    return {**options, "attn_mask": mask.narrow(1, first, own)}
+
+
+def _count(view: View, local: int, q: Tensor, part: Any) -> None:
+    if view.recording:
+        view.report.add(work(local, q, part), view.blocks > 0)

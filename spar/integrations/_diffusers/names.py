@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 TESTED = "0.42.1"
 
 _DISPATCH = "diffusers.models.attention_dispatch"
+_CACHE = "diffusers.models.cache_utils"
 _PROCESSOR = "diffusers.models.attention_processor"
 _PARALLEL = "diffusers.models._modeling_parallel"
 # module -> what it must have. `backend` of a processor is its attribute _attention_backend.
@@ -24,6 +25,7 @@ REQUIRED = {
         "_AttentionBackendRegistry._constraints",
         "_AttentionBackendRegistry._supported_arg_names",
     ),
+    _CACHE: ("CacheMixin.is_cache_enabled", "CacheMixin._reset_stateful_cache"),
     _PROCESSOR: ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0"),
     _PARALLEL: (
         "ContextParallelInput.__dataclass_fields__",

@@ -65,8 +65,8 @@ def default_plan(model: torch.nn.Module) -> Any:
     name = type(model).__name__
     verified = ", ".join(sorted({*PLANS, *VERIFIED}))
     raise ValueError(
-        f"diffusers.enable: plan is 'default'; {name} has none that spar has verified, as {verified} have; "
-        "expected plan=None, which needs none, or a plan. "
+        f"diffusers.enable: plan is 'default', and {name} has none that spar has verified, as {verified} "
+        "have; expected plan=None, which needs none, or a plan. "
         + (
             f"diffusers has one: pass plan={name}._cp_plan, and compare with one process"
             if plan is not None
