@@ -14,6 +14,7 @@ import torch
 from conftest import Ranks
 from helpers.diffusion import (
     MODELS,
+    PLANS,
     PRELOAD as PRELOAD,
     Group,
     Inputs,
@@ -37,6 +38,7 @@ import spar
 from spar.integrations._diffusers import names
 
 pytestmark = pytest.mark.one_transport
+both_ways = pytest.mark.parametrize("plan", PLANS, ids=["view", "plan"])
 
 
 def refused(
@@ -65,8 +67,13 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     model, split, gather = wan(), {"blocks.0": {"hidden_states": 1}}, {"proj_out": 1}
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     refuse = partial(refused, ValueError)
-    refused(TypeError, "model is 3; expected a module", enable, 3, group)
-    refuse("Other has no plan that spar has verified; expected one of...Wan...plan=", enable, Other(), group)
+    refused(TypeError, "model is 3; expected a torch.nn.Module", enable, 3, group)
+    message = "plan is 'default', and Other has none that spar has verified, as...Wan...plan=None"
+    refuse(message, enable, Other(), group, "default")
+    refuse("Other has no ModuleList of blocks with attention", enable, Other(), group)
+    refuse('method is \'rings\'; expected "ulysses", "gather", "ring" or None', enable, model, method="rings")
+    message = "method is 'ring' and strict False; expected neither with a plan"
+    refuse(message, enable, model, group, "default", method="ring")
     refuse("Other has no attention processors", enable, Other(), group, {"": {"x": 1}, "inner": 1})
     refused(TypeError, "plan is [1]; expected a dict", enable, model, group, [1])
     refused(TypeError, "key 3", enable, model, group, {3: 1})
@@ -88,18 +95,20 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     refuse("enable_parallelism", enable, model, group)
     del model._parallel_config
     model.blocks[1].attn1.processor = type("WanIPAdapter", (type(model.blocks[1].attn1.processor),), {})()
-    refuse("processor of blocks.1.attn1 is a WanIPAdapter", enable, model, group)
+    refuse("processor of blocks.1.attn1 is a WanIPAdapter", enable, model, group, "default")
     model.blocks[1].attn1.processor = lambda *args: None
-    refuse("processor of blocks.1.attn1 is a function", enable, model, group)
+    refuse("processor of blocks.1.attn1 is a function", enable, model, group, "default")
     model = wan()
     assert before.keys() == {name for name, _ in model.named_modules()}
-    enable(model, group)
-    refuse("enabled already; call disable", enable, model, group)
-    forward = model.forward
-    model.forward = lambda **inputs: forward(**inputs)
-    refuse("forward was replaced", disable, model)
-    model.forward = forward
-    disable(model)
+    for plan in PLANS:
+        enable(model, group, plan)
+        for again in PLANS:
+            refuse("enabled already; call disable", enable, model, group, again)
+        forward = model.forward
+        model.forward = lambda forward=forward, **inputs: forward(**inputs)
+        refuse("forward...was replaced", disable, model)
+        model.forward = forward
+        disable(model)
 
 
 def test_arguments_are_checked(ranks: Ranks) -> None:
@@ -109,7 +118,7 @@ def test_arguments_are_checked(ranks: Ranks) -> None:
 def test_a_model_without_a_verified_plan_names_diffusers_own() -> None:
     model = Other()
     model._cp_plan = {"inner": 1}
-    refused(ValueError, "pass plan=Other._cp_plan, and compare", enable, model)
+    refused(ValueError, "pass plan=Other._cp_plan, and compare", enable, model, plan="default")
 
 
 @pytest.mark.parametrize(
@@ -153,14 +162,14 @@ def check_changed(rank: int, world: int, group: Group) -> None:
     from diffusers.models.attention_processor import JointAttnProcessor2_0
 
     model = wan()
-    enable(model, group)
+    enable(model, group, "default")
     model.set_attention_backend("native")
     refused(ValueError, "backend of blocks.0.attn1 was set after enable...disable", model, **wan_inputs())
     disable(model)
-    enable(model, group)
+    enable(model, group, "default")
     model(**wan_inputs())
     other = sd3()
-    enable(other, group)
+    enable(other, group, "default")
     other.set_attn_processor(JointAttnProcessor2_0())
     refused(
         ValueError,
@@ -170,7 +179,7 @@ def check_changed(rank: int, world: int, group: Group) -> None:
     )
 
     disable(model)
-    enable(model, group)
+    enable(model, group, "default")
     from diffusers import FirstBlockCacheConfig
 
     model.enable_cache(FirstBlockCacheConfig())
@@ -186,7 +195,7 @@ def test_processors_set_after_enable_are_refused(ranks: Ranks) -> None:
 def check_parts(rank: int, world: int, group: Group) -> None:
     """A part of a model alone would attend to the tokens that it is given, also in a recompute."""
     model = wan()
-    enable(model, group)
+    enable(model, group, "default")
     rotary, kept = model.rope(wan_inputs()["hidden_states"]), []
     arguments = torch.zeros(2, 25, 36), torch.zeros(2, 7, 36), torch.zeros(2, 6, 36), rotary
     refused(ValueError, "neither in a forward...disable(model)", model.blocks[0], *arguments)
@@ -195,10 +204,12 @@ def check_parts(rank: int, world: int, group: Group) -> None:
     model(**wan_inputs())
     refused(ValueError, "neither in a forward...disable(model)", kept[0].sum().backward)
     disable(model)
-    assert model.blocks[0](*arguments).shape == (2, 25, 36)
+    expected = model.blocks[0](*arguments)
+    enable(model, group)  # by a view, it computes the whole alone
+    torch.testing.assert_close(model.blocks[0](*arguments), expected, rtol=0, atol=0)
 
 
-def test_parts_of_a_model_do_not_run_alone(ranks: Ranks) -> None:
+def test_by_a_plan_parts_of_a_model_do_not_run_alone(ranks: Ranks) -> None:
     ranks(2, check_parts)
 
 
@@ -210,13 +221,13 @@ def check_masks(rank: int, world: int, group: Group) -> None:
     enable(model, group, plan)
     refused(ValueError, "a mask of shape [2, 3, 1, ...; expected one value for each", model, **ltx_inputs())
     disable(model)
-    enable(model, group)
+    enable(model, group, "default")
     compare(trained(model, ltx_inputs(), group), expected, model)
     other = qwen_image()
     for module in other.modules():
         if hasattr(module, "processor"):
             module.processor._attention_backend = "_native_math"
-    enable(other, group)
+    enable(other, group, "default")
     refused(ValueError, "a mask or is_causal with another backend", other, **qwen_image_inputs())
     other(**qwen_image_inputs(masked=False))
 
@@ -245,7 +256,7 @@ def check_plan(rank: int, world: int, group: Group) -> None:
         "__call__": lambda self, attn, x, text, *rest: attend(self, attn, x, torch.cat([x, text], 1), *rest)
     }
     model.blocks[0].attn2.processor = type("Both", (type(model.blocks[0].attn2.processor),), both)()
-    enable(model, group)
+    enable(model, group, "default")
     refused(ValueError, "keys in a module with a text of 7 tokens, which is not...", model, **wan_inputs())
     model = wan()
     enable(model, group, {"blocks.0": {"hidden_states": 1, "encoder_hidden_states": 1}, "proj_out": 1})
@@ -269,11 +280,11 @@ def changed(name: str, value: Any) -> Callable[[Inputs], Inputs]:
     return lambda inputs: inputs | {name: value}
 
 
-def check_one_rank(rank: int, world: int, group: Group) -> None:
+def check_one_rank(rank: int, world: int, group: Group, plan: Any) -> None:
     """One rank has other inputs, or fails: all raise at once, and go on with the next call."""
     model = wan()
     expected = trained(model, wan_inputs())
-    enable(model, group)
+    enable(model, group, plan)
     model(**wan_inputs())  # the first forward compares the inputs; later ones do not
     for change in (
         lambda inputs: wan_inputs((5, 2, 8)),  # other tokens
@@ -290,16 +301,17 @@ def check_one_rank(rank: int, world: int, group: Group) -> None:
         compare(trained(model, wan_inputs(), group), expected, model)
 
 
-def test_a_failure_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:
-    ranks(3, check_one_rank, timeout=60)
+@both_ways
+def test_a_failure_of_one_rank_is_raised_on_all(ranks: Ranks, plan: Any) -> None:
+    ranks(3, check_one_rank, plan, timeout=60)
 
 
-def check_unequal(rank: int, world: int, group: Group) -> None:
+def check_unequal(rank: int, world: int, group: Group, plan: Any) -> None:
     """The first forward compares the inputs of the ranks."""
 
     def attempt(message: str, **other: Any) -> None:
         model = wan()
-        enable(model, group)
+        enable(model, group, plan)
         inputs = wan_inputs() | (other if rank == 2 else {})
         refused(ValueError, f"{message}...on all ranks", model, **inputs)
         model(**wan_inputs())
@@ -309,18 +321,19 @@ def check_unequal(rank: int, world: int, group: Group) -> None:
     shape = "hidden_states is of shape [2, 4, 5, 2, 12], on rank 0 [2, 4, 5, 2, 10] on rank 2"
     attempt(shape, hidden_states=torch.zeros(2, 4, 5, 2, 12))
     model = wan()
-    enable(model, group)
+    enable(model, group, plan)
     nearly = wan_inputs()["hidden_states"] * (1 + 1e-6 * rank)  # as another GPU may round
     model(nearly, *list(wan_inputs().values())[1:])
 
 
-def test_unequal_inputs_are_refused(ranks: Ranks) -> None:
-    ranks(3, check_unequal)
+@both_ways
+def test_unequal_inputs_are_refused(ranks: Ranks, plan: Any) -> None:
+    ranks(3, check_unequal, plan)
 
 
 def check_empty(rank: int, world: int, group: Group) -> None:
     model = ltx()
-    enable(model, group)
+    enable(model, group, "default")
     with pytest.raises((ValueError, spar.MismatchError)) as info:
         model(**ltx_inputs(text=1))
     assert "no token of encoder_hidden_states" in str(info.value)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.diffusion import (
     MODELS,
+    PLANS,
     PRELOAD as PRELOAD,
     Group,
     check_exact,
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import spar
 
 pytestmark = pytest.mark.one_transport
+both_ways = pytest.mark.parametrize("plan", PLANS, ids=["view", "plan"])
 
 
 def check_checkpoints(rank: int, world: int, group: Group) -> None:
@@ -47,20 +49,20 @@ def check_checkpoints(rank: int, world: int, group: Group) -> None:
             model = make()
             model.enable_gradient_checkpointing(function)
             check_exact(group, model, inputs())
-    wrapped = wan()
-    wrapped.blocks[0] = checkpoint_wrapper(wrapped.blocks[0])  # before enable
-    check_exact(group, wrapped, wan_inputs())
-    expected = trained(wrapped, wan_inputs())
-    enable(wrapped, group)
-    wrapped.blocks[1] = checkpoint_wrapper(wrapped.blocks[1])  # after it
-    compare(trained(wrapped, wan_inputs(), group), expected, wrapped)
+    for plan in PLANS:
+        wrapped = wan()
+        wrapped.blocks[0] = checkpoint_wrapper(wrapped.blocks[0])  # before enable
+        expected = trained(wrapped, wan_inputs())
+        enable(wrapped, group, plan)
+        wrapped.blocks[1] = checkpoint_wrapper(wrapped.blocks[1])  # after it
+        compare(trained(wrapped, wan_inputs(), group), expected, wrapped)
 
 
 def test_gradient_checkpointing_is_exact(ranks: Ranks) -> None:
     ranks(2, check_checkpoints)
 
 
-def check_recompute(rank: int, world: int, group: Group) -> None:
+def check_recompute(rank: int, world: int, group: Group, plan: Any) -> None:
     """Backward recomputes each forward over its own sequences, whatever ran since."""
     short = wan_inputs((3, 2, 6), text=4, batch=1)  # 9 tokens
 
@@ -79,15 +81,16 @@ def check_recompute(rank: int, world: int, group: Group) -> None:
     model = wan()
     model.enable_gradient_checkpointing()
     expected = run(model, None)
-    enable(model, group)
+    enable(model, group, plan)
     compare(run(model, group), expected, model)
 
 
-def test_recompute_after_other_forwards(ranks: Ranks) -> None:
-    ranks(3, check_recompute)
+@both_ways
+def test_recompute_after_other_forwards(ranks: Ranks, plan: Any) -> None:
+    ranks(3, check_recompute, plan)
 
 
-def check_ddp(rank: int, world: int, group: Group) -> None:
+def check_ddp(rank: int, world: int, group: Group, plan: Any) -> None:
     def steps(model: nn.Module, inner: nn.Module) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(inner.parameters(), lr=0.05)
         for step in range(3):
@@ -99,7 +102,7 @@ def check_ddp(rank: int, world: int, group: Group) -> None:
 
     plain, model = wan(), wan()
     expected = steps(plain, plain)
-    enable(model, group)
+    enable(model, group, plan)
     found = steps(nn.parallel.DistributedDataParallel(model, process_group=group), model)
     compare(found, expected, model)
     for parameter in model.parameters():  # the ranks stay equal
@@ -108,33 +111,35 @@ def check_ddp(rank: int, world: int, group: Group) -> None:
         assert torch.equal(first, parameter)
 
 
-def test_ddp_trains_as_one_process(ranks: Ranks) -> None:
-    ranks(2, check_ddp)
+@both_ways
+def test_ddp_trains_as_one_process(ranks: Ranks, plan: Any) -> None:
+    ranks(2, check_ddp, plan)
 
 
-def check_fsdp(rank: int, world: int, group: Group) -> None:
+def check_fsdp(rank: int, world: int, group: Group, plan: Any) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     for first in (True, False):
         model = wan()
         expected = trained(model, wan_inputs())
         if first:
-            enable(model, mesh)
+            enable(model, mesh, plan)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         if not first:
-            enable(model, mesh)
+            enable(model, mesh, plan)
         output = model(**wan_inputs()).sample
         loss_of(output).backward()
         found = [output.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())]
         compare(found, expected, model)
 
 
-def test_fsdp2_before_and_after_enable(ranks: Ranks) -> None:
-    ranks(2, check_fsdp)
+@both_ways
+def test_fsdp2_before_and_after_enable(ranks: Ranks, plan: Any) -> None:
+    ranks(2, check_fsdp, plan)
 
 
-def check_adapters(rank: int, world: int, group: Group) -> None:
+def check_adapters(rank: int, world: int, group: Group, plan: Any) -> None:
     from peft import LoraConfig
 
     def add(model: nn.Module) -> None:
@@ -151,15 +156,16 @@ def check_adapters(rank: int, world: int, group: Group) -> None:
     assert (
         sum(bool(gradient.any()) for gradient in expected[1:]) == 16
     )  # A and B of two layers of two attentions
-    enable(model, group)
-    enable(later, group)
+    enable(model, group, plan)
+    enable(later, group, plan)
     add(later)
     for adapted in (model, later):
         compare(trained(adapted, wan_inputs(), group), expected, adapted)
 
 
-def test_adapters_added_before_and_after_enable(ranks: Ranks) -> None:
-    ranks(2, check_adapters)
+@both_ways
+def test_adapters_added_before_and_after_enable(ranks: Ranks, plan: Any) -> None:
+    ranks(2, check_adapters, plan)
 
 
 class Training(nn.Module):
@@ -171,9 +177,9 @@ class Training(nn.Module):
         return loss_of(self.model(**inputs).sample)
 
 
-def check_report(rank: int, world: int, group: Group) -> None:
+def check_report(rank: int, world: int, group: Group, plan: Any) -> None:
     def shard(training: nn.Module, batch: Any) -> Any:
-        enable(training.model, group)
+        enable(training.model, group, plan)
         return batch
 
     report = spar.testing.compare(Training, sd3_inputs(), shard, group, reduce="mean", show=False)
@@ -181,15 +187,16 @@ def check_report(rank: int, world: int, group: Group) -> None:
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-6)
 
 
-def test_comparison_with_one_process(ranks: Ranks) -> None:
-    ranks(3, check_report)
+@both_ways
+def test_comparison_with_one_process(ranks: Ranks, plan: Any) -> None:
+    ranks(3, check_report, plan)
 
 
 def check_compiled(rank: int, world: int, group: Group) -> None:
     """Rank 0 compiles, the others do not."""
     model = flux()
     expected = trained(model, flux_inputs())
-    enable(model, group)
+    enable(model, group, "default")
     model(**flux_inputs())  # the first forward compares the inputs, unless it is compiled
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager") if rank == 0 else model
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -206,7 +213,7 @@ def test_compiled_inference_and_compiled_blocks_in_training(ranks: Ranks) -> Non
     ranks(2, check_compiled)
 
 
-def check_input_gradients(rank: int, world: int, group: Group) -> None:
+def check_input_gradients(rank: int, world: int, group: Group, plan: Any) -> None:
     """The mean of the ranks' gradients of an input is that of one process, as for parameters."""
     model, results = flux(), []
     for average in (False, True):
@@ -218,13 +225,14 @@ def check_input_gradients(rank: int, world: int, group: Group) -> None:
             found = [spar.all_gather(x[None], group).mean(0) for x in found]
         results.append(found)
         if not average:
-            enable(model, group)
+            enable(model, group, plan)
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
 
 
-def test_gradients_of_inputs(ranks: Ranks) -> None:
-    ranks(3, check_input_gradients)
+@both_ways
+def test_gradients_of_inputs(ranks: Ranks, plan: Any) -> None:
+    ranks(3, check_input_gradients, plan)
 
 
 def check_backends(rank: int, world: int, group: Group) -> None:
@@ -240,21 +248,21 @@ def check_backends(rank: int, world: int, group: Group) -> None:
                 if hasattr(module, "processor"):
                     module.processor._attention_backend = "_native_math"
             check_exact(group, model, inputs())
-    model = wan()
-    expected = trained(model, wan_inputs())
-    enable(model, group)
-    calls: list[int] = []
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     table, key = _AttentionBackendRegistry._backends, AttentionBackendName._NATIVE_MATH
     native = table[key]
-    table[key] = lambda **arguments: calls.append(1) or native(**arguments)  # type: ignore[func-returns-value]
-    try:
-        with attention_backend("_native_math"):  # the active backend at the time of the call
-            compare(trained(model, wan_inputs(), group), expected, model)
-    finally:
-        table[key] = native
-    assert len(calls) == 4  # two attentions of each block
+    for plan in PLANS:
+        model, calls = wan(), list[int]()
+        expected = trained(model, wan_inputs())
+        enable(model, group, plan)
+        table[key] = lambda calls=calls, **arguments: calls.append(1) or native(**arguments)
+        try:
+            with attention_backend("_native_math"):  # the active backend at the time of the call
+                compare(trained(model, wan_inputs(), group), expected, model)
+        finally:
+            table[key] = native
+        assert len(calls) == 4  # two attentions of each block
 
 
 def test_backend_of_the_model_is_the_kernel(ranks: Ranks) -> None:
@@ -265,7 +273,7 @@ def check_outputs(rank: int, world: int, group: Group) -> None:
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
     at_the_end = {"proj_in": {0: 1}, "rope": {0: 1, 1: 1}, "": 1}  # the model's own output is gathered
-    for name, plan in (("wan", None), ("flux", None), ("sd3", None), ("ltx", at_the_end)):
+    for name, plan in (("wan", None), ("sd3", None), ("flux", "default"), ("ltx", at_the_end)):
         make, inputs = MODELS[name]
         model = make()
         expected = model(**inputs())
@@ -276,7 +284,7 @@ def check_outputs(rank: int, world: int, group: Group) -> None:
         alone = model(**inputs(), return_dict=False)
         assert type(alone) is tuple and len(alone) == 1
         torch.testing.assert_close(alone[0], expected.sample, rtol=1e-5, atol=1e-5)
-    check_exact(group, MODELS["ltx"][0](), MODELS["ltx"][1](), at_the_end)
+    check_exact(group, MODELS["ltx"][0](), MODELS["ltx"][1](), [at_the_end])
 
 
 def test_outputs_have_the_type_that_the_model_returns(ranks: Ranks) -> None:
@@ -294,7 +302,7 @@ def state_of(model: nn.Module) -> list[Any]:
     return found
 
 
-def check_disable(rank: int, world: int, group: Group) -> None:
+def check_disable(rank: int, world: int, group: Group, plan: Any) -> None:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     registry = _AttentionBackendRegistry
@@ -309,7 +317,7 @@ def check_disable(rank: int, world: int, group: Group) -> None:
         before, registered = state_of(model), [dict(table) for table in tables]
         expected = trained(model, inputs())
         for _ in range(2):
-            enable(model, group)
+            enable(model, group, plan)
             assert state_of(model) != before
             model(**inputs())
             disable(model)
@@ -319,8 +327,9 @@ def check_disable(rank: int, world: int, group: Group) -> None:
             compare(trained(model, inputs()), expected, model)
 
 
-def test_disable_restores_the_model(ranks: Ranks) -> None:
-    ranks(2, check_disable)
+@both_ways
+def test_disable_restores_the_model(ranks: Ranks, plan: Any) -> None:
+    ranks(2, check_disable, plan)
 
 
 def check_two_models(rank: int, world: int, group: Group) -> None:
@@ -328,7 +337,7 @@ def check_two_models(rank: int, world: int, group: Group) -> None:
     high, low, alone = wan(), sd3(), wan()
     expected = [high(**wan_inputs()).sample, low(**sd3_inputs()).sample]
     enable(high, group)
-    enable(low, group)
+    enable(low, group, "default")
     assert not vars(alone).get("forward")
     for _ in range(2):
         torch.testing.assert_close(alone(**wan_inputs()).sample, expected[0], rtol=0, atol=0)
@@ -342,7 +351,7 @@ def test_two_models_of_one_process(ranks: Ranks) -> None:
     ranks(2, check_two_models)
 
 
-def check_sampler(rank: int, world: int, group: Group) -> None:
+def check_sampler(rank: int, world: int, group: Group, plan: Any) -> None:
     """A scheduler of diffusers, with classifier-free guidance as a batch of 2."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -364,9 +373,10 @@ def check_sampler(rank: int, world: int, group: Group) -> None:
 
     model = wan()
     expected = sample(model)
-    enable(model, group)
+    enable(model, group, plan)
     torch.testing.assert_close(sample(model), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sampler_with_guidance(ranks: Ranks) -> None:
-    ranks(2, check_sampler)
+@both_ways
+def test_a_sampler_with_guidance(ranks: Ranks, plan: Any) -> None:
+    ranks(2, check_sampler, plan)
