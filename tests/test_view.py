@@ -211,7 +211,7 @@ def check_flex_attention(rank: int, world: int, group: Group) -> None:
             view = View(Parts(group, world, rank))
             shards = [view.shard(x, view.parts.part(1, lengths)) for x in (q, k, v)]
             shards.append(view.shard(near, view.parts.part(0, lengths)))
-            with intercepted(), view.forward():
+            with intercepted(view), view.forward():
                 found = attend(*shards)
             for x, y in zip(view.gather(found), expected, strict=True):
                 torch.testing.assert_close(x, y)

@@ -54,7 +54,7 @@ def shard_model(
             sequence group (WORLD if there is none).
         blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
             receives, if it is whole. None: the elements of each outermost ModuleList or Sequential that has
-            attention in it.
+            attention in it; of each ModuleList if none has.
         method: of attention: "ulysses", "gather" or "ring"; None chooses for each.
         strict: whether a function inside blocks that would run whole raises.
 
@@ -131,13 +131,14 @@ def check_module(model: Any, where: str) -> None:
 
 def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None, where: str) -> dict[str, torch.nn.Module]:
     if patterns is None:
-        found = dict(_lists_with_attention(model, ""))
-        if not found:
+        listed = _listed(model, "")
+        attending = {name: block for name, block in listed.items() if _attends(block)}
+        if not listed:
             raise ValueError(
-                f"{where}: {type(model).__name__} has no ModuleList of blocks with attention; "
-                'pass blocks=["layers.*"], the modules before which its sequence is to be sharded'
+                f"{where}: {type(model).__name__} has no ModuleList of blocks; pass "
+                'blocks=["layers.*"], the modules before which its sequence is to be sharded'
             )
-        return found
+        return attending or listed
     modules, found = dict(model.named_modules()), {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         depth = pattern.count(".")
@@ -149,19 +150,20 @@ def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None, where: str) 
     return found
 
 
-def _lists_with_attention(module: torch.nn.Module, path: str) -> list[tuple[str, torch.nn.Module]]:
-    found = []
+def _listed(module: torch.nn.Module, path: str) -> dict[str, torch.nn.Module]:
+    """Return the elements of the outermost lists of modules."""
+    found = {}
     for name, child in module.named_children():
         at = f"{path}{name}"
-        if not isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
-            found += _lists_with_attention(child, f"{at}.")
-            continue
-        found += [
-            (f"{at}.{key}", block)
-            for key, block in child.named_children()
-            if any("att" in type(inner).__name__.lower() for inner in block.modules())
-        ]
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+            found |= {f"{at}.{key}": block for key, block in child.named_children()}
+        else:
+            found |= _listed(child, f"{at}.")
     return found
+
+
+def _attends(block: torch.nn.Module) -> bool:
+    return any("att" in type(inner).__name__.lower() for inner in block.modules())
 
 
 # ---- what is changed in a model ----

@@ -65,17 +65,17 @@ def product(call: FunctionCall) -> Plan | None:
     return None
 
 
-@rule("baddbmm")
+@rule("baddbmm addmm")
 def product_and_sum(call: FunctionCall) -> Plan | None:
     """Multiply rows of a, or matrices of a batch; the sum's other term is the same part, or broadcast."""
     if len(call.tensors) != 3:
         return None
     other, a, b = call.tensors
-    part = part_of(a)
-    if part is None or part.dim == 2:
+    part, dims = part_of(a), a.dim()
+    if part is None or part.dim == dims - 1:
         return None
-    wanted = [(b, part if part.dim == 0 else None)]
-    dim = part.dim - 3 + other.dim()
+    wanted = [(b, part if part.dim == dims - 3 else None)]
+    dim = part.dim - dims + other.dim()
     size = whole_shape(other)[dim] if dim >= 0 else 1
     if size not in (1, part.whole) or (size == 1 and part_of(other) is not None):
         return None
