@@ -139,7 +139,8 @@ def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None, where: str) 
                 'blocks=["layers.*"], the modules before which its sequence is to be sharded'
             )
         return attending or listed
-    modules, found = dict(model.named_modules()), {}
+    modules = dict(model.named_modules())
+    found: dict[str, torch.nn.Module] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         depth = pattern.count(".")
         names = [n for n in modules if n and n.count(".") == depth and fnmatch.fnmatchcase(n, pattern)]
@@ -152,7 +153,7 @@ def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None, where: str) 
 
 def _listed(module: torch.nn.Module, path: str) -> dict[str, torch.nn.Module]:
     """Return the elements of the outermost lists of modules."""
-    found = {}
+    found: dict[str, torch.nn.Module] = {}
     for name, child in module.named_children():
         at = f"{path}{name}"
         if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
