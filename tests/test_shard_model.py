@@ -340,6 +340,8 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         spar.shard_model(3, group)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method is 'best'"):
         spar.shard_model(model, group, method="best")
+    with pytest.raises(ValueError, match=r"method is 'hybrid', and no parallel state is current"):
+        spar.shard_model(model, group, method="hybrid")
     with pytest.raises(ValueError, match="the model is not sharded"):
         spar.unshard_model(model)
     with pytest.raises(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from conftest import Ranks
 from helpers import view_cases
 from helpers.view_cases import PAIRS, Inputs, compare, functions
 from helpers.view_programs import program
+from test_faults import finish, start
 from torch import Tensor
 
 from spar._group.registry import place_of
 from spar._view.outside import intercepted
 from spar._view.part import Parts, mark, part_of
 from spar._view.view import View
+from spar.parallel_state import init_parallel_state
 
 # Exchanges over each transport are tested by other modules.
 pytestmark = pytest.mark.one_transport
@@ -67,6 +70,27 @@ def check_programs(rank: int, world: int, group: Group) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_programs_are_exact(ranks: Ranks, world: int) -> None:
     ranks(world, check_programs)
+
+
+def check_hybrid(rank: int, folder: Path) -> None:
+    """Lay sequences over ring x ulysses: two runs on each rank, some of them empty."""
+    state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    group = state.get_group("cp")
+    for i, (name, function) in enumerate([*functions().items()][::2]):
+        pair = PAIRS[i % len(PAIRS)]
+        try:
+            problem = compare(group, function, pair, Inputs(3), state=state)
+        except RuntimeError as error:
+            problem = None if REFUSED in str(error) else repr(error)
+        assert not problem, f"{name} of {pair}: {problem}"
+    for seed in range(700, 730):
+        pair = PAIRS[seed % len(PAIRS)]
+        problem = compare(group, program(seed, 14), pair, Inputs(seed), 1e-8, state)
+        assert problem is None, (seed, pair, problem)
+
+
+def test_hybrid_layouts_are_exact(tmp_path: Path) -> None:
+    assert finish(start(check_hybrid, 4, tmp_path), 200) == [0] * 4
 
 
 # ---- what is refused ----

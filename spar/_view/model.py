@@ -19,7 +19,9 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
 from .._group.registry import place_of
+from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
+from ..topology.topology import current
 from .inputs import check_equal
 from .outside import intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
@@ -29,7 +31,7 @@ from .view import Around, View
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 _STREAMS = ("hidden_states", "x", "src", "tgt", "input")  # the names of what blocks pass on
-_METHODS = (None, "ulysses", "gather", "ring")
+_METHODS = (None, "ulysses", "gather", "ring", "hybrid")
 
 
 def shard_model(
@@ -55,7 +57,8 @@ def shard_model(
         blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
             receives, if it is whole. None: the elements of each outermost ModuleList or Sequential that has
             attention in it; of each ModuleList if none has.
-        method: of attention: "ulysses", "gather" or "ring"; None chooses for each.
+        method: of attention: "ulysses", "gather" or "ring"; None chooses for each. "hybrid": sequences lie
+            over the ring and ulysses groups of the current parallel state, whose cp group is `group`.
         strict: whether a function inside blocks that would run whole raises.
 
     Returns:
@@ -95,11 +98,15 @@ def sharded(
     if is_sharded(model):
         raise ValueError(f"{where}: the model is sharded already; undo that first")
     if method not in _METHODS:
-        raise ValueError(f'{where}: method is {method!r}; expected "ulysses", "gather", "ring" or None')
+        raise ValueError(
+            f'{where}: method is {method!r}; expected "ulysses", "gather", "ring", "hybrid" or None'
+        )
     found = _blocks(model, blocks, where)
     real = process_group(group, where)
     place = place_of(real)
-    view = View(Parts(real, place.world, place.rank, method), strict, around)
+    state = _state_of(real, where) if method == "hybrid" else None
+    parts = Parts(real, place.world, place.rank, None if state else method, state)
+    view = View(parts, strict, around)
     vars(model)[_STATE] = _Sharded(model, view, found)
     return view.report
 
@@ -124,6 +131,17 @@ def check_module(model: Any, where: str) -> None:
         if isinstance(getattr(model, inner, None), torch.nn.Module):
             kind = type(model).__name__
             raise ValueError(f"{where}: model is a {kind}; expected what it wraps: model.{inner}")
+
+
+def _state_of(group: Any, where: str) -> ParallelState:
+    """Return the current parallel state, if the group is its cp group."""
+    state = current().state
+    if state is None or state.get_group("cp") is not group:
+        raise ValueError(
+            f"{where}: method is 'hybrid', and {'another' if state else 'no'} parallel state is current; "
+            "expected one whose cp group is group: call init_parallel_state, and pass the group of cp"
+        )
+    return state
 
 
 # ---- blocks ----

@@ -42,8 +42,8 @@ def _runs(part: Part, rank: int) -> list[Piece]:
     for outer in range(part.outer):
         at = outer * part.tokens
         for length in part.lengths:
-            start, size = part.parts.run(length, rank)
-            found.append(Piece((at + start) * part.inner, size * part.inner, 0))
+            for start, size in part.parts.runs(length, rank):
+                found.append(Piece((at + start) * part.inner, size * part.inner, 0))
             at += length
     return found
 

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._exchange.layouts import pieces
 from .._exchange.pieces import Plan
-from ..sequence_layout import SequenceLayout
-from ..sizes import cal_split_sizes
+from ..sequence_layout import SequenceLayout, numbers_of
+from ..topology.groups_by_name import ParallelState
 
 _T = TypeVar("_T")
 _SHARD = "_spar_shard"
@@ -23,8 +24,8 @@ class Part:
     """A dim of a tensor that has the tokens, of which each rank holds its own.
 
     The dim is (outer, tokens, inner), flattened. Its tokens are those of one or several sequences that were
-    joined, each of which lies on the ranks by `cal_split_sizes`. Parts are equal only if they are the same
-    object: `Parts` makes each once.
+    joined, each of which lies on the ranks by the layout of `Parts`, which makes each part once: equal parts
+    are the same object.
 
     Attributes:
         dim: the dim, counted from the first.
@@ -53,8 +54,9 @@ class Part:
 
     @property
     def plain(self) -> Part:
-        """The part of the same dim as one sequence."""
-        return self if self.is_plain else self.parts.part(self.dim, (self.whole,))
+        """The part of the same dim that has a layout: of one sequence where several have none."""
+        is_one = self.is_plain and (len(self.lengths) == 1 or self.parts.state is None)
+        return self if is_one else self.parts.part(self.dim, (self.whole,))
 
     def at(self, dim: int) -> Part:
         """Return the same part of another dim."""
@@ -106,13 +108,16 @@ class Shard:
 
 
 class Parts:
-    """The parts of a group's ranks.
+    """The parts of a group's ranks: of each sequence by `cal_split_sizes`, or over ring x ulysses.
 
     method: of `spar.attention`; None lets each attention choose.
+    state: of the ring and ulysses groups whose layout sequences have; None: `cal_split_sizes`.
     """
 
-    def __init__(self, group: Any, world: int, rank: int, method: str | None = None) -> None:
-        self.group, self.world, self.rank, self.method = group, world, rank, method
+    def __init__(
+        self, group: Any, world: int, rank: int, method: str | None = None, state: ParallelState | None = None
+    ) -> None:
+        self.group, self.world, self.rank, self.method, self.state = group, world, rank, method, state
         self.device = torch.device("cpu")  # of the model
         self._made: dict[tuple[object, ...], Part] = {}
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
@@ -126,23 +131,26 @@ class Parts:
         return found
 
     def layout(self, lengths: tuple[int, ...]) -> SequenceLayout:
-        """Return how the sequences lie on the ranks."""
+        """Return how the sequences lie on the ranks; with a state of one sequence only."""
         found = self._layouts.get(lengths)
         if found is None:
-            found = self._layouts[lengths] = (
-                SequenceLayout.even(lengths[0], self.group)
-                if len(lengths) == 1
-                else SequenceLayout("joint", (1, len(lengths), *lengths), self.group)
-            )
+            found = self._layouts[lengths] = self._layout(lengths)
         return found
 
-    def run(self, length: int, rank: int | None = None) -> tuple[int, int]:
-        """Return where a rank's tokens of a sequence begin, and how many they are; by default this rank's."""
-        sizes, rank = cal_split_sizes(length, self.world), self.rank if rank is None else rank
-        return sum(sizes[:rank]), sizes[rank]
+    def _layout(self, lengths: tuple[int, ...]) -> SequenceLayout:
+        if len(lengths) != 1:
+            return SequenceLayout("joint", (1, len(lengths), *lengths), self.group)
+        if self.state is not None:
+            return SequenceLayout.hybrid(lengths[0], self.state)
+        return SequenceLayout.even(lengths[0], self.group)
+
+    def runs(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
+        """Return where a rank's runs of a sequence begin, and their tokens; by default this rank's."""
+        layout, rank = numbers_of(self.layout((length,)), 0), self.rank if rank is None else rank
+        return [(run.start, run.size) for run in pieces(layout, self.world, rank)]
 
     def held(self, lengths: tuple[int, ...]) -> int:
-        return sum(self.run(length)[1] for length in lengths)
+        return sum(size for length in lengths for _, size in self.runs(length))
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
         """Keep this rank's part of a whole tensor: a view where it is one run of tokens.
@@ -153,12 +161,12 @@ class Parts:
         dim, flat = part.dim, x
         if not part.is_plain:
             flat, dim = x.unflatten(dim, (part.outer, part.tokens, part.inner)), dim + 1
-        pieces, at = [], 0
+        kept, at = [], 0
         for length in part.lengths:
-            start, size = self.run(length)
-            pieces.append(flat.narrow(dim, at + start, size))
+            kept += [flat.narrow(dim, at + start, size) for start, size in self.runs(length)]
             at += length
-        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        kept = kept or [flat.narrow(dim, 0, 0)]
+        out = kept[0] if len(kept) == 1 else torch.cat(kept, dim)
         return mark(out if part.is_plain else out.flatten(part.dim, part.dim + 2), part)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -167,10 +175,16 @@ class Parts:
         if part is None:
             return x
         if part.is_plain:
-            return self.layout(part.lengths).all_gather(x, part.dim)
+            return self._gathered(x, part.lengths, part.dim)
         flat: Tensor = x.unflatten(part.dim, (part.outer, part.held, part.inner))
-        whole: Tensor = self.layout(part.lengths).all_gather(flat, part.dim + 1)
-        return whole.flatten(part.dim, part.dim + 2)
+        return self._gathered(flat, part.lengths, part.dim + 1).flatten(part.dim, part.dim + 2)
+
+    def _gathered(self, x: Tensor, lengths: tuple[int, ...], dim: int) -> Tensor:
+        if len(lengths) < 2 or self.state is None:
+            return self.layout(lengths).all_gather(x, dim)
+        shards = x.split([self.held((length,)) for length in lengths], dim)
+        found = [self._gathered(y, (length,), dim) for y, length in zip(shards, lengths, strict=True)]
+        return torch.cat(found, dim)
 
 
 def part_of(x: Any) -> Part | None:

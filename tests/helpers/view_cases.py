@@ -67,14 +67,19 @@ Function = Callable[..., Any]
 
 
 def compare(
-    group: dist.ProcessGroup, function: Function, pair: tuple[str, str], inputs: Inputs, limit: float = 1e-10
+    group: dist.ProcessGroup,
+    function: Function,
+    pair: tuple[str, str],
+    inputs: Inputs,
+    limit: float = 1e-10,
+    state: Any = None,
 ) -> str | None:
     """Run a function of (x, y, w, b, ids, mask) on whole tensors and on parts; return what differs."""
     whole = inputs.leaves()
     torch.manual_seed(1)
     expected = _tensors(function(*[_fresh(t) for t in whole[:2]], *whole[2:], inputs.ids, inputs.mask))
     place = place_of(group)
-    view = View(Parts(group, place.world, place.rank))
+    view = View(Parts(group, place.world, place.rank, state=state))
     mine = inputs.leaves()
     torch.manual_seed(1)
     with warnings.catch_warnings():

@@ -173,7 +173,7 @@ def _with_halo(call: FunctionCall, x: Tensor, weight: Tensor, part: Part) -> Pla
             (6, "groups", 1),
         )
     ]
-    if isinstance(padding, str) or part.whole < part.parts.world:
+    if isinstance(padding, str) or part.whole < part.parts.world or part.parts.state is not None:
         return None
     strides, sides, steps = [
         list(value) * (dims // len(value)) if isinstance(value, (tuple, list)) else [value] * dims

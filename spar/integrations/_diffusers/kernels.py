@@ -78,7 +78,7 @@ def _attended(
     part, keys = part_of(q), part_of(k)
     if part is None or part_of(v) is not keys:
         return None
-    if any(p.dim != 1 or not p.is_plain for p in (part, keys) if p is not None):
+    if any(p.dim != 1 or p is not p.plain for p in (part, keys) if p is not None):
         return None
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     weights = given.pop("attn_mask", None)
