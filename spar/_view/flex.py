@@ -13,14 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from ..ops.by_heads import by_heads
 from ..ops.heads import heads_of_ranks
 from .moving import moved
 from .part import Part, mark, part_of, whole_numel
 from .rules.products import shared
-from .view import View
+from .view import View, current_view, without_view
 
 
 def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,10 +35,10 @@ def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        view = _get_current_function_mode()
-        if not isinstance(view, View):
+        view = current_view()
+        if view is None:
             return own(query, key, value, score_mod, block_mask, *rest, **kwargs)
-        with _pop_mode_temporarily():
+        with without_view():
             score_mod, block_mask = _whole_function(view, score_mod), _whole_mask(view, block_mask)
         tensors = query, key, value
         part = _of_heads(tensors, score_mod, kwargs) if not rest else None
@@ -50,14 +49,14 @@ def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
             call = functools.partial(
                 own, block_mask=_mask_of_heads(part, query.size(1), block_mask), **kwargs
             )
-            with _pop_mode_temporarily():
+            with without_view():
                 one = part.parts.part(part.dim, (part.whole,))  # joint sequences, too, are one for a mask
                 own_tokens = [moved(x, one) for x in tensors]
                 out = by_heads(call, own_tokens, part.parts.layout(one.lengths), seq_dim=2, head_dim=1)
                 return moved(mark(out, one), part)
         if any(part_of(x) is not None for x in tensors):
             return view.outside("flex_attention", own, (*tensors, score_mod, block_mask, *rest), kwargs)
-        with _pop_mode_temporarily():
+        with without_view():
             return own(*tensors, score_mod, block_mask, *rest, **kwargs)
 
     return flex_attention

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
@@ -26,7 +25,7 @@ from .inputs import check_equal
 from .outside import intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
 from .report import Report
-from .view import Around, View
+from .view import Around, View, current_view, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
@@ -210,15 +209,18 @@ class _Sharded:
         self.forwards.append((module, before, now))
 
     def remove(self, where: str) -> None:
-        for module, _, now in self.forwards:
-            if vars(module).get("forward") is not now:
+        replaced = [vars(module).get("forward") is not now for module, _, now in self.forwards]
+        for (module, _, now), is_replaced in zip(self.forwards, replaced, strict=True):
+            if is_replaced and not _is_within(now.own, module.forward):
                 raise ValueError(
                     f"{where}: the forward of a {type(module).__name__} was replaced since; undo what "
                     "replaced it first"
                 )
         for hook in self.hooks:
             hook.remove()
-        for module, before, _ in self.forwards:
+        for (module, before, _), is_replaced in zip(self.forwards, replaced, strict=True):
+            if is_replaced:
+                continue
             if before is None:
                 del module.forward
             else:
@@ -226,7 +228,14 @@ class _Sharded:
 
     @property
     def is_running(self) -> bool:
-        return _get_current_function_mode() is self.view
+        return current_view() is self.view
+
+
+def _is_within(own: Any, forward: Any) -> bool:
+    """Whether a forward is what `own` wraps: then what was put around it, and ours, is removed already."""
+    while own is not None and own != forward:
+        own = getattr(own, "__wrapped__", None)
+    return own is not None
 
 
 class _Forward:
@@ -299,7 +308,7 @@ class _Shards:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.sharded.is_running:
             return None
-        with _pop_mode_temporarily():
+        with without_view():
             return self._shard(args, kwargs)
 
     def _shard(self, args: Any, kwargs: Any) -> Any:

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
-from torch.overrides import _get_current_function_mode
 
 from .flex import intercepting
 from .part import changed, mark, part_of, tensors_in
-from .view import View
+from .view import View, current_view
 
 # They return their arguments: FSDP2's hooks.
 _IDENTITIES = ("torch.distributed.",)
@@ -68,10 +67,10 @@ def _apply(own: Any) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        view = _get_current_function_mode()
-        if isinstance(view, View) and cls is checkpoints.CheckpointFunction:
+        view = current_view()
+        if view is not None and cls is checkpoints.CheckpointFunction:
             return _reentrant(view, functools.partial(call, cls), *args)
-        if not isinstance(view, View) or not _has_parts(args, kwargs):
+        if view is None or not _has_parts(args, kwargs):
             return call(cls, *args, **kwargs)
         if cls.__module__.startswith(_IDENTITIES):
             return call(cls, *args, **kwargs)
@@ -83,8 +82,8 @@ def _apply(own: Any) -> Callable[..., Any]:
 def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        view = _get_current_function_mode()
-        if not isinstance(view, View) or not _has_parts(args, kwargs):
+        view = current_view()
+        if view is None or not _has_parts(args, kwargs):
             return own(self, *args, **kwargs)
         return view.outside(getattr(self, "name", "TorchScript"), functools.partial(own, self), args, kwargs)
 
@@ -98,8 +97,8 @@ def _has_parts(args: Any, kwargs: Any) -> bool:
 def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        view = _get_current_function_mode()
-        return own(_in(view, function) if isinstance(view, View) else function, *args, **kwargs)
+        view = current_view()
+        return own(function if view is None else _in(view, function), *args, **kwargs)
 
     return checkpoint
 
@@ -126,7 +125,7 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _get_current_function_mode() is view:
+        if current_view() is view:
             return function(*args, **kwargs)
         with intercepted(view), view:
             return function(*args, **kwargs)

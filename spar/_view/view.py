@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from .call import FunctionCall, Plan, is_inplace, rule_of
 from .moving import moved
@@ -293,7 +293,7 @@ class View(TorchFunctionMode):
             raise self.error(name, "is no torch function, and would run whole", "pass strict=False")
         if self.recording:
             self.report.ran_whole(name, self.blocks > 0)
-        with _pop_mode_temporarily():
+        with without_view():
             return call(*self.gather(args), **self.gather(kwargs))
 
     def _check_written(self, function: _Function, args: Any, kwargs: dict[str, Any]) -> None:
@@ -330,6 +330,25 @@ class View(TorchFunctionMode):
 
     def __deepcopy__(self, memo: object) -> View:
         return View(self.parts, self.strict, self.around)
+
+
+def current_view() -> View | None:
+    """Return the innermost view of this thread; other modes may be entered in it."""
+    stack = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(stack) if isinstance(mode, View)), None)
+
+
+@contextmanager
+def without_view() -> Iterator[None]:
+    """Leave the innermost view, and the modes that were entered in it."""
+    left: list[Any] = []
+    try:
+        while not left or not isinstance(left[-1], View):
+            left.append(_pop_mode())
+        yield
+    finally:
+        for mode in reversed(left):
+            _push_mode(mode)
 
 
 _bodies: dict[Any, Any] = {}

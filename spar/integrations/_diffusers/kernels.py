@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from ..._attention.attention import attention
 from ..._view.part import mark, part_of, tensors_in, whole_numel, whole_shape
 from ..._view.rules.attention import drawing, method_of
 from ..._view.rules.products import work
-from ..._view.view import View
+from ..._view.view import View, current_view, without_view
 from ...sizes import share
 from .names import Names
 
@@ -57,10 +56,8 @@ def _of_parts(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Attend over [B, S, H, D], all or parts."""
-        view = _get_current_function_mode()
-        if not isinstance(view, View) or not any(
-            part_of(x) is not None for x in tensors_in(query, key, value, options)
-        ):
+        view = current_view()
+        if view is None or not any(part_of(x) is not None for x in tensors_in(query, key, value, options)):
             return kernel(query=query, key=key, value=value, **options)
         out = _attended(view, kernel, query, key, value, options)
         if out is not None:
@@ -91,7 +88,7 @@ def _attended(
     if by_heads and (q.size(2) < view.parts.world or keys is None):
         return None
     heads = q.size(2)
-    with _pop_mode_temporarily(), drawing(view.parts, options.get("dropout_p", 0.0)):
+    with without_view(), drawing(view.parts, options.get("dropout_p", 0.0)):
         whole = view.gather(options)
         layouts = view.parts.layout(part.lengths), None if keys is None else view.parts.layout(keys.lengths)
         method = "ulysses" if by_heads else method_of(part, keys)
