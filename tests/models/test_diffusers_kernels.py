@@ -111,6 +111,8 @@ def check_shapes(rank: int, world: int, group: Group) -> None:
     assert received[0] == ([2, image, HEADS, 12], [2, 25, HEADS, 12])
     received, _ = attended(group, flux(), flux_inputs(), "gather")
     assert {n for queries, _ in received for n in queries[1:2]} <= {image, joint, image + joint}
+    for method in ("ulysses", "gather"):  # ranks without tokens of the text
+        attended(group, flux(), flux_inputs(text=1), method)
     received, _ = attended(group, wan(), wan_inputs(), "ring")  # a kernel returns no log-sum-exp
     assert received[0][0] == [2, 25, own, 12]
 
