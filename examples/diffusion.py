@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train and sample a tiny Wan of diffusers over several ranks, and the same model in one process.
+"""Run tiny diffusion transformers of diffusers over several ranks, and the same models in one process.
 
     torchrun --standalone --nproc-per-node 2 examples/diffusion.py
 
-The model has random weights and is trained for a few steps to move noise towards one clip. Both runs start
-from the same weights and noise, so their losses, weights and clips must agree. If they do not, all ranks exit
-with an error. Needs diffusers: pip install 'spar-torch[models]'.
+A Wan with random weights is trained for a few steps to move noise towards one clip, and samples it. Both runs
+start from the same weights and noise, so their losses, weights and clips must agree. A HunyuanVideo computes
+an output and all gradients; diffusers' own context parallelism has no plan for it. If anything differs, all
+ranks exit with an error. Needs diffusers: pip install 'spar-torch[models]'.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
 from torch import Tensor, nn
 
 import spar
@@ -49,6 +54,24 @@ def parse_arguments() -> Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     return args
+
+
+def make_hunyuan() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=HEADS,
+        attention_head_dim=24,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        guidance_embeds=False,
+        text_embed_dim=16,
+        pooled_projection_dim=16,
+        rope_axes_dim=(8, 8, 8),
+    )
+    return model
 
 
 def make_model() -> nn.Module:
@@ -118,6 +141,27 @@ def run(args: Namespace, model: nn.Module, wrapped: nn.Module) -> Result:
     return Result(losses, weights, clip, time.perf_counter() - start)
 
 
+def trained_once(model: nn.Module, world: int) -> tuple[Tensor, list[Tensor]]:
+    """Return HunyuanVideo's output for two prompts, and its gradients averaged over the ranks."""
+    draw = torch.Generator().manual_seed(4)
+    mask = torch.ones(2, TEXT, dtype=torch.int64)
+    mask[1, TEXT // 2 :] = 0
+    output = model(
+        hidden_states=make_clip().expand(2, -1, -1, -1, -1),
+        timestep=torch.tensor([100, 700]),
+        encoder_hidden_states=torch.randn(2, TEXT, 16, generator=draw),
+        encoder_attention_mask=mask,
+        pooled_projections=torch.randn(2, 16, generator=draw),
+    ).sample
+    (output - make_clip()).square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if world > 1:
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= world
+    return output.detach(), gradients
+
+
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference, relative to each tensor's largest element."""
     pairs = zip(found, expected, strict=True)
@@ -134,14 +178,21 @@ def main() -> int:
     enable(model)
     sharded = run(args, model, nn.parallel.DistributedDataParallel(model))
 
+    hunyuan = make_hunyuan()
+    report = enable(hunyuan)  # filled by the first forward
+    output, gradients = trained_once(hunyuan, world)
+
     agrees = torch.ones(1)
     if rank == 0:
         plain = make_model()
         alone = run(args, plain, plain)
+        whole_output, whole_gradients = trained_once(make_hunyuan(), 1)
         errors = {
             "losses": largest_error([torch.tensor(sharded.losses)], [torch.tensor(alone.losses)]),
             "weights": largest_error(sharded.weights, alone.weights),
             "clip": largest_error([sharded.clip], [alone.clip]),
+            "HunyuanVideo's output": largest_error([output], [whole_output]),
+            "HunyuanVideo's gradients": largest_error(gradients, whole_gradients),
         }
         tokens = FRAMES * (HEIGHT // 2) * (WIDTH // 2)
         shares = spar.cal_split_sizes(tokens, world)
@@ -150,6 +201,9 @@ def main() -> int:
         )
         print(f"loss {sharded.losses[0]:.4f} -> {sharded.losses[-1]:.4f} in {args.train_steps} steps")
         print(f"{world} ranks {sharded.seconds:.1f} s, one process {alone.seconds:.1f} s")
+        print(f"HunyuanVideo: {report}")
+        if HunyuanVideoTransformer3DModel._cp_plan is None:  # nor does enable_parallelism run on CPUs
+            print("diffusers' own enable_parallelism has no plan for HunyuanVideo")
         for name, error in errors.items():
             print(f"largest relative difference of {name}: {error:.1e}")
         agrees[0] = float(all(error < TOLERANCE for error in errors.values()))
@@ -157,7 +211,8 @@ def main() -> int:
     ok = bool(agrees.item())
     if rank == 0:
         print(
-            f"Proved: {world} ranks train Wan and denoise a clip as one process does, within {TOLERANCE:.0e}"
+            f"Proved: {world} ranks train Wan, denoise a clip and differentiate HunyuanVideo as one process "
+            f"does, within {TOLERANCE:.0e}"
             if ok
             else f"FAILED: {world} ranks and one process differ by more than {TOLERANCE:.0e}"
         )
