@@ -43,6 +43,8 @@ def intercepted(view: View) -> Iterator[None]:
             flex = sys.modules.get("torch.nn.attention.flex_attention")
             if flex is not None:
                 _replace(flex, "flex_attention", intercepting(flex.flex_attention))
+            if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
+                _restore.enter_context(torch.compiler.set_stance("force_eager"))
     try:
         with view.around():
             yield

@@ -213,6 +213,32 @@ def test_compiled_inference_and_compiled_blocks_in_training(ranks: Ranks) -> Non
     ranks(2, check_compiled)
 
 
+def check_uncompiled(rank: int, world: int, group: Group) -> None:
+    """A view cannot be traced: compiled models and blocks run as they are."""
+    before, after = flux(), flux()
+    expected = trained(before, flux_inputs())
+    for model in (before, after):
+        if model is before:
+            model.compile_repeated_blocks(backend="aot_eager")
+        enable(model, group)
+        if model is after:
+            for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+                block.compile(backend="aot_eager")
+            model.enable_gradient_checkpointing()
+        compare(trained(model, flux_inputs(), group), expected, model)
+        compiled = torch.compile(model, backend="aot_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(**flux_inputs())[0], expected[0], rtol=1e-5, atol=1e-5)
+        disable(model)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compare(trained(before, flux_inputs()), expected, before)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs  # compiled again
+
+
+def test_by_a_view_compiled_models_run_as_they_are(ranks: Ranks) -> None:
+    ranks(2, check_uncompiled)
+
+
 def check_input_gradients(rank: int, world: int, group: Group, plan: Any) -> None:
     """The mean of the ranks' gradients of an input is that of one process, as for parameters."""
     model, results = flux(), []
