@@ -42,8 +42,9 @@ COMPILED_ONLY = {
         "diffusers.md",
         0,
     ): "downloads weights; tests/models/test_diffusers.py makes the same calls with small models",
-    ("diffusers.md", 1): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
-    ("diffusers.md", 2): "compares a model of diffusers: tests/models/test_diffusers.py",
+    ("diffusers.md", 1): "compiles a model of diffusers: tests/models/test_diffusers_use.py",
+    ("diffusers.md", 2): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
+    ("diffusers.md", 3): "compares a model of diffusers: tests/models/test_diffusers.py",
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
     (
