@@ -14,6 +14,7 @@ from torch import Tensor
 from ..call import FunctionCall, Plan, moves_to, rule
 from ..moving import cut, within
 from ..part import COPY, Part, part_of, whole_shape
+from .rows import index_of_rows, rows, set_rows
 
 
 @rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind")
@@ -150,6 +151,9 @@ def _sliced(part: Part, entry: slice) -> tuple[slice, Part] | None:
 @rule("__getitem__")
 def getitem(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
+    by_rows = index_of_rows(call.args[1])
+    if by_rows is not None:
+        return rows(call, *by_rows)
     if part is None:
         return None
     found = indexed(x, part, call.args[1])
@@ -188,7 +192,7 @@ def setitem(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     found = indexed(x, part, call.args[1]) if part is not None else None
     if found is None:
-        return None
+        return set_rows(call)
     index, target = found
     value = call.args[2]
     moves: tuple[tuple[int, Part | None], ...] = ()
@@ -206,13 +210,15 @@ def setitem(call: FunctionCall) -> Plan | None:
     return Plan(moves=moves, replaced=((1, index),))
 
 
-@rule("cat concat concatenate stack")
+@rule("cat concat concatenate stack vstack row_stack")
 def join(call: FunctionCall) -> Plan | None:
     tensors = list(call.get(0, "tensors"))
     first = next(x for x in call.tensors if part_of(x) is not None)
     part = part_of(first)
     assert part is not None
     dims = first.dim() + (call.name == "stack")
+    if call.name in ("vstack", "row_stack") and any(x.dim() < 2 for x in tensors):
+        return None
     dim = call.get(1, "dim", "axis", default=0) % dims
     if call.name != "stack" and dim == part.dim:
         return _along_tokens(call, tensors, dim)
