@@ -224,10 +224,8 @@ IMAGES: dict[str, Case] = {
             | {"target_size": sizes()["target_size"].double(), "crop_coords": sizes()["crop_coords"].double()}
         ),
     ),
-    "HiDreamImageTransformer2DModel": Case(HIDREAM, hidream, share=0.8),
-    "HiDreamImageTransformer2DModel (inference)": Case(
-        HIDREAM | {"force_inference_output": True}, hidream, share=0.8
-    ),
+    "HiDreamImageTransformer2DModel": Case(HIDREAM, hidream),
+    "HiDreamImageTransformer2DModel (inference)": Case(HIDREAM | {"force_inference_output": True}, hidream),
     "HunyuanDiT2DModel": Case(
         {
             "num_attention_heads": 3,
@@ -305,7 +303,6 @@ IMAGES: dict[str, Case] = {
             | draw.text()
             | {"encoder_hidden_states_mask": mask(7, 5).long(), "img_shapes": [(1, 5, 9)] * 2}
         ),
-        share=0.65,
     ),
     "OmniGenTransformer2DModel": Case(
         {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 24}
@@ -371,7 +368,6 @@ IMAGES: dict[str, Case] = {
         {"num_layers": 2, "num_cross_attention_heads": 3, "cross_attention_head_dim": 12, **CHANNELS, **HEADS}
         | {"cross_attention_dim": 36, "caption_channels": 8, "sample_size": 9},
         lambda draw: draw.image(height=5, width=9) | draw.text(),
-        share=0.99,
     ),
     "SD3Transformer2DModel": Case(
         {

@@ -392,7 +392,6 @@ VIDEOS: dict[str, Case] = {
         {"num_layers": 2, "num_cross_attention_heads": 3, "cross_attention_head_dim": 12, **CHANNELS, **HEADS}
         | {"cross_attention_dim": 36, "caption_channels": 8, "sample_size": 5, "rope_max_seq_len": 32},
         wan,
-        share=0.99,
     ),
     "SanaWMTransformer3DModel": Case(
         {"in_channels": 4, "num_layers": 2, "hidden_size": 36, "num_attention_heads": 3, "softmax_every_n": 2}
