@@ -2,9 +2,9 @@
 """Random operations under random faults: make soak SECONDS=60 ARGS=SEED.
 
 One world after another, of 2 to 4 ranks over each transport for CPU tensors, makes random calls, those of
-`spar check`, and random attentions; each rank checks its results by itself. Injected faults: calls that
-differ, a rank that is stopped (shorter or longer than the timeout), a rank that makes no call. Each world
-ends with a death; its survivors must raise, close their groups and exit.
+`spar check`, random attentions and programs on parts; each rank checks its results by itself. Injected
+faults: calls that differ, a rank that is stopped (shorter or longer than the timeout), a rank that makes no
+call. Each world ends with a death; its survivors must raise, close their groups and exit.
 
 The last line counts calls, faults and failures. The exit status is 1 if anything hung, was wrong or leaked.
 """
@@ -32,7 +32,7 @@ from conftest import TRANSPORTS
 from test_faults import finish, start
 
 import spar
-from helpers import attention_cases
+from helpers import attention_cases, view_programs
 from helpers.operations import failures, setting_of_world
 from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
 from helpers.tables import MAKERS
@@ -327,6 +327,9 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
             if rng.random() < 0.05:
                 counts["attentions"] += 1
                 wrong += attention(rng, world, all_ranks, setting)
+            if rng.random() < 0.03:
+                counts["programs"] += 1
+                wrong += view_programs.failures(rng, all_ranks)
             where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
             report["wrong"] += [f"{op} on {where}: {text}" for text in wrong]
         fault, odd = rng.choice(FAULTS), rng.randrange(world)
@@ -429,12 +432,13 @@ def main(seconds: float, seed: int) -> int:
     for kind, found in failures.items():
         for one in found:
             print(f"{kind}: {one}")
-    faults = {name: n for name, n in sorted(counts.items()) if name not in ("calls", "attentions")}
+    work = [f"{counts[name]} {name}" for name in ("calls", "attentions", "programs")]
+    faults = {name: n for name, n in sorted(counts.items()) if f"{n} {name}" not in work}
     shown = ", ".join(f"{n} x {name}" for name, n in faults.items())
     tail = ", ".join(f"{len(failures[kind])} {kind}" for kind in kinds)
     print(
-        f"soak: {time.monotonic() - begin:.0f} s, {counts['calls']} calls and "
-        f"{counts['attentions']} attentions, {sum(faults.values())} faults ({shown}), {tail}"
+        f"soak: {time.monotonic() - begin:.0f} s, {', '.join(work)}, {sum(faults.values())} faults "
+        f"({shown}), {tail}"
     )
     return int(any(failures.values()))
 

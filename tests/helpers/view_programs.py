@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from helpers.view_cases import PAIRS, Inputs, compare
 
 Step = Callable[[random.Random, Tensor, Tensor], Tensor]
 _LARGEST = 4_000  # elements of a tensor that a program keeps
@@ -175,3 +178,13 @@ def program(seed: int, steps: int) -> Callable[..., Any]:
         return kept
 
     return run
+
+
+def failures(rng: random.Random, group: dist.ProcessGroup) -> list[str]:
+    """Run a random program; return what is wrong with it."""
+    seed, pair = rng.randrange(1 << 30), rng.choice(PAIRS)
+    try:
+        problem = compare(group, program(seed, 14), pair, Inputs(seed), 1e-7)
+    except RuntimeError as error:
+        problem = None if "changes a copy in place" in str(error) else repr(error)
+    return [f"program {seed} of {pair}: {problem}"] if problem else []
