@@ -33,7 +33,7 @@ Names = dict[str, Any]
 # Blocks that this module only compiles, by page and number: why they do not run here.
 COMPILED_ONLY = {
     ("README.md", 0): "the six lines of transformers.md",
-    ("README.md", 1): "ends the process group: tests/test_source.py runs it",
+    ("README.md", 2): "ends the process group: tests/test_source.py runs it",
     (
         "dataloading.md",
         0,
@@ -187,6 +187,7 @@ def of_any_model(group: dist.ProcessGroup) -> Names:
 
 
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
+    "README.md": of_any_model,
     "any-model.md": of_any_model,
     "profiling.md": of_debugging,
     "index.md": of_index,
@@ -264,6 +265,7 @@ def check_rings_across_nodes(names: Names) -> None:
 
 
 CHECKS = {
+    ("README.md", 1): check_any_model,
     ("any-model.md", 0): check_any_model,
     ("data-parallel.md", 0): check_data_parallel,
     ("packed.md", 0): check_packed,
