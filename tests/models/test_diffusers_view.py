@@ -178,7 +178,7 @@ def check_masks(rank: int, world: int, group: Group) -> None:
     rows = torch.rand(2, 1, 32, 32, generator=draw) > 0.3
     added = torch.randn(1, HEADS, 32, 32, generator=draw)
     for mask in (rows, added, rows[:1, :, :1]):
-        for method in (None, "gather", "ring"):
+        for method in (None, "ring"):
             inputs = flux_inputs() | {"joint_attention_kwargs": {"attention_mask": mask}}
             check_not_whole(check_exact(group, flux(), inputs, BY_VIEW, method=method))
     for name, (make, inputs_of) in (OTHERS | {"wan": (wan, wan_inputs)}).items():
